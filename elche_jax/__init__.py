@@ -1,0 +1,40 @@
+"""Data-parallel training of Flax models at the sum of the devices' speeds.
+
+    import elche_jax as elche
+"""
+
+from elche_jax.cadence import (
+    HOLD_GROWTH as HOLD_GROWTH,
+    STABLE as STABLE,
+    Balanced as Balanced,
+    Cadence as Cadence,
+    ElChe as ElChe,
+    EveryBatch as EveryBatch,
+    FixedTotal as FixedTotal,
+    Replay as Replay,
+    Verdict as Verdict,
+    WindowReport as WindowReport,
+    apportion as apportion,
+    clamp_counts as clamp_counts,
+    nudge_down as nudge_down,
+    shard_sizes as shard_sizes,
+)
+from elche_jax.config import DDPConfig as DDPConfig
+from elche_jax.data.order import Cursor as Cursor
+from elche_jax.engine.devices import device_summary as device_summary
+from elche_jax.engine.loss import Weighted as Weighted
+from elche_jax.engine.replicas import (
+    ReplicaMismatch as ReplicaMismatch,
+    check_replicas as check_replicas,
+    replicate as replicate,
+    unreplicate as unreplicate,
+)
+from elche_jax.engine.state import TrainState as TrainState
+from elche_jax.train.step import TrainStep as TrainStep, build_train_step as build_train_step
+from elche_jax.train.windows import (
+    NonFiniteError as NonFiniteError,
+    Window as Window,
+    Windows as Windows,
+)
+
+__version__ = "0.1.0"

@@ -1,0 +1,239 @@
+"""Argument checks that all speak in one message shape.
+
+``where: argument must <rule>, got <value>. <what to do>``
+
+A wrong kind of value is a ``TypeError``, a wrong value a ``ValueError``. A bool is
+not an integer here, a float is not an integer even when it is whole, and NaN and
+infinity are never numbers. What passes comes back as plain Python numbers.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+
+def describe(value: object) -> str:
+    """Return ``value`` with the name of its type, as a type error shows it.
+
+    Example:
+        >>> describe(2.5)
+        '2.5 (float)'
+    """
+    return f"{value!r} ({type(value).__name__})"
+
+
+def message(where: str, argument: str, rule: str, got: object, todo: str = "") -> str:
+    """Return the text of an error.
+
+    Args:
+        where: The class, method or function the user called.
+        argument: The argument at fault.
+        rule: What must hold, to be read after the word "must".
+        got: What was found instead; printed as it is.
+        todo: What to do about it, one sentence, when that is not obvious.
+
+    Returns:
+        The one-line message.
+
+    Example:
+        >>> message("ElChe", "anchor", "be at least 1", 0)
+        'ElChe: anchor must be at least 1, got 0.'
+    """
+    text = f"{where}: {argument} must {rule}, got {got}."
+    return f"{text} {todo}" if todo else text
+
+
+def _plain(value: object) -> object:
+    """Unwrap a zero-dimensional array or NumPy scalar."""
+    if getattr(value, "ndim", None) == 0:
+        return cast(Any, value).item()
+    return value
+
+
+def integer(
+    where: str,
+    argument: str,
+    value: object,
+    *,
+    low: int | None = None,
+    high: int | None = None,
+    todo: str = "",
+) -> int:
+    """Return ``value`` as a plain ``int`` within ``[low, high]``.
+
+    Raises:
+        TypeError: If ``value`` is not an integer (a bool is not).
+        ValueError: If it is out of range.
+
+    Example:
+        >>> integer("ElChe", "anchor", 10, low=1)
+        10
+    """
+    plain = _plain(value)
+    if isinstance(plain, bool) or not isinstance(plain, int):
+        rule = "be an integer"
+        raise TypeError(message(where, argument, rule, describe(value), todo))
+    if low is not None and plain < low:
+        raise ValueError(message(where, argument, f"be at least {low}", plain, todo))
+    if high is not None and plain > high:
+        raise ValueError(message(where, argument, f"be at most {high}", plain, todo))
+    return int(plain)
+
+
+def real(
+    where: str,
+    argument: str,
+    value: object,
+    *,
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+    todo: str = "",
+) -> float:
+    """Return ``value`` as a plain, finite ``float`` within the given bounds.
+
+    Args:
+        where: The class, method or function the user called.
+        argument: The argument's name.
+        value: An int or a float, or a scalar array of either.
+        low: Smallest value allowed.
+        above: Value that must be exceeded.
+        high: Largest value allowed.
+        todo: What to do about it, one sentence.
+
+    Raises:
+        TypeError: If ``value`` is not a number (a bool is not).
+        ValueError: If it is not finite, or out of range.
+
+    Example:
+        >>> real("ElChe", "overhead_target", 0.1, low=0.01, high=0.5)
+        0.1
+    """
+    plain = _plain(value)
+    if isinstance(plain, bool) or not isinstance(plain, int | float):
+        rule = "be a number"
+        raise TypeError(message(where, argument, rule, describe(value), todo))
+    try:
+        number = float(plain)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(message(where, argument, "be finite", number, todo))
+    if low is not None and number < low:
+        raise ValueError(message(where, argument, f"be at least {low}", plain, todo))
+    if above is not None and number <= above:
+        raise ValueError(message(where, argument, f"be above {above}", plain, todo))
+    if high is not None and number > high:
+        raise ValueError(message(where, argument, f"be at most {high}", plain, todo))
+    return number
+
+
+def items(where: str, argument: str, values: object, of: str) -> tuple[Any, ...]:
+    """Return the entries of a sequence or array as a tuple, unchecked.
+
+    Raises:
+        TypeError: If ``values`` is neither (a string is not).
+
+    Example:
+        >>> items("Replay", "counts", [1, 2], "integers")
+        (1, 2)
+    """
+    if isinstance(values, tuple):
+        return cast(tuple[Any, ...], values)
+    tolist = getattr(values, "tolist", None)
+    plain: object = tolist() if callable(tolist) else values
+    if isinstance(plain, str | bytes) or not isinstance(plain, Sequence):
+        rule = f"be a sequence of {of}"
+        raise TypeError(message(where, argument, rule, describe(values)))
+    return tuple(cast(Sequence[Any], plain))
+
+
+def integers(
+    where: str, argument: str, values: object, *, low: int | None = None
+) -> tuple[int, ...]:
+    """Return a sequence as a tuple of plain ints, each at least ``low``.
+
+    Raises:
+        TypeError: If it is no sequence, or an entry is not an integer.
+        ValueError: If an entry is below ``low``.
+
+    Example:
+        >>> integers("WindowReport", "counts", [3, 1], low=0)
+        (3, 1)
+    """
+    entries = items(where, argument, values, "integers")
+    clean = set(map(type, entries)) <= {int}
+    if clean and (low is None or not entries or min(entries) >= low):
+        return entries
+    return tuple(
+        integer(where, f"{argument}[{rank}]", entry, low=low)
+        for rank, entry in enumerate(entries)
+    )
+
+
+def reals(
+    where: str,
+    argument: str,
+    values: object,
+    *,
+    low: float | None = None,
+    above: float | None = None,
+) -> tuple[float, ...]:
+    """Return a sequence as a tuple of plain, finite floats within the bounds.
+
+    Raises:
+        TypeError: If it is no sequence, or an entry is not a number.
+        ValueError: If an entry is not finite or out of range.
+
+    Example:
+        >>> reals("apportion", "ms_per_batch", [1, 2.5], above=0)
+        (1.0, 2.5)
+    """
+    entries = items(where, argument, values, "numbers")
+    clean = set(map(type, entries)) <= {float} and all(map(math.isfinite, entries))
+    if clean and (
+        not entries
+        or (
+            (low is None or min(entries) >= low)
+            and (above is None or min(entries) > above)
+        )
+    ):
+        return entries
+    return tuple(
+        real(where, f"{argument}[{rank}]", entry, low=low, above=above)
+        for rank, entry in enumerate(entries)
+    )
+
+
+def instance(where: str, argument: str, value: object, kind: type) -> None:
+    """Check that an argument is of a class.
+
+    Raises:
+        TypeError: If it is not.
+
+    Example:
+        >>> instance("ElChe.update", "verdict", "stable", int)
+        Traceback (most recent call last):
+        ...
+        TypeError: ElChe.update: verdict must be of type int, got 'stable' (str).
+    """
+    if not isinstance(value, kind):
+        rule = f"be of type {kind.__name__}"
+        raise TypeError(message(where, argument, rule, describe(value)))
+
+
+def per_device(where: str, argument: str, got: int, expected: int) -> None:
+    """Check that an argument has one entry per device.
+
+    Raises:
+        ValueError: If ``got`` differs from ``expected``.
+
+    Example:
+        >>> per_device("ElChe.update", "report", 3, 2)
+        Traceback (most recent call last):
+        ...
+        ValueError: ElChe.update: report must have one entry per device (2), got 3.
+    """
+    if got != expected:
+        rule = f"have one entry per device ({expected})"
+        raise ValueError(message(where, argument, rule, got))

@@ -1,0 +1,59 @@
+"""How many microbatches each device gets. Plain Python and NumPy, no JAX.
+
+A cadence is a frozen config object: ``init(world_size)`` makes a state,
+``update(state, report, verdict)`` the next one, ``state.counts`` is the plan.
+
+Example:
+    >>> cadence = ElChe(anchor=10)
+    >>> state = cadence.init(world_size=2)
+    >>> report = WindowReport(wall_ms=(300.0, 100.0), counts=(10, 10), sync_ms=5.0)
+    >>> cadence.update(state, report).counts
+    (10, 30)
+"""
+
+from elche_jax.cadence.apportion import apportion, clamp_counts, shard_sizes
+from elche_jax.cadence.balanced import Balanced, BalancedState
+from elche_jax.cadence.base import (
+    HOLD_GROWTH,
+    STABLE,
+    Cadence,
+    CadenceState,
+    State,
+    Verdict,
+    WindowReport,
+    nudge_down,
+)
+from elche_jax.cadence.elche import ElChe, ElCheState
+from elche_jax.cadence.every_batch import EveryBatch, EveryBatchState
+from elche_jax.cadence.fixed_total import FixedTotal, FixedTotalState
+from elche_jax.cadence.replay import Replay, ReplayState
+from elche_jax.cadence.scheduler import Scheduler, SchedulerState
+from elche_jax.cadence.shift import Shift, ShiftState
+
+__all__ = [
+    "HOLD_GROWTH",
+    "STABLE",
+    "Balanced",
+    "BalancedState",
+    "Cadence",
+    "CadenceState",
+    "ElChe",
+    "ElCheState",
+    "EveryBatch",
+    "EveryBatchState",
+    "FixedTotal",
+    "FixedTotalState",
+    "Replay",
+    "ReplayState",
+    "Scheduler",
+    "SchedulerState",
+    "Shift",
+    "ShiftState",
+    "State",
+    "Verdict",
+    "WindowReport",
+    "apportion",
+    "clamp_counts",
+    "nudge_down",
+    "shard_sizes",
+]

@@ -1,0 +1,239 @@
+"""Sharing out a whole number of microbatches: three exact splits.
+
+`clamp_counts` shrinks a plan to what the data still has, `shard_sizes` follows given
+ratios, `apportion` makes the slowest device finish as early as an integer split can.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elche_jax import _check as check
+from elche_jax.cadence.estimate import FloatArray
+
+# Beyond this a count times a time is no longer exact to one microbatch.
+MAX_TOTAL = 2**53
+
+
+def _take_back(counts: list[int], tie: Sequence[int], excess: int) -> None:
+    """Lower the largest counts one by one, in place, until ``excess`` are back.
+
+    Among equal counts the one with the smaller ``tie`` gives first, then the higher
+    rank.
+    """
+    heap = [(-count, tie[rank], -rank) for rank, count in enumerate(counts)]
+    heapq.heapify(heap)
+    for _ in range(excess):
+        count, order, rank = heap[0]
+        counts[-rank] -= 1
+        heapq.heapreplace(heap, (count + 1, order, rank))
+
+
+def clamp_counts(counts: Sequence[int], max_total: int) -> tuple[int, ...]:
+    """Shrink counts in proportion so that they sum to at most ``max_total``.
+
+    Counts that fit come back unchanged. Otherwise the result sums to exactly
+    ``max_total`` by the method of the largest remainder, ties to the lower rank. No
+    entry is ever raised. A device may get 0 only when fewer microbatches remain
+    than devices that have some; until then the largest counts give up one each to
+    keep every device that had work at 1.
+
+    Args:
+        counts: Microbatches per device, integers, not negative.
+        max_total: Microbatches left, not negative.
+
+    Returns:
+        The counts to run, one entry per device.
+
+    Raises:
+        TypeError: If an argument is not made of integers.
+        ValueError: If one is negative.
+
+    Example:
+        >>> clamp_counts((10, 20), 100)
+        (10, 20)
+        >>> clamp_counts((10, 20), 15)
+        (5, 10)
+        >>> clamp_counts((10, 20, 30), 2)
+        (0, 1, 1)
+    """
+    counts = check.integers("clamp_counts", "counts", counts, low=0)
+    max_total = check.integer("clamp_counts", "max_total", max_total, low=0)
+    total = sum(counts)
+    if total <= max_total:
+        return counts
+    clamped = [count * max_total // total for count in counts]
+    rest = max_total - sum(clamped)
+    # Python's sort is stable, so equal remainders stay in the order of the ranks.
+    by_remainder = sorted(
+        range(len(counts)), key=lambda rank: -(counts[rank] * max_total % total)
+    )
+    for rank in by_remainder[:rest]:
+        clamped[rank] += 1
+    if max_total >= sum(count > 0 for count in counts):
+        empty = [r for r, count in enumerate(counts) if count and not clamped[r]]
+        _take_back(clamped, counts, len(empty))
+        for rank in empty:
+            clamped[rank] = 1
+    return tuple(clamped)
+
+
+def shard_sizes(ratios: Sequence[float], total: int) -> tuple[int, ...]:
+    """Split ``total`` in given ratios.
+
+    Every device but the last gets its share rounded half away from zero, at least 1
+    each when ``total`` allows it; the last device takes the rest. Where nothing is
+    left for the last one, the largest shares give up one each, the higher rank
+    first.
+
+    Args:
+        ratios: Share of each device, not negative and not all zero. They need not
+            sum to 1.
+        total: Microbatches to share out, not negative.
+
+    Returns:
+        Sizes that sum to exactly ``total``, one per device.
+
+    Raises:
+        TypeError: If a ratio is not a number, or the total not an integer.
+        ValueError: If a number is negative, or all ratios are zero.
+
+    Example:
+        >>> shard_sizes((0.5, 0.25, 0.25), 10)
+        (5, 3, 2)
+        >>> shard_sizes((0.9, 0.05, 0.05), 4)
+        (2, 1, 1)
+    """
+    where = "shard_sizes"
+    ratios = check.reals(where, "ratios", ratios, low=0)
+    total = check.integer(where, "total", total, low=0, high=MAX_TOTAL)
+    whole = math.fsum(ratios)
+    if whole <= 0:
+        rule = "have an entry above 0"
+        raise ValueError(check.message(where, "ratios", rule, ratios))
+    least = 1 if total >= len(ratios) else 0
+    sizes = [
+        max(least, math.floor(ratio / whole * total + 0.5)) for ratio in ratios[:-1]
+    ]
+    last = total - sum(sizes)
+    if last < least:
+        _take_back(sizes, [0] * len(sizes), least - last)
+        last = least
+    return (*sizes, last)
+
+
+def apportion(total: int, ms_per_batch: Sequence[float]) -> tuple[int, ...]:
+    """Split ``total`` so that the slowest device finishes as early as possible.
+
+    Minimises ``max(counts * ms_per_batch)`` over all integer splits, exactly and
+    not by rounding: it is the split that hands out one microbatch at a time to the
+    device that would finish it first, ties to the lower rank.
+
+    Args:
+        total: Microbatches to share out, not negative.
+        ms_per_batch: Milliseconds per microbatch of each device, above 0.
+
+    Returns:
+        Counts that sum to exactly ``total``. A faster device never gets less than a
+        slower one; a very slow one may get 0.
+
+    Raises:
+        TypeError: If the total is not an integer, or a time not a number.
+        ValueError: If the total is negative, or a time is not above 0.
+
+    Example:
+        The shares are 2.33 and 0.67; rounded to (2, 1) they would need 3.5 ms,
+        not 3.
+
+        >>> apportion(3, (1.0, 3.5))
+        (3, 0)
+    """
+    where = "apportion"
+    total = check.integer(where, "total", total, low=0, high=MAX_TOTAL)
+    times = check.reals(where, "ms_per_batch", ms_per_batch, above=0)
+    if not times:
+        raise ValueError(
+            check.message(where, "ms_per_batch", "have one entry per device", "none")
+        )
+    return tuple(split(total, np.array(times)).tolist())
+
+
+def split(total: int, ms: FloatArray) -> NDArray[np.int64]:
+    """Do the work of `apportion` on checked arrays.
+
+    Microbatch ``k`` of device ``d`` ends at ``k * ms[d]``; wanted are the ``total``
+    earliest of all those ends, ordered by (end, rank). A lower bound of the last
+    end, from the continuous problem, gives nearly all of them at once. The rest,
+    fewer than there are devices, is sorted out among the devices that can still get
+    one.
+
+    Args:
+        total: Microbatches to share out, ``0 <= total <= 2**53``.
+        ms: Shape ``(devices,)``, milliseconds per microbatch, above 0.
+
+    Returns:
+        Counts, shape ``(devices,)``.
+
+    Example:
+        >>> split(10, np.array([1.0, 2.5])).tolist()
+        [7, 3]
+    """
+    counts = _ends_before(_level(total, ms), ms)
+    for _ in range(64):
+        rest = total - int(counts.sum())
+        if rest == 0 or rest > len(ms):
+            break
+        ends = (counts + 1) * ms
+        latest = np.partition(ends, rest - 1)[rest - 1]
+        able = np.flatnonzero(ends <= latest)  # no other device can get any
+        more = np.minimum(_ends_before(latest, ms[able]) - counts[able], rest)
+        if more.sum() <= 4 * len(ms) + 64:
+            rank = np.repeat(able, more)
+            step = np.arange(len(rank)) - np.repeat(more.cumsum() - more, more)
+            end = (counts[rank] + 1 + step) * ms[rank]
+            first = np.argsort(end, kind="stable")[:rest]  # stable: lower rank first
+            np.add.at(counts, rank[first], 1)
+            break
+        level = min(_level(int(counts[able].sum()) + rest, ms[able]), latest)
+        raised = np.maximum(_ends_before(level, ms[able]), counts[able])
+        if raised.sum() == counts[able].sum():
+            break
+        counts[able] = raised
+    return _hand_out(total - int(counts.sum()), counts, ms)
+
+
+def _level(total: int, ms: FloatArray) -> float:
+    """Return when all would end if microbatches were divisible, a touch early.
+
+    The factor is far above the rounding of the sum, so that the microbatches ended
+    by then are never more than ``total``.
+    """
+    return total / float((1.0 / ms).sum()) * (1.0 - 1e-12)
+
+
+def _ends_before(level: float, ms: FloatArray) -> NDArray[np.int64]:
+    """Return the largest ``k`` with ``k * ms <= level`` in floating point."""
+    k = np.floor(level / ms)
+    k -= k * ms > level  # the division may round up onto the next integer,
+    k += (k + 1) * ms <= level  # or down below one
+    return k.astype(np.int64)
+
+
+def _hand_out(
+    rest: int, counts: NDArray[np.int64], ms: FloatArray
+) -> NDArray[np.int64]:
+    """Give ``rest`` more microbatches, each to the device that ends it first."""
+    if rest:
+        final = counts.tolist()
+        times = ms.tolist()
+        heap = [((final[r] + 1) * ms_r, r) for r, ms_r in enumerate(times)]
+        heapq.heapify(heap)
+        for _ in range(rest):
+            _, rank = heap[0]
+            final[rank] += 1
+            heapq.heapreplace(heap, ((final[rank] + 1) * times[rank], rank))
+        counts = np.array(final, dtype=np.int64)
+    return counts

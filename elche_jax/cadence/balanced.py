@@ -1,0 +1,200 @@
+"""Balanced: the classic auto-balancer, ratios re-measured every so many windows."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from elche_jax import _check as check
+from elche_jax.cadence.apportion import MAX_TOTAL, shard_sizes
+from elche_jax.cadence.base import STABLE, State, Verdict, WindowReport, check_update
+from elche_jax.cadence.estimate import (
+    FloatArray,
+    Times,
+    as_array,
+    as_times,
+    measured_ms,
+)
+
+# Ratios are whole multiples of 1/_GRID, so every way of summing them is exact.
+_GRID = 2**52
+
+
+@dataclass(frozen=True)
+class BalancedState(State):
+    """State of `Balanced`: plain numbers.
+
+    Attributes:
+        counts: Microbatches per device in the next window.
+        ratios: Share of each device; they sum to exactly 1.
+        throughput: Smoothed microbatches per millisecond of each device, ``None``
+            where never measured.
+        windows: Windows reported so far.
+        next_rebalance: Number of reported windows at which ratios change next.
+    """
+
+    counts: tuple[int, ...]
+    ratios: tuple[float, ...]
+    throughput: Times
+    windows: int
+    next_rebalance: int
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """Cadence that shares out ``total`` microbatches by measured throughput.
+
+    Throughput is an exponential moving average, ``alpha * new + (1 - alpha) * old``
+    with ``new = counts / wall_ms``, the first value taken as it is. The ratios
+    change after ``calibration_windows`` windows and then every ``rebalance_every``;
+    they are proportional to throughput, none below ``min_ratio``, and sum to
+    exactly 1. The counts are `elche_jax.cadence.apportion.shard_sizes` of them.
+
+    A device without a measurement when the ratios change counts as fast as the mean
+    of the measured ones; when there are none, the change waits for the next report.
+    Verdicts change nothing: the total is constant.
+
+    Attributes:
+        total: Microbatches per window over all devices, at least 1.
+        alpha: Weight of the newest measurement, in ``(0, 1]``.
+        calibration_windows: Windows before the first change, at least 1.
+        rebalance_every: Windows between changes, at least 1.
+        min_ratio: Smallest share, in ``[0, 1]``; times the number of devices it
+            must not exceed 1.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> cadence = Balanced(total=8, calibration_windows=1)
+        >>> state = cadence.init(2)
+        >>> state.counts
+        (4, 4)
+        >>> state = cadence.update(state, WindowReport((60.0, 20.0), (4, 4), 1.0))
+        >>> state.counts, state.ratios
+        ((2, 6), (0.25, 0.75))
+    """
+
+    state_type: ClassVar[type[BalancedState]] = BalancedState
+
+    total: int
+    alpha: float = 0.3
+    calibration_windows: int = 10
+    rebalance_every: int = 50
+    min_ratio: float = 0.05
+
+    def __post_init__(self) -> None:
+        where = "Balanced"
+        for name, value in {
+            "total": check.integer(where, "total", self.total, low=1, high=MAX_TOTAL),
+            "alpha": check.real(where, "alpha", self.alpha, above=0, high=1),
+            "calibration_windows": check.integer(
+                where, "calibration_windows", self.calibration_windows, low=1
+            ),
+            "rebalance_every": check.integer(
+                where, "rebalance_every", self.rebalance_every, low=1
+            ),
+            "min_ratio": check.real(where, "min_ratio", self.min_ratio, low=0, high=1),
+        }.items():
+            object.__setattr__(self, name, value)
+
+    def init(self, world_size: int) -> BalancedState:
+        """Return the state before the first window, all ratios equal.
+
+        Args:
+            world_size: Number of devices, at least 1.
+
+        Returns:
+            The state.
+
+        Raises:
+            TypeError: If ``world_size`` is not an integer.
+            ValueError: If it is below 1, or too large for ``min_ratio``.
+
+        Example:
+            >>> Balanced(total=10).init(2).ratios
+            (0.5, 0.5)
+        """
+        where = "Balanced.init"
+        world_size = check.integer(where, "world_size", world_size, low=1)
+        if self.min_ratio * world_size > 1 + 1e-9:
+            rule = f"be at most 1 / world_size ({world_size} devices)"
+            todo = "Lower min_ratio."
+            raise ValueError(
+                check.message(where, "min_ratio", rule, self.min_ratio, todo)
+            )
+        ratios = _ratios(np.ones(world_size), self.min_ratio)
+        return BalancedState(
+            counts=shard_sizes(ratios, self.total),
+            ratios=ratios,
+            throughput=(None,) * world_size,
+            windows=0,
+            next_rebalance=self.calibration_windows,
+        )
+
+    def update(
+        self, state: BalancedState, report: WindowReport, verdict: Verdict = STABLE
+    ) -> BalancedState:
+        """Return the state for the next window.
+
+        Args:
+            state: The state so far; it stays as it is.
+            report: What was measured.
+            verdict: The guard's opinion; checked, not used.
+
+        Returns:
+            The state with new throughput, and new ratios when their time has come.
+
+        Raises:
+            TypeError: If the report or the verdict is of another class.
+            ValueError: If the report has another number of devices.
+
+        Example:
+            >>> cadence = Balanced(total=8)
+            >>> report = WindowReport((60.0, 20.0), (4, 4), 1.0)
+            >>> cadence.update(cadence.init(2), report).counts
+            (4, 4)
+        """
+        check_update("Balanced.update", len(state.counts), report, verdict)
+        old = as_array(state.throughput)
+        new = 1.0 / measured_ms(report)
+        mixed = self.alpha * new + (1.0 - self.alpha) * old
+        speed = np.where(np.isnan(new), old, np.where(np.isnan(old), new, mixed))
+        windows = state.windows + 1
+        counts, ratios, next_rebalance = (
+            state.counts,
+            state.ratios,
+            state.next_rebalance,
+        )
+        unknown = np.isnan(speed)
+        if windows >= next_rebalance and not unknown.all():
+            filled = np.where(unknown, speed[~unknown].mean(), speed)
+            ratios = _ratios(filled, self.min_ratio)
+            counts = shard_sizes(ratios, self.total)
+            next_rebalance = windows + self.rebalance_every
+        return BalancedState(counts, ratios, as_times(speed), windows, next_rebalance)
+
+
+def _ratios(speed: FloatArray, min_ratio: float) -> tuple[float, ...]:
+    """Return ratios proportional to speed, none below the floor, summing to 1.
+
+    Those below the floor are raised to it and the others scaled to what is left,
+    again until none is below: at most one round per device.
+    """
+    ratios = speed / speed.sum()
+    raised = np.zeros(len(speed), dtype=np.bool_)
+    while True:
+        low = ~raised & (ratios < min_ratio)
+        if not low.any():
+            break
+        raised |= low
+        ratios[raised] = min_ratio
+        free = ~raised
+        if not free.any():
+            break
+        ratios[free] = speed[free] * (1 - min_ratio * raised.sum()) / speed[free].sum()
+    # Rounding up keeps the floor; the largest pays, it is the farthest from it.
+    grid = np.ceil(ratios * _GRID).astype(np.int64)
+    grid[grid.argmax()] += _GRID - grid.sum()
+    return tuple((grid / _GRID).tolist())

@@ -1,0 +1,273 @@
+"""The records a cadence reads and writes, and the protocol it follows.
+
+A *cadence* decides how many microbatches each device computes in the next window.
+It is a frozen config object with two pure methods, in the manner of an optax
+transformation: ``init`` makes a state, ``update`` makes the next one from a report.
+States are plain numbers, so that the plan is the same in every process, goes into a
+checkpoint as JSON, and can be replayed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final, Literal, Protocol, Self, TypeVar, cast
+
+from elche_jax import _check as check
+
+
+@dataclass(frozen=True)
+class WindowReport:
+    """What was measured over one window.
+
+    Any sequence or array is accepted and kept as a tuple of plain Python numbers.
+
+    Attributes:
+        wall_ms: Busy time of each device in milliseconds, one entry per device,
+            finite and not negative; 0 means not measured.
+        counts: Microbatches each device really ran, integers, not negative.
+        sync_ms: Cost of the synchronisation in milliseconds: the smallest wait
+            over the devices, finite and not negative.
+
+    Raises:
+        TypeError: If an entry is not a number, or a count not an integer.
+        ValueError: If a number is negative or not finite, the two sequences
+            differ in length, or they are empty.
+
+    Example:
+        >>> WindowReport(wall_ms=[120, 60.0], counts=[4, 4], sync_ms=3)
+        WindowReport(wall_ms=(120.0, 60.0), counts=(4, 4), sync_ms=3.0)
+    """
+
+    wall_ms: Sequence[float]
+    counts: Sequence[int]
+    sync_ms: float
+
+    def __post_init__(self) -> None:
+        where = "WindowReport"
+        wall_ms = check.reals(where, "wall_ms", self.wall_ms, low=0)
+        counts = check.integers(where, "counts", self.counts, low=0)
+        if not wall_ms:
+            rule = "have one entry per device"
+            raise ValueError(check.message(where, "wall_ms", rule, "none"))
+        if len(counts) != len(wall_ms):
+            rule = f"be as long as wall_ms ({len(wall_ms)})"
+            raise ValueError(check.message(where, "counts", rule, len(counts)))
+        sync_ms = check.real(where, "sync_ms", self.sync_ms, low=0)
+        object.__setattr__(self, "wall_ms", wall_ms)
+        object.__setattr__(self, "counts", counts)
+        object.__setattr__(self, "sync_ms", sync_ms)
+
+
+Action = Literal["stable", "hold_growth", "nudge_down"]
+_ACTIONS: Final = ("stable", "hold_growth", "nudge_down")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The guard's opinion about the replicas, handed to the cadence.
+
+    Attributes:
+        action: ``"stable"``: no objection; ``"hold_growth"``: the windows must not
+            get longer; ``"nudge_down"``: they must get shorter.
+        factor: What to multiply the anchor by, in ``(0, 1]``; only for
+            ``"nudge_down"``, where it is 0.5 unless given, else ``None``.
+
+    Raises:
+        ValueError: If the action is none of the three, or the factor is out of
+            range or given to another action.
+        TypeError: If the factor is not a number.
+
+    Example:
+        >>> Verdict("nudge_down")
+        Verdict(action='nudge_down', factor=0.5)
+    """
+
+    action: Action = "stable"
+    factor: float | None = None
+
+    def __post_init__(self) -> None:
+        where = "Verdict"
+        if self.action not in _ACTIONS:
+            rule = f"be one of {', '.join(map(repr, _ACTIONS))}"
+            raise ValueError(check.message(where, "action", rule, repr(self.action)))
+        if self.action == "nudge_down":
+            factor = 0.5 if self.factor is None else self.factor
+            factor = check.real(where, "factor", factor, above=0, high=1)
+            object.__setattr__(self, "factor", factor)
+        elif self.factor is not None:
+            rule = f"be None for {self.action!r}"
+            todo = "Only nudge_down has a factor."
+            raise ValueError(check.message(where, "factor", rule, self.factor, todo))
+
+
+STABLE: Final = Verdict("stable")
+"""No objection: the cadence does as it likes."""
+
+HOLD_GROWTH: Final = Verdict("hold_growth")
+"""The anchor must not be raised."""
+
+
+def nudge_down(factor: float = 0.5) -> Verdict:
+    """Return the verdict that multiplies the anchor by ``factor``.
+
+    Args:
+        factor: In ``(0, 1]``.
+
+    Returns:
+        The verdict.
+
+    Raises:
+        ValueError: If ``factor`` is out of range.
+        TypeError: If ``factor`` is not a number.
+
+    Example:
+        >>> nudge_down(0.75).factor
+        0.75
+    """
+    return Verdict("nudge_down", factor)
+
+
+def _to_lists(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_to_lists(entry) for entry in cast(tuple[Any, ...], value)]
+    return value
+
+
+def _to_tuples(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(_to_tuples(entry) for entry in cast(Sequence[Any], value))
+    return value
+
+
+@dataclass(frozen=True)
+class State:
+    """Base of all states here: frozen fields of plain numbers that go into JSON.
+
+    For every state ``s`` of a class ``S``,
+    ``S.from_dict(json.loads(json.dumps(s.to_dict()))) == s`` holds exactly.
+    """
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as a dict that ``json.dumps`` accepts.
+
+        Returns:
+            Numbers, strings, ``None`` and lists of them, one key per field.
+
+        Example:
+            >>> from elche_jax.cadence import EveryBatch
+            >>> EveryBatch().init(2).to_dict()
+            {'counts': [1, 1]}
+        """
+        return {
+            field.name: _to_lists(getattr(self, field.name)) for field in fields(self)
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Return the state that ``to_dict`` was called on.
+
+        Args:
+            values: What ``to_dict`` returned, or its way through JSON and back.
+
+        Returns:
+            The equal state.
+
+        Raises:
+            ValueError: If the keys are not those of this class: the state of
+                another cadence.
+
+        Example:
+            >>> from elche_jax.cadence import EveryBatch
+            >>> state = EveryBatch().init(2)
+            >>> type(state).from_dict({"counts": [1, 1]}) == state
+            True
+        """
+        names = sorted(field.name for field in fields(cls))
+        if sorted(values) != names:
+            raise ValueError(
+                check.message(
+                    f"{cls.__name__}.from_dict",
+                    "values",
+                    f"have the keys {names}",
+                    sorted(values),
+                    "Resume with the cadence that wrote the state.",
+                )
+            )
+        return cls(**{name: _to_tuples(value) for name, value in values.items()})
+
+
+class CadenceState(Protocol):
+    """What every cadence's state shows: the plan for the next window."""
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Microbatches per device in the next window."""
+        ...
+
+
+S = TypeVar("S")
+
+
+class Cadence(Protocol[S]):
+    """What a cadence must do; a user's own class needs no base class.
+
+    ``S`` is its state: an immutable object with ``counts`` (see `CadenceState`).
+    Deriving the state from `State` makes it storable, and naming that class as
+    ``state_type`` on the cadence lets a scheduler restore it.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> from elche_jax.cadence import State, STABLE
+        >>> @dataclass(frozen=True)
+        ... class Twos:
+        ...     def init(self, world_size):
+        ...         return TwosState((2,) * world_size)
+        ...
+        ...     def update(self, state, report, verdict=STABLE):
+        ...         return state
+        >>> @dataclass(frozen=True)
+        ... class TwosState(State):
+        ...     counts: tuple[int, ...]
+        >>> Twos().init(3).counts
+        (2, 2, 2)
+    """
+
+    def init(self, world_size: int) -> S:
+        """Return the state before the first window.
+
+        Args:
+            world_size: Number of devices.
+        """
+        ...
+
+    def update(self, state: S, report: WindowReport, verdict: Verdict = STABLE) -> S:
+        """Return the state for the next window; ``state`` stays as it is.
+
+        Args:
+            state: The state so far.
+            report: What was measured.
+            verdict: The guard's opinion.
+        """
+        ...
+
+
+def check_update(
+    where: str, world_size: int, report: WindowReport, verdict: Verdict
+) -> None:
+    """Check the arguments of a cadence's ``update``.
+
+    Args:
+        where: Name of the method, for the message.
+        world_size: Number of devices of the state.
+        report: What was measured.
+        verdict: The guard's opinion.
+
+    Raises:
+        TypeError: If the report or the verdict is of another class.
+        ValueError: If the report has another number of devices.
+
+    Example:
+        >>> check_update("ElChe.update", 1, WindowReport([5.0], [1], 0.0), STABLE)
+    """
+    check.instance(where, "report", report, WindowReport)
+    check.instance(where, "verdict", verdict, Verdict)
+    check.per_device(where, "report", len(report.counts), world_size)

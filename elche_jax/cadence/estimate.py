@@ -1,0 +1,101 @@
+"""How long a microbatch takes on each device: the smoothed estimate.
+
+Outside, an estimate is a tuple with ``None`` for a device that was never measured;
+inside the arithmetic it is a float64 array with NaN in those places.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elche_jax.cadence.base import WindowReport
+
+FloatArray = NDArray[np.float64]
+Times = tuple[float | None, ...]
+
+ALPHA_MIN = 0.1
+ALPHA_MAX = 0.8
+
+
+def as_array(times: Sequence[float | None] | FloatArray) -> FloatArray:
+    """Return times as a float64 array, ``None`` as NaN.
+
+    Example:
+        >>> as_array((2.0, None))
+        array([ 2., nan])
+    """
+    return np.array(times, dtype=np.float64)
+
+
+def as_times(array: FloatArray) -> Times:
+    """Return an array as a tuple of floats, NaN as ``None``.
+
+    Example:
+        >>> as_times(np.array([2.0, np.nan]))
+        (2.0, None)
+    """
+    if np.isnan(array).any():
+        return tuple(None if ms != ms else ms for ms in array.tolist())
+    return tuple(array.tolist())
+
+
+def measured_ms(report: WindowReport) -> FloatArray:
+    """Return what one microbatch took on each device in one window.
+
+    ``wall_ms / counts`` where both are above zero, with the counts really run.
+
+    Args:
+        report: What was measured over the window.
+
+    Returns:
+        Milliseconds per microbatch, NaN for a device that was not measured.
+
+    Example:
+        >>> measured_ms(WindowReport([30.0, 0.0, 9.0], [10, 10, 0], 0.0))
+        array([ 3., nan, nan])
+    """
+    wall = np.array(report.wall_ms, dtype=np.float64)
+    counts = np.array(report.counts, dtype=np.float64)
+    ms = wall / np.maximum(counts, 1.0)
+    # ms, not wall: a denormal wall divided by its count may round to zero.
+    return np.where((counts > 0) & (ms > 0), ms, np.nan)
+
+
+def update_ms(
+    ms_per_batch: Sequence[float | None] | FloatArray, report: WindowReport
+) -> FloatArray:
+    """Return the estimates after one more window.
+
+    A device measured for the first time is taken as it is. Afterwards, with
+    ``new = wall / count``::
+
+        error = |new - old| / old
+        alpha = clip(error, 0.1, 0.8)
+        ms    = alpha * new + (1 - alpha) * old
+
+    so small noise is smoothed away while a jump is followed at once. A device that
+    was not measured (count or wall of zero) keeps its estimate.
+
+    Args:
+        ms_per_batch: Estimates so far, milliseconds per microbatch, ``None`` (or
+            NaN, in an array) for a device never measured.
+        report: What was measured, with as many devices.
+
+    Returns:
+        The new estimates, NaN for a device never measured.
+
+    Example:
+        Device 0 goes from 10 to 15 ms: the error is 0.5, hence 12.5.
+
+        >>> update_ms((10.0, None), WindowReport([60.0, 8.0], [4, 2], 0.0))
+        array([12.5,  4. ])
+    """
+    old = as_array(ms_per_batch)
+    new = measured_ms(report)
+    with np.errstate(over="ignore"):  # absurdly small estimates; alpha is bounded
+        change = new - old
+        alpha = np.minimum(np.maximum(np.abs(change) / old, ALPHA_MIN), ALPHA_MAX)
+        # The same sum as in the docstring, but exact when nothing changed.
+        mixed = old + alpha * change
+    return np.where(np.isnan(new), old, np.where(np.isnan(old), new, mixed))

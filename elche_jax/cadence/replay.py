@@ -1,0 +1,179 @@
+"""Replay: the counts of a recorded run, window by window."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from elche_jax import _check as check
+from elche_jax.cadence.base import STABLE, State, Verdict, WindowReport, check_update
+
+
+def _exhausted(windows: int, window: int) -> ValueError:
+    return ValueError(
+        f"Replay: the recording has {windows} windows, but the data asks for window "
+        f"{window} (counted from 0); record a longer run or replay less data."
+    )
+
+
+@dataclass(frozen=True)
+class ReplayState(State):
+    """State of `Replay`.
+
+    Attributes:
+        next_counts: Counts of the next window, empty after the last one.
+        window: Index of the next window, counted from 0.
+        world_size: Number of devices.
+    """
+
+    next_counts: tuple[int, ...]
+    window: int
+    world_size: int
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Microbatches per device in the next window.
+
+        Raises:
+            ValueError: After the last recorded window. A run may end there; only
+                planning another window is an error.
+        """
+        if not self.next_counts:
+            raise _exhausted(self.window, self.window)
+        return self.next_counts
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Cadence that repeats recorded counts, whatever is measured.
+
+    Reports and verdicts change nothing but the position: one report, one window
+    on. A loop that plans windows ahead of their reports, or leaves windows
+    unreported, asks for a window by its index, with `counts_at`.
+
+    Attributes:
+        counts_per_window: Counts of each window, one entry per device, not
+            negative. A device may have 0, but not all in one window; a recording
+            of one device is allowed.
+
+    Raises:
+        TypeError: If a count is not an integer.
+        ValueError: If there is no window, a window has no microbatch, a count is
+            negative, or windows differ in their number of devices.
+
+    Example:
+        >>> cadence = Replay([(4, 4), (2, 6)])
+        >>> state = cadence.init(2)
+        >>> state.counts
+        (4, 4)
+        >>> state = cadence.update(state, WindowReport((9.0, 3.0), (4, 4), 0.1))
+        >>> state.counts
+        (2, 6)
+        >>> state = cadence.update(state, WindowReport((5.0, 5.0), (2, 6), 0.1))
+        >>> state.counts  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        ValueError: Replay: the recording has 2 windows, but the data asks for ...
+    """
+
+    state_type: ClassVar[type[ReplayState]] = ReplayState
+
+    counts_per_window: Sequence[Sequence[int]]
+
+    def __post_init__(self) -> None:
+        name = "counts_per_window"
+        windows = check.items("Replay", name, self.counts_per_window, "windows")
+        recording = tuple(
+            check.integers("Replay", f"{name}[{index}]", counts, low=0)
+            for index, counts in enumerate(windows)
+        )
+        if not recording:
+            rule = "have at least one window"
+            raise ValueError(check.message("Replay", name, rule, "none"))
+        for index, counts in enumerate(recording):
+            where = f"{name}[{index}]"
+            if not any(counts):
+                rule = "have a count above 0"
+                raise ValueError(check.message("Replay", where, rule, counts))
+            check.per_device("Replay", where, len(counts), len(recording[0]))
+        object.__setattr__(self, name, recording)
+
+    def counts_at(self, window: int) -> tuple[int, ...]:
+        """Return the recorded counts of a window.
+
+        Args:
+            window: Index of the window, counted from 0.
+
+        Returns:
+            Microbatches per device.
+
+        Raises:
+            TypeError: If ``window`` is not an integer.
+            ValueError: If it is negative or not recorded.
+
+        Example:
+            >>> Replay([(4, 4), (2, 6)]).counts_at(1)
+            (2, 6)
+        """
+        window = check.integer("Replay.counts_at", "window", window, low=0)
+        if window >= len(self.counts_per_window):
+            raise _exhausted(len(self.counts_per_window), window)
+        return tuple(self.counts_per_window[window])
+
+    def init(self, world_size: int) -> ReplayState:
+        """Return the state before the first window.
+
+        Args:
+            world_size: Number of devices, that of the recording.
+
+        Returns:
+            The state.
+
+        Raises:
+            TypeError: If ``world_size`` is not an integer.
+            ValueError: If the recording is of another number of devices.
+
+        Example:
+            >>> Replay([(5,), (3,)]).init(1).counts
+            (5,)
+        """
+        world_size = check.integer("Replay.init", "world_size", world_size, low=1)
+        recorded = len(self.counts_per_window[0])
+        if recorded != world_size:
+            rule = f"be that of the recording ({recorded})"
+            todo = "Replay on as many devices as were recorded."
+            raise ValueError(
+                check.message("Replay.init", "world_size", rule, world_size, todo)
+            )
+        return ReplayState(self.counts_at(0), 0, world_size)
+
+    def update(
+        self, state: ReplayState, report: WindowReport, verdict: Verdict = STABLE
+    ) -> ReplayState:
+        """Return the state for the next window.
+
+        Args:
+            state: The state so far; it stays as it is.
+            report: What was measured; checked, not used.
+            verdict: The guard's opinion; checked, not used.
+
+        Returns:
+            The state one window on. After the last window its ``counts`` raise.
+
+        Raises:
+            TypeError: If the report or the verdict is of another class.
+            ValueError: If the report has another number of devices, or ``state`` is
+                already past the last window.
+
+        Example:
+            >>> cadence = Replay([(4, 4), (2, 6)])
+            >>> report = WindowReport((9.0, 3.0), (4, 4), 0.1)
+            >>> cadence.update(cadence.init(2), report).window
+            1
+        """
+        check_update("Replay.update", state.world_size, report, verdict)
+        windows = len(self.counts_per_window)
+        if state.window >= windows:
+            raise _exhausted(windows, state.window)
+        window = state.window + 1
+        counts = self.counts_at(window) if window < windows else ()
+        return ReplayState(counts, window, state.world_size)

@@ -1,0 +1,321 @@
+"""The scheduler: a cadence, the detector of shifts, and what reports need first.
+
+Pure and host-side. A training loop keeps one `SchedulerState`, asks `Scheduler.plan`
+before a window and calls `Scheduler.update` with every report.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, cast, runtime_checkable
+
+from elche_jax import _check as check
+from elche_jax.cadence.apportion import clamp_counts
+from elche_jax.cadence.base import (
+    STABLE,
+    Cadence,
+    State,
+    Verdict,
+    WindowReport,
+    check_update,
+)
+from elche_jax.cadence.estimate import measured_ms
+from elche_jax.cadence.shift import Shift, ShiftState
+
+
+@runtime_checkable
+class Recalibrates(Protocol):
+    """A cadence that can forget its estimates; its states have ``ms_per_batch``."""
+
+    def recalibrate(self, state: Any) -> Any:
+        """Return the state as if no device had been measured."""
+        ...
+
+
+@runtime_checkable
+class Scripted(Protocol):
+    """A cadence whose counts are known for every window beforehand."""
+
+    def counts_at(self, window: int) -> tuple[int, ...]:
+        """Return the counts of a window, counted from 0."""
+        ...
+
+
+@dataclass(frozen=True)
+class SchedulerState:
+    """State of `Scheduler`.
+
+    Attributes:
+        cadence: State of the cadence.
+        shift: State of the detector, ``None`` when there is none.
+        shifts: Number of shifts seen so far.
+    """
+
+    cadence: Any
+    shift: ShiftState | None
+    shifts: int = 0
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Microbatches per device in the next window."""
+        return self.cadence.counts
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the state as a dict that ``json.dumps`` accepts.
+
+        Returns:
+            The parts as dicts; `Scheduler.from_dict` reads them.
+
+        Raises:
+            TypeError: If the cadence's state has no ``to_dict``.
+
+        Example:
+            >>> from elche_jax.cadence import EveryBatch
+            >>> Scheduler(EveryBatch(), shift=None).init(2).to_dict()
+            {'cadence': {'counts': [1, 1]}, 'shift': None, 'shifts': 0}
+        """
+        if not isinstance(self.cadence, State):
+            raise TypeError(
+                check.message(
+                    "SchedulerState.to_dict",
+                    "cadence",
+                    "be an elche_jax.cadence.State",
+                    check.describe(self.cadence),
+                    "Derive the cadence's state class from State to store it.",
+                )
+            )
+        return {
+            "cadence": self.cadence.to_dict(),
+            "shift": None if self.shift is None else self.shift.to_dict(),
+            "shifts": self.shifts,
+        }
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """What a training loop asks for counts: a cadence, made fit for real reports.
+
+    Two things come on top of the cadence's own rule, and only where it estimates
+    times (`ElChe`, `FixedTotal`, or any cadence with ``recalibrate``):
+
+    - A confirmed shift of a device's speed makes the cadence forget its estimates,
+      so that the present report is taken as it is.
+    - A report of other counts than the present plan (a window cut short by the end
+      of the data, or planned before the last change) says nothing about the plan's
+      overhead. Its ``sync_ms`` is set in proportion to what the plan's own busy time
+      would have been, see `rescale_sync`; without this the last window of every
+      epoch would raise the anchor.
+
+    Attributes:
+        cadence: The rule for the counts.
+        shift: The detector of lasting speed changes, or ``None`` for none.
+
+    Example:
+        >>> from elche_jax.cadence import ElChe
+        >>> scheduler = Scheduler(ElChe(anchor=4))
+        >>> state = scheduler.init(2)
+        >>> scheduler.plan(state)
+        (4, 4)
+        >>> report = WindowReport((80.0, 40.0), (4, 4), sync_ms=6.0)
+        >>> state = scheduler.update(state, report)
+        >>> scheduler.plan(state)
+        (4, 8)
+        >>> scheduler.plan(state, remaining=9)
+        (3, 6)
+    """
+
+    cadence: Cadence[Any]
+    shift: Shift | None = field(default_factory=Shift)
+
+    def init(self, world_size: int) -> SchedulerState:
+        """Return the state before the first window.
+
+        Args:
+            world_size: Number of devices; what the cadence allows.
+
+        Returns:
+            The state.
+
+        Raises:
+            TypeError: If ``world_size`` is not an integer.
+            ValueError: If the cadence does not allow it.
+
+        Example:
+            >>> from elche_jax.cadence import EveryBatch
+            >>> Scheduler(EveryBatch()).init(2).counts
+            (1, 1)
+        """
+        cadence = self.cadence.init(world_size)
+        return SchedulerState(cadence, self.shift and self.shift.init(world_size))
+
+    def plan(
+        self,
+        state: SchedulerState,
+        remaining: int | None = None,
+        window: int | None = None,
+    ) -> tuple[int, ...]:
+        """Return the counts of the next window.
+
+        Args:
+            state: The state.
+            remaining: Microbatches left in the data, not negative, or ``None`` for
+                no end. A plan that exceeds it is shrunk by
+                `elche_jax.cadence.apportion.clamp_counts`.
+            window: Index of the window to plan, counted from 0 over the whole run.
+                Only a scripted cadence (`Replay`) reads it; with it the script does
+                not depend on when reports arrive. ``None``: one window per report.
+
+        Returns:
+            Microbatches per device.
+
+        Raises:
+            TypeError: If an argument is not an integer.
+            ValueError: If ``remaining`` is negative, or a replay has no such window.
+
+        Example:
+            >>> from elche_jax.cadence import Replay
+            >>> scheduler = Scheduler(Replay([(4, 4), (2, 6)]))
+            >>> scheduler.plan(scheduler.init(2), window=1)
+            (2, 6)
+        """
+        if window is not None and isinstance(self.cadence, Scripted):
+            counts = self.cadence.counts_at(window)
+        else:
+            counts = state.counts
+        if remaining is None:
+            return counts
+        remaining = check.integer("Scheduler.plan", "remaining", remaining, low=0)
+        return clamp_counts(counts, remaining)
+
+    def update(
+        self, state: SchedulerState, report: WindowReport, verdict: Verdict = STABLE
+    ) -> SchedulerState:
+        """Return the state after a report.
+
+        Args:
+            state: The state so far; it stays as it is.
+            report: What was measured over a window.
+            verdict: The guard's opinion.
+
+        Returns:
+            The next state.
+
+        Raises:
+            TypeError: If the report or the verdict is of another class.
+            ValueError: If the report has another number of devices.
+
+        Example:
+            A device becomes three times slower; in the second such window that is
+            certain and the estimate is exact again.
+
+            >>> from elche_jax.cadence import ElChe
+            >>> scheduler = Scheduler(ElChe(anchor=10))
+            >>> state = scheduler.init(2)
+            >>> for slow_ms in (100.0, 300.0, 300.0):
+            ...     report = WindowReport((slow_ms, 100.0), (10, 10), 10.0)
+            ...     state = scheduler.update(state, report)
+            >>> state.cadence.ms_per_batch, state.shifts
+            ((30.0, 10.0), 1)
+        """
+        cadence, shift, shifts = state.cadence, state.shift, state.shifts
+        if isinstance(self.cadence, Recalibrates):
+            planned: tuple[int, ...] = cadence.counts
+            check_update("Scheduler.update", len(planned), report, verdict)
+            if self.shift is not None and shift is not None:
+                measured = measured_ms(report)
+                shift, shifted = self.shift.update(
+                    shift, cadence.ms_per_batch, measured
+                )
+                if shifted:
+                    cadence = self.cadence.recalibrate(cadence)
+                    shifts += 1
+            report = rescale_sync(report, planned)
+        cadence = self.cadence.update(cadence, report, verdict)
+        return SchedulerState(cadence, shift, shifts)
+
+    def from_dict(self, values: Mapping[str, Any]) -> SchedulerState:
+        """Return the state that ``to_dict`` was called on.
+
+        Args:
+            values: What `SchedulerState.to_dict` returned, or its way through JSON.
+
+        Returns:
+            The equal state.
+
+        Raises:
+            TypeError: If the cadence does not name its ``state_type``.
+            ValueError: If the keys are others, as those of another cadence's state,
+                or the state has a detector and this scheduler has none, or the
+                reverse.
+
+        Example:
+            >>> from elche_jax.cadence import FixedTotal
+            >>> scheduler = Scheduler(FixedTotal(8))
+            >>> state = scheduler.init(2)
+            >>> scheduler.from_dict(state.to_dict()) == state
+            True
+        """
+        where = "Scheduler.from_dict"
+        names = ["cadence", "shift", "shifts"]
+        if sorted(values) != names:
+            rule = f"have the keys {names}"
+            raise ValueError(check.message(where, "values", rule, sorted(values)))
+        state_type: object = getattr(self.cadence, "state_type", None)
+        if not (isinstance(state_type, type) and issubclass(state_type, State)):
+            raise TypeError(
+                check.message(
+                    where,
+                    "state_type of the cadence",
+                    "be a subclass of elche_jax.cadence.State",
+                    repr(cast(object, state_type)),
+                    "Name the state's class as `state_type` on the cadence's class.",
+                )
+            )
+        shift = values["shift"]
+        if (shift is None) != (self.shift is None):
+            rule = "fit the scheduler's"
+            got = "none" if shift is None else "one"
+            todo = "Resume with the scheduler that wrote the state."
+            raise ValueError(check.message(where, "shift", rule, got, todo))
+        return SchedulerState(
+            state_type.from_dict(values["cadence"]),
+            None if shift is None else ShiftState.from_dict(shift),
+            values["shifts"],
+        )
+
+
+def rescale_sync(report: WindowReport, planned: tuple[int, ...]) -> WindowReport:
+    """Return the report as if its overhead had been measured on another plan.
+
+    The cost of a synchronisation does not depend on the counts, the busy time does.
+    With ``wall_ms * planned / counts`` the busy time each device would have had::
+
+        sync_ms * max(wall_ms) / max(wall_ms * planned / counts)
+
+    makes ``sync_ms / max(wall_ms)`` the overhead of the plan. Nothing else changes,
+    and nothing at all when the counts are the planned ones.
+
+    Args:
+        report: What was measured.
+        planned: The plan in force, one entry per device.
+
+    Returns:
+        The report to judge the overhead by.
+
+    Example:
+        5 ms on a full window of 100 ms are 5 %, not 5 / 20 as in the rest of 2.
+
+        >>> report = WindowReport((20.0, 20.0), (2, 4), sync_ms=5.0)
+        >>> rescale_sync(report, planned=(10, 20)).sync_ms
+        1.0
+    """
+    if report.counts == planned:
+        return report
+    as_planned = [
+        wall * plan / ran
+        for wall, plan, ran in zip(report.wall_ms, planned, report.counts, strict=True)
+        if ran > 0
+    ]
+    longest = max(as_planned, default=0.0)
+    if longest <= 0:
+        return report
+    return replace(report, sync_ms=report.sync_ms * max(report.wall_ms) / longest)

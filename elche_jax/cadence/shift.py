@@ -1,0 +1,152 @@
+"""Shift: has a device changed its speed for good?
+
+The smoothed estimate follows a jump with at most 0.8 of the error per window and
+slower the closer it gets, so after a threefold slow-down it needs many windows for
+the last percents. A jump seen in several windows in a row is no noise: then the
+estimates are better forgotten (``recalibrate`` of a cadence) and taken anew.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from elche_jax import _check as check
+from elche_jax.cadence.base import State
+from elche_jax.cadence.estimate import FloatArray, as_array
+
+
+@dataclass(frozen=True)
+class ShiftState(State):
+    """State of `Shift`.
+
+    Attributes:
+        runs: Per device the number of windows in a row that deviated in the same
+            direction: above 0 slower than expected, below 0 faster, 0 as expected.
+    """
+
+    runs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Shift:
+    """Detector of lasting changes in the devices' speeds; pure, host-side.
+
+    A device deviates in a window when ``|measured - expected| > threshold *
+    expected``. Deviations in the same direction in ``confirm`` consecutive windows
+    of one device are a shift.
+
+    Attributes:
+        threshold: Relative deviation that counts, above 0.
+        confirm: Windows in a row that make a shift, at least 1.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> detector = Shift(threshold=0.10, confirm=2)
+        >>> state = detector.init(2)
+        >>> state, shifted = detector.update(state, (10.0, 10.0), (30.0, 10.0))
+        >>> state.runs, shifted
+        ((1, 0), False)
+        >>> state, shifted = detector.update(state, (26.0, 10.0), (30.0, 10.0))
+        >>> state.runs, shifted
+        ((0, 0), True)
+    """
+
+    threshold: float = 0.10
+    confirm: int = 2
+
+    def __post_init__(self) -> None:
+        threshold = check.real("Shift", "threshold", self.threshold, above=0)
+        confirm = check.integer("Shift", "confirm", self.confirm, low=1)
+        object.__setattr__(self, "threshold", threshold)
+        object.__setattr__(self, "confirm", confirm)
+
+    def init(self, world_size: int) -> ShiftState:
+        """Return the state with no deviation seen.
+
+        Args:
+            world_size: Number of devices, at least 1.
+
+        Returns:
+            The state.
+
+        Raises:
+            TypeError: If ``world_size`` is not an integer.
+            ValueError: If it is below 1.
+
+        Example:
+            >>> Shift().init(3).runs
+            (0, 0, 0)
+        """
+        where = "Shift.init"
+        world_size = check.integer(where, "world_size", world_size, low=1)
+        return ShiftState((0,) * world_size)
+
+    def update(
+        self,
+        state: ShiftState,
+        expected_ms: Sequence[float | None] | FloatArray,
+        measured_ms: Sequence[float | None] | FloatArray,
+    ) -> tuple[ShiftState, bool]:
+        """Return the state after one more window, and whether a shift is certain.
+
+        Args:
+            state: The state so far; it stays as it is.
+            expected_ms: Estimated milliseconds per microbatch of each device,
+                **before** this window went into the estimate, above 0. ``None`` (or
+                NaN, in an array) where there is no estimate.
+            measured_ms: What the window showed, above 0, ``None`` (or NaN) where
+                the device was not measured. A device with either missing keeps its
+                run.
+
+        Returns:
+            The next state, its runs all 0 after a shift; and ``True`` when some
+            device has reached ``confirm``.
+
+        Raises:
+            TypeError: If an entry is not a number.
+            ValueError: If an argument has another number of devices, or a time is
+                not above 0 or infinite.
+
+        Example:
+            >>> detector = Shift(confirm=1)
+            >>> detector.update(detector.init(2), (10.0, None), (8.0, 5.0))[1]
+            True
+        """
+        size = len(state.runs)
+        expected = _checked_times("expected_ms", expected_ms, size)
+        measured = _checked_times("measured_ms", measured_ms, size)
+        off = measured - expected
+        # -1, 0 or 1; NaN, which no comparison holds for, becomes 0
+        side = np.where(np.abs(off) > self.threshold * expected, np.sign(off), 0)
+        old = np.array(state.runs, dtype=np.int64)
+        side = side.astype(np.int64)
+        runs = np.where(old * side > 0, old + side, side)
+        runs = np.where(np.isnan(off), old, runs)
+        shifted = bool((np.abs(runs) >= self.confirm).any())
+        if shifted:
+            runs = np.zeros_like(runs)
+        return ShiftState(tuple(runs.tolist())), shifted
+
+
+def _checked_times(
+    argument: str, times: Sequence[float | None] | FloatArray, size: int
+) -> FloatArray:
+    where = "Shift.update"
+    if not isinstance(times, np.ndarray):
+        entries = check.items(where, argument, times, "numbers or None")
+        for rank, entry in enumerate(entries):
+            if entry is not None and type(entry) is not float:
+                check.real(where, f"{argument}[{rank}]", entry)
+    array = as_array(times)
+    check.per_device(where, argument, len(array), size)
+    # NaN means unknown and is neither.
+    bad = np.flatnonzero((array <= 0) | (array == np.inf))
+    if len(bad):
+        rule = "be above 0 and finite"
+        name = f"{argument}[{bad[0]}]"
+        raise ValueError(check.message(where, name, rule, float(array[bad[0]])))
+    return array

@@ -1,0 +1,1 @@
+"""Which examples a window holds, and getting them to the devices."""

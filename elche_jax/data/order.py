@@ -1,0 +1,73 @@
+"""The order of the examples: a function of (seed, epoch) alone, and the place in it."""
+
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elche_jax._check import integer
+
+
+def epoch_order(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Shuffled order of `size` examples for one epoch.
+
+    The order ranks raw 64-bit words of the counter-based generator Philox keyed by
+    `(seed, epoch)`. NumPy guarantees these words for all versions (its samplers like
+    `permutation` may change), so the order is the same on any machine and release.
+
+    Args:
+        size: Number of examples, at least 0.
+        seed: Seed of the run, 0 to 2**64 - 1.
+        epoch: Number of the epoch, from 0.
+
+    Returns:
+        Permutation of `0 .. size - 1`, shape `(size,)`, int64.
+
+    Example:
+        >>> from elche_jax.data.order import epoch_order
+        >>> sorted(epoch_order(5, seed=0, epoch=3).tolist())
+        [0, 1, 2, 3, 4]
+    """
+    words = np.random.Philox(key=seed | (epoch << 64)).random_raw(size)
+    return np.argsort(words, kind="stable")
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """The place in a run's data: plain numbers, so that a checkpoint can hold it.
+
+    Attributes:
+        epoch: Epoch the next window belongs to, from 0.
+        microbatch: Microbatches of this epoch already handed out.
+        window: Windows already handed out since the run began.
+
+    Example:
+        >>> from elche_jax import Cursor
+        >>> Cursor.from_dict(Cursor(1, 40, 12).to_dict())
+        Cursor(epoch=1, microbatch=40, window=12)
+    """
+
+    epoch: int = 0
+    microbatch: int = 0
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("epoch", "microbatch", "window"):
+            integer("Cursor", name, getattr(self, name), low=0)
+
+    def to_dict(self) -> dict[str, int]:
+        """The cursor as a dictionary of ints."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, int]) -> "Cursor":
+        """The inverse of `to_dict`."""
+        return cls(**fields)
+
+    def advance(self, microbatches: int) -> "Cursor":
+        """The cursor after a window of `microbatches` in the same epoch."""
+        return Cursor(self.epoch, self.microbatch + microbatches, self.window + 1)
+
+    def next_epoch(self) -> "Cursor":
+        """The cursor at the start of the following epoch."""
+        return Cursor(self.epoch + 1, 0, self.window)

@@ -1,0 +1,184 @@
+"""Reading one epoch as microbatches.
+
+A reader turns a source into numbered microbatches of fixed shape. The last one may hold
+fewer valid examples; its missing rows repeat its first row, so that they are harmless
+numbers, and the program masks them out.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from elche_jax.data.order import epoch_order
+from elche_jax.data.source import ArraySource, IterableSource, MapSource, stack
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Partial:
+    """A microbatch with fewer valid examples: its number in the epoch and how many."""
+
+    microbatch: int
+    valid: int
+
+
+class Reader(Protocol):
+    """Microbatches of one epoch, by number."""
+
+    def available(self, start: int, want: int) -> int:
+        """How many of the `want` microbatches from `start` on exist."""
+        ...
+
+    def block(self, start: int, count: int) -> PyTree:
+        """Microbatches `start .. start + count - 1`; leaves `(count, batch, ...)`."""
+        ...
+
+    @property
+    def partial(self) -> Partial | None:
+        """The microbatch with fewer valid examples, once it is known."""
+        ...
+
+
+class IndexedReader:
+    """One epoch of a source with random access."""
+
+    def __init__(
+        self,
+        source: ArraySource | MapSource,
+        batch_size: int,
+        order: NDArray[np.int64],
+        drop_last: bool,
+    ):
+        whole, rest = divmod(source.size, batch_size)
+        self._source, self._batch_size, self._order = source, batch_size, order
+        self.microbatches = whole + (1 if rest and not drop_last else 0)
+        self.partial = None if drop_last or not rest else Partial(whole, rest)
+
+    def available(self, start: int, want: int) -> int:
+        return max(0, min(want, self.microbatches - start))
+
+    def index(self, start: int, count: int) -> NDArray[np.int64]:
+        """Example numbers of the microbatches, shape `(count, batch)`."""
+        first = start * self._batch_size
+        last = first + count * self._batch_size
+        index = self._order[first:last]
+        missing = count * self._batch_size - len(index)
+        if missing:
+            filler = self._order[len(self._order) // self._batch_size * self._batch_size]
+            index = np.concatenate([index, np.full(missing, filler)])
+        return index.reshape(count, self._batch_size)
+
+    def block(self, start: int, count: int) -> PyTree:
+        rows = self._source.rows(self.index(start, count).reshape(-1))
+        shape = (count, self._batch_size)
+        return jax.tree.map(lambda leaf: leaf.reshape(shape + leaf.shape[1:]), rows)
+
+
+class IterableReader:
+    """One epoch of an iterable; holds the microbatches of the window being read."""
+
+    def __init__(self, source: IterableSource, batch_size: int | None, drop_last: bool):
+        self._items: Iterator[PyTree] = source.epoch()
+        self._batch_size, self._drop_last = batch_size, drop_last
+        self._held: list[PyTree] = []
+        self._first = 0
+        self._ended = False
+        self.partial: Partial | None = None
+
+    def skip(self, count: int) -> None:
+        """Passes over the first microbatches of the epoch (a resumed run)."""
+        if self.available(0, count) < count:
+            raise ValueError(
+                f"windows: cursor.microbatch must lie within the epoch, got {count}, but "
+                f"the iterator ended after {len(self._held)} microbatches."
+            )
+
+    def available(self, start: int, want: int) -> int:
+        del self._held[: start - self._first]
+        self._first = start
+        while len(self._held) < want and not self._ended:
+            item = next(self._items, None)
+            if item is None:
+                self._ended = True
+                break
+            self._hold(item)
+        return min(want, len(self._held))
+
+    def block(self, start: int, count: int) -> PyTree:
+        at = start - self._first
+        return stack(self._held[at : at + count])
+
+    def _hold(self, item: PyTree) -> None:
+        number = self._first + len(self._held)
+        size = microbatch_size(item, number)
+        if self._batch_size is None:
+            self._batch_size = size
+        if self.partial is not None:
+            raise ValueError(
+                f"windows: only the last microbatch of an iterator may be smaller, but "
+                f"microbatch {self.partial.microbatch} had {self.partial.valid} examples "
+                f"of {self._batch_size} and another one came."
+            )
+        if size > self._batch_size:
+            raise ValueError(
+                f"windows: every microbatch must have {self._batch_size} examples, "
+                f"microbatch {number} has {size}."
+            )
+        if size < self._batch_size:
+            self.partial = Partial(number, size)
+            if self._drop_last:
+                self._ended = True
+                return
+            missing = self._batch_size - size
+            item = jax.tree.map(
+                lambda leaf: np.concatenate([leaf, np.repeat(leaf[:1], missing, axis=0)]),
+                item,
+            )
+        self._held.append(item)
+
+
+def microbatch_size(item: PyTree, number: int) -> int:
+    """Length of the common leading axis of a microbatch that an iterator gave."""
+    leaves = jax.tree.leaves(item)
+    sizes = {int(np.shape(leaf)[0]) if np.ndim(leaf) else 0 for leaf in leaves}
+    if len(sizes) != 1 or 0 in sizes:
+        raise ValueError(
+            f"windows: the leaves of a microbatch must have one common, non-empty leading "
+            f"axis, microbatch {number} has shapes {[np.shape(leaf) for leaf in leaves]}."
+        )
+    return sizes.pop()
+
+
+def open_epoch(
+    source: ArraySource | MapSource | IterableSource,
+    batch_size: int | None,
+    *,
+    seed: int,
+    epoch: int,
+    start: int,
+    shuffle: bool,
+    drop_last: bool,
+) -> Reader:
+    """Opens one epoch of a source for reading from microbatch `start` on.
+
+    Args:
+        source: The data.
+        batch_size: Examples per microbatch; None (iterators only): as they come.
+        seed: Seed of the order.
+        epoch: Number of the epoch.
+        start: First microbatch that will be read.
+        shuffle: False keeps the order of the source.
+        drop_last: Leave out the last microbatch where it is smaller.
+    """
+    if isinstance(source, IterableSource):
+        reader = IterableReader(source, batch_size, drop_last)
+        reader.skip(start)
+        return reader
+    assert batch_size is not None  # windows() has checked it
+    order = epoch_order(source.size, seed, epoch) if shuffle else np.arange(source.size)
+    return IndexedReader(source, batch_size, order, drop_last)

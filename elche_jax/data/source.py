@@ -1,0 +1,159 @@
+"""What the user hands over as data, behind one small interface each.
+
+Three forms: a pytree of arrays with a common leading axis (`ArraySource`), a map-style
+dataset with `__len__` and `__getitem__` (`MapSource`), and an iterable of microbatches
+(`IterableSource`).
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+PyTree = Any
+
+
+def stack(examples: list[PyTree]) -> PyTree:
+    """Stacks equally structured examples along a new leading axis, on the host."""
+    first = jax.tree.structure(examples[0])
+    for position, example in enumerate(examples):
+        if jax.tree.structure(example) != first:
+            raise ValueError(
+                f"windows: every example of data must have one structure ({first}), "
+                f"example {position} of a block has {jax.tree.structure(example)}."
+            )
+    return jax.tree.map(lambda *leaves: np.stack([np.asarray(x) for x in leaves]), *examples)
+
+
+class ArraySource:
+    """A pytree of arrays with a common leading axis of examples."""
+
+    def __init__(self, tree: PyTree):
+        named = jax.tree_util.tree_flatten_with_path(tree)[0]
+        for path, leaf in named:
+            if np.ndim(leaf) == 0:
+                raise ValueError(
+                    f"windows: every leaf of data must have a leading axis of examples, "
+                    f"leaf {_name(path)} is a scalar."
+                )
+        lengths = {_name(path): int(leaf.shape[0]) for path, leaf in named}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(
+                f"windows: all leaves of data must have the same number of examples, "
+                f"got {lengths}."
+            )
+        self.tree = tree
+        self.size = next(iter(lengths.values()))
+        self._host: PyTree | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves."""
+        return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(self.tree))
+
+    def rows(self, index: NDArray[np.int64]) -> PyTree:
+        """The examples at `index`; leaves `(len(index), ...)`, fresh host arrays."""
+        if self._host is None:
+            self._host = jax.tree.map(np.asarray, self.tree)
+        return jax.tree.map(lambda leaf: np.take(leaf, index, axis=0), self._host)
+
+
+class MapSource:
+    """A map-style dataset: `len(dataset)` examples, `dataset[i]` is one (a pytree)."""
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+        self.size = len(dataset)
+
+    def rows(self, index: NDArray[np.int64]) -> PyTree:
+        """The examples at `index`, stacked; leaves `(len(index), ...)`."""
+        return stack([self.dataset[int(i)] for i in index])
+
+
+class IterableSource:
+    """An iterable of microbatches; iterated anew for every epoch where it can be."""
+
+    def __init__(self, iterable: Iterable[PyTree]):
+        self.iterable = iterable
+        self._peeked: tuple[PyTree, Iterator[PyTree]] | None = None
+
+    @property
+    def once(self) -> bool:
+        """Whether the data can be iterated only once (an iterator, not a container)."""
+        return isinstance(self.iterable, Iterator)
+
+    def peek(self) -> PyTree:
+        """The first microbatch, kept for the first epoch."""
+        if self._peeked is None:
+            iterator = iter(self.iterable)
+            try:
+                self._peeked = (next(iterator), iterator)
+            except StopIteration:
+                raise ValueError(
+                    "windows: data must hold at least one microbatch, the iterator is "
+                    "empty."
+                ) from None
+        return self._peeked[0]
+
+    def epoch(self) -> Iterator[PyTree]:
+        """The microbatches of one epoch."""
+        if self._peeked is None:
+            yield from self.iterable
+            return
+        (first, rest), self._peeked = self._peeked, None
+        yield first
+        yield from rest
+
+
+Source = ArraySource | MapSource | IterableSource
+
+
+def as_source(data: Any) -> Source:
+    """Recognises the form of the user's data.
+
+    Args:
+        data: A pytree whose leaves all have a `shape`; an object with `__len__` and
+            `__getitem__`; or an iterable of microbatches.
+
+    Raises:
+        TypeError: `data` is none of these.
+        ValueError: The data is empty or its leaves differ in length.
+
+    Example:
+        >>> import numpy as np
+        >>> from elche_jax.data.source import as_source
+        >>> as_source({"x": np.zeros((10, 3)), "y": np.zeros(10)}).size
+        10
+    """
+    leaves = jax.tree.leaves(data)
+    if leaves and all(hasattr(leaf, "shape") for leaf in leaves):
+        source: Source = ArraySource(data)
+    elif isinstance(data, (dict, list, tuple)) or data is None:
+        raise TypeError(
+            "windows: data must be a pytree of arrays, a map-style dataset (__len__ and "
+            f"__getitem__) or an iterable of microbatches, got {_describe(data, leaves)}. "
+            "Convert the leaves with numpy.asarray."
+        )
+    elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        source = MapSource(data)
+    elif isinstance(data, Iterable):
+        return IterableSource(data)
+    else:
+        raise TypeError(
+            "windows: data must be a pytree of arrays, a map-style dataset (__len__ and "
+            f"__getitem__) or an iterable of microbatches, got {type(data).__name__}."
+        )
+    if source.size == 0:
+        raise ValueError("windows: data must hold at least one example, got 0.")
+    return source
+
+
+def _describe(data: Any, leaves: list[Any]) -> str:
+    kinds = sorted({type(leaf).__name__ for leaf in leaves if not hasattr(leaf, "shape")})
+    return f"a {type(data).__name__} with leaves of type {', '.join(kinds) or 'none'}"
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path) or "data"

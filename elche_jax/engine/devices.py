@@ -1,0 +1,119 @@
+"""Which devices take part, and how they are named to a person."""
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Group:
+    """Devices of one kind, served by one mapped program.
+
+    Attributes:
+        devices: The devices in rank order.
+        ranks: Their ranks in the job.
+    """
+
+    devices: tuple[jax.Device, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def world_size(self) -> int:
+        """Number of devices of the group."""
+        return len(self.devices)
+
+
+def select_devices(devices: Sequence[jax.Device] | None) -> tuple[jax.Device, ...]:
+    """Checks the user's choice of devices; None stands for all local ones.
+
+    Raises:
+        TypeError: An entry is not a `jax.Device`.
+        ValueError: There is none, or one of them appears twice.
+    """
+    chosen = tuple(jax.local_devices() if devices is None else devices)
+    if not chosen:
+        raise ValueError(
+            "build_train_step: devices must hold at least one device, got none."
+        )
+    for device in chosen:
+        if not isinstance(device, jax.Device):
+            raise TypeError(
+                "build_train_step: devices must be jax.Device objects (see "
+                f"jax.local_devices()), got {type(device).__name__}."
+            )
+    for device, times in Counter(chosen).items():
+        if times > 1:
+            raise ValueError(
+                f"build_train_step: no device may appear twice in devices, got {device} "
+                f"{times} times."
+            )
+    return chosen
+
+
+def group_devices(devices: Sequence[jax.Device]) -> list[Group]:
+    """Groups devices by platform and kind, in the order of their first rank."""
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for rank, device in enumerate(devices):
+        ranks.setdefault((device.platform, device.device_kind), []).append(rank)
+    return [Group(tuple(devices[r] for r in rs), tuple(rs)) for rs in ranks.values()]
+
+
+def device_summary(devices: Sequence[jax.Device] | None = None) -> str:
+    """One line that says which devices take part.
+
+    Args:
+        devices: The devices; None for all local ones.
+
+    Returns:
+        For instance `elche: 4 devices | cpu x4`, or
+        `elche: 3 GPUs (2 kinds) | RTX 4090 (24.0 GB) x2 | RTX 3090 (24.0 GB)`.
+
+    Example:
+        >>> import jax
+        >>> from elche_jax import device_summary
+        >>> device_summary(jax.devices("cpu")[:1])
+        'elche: 1 device | cpu'
+    """
+    groups = group_devices(select_devices(devices))
+    platforms = {group.devices[0].platform for group in groups}
+    noun = {"gpu": "GPU", "tpu": "TPU"}.get(platforms.pop(), "device")
+    if platforms:
+        noun = "device"
+    count = sum(group.world_size for group in groups)
+    kinds = f" ({len(groups)} kinds)" if len(groups) > 1 else ""
+    parts = [
+        _kind(group.devices[0]) + (f" x{group.world_size}" if group.world_size > 1 else "")
+        for group in groups
+    ]
+    return f"elche: {count} {noun}{'s' if count > 1 else ''}{kinds} | {' | '.join(parts)}"
+
+
+def free_bytes(devices: Sequence[jax.Device]) -> int | None:
+    """Free bytes for data on the tightest device; None where nobody says.
+
+    Devices of platform cpu share the host's memory.
+    """
+    if devices[0].platform == "cpu":
+        try:
+            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (ValueError, OSError):  # a system without these figures
+            return None
+    free = []
+    for device in devices:
+        stats = device.memory_stats()
+        if not stats or "bytes_limit" not in stats:
+            return None
+        free.append(int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0)))
+    return min(free)
+
+
+def _kind(device: jax.Device) -> str:
+    name = device.device_kind.removeprefix("NVIDIA ").removeprefix("GeForce ")
+    stats = device.memory_stats()
+    limit = stats.get("bytes_limit") if stats else None
+    return f"{name} ({limit / GIB:.1f} GB)" if limit else name

@@ -1,0 +1,265 @@
+"""The forms a loss function may have, brought to one.
+
+| `loss_fn` returns | a microbatch contributes | its weight |
+|---|---|---|
+| scalar `loss` | `grad(loss)` | 1 (the valid share, where a mask is asked for) |
+| vector `loss[batch]` | `grad(sum of loss over valid examples)` | number of valid examples |
+| `Weighted(loss, weight)` | `grad(weight * loss)` | `weight` |
+
+The window's gradient is the sum of the contributions over the sum of the weights.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+PyTree = Any
+Form = Literal["scalar", "vector", "weighted"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Weighted:
+    """What a loss function returns to choose the weight of its microbatch itself.
+
+    Attributes:
+        loss: Scalar, the mean loss over whatever is counted (tokens, say).
+        weight: Scalar, how much was counted, at least 0. It is a constant to the
+            gradient. With weight 0 the microbatch contributes nothing, even where
+            `loss` is not a number.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from elche_jax import Weighted
+        >>> def loss_fn(params, batch, rng):
+        ...     token_loss = (params["w"] * batch["x"] - batch["y"]) ** 2
+        ...     tokens = batch["mask"].sum()
+        ...     mean = (token_loss * batch["mask"]).sum() / jnp.maximum(tokens, 1)
+        ...     return Weighted(mean, tokens)
+    """
+
+    loss: Any
+    weight: Any
+
+
+@dataclass(frozen=True)
+class LossFn:
+    """The user's loss function and how it is called.
+
+    Attributes:
+        fn: `fn(params, batch, rng)`, with model state `fn(params, model_state, batch, rng)`.
+        has_aux: The second element of what it returns carries a dict of metrics.
+        has_model_state: The second element carries the new model state.
+        mask_key: Entry of the batch (a dict) that shall hold the mask of valid examples,
+            shape `(batch,)`, bool.
+    """
+
+    fn: Callable[..., Any]
+    has_aux: bool = False
+    has_model_state: bool = False
+    mask_key: str | None = None
+
+    def __call__(
+        self, params: PyTree, model_state: PyTree, batch: PyTree, mask: Any, rng: Any
+    ) -> tuple[Any, PyTree, dict[str, Any]]:
+        """Calls the function; gives `(loss, new model state, aux)`."""
+        if self.mask_key is not None:
+            batch = {**batch, self.mask_key: mask}
+        state = (model_state,) if self.has_model_state else ()
+        out = self.fn(params, *state, batch, rng)
+        if not self.has_aux and not self.has_model_state:
+            return out, model_state, {}
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise TypeError(
+                f"loss_fn: must return {self.expected}, got {describe(out)}."
+            )
+        loss, second = out
+        if not self.has_model_state:
+            return loss, model_state, second
+        if not self.has_aux:
+            return loss, second, {}
+        if not isinstance(second, tuple) or len(second) != 2:
+            raise TypeError(
+                f"loss_fn: must return {self.expected}, got a second element of "
+                f"{describe(second)}."
+            )
+        return loss, second[0], second[1]
+
+    @property
+    def expected(self) -> str:
+        """What the function must return, in words."""
+        if self.has_model_state:
+            second = "(model_state, aux)" if self.has_aux else "model_state"
+            return f"(loss, {second})"
+        return "(loss, aux)" if self.has_aux else "a loss"
+
+
+@dataclass(frozen=True)
+class LossForm:
+    """What one abstract call of a loss function has shown.
+
+    Attributes:
+        form: How the loss is given.
+        aux: Shapes of the metrics: scalars, or one value per example.
+    """
+
+    form: Form
+    aux: dict[str, jax.ShapeDtypeStruct]
+
+
+def inspect_loss(
+    loss_fn: LossFn, params: PyTree, model_state: PyTree, batch: PyTree, rng: Any
+) -> LossForm:
+    """Calls the loss function with shapes only and says which form it has.
+
+    Args:
+        loss_fn: The loss function.
+        params: Shapes of the parameters.
+        model_state: Shapes of the model state.
+        batch: Shapes of one microbatch.
+        rng: Shape of a key.
+
+    Raises:
+        TypeError: What it returns has none of the forms of this module, or an
+            auxiliary value or the model state has another structure than expected.
+    """
+    size = batch_size_of(batch)
+    if loss_fn.mask_key is not None and not isinstance(batch, dict):
+        raise TypeError(
+            f"windows: mask_key needs microbatches that are dicts, got {describe(batch)}."
+        )
+    mask = jax.ShapeDtypeStruct((size,), jnp.bool_)
+    loss, new_state, aux = jax.eval_shape(loss_fn, params, model_state, batch, mask, rng)
+    if loss_fn.has_model_state:
+        _check_same(model_state, new_state)
+    return LossForm(_form_of(loss, size), _check_aux(aux, size))
+
+
+def microbatch_terms(
+    loss_fn: LossFn, form: Form, params: PyTree, model_state: PyTree, batch: PyTree,
+    valid: Any, rng: Any,
+) -> tuple[Any, tuple[Any, dict[str, Any], PyTree]]:  # fmt: skip
+    """The terms that one microbatch adds to the sums of its window.
+
+    Args:
+        loss_fn: The loss function.
+        form: Its form, by `inspect_loss`.
+        params: Parameters, to differentiate by.
+        model_state: Model state.
+        batch: One microbatch, leaves `(batch, ...)`.
+        valid: Number of valid examples, the first ones.
+        rng: Key of the microbatch.
+
+    Returns:
+        `(weighted loss, (weight, weighted metrics, new model state))`; float32 scalars.
+    """
+    size = batch_size_of(batch)
+    mask = jnp.arange(size) < valid
+    loss, new_state, aux = loss_fn(params, model_state, batch, mask, rng)
+    share = 1.0 if loss_fn.mask_key is None else valid.astype(jnp.float32) / size
+    if form == "scalar":
+        weight = jnp.float32(share)
+        total = loss.astype(jnp.float32) * weight
+    elif form == "vector":
+        weight = valid.astype(jnp.float32)
+        total = jnp.where(mask, loss, 0).astype(jnp.float32).sum()
+    else:
+        weight = jax.lax.stop_gradient(jnp.asarray(loss.weight, jnp.float32))
+        # where on the input too: its gradient stays finite where the loss is not
+        total = jnp.where(weight > 0, jnp.asarray(loss.loss, jnp.float32), 0) * weight
+    metrics = {
+        name: _mean(value, mask, valid) * weight for name, value in aux.items()
+    }
+    if form == "weighted":
+        metrics = {k: jnp.where(weight > 0, v, 0) for k, v in metrics.items()}
+    return total, (weight, metrics, new_state)
+
+
+def batch_size_of(batch: PyTree) -> int:
+    """Length of the leading axis of a microbatch."""
+    return int(jax.tree.leaves(batch)[0].shape[0])
+
+
+def describe(value: Any) -> str:
+    """A value in the words of an error message: type, shape, dtype."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"an array of shape {tuple(value.shape)} and dtype {value.dtype}"
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return f"a {type(value).__name__}"
+
+
+def _mean(value: Any, mask: Any, valid: Any) -> Any:
+    value = jax.lax.stop_gradient(jnp.asarray(value, jnp.float32))
+    if value.ndim == 0:
+        return value
+    return jnp.where(mask, value, 0).sum() / valid.astype(jnp.float32)
+
+
+def _form_of(loss: Any, size: int) -> Form:
+    expected = (
+        f"loss_fn: the loss must be a float scalar, a float vector of one loss per "
+        f"example ({size}), or Weighted(loss, weight)"
+    )
+    if isinstance(loss, Weighted):
+        for name, part in (("loss", loss.loss), ("weight", loss.weight)):
+            if not hasattr(part, "shape") or part.shape != ():
+                raise TypeError(
+                    f"loss_fn: Weighted.{name} must be a scalar, got {describe(part)}."
+                )
+        if not jnp.issubdtype(loss.loss.dtype, jnp.floating):
+            raise TypeError(
+                f"loss_fn: Weighted.loss must be a float, got {describe(loss.loss)}."
+            )
+        return "weighted"
+    if not hasattr(loss, "shape"):
+        hint = ""
+        if isinstance(loss, tuple):
+            hint = " If the second element is a dict of metrics, pass has_aux=True."
+        raise TypeError(f"{expected}, got {describe(loss)}.{hint}")
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise TypeError(f"{expected}, got {describe(loss)}.")
+    if loss.shape == ():
+        return "scalar"
+    if loss.shape == (size,):
+        return "vector"
+    raise TypeError(f"{expected}, got {describe(loss)}.")
+
+
+def _check_aux(aux: Any, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    if not isinstance(aux, dict):
+        raise TypeError(
+            f"loss_fn: aux must be a dict of metrics (name to scalar or to one value per "
+            f"example), got {describe(aux)}."
+        )
+    for name, value in aux.items():
+        if name in ("loss", "weight"):
+            raise TypeError(
+                f"loss_fn: aux must not use the name {name!r}, every window reports it "
+                "already. Choose another name."
+            )
+        if not hasattr(value, "shape") or value.shape not in ((), (size,)):
+            raise TypeError(
+                f"loss_fn: aux[{name!r}] must be a scalar or one value per example "
+                f"({size}), got {describe(value)}."
+            )
+    return aux
+
+
+def _check_same(old: PyTree, new: PyTree) -> None:
+    want, got = jax.tree.structure(old), jax.tree.structure(new)
+    if want != got:
+        raise TypeError(
+            f"loss_fn: the new model_state must have the structure of the old one "
+            f"({want}), got {got}."
+        )
+    named = jax.tree_util.tree_flatten_with_path(old)[0]
+    for (path, a), b in zip(named, jax.tree.leaves(new), strict=True):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            raise TypeError(
+                f"loss_fn: leaf {jax.tree_util.keystr(path)} of the new model_state must "
+                f"be {describe(a)}, got {describe(b)}."
+            )

@@ -1,0 +1,92 @@
+"""The only file that names `jax.pmap`: one function, mapped over the devices of a group.
+
+Every array of a group is *stacked*: a leading axis with one entry per device, each entry
+on its device. With one device the program is a plain `jit` that strips that axis inside,
+which costs nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+PyTree = Any
+
+AXIS = "devices"
+"""Name of the mapped axis, for collectives in the user's own code."""
+
+
+class Mapped:
+    """A function mapped over the devices of one group, compiled on request.
+
+    Args:
+        fn: Function of per-device values (no leading axis); returns a pair of a stacked
+            and a replicated result (one value for all devices).
+        devices: The devices.
+        donate: Positions of arguments whose buffers the program may reuse.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., tuple[PyTree, PyTree]],
+        devices: Sequence[jax.Device],
+        donate: tuple[int, ...],
+    ):
+        self._devices = tuple(devices)
+        if len(self._devices) > 1:
+            self._jitted: Any = jax.pmap(
+                fn,
+                axis_name=AXIS,
+                devices=self._devices,
+                donate_argnums=donate,
+                out_axes=(0, None),
+            )
+        else:
+            self._jitted = jax.jit(_on_one(fn), donate_argnums=donate)
+
+    def compile(self, *args: PyTree) -> Callable[..., tuple[PyTree, PyTree]]:
+        """Compiles ahead of time for arguments of these shapes and dtypes.
+
+        Args:
+            *args: Pytrees of arrays or `jax.ShapeDtypeStruct`, stacked.
+        """
+        return self._jitted.lower(*jax.tree.map(self._abstract, args)).compile()
+
+    def _abstract(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        if len(self._devices) > 1:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        sharding = SingleDeviceSharding(self._devices[0])
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _on_one(fn: Callable[..., tuple[PyTree, PyTree]]) -> Callable[..., Any]:
+    def on_one(*args: PyTree) -> tuple[PyTree, PyTree]:
+        stacked, shared = fn(*jax.tree.map(lambda x: x[0], args))
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], stacked), shared
+
+    return on_one
+
+
+def stacked_sharding(devices: Sequence[jax.Device]) -> Sharding:
+    """The sharding of arrays with a leading axis of one entry per device."""
+    if len(devices) == 1:
+        return SingleDeviceSharding(devices[0])
+    return NamedSharding(Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS))
+
+
+def stack_shards(
+    shards: Sequence[jax.Array], sharding: Sharding, shape: tuple[int, ...]
+) -> jax.Array:
+    """Makes one stacked array of per-device arrays `(1, ...)`, without a copy."""
+    if len(shards) == 1:
+        return shards[0]
+    return jax.make_array_from_single_device_arrays(shape, sharding, list(shards))
+
+
+def shards_in_order(array: jax.Array, devices: Sequence[jax.Device]) -> list[jax.Array]:
+    """The per-device arrays of an array, in the order of `devices`."""
+    data = {shard.device: shard.data for shard in array.addressable_shards}
+    return [data[device] for device in devices]

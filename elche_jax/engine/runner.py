@@ -1,0 +1,123 @@
+"""Runs the programs of a window on the devices of one group."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from elche_jax.engine.compile_cache import CompileCache
+from elche_jax.engine.devices import Group
+from elche_jax.engine.fetch import Orders, Payload
+from elche_jax.engine.mapped import Mapped, shards_in_order
+from elche_jax.engine.program import Program, Sums
+from elche_jax.engine.replicas import replicate
+from elche_jax.engine.state import TrainState
+
+PyTree = Any
+Accumulating = Callable[[list[jax.Array]], None]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the accumulating program: data and orders, stacked arrays."""
+
+    payload: Payload
+    orders: Orders
+
+
+class Runner:
+    """Compiles and launches the programs of one group; owns the gradient accumulator.
+
+    Only the thread that trains may call `run`. `prepare` may be called by any.
+
+    Args:
+        program: What a device computes.
+        group: The devices.
+        cache: Compiled programs.
+        state: Shapes of the stacked state.
+    """
+
+    def __init__(self, program: Program, group: Group, cache: CompileCache, state: TrainState):
+        self.group = group
+        self._program, self._cache = program, cache
+        self._state = state
+        self._signature = _signature(state)
+        devices = group.devices
+        self._accumulate = Mapped(program.accumulate, devices, donate=(1,))
+        self._combine = Mapped(program.combine, devices, donate=(0,))
+        self._fused = {
+            single: Mapped(partial(program.window, single=single), devices, donate=(0,))
+            for single in (True, False)
+        }
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
+        self._sums_shape = jax.eval_shape(program.zeros, one.params, one.model_state)
+        self._sums: Sums | None = None
+
+    def run(
+        self, state: TrainState, calls: Sequence[Call], accumulating: Accumulating
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Dispatches a window; does not wait for it.
+
+        Args:
+            state: Stacked state; its buffers are given up.
+            calls: The calls of the accumulating program, in order.
+            accumulating: Told the shards that are ready when each device has
+                accumulated, before the combine is launched.
+        """
+        if self.group.world_size == 1 and len(calls) == 1:
+            fused = self._cache.get(*self._window_program(calls[0].payload))
+            return fused(state, calls[0].payload, calls[0].orders)
+        combine = self._cache.get(*self._combine_program())
+        token: jax.Array | None = None
+        for call in calls:
+            accumulate = self._cache.get(*self._accumulate_program(call.payload))
+            sums, self._sums = self._sums or self._zero_sums(), None
+            (sums, token), _ = accumulate(state, sums, call.payload, call.orders)
+            self._sums = sums
+        assert token is not None  # a window has at least one call
+        if self.group.world_size > 1:
+            accumulating(shards_in_order(token, self.group.devices))
+        return combine(state, self._sums)
+
+    def ready(self, payload: Payload) -> bool:
+        """Whether the accumulating program for data of these shapes is compiled."""
+        return self._cache.ready(self._accumulate_program(payload)[0])
+
+    def prepare(self, payload: Payload) -> None:
+        """Compiles the accumulating program for data of these shapes, in background."""
+        self._cache.prepare(*self._accumulate_program(payload))
+
+    def _accumulate_program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
+        key = ("accumulate", self._signature, _signature(payload))
+        shapes = (self._state, self._stacked(self._sums_shape), payload, self._orders())
+        return key, lambda: self._accumulate.compile(*shapes)
+
+    def _combine_program(self) -> tuple[Hashable, Callable[[], Any]]:
+        shapes = (self._state, self._stacked(self._sums_shape))
+        return ("combine", self._signature), lambda: self._combine.compile(*shapes)
+
+    def _window_program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
+        single = payload.capacity(stacked=True) == 1
+        key = ("window", self._signature, _signature(payload))
+        shapes = (self._state, payload, self._orders())
+        return key, lambda: self._fused[single].compile(*shapes)
+
+    def _stacked(self, tree: PyTree) -> PyTree:
+        n = self.group.world_size
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), tree)
+
+    def _orders(self) -> Orders:
+        return Orders(jax.ShapeDtypeStruct((self.group.world_size, 5), jnp.int32))
+
+    def _zero_sums(self) -> Sums:
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._sums_shape)
+        return replicate(zeros, self.group.devices)
+
+
+def _signature(tree: PyTree) -> Hashable:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)

@@ -1,0 +1,181 @@
+"""When each device was done: threads that wait on shards, so that the loop need not.
+
+Per-device times exist only while no collective has run. A window is two programs: the
+accumulation, which holds none, and the combine. One thread per device waits for its
+shard of the first, then of the second. With `a[d]` the end of the accumulation, `c[d]`
+the end of the combine and `t` the moment of dispatch,
+
+    busy[d] = a[d] - max(t, c[d] of the window before)
+    wait[d] = c[d] - a[d] = skew[d] + cost
+    cost    = min over d of wait[d],    skew = max - min of wait[d]
+
+because the last device to arrive waits for the exchange alone.
+"""
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+
+
+@dataclass(frozen=True)
+class WindowTimes:
+    """When the devices were done with a window; seconds of `time.perf_counter`.
+
+    Attributes:
+        window: Number of the window.
+        dispatched: When the window was dispatched.
+        accumulated: End of each device's accumulation.
+        combined: End of each device's combine.
+    """
+
+    window: int
+    dispatched: float
+    accumulated: tuple[float, ...]
+    combined: tuple[float, ...]
+
+    def busy_ms(self, before: "WindowTimes | None") -> tuple[float, ...]:
+        """Milliseconds each device worked, data delivery included."""
+        starts = [self.dispatched] * len(self.accumulated)
+        if before is not None:
+            starts = [max(self.dispatched, end) for end in before.combined]
+        return tuple(1e3 * (a - s) for a, s in zip(self.accumulated, starts, strict=True))
+
+    @property
+    def wait_ms(self) -> tuple[float, ...]:
+        """Milliseconds each device spent in the synchronisation."""
+        pairs = zip(self.combined, self.accumulated, strict=True)
+        return tuple(1e3 * (c - a) for c, a in pairs)
+
+    @property
+    def sync_ms(self) -> float:
+        """The true cost of the exchange: the least wait."""
+        return max(0.0, min(self.wait_ms))
+
+    @property
+    def skew_ms(self) -> float:
+        """How far the devices' arrivals lay apart."""
+        return max(self.wait_ms) - min(self.wait_ms)
+
+
+class Stopwatch:
+    """Watches the windows of one run with one thread per device.
+
+    Args:
+        world_size: Number of devices.
+        done: Called in one of the threads with the times of every window, in order.
+        failed: Called with the exception when waiting for a shard raised one.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        done: Callable[[WindowTimes], None],
+        failed: Callable[[BaseException], None],
+    ):
+        board = _Board(world_size, done, failed)
+        stop = threading.Event()
+        self._queues: list[queue.SimpleQueue[_Job | None]] = [
+            queue.SimpleQueue() for _ in range(world_size)
+        ]
+        threads = [
+            threading.Thread(
+                target=_watch,
+                args=(rank, jobs, board, stop),
+                name=f"elche-watch-{rank}",
+                daemon=True,
+            )
+            for rank, jobs in enumerate(self._queues)
+        ]
+        for thread in threads:
+            thread.start()
+        self._finish = weakref.finalize(self, _close, threads, self._queues, stop)
+
+    def accumulating(self, window: int, dispatched: float, shards: Sequence[jax.Array]) -> None:
+        """Hands over the shards that are ready when the accumulation is."""
+        for jobs, shard in zip(self._queues, shards, strict=True):
+            jobs.put(_Job(window, dispatched, shard, combined=False))
+
+    def combining(self, window: int, shards: Sequence[jax.Array]) -> None:
+        """Hands over the shards that are ready when the combine is."""
+        for jobs, shard in zip(self._queues, shards, strict=True):
+            jobs.put(_Job(window, 0.0, shard, combined=True))
+
+    def close(self) -> None:
+        """Ends the threads; a window that is still running is not measured. Idempotent.
+
+        A thread that waits for a device cannot be interrupted. It is given half a second
+        and otherwise ends by itself as soon as the device is done.
+        """
+        self._finish()
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    window: int
+    dispatched: float
+    shard: jax.Array
+    combined: bool
+
+
+class _Board:
+    """Collects the ends of a window until every device has reported both."""
+
+    def __init__(
+        self,
+        world_size: int,
+        done: Callable[[WindowTimes], None],
+        failed: Callable[[BaseException], None],
+    ):
+        self._world_size, self._done, self.failed = world_size, done, failed
+        self._lock = threading.Lock()
+        self._open: dict[int, tuple[float, list[float], list[float], list[int]]] = {}
+
+    def note(self, rank: int, job: _Job, now: float) -> None:
+        with self._lock:
+            dispatched, accumulated, combined, left = self._open.setdefault(
+                job.window,
+                (job.dispatched, [0.0] * self._world_size, [0.0] * self._world_size,
+                 [2 * self._world_size]),
+            )  # fmt: skip
+            (combined if job.combined else accumulated)[rank] = now
+            left[0] -= 1
+            if left[0]:
+                return
+            del self._open[job.window]
+            self._done(
+                WindowTimes(job.window, dispatched, tuple(accumulated), tuple(combined))
+            )
+
+
+def _watch(
+    rank: int,
+    jobs: "queue.SimpleQueue[_Job | None]",
+    board: _Board,
+    stop: threading.Event,
+) -> None:
+    while (job := jobs.get()) is not None and not stop.is_set():
+        try:
+            job.shard.block_until_ready()
+            board.note(rank, job, time.perf_counter())
+        except BaseException as error:  # handed to the loop, which raises it
+            board.failed(error)
+            return
+
+
+def _close(
+    threads: list[threading.Thread],
+    queues: "list[queue.SimpleQueue[_Job | None]]",
+    stop: threading.Event,
+) -> None:
+    stop.set()
+    for jobs in queues:
+        jobs.put(None)
+    deadline = time.monotonic() + 0.5
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,226 @@
+"""Slow devices on purpose, per device and per microbatch.
+
+Handed to `build_train_step(emulate=...)`. `EmulatedSpeeds` makes a microbatch *last* a
+given time: a host callback in the loop sleeps up to a deadline. `ExtraWork` makes it
+*cost* a multiple: the gradient is computed several times.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+
+from elche_jax import _check as check
+
+PyTree = Any
+
+Schedule = Callable[[int, int, int], float]
+"""`schedule(window, rank, microbatch)`: milliseconds that this microbatch lasts."""
+
+_SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
+
+
+def constant(ms: Sequence[float]) -> Schedule:
+    """Every microbatch of device `d` lasts `ms[d]` milliseconds.
+
+    Args:
+        ms: Milliseconds per microbatch for each device, at least 0.
+
+    Example:
+        >>> from elche_jax.lab import constant
+        >>> constant([5, 20])(0, 1, 0)
+        20.0
+    """
+    times = check.reals("constant", "ms", ms, low=0)
+    return lambda window, rank, microbatch: times[rank]
+
+
+def throttle(
+    base: Schedule, rank: int, factor: float, at: int, until: int | None = None
+) -> Schedule:
+    """One device is `factor` times slower from window `at` on (before `until`).
+
+    Args:
+        base: The schedule it changes.
+        rank: The device.
+        factor: Multiplies its times, above 0.
+        at: First window that is slower.
+        until: First window that is not any more; None: for good.
+
+    Example:
+        >>> from elche_jax.lab import constant, throttle
+        >>> slow = throttle(constant([5, 5]), rank=0, factor=3, at=10)
+        >>> slow(9, 0, 0), slow(10, 0, 0), slow(10, 1, 0)
+        (5.0, 15.0, 5.0)
+    """
+    check.integer("throttle", "rank", rank, low=0)
+    check.real("throttle", "factor", factor, above=0)
+    end = float("inf") if until is None else until
+
+    def schedule(window: int, device: int, microbatch: int) -> float:
+        slow = device == rank and at <= window < end
+        return base(window, device, microbatch) * (factor if slow else 1.0)
+
+    return schedule
+
+
+def drift(base: Schedule, rank: int, per_window: float) -> Schedule:
+    """One device becomes slower by a share of its first time in every window.
+
+    Args:
+        base: The schedule it changes.
+        rank: The device.
+        per_window: Share per window, at least 0: 0.01 doubles the time in 100 windows.
+
+    Example:
+        >>> from elche_jax.lab import constant, drift
+        >>> drift(constant([10, 10]), rank=1, per_window=0.01)(50, 1, 0)
+        15.0
+    """
+    check.integer("drift", "rank", rank, low=0)
+    check.real("drift", "per_window", per_window, low=0)
+
+    def schedule(window: int, device: int, microbatch: int) -> float:
+        grown = 1.0 + per_window * window if device == rank else 1.0
+        return base(window, device, microbatch) * grown
+
+    return schedule
+
+
+def jitter(base: Schedule, share: float, seed: int = 0) -> Schedule:
+    """Every microbatch varies by up to a share of its time, evenly distributed.
+
+    Args:
+        base: The schedule it changes.
+        share: Largest deviation, 0 to 1.
+        seed: Seed; the times are a function of it and of the arguments alone.
+
+    Example:
+        >>> from elche_jax.lab import constant, jitter
+        >>> 8.0 <= jitter(constant([10]), share=0.2)(0, 0, 0) <= 12.0
+        True
+    """
+    check.real("jitter", "share", share, low=0, high=1)
+
+    def schedule(window: int, device: int, microbatch: int) -> float:
+        draw = np.random.default_rng((seed, window, device, microbatch)).uniform(-1, 1)
+        return base(window, device, microbatch) * (1.0 + share * draw)
+
+    return schedule
+
+
+@dataclass(frozen=True)
+class EmulatedSpeeds:
+    """Devices whose microbatches last as long as a schedule says.
+
+    The clock of a device starts when its program does; the end of a microbatch waits
+    for the sum of the times so far. Real computation counts in: a microbatch lasts the
+    larger of its emulated and its real time.
+
+    Attributes:
+        schedule: A schedule, or one number of milliseconds per device.
+
+    Example:
+        >>> from elche_jax.lab import EmulatedSpeeds, constant, throttle
+        >>> EmulatedSpeeds([5, 5, 10, 20])  # doctest: +ELLIPSIS
+        EmulatedSpeeds(...)
+        >>> EmulatedSpeeds(throttle(constant([5, 5]), rank=0, factor=3, at=10))
+        ... # doctest: +ELLIPSIS
+        EmulatedSpeeds(...)
+    """
+
+    schedule: Schedule | Sequence[float]
+    _clocks: dict[int, "_Clock"] = field(default_factory=dict, repr=False, compare=False)
+
+    def check(self, world_size: int) -> None:
+        """Raises where the times do not fit the number of devices."""
+        if not callable(self.schedule):
+            check.per_device("EmulatedSpeeds", "schedule", len(self.schedule), world_size)
+            check.reals("EmulatedSpeeds", "schedule", self.schedule, low=0)
+
+    def begin(self, device: Any, step: Any, fresh: Any) -> Any:
+        """Starts the clock of a device."""
+        return io_callback(self._begin, _SCALAR, device, step, fresh)
+
+    def around(
+        self, body: Callable[[Any, PyTree], PyTree], device: Any, i: Any, carry: PyTree
+    ) -> tuple[PyTree, Any]:
+        """Runs a microbatch, then waits for its deadline."""
+        carry = body(i, carry)
+        # one number that needs every leaf, so that the wait comes after the work
+        done = sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in jax.tree.leaves(carry))
+        return carry, io_callback(self._wait, _SCALAR, device, i, done)
+
+    def _begin(self, device: Any, step: Any, fresh: Any) -> np.float32:
+        now = time.perf_counter()
+        clock = self._clocks.get(int(device))
+        if clock is None or fresh:
+            clock = self._clocks[int(device)] = _Clock(int(step))
+        clock.deadline = now
+        return np.float32(0)
+
+    def _wait(self, device: Any, i: Any, done: Any) -> np.float32:
+        rank = int(device)
+        clock = self._clocks[rank]
+        if callable(self.schedule):
+            ms = self.schedule(clock.window, rank, clock.microbatch)
+        else:
+            ms = self.schedule[rank]
+        clock.deadline += ms / 1e3
+        clock.microbatch += 1
+        left = clock.deadline - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+        return np.float32(0)
+
+
+@dataclass(slots=True)
+class _Clock:
+    window: int
+    microbatch: int = 0
+    deadline: float = 0.0
+
+
+@dataclass(frozen=True)
+class ExtraWork:
+    """Devices that compute the gradient of every microbatch several times over.
+
+    The results are those of one computation.
+
+    Attributes:
+        times: How often each device computes it, at least 1.
+
+    Example:
+        >>> from elche_jax.lab import ExtraWork
+        >>> ExtraWork((1, 3))
+        ExtraWork(times=(1, 3))
+    """
+
+    times: Sequence[int]
+
+    def check(self, world_size: int) -> None:
+        """Raises where the factors do not fit the number of devices."""
+        check.per_device("ExtraWork", "times", len(self.times), world_size)
+        check.integers("ExtraWork", "times", self.times, low=1)
+
+    def begin(self, device: Any, step: Any, fresh: Any) -> Any:
+        """Nothing to start."""
+        return jnp.zeros((), jnp.float32)
+
+    def around(
+        self, body: Callable[[Any, PyTree], PyTree], device: Any, i: Any, carry: PyTree
+    ) -> tuple[PyTree, Any]:
+        """Runs a microbatch `times[device]` times, always from the same sums."""
+        times = jnp.asarray(self.times, jnp.int32)[device]
+
+        def again(turn: Any, _: PyTree) -> PyTree:
+            # the barrier makes the inputs depend on the turn: nothing moves out of the loop
+            index, start, _ = jax.lax.optimization_barrier((i, carry, turn))
+            return body(index, start)
+
+        return jax.lax.fori_loop(0, times, again, carry), jnp.zeros((), jnp.float32)

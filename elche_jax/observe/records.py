@@ -1,0 +1,40 @@
+"""What is known of a window once it is over. Plain numbers."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WindowRecord:
+    """One window, measured.
+
+    Attributes:
+        window: Number of the window in the run.
+        epoch: Its epoch.
+        counts: Microbatches per device.
+        examples: Valid examples of all devices.
+        busy_ms: Busy time per device, data delivery included; empty with one device,
+            whose time is `wall_ms`.
+        wall_ms: From the end of the window before (or the dispatch, if later) to the
+            end of this one.
+        sync_ms: Cost of the synchronisation, the least wait over the devices.
+        skew_ms: How far the devices' arrivals at the synchronisation lay apart.
+        steady: False where the window waited for a compile or is the first of its run;
+            such windows are not reported to the cadence.
+    """
+
+    window: int
+    epoch: int
+    counts: tuple[int, ...]
+    examples: int
+    busy_ms: tuple[float, ...]
+    wall_ms: float
+    sync_ms: float
+    skew_ms: float
+    steady: bool
+
+    @property
+    def busy_share(self) -> tuple[float, ...]:
+        """Share of the window in which each device worked, 0 to 1."""
+        if not self.busy_ms:
+            return (1.0,)
+        return tuple(min(1.0, busy / self.wall_ms) for busy in self.busy_ms)

@@ -1,0 +1,167 @@
+"""The numbers of a run that people ask for first, made of its records."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from elche_jax.observe.records import WindowRecord
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """One device over the steady windows.
+
+    Attributes:
+        name: The device.
+        ms_per_batch: Median milliseconds per microbatch; None when never measured.
+        microbatches: Microbatches it ran.
+        busy_share: Share of the time in which it worked, 0 to 1.
+    """
+
+    name: str
+    ms_per_batch: float | None
+    microbatches: int
+    busy_share: float
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What a run has done so far; `print` shows it as a table.
+
+    Attributes:
+        devices: A report for each device, in rank order.
+        counts: The plan for the next window.
+        windows: Windows measured, of those the report looks at.
+        examples_per_s: Valid examples per second over the steady windows.
+        limit_share: Microbatches per second over the sum of the devices' own speeds,
+            `sum(counts) / (wall * sum(1 / ms_per_batch))`; None until all are measured.
+        sync_ms: Median cost of a synchronisation.
+        skew_ms: Median distance of the devices' arrivals at it.
+        compile_hits: Program requests answered at once.
+        compile_misses: Program requests that waited for a compile.
+        compiled_ahead: Programs compiled in the background.
+        compile_s: Seconds spent compiling.
+    """
+
+    devices: tuple[DeviceReport, ...]
+    counts: tuple[int, ...]
+    windows: int
+    examples_per_s: float
+    limit_share: float | None
+    sync_ms: float
+    skew_ms: float
+    compile_hits: int
+    compile_misses: int
+    compiled_ahead: int
+    compile_s: float
+
+    def __str__(self) -> str:
+        rows = ["device              ms/microbatch   counts   microbatches   busy"]
+        for device, count in zip(self.devices, self.counts, strict=True):
+            speed = "-" if device.ms_per_batch is None else f"{device.ms_per_batch:.2f}"
+            rows.append(
+                f"{device.name:<20}{speed:>13}{count:>9}{device.microbatches:>15}"
+                f"{device.busy_share:>7.0%}"
+            )
+        limit = "-" if self.limit_share is None else f"{self.limit_share:.1%}"
+        rows += [
+            f"{self.windows} windows, {self.examples_per_s:,.0f} examples/s, {limit} of the "
+            f"limit, sync {self.sync_ms:.2f} ms, skew {self.skew_ms:.2f} ms",
+            f"compiles: {self.compile_misses} waited for, {self.compiled_ahead} ahead, "
+            f"{self.compile_hits} hits, {self.compile_s:.1f} s",
+        ]
+        return "\n".join(rows)
+
+
+def ms_per_batch(records: Sequence[WindowRecord], rank: int) -> float | None:
+    """Median milliseconds per microbatch of a device; None when it ran none."""
+    times = [_busy(r, rank) / r.counts[rank] for r in records if r.counts[rank] > 0]
+    return median(times) if times else None
+
+
+def limit_share(records: Sequence[WindowRecord]) -> float | None:
+    """Share of the limit that these windows reached.
+
+    Args:
+        records: Windows of one run; every device must have run in some of them.
+
+    Returns:
+        `sum(counts) / (sum(wall_ms) * sum over devices of 1 / ms_per_batch)`.
+
+    Example:
+        >>> from elche_jax.observe.records import WindowRecord
+        >>> from elche_jax.observe.report import limit_share
+        >>> window = WindowRecord(0, 0, (4, 2), 60, (40.0, 40.0), 50.0, 1.0, 0.0, True)
+        >>> limit_share([window])
+        0.8
+    """
+    if not records:
+        return None
+    speeds = [ms_per_batch(records, rank) for rank in range(len(records[0].counts))]
+    wall = sum(record.wall_ms for record in records)
+    if any(speed is None for speed in speeds) or wall <= 0:
+        return None
+    done = sum(sum(record.counts) for record in records)
+    return done / (wall * sum(1 / speed for speed in speeds if speed))
+
+
+def imbalance(records: Sequence[WindowRecord]) -> float:
+    """Share of the machine that equal counts leave idle, 0 to 1.
+
+    `1 - mean(ms) / max(ms)` of the devices' milliseconds per microbatch: with equal
+    counts a window takes the slowest device's time and the others wait.
+    """
+    if not records:
+        return 0.0
+    speeds = [ms_per_batch(records, rank) for rank in range(len(records[0].counts))]
+    known = [speed for speed in speeds if speed]
+    return 1 - sum(known) / len(known) / max(known) if known else 0.0
+
+
+def device_reports(records: Sequence[WindowRecord], names: Sequence[str]) -> list[DeviceReport]:
+    """One `DeviceReport` per device over these windows."""
+    wall = sum(record.wall_ms for record in records)
+    return [
+        DeviceReport(
+            name,
+            ms_per_batch(records, rank),
+            sum(record.counts[rank] for record in records),
+            min(1.0, sum(_busy(r, rank) for r in records) / wall) if wall else 0.0,
+        )
+        for rank, name in enumerate(names)
+    ]
+
+
+def _busy(record: WindowRecord, rank: int) -> float:
+    return record.busy_ms[rank] if record.busy_ms else record.wall_ms
+
+
+def make_report(
+    records: Sequence[WindowRecord],
+    names: Sequence[str],
+    counts: tuple[int, ...],
+    compiles: Mapping[str, float],
+) -> RunReport:
+    """The report over the steady ones of some records.
+
+    Args:
+        records: Windows, oldest first.
+        names: Names of the devices.
+        counts: The plan for the next window.
+        compiles: The fields of the compile cache's statistics.
+    """
+    steady = [record for record in records if record.steady]
+    seconds = sum(record.wall_ms for record in steady) / 1e3
+    return RunReport(
+        devices=tuple(device_reports(steady, names)),
+        counts=counts,
+        windows=len(records),
+        examples_per_s=sum(r.examples for r in steady) / seconds if seconds else 0.0,
+        limit_share=limit_share(steady),
+        sync_ms=median([r.sync_ms for r in steady]) if steady else 0.0,
+        skew_ms=median([r.skew_ms for r in steady]) if steady else 0.0,
+        compile_hits=int(compiles["hits"]),
+        compile_misses=int(compiles["misses"]),
+        compiled_ahead=int(compiles["ahead"]),
+        compile_s=compiles["seconds"],
+    )

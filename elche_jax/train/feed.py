@@ -1,0 +1,170 @@
+"""Loading and placing windows: the data, the layout on the devices, the capacity."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from elche_jax.data.order import Cursor
+from elche_jax.data.place import Placement, Placer
+from elche_jax.data.reader import IndexedReader, Reader, open_epoch
+from elche_jax.data.source import Source
+from elche_jax.data.split import capacity_for, piece_lengths, split_window
+from elche_jax.engine.fetch import Orders, Payload, Pieces, Rows
+from elche_jax.engine.runner import Call, Runner
+
+PyTree = Any
+
+APPROACH = 0.75
+"""Share of the largest capacity at which the next one is compiled ahead."""
+
+ROOM = 4
+"""How much larger than the first plan the first capacity is, where plans adapt."""
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """How the user wants the data read; checked by `build_train_step(...).windows`.
+
+    Attributes:
+        source: The data.
+        batch_size: Examples per microbatch.
+        seed: Seed of the order.
+        shuffle: False keeps the order of the source.
+        drop_last: Leave out the last microbatch where it is smaller.
+        placement: Where the data lives.
+        window_bytes: Bytes that the data of one call may take on a device.
+        microbatch: Shapes of one microbatch.
+    """
+
+    source: Source
+    batch_size: int
+    seed: int
+    shuffle: bool
+    drop_last: bool
+    placement: Placement
+    window_bytes: int
+    microbatch: PyTree
+
+
+class Feed:
+    """Makes the calls of a window: capacity chosen, data read, placed on the devices.
+
+    Args:
+        plan: How the data is read.
+        placer: Puts arrays onto the devices.
+        runner: The programs, whose capacities these are.
+        resident: The data set on the devices, leaves `(world_size, examples, ...)`, for
+            `placement="resident"`; else None.
+        adaptive: Whether counts change, so that a larger capacity pays.
+    """
+
+    def __init__(
+        self, plan: DataPlan, placer: Placer, runner: Runner, resident: PyTree, adaptive: bool
+    ):
+        self._plan, self._placer, self.runner = plan, placer, runner
+        self._resident, self._adaptive = resident, adaptive
+        self._capacities: set[int] = set()
+        self._largest = self._largest_capacity()
+        self.devices: Sequence[jax.Device] = runner.group.devices
+        self.world_size = runner.group.world_size
+
+    def open_epoch(self, cursor: Cursor) -> Reader:
+        """A reader of the cursor's epoch, from its microbatch on."""
+        plan = self._plan
+        return open_epoch(
+            plan.source,
+            plan.batch_size,
+            seed=plan.seed,
+            epoch=cursor.epoch,
+            start=cursor.microbatch,
+            shuffle=plan.shuffle,
+            drop_last=plan.drop_last,
+        )
+
+    def load(
+        self, counts: tuple[int, ...], first: int, reader: Reader
+    ) -> tuple[int, tuple[Call, ...]]:
+        """Reads and places the microbatches of a window.
+
+        Args:
+            counts: Microbatches per device.
+            first: Number of the first one in the epoch.
+            reader: The epoch.
+
+        Returns:
+            Number of valid examples, and the calls.
+        """
+        capacity = self.capacity(max(counts))
+        calls = []
+        for ranges in split_window(counts, capacity):
+            payload: Payload
+            if self._resident is None:
+                spec = self._plan.microbatch
+                pieces = self._placer.pieces(reader, first, ranges, capacity, spec)
+                payload = Pieces(pieces)
+            else:
+                assert isinstance(reader, IndexedReader)  # resident data is an array
+                index = self._placer.index(reader, first, ranges, capacity)
+                payload = Rows(self._resident, index)
+            orders = self._placer.orders(ranges, first, not calls, reader.partial)
+            calls.append(Call(payload, Orders(orders)))
+        return self._examples(first, sum(counts), reader), tuple(calls)
+
+    def capacity(self, count: int) -> int:
+        """The capacity for a window whose largest count is this.
+
+        The smallest compiled one that holds it; else the largest compiled one, called
+        several times, while a larger is compiled in the background.
+        """
+        want = min(capacity_for(count), self._largest)
+        if not self._capacities:
+            room = ROOM * count if self._adaptive else count
+            first = min(capacity_for(room), self._largest)
+            self._capacities.add(first)
+            return first
+        ahead = min(capacity_for(int(count / APPROACH)), self._largest)
+        if self.world_size > 1 and ahead > max(self._capacities):
+            self.runner.prepare(self._payload_shape(ahead))
+            self._capacities.add(ahead)
+        ready = [c for c in self._capacities if self._is_ready(c)]
+        if not ready:  # the first one is still being compiled by the loop
+            return min(self._capacities)
+        return min((c for c in ready if c >= want), default=max(ready))
+
+    def _is_ready(self, capacity: int) -> bool:
+        if self.world_size == 1:
+            return capacity == min(self._capacities)
+        return self.runner.ready(self._payload_shape(capacity))
+
+    def _largest_capacity(self) -> int:
+        leaves = jax.tree.leaves(self._plan.microbatch)
+        size = sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+        if self._resident is not None:
+            size = 4 * self._plan.batch_size
+        fit = max(1, self._plan.window_bytes // size)
+        return max(1, (1 << (fit + 1).bit_length() - 1) - 1)
+
+    def _payload_shape(self, capacity: int) -> Payload:
+        n = self.world_size
+        if self._resident is not None:
+            index = jax.ShapeDtypeStruct((n, capacity, self._plan.batch_size), jnp.int32)
+            return Rows(self._resident, index)
+
+        def piece(length: int) -> PyTree:
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((n, length, *x.shape), x.dtype),
+                self._plan.microbatch,
+            )
+
+        return Pieces(tuple(piece(length) for length in piece_lengths(capacity)))
+
+    def _examples(self, first: int, count: int, reader: Reader) -> int:
+        total = count * self._plan.batch_size
+        partial = reader.partial
+        if partial is not None and first <= partial.microbatch < first + count:
+            total -= self._plan.batch_size - partial.valid
+        return total

@@ -1,0 +1,114 @@
+"""The scheduler at work: takes measured windows, keeps records, hands out plans.
+
+The one mutable home of the cadence's state. The prefetch thread asks for plans, the
+watching threads report windows, the user reads; a lock keeps them apart.
+"""
+
+import logging
+import threading
+from array import array
+from collections import deque
+from dataclasses import dataclass
+
+from elche_jax.cadence import WindowReport
+from elche_jax.cadence.scheduler import Scheduler, SchedulerState
+from elche_jax.observe.records import WindowRecord
+from elche_jax.observe.report import imbalance
+
+logger = logging.getLogger("elche_jax")
+
+RECORDS_KEPT = 1024
+"""Windows that records, and thus the report, look back on."""
+
+HINT_AFTER = 10
+"""Steady windows after which an imbalance is worth a hint."""
+
+HINT_ABOVE = 0.15
+"""Share of the machine that may idle before the hint comes."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A window as it was planned: what a record needs besides the times."""
+
+    window: int
+    epoch: int
+    counts: tuple[int, ...]
+    examples: int
+    steady: bool
+
+
+class Pace:
+    """Plans and records of one training step.
+
+    Args:
+        scheduler: The pure scheduler.
+        world_size: Number of devices.
+        hint: Log one line when devices of one kind turn out to be unequally fast.
+    """
+
+    def __init__(self, scheduler: Scheduler, world_size: int, hint: bool):
+        self._lock = threading.Lock()
+        self._scheduler = scheduler
+        self._state = scheduler.init(world_size)
+        self._records: deque[WindowRecord] = deque(maxlen=RECORDS_KEPT)
+        self._world_size = world_size
+        self._history = array("q")
+        self._hint = hint and world_size > 1
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether plans depend on reports."""
+        return getattr(self._scheduler.cadence, "adaptive", True)
+
+    @property
+    def state(self) -> SchedulerState:
+        """The scheduler's state: plain numbers."""
+        with self._lock:
+            return self._state
+
+    @property
+    def records(self) -> list[WindowRecord]:
+        """The last windows, oldest first."""
+        with self._lock:
+            return list(self._records)
+
+    @property
+    def history(self) -> list[tuple[int, ...]]:
+        """The counts of every window dispatched, in order: what `Replay` takes."""
+        with self._lock:
+            flat, n = self._history.tolist(), self._world_size
+        return [tuple(flat[at : at + n]) for at in range(0, len(flat), n)]
+
+    def plan(self, window: int) -> tuple[int, ...]:
+        """Counts for a window, were there no end of the data."""
+        with self._lock:
+            return self._scheduler.plan(self._state, window=window)
+
+    def dispatched(self, counts: tuple[int, ...]) -> None:
+        """Notes the counts of a window that was handed to the devices."""
+        with self._lock:
+            self._history.extend(counts)
+
+    def measured(self, record: WindowRecord) -> None:
+        """Takes a window's times; feeds the cadence where they are steady."""
+        with self._lock:
+            self._records.append(record)
+            if record.steady and record.busy_ms:
+                report = WindowReport(record.busy_ms, record.counts, record.sync_ms)
+                self._state = self._scheduler.update(self._state, report)
+            if self._hint:
+                self._give_hint()
+
+    def _give_hint(self) -> None:
+        steady = [record for record in self._records if record.steady]
+        if len(steady) < HINT_AFTER:
+            return
+        self._hint = False
+        idle = imbalance(steady)
+        if idle > HINT_ABOVE:
+            logger.warning(
+                "elche: devices of one kind are unequally fast, %.0f %% of the machine "
+                "idles; cadence=ElChe() or FixedTotal(n) would use it.",
+                100 * idle,
+            )

@@ -1,0 +1,350 @@
+"""`build_train_step`: the functional front of the library."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from elche_jax import _check as check
+from elche_jax.cadence import Cadence
+from elche_jax.cadence.scheduler import Scheduler
+from elche_jax.config import DDPConfig
+from elche_jax.data.order import Cursor
+from elche_jax.data.place import Placer, choose_placement
+from elche_jax.data.source import ArraySource, IterableSource, as_source
+from elche_jax.engine.compile_cache import CompileCache
+from elche_jax.engine.devices import free_bytes, group_devices, select_devices
+from elche_jax.engine.loss import LossFn, inspect_loss
+from elche_jax.engine.mapped import stacked_sharding
+from elche_jax.engine.program import LoopHook, Program
+from elche_jax.engine.runner import Runner
+from elche_jax.engine.state import TrainState
+from elche_jax.observe.records import WindowRecord
+from elche_jax.observe.report import RunReport, make_report
+from elche_jax.train.feed import DataPlan, Feed
+from elche_jax.train.initial import initial_state, key_impl_of, shapes_of
+from elche_jax.train.pace import Pace
+from elche_jax.train.spec import check_data_plan, microbatch_shapes
+from elche_jax.train.windows import Run, Window, Windows
+
+PyTree = Any
+
+WINDOW_BYTES = 256 * 2**20
+"""Default limit of what the data of one program call may take on a device."""
+
+
+def build_train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    cadence: Cadence[Any] | None = None,
+    config: DDPConfig | None = None,
+    has_aux: bool = False,
+    nonfinite: str = "raise",
+    emulate: LoopHook | None = None,
+) -> "TrainStep":
+    """Builds a training step over the devices of this machine.
+
+    In a window device `d` runs `counts[d]` microbatches on its own; then the gradients
+    are combined and one optimizer step is taken, alike on every device:
+
+        g = sum_d sum_i weight[d, i] * grad(loss[d, i]) / sum_d sum_i weight[d, i]
+
+    Args:
+        loss_fn: `loss_fn(params, batch, rng)`, where `batch` is one microbatch with
+            leaves `(batch_size, ...)` and `rng` a key of its own. Returns a float
+            scalar (the mean over the microbatch), a float vector `(batch_size,)` of
+            per-example losses, or `Weighted(loss, weight)`. With `has_aux` it returns
+            `(loss, aux)`. With model state (see `TrainStep.init`) it is
+            `loss_fn(params, model_state, batch, rng)` and returns `(loss, model_state)`,
+            with `has_aux` `(loss, (model_state, aux))`.
+        optimizer: An optax optimizer.
+        devices: The devices; None for all local ones.
+        cadence: How many microbatches each device gets; None: what `config` says.
+        config: The knobs as a flat bundle; None for `DDPConfig()`.
+        has_aux: `loss_fn` also returns a dict of metrics, each a scalar or one value
+            per example; a window reports their mean, weighted like the gradient.
+        nonfinite: What happens when a window's gradient is not finite. Its update is
+            dropped on all devices either way; `"raise"` then raises `NonFiniteError`
+            from the loop, `"skip"` goes on (`metrics["finite"]` tells).
+        emulate: Makes devices slower on purpose, see `elche_jax.lab`.
+
+    Returns:
+        The training step.
+
+    Raises:
+        TypeError: `devices` are no devices, `loss_fn` is not callable.
+        ValueError: No device, one twice, several kinds; both `cadence` and a
+            `config` with knobs for a cadence.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpy as np, optax
+        >>> import elche_jax as elche
+        >>> def loss_fn(params, batch, rng):
+        ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+        >>> x = np.random.default_rng(0).normal(size=(256, 3)).astype("float32")
+        >>> data = {"x": x, "y": x @ np.array([1.0, -2.0, 3.0], "float32")}
+        >>> train = elche.build_train_step(
+        ...     loss_fn, optax.adam(0.1), devices=jax.devices()[:1]
+        ... )
+        >>> state = train.init({"w": np.zeros(3, "float32")})
+        >>> for window in train.windows(data, batch_size=16, epochs=10):
+        ...     state, metrics = train(state, window)
+        >>> elche.unreplicate(state.params)["w"].round(1).tolist()
+        [1.0, -2.0, 3.0]
+    """
+    if not callable(loss_fn):
+        raise TypeError(
+            f"build_train_step: loss_fn must be callable, got {type(loss_fn).__name__}."
+        )
+    if nonfinite not in ("raise", "skip"):
+        raise ValueError(
+            f"build_train_step: nonfinite must be 'raise' or 'skip', got {nonfinite!r}."
+        )
+    chosen = select_devices(devices)
+    groups = group_devices(chosen)
+    if len(groups) > 1:
+        kinds = ", ".join(f"{g.devices[0].device_kind} x{g.world_size}" for g in groups)
+        raise ValueError(
+            f"build_train_step: devices must be of one kind and platform, got {kinds}. "
+            "Choose with devices=[...]; one program cannot serve several kinds."
+        )
+    if cadence is not None and config is not None and config.policy != "auto":
+        raise ValueError(
+            "build_train_step: cadence and config.policy must not both choose the "
+            f"cadence, got {type(cadence).__name__} and policy={config.policy!r}. "
+            "Leave out one."
+        )
+    if emulate is not None:
+        emulate.check(len(chosen))
+    config = config or DDPConfig()
+    rule = cadence or config.cadence_for(len(chosen), len(groups))
+    hint = cadence is None and config.policy == "auto"
+    return TrainStep(
+        LossFn(loss_fn, has_aux=has_aux), optimizer, chosen, rule, config.max_grad_norm,
+        raise_nonfinite=nonfinite == "raise", hint=hint, emulate=emulate,
+    )  # fmt: skip
+
+
+class TrainStep:
+    """A training step over several devices; made by `build_train_step`.
+
+    Attributes:
+        devices: The devices, in rank order.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        optimizer: optax.GradientTransformation,
+        devices: tuple[jax.Device, ...],
+        cadence: Cadence[Any],
+        max_grad_norm: float | None,
+        *,
+        raise_nonfinite: bool,
+        hint: bool,
+        emulate: LoopHook | None,
+    ):
+        self.devices = devices
+        self._loss_fn, self._optimizer = loss_fn, optimizer
+        self._group = group_devices(devices)[0]
+        self._max_grad_norm, self._raise_nonfinite = max_grad_norm, raise_nonfinite
+        self._emulate = emulate
+        self._pace = Pace(Scheduler(cadence), len(devices), hint)
+        self._cache = CompileCache()
+        self._runners: dict[Any, Runner] = {}
+        self._initial: tuple[TrainState, str] | None = None
+        self._resident: tuple[Any, PyTree] | None = None
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Microbatches per device planned for the next window."""
+        return self._pace.state.counts
+
+    @property
+    def cadence_state(self) -> Any:
+        """State of the cadence: plain numbers."""
+        return self._pace.state.cadence
+
+    @property
+    def counts_history(self) -> list[tuple[int, ...]]:
+        """Counts of every window so far, in order; `Replay` takes them."""
+        return self._pace.history
+
+    @property
+    def records(self) -> list[WindowRecord]:
+        """The last 1024 windows as they were measured, oldest first."""
+        return self._pace.records
+
+    def init(self, params: PyTree, *, model_state: PyTree = None, rng: Any = 0) -> TrainState:
+        """Makes the replicated training state.
+
+        Args:
+            params: Parameters, a pytree of float arrays. Copied.
+            model_state: What the model carries besides (BatchNorm statistics), a pytree
+                of arrays. After a window float leaves are the mean over the devices by
+                weight, integer leaves the maximum.
+            rng: A key or an integer seed. Microbatch `i` of the run gets
+                `fold_in(key, i)`, on whichever device it runs.
+
+        Returns:
+            The state; its leaves are stacked, `(world_size,) + shape`.
+
+        Raises:
+            TypeError: A leaf of `params` is not a float array; `rng` is neither.
+        """
+        state = initial_state(self._optimizer, params, model_state, rng, self.devices)
+        self._initial = (shapes_of(state), key_impl_of(rng))
+        return state
+
+    def windows(
+        self,
+        data: Any,
+        batch_size: int | None = None,
+        epochs: int | None = 1,
+        seed: int = 0,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        mask_key: str | None = None,
+        placement: str = "auto",
+        window_bytes: int = WINDOW_BYTES,
+        cursor: Cursor | None = None,
+    ) -> Windows:
+        """Iterates over the windows of some epochs of data.
+
+        In an epoch every example is used once, in an order that depends on `(seed,
+        epoch)` alone. A background thread loads and places windows ahead of the loop.
+
+        Args:
+            data: A pytree of arrays with a common leading axis; a map-style dataset
+                (`__len__`, `__getitem__`); or an iterable of microbatches.
+            batch_size: Examples per microbatch, at least 1. For an iterable, None: as
+                they come.
+            epochs: Number of epochs, at least 1; None: without end.
+            seed: Seed of the order, 0 to 2**64 - 1.
+            shuffle: False keeps the order of the data. An iterable is never shuffled.
+            drop_last: Leave out the examples that do not fill a microbatch. False uses
+                them, exactly: the loss must be a vector, or `mask_key` be given.
+            mask_key: Adds the mask of valid examples, `(batch_size,)` bool, to every
+                microbatch (a dict) under this name. A scalar loss is then taken as the
+                mean over the valid examples.
+            placement: `"stream"` sends each window's examples; `"resident"` keeps the
+                data (a pytree of arrays) on every device; `"auto"` decides from the
+                free memory.
+            window_bytes: Most bytes of streamed data that one program call takes on a
+                device; larger windows are several calls.
+            cursor: Where to go on, `window.cursor` of an earlier run.
+
+        Returns:
+            An iterator of `Window`, also a context manager.
+
+        Raises:
+            RuntimeError: `init` was not called before.
+            ValueError: Empty data, leaves of different length, a batch size larger than
+                the data, a placement the data cannot have.
+            TypeError: `data` has none of the forms; `loss_fn` returns none of its.
+        """
+        if self._initial is None:
+            raise RuntimeError(
+                "TrainStep.windows: init must be called before, so that shapes are known."
+            )
+        source = as_source(data)
+        size = check_data_plan(source, batch_size, epochs, seed, drop_last, window_bytes)
+        microbatch = microbatch_shapes(source, size)
+        runner = self._runner(microbatch, mask_key, source, size, drop_last)
+        where = choose_placement(placement, source, self.devices, free_bytes(self.devices))
+        placer = Placer(self.devices, stacked_sharding(self.devices))
+        resident = self._place(source, placer) if where == "resident" else None
+        plan = DataPlan(
+            source, size, seed, shuffle, drop_last, where, window_bytes, microbatch
+        )
+        adaptive = self._pace.adaptive and len(self.devices) > 1
+        feed = Feed(plan, placer, runner, resident, adaptive)
+        run = Run(feed, self._pace, cursor or Cursor(), epochs, self._raise_nonfinite)
+        return Windows(run, len(self.devices))
+
+    def __call__(
+        self, state: TrainState, window: Window
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Trains one window. Returns as soon as the devices have their orders.
+
+        Args:
+            state: The state; its buffers are given up, use the returned one.
+            window: A window of this training step.
+
+        Returns:
+            The new state and the window's metrics, scalars: `loss` and the `aux` of
+            `loss_fn` as means by weight, `weight` (their sum), `finite`. Reading one
+            waits for the window; reading it a window later does not.
+
+        Raises:
+            ValueError: `state` was given up in an earlier call.
+            NonFiniteError: An earlier window's gradient was not finite.
+        """
+        if not isinstance(window, Window):
+            raise TypeError(
+                f"train: window must come from TrainStep.windows, got "
+                f"{type(window).__name__}."
+            )
+        if state.step.is_deleted():
+            raise ValueError(
+                "train: state must be the one the last call returned, got one whose "
+                "buffers were given up. Write `state, metrics = train(state, window)`."
+            )
+        run = window.run
+        run.dispatching(window)
+        misses = self._cache.stats.misses
+        at = time.perf_counter()
+        state, metrics = run.runner.run(
+            state, window.calls, lambda shards: run.accumulating(window, at, shards)
+        )
+        steady = self._cache.stats.misses == misses
+        run.dispatched(window, at, steady, metrics)
+        return state, metrics
+
+    def report(self) -> RunReport:
+        """What was measured so far: speeds, counts, busy shares, compiles."""
+        return make_report(
+            self.records, [str(d) for d in self.devices], self.counts, vars(self._cache.stats)
+        )
+
+    def _runner(
+        self, microbatch: PyTree, mask_key: str | None, source: Any, size: int, drop_last: bool
+    ) -> Runner:
+        assert self._initial is not None  # windows() has checked it
+        shapes, impl = self._initial
+        loss_fn = LossFn(
+            self._loss_fn.fn, self._loss_fn.has_aux, shapes.model_state is not None, mask_key
+        )
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
+        key = jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=impl), one.key)
+        form = inspect_loss(loss_fn, one.params, one.model_state, microbatch, key)
+        ragged = isinstance(source, IterableSource) or source.size % size
+        if form.form != "vector" and mask_key is None and not drop_last and ragged:
+            raise ValueError(
+                "windows: with drop_last=False the loss must be a vector of per-example "
+                f"losses or take a mask (mask_key), got a {form.form} loss. Return one "
+                "loss per example, pass mask_key='mask', or drop_last=True."
+            )
+        names = tuple(sorted(form.aux))
+        leaves, structure = jax.tree.flatten(shapes)
+        known = (
+            loss_fn, form.form, names, structure, tuple((x.shape, x.dtype) for x in leaves)
+        )  # fmt: skip
+        if known not in self._runners:
+            program = Program(
+                loss_fn, form.form, names, self._optimizer, len(self.devices), impl,
+                self._max_grad_norm, self._emulate,
+            )  # fmt: skip
+            self._runners[known] = Runner(program, self._group, self._cache, shapes)
+        return self._runners[known]
+
+    def _place(self, source: Any, placer: Placer) -> PyTree:
+        assert isinstance(source, ArraySource)  # choose_placement has checked it
+        if self._resident is None or self._resident[0] is not source.tree:
+            self._resident = (source.tree, placer.everywhere(source.tree))
+        return self._resident[1]

@@ -1,0 +1,339 @@
+"""The windows of a run: planned, loaded and placed ahead of the loop that trains."""
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from elche_jax.cadence import clamp_counts
+from elche_jax.data.order import Cursor
+from elche_jax.data.prefetch import Prefetch
+from elche_jax.data.reader import Reader
+from elche_jax.engine.mapped import shards_in_order
+from elche_jax.engine.runner import Call
+from elche_jax.engine.timing import Stopwatch, WindowTimes
+from elche_jax.observe.records import WindowRecord
+from elche_jax.train.feed import Feed
+from elche_jax.train.pace import Measured, Pace
+
+IN_FLIGHT = 2
+"""Windows that may be dispatched and not yet over."""
+
+LOOKAHEAD = 4
+"""Windows planned and not yet over, where plans do not depend on reports."""
+
+
+class NonFiniteError(RuntimeError):
+    """The gradient or the loss of a window was not finite; its update was dropped."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """The work between two synchronisations, its data on the devices.
+
+    Attributes:
+        index: Number of the window in the run.
+        epoch: Its epoch.
+        counts: Microbatches per device.
+        examples: Valid examples of all devices.
+        cursor: The place in the data after this window; `windows(cursor=...)` goes on
+            from there.
+    """
+
+    index: int
+    epoch: int
+    counts: tuple[int, ...]
+    examples: int
+    cursor: Cursor
+    calls: tuple[Call, ...] = field(repr=False)
+    run: "Run" = field(repr=False)
+
+
+class Run:
+    """What the threads of one call of `windows` share.
+
+    A window is *planned* by the prefetch thread, *dispatched* by the loop and *over*
+    when every device has combined. Plans wait for reports: a window is planned when all
+    but one of the windows before it are over, while that one still runs, so that a
+    change of speed shows in the second window after the one it was measured in.
+
+    Args:
+        feed: Loads and places windows.
+        pace: Plans and records.
+        start: Where in the data to begin.
+        epochs: Number of epochs; None for no end.
+        raise_nonfinite: Raise when a window's gradient is not finite.
+    """
+
+    def __init__(
+        self, feed: Feed, pace: Pace, start: Cursor, epochs: int | None, raise_nonfinite: bool
+    ):
+        self._feed, self._pace = feed, pace
+        self.runner = feed.runner
+        self._start, self._epochs = start, epochs
+        self._raise_nonfinite = raise_nonfinite
+        self._changed = threading.Condition()
+        self._planned = 0
+        self._over = 0
+        self._current: Window | None = None
+        self._flying: dict[int, tuple[Measured, dict[str, jax.Array]]] = {}
+        self._error: BaseException | None = None
+        self._before: WindowTimes | None = None
+        self._tokens: deque[tuple[int, float, dict[str, jax.Array]]] = deque()
+        self._closed = False
+        self.stopwatch: Stopwatch | None = None
+
+    # -- the prefetch thread ---------------------------------------------------------
+
+    def plan(self, stop: threading.Event) -> Iterator[Window]:
+        """Makes the windows of the run, waiting for reports where plans need them."""
+        cursor = self._start
+        depth = IN_FLIGHT if self._pace.adaptive else LOOKAHEAD
+        while self._epochs is None or cursor.epoch < self._epochs:
+            reader = self._feed.open_epoch(cursor)
+            begun = cursor.microbatch
+            while self._wait(stop, depth):
+                window = self._make(cursor, reader)
+                if window is None:
+                    break
+                cursor = window.cursor
+                with self._changed:
+                    self._planned += 1
+                yield window
+            if stop.is_set():
+                return
+            if cursor.microbatch == begun == 0:
+                raise ValueError(
+                    f"windows: data must hold at least one microbatch per epoch, epoch "
+                    f"{cursor.epoch} has none. An iterator can be used for one epoch only."
+                )
+            cursor = cursor.next_epoch()
+        self._wait(stop, 1)
+
+    def _wait(self, stop: threading.Event, below: int) -> bool:
+        """Waits until fewer than `below` windows are open; False when told to stop."""
+        while self._tokens and self._planned - self._over >= below:
+            self._land()  # one device: the loop itself waits
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._feed.world_size == 1
+                or stop.is_set()
+                or self._error
+                or self._planned - self._over < below
+            )
+            if self._error is not None:
+                raise self._error
+            return not stop.is_set()
+
+    def _make(self, cursor: Cursor, reader: Reader) -> Window | None:
+        counts = self._pace.plan(cursor.window)
+        there = reader.available(cursor.microbatch, sum(counts))
+        if there == 0:
+            return None
+        counts = clamp_counts(counts, there)
+        examples, calls = self._feed.load(counts, cursor.microbatch, reader)
+        return Window(
+            cursor.window, cursor.epoch, counts, examples, cursor.advance(there), calls, self
+        )
+
+    def wake(self) -> None:
+        """Lets every waiting thread look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    # -- the training loop -----------------------------------------------------------
+
+    def asked(self) -> None:
+        """The loop asks for a window: the one before is given up if it was not used."""
+        with self._changed:
+            if self._current is not None:
+                self._current = None
+                self._over += 1
+                self._changed.notify_all()
+        self.check()
+
+    def handed_out(self, window: Window) -> None:
+        """The loop gets a window."""
+        self._current = window
+
+    def dispatching(self, window: Window) -> None:
+        """Before the dispatch: waits while too many windows are in flight."""
+        with self._changed:
+            if self._current is window:
+                self._current = None
+            else:  # given up before: it counts as planned anew
+                self._planned += 1
+            if self._feed.world_size > 1:
+                self._changed.wait_for(
+                    lambda: self._error or self._closed or len(self._flying) < IN_FLIGHT
+                )
+        self.check()
+
+    def accumulating(self, window: Window, at: float, shards: list[jax.Array]) -> None:
+        """The devices accumulate: hands their shards to the threads that time them."""
+        if self.stopwatch is not None and not self._closed:
+            self.stopwatch.accumulating(window.index, at, shards)
+
+    def dispatched(
+        self, window: Window, at: float, steady: bool, metrics: dict[str, jax.Array]
+    ) -> None:
+        """After the dispatch: hands the window to the threads that time it."""
+        self._pace.dispatched(window.counts)
+        measured = Measured(window.index, window.epoch, window.counts, window.examples, steady)
+        with self._changed:
+            if self._closed:
+                return
+            self._flying[window.index] = (measured, metrics)
+        if self._feed.world_size == 1:
+            self._tokens.append((window.index, at, metrics))
+        elif self.stopwatch is not None:
+            shards = shards_in_order(metrics["loss"], self._feed.devices)
+            self.stopwatch.combining(window.index, shards)
+
+    def _land(self) -> None:
+        """One device: waits for the oldest window, in the loop, and records it."""
+        index, at, metrics = self._tokens.popleft()
+        metrics["loss"].block_until_ready()
+        now = time.perf_counter()
+        self.over(WindowTimes(index, at, (now,), (now,)))
+
+    def check(self) -> None:
+        """Raises what a thread has run into."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Ends the timing; windows in flight go on, unmeasured."""
+        with self._changed:
+            self._closed = True
+            self._flying.clear()
+            self._changed.notify_all()
+        if self.stopwatch is not None:
+            self.stopwatch.close()
+
+    # -- the watching threads --------------------------------------------------------
+
+    def over(self, times: WindowTimes) -> None:
+        """Every device is done with a window."""
+        with self._changed:
+            measured, metrics = self._flying.pop(times.window, (None, {}))
+            before, self._before = self._before, times
+        if measured is None:
+            return
+        self._pace.measured(_record(measured, times, before))
+        if self._raise_nonfinite and not bool(np.asarray(metrics["finite"])):
+            self.failed(
+                NonFiniteError(
+                    f"train: the loss and gradient of every window must be finite, window "
+                    f"{measured.window} (epoch {measured.epoch}, counts {measured.counts}) "
+                    "was not, or had weight 0. Its update was dropped; lower the learning "
+                    "rate, or pass nonfinite='skip' to drop such windows and go on."
+                )
+            )
+        with self._changed:
+            self._over += 1
+            self._changed.notify_all()
+
+    def failed(self, error: BaseException) -> None:
+        """A thread has run into an exception; the loop raises it."""
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            self._changed.notify_all()
+
+
+class Windows(Iterator[Window]):
+    """Iterator of windows; closes itself at the end, on errors and when dropped.
+
+    Example:
+        ```python
+        with train.windows(data, batch_size=32) as windows:
+            for window in windows:
+                state, metrics = train(state, window)
+        ```
+    """
+
+    def __init__(self, run: Run, world_size: int):
+        self._run = run
+        self._stop = threading.Event()
+        self._ended = False
+        self._prefetch: Prefetch[Window] | None = None
+        if world_size == 1:
+            self._items: Iterator[Window] = run.plan(self._stop)
+        else:
+            run.stopwatch = Stopwatch(world_size, _weakly(run, "over"), _weakly(run, "failed"))
+            self._prefetch = Prefetch(run.plan, run.wake)
+            self._items = self._prefetch
+        self._finish = weakref.finalize(self, run.close)
+
+    def __iter__(self) -> "Windows":
+        return self
+
+    def __next__(self) -> Window:
+        if self._ended:
+            raise StopIteration
+        try:
+            self._run.asked()
+            window = next(self._items, None)
+            if window is None:
+                self._run.check()
+        except BaseException:
+            self.close()
+            raise
+        if window is None:
+            self.close()
+            raise StopIteration
+        self._run.handed_out(window)
+        return window
+
+    def __enter__(self) -> "Windows":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the threads of this run. Idempotent; windows handed out stay usable."""
+        self._ended = True
+        self._stop.set()
+        if self._prefetch is not None:
+            self._prefetch.close()
+        self._finish()
+
+
+def _weakly(run: Run, method: str) -> Any:
+    """A method that the threads may hold without keeping the run alive."""
+    reference = weakref.ref(run)
+
+    def call(argument: Any) -> None:
+        target = reference()
+        if target is not None:
+            getattr(target, method)(argument)
+
+    return call
+
+
+def _record(
+    measured: Measured, times: WindowTimes, before: WindowTimes | None
+) -> WindowRecord:
+    begun = times.dispatched
+    if before is not None:
+        begun = max(begun, max(before.combined))
+    single = len(measured.counts) == 1
+    return WindowRecord(
+        window=measured.window,
+        epoch=measured.epoch,
+        counts=measured.counts,
+        examples=measured.examples,
+        busy_ms=() if single else times.busy_ms(before),
+        wall_ms=1e3 * (max(times.combined) - begun),
+        sync_ms=0.0 if single else times.sync_ms,
+        skew_ms=0.0 if single else times.skew_ms,
+        steady=measured.steady,
+    )

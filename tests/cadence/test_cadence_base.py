@@ -1,0 +1,121 @@
+"""The records: reports, verdicts, and the way of a state into JSON and back."""
+
+import json
+from dataclasses import FrozenInstanceError, dataclass
+
+import numpy as np
+import pytest
+
+from elche_jax.cadence import (
+    HOLD_GROWTH,
+    STABLE,
+    EveryBatchState,
+    State,
+    Verdict,
+    WindowReport,
+    nudge_down,
+)
+from elche_jax.cadence.base import check_update
+
+
+@pytest.mark.parametrize("make", [tuple, list, np.array])
+def test_report_keeps_plain_tuples(make):
+    report = WindowReport(make([10.0, 5.0]), make([2, 3]), np.float32(0.5))
+    assert report == WindowReport((10.0, 5.0), (2, 3), 0.5)
+    assert type(report.wall_ms) is tuple
+    assert {type(ms) for ms in report.wall_ms} == {float}
+    assert {type(count) for count in report.counts} == {int}
+    assert type(report.sync_ms) is float
+    assert hash(report) == hash(WindowReport((10.0, 5.0), (2, 3), 0.5))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        (((), (), 0.0), ValueError, "wall_ms must have one entry per device, got none"),
+        (((1.0,), (1, 1), 0.0), ValueError, r"counts must be as long as wall_ms \(1\)"),
+        (((-1.0,), (1,), 0.0), ValueError, r"wall_ms\[0\] must be at least 0, got -1"),
+        (((float("nan"),), (1,), 0.0), ValueError, r"wall_ms\[0\] must be finite"),
+        (((1.0,), (-1,), 0.0), ValueError, r"counts\[0\] must be at least 0, got -1"),
+        (((1.0,), (1.0,), 0.0), TypeError, r"counts\[0\] must be an integer, got 1.0"),
+        (((1.0,), (1,), -0.5), ValueError, "sync_ms must be at least 0, got -0.5"),
+        (((1.0,), (1,), float("inf")), ValueError, "sync_ms must be finite, got inf"),
+        (((1.0,), (1,), None), TypeError, "sync_ms must be a number, got None"),
+        ((5.0, (1,), 0.0), TypeError, "wall_ms must be a sequence of numbers, got 5.0"),
+    ],
+)
+def test_report_rejects(arguments, kind, text):
+    with pytest.raises(kind, match=f"^WindowReport: {text}"):
+        WindowReport(*arguments)
+
+
+def test_verdicts():
+    assert STABLE == Verdict() == Verdict("stable", None)
+    assert HOLD_GROWTH == Verdict("hold_growth")
+    assert nudge_down() == Verdict("nudge_down") == Verdict("nudge_down", 0.5)
+    assert nudge_down(1).factor == 1.0
+    with pytest.raises(FrozenInstanceError):
+        STABLE.factor = 0.5  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_verdict_errors():
+    with pytest.raises(
+        ValueError,
+        match=r"^Verdict: action must be one of 'stable', 'hold_growth', "
+        r"'nudge_down', got 'up'\.$",
+    ):
+        Verdict("up")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        ValueError,
+        match=r"^Verdict: factor must be None for 'stable', got 0\.5\. "
+        r"Only nudge_down has a factor\.$",
+    ):
+        Verdict("stable", 0.5)
+    with pytest.raises(ValueError, match=r"^Verdict: factor must be above 0, got 0\.$"):
+        nudge_down(0)
+    with pytest.raises(ValueError, match=r"^Verdict: factor must be at most 1, got 2"):
+        nudge_down(2)
+    with pytest.raises(TypeError, match=r"^Verdict: factor must be a number, got '1'"):
+        nudge_down("1")  # pyright: ignore[reportArgumentType]
+
+
+@dataclass(frozen=True)
+class Nested(State):
+    rows: tuple[tuple[int, ...], ...]
+    ms: tuple[float | None, ...]
+    on: bool
+
+
+def test_state_through_json_is_equal():
+    # 0.1 + 0.2 has no short decimal form: floats must survive to the last bit.
+    state = Nested(((1, 2), (), (3,)), (0.1 + 0.2, None, 1e-300), True)
+    values = state.to_dict()
+    assert json.loads(json.dumps(values)) == values
+    assert Nested.from_dict(json.loads(json.dumps(values))) == state
+
+
+def test_state_of_another_cadence_is_rejected():
+    with pytest.raises(
+        ValueError,
+        match=r"^EveryBatchState\.from_dict: values must have the keys \['counts'\], "
+        r"got \['anchor', 'counts'\]\. Resume with the cadence that wrote the state\.$",
+    ):
+        EveryBatchState.from_dict({"anchor": 1, "counts": [1]})
+
+
+def test_check_update():
+    report = WindowReport((1.0, 1.0), (1, 1), 0.0)
+    check_update("X.update", 2, report, STABLE)
+    with pytest.raises(
+        TypeError, match=r"^X\.update: report must be of type WindowReport, got \(1,\) "
+    ):
+        check_update("X.update", 2, (1,), STABLE)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        TypeError, match=r"^X\.update: verdict must be of type Verdict, got 'stable' "
+    ):
+        check_update("X.update", 2, report, "stable")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        ValueError,
+        match=r"^X\.update: report must have one entry per device \(3\), got 2\.$",
+    ):
+        check_update("X.update", 3, report, STABLE)

@@ -1,0 +1,124 @@
+"""FixedTotal: the best split of a constant total, without flapping."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elche_jax.cadence import FixedTotal, FixedTotalState, WindowReport, apportion
+
+laws = settings(deadline=None, database=None, derandomize=True)
+
+
+def report(state, ms):
+    wall = [count * time for count, time in zip(state.counts, ms, strict=True)]
+    return WindowReport(wall, state.counts, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("total", "world_size", "expected"),
+    [(8, 2, (4, 4)), (8, 3, (3, 3, 2)), (2, 4, (1, 1, 0, 0)), (5, 1, (5,))],
+)
+def test_init_is_as_equal_as_possible(total, world_size, expected):
+    state = FixedTotal(total).init(world_size)
+    assert state == FixedTotalState(expected, (None,) * world_size)
+
+
+def test_the_first_measurement_is_followed_at_once():
+    cadence = FixedTotal(8)
+    after = cadence.update(cadence.init(2), WindowReport((120, 40), (4, 4), 0.0))
+    # 30 and 10 ms: (2, 6) ends at 60
+    assert after == FixedTotalState((2, 6), (30.0, 10.0))
+
+
+def test_a_gain_up_to_two_percent_moves_nothing():
+    cadence = FixedTotal(100)
+    state = FixedTotalState((50, 50), (1.0, 1.0))
+    # error 0.3 -> alpha 0.3: 1.09. Best: 52 | 48 -> 52.32 instead of 54.5: 4 % less
+    after = cadence.update(state, WindowReport((50.0, 65.0), (50, 50), 0.0))
+    assert after.ms_per_batch == pytest.approx((1.0, 1.09))
+    assert after.counts == (52, 48)
+    # error 0.1 -> alpha 0.1: 1.01. Best: 50 | 50 -> 50.5
+    after = cadence.update(state, WindowReport((50.0, 55.0), (50, 50), 0.0))
+    assert after.counts == (50, 50)
+    # error 0.2 -> alpha 0.2: 1.04. Best: 51 | 49 -> 51 instead of 52: 1.92 % less
+    after = cadence.update(state, WindowReport((50.0, 60.0), (50, 50), 0.0))
+    assert after.ms_per_batch == pytest.approx((1.0, 1.04))
+    assert apportion(100, (1.0, 1.04)) == (51, 49)
+    assert after.counts == (50, 50)
+
+
+def test_a_device_without_work_keeps_its_estimate():
+    cadence = FixedTotal(3)
+    state = FixedTotalState((3, 0), (1.0, 9.0))
+    after = cadence.update(state, WindowReport((3.0, 0.0), (3, 0), 0.0))
+    assert after == state
+
+
+def test_fewer_microbatches_than_devices_are_tried_in_turn():
+    cadence = FixedTotal(2)
+    ms = (4.0, 3.0, 2.0, 1.0, 5.0)
+    state = cadence.init(5)
+    assert state.counts == (1, 1, 0, 0, 0)
+    state = cadence.update(state, report(state, ms))
+    assert state.counts == (0, 0, 1, 1, 0)
+    state = cadence.update(state, report(state, ms))
+    # one left to try; the other microbatch goes to the fastest known
+    assert state.counts == (0, 0, 0, 1, 1)
+    state = cadence.update(state, report(state, ms))
+    # ends 1, 2 | 2: ranks 2 and 3 tie at 2 for the second, the lower one has it
+    assert state == FixedTotalState((0, 0, 1, 1, 0), ms)
+
+
+def test_while_all_unmeasured_devices_have_work_the_split_stays():
+    cadence = FixedTotal(8)
+    state = cadence.init(2)
+    # a window cut short left device 1 without work
+    after = cadence.update(state, WindowReport((9.0, 0.0), (1, 0), 0.0))
+    assert after == FixedTotalState((4, 4), (9.0, None))
+    # nothing measured at all
+    assert cadence.update(state, WindowReport((0.0, 0.0), (4, 4), 0.0)) == state
+
+
+def test_recalibrate_tries_idle_devices_again():
+    cadence = FixedTotal(4)
+    state = cadence.recalibrate(FixedTotalState((4, 0), (1.0, 9.0)))
+    assert state == FixedTotalState((4, 0), (None, None))
+    state = cadence.update(state, report(state, (1.0, 1.0)))
+    assert state.counts == (3, 1)
+    state = cadence.update(state, report(state, (1.0, 1.0)))
+    assert state == FixedTotalState((2, 2), (1.0, 1.0))
+
+
+@laws
+@given(
+    st.integers(1, 60),
+    st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6),
+)
+def test_constant_speeds_reach_the_best_split_and_keep_it(total, ms):
+    cadence = FixedTotal(total)
+    state = cadence.init(len(ms))
+    for _ in range(len(ms) + 1):
+        state = cadence.update(state, report(state, ms))
+        assert sum(state.counts) == total
+    assert None not in state.ms_per_batch
+    after = cadence.update(state, report(state, ms))
+    assert after.counts == state.counts
+
+    def ends(counts):
+        return max(count * time for count, time in zip(counts, ms, strict=True))
+
+    # the measured times may be an ulp off the true ones
+    assert ends(state.counts) <= ends(apportion(total, ms)) * (1 / 0.98 + 1e-9)
+
+
+def test_errors():
+    with pytest.raises(
+        ValueError, match=r"^FixedTotal: total must be at least 1, got 0\.$"
+    ):
+        FixedTotal(0)
+    with pytest.raises(TypeError, match=r"^FixedTotal: total must be an integer, got "):
+        FixedTotal(64.0)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        ValueError, match=r"^FixedTotal\.init: world_size must be at least 1, got 0\.$"
+    ):
+        FixedTotal(64).init(0)

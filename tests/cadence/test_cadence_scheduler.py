@@ -1,0 +1,225 @@
+"""The scheduler: shifts, windows cut short, plans, and states in a checkpoint."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+
+from elche_jax.cadence import (
+    Balanced,
+    ElChe,
+    EveryBatch,
+    FixedTotal,
+    Replay,
+    Scheduler,
+    SchedulerState,
+    Shift,
+    State,
+    WindowReport,
+    nudge_down,
+)
+from elche_jax.cadence.scheduler import rescale_sync
+
+
+def run(scheduler, state, ms, windows=1, sync_ms=0.0):
+    for _ in range(windows):
+        counts = scheduler.plan(state)
+        wall = [count * time for count, time in zip(counts, ms, strict=True)]
+        state = scheduler.update(state, WindowReport(wall, counts, sync_ms))
+    return state
+
+
+def test_plan_is_cut_to_what_remains():
+    scheduler = Scheduler(ElChe(anchor=10))
+    state = run(scheduler, scheduler.init(2), (3.0, 1.0))
+    assert scheduler.plan(state) == state.counts == (10, 30)
+    assert scheduler.plan(state, 40) == (10, 30)
+    assert scheduler.plan(state, 20) == (5, 15)
+    assert scheduler.plan(state, 1) == (0, 1)
+    assert scheduler.plan(state, 0) == (0, 0)
+    with pytest.raises(
+        ValueError, match=r"^Scheduler\.plan: remaining must be at least 0, got -1\.$"
+    ):
+        scheduler.plan(state, -1)
+    with pytest.raises(
+        TypeError, match=r"^Scheduler\.plan: remaining must be an integer, got 2\.0 "
+    ):
+        scheduler.plan(state, 2.0)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_confirmed_shift_takes_the_times_as_they_are():
+    # 10 -> 30 ms. Smoothing alone: 10 + 0.8 * 20 = 26, then the error is 4 / 26 and
+    # alpha 0.154: 26 + 0.615 = 26.615
+    with_shift, without = Scheduler(ElChe()), Scheduler(ElChe(), shift=None)
+    states = {}
+    for scheduler in (with_shift, without):
+        state = run(scheduler, scheduler.init(2), (10.0, 10.0), 3)
+        states[scheduler] = run(scheduler, state, (30.0, 10.0), 2)
+    assert states[with_shift].cadence.ms_per_batch == (30.0, 10.0)
+    assert states[with_shift].counts == (10, 30)
+    assert states[with_shift].shifts == 1
+    assert states[without].cadence.ms_per_batch[0] == pytest.approx(26.615, abs=1e-3)
+    assert states[without].counts == (10, 26)
+    assert states[without].shifts == 0
+
+
+def test_one_odd_window_is_no_shift():
+    scheduler = Scheduler(ElChe(), shift=Shift(threshold=0.5))
+    state = run(scheduler, scheduler.init(2), (10.0, 10.0), 3)
+    state = run(scheduler, state, (16.0, 10.0))
+    # error 0.6 -> alpha 0.6: 13.6; back to 10 the error is 0.26, below threshold
+    state = run(scheduler, state, (10.0, 10.0), 5)
+    assert state.shifts == 0
+
+
+@pytest.mark.parametrize("cadence", [ElChe(), FixedTotal(40)])
+def test_a_threefold_slow_down_is_tracked_within_three_windows(cadence):
+    scheduler = Scheduler(cadence)
+    state = run(scheduler, scheduler.init(2), (10.0, 10.0), 5)
+    assert state.counts[0] == state.counts[1]
+    state = run(scheduler, state, (30.0, 10.0), 3)
+    assert state.counts[1] == 3 * state.counts[0]
+
+
+def test_a_window_cut_short_does_not_raise_the_anchor():
+    cadence = ElChe(anchor=10, overhead_target=0.1)
+    scheduler = Scheduler(cadence)
+    state = run(scheduler, scheduler.init(2), (10.0, 10.0), sync_ms=8.0)
+    assert state.cadence.anchor == 10  # 8 % of 100 ms
+    tail = WindowReport((10.0, 10.0), (1, 1), 8.0)
+    # 80 % of 10 ms would be an anchor of 80
+    assert cadence.update(state.cadence, tail).anchor == 80
+    assert scheduler.update(state, tail).cadence.anchor == 10
+
+
+def test_a_report_of_an_older_plan_does_not_raise_the_anchor_twice():
+    scheduler = Scheduler(ElChe(anchor=10, overhead_target=0.1))
+    first = WindowReport((100.0, 100.0), (10, 10), 20.0)
+    state = scheduler.update(scheduler.init(2), first)
+    assert state.counts == (20, 20)
+    # planned and dispatched before the first report came: still (10, 10)
+    assert scheduler.update(state, first).counts == (20, 20)
+
+
+def test_rescale_sync():
+    report = WindowReport((20.0, 40.0, 0.0), (2, 4, 0), 6.0)
+    # device 0 would be busy 100, device 1 for 80: the window 100 instead of 40
+    scaled = rescale_sync(report, (10, 8, 5))
+    assert scaled == WindowReport((20.0, 40.0, 0.0), (2, 4, 0), 6.0 * 40 / 100)
+    assert rescale_sync(report, (2, 4, 0)) is report
+    idle = WindowReport((0.0, 0.0), (1, 0), 6.0)
+    assert rescale_sync(idle, (10, 10)) is idle
+
+
+def test_verdicts_reach_the_cadence():
+    scheduler = Scheduler(ElChe(anchor=10))
+    state = run(scheduler, scheduler.init(2), (1.0, 1.0))
+    report = WindowReport((10.0, 10.0), (10, 10), 0.0)
+    assert scheduler.update(state, report, nudge_down()).counts == (5, 5)
+
+
+def test_cadences_without_estimates_are_left_alone():
+    scheduler = Scheduler(Balanced(8, calibration_windows=1))
+    state = run(scheduler, scheduler.init(2), (3.0, 1.0))
+    assert state.counts == (2, 6)
+    state = run(scheduler, state, (30.0, 1.0), 3)
+    assert state.shifts == 0
+
+
+def test_a_replay_is_planned_by_window_or_by_report():
+    scheduler = Scheduler(Replay([(4, 4), (2, 6)]))
+    state = scheduler.init(2)
+    assert [scheduler.plan(state, window=index) for index in (0, 1)] == [(4, 4), (2, 6)]
+    assert scheduler.plan(state) == (4, 4)
+    assert scheduler.plan(state, 4, window=1) == (1, 3)
+    state = run(scheduler, state, (1.0, 1.0), 2)
+    for ask in ({}, {"window": 2}):
+        with pytest.raises(
+            ValueError, match=r"^Replay: the recording has 2 windows, .* window 2 "
+        ):
+            scheduler.plan(state, **ask)
+
+
+def test_the_window_index_is_of_no_matter_to_other_cadences():
+    scheduler = Scheduler(EveryBatch())
+    assert scheduler.plan(scheduler.init(3), window=99) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("shift", [Shift(), None])
+@pytest.mark.parametrize(
+    "cadence",
+    [ElChe(), FixedTotal(9), Balanced(9), EveryBatch(), Replay([(1, 2)] * 3)],
+)
+def test_state_through_json_goes_on_as_if_nothing_had_been(cadence, shift):
+    scheduler = Scheduler(cadence, shift)
+    state = run(scheduler, scheduler.init(2), (3.1, 1.0), 2, sync_ms=2.0)
+    restored = scheduler.from_dict(json.loads(json.dumps(state.to_dict())))
+    assert restored == state
+    assert run(scheduler, restored, (2.0, 1.0)) == run(scheduler, state, (2.0, 1.0))
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A cadence of a user: no base class, a bare state."""
+
+    def init(self, world_size):
+        return PlainState((2,) * world_size)
+
+    def update(self, state, report, verdict=None):
+        return PlainState(tuple(count + 1 for count in report.counts))
+
+
+@dataclass(frozen=True)
+class PlainState:
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Kept(State):
+    counts: tuple[int, ...]
+
+
+def test_a_users_cadence_needs_two_methods_and_counts():
+    scheduler = Scheduler(Plain())
+    state = run(scheduler, scheduler.init(2), (1.0, 1.0), 2)
+    assert state.counts == (4, 4)
+    with pytest.raises(
+        TypeError,
+        match=r"^SchedulerState\.to_dict: cadence must be an elche_jax\.cadence\.State,"
+        r" got PlainState\(counts=\(4, 4\)\) \(PlainState\)\. Derive the cadence's "
+        r"state class from State to store it\.$",
+    ):
+        state.to_dict()
+    values = SchedulerState(Kept((1, 1)), Shift().init(2)).to_dict()
+    with pytest.raises(
+        TypeError,
+        match=r"^Scheduler\.from_dict: state_type of the cadence must be a subclass of "
+        r"elche_jax\.cadence\.State, got None\. Name the state's class as `state_type` "
+        r"on the cadence's class\.$",
+    ):
+        scheduler.from_dict(values)
+
+
+def test_from_dict_errors():
+    scheduler = Scheduler(ElChe())
+    values = scheduler.init(2).to_dict()
+    with pytest.raises(
+        ValueError,
+        match=r"^Scheduler\.from_dict: values must have the keys \['cadence', 'shift', "
+        r"'shifts'\], got \['cadence'\]\.$",
+    ):
+        scheduler.from_dict({"cadence": values["cadence"]})
+    with pytest.raises(
+        ValueError,
+        match=r"^Scheduler\.from_dict: shift must fit the scheduler's, got one\. "
+        r"Resume with the scheduler that wrote the state\.$",
+    ):
+        Scheduler(ElChe(), shift=None).from_dict(values)
+    with pytest.raises(
+        ValueError, match=r"^Scheduler\.from_dict: shift must fit .*, got none\. "
+    ):
+        scheduler.from_dict(values | {"shift": None})
+    with pytest.raises(
+        ValueError, match=r"^FixedTotalState\.from_dict: values must have the keys "
+    ):
+        Scheduler(FixedTotal(8)).from_dict(values)
