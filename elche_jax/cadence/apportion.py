@@ -161,6 +161,7 @@ def apportion(total: int, ms_per_batch: Sequence[float]) -> tuple[int, ...]:
     return tuple(split(total, np.array(times)).tolist())
 
 
+@np.errstate(over="ignore")  # only times beyond 1e290 ms or below 1e-290 get there
 def split(total: int, ms: FloatArray) -> NDArray[np.int64]:
     """Do the work of `apportion` on checked arrays.
 
@@ -182,6 +183,8 @@ def split(total: int, ms: FloatArray) -> NDArray[np.int64]:
         [7, 3]
     """
     counts = _ends_before(_level(total, ms), ms)
+    if counts.sum() > total:  # denormal times: the bound itself was rounded up
+        counts[:] = 0
     for _ in range(64):
         rest = total - int(counts.sum())
         if rest == 0 or rest > len(ms):
@@ -211,12 +214,13 @@ def _level(total: int, ms: FloatArray) -> float:
     The factor is far above the rounding of the sum, so that the microbatches ended
     by then are never more than ``total``.
     """
-    return total / float((1.0 / ms).sum()) * (1.0 - 1e-12)
+    fastest = float(ms.min())  # divided out, as 1 / ms may overflow
+    return total / float((fastest / ms).sum()) * fastest * (1.0 - 1e-12)
 
 
 def _ends_before(level: float, ms: FloatArray) -> NDArray[np.int64]:
     """Return the largest ``k`` with ``k * ms <= level`` in floating point."""
-    k = np.floor(level / ms)
+    k = np.minimum(np.floor(level / ms), MAX_TOTAL)
     k -= k * ms > level  # the division may round up onto the next integer,
     k += (k + 1) * ms <= level  # or down below one
     return k.astype(np.int64)

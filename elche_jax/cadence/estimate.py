@@ -4,6 +4,7 @@ Outside, an estimate is a tuple with ``None`` for a device that was never measur
 inside the arithmetic it is a float64 array with NaN in those places.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +17,9 @@ Times = tuple[float | None, ...]
 
 ALPHA_MIN = 0.1
 ALPHA_MAX = 0.8
+
+# A picosecond. No clock shows less, so less is no measurement (and 1 / ms is safe).
+SHORTEST_MS = 1e-9
 
 
 def as_array(times: Sequence[float | None] | FloatArray) -> FloatArray:
@@ -36,14 +40,15 @@ def as_times(array: FloatArray) -> Times:
         (2.0, None)
     """
     if np.isnan(array).any():
-        return tuple(None if ms != ms else ms for ms in array.tolist())
+        return tuple(None if math.isnan(ms) else ms for ms in array.tolist())
     return tuple(array.tolist())
 
 
 def measured_ms(report: WindowReport) -> FloatArray:
     """Return what one microbatch took on each device in one window.
 
-    ``wall_ms / counts`` where both are above zero, with the counts really run.
+    ``wall_ms / counts`` where both are above zero, with the counts really run. Less
+    than a picosecond per microbatch is no measurement either.
 
     Args:
         report: What was measured over the window.
@@ -58,8 +63,7 @@ def measured_ms(report: WindowReport) -> FloatArray:
     wall = np.array(report.wall_ms, dtype=np.float64)
     counts = np.array(report.counts, dtype=np.float64)
     ms = wall / np.maximum(counts, 1.0)
-    # ms, not wall: a denormal wall divided by its count may round to zero.
-    return np.where((counts > 0) & (ms > 0), ms, np.nan)
+    return np.where((counts > 0) & (ms >= SHORTEST_MS), ms, np.nan)
 
 
 def update_ms(
@@ -93,7 +97,7 @@ def update_ms(
     """
     old = as_array(ms_per_batch)
     new = measured_ms(report)
-    with np.errstate(over="ignore"):  # absurdly small estimates; alpha is bounded
+    with np.errstate(over="ignore"):  # alpha is bounded
         change = new - old
         alpha = np.minimum(np.maximum(np.abs(change) / old, ALPHA_MIN), ALPHA_MAX)
         # The same sum as in the docstring, but exact when nothing changed.

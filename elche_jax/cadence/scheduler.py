@@ -48,11 +48,13 @@ class SchedulerState:
         cadence: State of the cadence.
         shift: State of the detector, ``None`` when there is none.
         shifts: Number of shifts seen so far.
+        settled: Whether a window that ran the measured plan was reported.
     """
 
     cadence: Any
     shift: ShiftState | None
     shifts: int = 0
+    settled: bool = False
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -71,7 +73,7 @@ class SchedulerState:
         Example:
             >>> from elche_jax.cadence import EveryBatch
             >>> Scheduler(EveryBatch(), shift=None).init(2).to_dict()
-            {'cadence': {'counts': [1, 1]}, 'shift': None, 'shifts': 0}
+            {'cadence': {'counts': [1, 1]}, 'shift': None, 'shifts': 0, 'settled': False}
         """
         if not isinstance(self.cadence, State):
             raise TypeError(
@@ -87,6 +89,7 @@ class SchedulerState:
             "cadence": self.cadence.to_dict(),
             "shift": None if self.shift is None else self.shift.to_dict(),
             "shifts": self.shifts,
+            "settled": self.settled,
         }
 
 
@@ -94,9 +97,13 @@ class SchedulerState:
 class Scheduler:
     """What a training loop asks for counts: a cadence, made fit for real reports.
 
-    Two things come on top of the cadence's own rule, and only where it estimates
+    Three things come on top of the cadence's own rule, and only where it estimates
     times (`ElChe`, `FixedTotal`, or any cadence with ``recalibrate``):
 
+    - The first report of a window that ran the measured plan is taken as it is, like
+      the very first one. That came from a short window of equal counts, whose times
+      hold what a program costs once; inside the dead zone its error would stay for
+      good.
     - A confirmed shift of a device's speed makes the cadence forget its estimates,
       so that the present report is taken as it is.
     - A report of other counts than the present plan (a window cut short by the end
@@ -210,13 +217,14 @@ class Scheduler:
             >>> from elche_jax.cadence import ElChe
             >>> scheduler = Scheduler(ElChe(anchor=10))
             >>> state = scheduler.init(2)
-            >>> for slow_ms in (100.0, 300.0, 300.0):
+            >>> for slow_ms in (100.0, 100.0, 300.0, 300.0):
             ...     report = WindowReport((slow_ms, 100.0), (10, 10), 10.0)
             ...     state = scheduler.update(state, report)
             >>> state.cadence.ms_per_batch, state.shifts
             ((30.0, 10.0), 1)
         """
         cadence, shift, shifts = state.cadence, state.shift, state.shifts
+        settled, shifted = state.settled, False
         if isinstance(self.cadence, Recalibrates):
             planned: tuple[int, ...] = cadence.counts
             check_update("Scheduler.update", len(planned), report, verdict)
@@ -225,12 +233,14 @@ class Scheduler:
                 shift, shifted = self.shift.update(
                     shift, cadence.ms_per_batch, measured
                 )
-                if shifted:
-                    cadence = self.cadence.recalibrate(cadence)
-                    shifts += 1
+                shifts += shifted
+            measured_plan = None not in cadence.ms_per_batch and report.counts == planned
+            if shifted or (measured_plan and not settled):
+                cadence = self.cadence.recalibrate(cadence)
+            settled = settled or measured_plan
             report = rescale_sync(report, planned)
         cadence = self.cadence.update(cadence, report, verdict)
-        return SchedulerState(cadence, shift, shifts)
+        return SchedulerState(cadence, shift, shifts, settled)
 
     def from_dict(self, values: Mapping[str, Any]) -> SchedulerState:
         """Return the state that ``to_dict`` was called on.
@@ -255,7 +265,7 @@ class Scheduler:
             True
         """
         where = "Scheduler.from_dict"
-        names = ["cadence", "shift", "shifts"]
+        names = ["cadence", "settled", "shift", "shifts"]
         if sorted(values) != names:
             rule = f"have the keys {names}"
             raise ValueError(check.message(where, "values", rule, sorted(values)))
@@ -280,6 +290,7 @@ class Scheduler:
             state_type.from_dict(values["cadence"]),
             None if shift is None else ShiftState.from_dict(shift),
             values["shifts"],
+            values["settled"],
         )
 
 

@@ -1,11 +1,14 @@
 """The order of the examples: a function of (seed, epoch) alone, and the place in it."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elche_jax._check import integer
+from elche_jax._check import integer, message
+
+FIELDS = ("epoch", "microbatch", "window")
 
 
 def epoch_order(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -41,6 +44,10 @@ class Cursor:
         microbatch: Microbatches of this epoch already handed out.
         window: Windows already handed out since the run began.
 
+    Raises:
+        TypeError: A number is not an integer.
+        ValueError: A number is below 0.
+
     Example:
         >>> from elche_jax import Cursor
         >>> Cursor.from_dict(Cursor(1, 40, 12).to_dict())
@@ -52,16 +59,24 @@ class Cursor:
     window: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epoch", "microbatch", "window"):
-            integer("Cursor", name, getattr(self, name), low=0)
+        for name in FIELDS:
+            number = integer("Cursor", name, getattr(self, name), low=0)
+            object.__setattr__(self, name, number)
 
     def to_dict(self) -> dict[str, int]:
         """The cursor as a dictionary of ints."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, fields: dict[str, int]) -> "Cursor":
-        """The inverse of `to_dict`."""
+    def from_dict(cls, fields: Mapping[str, int]) -> "Cursor":
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: The keys are not those of a cursor.
+        """
+        if set(fields) != set(FIELDS):
+            rule = f"have the keys {sorted(FIELDS)}"
+            raise ValueError(message("Cursor.from_dict", "fields", rule, sorted(fields)))
         return cls(**fields)
 
     def advance(self, microbatches: int) -> "Cursor":

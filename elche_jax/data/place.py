@@ -73,11 +73,15 @@ class Placer:
         self._blanks: dict[tuple[Any, ...], list[jax.Array]] = {}
 
     def everywhere(self, tree: PyTree) -> PyTree:
-        """Copies a pytree of arrays to every device; leaves `(world_size, ...)`."""
+        """Copies a pytree of arrays to every device; leaves `(world_size, ...)`.
+
+        No leaf shares memory with the argument, which the user may change meanwhile.
+        """
 
         def copy(leaf: Any) -> jax.Array:
-            row = np.asarray(leaf)[None]
-            return self._stack(jax.device_put([row] * len(self._devices), list(self._devices)))
+            rows = [np.asarray(leaf)[None]] * len(self._devices)
+            shards = jax.device_put(rows, list(self._devices), may_alias=False)
+            return self._stack(shards)
 
         return jax.tree.map(copy, tree)
 
@@ -95,6 +99,9 @@ class Placer:
 
         Returns:
             One pytree per length, leaves `(world_size, length, batch, ...)`.
+
+        Raises:
+            ValueError: The source gave something unlike `spec`.
         """
         lengths = piece_lengths(capacity)
         leaves_spec, structure = jax.tree.flatten(spec)
@@ -102,8 +109,9 @@ class Placer:
         where: list[tuple[int, int]] = []
         for rank, share in enumerate(ranges):
             for length, start in share.pieces().items():
-                leaves = jax.tree.leaves(reader.block(first + start, length))
-                rows += [np.asarray(leaf)[None] for leaf in leaves]
+                block = reader.block(first + start, length)
+                _check_like(spec, block, first + start)
+                rows += [np.asarray(leaf)[None] for leaf in jax.tree.leaves(block)]
                 where.append((lengths.index(length), rank))
         targets = [self._devices[rank] for _, rank in where for _ in leaves_spec]
         placed = iter(jax.device_put(rows, targets))
@@ -154,3 +162,21 @@ class Placer:
             zeros = np.zeros((1, *shape), dtype)
             self._blanks[key] = jax.device_put([zeros] * len(self._devices), list(self._devices))
         return self._blanks[key]
+
+
+def _check_like(spec: PyTree, block: PyTree, first: int) -> None:
+    """Raises where microbatches from number `first` on do not look like `spec`."""
+    want, got = jax.tree.structure(spec), jax.tree.structure(block)
+    if got != want:
+        raise ValueError(
+            f"windows: every microbatch of data must have the structure of the first one "
+            f"({want}), microbatch {first} has {got}."
+        )
+    for like, leaf in zip(jax.tree.leaves(spec), jax.tree.leaves(block), strict=True):
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        if leaf.shape[1:] != like.shape or dtype != like.dtype:
+            raise ValueError(
+                f"windows: every microbatch of data must have the shapes and dtypes of the "
+                f"first one ({like.shape}, {like.dtype}), microbatch {first} has "
+                f"{leaf.shape[1:]}, {dtype}."
+            )

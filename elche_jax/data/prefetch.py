@@ -1,13 +1,18 @@
 """A background thread that makes items ahead of the loop that uses them."""
 
+import atexit
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 _END = object()
+
+PATIENCE_S = 0.5
+"""How long `close` waits for an iterator that is making an item."""
 
 
 class Prefetch(Generic[Item]):
@@ -56,7 +61,11 @@ class Prefetch(Generic[Item]):
         return item  # type: ignore[return-value]  # the queue holds items else
 
     def close(self) -> None:
-        """Ends the thread and waits for it. Idempotent."""
+        """Ends the thread and waits for it, but not long. Idempotent.
+
+        An iterator that is stuck (in the user's data source) cannot be interrupted. It
+        is given half a second; the thread ends by itself as soon as it goes on.
+        """
         self._finish()
 
 
@@ -72,7 +81,8 @@ def _run(
 ) -> None:
     try:
         for item in make(stop):
-            ready.put(item)
+            if not stop.is_set():
+                ready.put(item)
             if stop.is_set():
                 return
         last: object = _END
@@ -92,12 +102,18 @@ def _close(
     wake()
     if thread is threading.current_thread():  # collected there: it ends by itself
         return
-    while thread.is_alive():
+    ending = not threading.main_thread().is_alive()
+    deadline = time.monotonic() + (4 if ending else 1) * PATIENCE_S
+    while thread.is_alive() and time.monotonic() < deadline:
         try:  # make room, so that a waiting put returns
             ready.get_nowait()
         except queue.Empty:
             pass
         thread.join(timeout=0.01)
+    if thread.is_alive():
+        # a process that ends in the middle of a transfer would crash, one that waits
+        # for a stuck source would never end
+        atexit.register(thread.join, 4 * PATIENCE_S)
     try:  # release a loop that waits for an item
         ready.put_nowait(_END)
     except queue.Full:

@@ -17,6 +17,7 @@ from elche_jax.data.order import epoch_order
 from elche_jax.data.source import ArraySource, IterableSource, MapSource, stack
 
 PyTree = Any
+_END = object()
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class Partial:
 
 class Reader(Protocol):
     """Microbatches of one epoch, by number."""
+
+    def skip(self, count: int) -> None:
+        """Passes over the first microbatches of the epoch (a resumed run)."""
+        ...
 
     def available(self, start: int, want: int) -> int:
         """How many of the `want` microbatches from `start` on exist."""
@@ -59,6 +64,11 @@ class IndexedReader:
         self.microbatches = whole + (1 if rest and not drop_last else 0)
         self.partial = None if drop_last or not rest else Partial(whole, rest)
 
+    def skip(self, count: int) -> None:
+        """Checks that the epoch has that many microbatches; there is nothing to read."""
+        if count > self.microbatches:
+            raise ValueError(_outside(count, self.microbatches))
+
     def available(self, start: int, want: int) -> int:
         return max(0, min(want, self.microbatches - start))
 
@@ -88,25 +98,27 @@ class IterableReader:
         self._held: list[PyTree] = []
         self._first = 0
         self._ended = False
-        self.partial: Partial | None = None
+        self._short: Partial | None = None
+
+    @property
+    def partial(self) -> Partial | None:
+        return None if self._drop_last else self._short
 
     def skip(self, count: int) -> None:
-        """Passes over the first microbatches of the epoch (a resumed run)."""
-        if self.available(0, count) < count:
-            raise ValueError(
-                f"windows: cursor.microbatch must lie within the epoch, got {count}, but "
-                f"the iterator ended after {len(self._held)} microbatches."
-            )
+        """Passes over the first microbatches of the epoch, holding one at a time."""
+        for number in range(count):
+            if not self.available(number, 1):
+                raise ValueError(_outside(count, number))
 
     def available(self, start: int, want: int) -> int:
         del self._held[: start - self._first]
         self._first = start
         while len(self._held) < want and not self._ended:
-            item = next(self._items, None)
-            if item is None:
+            item = next(self._items, _END)
+            if item is _END:
                 self._ended = True
-                break
-            self._hold(item)
+            else:
+                self._hold(item)
         return min(want, len(self._held))
 
     def block(self, start: int, count: int) -> PyTree:
@@ -118,10 +130,10 @@ class IterableReader:
         size = microbatch_size(item, number)
         if self._batch_size is None:
             self._batch_size = size
-        if self.partial is not None:
+        if self._short is not None:
             raise ValueError(
                 f"windows: only the last microbatch of an iterator may be smaller, but "
-                f"microbatch {self.partial.microbatch} had {self.partial.valid} examples "
+                f"microbatch {self._short.microbatch} had {self._short.valid} examples "
                 f"of {self._batch_size} and another one came."
             )
         if size > self._batch_size:
@@ -130,9 +142,8 @@ class IterableReader:
                 f"microbatch {number} has {size}."
             )
         if size < self._batch_size:
-            self.partial = Partial(number, size)
+            self._short = Partial(number, size)
             if self._drop_last:
-                self._ended = True
                 return
             missing = self._batch_size - size
             item = jax.tree.map(
@@ -174,11 +185,24 @@ def open_epoch(
         start: First microbatch that will be read.
         shuffle: False keeps the order of the source.
         drop_last: Leave out the last microbatch where it is smaller.
+
+    Raises:
+        ValueError: The epoch has fewer than `start` microbatches.
     """
+    reader: Reader
     if isinstance(source, IterableSource):
         reader = IterableReader(source, batch_size, drop_last)
-        reader.skip(start)
-        return reader
-    assert batch_size is not None  # windows() has checked it
-    order = epoch_order(source.size, seed, epoch) if shuffle else np.arange(source.size)
-    return IndexedReader(source, batch_size, order, drop_last)
+    else:
+        assert batch_size is not None  # windows() has checked it
+        size = source.size
+        order = epoch_order(size, seed, epoch) if shuffle else np.arange(size)
+        reader = IndexedReader(source, batch_size, order, drop_last)
+    reader.skip(start)
+    return reader
+
+
+def _outside(cursor: int, microbatches: int) -> str:
+    return (
+        f"windows: cursor.microbatch must lie within the epoch ({microbatches} "
+        f"microbatches), got {cursor}. Resume with the data and batch_size it came from."
+    )

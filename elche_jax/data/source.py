@@ -16,7 +16,11 @@ PyTree = Any
 
 
 def stack(examples: list[PyTree]) -> PyTree:
-    """Stacks equally structured examples along a new leading axis, on the host."""
+    """Stacks equally structured examples along a new leading axis, on the host.
+
+    Raises:
+        ValueError: The examples differ in structure, or a leaf in shape.
+    """
     first = jax.tree.structure(examples[0])
     for position, example in enumerate(examples):
         if jax.tree.structure(example) != first:
@@ -24,7 +28,18 @@ def stack(examples: list[PyTree]) -> PyTree:
                 f"windows: every example of data must have one structure ({first}), "
                 f"example {position} of a block has {jax.tree.structure(example)}."
             )
-    return jax.tree.map(lambda *leaves: np.stack([np.asarray(x) for x in leaves]), *examples)
+    return jax.tree.map(lambda *leaves: _stack([np.asarray(x) for x in leaves]), *examples)
+
+
+def _stack(leaves: list[np.ndarray]) -> np.ndarray:
+    shape = leaves[0].shape
+    for position, leaf in enumerate(leaves):
+        if leaf.shape != shape:
+            raise ValueError(
+                f"windows: every example of data must have one shape ({shape}), example "
+                f"{position} of a block has {leaf.shape}."
+            )
+    return np.stack(leaves)
 
 
 class ArraySource:
@@ -127,24 +142,26 @@ def as_source(data: Any) -> Source:
         >>> as_source({"x": np.zeros((10, 3)), "y": np.zeros(10)}).size
         10
     """
+    expected = (
+        "windows: data must be a pytree of arrays, a map-style dataset (__len__ and "
+        "__getitem__) or an iterable of microbatches"
+    )
     leaves = jax.tree.leaves(data)
     if leaves and all(hasattr(leaf, "shape") for leaf in leaves):
         source: Source = ArraySource(data)
-    elif isinstance(data, (dict, list, tuple)) or data is None:
+    elif isinstance(data, dict | list | tuple):
         raise TypeError(
-            "windows: data must be a pytree of arrays, a map-style dataset (__len__ and "
-            f"__getitem__) or an iterable of microbatches, got {_describe(data, leaves)}. "
-            "Convert the leaves with numpy.asarray."
+            f"{expected}, got {_describe(data, leaves)}. Convert the leaves with "
+            "numpy.asarray."
         )
+    elif isinstance(data, str | bytes):  # a path, probably
+        raise TypeError(f"{expected}, got {type(data).__name__}. Load the file first.")
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         source = MapSource(data)
     elif isinstance(data, Iterable):
         return IterableSource(data)
     else:
-        raise TypeError(
-            "windows: data must be a pytree of arrays, a map-style dataset (__len__ and "
-            f"__getitem__) or an iterable of microbatches, got {type(data).__name__}."
-        )
+        raise TypeError(f"{expected}, got {type(data).__name__}.")
     if source.size == 0:
         raise ValueError("windows: data must hold at least one example, got 0.")
     return source

@@ -64,20 +64,23 @@ def split_window(counts: Sequence[int], capacity: int) -> list[tuple[Range, ...]
         capacity: Most microbatches a device takes in one call, at least 1.
 
     Returns:
-        One tuple of ranges (one per device) for each call; a device that has no work
-        left gets ranges of count 0. The ranges of a device are consecutive.
+        One tuple of ranges (one per device) for each call. The ranges of a device are
+        consecutive, and every device gets an even share of its work in each call:
+        counts go with speeds, so the devices end a call together, also where the
+        runtime starts a call on all of them at once.
 
     Example:
         >>> from elche_jax.data.split import split_window
         >>> [[(r.start, r.count) for r in chunk] for chunk in split_window((5, 2), 3)]
-        [[(0, 3), (5, 2)], [(3, 2), (7, 0)]]
+        [[(0, 2), (5, 1)], [(2, 3), (6, 1)]]
     """
+    calls = -(-max(counts) // capacity)
     chunks = []
-    for done in range(0, max(counts), capacity):
+    for call in range(calls):
         first, ranges = 0, []
         for count in counts:
-            skip = min(done, count)
-            ranges.append(Range(first + skip, min(capacity, count - skip)))
+            begin, end = count * call // calls, count * (call + 1) // calls
+            ranges.append(Range(first + begin, end - begin))
             first += count
         chunks.append(tuple(ranges))
     return chunks

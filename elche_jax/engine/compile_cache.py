@@ -1,9 +1,8 @@
 """Compiled programs, kept by key; made in the background where one sees them coming."""
 
-import queue
 import threading
 import time
-import weakref
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -41,9 +40,8 @@ class CompileCache:
         self._lock = threading.Lock()
         self._entries: dict[Hashable, _Entry] = {}
         self._stats = CompileStats()
-        self._jobs: queue.SimpleQueue[tuple[_Entry, Build] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._finish = weakref.finalize(self, self._jobs.put, None)
+        self._jobs: deque[tuple[_Entry, Build]] = deque()
+        self._working = False
 
     @property
     def stats(self) -> CompileStats:
@@ -58,18 +56,24 @@ class CompileCache:
         return entry is not None and entry.done.is_set() and entry.error is None
 
     def get(self, key: Hashable, build: Build) -> Any:
-        """The program of this key; compiles it now where it is not there yet."""
+        """The program of this key; compiles it now where it is not there yet.
+
+        An error of the compile is raised once and forgotten: the next request tries anew.
+        """
         entry, new = self._claim(key)
         if not new and entry.done.is_set() and entry.error is None:
             self._count(hits=1)
             return entry.program
         begun = time.perf_counter()
-        if new or entry.error is not None:
+        if new:
             self._fill(entry, build)
         else:
             entry.done.wait()
         self._count(misses=1, waited_s=time.perf_counter() - begun)
-        return entry.result()
+        if entry.error is not None:
+            self._forget(key, entry)
+            raise entry.error
+        return entry.program
 
     def prepare(self, key: Hashable, build: Build) -> None:
         """Compiles the program of this key in the background; returns at once.
@@ -79,14 +83,13 @@ class CompileCache:
         entry, new = self._claim(key)
         if not new:
             return
-        self._jobs.put((entry, build))
         with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=_work, args=(self._jobs, weakref.ref(self)), daemon=True,
-                    name="elche-compile",
-                )  # fmt: skip
-                self._thread.start()
+            self._jobs.append((entry, build))
+            if self._working:
+                return
+            self._working = True
+        # not a daemon: a process that ends in the middle of a compile would crash
+        threading.Thread(target=self._work, name="elche-compile", daemon=False).start()
 
     def wait(self) -> None:
         """Waits until everything prepared so far is compiled."""
@@ -102,10 +105,28 @@ class CompileCache:
             self._entries[key] = _Entry()
             return self._entries[key], True
 
-    def _fill(self, entry: "_Entry", build: Build) -> None:
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._jobs or not threading.main_thread().is_alive():
+                    self._working = False
+                    return
+                entry, build = self._jobs.popleft()
+            self._fill(entry, build, ahead=1)
+
+    def _fill(self, entry: "_Entry", build: Build, ahead: int = 0) -> None:
         begun = time.perf_counter()
-        entry.fill(build)
-        self._count(seconds=time.perf_counter() - begun)
+        try:
+            entry.program = build()
+        except BaseException as error:  # raised where the program is asked for
+            entry.error, ahead = error, 0
+        self._count(ahead=ahead, seconds=time.perf_counter() - begun)
+        entry.done.set()
+
+    def _forget(self, key: Hashable, entry: "_Entry") -> None:
+        with self._lock:
+            if self._entries.get(key) is entry:
+                del self._entries[key]
 
     def _count(self, **more: float) -> None:
         with self._lock:
@@ -118,31 +139,3 @@ class _Entry:
         self.done = threading.Event()
         self.program: Any = None
         self.error: BaseException | None = None
-
-    def fill(self, build: Build) -> None:
-        self.error = None
-        try:
-            self.program = build()
-        except BaseException as error:  # raised where the program is asked for
-            self.error = error
-        self.done.set()
-
-    def result(self) -> Any:
-        if self.error is not None:
-            raise self.error
-        return self.program
-
-
-def _work(
-    jobs: "queue.SimpleQueue[tuple[_Entry, Build] | None]",
-    cache: "weakref.ref[CompileCache]",
-) -> None:
-    while (job := jobs.get()) is not None:
-        entry, build = job
-        begun = time.perf_counter()
-        entry.fill(build)
-        owner = cache()
-        if owner is None:
-            return
-        owner._count(ahead=1, seconds=time.perf_counter() - begun)
-        del owner

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -28,29 +28,39 @@ class Group:
         return len(self.devices)
 
 
-def select_devices(devices: Sequence[jax.Device] | None) -> tuple[jax.Device, ...]:
+def select_devices(
+    devices: Sequence[jax.Device] | None, where: str = "build_train_step"
+) -> tuple[jax.Device, ...]:
     """Checks the user's choice of devices; None stands for all local ones.
 
+    Args:
+        devices: The devices, or None.
+        where: The function the user called.
+
     Raises:
-        TypeError: An entry is not a `jax.Device`.
+        TypeError: It is no sequence, or an entry is not a `jax.Device`.
         ValueError: There is none, or one of them appears twice.
     """
-    chosen = tuple(jax.local_devices() if devices is None else devices)
-    if not chosen:
-        raise ValueError(
-            "build_train_step: devices must hold at least one device, got none."
+    chosen = jax.local_devices() if devices is None else devices
+    if not isinstance(chosen, Iterable):
+        raise TypeError(
+            f"{where}: devices must be a sequence of jax.Device objects, got "
+            f"{type(chosen).__name__}. Write [device] for one."
         )
+    chosen = tuple(chosen)
+    if not chosen:
+        raise ValueError(f"{where}: devices must hold at least one device, got none.")
     for device in chosen:
         if not isinstance(device, jax.Device):
             raise TypeError(
-                "build_train_step: devices must be jax.Device objects (see "
-                f"jax.local_devices()), got {type(device).__name__}."
+                f"{where}: devices must be jax.Device objects (see jax.local_devices()), "
+                f"got {type(device).__name__}."
             )
     for device, times in Counter(chosen).items():
         if times > 1:
             raise ValueError(
-                f"build_train_step: no device may appear twice in devices, got {device} "
-                f"{times} times."
+                f"{where}: no device may appear twice in devices, got {device} {times} "
+                "times."
             )
     return chosen
 
@@ -79,7 +89,7 @@ def device_summary(devices: Sequence[jax.Device] | None = None) -> str:
         >>> device_summary(jax.devices("cpu")[:1])
         'elche: 1 device | cpu'
     """
-    groups = group_devices(select_devices(devices))
+    groups = group_devices(select_devices(devices, "device_summary"))
     platforms = {group.devices[0].platform for group in groups}
     noun = {"gpu": "GPU", "tpu": "TPU"}.get(platforms.pop(), "device")
     if platforms:
@@ -101,7 +111,7 @@ def free_bytes(devices: Sequence[jax.Device]) -> int | None:
     if devices[0].platform == "cpu":
         try:
             return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (ValueError, OSError):  # a system without these figures
+        except (AttributeError, ValueError, OSError):  # a system without these figures
             return None
     free = []
     for device in devices:

@@ -81,7 +81,7 @@ Payload = Pieces | Rows
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Orders:
-    """What a device is to do in one call: the first axis of `numbers` is `FIELDS`.
+    """What a device is to do in one call.
 
     Attributes:
         numbers: int32, shape `(5,)`: `count`, microbatches to run; `start`, place of the

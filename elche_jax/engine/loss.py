@@ -125,11 +125,17 @@ def inspect_loss(
     Raises:
         TypeError: What it returns has none of the forms of this module, or an
             auxiliary value or the model state has another structure than expected.
+        ValueError: `mask_key` is an entry of the batch.
     """
     size = batch_size_of(batch)
     if loss_fn.mask_key is not None and not isinstance(batch, dict):
         raise TypeError(
             f"windows: mask_key needs microbatches that are dicts, got {describe(batch)}."
+        )
+    if loss_fn.mask_key is not None and loss_fn.mask_key in batch:
+        raise ValueError(
+            f"windows: mask_key must be a name of its own, got {loss_fn.mask_key!r}, an "
+            "entry of data. Choose another name."
         )
     mask = jax.ShapeDtypeStruct((size,), jnp.bool_)
     loss, new_state, aux = jax.eval_shape(loss_fn, params, model_state, batch, mask, rng)

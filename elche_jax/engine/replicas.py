@@ -53,8 +53,13 @@ def unreplicate(tree: PyTree) -> PyTree:
 
     Returns:
         The same structure with leaves `shape`, on the first device.
+
+    Raises:
+        ValueError: A leaf is not stacked: it has been unreplicated already, say.
     """
-    return jax.tree.map(lambda leaf: leaf.addressable_shards[0].data[0], tree)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _shards("unreplicate", path, leaf)[0].data[0], tree
+    )
 
 
 def check_replicas(tree: PyTree) -> None:
@@ -66,6 +71,7 @@ def check_replicas(tree: PyTree) -> None:
     Raises:
         ReplicaMismatch: A copy differs from the first device's; the message names the
             first such leaf, the device, and how many elements differ.
+        ValueError: A leaf is not stacked.
 
     Example:
         >>> import jax, numpy as np
@@ -73,16 +79,31 @@ def check_replicas(tree: PyTree) -> None:
         >>> check_replicas(replicate({"w": np.ones(3)}, jax.devices()))
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        first, *others = leaf.addressable_shards
+        first, *others = _shards("check_replicas", path, leaf)
         want = _bits(first.data)
         for shard in others:
             differing = int(np.any(_bits(shard.data) != want, axis=-1).sum())
             if differing:
                 raise ReplicaMismatch(
                     f"check_replicas: all replicas must be bitwise equal, but leaf "
-                    f"{jax.tree_util.keystr(path) or 'tree'} on {shard.device} differs "
+                    f"{_name(path)} on {shard.device} differs "
                     f"from {first.device} in {differing} of {first.data.size} elements."
                 )
+
+
+def _shards(where: str, path: Any, leaf: Any) -> Any:
+    """The copies of a stacked leaf, each `(1,) + shape` on its device."""
+    if not isinstance(leaf, jax.Array) or leaf.shape[:1] != (len(leaf.sharding.device_set),):
+        shape = f"{type(leaf).__name__} of shape {np.shape(leaf)}"
+        raise ValueError(
+            f"{where}: every leaf must be a stacked array with one entry per device, leaf "
+            f"{_name(path)} is {shape}. Pass what replicate or a training step returned."
+        )
+    return leaf.addressable_shards
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path) or "tree"
 
 
 def _bits(array: jax.Array) -> np.ndarray:

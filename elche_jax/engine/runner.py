@@ -93,22 +93,25 @@ class Runner:
 
     def _accumulate_program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
         key = ("accumulate", self._signature, _signature(payload))
-        shapes = (self._state, self._stacked(self._sums_shape), payload, self._orders())
-        return key, lambda: self._accumulate.compile(*shapes)
+        return key, lambda: self._accumulate.compile(
+            self._state, self._sums_shapes(), payload, self._orders()
+        )
 
     def _combine_program(self) -> tuple[Hashable, Callable[[], Any]]:
-        shapes = (self._state, self._stacked(self._sums_shape))
-        return ("combine", self._signature), lambda: self._combine.compile(*shapes)
+        return ("combine", self._signature), lambda: self._combine.compile(
+            self._state, self._sums_shapes()
+        )
 
     def _window_program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
         single = payload.capacity(stacked=True) == 1
         key = ("window", self._signature, _signature(payload))
-        shapes = (self._state, payload, self._orders())
-        return key, lambda: self._fused[single].compile(*shapes)
+        return key, lambda: self._fused[single].compile(self._state, payload, self._orders())
 
-    def _stacked(self, tree: PyTree) -> PyTree:
+    def _sums_shapes(self) -> Sums:
         n = self.group.world_size
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), tree)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), self._sums_shape
+        )
 
     def _orders(self) -> Orders:
         return Orders(jax.ShapeDtypeStruct((self.group.world_size, 5), jnp.int32))

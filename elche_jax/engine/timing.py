@@ -12,6 +12,7 @@ the end of the combine and `t` the moment of dispatch,
 because the last device to arrive waits for the exchange alone.
 """
 
+import atexit
 import queue
 import threading
 import time
@@ -176,6 +177,10 @@ def _close(
     for jobs in queues:
         jobs.put(None)
     deadline = time.monotonic() + 0.5
-    for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+    others = [thread for thread in threads if thread is not threading.current_thread()]
+    for thread in others:
+        # a process must not end while a thread waits in the runtime: it would crash
+        ending = not threading.main_thread().is_alive()
+        thread.join(timeout=None if ending else max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            atexit.register(thread.join)

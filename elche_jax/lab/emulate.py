@@ -37,7 +37,14 @@ def constant(ms: Sequence[float]) -> Schedule:
         20.0
     """
     times = check.reals("constant", "ms", ms, low=0)
-    return lambda window, rank, microbatch: times[rank]
+
+    def schedule(window: int, device: int, microbatch: int) -> float:
+        if device >= len(times):
+            rule, got = "have one entry per device", f"{len(times)} and device {device}"
+            raise ValueError(check.message("constant", "ms", rule, got))
+        return times[device]
+
+    return schedule
 
 
 def throttle(
@@ -49,8 +56,8 @@ def throttle(
         base: The schedule it changes.
         rank: The device.
         factor: Multiplies its times, above 0.
-        at: First window that is slower.
-        until: First window that is not any more; None: for good.
+        at: First window that is slower, at least 0.
+        until: First window that is not any more, above `at`; None: for good.
 
     Example:
         >>> from elche_jax.lab import constant, throttle
@@ -60,6 +67,9 @@ def throttle(
     """
     check.integer("throttle", "rank", rank, low=0)
     check.real("throttle", "factor", factor, above=0)
+    check.integer("throttle", "at", at, low=0)
+    if until is not None:
+        check.integer("throttle", "until", until, low=at + 1)
     end = float("inf") if until is None else until
 
     def schedule(window: int, device: int, microbatch: int) -> float:
@@ -98,7 +108,8 @@ def jitter(base: Schedule, share: float, seed: int = 0) -> Schedule:
     Args:
         base: The schedule it changes.
         share: Largest deviation, 0 to 1.
-        seed: Seed; the times are a function of it and of the arguments alone.
+        seed: Seed, at least 0; the times are a function of it and of the arguments
+            alone.
 
     Example:
         >>> from elche_jax.lab import constant, jitter
@@ -106,6 +117,7 @@ def jitter(base: Schedule, share: float, seed: int = 0) -> Schedule:
         True
     """
     check.real("jitter", "share", share, low=0, high=1)
+    check.integer("jitter", "seed", seed, low=0)
 
     def schedule(window: int, device: int, microbatch: int) -> float:
         draw = np.random.default_rng((seed, window, device, microbatch)).uniform(-1, 1)
@@ -140,8 +152,8 @@ class EmulatedSpeeds:
     def check(self, world_size: int) -> None:
         """Raises where the times do not fit the number of devices."""
         if not callable(self.schedule):
-            check.per_device("EmulatedSpeeds", "schedule", len(self.schedule), world_size)
-            check.reals("EmulatedSpeeds", "schedule", self.schedule, low=0)
+            times = check.reals("EmulatedSpeeds", "schedule", self.schedule, low=0)
+            check.per_device("EmulatedSpeeds", "schedule", len(times), world_size)
 
     def begin(self, device: Any, step: Any, fresh: Any) -> Any:
         """Starts the clock of a device."""
@@ -205,8 +217,8 @@ class ExtraWork:
 
     def check(self, world_size: int) -> None:
         """Raises where the factors do not fit the number of devices."""
-        check.per_device("ExtraWork", "times", len(self.times), world_size)
-        check.integers("ExtraWork", "times", self.times, low=1)
+        times = check.integers("ExtraWork", "times", self.times, low=1)
+        check.per_device("ExtraWork", "times", len(times), world_size)
 
     def begin(self, device: Any, step: Any, fresh: Any) -> Any:
         """Nothing to start."""

@@ -34,7 +34,9 @@ class WindowRecord:
 
     @property
     def busy_share(self) -> tuple[float, ...]:
-        """Share of the window in which each device worked, 0 to 1."""
+        """Share of the window in which each device worked, 0 to 1; 0 without a time."""
         if not self.busy_ms:
             return (1.0,)
+        if self.wall_ms <= 0:
+            return (0.0,) * len(self.busy_ms)
         return tuple(min(1.0, busy / self.wall_ms) for busy in self.busy_ms)

@@ -97,12 +97,12 @@ def limit_share(records: Sequence[WindowRecord]) -> float | None:
     """
     if not records:
         return None
-    speeds = [ms_per_batch(records, rank) for rank in range(len(records[0].counts))]
+    known = _known_ms(records)
     wall = sum(record.wall_ms for record in records)
-    if any(speed is None for speed in speeds) or wall <= 0:
+    if len(known) < len(records[0].counts) or wall <= 0:
         return None
     done = sum(sum(record.counts) for record in records)
-    return done / (wall * sum(1 / speed for speed in speeds if speed))
+    return done / (wall * sum(1 / ms for ms in known))
 
 
 def imbalance(records: Sequence[WindowRecord]) -> float:
@@ -111,10 +111,7 @@ def imbalance(records: Sequence[WindowRecord]) -> float:
     `1 - mean(ms) / max(ms)` of the devices' milliseconds per microbatch: with equal
     counts a window takes the slowest device's time and the others wait.
     """
-    if not records:
-        return 0.0
-    speeds = [ms_per_batch(records, rank) for rank in range(len(records[0].counts))]
-    known = [speed for speed in speeds if speed]
+    known = _known_ms(records) if records else []
     return 1 - sum(known) / len(known) / max(known) if known else 0.0
 
 
@@ -130,6 +127,12 @@ def device_reports(records: Sequence[WindowRecord], names: Sequence[str]) -> lis
         )
         for rank, name in enumerate(names)
     ]
+
+
+def _known_ms(records: Sequence[WindowRecord]) -> list[float]:
+    """Milliseconds per microbatch of the devices that were measured."""
+    times = [ms_per_batch(records, rank) for rank in range(len(records[0].counts))]
+    return [ms for ms in times if ms]
 
 
 def _busy(record: WindowRecord, rank: int) -> float:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elche_jax.cadence import apportion, clamp_counts, shard_sizes
-from elche_jax.cadence.apportion import _hand_out, split
+from elche_jax.cadence.apportion import _ends_before, _hand_out, split
 
 laws = settings(deadline=None, database=None, derandomize=True)
 counts_lists = st.lists(st.integers(0, 200), min_size=1, max_size=12)
@@ -57,6 +57,10 @@ def one_by_one(total, ms):
         ((10, 20, 30), 2, (0, 1, 1)),
         # shares 9.9 and 0.1: enough for all, so the largest gives up one
         ((100, 1), 10, (9, 1)),
+        # exactly one for each
+        ((100, 1, 1), 3, (1, 1, 1)),
+        # shares 1.82, 2, 0.18 -> 2, 2, 0: of two equal ones the one that had less
+        ((10, 11, 1), 4, (1, 2, 1)),
         # a device without work stays without
         ((0, 8, 8), 6, (0, 3, 3)),
         ((3, 4), 0, (0, 0)),
@@ -236,6 +240,16 @@ def test_apportion_of_very_unequal_devices(total, slow):
     assert apportion(total, ms) == one_by_one(total, ms)
 
 
+@laws
+@given(st.integers(1, 10**6), tied_times | any_times)
+def test_whole_microbatches_before_a_moment(count, ms):
+    # At k * ms itself, and an ulp to each side: where the division rounds wrong.
+    end = count * ms
+    for level in (np.nextafter(end, 0), end, np.nextafter(end, np.inf)):
+        k = int(_ends_before(float(level), np.array([ms]))[0])
+        assert k * ms <= level < (k + 1) * ms
+
+
 def test_the_last_resort_of_apportion_is_right_too():
     ms = np.array([1.0, 2.0, 1.0, 0.3])
     counts = _hand_out(17, np.zeros(4, dtype=np.int64), ms)
@@ -246,6 +260,21 @@ def test_apportion_of_a_total_beyond_the_slack_of_the_bound():
     # 1e-12 of this total is more than there are devices.
     counts = apportion(3 * 10**12 + 1, (1.0, 2.0))
     assert counts == (2 * 10**12 + 1, 10**12)
+
+
+@pytest.mark.parametrize(
+    "ms",
+    [
+        (5e-324, 5e-324),
+        (5e-324, 1e-323, 5e-324),
+        (2e-309, 1.0, 1.0),
+        (1e300, 1e-300),
+        (1e-320, 3e300, 7e-321),
+    ],
+)
+@pytest.mark.parametrize("total", [1, 3, 50])
+def test_apportion_of_absurd_times_is_exact_as_well(total, ms):
+    assert apportion(total, ms) == one_by_one(total, ms)
 
 
 def test_split_leaves_its_arguments_alone():

@@ -1,5 +1,6 @@
 """Balanced: when it rebalances, to what, and that the ratios sum to exactly 1."""
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -60,6 +61,7 @@ def test_floor_is_filled_from_the_others():
     # 1 : 30 : 69 -> 0.01 is raised to 0.05; the others share 0.95 as 30 : 69
     state = run(cadence, cadence.init(3), (1.0, 1 / 30, 1 / 69))
     assert state.ratios == pytest.approx((0.05, 0.95 * 30 / 99, 0.95 * 69 / 99))
+    assert min(state.ratios) >= 0.05
     # 2, 11.5 -> 12, the rest
     assert state.counts == (2, 12, 26)
 
@@ -109,7 +111,7 @@ def test_ratio_laws(ms, total, min_ratio):
         assert sum(state.counts) == total
         assert state.counts == shard_sizes(state.ratios, total)
     by_speed = sorted(zip(ms, state.ratios, strict=True))
-    for (ms_a, a), (ms_b, b) in zip(by_speed, by_speed[1:], strict=False):
+    for (ms_a, a), (ms_b, b) in itertools.pairwise(by_speed):
         assert ms_a <= ms_b
         assert a >= b - 1e-14
 

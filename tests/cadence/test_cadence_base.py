@@ -51,7 +51,7 @@ def test_report_rejects(arguments, kind, text):
 
 def test_verdicts():
     assert STABLE == Verdict() == Verdict("stable", None)
-    assert HOLD_GROWTH == Verdict("hold_growth")
+    assert Verdict("hold_growth") == HOLD_GROWTH
     assert nudge_down() == Verdict("nudge_down") == Verdict("nudge_down", 0.5)
     assert nudge_down(1).factor == 1.0
     with pytest.raises(FrozenInstanceError):

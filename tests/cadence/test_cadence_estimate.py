@@ -52,8 +52,9 @@ def test_measured_uses_the_counts_really_run():
     assert measured_ms(report).tolist() == [3.0, 3.0]
 
 
-def test_a_time_that_rounds_to_zero_is_no_measurement():
-    report = WindowReport((5e-324, 6.0), (4, 2), 0.0)
+@pytest.mark.parametrize("wall", [5e-324, 3.9e-9])
+def test_less_than_a_picosecond_is_no_measurement(wall):
+    report = WindowReport((wall, 6.0), (4, 2), 0.0)
     assert as_times(update_ms((None, None), report)) == (None, 3.0)
 
 

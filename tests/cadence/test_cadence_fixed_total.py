@@ -30,6 +30,13 @@ def test_the_first_measurement_is_followed_at_once():
     assert after == FixedTotalState((2, 6), (30.0, 10.0))
 
 
+def test_the_first_measurement_is_followed_even_for_a_small_gain():
+    cadence = FixedTotal(100)
+    # (51, 49) ends at 51 instead of 51.5
+    after = cadence.update(cadence.init(2), WindowReport((50, 51.5), (50, 50), 0.0))
+    assert after.counts == (51, 49)
+
+
 def test_a_gain_up_to_two_percent_moves_nothing():
     cadence = FixedTotal(100)
     state = FixedTotalState((50, 50), (1.0, 1.0))

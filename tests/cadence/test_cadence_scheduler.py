@@ -205,8 +205,8 @@ def test_from_dict_errors():
     values = scheduler.init(2).to_dict()
     with pytest.raises(
         ValueError,
-        match=r"^Scheduler\.from_dict: values must have the keys \['cadence', 'shift', "
-        r"'shifts'\], got \['cadence'\]\.$",
+        match=r"^Scheduler\.from_dict: values must have the keys \['cadence', 'settled', "
+        r"'shift', 'shifts'\], got \['cadence'\]\.$",
     ):
         scheduler.from_dict({"cadence": values["cadence"]})
     with pytest.raises(

@@ -1,0 +1,125 @@
+"""What one would write by hand: a model, and plain pmap and jit loops over it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+AXIS = "devices"
+OPTIMIZER = optax.adam(1e-3)
+
+
+def mlp_params(width: int, depth: int, features: int = 64, seed: int = 0) -> dict:
+    """Float32 parameters of a perceptron with `depth` hidden layers."""
+    rng = np.random.default_rng(seed)
+    sizes = [features] + [width] * depth + [10]
+    return {
+        f"layer{i}": {
+            "w": (rng.normal(size=(a, b)) / np.sqrt(a)).astype("float32"),
+            "b": np.zeros(b, "float32"),
+        }
+        for i, (a, b) in enumerate(zip(sizes[:-1], sizes[1:], strict=True))
+    }
+
+
+def mlp_loss(params, batch, rng):
+    """Mean cross-entropy of a microbatch."""
+    x = batch["x"]
+    for i in range(len(params)):
+        x = x @ params[f"layer{i}"]["w"] + params[f"layer{i}"]["b"]
+        if i + 1 < len(params):
+            x = jax.nn.relu(x)
+    return optax.softmax_cross_entropy_with_integer_labels(x, batch["y"]).mean()
+
+
+def examples(count: int, features: int = 64, seed: int = 1) -> dict:
+    """Random examples with random labels; int32 labels, float32 features."""
+    rng = np.random.default_rng(seed)
+    return {
+        "x": rng.normal(size=(count, features)).astype("float32"),
+        "y": rng.integers(0, 10, size=count).astype("int32"),
+    }
+
+
+def microbatches(count: int, batch: int, world: int) -> dict:
+    """Examples as stacked microbatches, leaves `(world, count, batch, ...)`."""
+    flat = examples(world * count * batch)
+    return jax.tree.map(lambda a: a.reshape(world, count, batch, *a.shape[1:]), flat)
+
+
+def _accumulate(params, batches, count, body_of=lambda body: body):
+    def body(i, sums):
+        loss_sum, grad_sum = sums
+        batch = jax.tree.map(lambda a: a[i], batches)
+        loss, grads = jax.value_and_grad(mlp_loss)(params, batch, None)
+        return loss_sum + loss, jax.tree.map(jnp.add, grad_sum, grads)
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return jax.lax.fori_loop(0, count, body_of(body), (jnp.float32(0), zeros))
+
+
+def _apply(params, opt_state, grads):
+    updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+
+class PlainPmap:
+    """Accumulation over `count` microbatches per device, fused with the exchange."""
+
+    def __init__(self, params, devices, count: int, batch: int, emulate=None):
+        world = len(devices)
+
+        def step(params, opt_state, batches, number):
+            if emulate is None:
+                loss, grads = _accumulate(params, batches, count)
+            else:
+                rank = jax.lax.axis_index(AXIS)
+                zero = emulate.begin(rank, number, True)
+
+                def around(body):
+                    return lambda i, sums: emulate.around(body, rank, i, sums)[0]
+
+                loss, grads = _accumulate(
+                    jax.tree.map(lambda p: p + 0 * zero, params), batches, count, around
+                )
+            grads = jax.tree.map(lambda g: jax.lax.pmean(g / count, AXIS), grads)
+            params, opt_state = _apply(params, opt_state, grads)
+            return params, opt_state, jax.lax.pmean(loss, AXIS)
+
+        self._step = jax.pmap(step, axis_name=AXIS, devices=devices, donate_argnums=(0, 1))
+        stack = jax.pmap(lambda a: a, devices=devices)
+        copies = jax.tree.map(lambda a: np.stack([np.asarray(a)] * world), params)
+        self._params = stack(copies)
+        self._opt = stack(
+            jax.tree.map(lambda a: np.stack([np.asarray(a)] * world), OPTIMIZER.init(params))
+        )
+        self._batches = stack(microbatches(count, batch, world))
+        self._number = stack(np.zeros(world, np.int32))
+
+    def __call__(self):
+        self._params, self._opt, loss = self._step(
+            self._params, self._opt, self._batches, self._number
+        )
+        return loss
+
+
+class PlainJit:
+    """Accumulation over `count` microbatches on one device."""
+
+    def __init__(self, params, device, count: int, batch: int):
+        def step(params, opt_state, batches):
+            loss, grads = _accumulate(params, batches, count)
+            grads = jax.tree.map(lambda g: g / count, grads)
+            params, opt_state = _apply(params, opt_state, grads)
+            return params, opt_state, loss / count
+
+        self._step = jax.jit(step, donate_argnums=(0, 1))
+        one = jax.tree.map(lambda a: a[0], microbatches(count, batch, 1))
+        put = lambda tree: jax.device_put(tree, device)  # noqa: E731
+        self._params, self._opt = put(params), put(OPTIMIZER.init(params))
+        self._params = jax.tree.map(jnp.copy, self._params)
+        self._batches = put(one)
+
+    def __call__(self):
+        self._params, self._opt, loss = self._step(self._params, self._opt, self._batches)
+        return loss

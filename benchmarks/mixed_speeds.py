@@ -1,0 +1,227 @@
+"""How near to the sum of the devices' speeds, and what the library itself costs.
+
+    python benchmarks/mixed_speeds.py [--repeats 5] [--case a --case b ...] [--out FILE]
+
+Every figure is a median over repeats; what is compared takes turns in one process.
+"""
+
+import setup_devices  # noqa: I001,F401  (first: it sets the devices)
+
+import argparse
+import time
+from pathlib import Path
+from statistics import median
+
+import jax
+import numpy as np
+from baselines import OPTIMIZER, PlainJit, PlainPmap, examples, mlp_loss, mlp_params
+from measure import Loop, Result, interleave, ratios, result, show, steps_rate
+
+import elche_jax as elche
+from elche_jax.lab import EmulatedSpeeds, ExtraWork, constant, throttle
+
+SMALL = mlp_params(width=32, depth=1)
+FLEETS = ([5, 5, 10, 20], [5, 5], [5, 10], [5, 40])
+
+
+def limit(ms) -> float:
+    """Sum of the devices' solo speeds, microbatches per ms."""
+    return sum(1 / each for each in ms)
+
+
+def build(world: int, **options) -> elche.TrainStep:
+    return elche.build_train_step(
+        mlp_loss, OPTIMIZER, devices=jax.devices()[:world], **options
+    )
+
+
+def case_a(repeats: int) -> list[Result]:
+    """Emulated fleets: plain pmap, ElChe, FixedTotal, as shares of the limit."""
+    results = []
+    data = examples(65536)
+    for fleet in FLEETS:
+        world, name = len(fleet), ":".join(str(ms) for ms in fleet)
+        emulate = EmulatedSpeeds(fleet)
+        plain = PlainPmap(SMALL, jax.devices()[:world], 1, 16, emulate)
+        loops = {
+            "ElChe": Loop(build(world, cadence=elche.ElChe(), emulate=emulate), SMALL, data, 16),
+            "FixedTotal(64)": Loop(
+                build(world, cadence=elche.FixedTotal(64), emulate=emulate), SMALL, data, 16
+            ),
+        }
+        for loop in loops.values():
+            loop.rate(0.0, warm=8)  # reach the steady state
+        measures = {"plain pmap": lambda p=plain, w=world: steps_rate(p, w, 1.0)}
+        measures |= {name: lambda x=loop: x.rate(2.0) for name, loop in loops.items()}
+        rates = interleave(measures, repeats)
+        least = {"ElChe": 0.95, "FixedTotal(64)": 0.93}
+        for system, found in rates.items():
+            shares = tuple(rate / limit(fleet) for rate in found)
+            what = f"{name} ms, {system}: share of the limit"
+            results.append(result("a", what, shares, least=least.get(system)))
+    return results
+
+
+def case_b(repeats: int) -> list[Result]:
+    """Real compute, one of two devices does three times the work."""
+    params, data = mlp_params(width=256, depth=3), examples(65536)
+
+    def loop(devices, times, **options):
+        train = elche.build_train_step(
+            mlp_loss, OPTIMIZER, devices=devices, emulate=ExtraWork(times), **options
+        )
+        return Loop(train, params, data, 64)
+
+    one, two = jax.devices()[:2]
+    solo = {
+        "fast": loop([one], (1,), cadence=elche.FixedTotal(30)),
+        "slow": loop([two], (3,), cadence=elche.FixedTotal(10)),
+    }
+    both = loop([one, two], (1, 3), cadence=elche.ElChe())
+    both.rate(0.0, warm=8)
+    measures = {name: lambda x=x: x.rate(2.0) for name, x in {**solo, "both": both}.items()}
+    rates = interleave(measures, repeats)
+    sums = tuple(a + b for a, b in zip(rates["fast"], rates["slow"], strict=True))
+    what = "real compute 1:3, ElChe: share of the sum of solo speeds"
+    return [result("b", what, ratios(rates["both"], sums), least=0.95)]
+
+
+def case_c(repeats: int) -> list[Result]:
+    """Alike devices and one device against hand-written fused steps."""
+    params, data = mlp_params(width=256, depth=3), examples(65536)
+    batch, count = 64, _count_for_ms(params, 64, 100.0)
+    pair = jax.devices()[:2]
+    fused = PlainPmap(params, pair, count, batch)
+    ours = Loop(build(2, cadence=elche.Replay([(count, count)] * 100_000)), params, data, batch)
+    plain = PlainJit(params, jax.devices()[0], count, batch)
+    single = Loop(build(1, cadence=elche.FixedTotal(count)), params, data, batch)
+    rates = interleave(
+        {
+            "fused": lambda: steps_rate(fused, 2 * count, 2.0),
+            "ours": lambda: ours.rate(2.0),
+            "plain": lambda: steps_rate(plain, count, 2.0),
+            "single": lambda: single.rate(2.0),
+        },
+        repeats,
+    )
+    two = ratios(rates["ours"], rates["fused"])
+    one = ratios(rates["single"], rates["plain"])
+    return [
+        result("c", f"2 alike devices x {count}, of a fused pmap step", two, least=0.98),
+        result("c", f"1 device x {count}, of a plain jit step", one, least=0.99),
+    ]
+
+
+def _count_for_ms(params, batch: int, ms: float) -> int:
+    plain = PlainJit(params, jax.devices()[0], 8, batch)
+    return max(1, round(ms * steps_rate(plain, 8, 1.0)))
+
+
+def case_d(repeats: int) -> list[Result]:
+    """A device slows down three times in mid-run."""
+    at, fleet = 10, [5, 5, 10, 20]
+    results = []
+    for rank in (0, 3):
+        windows, waited = [], []
+        after = [ms * (3 if device == rank else 1) for device, ms in enumerate(fleet)]
+        for _ in range(repeats):
+            schedule = throttle(constant(fleet), rank=rank, factor=3, at=at)
+            train = build(4, cadence=elche.ElChe(), emulate=EmulatedSpeeds(schedule))
+            loop = Loop(train, SMALL, examples(65536), 16)
+            loop.rate(0.0, warm=at + 12)
+            records = [record for record in train.records if record.window >= at]
+            shares = [sum(r.counts) / r.wall_ms / limit(after) for r in records]
+            steady = [n for n in range(len(shares)) if median(shares[n : n + 5]) >= 0.95]
+            windows.append(float(steady[0] if steady else len(shares)))
+            waited.append(train.report().compile_misses - 2.0)
+        what = f"device {rank} of 5:5:10:20 slows 3x: windows below 0.95"
+        results.append(result("d", what, tuple(windows), most=3))
+        what = f"device {rank} slows 3x: programs waited for after the start"
+        results.append(result("d", what, tuple(waited), most=0))
+    return results
+
+
+class Dataset:
+    """A map-style dataset over arrays."""
+
+    def __init__(self, arrays):
+        self._arrays = arrays
+
+    def __len__(self):
+        return len(self._arrays["y"])
+
+    def __getitem__(self, i):
+        return {name: array[i] for name, array in self._arrays.items()}
+
+
+def case_e(repeats: int) -> list[Result]:
+    """Data: how busy the devices are with streamed and with resident data."""
+    arrays, fleet = examples(65536), [5, 5, 5, 5]
+    forms = {
+        "stream, pytree": (arrays, "stream", 0.95),
+        "stream, map-style": (Dataset(arrays), "stream", 0.95),
+        "resident": (arrays, "resident", 0.98),
+    }
+    loops = {
+        name: Loop(
+            build(4, cadence=elche.ElChe(anchor=40), emulate=EmulatedSpeeds(fleet)),
+            SMALL, data, 32, placement=placement,
+        )
+        for name, (data, placement, _) in forms.items()
+    }  # fmt: skip
+
+    def busy(loop: Loop) -> float:
+        loop.rate(2.0)
+        records = loop.train.records[-8:]
+        return sum(sum(r.busy_ms) for r in records) / sum(4 * r.wall_ms for r in records)
+
+    for loop in loops.values():
+        loop.rate(0.0, warm=4)
+    found = interleave({name: lambda x=x: busy(x) for name, x in loops.items()}, repeats)
+    return [
+        result("e", f"{name}: busy share of 4 devices of 5 ms", found[name], least=least)
+        for name, (_, _, least) in forms.items()
+    ]
+
+
+def case_f(repeats: int) -> list[Result]:
+    """The main thread's processor time per window, 8 devices, 50 leaves."""
+    params = {f"w{i:02}": np.zeros(64, "float32") for i in range(50)}
+
+    def loss_fn(params, batch, rng):
+        return ((batch["x"] @ sum(params.values()) - batch["y"]) ** 2).mean()
+
+    train = elche.build_train_step(
+        loss_fn, OPTIMIZER, cadence=elche.Replay([(4,) * 8] * 100_000)
+    )
+    state, costs = train.init(params), []
+    for _ in range(repeats):
+        spent = []
+        with train.windows(examples(8192), 16, epochs=None) as windows:
+            for number in range(40):
+                begun = time.thread_time()
+                state, metrics = train(state, next(windows))
+                if number > 5:
+                    spent.append(1e3 * (time.thread_time() - begun))
+                jax.block_until_ready(metrics)
+        costs.append(median(spent))
+    return [result("f", "main thread per window, 8 devices, 50 leaves", tuple(costs), "ms", most=2.0)]
+
+
+CASES = {"a": case_a, "b": case_b, "c": case_c, "d": case_d, "e": case_e, "f": case_f}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--case", action="append", choices=sorted(CASES))
+    parser.add_argument("--out", type=Path, default=Path("out/mixed_speeds.json"))
+    arguments = parser.parse_args()
+    results = []
+    for name in arguments.case or sorted(CASES):
+        results += CASES[name](arguments.repeats)
+    show(results, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,12 @@
+"""Eight CPU devices that do not help each other. Import before anything touches JAX."""
+
+import os
+
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+)
+
+import jax  # noqa: E402  (the flags must be set before)
+
+jax.config.update("jax_num_cpu_devices", 8)

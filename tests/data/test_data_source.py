@@ -1,0 +1,192 @@
+"""The three forms of data, and what is none of them."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from elche_jax.data.source import (
+    ArraySource,
+    IterableSource,
+    MapSource,
+    as_source,
+    stack,
+)
+
+FORMS = (
+    r"^windows: data must be a pytree of arrays, a map-style dataset \(__len__ and "
+    r"__getitem__\) or an iterable of microbatches, got "
+)
+
+
+class Squares:
+    """A map-style dataset of Python numbers and arrays."""
+
+    def __init__(self, size):
+        self.size = size
+        self.asked = []
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, i):
+        self.asked.append(i)
+        return {"n": i, "x": np.full(2, i * i, np.float32)}
+
+
+def test_arrays_are_recognised_and_read_by_row():
+    x = np.arange(12, dtype=np.int16).reshape(6, 2)
+    source = as_source({"x": x, "pair": (jnp.arange(6), np.arange(6.0))})
+    assert isinstance(source, ArraySource)
+    assert source.size == 6
+    assert source.nbytes == 12 * 2 + 6 * 4 + 6 * 8
+    rows = source.rows(np.array([5, 0, 0]))
+    np.testing.assert_array_equal(rows["x"], [[10, 11], [0, 1], [0, 1]])
+    np.testing.assert_array_equal(rows["pair"][0], [5, 0, 0])
+    assert rows["x"].dtype == np.int16
+    assert isinstance(rows["pair"][0], np.ndarray)
+    assert not np.shares_memory(rows["x"], x)
+
+
+def test_a_single_array_is_data():
+    source = as_source(np.arange(3))
+    assert source.size == 3
+    np.testing.assert_array_equal(source.rows(np.array([2])), [2])
+
+
+def test_map_style_is_recognised_and_asked_with_plain_ints():
+    dataset = Squares(5)
+    source = as_source(dataset)
+    assert isinstance(source, MapSource)
+    assert source.size == 5
+    rows = source.rows(np.array([3, 1]))
+    np.testing.assert_array_equal(rows["n"], [3, 1])
+    np.testing.assert_array_equal(rows["x"], [[9, 9], [1, 1]])
+    assert dataset.asked == [3, 1]
+    assert {type(i) for i in dataset.asked} == {int}
+
+
+def test_iterables_are_recognised():
+    source = as_source(range(3).__iter__())
+    assert isinstance(source, IterableSource)
+    assert source.once
+    again = as_source({1: 2}.values())
+    assert isinstance(again, IterableSource)
+    assert not again.once
+
+
+def test_an_iterable_starts_anew_in_every_epoch():
+    source = IterableSource([1, 2, 3])
+    assert list(source.epoch()) == [1, 2, 3]
+    assert source.peek() == 1
+    assert source.peek() == 1
+    assert list(source.epoch()) == [1, 2, 3]
+    assert list(source.epoch()) == [1, 2, 3]
+
+
+def test_peeking_into_an_iterator_loses_nothing():
+    source = IterableSource(iter([1, 2, 3]))
+    assert source.peek() == 1
+    assert list(source.epoch()) == [1, 2, 3]
+    assert list(source.epoch()) == []
+
+
+def test_stack_joins_leaves_of_any_structure():
+    stacked = stack([(1, {"a": [1.0, 2.0]}), (3, {"a": [4.0, 5.0]})])
+    np.testing.assert_array_equal(stacked[0], [1, 3])
+    np.testing.assert_array_equal(stacked[1]["a"][1], [2.0, 5.0])
+
+
+def test_stack_copies_even_one_example():
+    # The producer may reuse its buffer, and a device may read the block in place.
+    one = np.zeros(64)
+    assert not np.shares_memory(stack([one]), one)
+
+
+def test_examples_of_another_structure_are_an_error():
+    with pytest.raises(
+        ValueError,
+        match=r"^windows: every example of data must have one structure "
+        r"\(PyTreeDef\({'x': \*}\)\), example 2 of a block has "
+        r"PyTreeDef\({'y': \*}\)\.$",
+    ):
+        stack([{"x": 1}, {"x": 1}, {"y": 1}])
+
+
+def test_examples_of_another_shape_are_an_error():
+    with pytest.raises(
+        ValueError,
+        match=r"^windows: every example of data must have one shape \(\(2,\)\), "
+        r"example 1 of a block has \(3,\)\.$",
+    ):
+        stack([{"x": np.zeros(2)}, {"x": np.zeros(3)}])
+
+
+def test_a_scalar_leaf_is_an_error():
+    with pytest.raises(
+        ValueError,
+        match=r"^windows: every leaf of data must have a leading axis of examples, leaf "
+        r"\['y'\] is a scalar\.$",
+    ):
+        as_source({"x": np.zeros(3), "y": np.float32(1)})
+    with pytest.raises(ValueError, match=r"leaf data is a scalar\.$"):
+        as_source(np.float32(1))
+
+
+def test_leaves_of_different_length_are_an_error():
+    with pytest.raises(
+        ValueError,
+        match=r"^windows: all leaves of data must have the same number of examples, got "
+        r"{\"\['x'\]\": 3, \"\['y'\]\": 4}\.$",
+    ):
+        as_source({"x": np.zeros(3), "y": np.zeros(4)})
+
+
+@pytest.mark.parametrize("data", [np.zeros((0, 3)), {"x": np.zeros(0)}, Squares(0)])
+def test_empty_data_is_an_error(data):
+    with pytest.raises(
+        ValueError, match=r"^windows: data must hold at least one example, got 0\.$"
+    ):
+        as_source(data)
+
+
+@pytest.mark.parametrize("empty", [iter(()), {}.values()])
+def test_an_empty_iterator_is_an_error(empty):
+    with pytest.raises(
+        ValueError,
+        match=r"^windows: data must hold at least one microbatch, the iterator is empty\.$",
+    ):
+        as_source(empty).peek()
+
+
+@pytest.mark.parametrize(
+    ("data", "got"),
+    [
+        ({"x": [1, 2.0]}, "a dict with leaves of type float, int"),
+        ([1, 2], "a list with leaves of type int"),
+        ((np.zeros(2), "label"), "a tuple with leaves of type str"),
+        ({}, "a dict with leaves of type none"),
+    ],
+)
+def test_containers_of_other_things_are_an_error(data, got):
+    with pytest.raises(
+        TypeError, match=FORMS + got + r"\. Convert the leaves with numpy\.asarray\.$"
+    ):
+        as_source(data)
+
+
+@pytest.mark.parametrize("path", ["digits.npz", b"digits.npz"])
+def test_a_path_is_an_error(path):
+    with pytest.raises(
+        TypeError, match=FORMS + type(path).__name__ + r"\. Load the file first\.$"
+    ):
+        as_source(path)
+
+
+@pytest.mark.parametrize(
+    ("data", "name"), [(None, "NoneType"), (3, "int"), (SimpleNamespace(), "SimpleNamespace")]
+)
+def test_other_objects_are_an_error(data, name):
+    with pytest.raises(TypeError, match=FORMS + name + r"\.$"):
+        as_source(data)
