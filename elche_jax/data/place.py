@@ -79,9 +79,8 @@ class Placer:
         """
 
         def copy(leaf: Any) -> jax.Array:
-            rows = [np.asarray(leaf)[None]] * len(self._devices)
-            shards = jax.device_put(rows, list(self._devices), may_alias=False)
-            return self._stack(shards)
+            row = np.array(leaf)[None]  # a copy, as the CPU may read it in place
+            return self._stack(jax.device_put([row] * len(self._devices), list(self._devices)))
 
         return jax.tree.map(copy, tree)
 

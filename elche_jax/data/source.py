@@ -5,7 +5,7 @@ dataset with `__len__` and `__getitem__` (`MapSource`), and an iterable of micro
 (`IterableSource`).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MappingView
 from typing import Any
 
 import jax
@@ -146,7 +146,8 @@ def as_source(data: Any) -> Source:
         "windows: data must be a pytree of arrays, a map-style dataset (__len__ and "
         "__getitem__) or an iterable of microbatches"
     )
-    leaves = jax.tree.leaves(data)
+    # jax deprecates flattening these two, which are leaves to it
+    leaves = jax.tree.leaves(data, is_leaf=lambda x: isinstance(x, Iterator | MappingView))
     if leaves and all(hasattr(leaf, "shape") for leaf in leaves):
         source: Source = ArraySource(data)
     elif isinstance(data, dict | list | tuple):

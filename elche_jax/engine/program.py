@@ -207,7 +207,7 @@ class Program:
     def _clip(self, sums: Sums) -> Sums:
         if self.max_grad_norm is None:
             return sums
-        norm = optax.global_norm(sums.grads) / jnp.where(sums.weight > 0, sums.weight, 1.0)
+        norm = optax.tree.norm(sums.grads) / jnp.where(sums.weight > 0, sums.weight, 1.0)
         factor = jnp.minimum(1.0, self.max_grad_norm / jnp.maximum(norm, 1e-30))
         return sums.replace(grads=jax.tree.map(lambda g: g * factor, sums.grads))
 

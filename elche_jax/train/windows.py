@@ -132,10 +132,10 @@ class Run:
             return not stop.is_set()
 
     def _make(self, cursor: Cursor, reader: Reader) -> Window | None:
+        if reader.available(cursor.microbatch, 1) == 0:
+            return None
         counts = self._pace.plan(cursor.window)
         there = reader.available(cursor.microbatch, sum(counts))
-        if there == 0:
-            return None
         counts = clamp_counts(counts, there)
         examples, calls = self._feed.load(counts, cursor.microbatch, reader)
         return Window(

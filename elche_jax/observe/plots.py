@@ -1,0 +1,215 @@
+"""Pictures of a run. Numbers in, a PNG out; matplotlib is imported when one is drawn."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from elche_jax.observe.records import WindowRecord
+
+INK, FAINT = "#1f2933", "#c3ccd5"
+BUSY = ("#f3f6f9", "#9cc9d9", "#2a86a8", "#0b4a6b")
+LINES = ("#0b6e99", "#e0662f", "#4c9f50", "#8b5fbf", "#c23b6e", "#a67c00", "#20908d", "#6b7785")
+
+LINE = 2.0  # points
+
+
+def plot_run(
+    records: Sequence[WindowRecord],
+    path: str | PathLike[str],
+    title: str = "",
+    *,
+    devices: Sequence[str] | None = None,
+    baseline: Sequence[WindowRecord] | None = None,
+    names: tuple[str, str] = ("this run", "baseline"),
+) -> Path:
+    """Draws the busy share of every device over time, and its count in every window.
+
+    Args:
+        records: Windows of one run, oldest first, at least one.
+        path: The PNG to write; missing folders are made.
+        title: Headline.
+        devices: Name of each device; None for `device 0`, `device 1`, ...
+        baseline: Windows of another run on the same devices, shown above on the same
+            time axis.
+        names: What to call the run and the baseline.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: `records` or `baseline` is empty; they or `devices` differ in the
+            number of devices.
+
+    Example:
+        >>> import tempfile
+        >>> from elche_jax.observe.plots import plot_run
+        >>> from elche_jax.observe.records import WindowRecord
+        >>> busy, wall = (80.0, 76.0), 82.0
+        >>> windows = [WindowRecord(i, 0, (4, 16), 160, busy, wall, 1, 4, True) for i in range(9)]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     plot_run(windows, f"{folder}/run.png", "two devices").stat().st_size > 0
+        True
+    """
+    world_size = _check(records, baseline, devices)
+    labels = [f"device {rank}" for rank in range(world_size)] if devices is None else devices
+    runs = [(names[0], records)]
+    if baseline is not None:
+        runs.insert(0, (names[1], baseline))
+
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    height = 1.6 + len(runs) * (0.7 + 0.3 * min(world_size, 12)) + 2.4
+    figure: Any = Figure(figsize=(9, height), dpi=160, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    rows = [0.7 + 0.3 * min(world_size, 12)] * len(runs) + [2.4]
+    axes = figure.subplots(len(rows), 1, height_ratios=rows)
+    figure.suptitle(title or None, fontsize=14, fontweight="bold", color=INK, x=0.01, ha="left")
+    end = max(_edges(run)[-1] for _, run in runs)
+    for at, (axis, (name, run)) in enumerate(zip(axes, runs, strict=False)):
+        image = _busy_strips(axis, run, labels, end)
+        _headline(axis, f"{name}: done after {_edges(run)[-1]:.1f} s")
+        if at == len(runs) - 1:
+            axis.set_xlabel("seconds", color=INK)
+        else:
+            axis.tick_params(labelbottom=False)
+    bar = figure.colorbar(image, ax=axes[: len(runs)], pad=0.01, fraction=0.025, aspect=30)
+    bar.set_label("busy share of a window", color=INK)
+    bar.ax.yaxis.set_major_formatter(_percent)
+    bar.outline.set_visible(False)
+    _count_lines(axes[-1], records, labels)
+    _headline(axes[-1], f"{names[0]}: counts per window")
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, format="png")
+    return target
+
+
+def _check(
+    records: Sequence[WindowRecord],
+    baseline: Sequence[WindowRecord] | None,
+    devices: Sequence[str] | None,
+) -> int:
+    for argument, run in (("records", records), ("baseline", baseline)):
+        if run is not None and not run:
+            raise ValueError(f"plot_run: {argument} must hold at least one window, got none.")
+    world_size = len(records[0].counts)
+    if devices is not None and len(devices) != world_size:
+        raise ValueError(
+            f"plot_run: devices must have one entry per device ({world_size}), "
+            f"got {len(devices)}."
+        )
+    if baseline is not None and len(baseline[0].counts) != world_size:
+        raise ValueError(
+            f"plot_run: baseline must have as many devices as records ({world_size}), "
+            f"got {len(baseline[0].counts)}."
+        )
+    return world_size
+
+
+def _edges(records: Sequence[WindowRecord]) -> list[float]:
+    """When the windows begin and end, in seconds from the first one's beginning."""
+    return [0.0, *accumulate(record.wall_ms / 1e3 for record in records)]
+
+
+def _busy_strips(
+    axis: Any, records: Sequence[WindowRecord], labels: Sequence[str], end: float
+) -> Any:
+    """One strip per device, its colour the busy share of each window."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    world_size, edges = len(labels), _edges(records)
+    shares = [[record.busy_share[rank] for record in records] for rank in range(world_size)]
+    image = axis.pcolormesh(
+        edges,
+        range(world_size + 1),
+        shares,
+        cmap=LinearSegmentedColormap.from_list("busy", BUSY),
+        vmin=0,
+        vmax=1,
+        rasterized=True,
+    )
+    for line in range(1, world_size):
+        axis.axhline(line, color="white", linewidth=2.5)
+    for rank in range(world_size):
+        busy = sum(record.busy_share[rank] * record.wall_ms for record in records)
+        mean = busy / 1e3 / edges[-1]
+        inside = edges[-1] > 0.9 * end
+        axis.text(
+            edges[-1] + end * (-0.008 if inside else 0.008),
+            rank + 0.5,
+            f"{mean:.0%}",
+            va="center",
+            ha="right" if inside else "left",
+            color="white" if inside and mean > 0.6 else INK,
+            fontsize=9,
+        )
+    axis.set_xlim(0, end)
+    axis.set_ylim(world_size, 0)
+    axis.set_yticks([rank + 0.5 for rank in range(world_size)], labels)
+    _bare(axis)
+    axis.tick_params(axis="y", length=0)
+    axis.spines["left"].set_visible(False)
+    return image
+
+
+def _count_lines(axis: Any, records: Sequence[WindowRecord], labels: Sequence[str]) -> None:
+    """One step line per device."""
+    highest = max(max(record.counts) for record in records)
+    edges = [record.window for record in records] + [records[-1].window + 1]
+    widths = [_widths(record.counts) for record in records]
+    for rank, label in enumerate(labels):
+        color = LINES[rank % len(LINES)]
+        counts = [record.counts[rank] for record in records]
+        axis.stairs(counts, edges, baseline=None, color=color, linewidth=0.5, alpha=0.35)
+        wide = [row[rank] for row in widths]
+        axis.hlines(counts, edges[:-1], edges[1:], colors=color, linewidths=wide)
+        axis.plot([], [], color=color, linewidth=LINE, label=label)
+    axis.set_xlim(edges[0], edges[-1])
+    axis.set_ylim(0, 1.08 * highest)
+    axis.yaxis.get_major_locator().set_params(integer=True)
+    axis.set_xlabel("window", color=INK)
+    axis.grid(axis="y", color=FAINT, linewidth=0.5)
+    axis.set_axisbelow(True)
+    if len(labels) <= 8:
+        axis.legend(
+            loc="lower right",
+            bbox_to_anchor=(1.0, 0.98),
+            ncols=len(labels),
+            frameon=False,
+            labelcolor=INK,
+            fontsize=9,
+            handlelength=1.2,
+            columnspacing=1.2,
+        )
+    _bare(axis)
+
+
+def _widths(counts: Sequence[int]) -> list[float]:
+    """Line widths of a window: of equal counts, those drawn later are thinner."""
+    after: Counter[int] = Counter()
+    widths: list[float] = []
+    for count in reversed(counts):
+        widths.append(LINE * (1 + min(after[count], 3)))
+        after[count] += 1
+    return widths[::-1]
+
+
+def _headline(axis: Any, text: str) -> None:
+    axis.set_title(text, loc="left", fontsize=10.5, color=INK)
+
+
+def _bare(axis: Any) -> None:
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axis.spines[side].set_color(FAINT)
+    axis.tick_params(colors=INK, color=FAINT)
+
+
+def _percent(value: float, position: int) -> str:
+    del position  # matplotlib passes it
+    return f"{value:.0%}"

@@ -1,0 +1,221 @@
+"""C1: the applied gradient is the weighted mean over all data of the window."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from models import Cnn, Script, assert_close, digits, host, run, scalar_loss, variables, vector_loss
+
+import elche_jax as elche
+
+COUNTS = [(4, 1, 2, 0), (1, 1, 1, 1), (0, 0, 3, 1), (40, 1, 1, 1)]
+
+
+def in_order(start: int, count: int) -> dict[str, np.ndarray]:
+    return {name: leaf[start : start + count] for name, leaf in digits().items()}
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_window_gradient_is_one_grad_over_the_data(counts, devices4):
+    model = Cnn()
+    params = variables(model)["params"]
+    train = elche.build_train_step(
+        scalar_loss(model), optax.sgd(1.0), devices=devices4, cadence=Script([counts])
+    )
+    state, _ = run(train, train.init(params), digits(), 8, windows=1, shuffle=False)
+    applied = jax.tree.map(lambda a, b: a - b, params, host(state.params))
+    whole = in_order(0, 8 * sum(counts))
+    want = jax.grad(scalar_loss(model))(params, whole, jax.random.key(0))
+    assert_close(applied, want, rtol=2e-5, atol=2e-7)
+
+
+def test_same_as_multisteps_on_one_device(devices4):
+    """optax.MultiSteps averages microbatches alike: its weights are ours."""
+    model, counts, windows = Cnn(), (3, 0, 4, 1), 5
+    params = variables(model)["params"]
+    train = elche.build_train_step(
+        scalar_loss(model), optax.adam(1e-2), devices=devices4, cadence=Script([counts])
+    )
+    state, _ = run(train, train.init(params), digits(), 8, windows, shuffle=False)
+
+    multi = optax.MultiSteps(optax.adam(1e-2), every_k_schedule=sum(counts))
+    opt_state = multi.init(params)
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        grads = jax.grad(scalar_loss(model))(params, batch, jax.random.key(0))
+        updates, opt_state = multi.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    expected = params
+    for i in range(windows * sum(counts)):
+        expected, opt_state = step(expected, opt_state, in_order(8 * i, 8))
+    assert_close(host(state.params), expected)
+
+
+def test_linear_model_in_float64(devices4):
+    """NumPy in float64, by the formula, for a vector loss with a ragged end."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(45, 3)), rng.normal(size=45)
+
+    def loss_fn(params, batch, _):
+        return (batch["x"] @ params["w"] - batch["y"]) ** 2
+
+    train = elche.build_train_step(
+        loss_fn, optax.sgd(0.05), devices=devices4, cadence=Script([(2, 1, 0, 1)])
+    )
+    data = {"x": x.astype("float32"), "y": y.astype("float32")}
+    state = train.init({"w": np.zeros(3, "float32")})
+    state, used = run(train, state, data, 4, shuffle=False, drop_last=False)
+    w, at = np.zeros(3), 0
+    for examples in (16, 16, 13):
+        part, target = x[at : at + examples], y[at : at + examples]
+        w -= 0.05 * 2 * part.T @ (part @ w - target) / examples
+        at += examples
+    assert [window.examples for window in used] == [16, 16, 13]
+    np.testing.assert_allclose(host(state.params)["w"], w, rtol=1e-5)
+
+
+def token_data() -> dict[str, np.ndarray]:
+    """Sequences of 1 to 30 valid tokens, microbatches of very different weight."""
+    rng = np.random.default_rng(3)
+    lengths = np.sort(rng.integers(1, 31, size=64))
+    mask = (np.arange(30) < lengths[:, None]).astype("float32")
+    return {"x": rng.normal(size=(64, 30)).astype("float32"), "mask": mask}
+
+
+def token_loss(params, batch):
+    each = (batch["x"] * params["w"] - 1.0 + params["b"]) ** 2
+    return (each * batch["mask"]).sum(), batch["mask"].sum()
+
+
+def test_weight_is_the_number_of_tokens(devices4):
+    def loss_fn(params, batch, _):
+        total, tokens = token_loss(params, batch)
+        return elche.Weighted(total / tokens, tokens)
+
+    params = {"w": np.float32(0.3) * np.ones(30, "float32"), "b": np.zeros((), "float32")}
+    train = elche.build_train_step(
+        loss_fn, optax.sgd(1.0), devices=devices4, cadence=Script([(5, 2, 1, 0)])
+    )
+    state, _ = run(train, train.init(params), token_data(), 8, shuffle=False)
+    applied = jax.tree.map(lambda a, b: a - b, params, host(state.params))
+
+    def one_big_batch(params):
+        total, tokens = token_loss(params, token_data())
+        return total / tokens
+
+    assert_close(applied, jax.grad(one_big_batch)(params), rtol=1e-5, atol=1e-6)
+    # the average of the microbatches' averages is another number: the test can tell
+    data = token_data()
+    blocks = [{k: v[i : i + 8] for k, v in data.items()} for i in range(0, 64, 8)]
+    means = [jax.grad(lambda p, b=b: jnp.divide(*token_loss(p, b)))(params) for b in blocks]
+    wrong = sum(mean["b"] for mean in means) / len(means)
+    assert abs(wrong - applied["b"]) > 1e-3
+
+
+def test_weight_zero_contributes_nothing(devices4):
+    """A microbatch without a valid token has a loss of 0 / 0."""
+
+    def loss_fn(params, batch, _):
+        total, tokens = token_loss(params, batch)
+        return elche.Weighted(total / tokens, tokens)
+
+    data = token_data()
+    data["mask"][8:24] = 0.0
+    params = {"w": np.ones(30, "float32"), "b": np.zeros((), "float32")}
+    train = elche.build_train_step(
+        loss_fn, optax.sgd(1.0), devices=devices4, cadence=Script([(1, 2, 3, 2)])
+    )
+    state, _ = run(train, train.init(params), data, 8, shuffle=False)
+    applied = jax.tree.map(lambda a, b: a - b, params, host(state.params))
+
+    def one_big_batch(params):
+        total, tokens = token_loss(params, data)
+        return total / tokens
+
+    assert_close(applied, jax.grad(one_big_batch)(params), rtol=1e-5, atol=1e-6)
+
+
+def test_metrics_are_weighted_like_the_gradient(devices4):
+    model = Cnn()
+
+    def loss_fn(params, batch, rng):
+        losses = vector_loss(model)(params, batch, rng)
+        return losses, {"hardest": losses.max(), "squared": losses**2}
+
+    params = variables(model)["params"]
+    train = elche.build_train_step(
+        loss_fn, optax.sgd(0.0), devices=devices4, cadence=Script([(3, 1, 1, 2)]), has_aux=True
+    )
+    state = train.init(params)
+    data = in_order(0, 52)
+    for window in train.windows(data, 8, shuffle=False, drop_last=False):
+        state, metrics = train(state, window)
+    losses = np.asarray(vector_loss(model)(params, data, jax.random.key(0)), np.float64)
+    ends = list(range(0, 52, 8)) + [52]
+    blocks = [losses[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    hardest = sum(block.max() * len(block) for block in blocks) / 52
+    np.testing.assert_allclose(metrics["loss"], losses.mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["squared"], (losses**2).mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["weight"], 52)
+    np.testing.assert_allclose(metrics["hardest"], hardest, rtol=0.05)
+
+
+def test_scalar_loss_with_a_mask_is_exact_at_the_ragged_end(devices4):
+    model = Cnn()
+
+    def loss_fn(params, batch, rng):
+        losses = vector_loss(model)(params, batch, rng)
+        return (losses * batch["mask"]).sum() / batch["mask"].sum()
+
+    params, data = variables(model)["params"], in_order(0, 52)
+    train = elche.build_train_step(
+        loss_fn, optax.sgd(1.0), devices=devices4, cadence=Script([(3, 1, 1, 2)])
+    )
+    state, _ = run(
+        train, train.init(params), data, 8, shuffle=False, drop_last=False, mask_key="mask"
+    )
+    applied = jax.tree.map(lambda a, b: a - b, params, host(state.params))
+    want = jax.grad(scalar_loss(model))(params, data, jax.random.key(0))
+    assert_close(applied, want, rtol=2e-5, atol=2e-7)
+
+
+def test_bfloat16_parameters_accumulate_in_float32(devices4):
+    """256 gradients of 1/256 on top of 1: a bfloat16 sum would stay at 1."""
+
+    def loss_fn(params, batch, _):
+        return (params["w"] * batch["x"]).sum().astype(jnp.float32)
+
+    x = np.full((512, 1), 2.0**-8, "float32")
+    x[0] = 1.0
+    train = elche.build_train_step(
+        loss_fn, optax.sgd(1.0), devices=devices4[:2], cadence=Script([(256, 256)])
+    )
+    state = train.init({"w": np.zeros(1, jnp.bfloat16)})
+    state, _ = run(train, state, {"x": x.astype(jnp.bfloat16)}, 1, shuffle=False)
+    want = x.astype(np.float64).mean()
+    got = float(host(state.params)["w"][0])
+    assert abs(-got - want) < 2**-8 * want
+    in_bfloat16 = jnp.bfloat16(0)
+    for value in x[:, 0]:
+        in_bfloat16 = in_bfloat16 + jnp.bfloat16(value)
+    assert abs(float(in_bfloat16) / 512 - want) > 0.3 * want
+
+
+def test_clip_per_device_before_the_exchange(devices4):
+    """Each device's mean gradient is clipped, then weighted; by hand in NumPy."""
+    x = np.array([[3.0], [5.0], [0.5], [0.1]], "float32")
+
+    def loss_fn(params, batch, _):
+        return (params["w"] * batch["x"]).sum()
+
+    train = elche.build_train_step(
+        loss_fn, optax.sgd(1.0), devices=devices4[:2], cadence=Script([(2, 2)]),
+        config=elche.DDPConfig(max_grad_norm=1.0),
+    )  # fmt: skip
+    state = train.init({"w": np.zeros(1, "float32")})
+    state, _ = run(train, state, {"x": x}, 1, shuffle=False)
+    clipped = (2 * 1.0 + 2 * 0.3) / 4
+    np.testing.assert_allclose(host(state.params)["w"], [-clipped], rtol=1e-6)

@@ -1,0 +1,120 @@
+"""C5: counts change, and nothing waits for a compile."""
+
+import threading
+
+import jax
+import numpy as np
+import optax
+from models import Cnn, Script, digits, host, run, scalar_loss, variables
+
+import elche_jax as elche
+from elche_jax.engine.compile_cache import CompileCache
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+class CompileCount:
+    """Counts the compiles of the backend while it is open."""
+
+    def __enter__(self):
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._note)
+        return self
+
+    def _note(self, event, seconds, **_):
+        self.count += event == COMPILE_EVENT
+
+    def __exit__(self, *exception):
+        jax.monitoring.unregister_event_duration_listener(self._note)
+
+
+def test_no_compile_after_the_first_window_while_counts_change(devices4):
+    rng = np.random.default_rng(0)
+    first = (12, 12, 12, 12)
+    rows = [first] + [tuple(int(c) for c in rng.integers(0, 12, 4)) for _ in range(50)]
+    assert len(set(rows)) > 45 and all(map(any, rows))
+    model = Cnn()
+    train = elche.build_train_step(
+        scalar_loss(model), optax.adam(1e-3), devices=devices4, cadence=Script(rows)
+    )
+    state = train.init(variables(model)["params"])
+    with CompileCount() as compiles, train.windows(digits(), 1, epochs=None) as windows:
+        state, metrics = train(state, next(windows))
+        jax.block_until_ready(metrics)
+        assert compiles.count >= 2, "the listener must see the first compiles"
+        before = compiles.count
+        for _ in range(50):
+            state, metrics = train(state, next(windows))
+        jax.block_until_ready(metrics)
+        assert compiles.count == before
+    assert train.report().compile_misses == 2
+    assert train.counts_history[1:51] == rows[1:51]
+
+
+def test_a_larger_capacity_is_compiled_in_the_background(devices4):
+    """Counts beyond the capacity run in several calls until the larger one is there."""
+    rows = [(2, 2), (7, 3), (7, 3), (7, 3)]
+    model = Cnn()
+    params = variables(model)["params"]
+
+    def trained(release: threading.Event):
+        train = elche.build_train_step(
+            scalar_loss(model), optax.sgd(0.1), devices=devices4[:2], cadence=Script(rows)
+        )
+        cache: CompileCache = train._cache
+        fill = cache._fill
+        started = threading.Event()
+
+        def held_back(entry, build, **more):
+            if threading.current_thread().name == "elche-compile":
+                started.set()
+                release.wait(timeout=60)
+            fill(entry, build, **more)
+
+        cache._fill = held_back
+        state, used = run(train, train.init(params), digits(), 4, windows=3)
+        assert started.wait(timeout=60)
+        calls = [len(window.calls) for window in used]
+        release.set()
+        cache.wait()
+        state, used = run(train, state, digits(), 4, windows=3)
+        return host(state.params), calls, [len(window.calls) for window in used], train
+
+    first, calls, later, train = trained(threading.Event())
+    assert calls == [1, 3, 3] and later == [1, 1, 1]
+    report = train.report()
+    assert (report.compile_misses, report.compiled_ahead) == (2, 1)
+    # the same run without the delay gives the same bits: capacity is not arithmetic
+    release = threading.Event()
+    release.set()
+    second, *_ = trained(release)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+def test_the_persistent_compilation_cache_is_honoured(tmp_path, devices4):
+    from jax.experimental.compilation_cache import compilation_cache
+
+    model = Cnn()
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": 0,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    written = []
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    try:
+        for _ in range(2):
+            train = elche.build_train_step(
+                scalar_loss(model), optax.adam(1e-3), devices=devices4, cadence=Script([(2, 1, 1, 1)])
+            )
+            run(train, train.init(variables(model)["params"]), digits(), 4, windows=2)
+            written.append({path.name for path in tmp_path.glob("*-cache")})
+        assert len(written[0]) >= 2, "accumulate and combine"
+        assert written[1] == written[0], "the second run compiled nothing new"
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()

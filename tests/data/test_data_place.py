@@ -1,0 +1,287 @@
+"""Data on the devices: the right rows on each, and nothing but them on the way."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from elche_jax.data import place
+from elche_jax.data.place import Placer, choose_placement
+from elche_jax.data.reader import IndexedReader, Partial
+from elche_jax.data.source import ArraySource, IterableSource, MapSource
+from elche_jax.data.split import Range, split_window
+from elche_jax.engine.fetch import Pieces
+from elche_jax.engine.mapped import Mapped, stacked_sharding
+
+BATCH = 2
+SIZE = 200
+ARRAYS = {
+    "x": np.random.default_rng(0).normal(size=(SIZE, 3)),  # float64: arrives as float32
+    "n": np.arange(SIZE, dtype=np.int32),
+}
+ORDER = np.random.default_rng(1).permutation(SIZE)
+SPEC = {
+    "x": jax.ShapeDtypeStruct((BATCH, 3), np.float32),
+    "n": jax.ShapeDtypeStruct((BATCH,), np.int32),
+}
+
+
+def a_reader():
+    return IndexedReader(ArraySource(ARRAYS), BATCH, ORDER, drop_last=True)
+
+
+def a_placer(devices):
+    return Placer(devices, stacked_sharding(devices))
+
+
+def microbatch(number):
+    """Microbatch `number` of the epoch, from the arrays themselves."""
+    rows = ORDER[number * BATCH : (number + 1) * BATCH]
+    return {"x": ARRAYS["x"][rows].astype(np.float32), "n": ARRAYS["n"][rows]}
+
+
+def fetch_all(pieces, counts, devices):
+    """What `Pieces.fetch` gives on every device for every place, one call."""
+    capacity = Pieces(pieces).capacity(stacked=True)
+
+    def fetch(payload, count):
+        every = jax.vmap(lambda i: payload.fetch(i, count))(np.arange(capacity))
+        return every, None
+
+    key = (capacity, tuple(devices))
+    placed = a_placer(devices).rows(np.array(counts, np.int32))
+    if key not in fetch_all.programs:
+        program = Mapped(fetch, devices, donate=()).compile(Pieces(pieces), placed)
+        fetch_all.programs[key] = program
+    out, _ = fetch_all.programs[key](Pieces(pieces), placed)
+    return jax.tree.map(np.asarray, out)
+
+
+fetch_all.programs = {}
+
+
+def assert_microbatches(got, rank, numbers):
+    for place_of, number in enumerate(numbers):
+        want = microbatch(number)
+        for name in ("x", "n"):
+            np.testing.assert_array_equal(got[name][rank, place_of], want[name])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("capacity", [1, 3, 7, 15])
+def test_fetch_gives_every_microbatch_of_every_count(world_size, capacity):
+    devices = jax.devices()[:world_size]
+    placer, reader = a_placer(devices), a_reader()
+    for count in range(capacity + 1):
+        # other counts beside it, so that every mix of real and blank pieces occurs
+        counts = [count, capacity - count, capacity][:world_size]
+        if not any(counts):
+            continue
+        starts = np.cumsum([0, *counts[:-1]]).tolist()
+        ranges = [Range(*share) for share in zip(starts, counts, strict=True)]
+        pieces = placer.pieces(reader, 5, ranges, capacity, SPEC)
+        got = fetch_all(pieces, counts, devices)
+        for rank, share in enumerate(ranges):
+            first = 5 + share.start
+            assert_microbatches(got, rank, range(first, first + share.count))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    counts=st.tuples(*[st.integers(0, 20)] * 3).filter(any),
+    k=st.integers(1, 4),
+    first=st.integers(0, 30),
+)
+def test_chunks_of_a_window_reassemble_it(counts, k, first):
+    devices, capacity = jax.devices()[:3], 2**k - 1
+    placer, reader = a_placer(devices), a_reader()
+    done, first_of = [0, 0, 0], np.cumsum([0, *counts]).tolist()
+    for ranges in split_window(counts, capacity):
+        pieces = placer.pieces(reader, first, ranges, capacity, SPEC)
+        got = fetch_all(pieces, [share.count for share in ranges], devices)
+        for rank, share in enumerate(ranges):
+            begin = first + first_of[rank] + done[rank]
+            assert_microbatches(got, rank, range(begin, begin + share.count))
+            done[rank] += share.count
+    assert done == list(counts)
+
+
+def test_pieces_lie_on_their_devices_with_their_shapes():
+    devices = jax.devices()[:2]
+    ranges = [Range(0, 5), Range(5, 2)]
+    pieces = a_placer(devices).pieces(a_reader(), 0, ranges, 7, SPEC)
+    assert [piece["x"].shape for piece in pieces] == [
+        (2, 4, BATCH, 3), (2, 2, BATCH, 3), (2, 1, BATCH, 3)
+    ]  # fmt: skip
+    for piece in pieces:
+        assert piece["x"].dtype == np.float32
+        assert [shard.device for shard in piece["x"].addressable_shards] == devices
+    # blanks are zeros: 2 has no piece of length 4, 5 none of length 2
+    assert not np.asarray(pieces[0]["x"])[1].any()
+    assert not np.asarray(pieces[1]["x"])[0].any()
+
+
+@pytest.mark.parametrize("counts", [(7, 7), (5, 2), (1, 0), (0, 6)])
+def test_only_real_microbatches_cross(monkeypatch, counts):
+    devices = jax.devices()[:2]
+    placer, reader = a_placer(devices), a_reader()
+    ranges = [Range(0, counts[0]), Range(counts[0], counts[1])]
+    placer.pieces(reader, 0, ranges, 7, SPEC)  # the blanks cross once
+    crossed = []
+
+    def device_put(arrays, targets):
+        crossed.extend(array.nbytes for array in arrays)
+        return real(arrays, targets)
+
+    real = jax.device_put
+    monkeypatch.setattr(place.jax, "device_put", device_put)
+    placer.pieces(reader, 50, ranges, 7, SPEC)
+    one = BATCH * (3 * 8 + 4)  # the host's float64 is cut to float32 on the way
+    assert sum(crossed) == sum(counts) * one
+
+
+class Odd:
+    """Examples that look like the first one, but for numbers 4 and 5."""
+
+    def __init__(self, odd):
+        self.odd = odd
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        return self.odd if i in (4, 5) else {"x": np.zeros(3, np.float32), "n": np.int32(i)}
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        (
+            {"x": np.zeros(3, np.float32), "m": np.int32(0)},
+            r"windows: every microbatch of data must have the structure of the first one "
+            r"\(PyTreeDef\({'n': \*, 'x': \*}\)\), microbatch 4 has "
+            r"PyTreeDef\({'m': \*, 'x': \*}\)\.",
+        ),
+        (
+            {"x": np.zeros(4, np.float32), "n": np.int32(0)},
+            r"windows: every microbatch of data must have the shapes and dtypes of the "
+            r"first one \(\(1, 3\), float32\), microbatch 4 has \(1, 4\), float32\.",
+        ),
+        (
+            {"x": np.zeros(3, np.float32), "n": 0.5},
+            r"windows: every microbatch of data must have the shapes and dtypes of the "
+            r"first one \(\(1,\), int32\), microbatch 4 has \(1,\), float32\.",
+        ),
+    ],
+)
+def test_a_microbatch_unlike_the_first_is_an_error(odd, message):
+    devices = jax.devices()[:1]
+    reader = IndexedReader(MapSource(Odd(odd)), 1, np.arange(12), drop_last=True)
+    spec = {
+        "x": jax.ShapeDtypeStruct((1, 3), np.float32),
+        "n": jax.ShapeDtypeStruct((1,), np.int32),
+    }
+    placer = a_placer(devices)
+    placer.pieces(reader, 0, [Range(0, 3)], 3, spec)
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        placer.pieces(reader, 4, [Range(0, 2)], 3, spec)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_everywhere_copies_to_every_device(world_size):
+    devices = jax.devices()[:world_size]
+    # memory that starts at a multiple of 64 is what the CPU client reads in place
+    raw = np.zeros(64 * 65, np.float32)
+    x = raw[-raw.ctypes.data % 64 // 4 :][: 64 * 64].reshape(64, 64)
+    x[:] = np.random.default_rng(2).normal(size=x.shape)
+    tree = {"x": x, "n": np.arange(64)}
+    original = jax.tree.map(np.copy, tree)
+    placed = a_placer(devices).everywhere(tree)
+    tree["x"][:] = -1  # the user may go on using the arrays
+    for name in ("x", "n"):
+        assert placed[name].shape == (world_size, *original[name].shape)
+        shards = placed[name].addressable_shards
+        assert [shard.device for shard in shards] == devices
+        for shard in shards:
+            np.testing.assert_array_equal(np.asarray(shard.data)[0], original[name])
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_rows_go_to_the_devices_in_rank_order(backwards):
+    devices = jax.devices()[:3][:: -1 if backwards else 1]
+    placed = a_placer(devices).rows(np.array([[10], [11], [12]], np.int32))
+    got = {shard.device: int(shard.data[0, 0]) for shard in placed.addressable_shards}
+    assert got == dict(zip(devices, [10, 11, 12], strict=True))
+
+
+@settings(deadline=None, max_examples=40)
+@given(counts=st.lists(st.integers(0, 7), min_size=2, max_size=2), first=st.integers(0, 50))
+def test_index_names_the_examples_of_every_microbatch(counts, first):
+    devices = jax.devices()[:2]
+    ranges = [Range(0, counts[0]), Range(counts[0], counts[1])]
+    index = np.asarray(a_placer(devices).index(a_reader(), first, ranges, 7))
+    assert index.shape == (2, 7, BATCH)
+    assert index.dtype == np.int32
+    for rank, share in enumerate(ranges):
+        begin = (first + share.start) * BATCH
+        want = ORDER[begin : begin + share.count * BATCH].reshape(-1, BATCH)
+        np.testing.assert_array_equal(index[rank, : share.count], want)
+        assert not index[rank, share.count :].any()
+
+
+@pytest.mark.parametrize(
+    ("partial", "expected"), [(None, [-1, 0]), (Partial(104, 3), [4, 3]), (Partial(90, 3), [-10, 3])]
+)
+@pytest.mark.parametrize("fresh", [True, False])
+def test_orders_say_what_each_device_does(partial, expected, fresh):
+    devices = jax.devices()[:2]
+    ranges = [Range(0, 4), Range(4, 1)]
+    orders = a_placer(devices).orders(ranges, 100, fresh, partial)
+    assert orders.dtype == np.int32
+    np.testing.assert_array_equal(
+        orders, [[4, 0, int(fresh), *expected], [1, 4, int(fresh), *expected]]
+    )
+
+
+GPU, CPU = SimpleNamespace(platform="gpu"), SimpleNamespace(platform="cpu")
+DATA = ArraySource(np.zeros(100, np.int8))  # 100 bytes
+
+
+@pytest.mark.parametrize(
+    ("placement", "devices", "free", "chosen"),
+    [
+        ("auto", [GPU], 400, "resident"),  # a quarter of the free memory, just so
+        ("auto", [GPU], 399, "stream"),
+        ("auto", [GPU, GPU], 400, "resident"),  # each has memory of its own
+        ("auto", [CPU, CPU], 800, "resident"),  # all copies lie in the host's
+        ("auto", [CPU, CPU], 799, "stream"),
+        ("auto", [GPU], None, "stream"),
+        ("stream", [GPU], 10**9, "stream"),
+        ("resident", [GPU], 0, "resident"),
+        ("resident", [GPU], None, "resident"),
+    ],
+)
+def test_choose_placement(placement, devices, free, chosen):
+    assert choose_placement(placement, DATA, devices, free) == chosen
+
+
+@pytest.mark.parametrize("source", [MapSource([1]), IterableSource([1])])
+def test_only_arrays_can_be_resident(source):
+    assert choose_placement("auto", source, [GPU], 10**9) == "stream"
+    assert choose_placement("stream", source, [GPU], 10**9) == "stream"
+    with pytest.raises(
+        ValueError,
+        match=r"^windows: placement='resident' needs data that is a pytree of arrays, got a "
+        rf"{type(source).__name__}\. Use placement='stream'\.$",
+    ):
+        choose_placement("resident", source, [GPU], 10**9)
+
+
+def test_another_placement_is_an_error():
+    with pytest.raises(
+        ValueError,
+        match=r"^windows: placement must be 'auto', 'resident' or 'stream', got 'gpu'\.$",
+    ):
+        choose_placement("gpu", DATA, [GPU], None)

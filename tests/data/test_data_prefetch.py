@@ -1,0 +1,220 @@
+"""The prefetch thread: items in order, errors with their traceback, no thread left."""
+
+import threading
+import weakref
+
+import pytest
+
+from elche_jax.data.prefetch import Prefetch
+
+GIVE_UP = 30  # seconds after which a hang is a failure; never waited for in a good run
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left():
+    before = set(threading.enumerate())
+    yield
+    for thread in threading.enumerate():
+        if thread not in before and thread.name == "elche-prefetch":
+            thread.join(GIVE_UP)
+            assert not thread.is_alive()
+
+
+def producers():
+    return [t for t in threading.enumerate() if t.name == "elche-prefetch"]
+
+
+def nothing():
+    pass
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_items_come_in_order_and_then_the_end(depth):
+    prefetch = Prefetch(lambda stop: iter(range(20)), nothing, depth)
+    assert iter(prefetch) is prefetch
+    assert list(prefetch) == list(range(20))
+    assert next(prefetch, "over") == "over"
+    assert producers() == []
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_it_runs_ahead_and_not_further_than_its_depth(depth):
+    taken = 0
+    most = 0
+    filled = threading.Event()
+
+    def make(stop):
+        nonlocal most
+        for made in range(1, 40):
+            most = max(most, made - taken)
+            if made == depth + 1:
+                filled.set()  # `depth` items lie ready and one waits for room
+            yield made
+
+    prefetch = Prefetch(make, nothing, depth)
+    assert filled.wait(GIVE_UP)
+    while True:
+        taken += 1
+        if next(prefetch, None) is None:
+            break
+    assert most == depth + 1
+
+
+def test_an_error_comes_after_the_items_before_it_with_its_traceback():
+    def failing_dataset():
+        raise OSError("disk gone")
+
+    def make(stop):
+        yield "first"
+        failing_dataset()
+
+    prefetch = Prefetch(make, nothing)
+    assert next(prefetch) == "first"
+    with pytest.raises(OSError, match="disk gone") as caught:
+        next(prefetch)
+    assert caught.traceback[-1].name == "failing_dataset"
+    assert producers() == []
+    assert next(prefetch, "over") == "over"
+
+
+def test_an_error_before_the_first_item_is_raised():
+    def make(stop):
+        raise KeyError("no such file")
+
+    with pytest.raises(KeyError, match="no such file"):
+        next(Prefetch(make, nothing))
+
+
+def test_even_an_exit_in_the_source_reaches_the_loop():
+    def make(stop):
+        raise SystemExit(3)
+        yield
+
+    with pytest.raises(SystemExit):
+        next(Prefetch(make, nothing))
+
+
+def test_close_while_the_producer_waits_for_room():
+    full = threading.Event()
+
+    def make(stop):
+        yield 1
+        full.set()  # the next item cannot be put any more
+        yield 2
+
+    prefetch = Prefetch(make, nothing)
+    (thread,) = producers()
+    assert full.wait(GIVE_UP)
+    prefetch.close()
+    assert not thread.is_alive()
+    assert next(prefetch, "over") == "over"
+
+
+def test_close_wakes_an_iterator_that_waits():
+    changed = threading.Condition()
+    waiting = threading.Event()
+    wakes = []
+
+    def make(stop):
+        with changed:
+            waiting.set()
+            changed.wait_for(stop.is_set)
+        return
+        yield
+
+    def wake():
+        wakes.append(1)
+        with changed:
+            changed.notify_all()
+
+    prefetch = Prefetch(make, wake)
+    (thread,) = producers()
+    assert waiting.wait(GIVE_UP)
+    prefetch.close()
+    assert not thread.is_alive()
+    prefetch.close()
+    assert wakes == [1]
+
+
+def test_what_an_iterator_raises_when_told_to_stop_is_nobodys_concern():
+    def make(stop):
+        stop.wait()
+        raise OSError("interrupted")
+        yield
+
+    prefetch = Prefetch(make, nothing)
+    prefetch.close()
+    assert producers() == []
+    assert next(prefetch, "over") == "over"
+
+
+def test_dropping_it_ends_the_thread():
+    closed = threading.Event()
+
+    def make(stop):
+        try:
+            while True:
+                yield 1
+        finally:
+            closed.set()
+
+    prefetch = Prefetch(make, nothing)
+    assert next(prefetch) == 1
+    (thread,) = producers()
+    del prefetch
+    assert not thread.is_alive()
+    assert closed.is_set()
+
+
+def test_dropping_it_in_its_own_thread_ends_the_thread():
+    go = threading.Event()
+    box = []
+
+    def make(stop):
+        go.wait()
+        box.clear()
+        assert stop.is_set()
+        yield 1
+
+    box.append(Prefetch(make, nothing))
+    dropped = weakref.ref(box[0])
+    (thread,) = producers()
+    go.set()
+    thread.join(GIVE_UP)
+    assert not thread.is_alive()
+    assert dropped() is None
+
+
+def test_a_loop_that_waits_for_an_item_is_released_by_close():
+    def make(stop):
+        stop.wait()
+        return
+        yield
+
+    prefetch = Prefetch(make, nothing)
+    got = []
+    loop = threading.Thread(target=lambda: got.append(next(prefetch, "over")))
+    loop.start()
+    prefetch.close()
+    loop.join(GIVE_UP)
+    assert got == ["over"]
+
+
+def test_close_does_not_wait_for_a_stuck_source():
+    stuck, free = threading.Event(), threading.Event()
+
+    def make(stop):
+        stuck.set()
+        free.wait()
+        yield 1
+        raise AssertionError("told to stop, and yet asked for more")
+
+    prefetch = Prefetch(make, nothing)
+    (thread,) = producers()
+    assert stuck.wait(GIVE_UP)
+    prefetch.close()
+    assert thread.is_alive()  # nothing can interrupt it, but the loop goes on
+    assert next(prefetch, "over") == "over"
+    free.set()
+    thread.join(GIVE_UP)
+    assert not thread.is_alive()

@@ -1,0 +1,152 @@
+"""Which devices take part: the choice, the groups, the summary line, free memory."""
+
+import os
+from unittest import mock
+
+import jax
+import pytest
+
+from elche_jax.engine import devices as module
+from elche_jax.engine.devices import (
+    GIB,
+    Group,
+    device_summary,
+    free_bytes,
+    group_devices,
+    select_devices,
+)
+
+
+def fake(kind, platform="gpu", limit_gib=None, used=None):
+    """A device that this machine has not got."""
+    device = mock.Mock(spec=jax.Device)
+    device.platform, device.device_kind = platform, kind
+    stats = None if limit_gib is None else {"bytes_limit": int(limit_gib * GIB)}
+    if used is not None:
+        stats["bytes_in_use"] = used
+    device.memory_stats.return_value = stats
+    return device
+
+
+def test_none_stands_for_all_local_devices():
+    assert select_devices(None) == tuple(jax.local_devices())
+
+
+def test_the_order_is_the_users():
+    backwards = jax.devices()[::-1]
+    assert select_devices(backwards) == tuple(backwards)
+    assert select_devices(iter(backwards)) == tuple(backwards)
+
+
+def test_no_device_is_an_error():
+    with pytest.raises(
+        ValueError,
+        match=r"^build_train_step: devices must hold at least one device, got none\.$",
+    ):
+        select_devices([])
+
+
+@pytest.mark.parametrize("devices", [[0, 1], ["cpu:0"], "cpu"])
+def test_what_is_no_device_is_an_error(devices):
+    kind = type(devices[0]).__name__
+    with pytest.raises(
+        TypeError,
+        match=r"^build_train_step: devices must be jax.Device objects \(see "
+        rf"jax.local_devices\(\)\), got {kind}\.$",
+    ):
+        select_devices(devices)
+
+
+@pytest.mark.parametrize("one", [4, fake("A100")])
+def test_what_is_no_sequence_is_an_error(one):
+    with pytest.raises(
+        TypeError,
+        match=r"^build_train_step: devices must be a sequence of jax.Device objects, got "
+        rf"{type(one).__name__}\. Write \[device\] for one\.$",
+    ):
+        select_devices(one)
+
+
+def test_a_device_twice_is_an_error():
+    first, second = jax.devices()[:2]
+    with pytest.raises(
+        ValueError,
+        match=r"^build_train_step: no device may appear twice in devices, got "
+        rf"{second} 2 times\.$",
+    ):
+        select_devices([first, second, second])
+
+
+def test_errors_name_the_function_that_was_called():
+    with pytest.raises(ValueError, match=r"^device_summary: devices must hold"):
+        device_summary([])
+
+
+def test_groups_are_kinds_in_the_order_of_their_first_rank():
+    big, small, also_big = fake("H100"), fake("L4"), fake("H100")
+    other = fake("H100", platform="cpu")
+    assert group_devices([big, small, also_big, other]) == [
+        Group((big, also_big), (0, 2)),
+        Group((small,), (1,)),
+        Group((other,), (3,)),
+    ]
+    assert group_devices([big, small, also_big])[0].world_size == 2
+
+
+@pytest.mark.parametrize(
+    ("devices", "line"),
+    [
+        ([fake("cpu", "cpu")], "elche: 1 device | cpu"),
+        ([fake("cpu", "cpu")] * 4, "elche: 4 devices | cpu x4"),
+        ([fake("NVIDIA H200", limit_gib=139.81)], "elche: 1 GPU | H200 (139.8 GB)"),
+        (
+            [
+                fake("NVIDIA GeForce RTX 4090", limit_gib=24),
+                fake("NVIDIA GeForce RTX 3090", limit_gib=24),
+                fake("NVIDIA GeForce RTX 4090", limit_gib=24),
+            ],
+            "elche: 3 GPUs (2 kinds) | RTX 4090 (24.0 GB) x2 | RTX 3090 (24.0 GB)",
+        ),
+        ([fake("TPU v5e", "tpu", 16)] * 2, "elche: 2 TPUs | TPU v5e (16.0 GB) x2"),
+        (
+            [fake("L4", "gpu", 24), fake("cpu", "cpu")],
+            "elche: 2 devices (2 kinds) | L4 (24.0 GB) | cpu",
+        ),
+    ],
+)
+def test_summary(devices, line, monkeypatch):
+    monkeypatch.setattr(module, "select_devices", lambda chosen, where: tuple(chosen))
+    assert device_summary(devices) == line
+
+
+def test_summary_of_this_machine():
+    kind = jax.devices()[0].device_kind
+    assert device_summary(jax.devices()[:2]) == f"elche: 2 devices | {kind} x2"
+
+
+def test_free_bytes_is_what_the_tightest_device_has_left():
+    devices = [fake("A", limit_gib=2, used=GIB), fake("A", limit_gib=2, used=GIB + 1)]
+    assert free_bytes(devices) == GIB - 1
+    assert free_bytes([fake("A", limit_gib=3)]) == 3 * GIB
+
+
+@pytest.mark.parametrize("stats", [None, {}, {"bytes_in_use": 5}])
+def test_free_bytes_is_not_known_where_one_device_does_not_say(stats):
+    silent = fake("A")
+    silent.memory_stats.return_value = stats
+    assert free_bytes([fake("A", limit_gib=2), silent]) is None
+
+
+def test_free_bytes_of_cpu_devices_is_that_of_the_host(monkeypatch):
+    figures = {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(os, "sysconf", figures.__getitem__)
+    assert free_bytes(jax.devices()[:3]) == 4_096_000
+
+
+@pytest.mark.parametrize("error", [ValueError, OSError, AttributeError])
+def test_free_bytes_is_not_known_where_the_system_does_not_say(monkeypatch, error):
+    def sysconf(name):
+        raise error(name)
+
+    monkeypatch.setattr(os, "sysconf", sysconf)
+    assert free_bytes(jax.devices()[:1]) is None

@@ -1,0 +1,88 @@
+"""Microbatch `i` of a call, out of what lies on the device (data/test_data_place.py
+has the way there)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from elche_jax.data.split import Range, piece_lengths
+from elche_jax.engine.fetch import Orders, Pieces, Rows
+
+BATCH = 2
+
+
+def pieces_of(numbers, capacity):
+    """Pieces with microbatch `i` holding `numbers[i]`; what is not read holds NaN."""
+    real = Range(0, len(numbers)).pieces()
+    rows = np.repeat(np.array(numbers, np.float32)[:, None], BATCH, axis=1)
+    return Pieces(
+        tuple(
+            {"x": jnp.asarray(rows[real[length] : real[length] + length])}
+            if length in real
+            else {"x": jnp.full((length, BATCH), jnp.nan)}
+            for length in piece_lengths(capacity)
+        )
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(k=st.integers(1, 5), data=st.data())
+def test_pieces_give_every_microbatch_and_nothing_else(k, data):
+    capacity = 2**k - 1
+    count = data.draw(st.integers(1, capacity))
+    numbers = np.random.default_rng(count).normal(size=count).astype(np.float32)
+    payload = pieces_of(numbers, capacity)
+    got = jax.vmap(lambda i: payload.fetch(i, jnp.int32(count)))(jnp.arange(count))
+    np.testing.assert_array_equal(got["x"], np.repeat(numbers[:, None], BATCH, axis=1))
+
+
+def test_no_microbatch_is_no_error():
+    # the loop never asks, but the program is traced with count 0 as with any other
+    payload = pieces_of([], 7)
+    assert payload.fetch(jnp.int32(0), jnp.int32(0))["x"].shape == (BATCH,)
+
+
+@pytest.mark.parametrize("capacity", [1, 3, 31])
+def test_capacity_of_pieces(capacity):
+    shapes = [
+        {"x": jax.ShapeDtypeStruct((length, BATCH), jnp.float32)}
+        for length in piece_lengths(capacity)
+    ]
+    stacked = [
+        {"x": jax.ShapeDtypeStruct((4, length, BATCH), jnp.float32)}
+        for length in piece_lengths(capacity)
+    ]
+    assert Pieces(tuple(shapes)).capacity(stacked=False) == capacity
+    assert Pieces(tuple(stacked)).capacity(stacked=True) == capacity
+
+
+def test_rows_are_looked_up_by_example_number():
+    data = {"x": jnp.arange(20.0).reshape(10, 2), "y": jnp.arange(10)}
+    payload = Rows(data, jnp.array([[3, 1, 4], [1, 5, 9]], jnp.int32))
+    got = payload.fetch(jnp.int32(1), jnp.int32(2))
+    np.testing.assert_array_equal(got["x"], [[2, 3], [10, 11], [18, 19]])
+    np.testing.assert_array_equal(got["y"], [1, 5, 9])
+    assert payload.capacity(stacked=False) == 2
+    assert Rows(data, jnp.zeros((4, 7, 3), jnp.int32)).capacity(stacked=True) == 7
+
+
+def test_payloads_and_orders_are_pytrees():
+    payload = pieces_of([1.0], 1)
+    doubled = jax.tree.map(lambda x: 2 * x, payload)
+    np.testing.assert_array_equal(doubled.pieces[0]["x"], [[2, 2]])
+    rows = jax.tree.map(lambda x: x, Rows({"x": jnp.zeros(3)}, jnp.zeros((1, 1), jnp.int32)))
+    assert isinstance(rows, Rows)
+
+
+def test_orders_are_read_by_name():
+    orders = Orders(jnp.array([5, 12, 1, 14, 3], jnp.int32))
+    assert int(orders.count) == 5
+    assert int(orders.start) == 12
+    assert bool(orders.fresh)
+    valid = [int(orders.valid(place, 8)) for place in range(12, 17)]
+    assert valid == [8, 8, 3, 8, 8]
+    later = Orders(jnp.array([5, 12, 0, -1, 0], jnp.int32))
+    assert not bool(later.fresh)
+    assert [int(later.valid(place, 8)) for place in range(3)] == [8, 8, 8]

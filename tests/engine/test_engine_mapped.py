@@ -1,0 +1,94 @@
+"""One function over the devices of a group, and arrays with one entry per device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from elche_jax.engine.mapped import (
+    AXIS,
+    Mapped,
+    shards_in_order,
+    stack_shards,
+    stacked_sharding,
+)
+
+X = np.random.default_rng(0).normal(size=(4, 5)).astype(np.float32)
+
+
+def place(array, devices):
+    return jax.device_put(array, stacked_sharding(devices))
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_device_computes_on_its_entry(world_size, backwards):
+    devices = jax.devices()[:world_size][:: -1 if backwards else 1]
+    mapped = Mapped(lambda t, y: ({"s": t["x"] * y}, None), devices, donate=())
+    x, y = X[:world_size], np.arange(world_size, dtype=np.float32)
+    tree = {"x": place(x, devices)}
+    out, shared = mapped.compile(tree, place(y, devices))(tree, place(y, devices))
+    assert shared is None
+    np.testing.assert_array_equal(out["s"], x * y[:, None])
+    on = {shard.device: np.asarray(shard.data)[0] for shard in out["s"].addressable_shards}
+    for rank, device in enumerate(devices):
+        np.testing.assert_array_equal(on[device], x[rank] * y[rank])
+
+
+def test_collectives_know_the_axis_and_shared_results_have_no_device_axis():
+    devices = jax.devices()[:3]
+
+    def fn(x):
+        rank = jax.lax.axis_index(AXIS)
+        return rank[None], jax.lax.psum(x, AXIS)
+
+    x = place(np.arange(6, dtype=np.int32).reshape(3, 2), devices)
+    ranks, total = Mapped(fn, devices, donate=()).compile(x)(x)
+    np.testing.assert_array_equal(ranks, [[0], [1], [2]])
+    np.testing.assert_array_equal(total, [6, 9])
+
+
+def test_one_device_gives_shared_results_without_a_device_axis_too():
+    devices = jax.devices()[1:2]
+    x = place(X[:1], devices)
+    out, total = Mapped(lambda x: (x + 1, x.sum()), devices, donate=()).compile(x)(x)
+    assert (out.shape, total.shape) == ((1, 5), ())
+    assert out.devices() == total.devices() == set(devices)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_shapes_suffice_to_compile(world_size):
+    devices = jax.devices()[:world_size]
+    mapped = Mapped(lambda x: (2 * x, None), devices, donate=())
+    program = mapped.compile(jax.ShapeDtypeStruct((world_size, 5), jnp.float32))
+    out, _ = program(place(X[:world_size], devices))
+    np.testing.assert_array_equal(out, 2 * X[:world_size])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_only_donated_arguments_are_given_up(world_size):
+    devices = jax.devices()[:world_size]
+    x, y = place(X[:world_size], devices) + 0, place(X[:world_size], devices) + 0
+    mapped = Mapped(lambda x, y: ((x + y, y), None), devices, donate=(0,))
+    mapped.compile(x, y)(x, y)
+    assert x.is_deleted()
+    assert not y.is_deleted()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_stacking_takes_the_arrays_as_they_lie(world_size):
+    devices = jax.devices()[:world_size][::-1]
+    shards = [jax.device_put(X[r : r + 1], device) for r, device in enumerate(devices)]
+    array = stack_shards(shards, stacked_sharding(devices), (world_size, 5))
+    np.testing.assert_array_equal(array, X[:world_size])
+    again = shards_in_order(array, devices)
+    for shard, original, device in zip(again, shards, devices, strict=True):
+        assert shard.devices() == {device}
+        assert shard.unsafe_buffer_pointer() == original.unsafe_buffer_pointer()
+
+
+def test_shards_come_in_the_order_asked_for():
+    devices = jax.devices()[:3]
+    array = place(np.array([10, 11, 12]), devices)
+    order = [devices[2], devices[0]]
+    assert [int(shard[0]) for shard in shards_in_order(array, order)] == [12, 10]
