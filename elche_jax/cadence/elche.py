@@ -190,7 +190,7 @@ class ElChe:
             if slow_rank >= world_size:
                 rule = f"be below world_size ({world_size})"
                 raise ValueError(
-                    check.message("ElChe.init", "slow_rank", rule, slow_rank, _TWO)
+                    check.message("ElChe.init", "speed_hint slow_rank", rule, slow_rank, _TWO)
                 )
             faster = _round(self.anchor * ratio)
             return tuple(
@@ -332,7 +332,7 @@ def _checked_hint(hint: object) -> tuple[Any, ...]:
         if isinstance(first, np.integer):
             first = int(cast(Any, first))
         if isinstance(first, int):
-            slow_rank = check.integer("ElChe", "slow_rank", first, low=0, todo=_TWO)
-            ratio = check.real("ElChe", "ratio", entries[1], low=1, todo=_TWO)
+            slow_rank = check.integer("ElChe", "speed_hint slow_rank", first, low=0, todo=_TWO)
+            ratio = check.real("ElChe", "speed_hint ratio", entries[1], low=1, todo=_TWO)
             return (slow_rank, ratio)
     return check.reals("ElChe", "speed_hint", entries, above=0)

@@ -123,7 +123,7 @@ class Program:
         )
         updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        good = _all_finite(total.grads) & (total.weight > 0)
+        good = _all_finite((total.grads, total.loss)) & (total.weight > 0)
         kept = (state.params, state.opt_state, state.model_state)
         made = (params, opt_state, total.model_state)
         params, opt_state, model_state = jax.tree.map(

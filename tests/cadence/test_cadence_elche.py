@@ -85,13 +85,13 @@ def test_a_copy_of_the_config_means_the_same(hint):
         ({"max_anchor": 0}, ValueError, "max_anchor must be at least 1, got 0"),
         ({"max_batch_diff": 0}, ValueError, "max_batch_diff must be at least 1, got 0"),
         ({"speed_hint": 2.3}, TypeError, "speed_hint must be a sequence of numbers"),
-        ({"speed_hint": (-1, 2.0)}, ValueError, "slow_rank must be at least 0, got -1"),
-        ({"speed_hint": (True, 2.0)}, TypeError, "slow_rank must be an integer"),
+        ({"speed_hint": (-1, 2.0)}, ValueError, "speed_hint slow_rank must be at least 0, got -1"),
+        ({"speed_hint": (True, 2.0)}, TypeError, "speed_hint slow_rank must be an integer"),
         (
             {"speed_hint": (1, 0.5)},
             ValueError,
             (
-                r"ratio must be at least 1, got 0\.5\. \(slow_rank, ratio\) is what a "
+                r"speed_hint ratio must be at least 1, got 0\.5\. \(slow_rank, ratio\) is what a "
                 r"tuple of two that starts with an int means; write the speeds of two "
                 r"devices as a list\.$"
             ),
@@ -121,7 +121,7 @@ def test_init_errors():
         ElChe().init(2.0)  # pyright: ignore[reportArgumentType]
     with pytest.raises(
         ValueError,
-        match=r"^ElChe\.init: slow_rank must be below world_size \(2\), got 2\. ",
+        match=r"^ElChe\.init: speed_hint slow_rank must be below world_size \(2\), got 2\. ",
     ):
         ElChe(speed_hint=(2, 2.0)).init(2)
     with pytest.raises(

@@ -185,7 +185,8 @@ def test_a_path_is_an_error(path):
 
 
 @pytest.mark.parametrize(
-    ("data", "name"), [(None, "NoneType"), (3, "int"), (SimpleNamespace(), "SimpleNamespace")]
+    ("data", "name"),
+    [(None, "NoneType"), (3, "int"), (SimpleNamespace(), "SimpleNamespace")],
 )
 def test_other_objects_are_an_error(data, name):
     with pytest.raises(TypeError, match=FORMS + name + r"\.$"):

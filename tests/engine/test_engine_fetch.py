@@ -72,7 +72,9 @@ def test_payloads_and_orders_are_pytrees():
     payload = pieces_of([1.0], 1)
     doubled = jax.tree.map(lambda x: 2 * x, payload)
     np.testing.assert_array_equal(doubled.pieces[0]["x"], [[2, 2]])
-    rows = jax.tree.map(lambda x: x, Rows({"x": jnp.zeros(3)}, jnp.zeros((1, 1), jnp.int32)))
+    rows = jax.tree.map(
+        lambda x: x, Rows({"x": jnp.zeros(3)}, jnp.zeros((1, 1), jnp.int32))
+    )
     assert isinstance(rows, Rows)
 
 

@@ -1,0 +1,347 @@
+"""Threads end, errors surface, nothing hangs: whatever the loop does."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import elche_jax as elche
+from elche_jax.lab import EmulatedSpeeds
+
+
+def loss_fn(params, batch, rng):
+    return jnp.mean((batch["x"] @ params["w"]) ** 2)
+
+
+PARAMS = {"w": np.ones(3, "float32")}
+
+
+def data(size=64):
+    return {"x": np.random.default_rng(0).normal(size=(size, 3)).astype("float32")}
+
+
+def build(world=2, **options):
+    return elche.build_train_step(
+        options.pop("loss", loss_fn), optax.sgd(0.1), devices=jax.devices()[:world], **options
+    )
+
+
+def threads():
+    return [t.name for t in threading.enumerate() if t.name.startswith("elche-")]
+
+
+def test_threads_live_as_long_as_the_windows():
+    train = build()
+    state = train.init(PARAMS)
+    windows = train.windows(data(), 4)
+    assert set(threads()) == {"elche-prefetch", "elche-watch-0", "elche-watch-1"}
+    for window in windows:
+        state, _ = train(state, window)
+    assert threads() == []
+    assert next(windows, None) is None
+    windows.close()
+
+
+def test_leaving_the_loop_early_ends_them():
+    train = build()
+    state = train.init(PARAMS)
+    for window in train.windows(data(), 4):
+        state, _ = train(state, window)
+        break
+    gc.collect()
+    assert threads() == []
+
+
+def test_an_error_in_the_loop_ends_them():
+    train = build()
+    state = train.init(PARAMS)
+
+    def loop(state):
+        for window in train.windows(data(), 4):
+            state, _ = train(state, window)
+            raise KeyError("mine")
+
+    try:
+        loop(state)
+    except KeyError:
+        pass
+    gc.collect()
+    assert threads() == []
+
+
+class Broken:
+    """A data set whose example 17 cannot be read."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        if i == 17:
+            raise OSError("example 17 is damaged")
+        return {"x": np.ones(3, "float32")}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_error_in_the_data_surfaces_with_its_traceback(world):
+    train = build(world)
+    state, done = train.init(PARAMS), 0
+    with pytest.raises(OSError, match="example 17 is damaged") as caught:
+        for window in train.windows(Broken(), 2, shuffle=False):
+            state, _ = train(state, window)
+            done += 1
+    assert done > 0 and threads() == []
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert any(frame.name == "__getitem__" for frame in frames)
+    # nothing is lost: the state is that of the windows before
+    assert int(elche.unreplicate(state.step)) == done
+
+
+def test_an_error_in_an_iterator_surfaces():
+    def batches():
+        yield {"x": np.ones((4, 3), "float32")}
+        yield {"x": np.ones((4, 3), "float32")}
+        raise RuntimeError("stream broke")
+
+    train = build()
+    state = train.init(PARAMS)
+    with pytest.raises(RuntimeError, match="stream broke"):
+        for window in train.windows(batches()):
+            state, _ = train(state, window)
+    assert threads() == []
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_windows_that_are_not_used_are_given_up(world):
+    train = build(world)
+    state, used = train.init(PARAMS), 0
+    for number, window in enumerate(train.windows(data(), 2)):
+        if number % 3 == 1:
+            state, _ = train(state, window)
+            used += 1
+    assert number == 64 // (2 * world) - 1
+    assert int(elche.unreplicate(state.step)) == used
+    assert len(train.records) == used
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_windows_may_be_used_after_their_iterator_ended(world):
+    train = build(world)
+    state = train.init(PARAMS)
+    windows = list(train.windows(data(), 8))
+    assert threads() == []
+    for window in windows:
+        state, metrics = train(state, window)
+    assert int(elche.unreplicate(state.microbatches)) == 8
+    assert bool(jnp.isfinite(metrics["loss"]))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_second_run_while_the_first_is_open(world):
+    train = build(world)
+    state = train.init(PARAMS)
+    with train.windows(data(), 4) as first, train.windows(data(), 4) as second:
+        for a, b in zip(first, second, strict=True):
+            state, _ = train(state, a)
+            state, _ = train(state, b)
+    assert int(elche.unreplicate(state.microbatches)) == 32
+    assert threads() == []
+
+
+def nan_loss(params, batch, rng):
+    """Not a number in the loss, finite in the gradient."""
+    return loss_fn(params, batch, rng) + jnp.where(batch["x"].max() > 50, jnp.nan, 0.0)
+
+
+def nan_gradient(params, batch, rng):
+    """Finite in the loss, not a number in the gradient."""
+    return loss_fn(params, batch, rng) + jnp.sqrt(
+        jnp.where(batch["x"].max() > 50, 0.0, 1.0) * params["w"][0] ** 2
+    )
+
+
+BAD_LOSSES = pytest.mark.parametrize("loss", [nan_loss, nan_gradient])
+
+
+def poisoned():
+    found = data(32)
+    found["x"][20] = 100.0
+    return found
+
+
+@BAD_LOSSES
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_nonfinite_gradient_is_raised_and_never_applied(world, loss):
+    train = build(world, loss=loss)
+    state = train.init(PARAMS)
+    with pytest.raises(
+        elche.NonFiniteError, match=rf"window {20 // (4 * world)} \(epoch 0, counts .* dropped"
+    ):
+        for window in train.windows(poisoned(), 4, shuffle=False):
+            state, _ = train(state, window)
+    assert np.isfinite(elche.unreplicate(state.params)["w"]).all()
+    assert threads() == []
+
+
+@BAD_LOSSES
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_nonfinite_gradient_can_be_skipped(world, loss):
+    train = build(world, loss=loss, nonfinite="skip")
+    state, finite = train.init(PARAMS), []
+    for window in train.windows(poisoned(), 4, shuffle=False):
+        before = np.asarray(elche.unreplicate(state.params)["w"])
+        state, metrics = train(state, window)
+        finite.append(bool(metrics["finite"]))
+        same = np.array_equal(before, elche.unreplicate(state.params)["w"])
+        assert same != finite[-1]
+    assert finite.count(False) == 1 and not finite[20 // (4 * world)]
+
+
+SCRIPT = """
+import os, sys, threading
+import jax
+jax.config.update("jax_num_cpu_devices", 4)
+import jax.numpy as jnp, numpy as np, optax
+import elche_jax as elche
+from elche_jax.lab import EmulatedSpeeds
+
+def loss_fn(params, batch, rng):
+    return jnp.mean((batch["x"] @ params["w"]) ** 2)
+
+train = elche.build_train_step(
+    loss_fn, optax.sgd(0.1), devices=jax.devices()[: {world}], cadence=elche.FixedTotal(20),
+    emulate=EmulatedSpeeds([10.0] * {world}) if {world} > 1 else None,
+)
+state = train.init({{"w": np.ones(3, "float32")}})
+data = {{"x": np.ones((64, 3), "float32")}}
+for window in train.windows(data, 4, epochs=None):
+    state, metrics = train(state, window)
+    if window.index == 5:
+        print("running", flush=True)
+"""
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_ctrl_c_ends_a_run(world):
+    """A real process, a real signal; it must end by KeyboardInterrupt, not hang or crash."""
+    root = Path(elche.__file__).parents[1]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.format(world=world)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    try:
+        assert process.stdout.readline().strip() == "running"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == -signal.SIGINT, errors[-2000:]
+    assert "KeyboardInterrupt" in errors
+    assert "FATAL" not in errors and "terminate called" not in errors
+
+
+def test_a_process_may_end_in_the_middle_of_everything():
+    """Windows in flight, a thread that compiles: the interpreter still ends cleanly."""
+    code = SCRIPT.format(world=4).replace("FixedTotal(20)", "Replay([(1,) * 4, (9,) * 4] * 99)")
+    code = code.replace('print("running", flush=True)', "break")
+    root = Path(elche.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_at_most_two_windows_are_in_flight():
+    """The loop is held back while the devices work: seen from the inside."""
+    train = build(2, cadence=elche.FixedTotal(4), emulate=EmulatedSpeeds([5.0, 5.0]))
+    state, handed, behind = train.init(PARAMS), 0, []
+    for window in train.windows(data(), 2):
+        state, _ = train(state, window)
+        handed += 1
+        behind.append(handed - len(train.records))
+    assert max(behind) <= 2
+
+
+def test_hint_for_unequal_devices_of_one_kind(caplog):
+    train = build(2, emulate=EmulatedSpeeds([2.0, 12.0]))
+    state = train.init(PARAMS)
+    with caplog.at_level("WARNING", logger="elche_jax"):
+        for window in train.windows(data(), 2):
+            state, _ = train(state, window)
+    assert train.counts == (1, 1)
+    hints = [r.getMessage() for r in caplog.records if "unequally fast" in r.getMessage()]
+    assert len(hints) == 1 and "ElChe" in hints[0]
+
+
+def test_no_hint_where_the_user_chose(caplog):
+    train = build(2, cadence=elche.EveryBatch(), emulate=EmulatedSpeeds([2.0, 12.0]))
+    state = train.init(PARAMS)
+    for window in train.windows(data(), 2):
+        state, _ = train(state, window)
+    assert not [r for r in caplog.records if "unequally fast" in r.getMessage()]
+
+
+def test_policy_auto():
+    config = elche.DDPConfig()
+    assert config.cadence_for(4, kinds=1) == elche.EveryBatch()
+    assert config.cadence_for(4, kinds=2) == elche.ElChe()
+    assert config.cadence_for(1, kinds=1) == elche.EveryBatch()
+    assert elche.DDPConfig(policy="sync").cadence_for(4, kinds=2) == elche.EveryBatch()
+    assert elche.DDPConfig(policy="cadence", anchor=3).cadence_for(2, 1) == elche.ElChe(anchor=3)
+    assert build(2).counts == (1, 1)
+
+
+def test_elche_finds_the_speeds_and_report_shows_them():
+    train = build(
+        4, cadence=elche.ElChe(anchor=4), emulate=EmulatedSpeeds([5.0, 5.0, 10.0, 20.0])
+    )
+    state = train.init(PARAMS)
+    for window in train.windows(data(1024), 2):
+        state, _ = train(state, window)
+    fast, _, middle, slow = train.counts
+    assert slow == 4 and 6 <= middle <= 9 and 12 <= fast <= 18
+    state = train.cadence_state
+    assert state.anchor == 4 and len(state.ms_per_batch) == 4
+    report = train.report()
+    assert [d.microbatches for d in report.devices] == [
+        sum(r.counts[rank] for r in train.records if r.steady) for rank in range(4)
+    ]
+    assert report.limit_share is not None and 0 < report.limit_share <= 1.01
+    text = str(report)
+    assert "of the limit" in text and len(text.splitlines()) == 7
+
+
+def test_counts_history_is_every_window():
+    train = build(2, cadence=elche.Replay([(3, 1), (0, 2), (2, 2)]))
+    state = train.init(PARAMS)
+    for window in train.windows(data(20), 2):
+        state, _ = train(state, window)
+    assert train.counts_history == [(3, 1), (0, 2), (2, 2)]
+
+
+def test_waiting_is_measured_as_the_definitions_say():
+    """The slow device waits least; the sync's cost is that least wait."""
+    train = build(2, cadence=elche.Replay([(1, 1)] * 12), emulate=EmulatedSpeeds([1.0, 30.0]))
+    state = train.init(PARAMS)
+    begun = time.perf_counter()
+    for window in train.windows(data(48), 2):
+        state, _ = train(state, window)
+    wall = 1e3 * (time.perf_counter() - begun)
+    steady = [r for r in train.records if r.steady]
+    assert len(steady) >= 10
+    for record in steady:
+        assert record.busy_ms[1] >= 20
+        assert record.skew_ms <= record.wall_ms and record.sync_ms >= 0
+    assert sum(r.wall_ms for r in train.records) <= wall * 1.001
