@@ -12,10 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elche_jax import _check as check
-from elche_jax.cadence.estimate import FloatArray
+from elche_jax.cadence.estimate import SHORTEST_MS, FloatArray
 
 # Beyond this a count times a time is no longer exact to one microbatch.
 MAX_TOTAL = 2**53
+
+# Up to so many left-over microbatches are handed out one by one.
+FEW = 32
 
 
 def _take_back(counts: list[int], tie: Sequence[int], excess: int) -> None:
@@ -134,7 +137,7 @@ def apportion(total: int, ms_per_batch: Sequence[float]) -> tuple[int, ...]:
 
     Args:
         total: Microbatches to share out, not negative.
-        ms_per_batch: Milliseconds per microbatch of each device, above 0.
+        ms_per_batch: Milliseconds per microbatch of each device, at least 1e-9.
 
     Returns:
         Counts that sum to exactly ``total``. A faster device never gets less than a
@@ -142,7 +145,7 @@ def apportion(total: int, ms_per_batch: Sequence[float]) -> tuple[int, ...]:
 
     Raises:
         TypeError: If the total is not an integer, or a time not a number.
-        ValueError: If the total is negative, or a time is not above 0.
+        ValueError: If the total is negative, or a time is below 1e-9.
 
     Example:
         The shares are 2.33 and 0.67; rounded to (2, 1) they would need 3.5 ms,
@@ -153,7 +156,7 @@ def apportion(total: int, ms_per_batch: Sequence[float]) -> tuple[int, ...]:
     """
     where = "apportion"
     total = check.integer(where, "total", total, low=0, high=MAX_TOTAL)
-    times = check.reals(where, "ms_per_batch", ms_per_batch, above=0)
+    times = check.reals(where, "ms_per_batch", ms_per_batch, low=SHORTEST_MS)
     if not times:
         raise ValueError(
             check.message(where, "ms_per_batch", "have one entry per device", "none")
@@ -183,29 +186,20 @@ def split(total: int, ms: FloatArray) -> NDArray[np.int64]:
         [7, 3]
     """
     counts = _ends_before(_level(total, ms), ms)
-    if counts.sum() > total:  # denormal times: the bound itself was rounded up
-        counts[:] = 0
-    for _ in range(64):
-        rest = total - int(counts.sum())
-        if rest == 0 or rest > len(ms):
-            break
-        ends = (counts + 1) * ms
-        latest = np.partition(ends, rest - 1)[rest - 1]
-        able = np.flatnonzero(ends <= latest)  # no other device can get any
-        more = np.minimum(_ends_before(latest, ms[able]) - counts[able], rest)
-        if more.sum() <= 4 * len(ms) + 64:
-            rank = np.repeat(able, more)
-            step = np.arange(len(rank)) - np.repeat(more.cumsum() - more, more)
-            end = (counts[rank] + 1 + step) * ms[rank]
-            first = np.argsort(end, kind="stable")[:rest]  # stable: lower rank first
-            np.add.at(counts, rank[first], 1)
-            break
-        level = min(_level(int(counts[able].sum()) + rest, ms[able]), latest)
-        raised = np.maximum(_ends_before(level, ms[able]), counts[able])
-        if raised.sum() == counts[able].sum():
-            break
-        counts[able] = raised
-    return _hand_out(total - int(counts.sum()), counts, ms)
+    rest = total - int(counts.sum())
+    if not FEW < rest < len(ms):
+        return _hand_out(rest, counts, ms)
+    latest = np.partition((counts + 1) * ms, rest - 1)[rest - 1]
+    able = np.flatnonzero((counts + 1) * ms <= latest)  # no other device can get any
+    more = np.minimum(_ends_before(latest, ms[able]) - counts[able], rest)
+    if more.sum() > 4 * len(ms):
+        return _hand_out(rest, counts, ms)
+    rank = np.repeat(able, more)
+    step = np.arange(len(rank)) - np.repeat(more.cumsum() - more, more)
+    ends = (counts[rank] + 1 + step) * ms[rank]
+    first = np.argsort(ends, kind="stable")[:rest]  # stable: lower rank first
+    np.add.at(counts, rank[first], 1)
+    return counts
 
 
 def _level(total: int, ms: FloatArray) -> float:

@@ -152,7 +152,7 @@ class Placer:
     def _stack(self, shards: list[jax.Array]) -> jax.Array:
         if len(shards) == 1:
             return shards[0]
-        shape = (len(shards),) + shards[0].shape[1:]
+        shape = (len(shards), *shards[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self._sharding, shards)
 
     def _blank(self, shape: tuple[int, ...], dtype: Any) -> list[jax.Array]:

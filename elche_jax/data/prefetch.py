@@ -1,6 +1,7 @@
 """A background thread that makes items ahead of the loop that uses them."""
 
 import atexit
+import contextlib
 import queue
 import threading
 import time
@@ -105,16 +106,12 @@ def _close(
     ending = not threading.main_thread().is_alive()
     deadline = time.monotonic() + (4 if ending else 1) * PATIENCE_S
     while thread.is_alive() and time.monotonic() < deadline:
-        try:  # make room, so that a waiting put returns
+        with contextlib.suppress(queue.Empty):  # make room, so that a waiting put returns
             ready.get_nowait()
-        except queue.Empty:
-            pass
         thread.join(timeout=0.01)
     if thread.is_alive():
         # a process that ends in the middle of a transfer would crash, one that waits
         # for a stuck source would never end
         atexit.register(thread.join, 4 * PATIENCE_S)
-    try:  # release a loop that waits for an item
+    with contextlib.suppress(queue.Full):  # release a loop that waits for an item
         ready.put_nowait(_END)
-    except queue.Full:
-        pass

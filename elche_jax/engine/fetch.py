@@ -72,7 +72,7 @@ class Rows:
         """Microbatch `i`; leaves `(batch, ...)`."""
         del count  # the rows beyond it are not read
         row = jax.lax.dynamic_index_in_dim(self.index, i, keepdims=False)
-        return jax.tree.map(lambda leaf: jnp.take(leaf, row, axis=0), self.data)
+        return jax.tree.map(lambda leaf: leaf.at[row].get(mode="promise_in_bounds"), self.data)
 
 
 Payload = Pieces | Rows

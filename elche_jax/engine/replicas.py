@@ -38,7 +38,7 @@ def replicate(tree: PyTree, devices: Sequence[jax.Device]) -> PyTree:
     def copy(leaf: Any) -> jax.Array:
         row = np.array(leaf)[None]  # a copy, as the CPU may read it in place
         shards = jax.device_put([row] * len(devices), list(devices))
-        return stack_shards(shards, sharding, (len(devices),) + row.shape[1:])
+        return stack_shards(shards, sharding, (len(devices), *row.shape[1:]))
 
     return jax.tree.map(copy, tree)
 

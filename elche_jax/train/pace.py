@@ -83,7 +83,14 @@ class Pace:
     def plan(self, window: int) -> tuple[int, ...]:
         """Counts for a window, were there no end of the data."""
         with self._lock:
-            return self._scheduler.plan(self._state, window=window)
+            counts = self._scheduler.plan(self._state, window=window)
+        if len(counts) != self._world_size or min(counts) < 0 or max(counts) == 0:
+            cadence = type(self._scheduler.cadence).__name__
+            raise ValueError(
+                f"{cadence}: counts must have one entry per device ({self._world_size}), none "
+                f"below 0 and not all 0, got {counts} for window {window}."
+            )
+        return counts
 
     def dispatched(self, counts: tuple[int, ...]) -> None:
         """Notes the counts of a window that was handed to the devices."""

@@ -295,6 +295,12 @@ class TrainStep:
                 "train: state must be the one the last call returned, got one whose "
                 "buffers were given up. Write `state, metrics = train(state, window)`."
             )
+        if state.step.shape != (len(self.devices),):
+            raise ValueError(
+                f"train: state must be replicated over the {len(self.devices)} devices of this "
+                f"training step, got leaves stacked as {state.step.shape}. Use init, or "
+                "replicate(state, train.devices)."
+            )
         run = window.run
         run.dispatching(window)
         misses = self._cache.stats.misses

@@ -59,9 +59,7 @@ def test_order_never_changes():
 
 
 def test_order_depends_on_seed_and_epoch_each():
-    orders = {
-        tuple(epoch_order(64, seed, epoch)) for seed in (0, 1) for epoch in (0, 1)
-    }
+    orders = {tuple(epoch_order(64, seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}
     assert len(orders) == 4
     assert tuple(epoch_order(64, 1, 1)) in orders
 
@@ -93,9 +91,7 @@ def test_cursor_moves():
 
 @pytest.mark.parametrize("name", ["epoch", "microbatch", "window"])
 def test_cursor_rejects_what_is_no_place(name):
-    with pytest.raises(
-        ValueError, match=rf"^Cursor: {name} must be at least 0, got -1\.$"
-    ):
+    with pytest.raises(ValueError, match=rf"^Cursor: {name} must be at least 0, got -1\.$"):
         Cursor(**{name: -1})
     with pytest.raises(
         TypeError, match=rf"^Cursor: {name} must be an integer, got 1\.0 \(float\)\.$"

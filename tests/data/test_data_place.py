@@ -152,11 +152,7 @@ class Odd:
         return 12
 
     def __getitem__(self, i):
-        return (
-            self.odd
-            if i in (4, 5)
-            else {"x": np.zeros(3, np.float32), "n": np.int32(i)}
-        )
+        return self.odd if i in (4, 5) else {"x": np.zeros(3, np.float32), "n": np.int32(i)}
 
 
 @pytest.mark.parametrize(
@@ -221,9 +217,7 @@ def test_rows_go_to_the_devices_in_rank_order(backwards):
 
 
 @settings(deadline=None, max_examples=40)
-@given(
-    counts=st.lists(st.integers(0, 7), min_size=2, max_size=2), first=st.integers(0, 50)
-)
+@given(counts=st.lists(st.integers(0, 7), min_size=2, max_size=2), first=st.integers(0, 50))
 def test_index_names_the_examples_of_every_microbatch(counts, first):
     devices = jax.devices()[:2]
     ranges = [Range(0, counts[0]), Range(counts[0], counts[1])]

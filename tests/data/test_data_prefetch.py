@@ -10,16 +10,6 @@ from elche_jax.data.prefetch import Prefetch
 GIVE_UP = 30  # seconds after which a hang is a failure; never waited for in a good run
 
 
-@pytest.fixture(autouse=True)
-def no_thread_left():
-    before = set(threading.enumerate())
-    yield
-    for thread in threading.enumerate():
-        if thread not in before and thread.name == "elche-prefetch":
-            thread.join(GIVE_UP)
-            assert not thread.is_alive()
-
-
 def producers():
     return [t for t in threading.enumerate() if t.name == "elche-prefetch"]
 

@@ -63,9 +63,7 @@ def read_epoch(reader, batch, wants, start=0):
 
 @pytest.mark.parametrize("kind", ["arrays", "map", "iterable"])
 @PROFILE
-@given(
-    size=st.integers(1, 60), batch=st.integers(1, 9), drop=st.booleans(), wants=WANTS
-)
+@given(size=st.integers(1, 60), batch=st.integers(1, 9), drop=st.booleans(), wants=WANTS)
 def test_every_example_exactly_once(kind, size, batch, drop, wants):
     if drop and size < batch:
         size += batch
@@ -73,15 +71,11 @@ def test_every_example_exactly_once(kind, size, batch, drop, wants):
         source_of(kind, size, batch), batch,
         seed=3, epoch=2, start=0, shuffle=True, drop_last=drop,
     )  # fmt: skip
-    order = (
-        list(range(size)) if kind == "iterable" else epoch_order(size, 3, 2).tolist()
-    )
+    order = list(range(size)) if kind == "iterable" else epoch_order(size, 3, 2).tolist()
     used = size // batch * batch if drop else size
     assert read_epoch(reader, batch, wants) == order[:used]
     short = size % batch
-    assert reader.partial == (
-        Partial(size // batch, short) if short and not drop else None
-    )
+    assert reader.partial == (Partial(size // batch, short) if short and not drop else None)
 
 
 @pytest.mark.parametrize("kind", ["arrays", "map", "iterable"])
@@ -120,9 +114,7 @@ def test_index_of_no_microbatch_has_the_width_of_one():
 @given(size=st.integers(1, 40), batch=st.integers(1, 8))
 def test_index_fills_the_last_microbatch_with_its_first_example(size, batch):
     order = epoch_order(size, 0, 0)
-    reader = IndexedReader(
-        source_of("arrays", size, batch), batch, order, drop_last=False
-    )
+    reader = IndexedReader(source_of("arrays", size, batch), batch, order, drop_last=False)
     parts = [order[at : at + batch].tolist() for at in range(0, size, batch)]
     parts[-1] += [parts[-1][0]] * (batch - len(parts[-1]))
     np.testing.assert_array_equal(reader.index(0, reader.microbatches), parts)
@@ -148,10 +140,7 @@ def test_a_cursor_beyond_the_epoch_is_an_error(kind):
     wants=st.lists(st.integers(1, 9), min_size=30, max_size=30),
 )
 def test_an_iterable_reads_like_slices_of_its_list(length, batch, wants):
-    items = [
-        {"n": np.arange(batch) + batch * i, "m": np.full(batch, i)}
-        for i in range(length)
-    ]
+    items = [{"n": np.arange(batch) + batch * i, "m": np.full(batch, i)} for i in range(length)]
     reader = IterableReader(IterableSource(iter(items)), batch, drop_last=False)
     at = 0
     for want in wants:
@@ -163,17 +152,13 @@ def test_an_iterable_reads_like_slices_of_its_list(length, batch, wants):
             for first, count in [(at, there), (at + half, there - half)]:
                 block = reader.block(first, count)
                 for name in ("n", "m"):
-                    want_rows = np.stack(
-                        [item[name] for item in items[first : first + count]]
-                    )
+                    want_rows = np.stack([item[name] for item in items[first : first + count]])
                     np.testing.assert_array_equal(block[name], want_rows)
         at += there
 
 
 def test_microbatches_of_an_iterable_are_read_as_they_come():
-    reader = IterableReader(
-        IterableSource([np.zeros(3), np.zeros(3)]), None, drop_last=False
-    )
+    reader = IterableReader(IterableSource([np.zeros(3), np.zeros(3)]), None, drop_last=False)
     assert reader.available(0, 9) == 2
     assert reader.block(0, 2).shape == (2, 3)
 
@@ -192,9 +177,7 @@ def test_a_short_microbatch_is_filled_or_left_out():
 
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_a_short_microbatch_in_the_middle_is_an_error(drop_last):
-    reader = IterableReader(
-        IterableSource([np.zeros(3), np.zeros(2), np.zeros(3)]), 3, drop_last
-    )
+    reader = IterableReader(IterableSource([np.zeros(3), np.zeros(2), np.zeros(3)]), 3, drop_last)
     with pytest.raises(
         ValueError,
         match=r"^windows: only the last microbatch of an iterator may be smaller, but "
@@ -204,9 +187,7 @@ def test_a_short_microbatch_in_the_middle_is_an_error(drop_last):
 
 
 def test_a_larger_microbatch_is_an_error():
-    reader = IterableReader(
-        IterableSource([np.zeros(3), np.zeros(4)]), 3, drop_last=True
-    )
+    reader = IterableReader(IterableSource([np.zeros(3), np.zeros(4)]), 3, drop_last=True)
     with pytest.raises(
         ValueError,
         match=r"^windows: every microbatch must have 3 examples, microbatch 1 has 4\.$",

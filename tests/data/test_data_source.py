@@ -178,9 +178,7 @@ def test_containers_of_other_things_are_an_error(data, got):
 
 @pytest.mark.parametrize("path", ["digits.npz", b"digits.npz"])
 def test_a_path_is_an_error(path):
-    with pytest.raises(
-        TypeError, match=FORMS + type(path).__name__ + r"\. Load the file first\.$"
-    ):
+    with pytest.raises(TypeError, match=FORMS + type(path).__name__ + r"\. Load the file first\.$"):
         as_source(path)
 
 

@@ -50,9 +50,7 @@ def test_ranges_partition_the_window(counts, capacity):
         places = [
             place
             for ranges in chunks
-            for place in range(
-                ranges[rank].start, ranges[rank].start + ranges[rank].count
-            )
+            for place in range(ranges[rank].start, ranges[rank].start + ranges[rank].count)
         ]
         assert places == list(range(first, first + count))
         first += count

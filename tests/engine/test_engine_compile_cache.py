@@ -13,7 +13,7 @@ GIVE_UP = 30  # seconds after which a hang is a failure; never waited for in a g
 
 
 @pytest.fixture(autouse=True)
-def no_thread_left():
+def no_compiler_left():
     yield
     for thread in compilers():
         thread.join(GIVE_UP)
@@ -78,9 +78,7 @@ def test_a_program_is_made_once_per_key():
         return lambda: made.append(name) or f"program {name}"
 
     assert not cache.ready("a")
-    assert [cache.get(key, build(key)) for key in "abaab"] == [
-        f"program {key}" for key in "abaab"
-    ]
+    assert [cache.get(key, build(key)) for key in "abaab"] == [f"program {key}" for key in "abaab"]
     assert made == ["a", "b"]
     assert cache.ready("a")
     assert counts(cache) == (3, 2, 0)

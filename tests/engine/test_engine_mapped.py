@@ -30,9 +30,7 @@ def test_every_device_computes_on_its_entry(world_size, backwards):
     out, shared = mapped.compile(tree, place(y, devices))(tree, place(y, devices))
     assert shared is None
     np.testing.assert_array_equal(out["s"], x * y[:, None])
-    on = {
-        shard.device: np.asarray(shard.data)[0] for shard in out["s"].addressable_shards
-    }
+    on = {shard.device: np.asarray(shard.data)[0] for shard in out["s"].addressable_shards}
     for rank, device in enumerate(devices):
         np.testing.assert_array_equal(on[device], x[rank] * y[rank])
 

@@ -38,16 +38,12 @@ def test_replicate_and_back(world_size, backwards):
     devices = jax.devices()[:world_size][:: -1 if backwards else 1]
     copies = replicate(TREE, devices)
     assert jax.tree.structure(copies) == jax.tree.structure(TREE)
-    for leaf, original in zip(
-        jax.tree.leaves(copies), jax.tree.leaves(TREE), strict=True
-    ):
+    for leaf, original in zip(jax.tree.leaves(copies), jax.tree.leaves(TREE), strict=True):
         assert leaf.shape == (world_size, *np.shape(original))
         assert leaf.dtype == original.dtype
         assert {shard.device for shard in leaf.addressable_shards} == set(devices)
         for shard in leaf.addressable_shards:
-            np.testing.assert_array_equal(
-                np.asarray(shard.data)[0], np.asarray(original)
-            )
+            np.testing.assert_array_equal(np.asarray(shard.data)[0], np.asarray(original))
     check_replicas(copies)
 
     one = unreplicate(copies)
@@ -81,9 +77,7 @@ def test_a_difference_names_leaf_device_and_extent(rank):
 
 def test_a_difference_in_a_bare_array_is_named_tree():
     devices = jax.devices()[:2]
-    with pytest.raises(
-        ReplicaMismatch, match=r"but leaf tree on .* in 1 of 1 elements"
-    ):
+    with pytest.raises(ReplicaMismatch, match=r"but leaf tree on .* in 1 of 1 elements"):
         check_replicas(stacked([np.int32(1), np.int32(2)], devices))
 
 

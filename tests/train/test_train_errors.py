@@ -342,3 +342,33 @@ def test_the_parameters_given_are_copied():
     for window in train.windows(DATA, 4):
         state, _ = train(state, window)
     np.testing.assert_array_equal(device_params["w"], np.ones(3))
+
+
+class Cadence:
+    """A cadence of the user's own, which gives what it was told to."""
+
+    def __init__(self, counts):
+        self.counts = counts
+
+    def init(self, world_size):
+        return self
+
+    def update(self, state, report, verdict=elche.STABLE):
+        return state
+
+
+@pytest.mark.parametrize("counts", [(1, 2, 3), (0, 0), (2, -1)])
+def test_counts_of_the_users_own_cadence(counts):
+    train = build(cadence=Cadence(counts))
+    train.init(PARAMS)
+    with pytest.raises(ValueError, match=r"Cadence: counts must have one entry per device \(2\)"):
+        next(train.windows(DATA, 4))
+
+
+def test_state_of_another_number_of_devices():
+    train, other = build(), build(devices=jax.devices()[:1])
+    train.init(PARAMS)
+    with train.windows(DATA, 4) as iterator, pytest.raises(
+        ValueError, match=r"replicated over the 2 devices .* got leaves stacked as \(1,\)"
+    ):
+        train(other.init(PARAMS), next(iterator))

@@ -1,0 +1,76 @@
+"""Devices, fixtures and checks of the whole suite: `tests` and the package's doctests.
+
+The only file that sets devices: eight virtual CPU devices, one thread each, chosen
+before the backend starts.
+"""
+
+import gc
+import importlib.util
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+DEVICES = 8
+ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {ONE_THREAD}".strip()
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+GIVE_UP = 10
+"""Seconds after which a thread that should end counts as left; a good run waits for none."""
+
+MAY_LIVE = {"elche-compile"}
+"""Threads that outlast a test by design: this one ends with the cache it belongs to."""
+
+
+def _gpu_usable() -> bool:
+    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    there = any(importlib.util.find_spec(name) is not None for name in plugins)
+    return there and Path("/dev/nvidiactl").exists()
+
+
+GPU = _gpu_usable()
+jax.config.update("jax_platforms", "cpu,cuda" if GPU else "cpu")  # the first is the default
+jax.config.update("jax_num_cpu_devices", DEVICES)
+
+hypothesis.settings.register_profile("elche", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("elche")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips tests marked `gpu` where there is none."""
+    if item.get_closest_marker("gpu") is not None and not GPU:
+        pytest.skip("needs a GPU and JAX's CUDA plugin (pip install 'elche_jax[cuda12]')")
+
+
+@pytest.fixture
+def devices4() -> list[jax.Device]:
+    """The first four devices."""
+    return jax.devices()[:4]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    """Fails a test that leaves one of the library's threads running."""
+    before = set(threading.enumerate())
+    yield
+    if not _left(before):
+        return
+    gc.collect()  # what closes itself when dropped may be part of a cycle
+    for thread in _left(before):
+        thread.join(GIVE_UP)
+    names = sorted(thread.name for thread in _left(before))
+    assert not names, f"threads left running: {', '.join(names)}"
+
+
+def _left(before: set[threading.Thread]) -> list[threading.Thread]:
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("elche-")
+        and thread.name not in MAY_LIVE
+        and thread not in before
+    ]
