@@ -70,7 +70,5 @@ def _left(before: set[threading.Thread]) -> list[threading.Thread]:
     return [
         thread
         for thread in threading.enumerate()
-        if thread.name.startswith("elche-")
-        and thread.name not in MAY_LIVE
-        and thread not in before
+        if thread.name.startswith("elche-") and thread.name not in MAY_LIVE and thread not in before
     ]

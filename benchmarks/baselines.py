@@ -1,5 +1,7 @@
 """What one would write by hand: a model, and plain pmap and jit loops over it."""
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +20,7 @@ def mlp_params(width: int, depth: int, features: int = 64, seed: int = 0) -> dic
             "w": (rng.normal(size=(a, b)) / np.sqrt(a)).astype("float32"),
             "b": np.zeros(b, "float32"),
         }
-        for i, (a, b) in enumerate(zip(sizes[:-1], sizes[1:], strict=True))
+        for i, (a, b) in enumerate(pairwise(sizes))
     }
 
 

@@ -30,9 +30,7 @@ def limit(ms) -> float:
 
 
 def build(world: int, **options) -> elche.TrainStep:
-    return elche.build_train_step(
-        mlp_loss, OPTIMIZER, devices=jax.devices()[:world], **options
-    )
+    return elche.build_train_step(mlp_loss, OPTIMIZER, devices=jax.devices()[:world], **options)
 
 
 def case_a(repeats: int) -> list[Result]:
@@ -191,9 +189,7 @@ def case_f(repeats: int) -> list[Result]:
     def loss_fn(params, batch, rng):
         return ((batch["x"] @ sum(params.values()) - batch["y"]) ** 2).mean()
 
-    train = elche.build_train_step(
-        loss_fn, OPTIMIZER, cadence=elche.Replay([(4,) * 8] * 100_000)
-    )
+    train = elche.build_train_step(loss_fn, OPTIMIZER, cadence=elche.Replay([(4,) * 8] * 100_000))
     state, costs = train.init(params), []
     for _ in range(repeats):
         spent = []
@@ -205,7 +201,9 @@ def case_f(repeats: int) -> list[Result]:
                     spent.append(1e3 * (time.thread_time() - begun))
                 jax.block_until_ready(metrics)
         costs.append(median(spent))
-    return [result("f", "main thread per window, 8 devices, 50 leaves", tuple(costs), "ms", most=2.0)]
+    return [
+        result("f", "main thread per window, 8 devices, 50 leaves", tuple(costs), "ms", most=2.0)
+    ]
 
 
 CASES = {"a": case_a, "b": case_b, "c": case_c, "d": case_d, "e": case_e, "f": case_f}

@@ -7,6 +7,6 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 )
 
-import jax  # noqa: E402  (the flags must be set before)
+import jax
 
 jax.config.update("jax_num_cpu_devices", 8)

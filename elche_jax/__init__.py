@@ -1,6 +1,6 @@
 """Data-parallel training of Flax models at the sum of the devices' speeds.
 
-    import elche_jax as elche
+import elche_jax as elche
 """
 
 from elche_jax.cadence import (

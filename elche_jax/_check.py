@@ -166,8 +166,7 @@ def integers(
     if clean and (low is None or not entries or min(entries) >= low):
         return entries
     return tuple(
-        integer(where, f"{argument}[{rank}]", entry, low=low)
-        for rank, entry in enumerate(entries)
+        integer(where, f"{argument}[{rank}]", entry, low=low) for rank, entry in enumerate(entries)
     )
 
 
@@ -193,10 +192,7 @@ def reals(
     clean = set(map(type, entries)) <= {float} and all(map(math.isfinite, entries))
     if clean and (
         not entries
-        or (
-            (low is None or min(entries) >= low)
-            and (above is None or min(entries) > above)
-        )
+        or ((low is None or min(entries) >= low) and (above is None or min(entries) > above))
     ):
         return entries
     return tuple(

@@ -71,9 +71,7 @@ def clamp_counts(counts: Sequence[int], max_total: int) -> tuple[int, ...]:
     clamped = [count * max_total // total for count in counts]
     rest = max_total - sum(clamped)
     # Python's sort is stable, so equal remainders stay in the order of the ranks.
-    by_remainder = sorted(
-        range(len(counts)), key=lambda rank: -(counts[rank] * max_total % total)
-    )
+    by_remainder = sorted(range(len(counts)), key=lambda rank: -(counts[rank] * max_total % total))
     for rank in by_remainder[:rest]:
         clamped[rank] += 1
     if max_total >= sum(count > 0 for count in counts):
@@ -118,9 +116,7 @@ def shard_sizes(ratios: Sequence[float], total: int) -> tuple[int, ...]:
         rule = "have an entry above 0"
         raise ValueError(check.message(where, "ratios", rule, ratios))
     least = 1 if total >= len(ratios) else 0
-    sizes = [
-        max(least, math.floor(ratio / whole * total + 0.5)) for ratio in ratios[:-1]
-    ]
+    sizes = [max(least, math.floor(ratio / whole * total + 0.5)) for ratio in ratios[:-1]]
     last = total - sum(sizes)
     if last < least:
         _take_back(sizes, [0] * len(sizes), least - last)
@@ -158,9 +154,7 @@ def apportion(total: int, ms_per_batch: Sequence[float]) -> tuple[int, ...]:
     total = check.integer(where, "total", total, low=0, high=MAX_TOTAL)
     times = check.reals(where, "ms_per_batch", ms_per_batch, low=SHORTEST_MS)
     if not times:
-        raise ValueError(
-            check.message(where, "ms_per_batch", "have one entry per device", "none")
-        )
+        raise ValueError(check.message(where, "ms_per_batch", "have one entry per device", "none"))
     return tuple(split(total, np.array(times)).tolist())
 
 
@@ -220,9 +214,7 @@ def _ends_before(level: float, ms: FloatArray) -> NDArray[np.int64]:
     return k.astype(np.int64)
 
 
-def _hand_out(
-    rest: int, counts: NDArray[np.int64], ms: FloatArray
-) -> NDArray[np.int64]:
+def _hand_out(rest: int, counts: NDArray[np.int64], ms: FloatArray) -> NDArray[np.int64]:
     """Give ``rest`` more microbatches, each to the device that ends it first."""
     if rest:
         final = counts.tolist()

@@ -92,9 +92,7 @@ class Balanced:
             "calibration_windows": check.integer(
                 where, "calibration_windows", self.calibration_windows, low=1
             ),
-            "rebalance_every": check.integer(
-                where, "rebalance_every", self.rebalance_every, low=1
-            ),
+            "rebalance_every": check.integer(where, "rebalance_every", self.rebalance_every, low=1),
             "min_ratio": check.real(where, "min_ratio", self.min_ratio, low=0, high=1),
         }.items():
             object.__setattr__(self, name, value)
@@ -121,9 +119,7 @@ class Balanced:
         if self.min_ratio * world_size > 1 + 1e-9:
             rule = f"be at most 1 / world_size ({world_size} devices)"
             todo = "Lower min_ratio."
-            raise ValueError(
-                check.message(where, "min_ratio", rule, self.min_ratio, todo)
-            )
+            raise ValueError(check.message(where, "min_ratio", rule, self.min_ratio, todo))
         ratios = _ratios(np.ones(world_size), self.min_ratio)
         return BalancedState(
             counts=shard_sizes(ratios, self.total),

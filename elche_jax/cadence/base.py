@@ -157,9 +157,7 @@ class State:
             >>> EveryBatch().init(2).to_dict()
             {'counts': [1, 1]}
         """
-        return {
-            field.name: _to_lists(getattr(self, field.name)) for field in fields(self)
-        }
+        return {field.name: _to_lists(getattr(self, field.name)) for field in fields(self)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -250,9 +248,7 @@ class Cadence(Protocol[S]):
         ...
 
 
-def check_update(
-    where: str, world_size: int, report: WindowReport, verdict: Verdict
-) -> None:
+def check_update(where: str, world_size: int, report: WindowReport, verdict: Verdict) -> None:
     """Check the arguments of a cadence's ``update``.
 
     Args:

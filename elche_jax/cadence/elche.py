@@ -193,10 +193,7 @@ class ElChe:
                     check.message("ElChe.init", "speed_hint slow_rank", rule, slow_rank, _TWO)
                 )
             faster = _round(self.anchor * ratio)
-            return tuple(
-                self.anchor if rank == slow_rank else faster
-                for rank in range(world_size)
-            )
+            return tuple(self.anchor if rank == slow_rank else faster for rank in range(world_size))
         check.per_device("ElChe.init", "speed_hint", len(hint), world_size)
         slowest = min(hint)
         return tuple(_round(self.anchor * speed / slowest) for speed in hint)

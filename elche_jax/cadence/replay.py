@@ -141,9 +141,7 @@ class Replay:
         if recorded != world_size:
             rule = f"be that of the recording ({recorded})"
             todo = "Replay on as many devices as were recorded."
-            raise ValueError(
-                check.message("Replay.init", "world_size", rule, world_size, todo)
-            )
+            raise ValueError(check.message("Replay.init", "world_size", rule, world_size, todo))
         return ReplayState(self.counts_at(0), 0, world_size)
 
     def update(

@@ -230,9 +230,7 @@ class Scheduler:
             check_update("Scheduler.update", len(planned), report, verdict)
             if self.shift is not None and shift is not None:
                 measured = measured_ms(report)
-                shift, shifted = self.shift.update(
-                    shift, cadence.ms_per_batch, measured
-                )
+                shift, shifted = self.shift.update(shift, cadence.ms_per_batch, measured)
                 shifts += shifted
             measured_plan = None not in cadence.ms_per_batch and report.counts == planned
             if shifted or (measured_plan and not settled):

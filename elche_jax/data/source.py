@@ -56,8 +56,7 @@ class ArraySource:
         lengths = {_name(path): int(leaf.shape[0]) for path, leaf in named}
         if len(set(lengths.values())) > 1:
             raise ValueError(
-                f"windows: all leaves of data must have the same number of examples, "
-                f"got {lengths}."
+                f"windows: all leaves of data must have the same number of examples, got {lengths}."
             )
         self.tree = tree
         self.size = next(iter(lengths.values()))
@@ -107,8 +106,7 @@ class IterableSource:
                 self._peeked = (next(iterator), iterator)
             except StopIteration:
                 raise ValueError(
-                    "windows: data must hold at least one microbatch, the iterator is "
-                    "empty."
+                    "windows: data must hold at least one microbatch, the iterator is empty."
                 ) from None
         return self._peeked[0]
 
@@ -152,8 +150,7 @@ def as_source(data: Any) -> Source:
         source: Source = ArraySource(data)
     elif isinstance(data, dict | list | tuple):
         raise TypeError(
-            f"{expected}, got {_describe(data, leaves)}. Convert the leaves with "
-            "numpy.asarray."
+            f"{expected}, got {_describe(data, leaves)}. Convert the leaves with numpy.asarray."
         )
     elif isinstance(data, str | bytes):  # a path, probably
         raise TypeError(f"{expected}, got {type(data).__name__}. Load the file first.")

@@ -59,8 +59,7 @@ def select_devices(
     for device, times in Counter(chosen).items():
         if times > 1:
             raise ValueError(
-                f"{where}: no device may appear twice in devices, got {device} {times} "
-                "times."
+                f"{where}: no device may appear twice in devices, got {device} {times} times."
             )
     return chosen
 

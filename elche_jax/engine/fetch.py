@@ -39,9 +39,7 @@ class Pieces:
             length = jax.tree.leaves(piece)[0].shape[0]
             start = count & ~(2 * length - 1)
             candidate = jax.tree.map(
-                lambda leaf, at=i - start: jax.lax.dynamic_index_in_dim(
-                    leaf, at, keepdims=False
-                ),
+                lambda leaf, at=i - start: jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False),
                 piece,
             )
             if chosen is None:

@@ -73,9 +73,7 @@ class LossFn:
         if not self.has_aux and not self.has_model_state:
             return out, model_state, {}
         if not isinstance(out, tuple) or len(out) != 2:
-            raise TypeError(
-                f"loss_fn: must return {self.expected}, got {describe(out)}."
-            )
+            raise TypeError(f"loss_fn: must return {self.expected}, got {describe(out)}.")
         loss, second = out
         if not self.has_model_state:
             return loss, model_state, second
@@ -83,8 +81,7 @@ class LossFn:
             return loss, second, {}
         if not isinstance(second, tuple) or len(second) != 2:
             raise TypeError(
-                f"loss_fn: must return {self.expected}, got a second element of "
-                f"{describe(second)}."
+                f"loss_fn: must return {self.expected}, got a second element of {describe(second)}."
             )
         return loss, second[0], second[1]
 
@@ -176,9 +173,7 @@ def microbatch_terms(
         weight = jax.lax.stop_gradient(jnp.asarray(loss.weight, jnp.float32))
         # where on the input too: its gradient stays finite where the loss is not
         total = jnp.where(weight > 0, jnp.asarray(loss.loss, jnp.float32), 0) * weight
-    metrics = {
-        name: _mean(value, mask, valid) * weight for name, value in aux.items()
-    }
+    metrics = {name: _mean(value, mask, valid) * weight for name, value in aux.items()}
     if form == "weighted":
         metrics = {k: jnp.where(weight > 0, v, 0) for k, v in metrics.items()}
     return total, (weight, metrics, new_state)
@@ -213,13 +208,9 @@ def _form_of(loss: Any, size: int) -> Form:
     if isinstance(loss, Weighted):
         for name, part in (("loss", loss.loss), ("weight", loss.weight)):
             if not hasattr(part, "shape") or part.shape != ():
-                raise TypeError(
-                    f"loss_fn: Weighted.{name} must be a scalar, got {describe(part)}."
-                )
+                raise TypeError(f"loss_fn: Weighted.{name} must be a scalar, got {describe(part)}.")
         if not jnp.issubdtype(loss.loss.dtype, jnp.floating):
-            raise TypeError(
-                f"loss_fn: Weighted.loss must be a float, got {describe(loss.loss)}."
-            )
+            raise TypeError(f"loss_fn: Weighted.loss must be a float, got {describe(loss.loss)}.")
         return "weighted"
     if not hasattr(loss, "shape"):
         hint = ""

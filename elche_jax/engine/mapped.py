@@ -56,15 +56,14 @@ class Mapped:
         return self._jitted.lower(*jax.tree.map(self._abstract, args)).compile()
 
     def _abstract(self, leaf: Any) -> jax.ShapeDtypeStruct:
-        if len(self._devices) > 1:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        sharding = SingleDeviceSharding(self._devices[0])
+        sharding = SingleDeviceSharding(self._devices[0]) if len(self._devices) == 1 else None
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _on_one(fn: Callable[..., tuple[PyTree, PyTree]]) -> Callable[..., Any]:
     def on_one(*args: PyTree) -> tuple[PyTree, PyTree]:
-        stacked, shared = fn(*jax.tree.map(lambda x: x[0], args))
+        own: Any = jax.tree.map(lambda leaf: leaf[0], args)
+        stacked, shared = fn(*own)
         return jax.tree.map(lambda x: jnp.asarray(x)[None], stacked), shared
 
     return on_one

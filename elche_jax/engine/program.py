@@ -118,9 +118,7 @@ class Program:
         """Exchanges the sums and takes one optimizer step."""
         total = self._exchange(self._clip(sums))
         scale = 1.0 / total.weight
-        grads = jax.tree.map(
-            lambda g, p: (g * scale).astype(p.dtype), total.grads, state.params
-        )
+        grads = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), total.grads, state.params)
         updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         good = _all_finite((total.grads, total.loss)) & (total.weight > 0)
@@ -173,9 +171,7 @@ class Program:
 
     def _body(self, state: TrainState, payload: Payload, orders: Orders) -> Body:
         def terms(params: PyTree, model_state: PyTree, batch: PyTree, valid: Any, rng: Any) -> Any:
-            return microbatch_terms(
-                self.loss_fn, self.form, params, model_state, batch, valid, rng
-            )
+            return microbatch_terms(self.loss_fn, self.form, params, model_state, batch, valid, rng)
 
         gradient = jax.value_and_grad(terms, has_aux=True)
         key = jax.random.wrap_key_data(state.key, impl=self.key_impl)
@@ -217,9 +213,7 @@ class Program:
             return sums
         floats, integers = _partition(sums.model_state)
         worked = sums.weight > 0
-        weighted = [
-            jnp.where(worked, x.astype(jnp.float32) * sums.weight, 0) for x in floats
-        ]
+        weighted = [jnp.where(worked, x.astype(jnp.float32) * sums.weight, 0) for x in floats]
         parts = (sums.grads, sums.loss, sums.weight, sums.count, sums.metrics, weighted)
         leaves, structure = jax.tree.flatten(parts)
         flat = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])

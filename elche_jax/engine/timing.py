@@ -148,9 +148,7 @@ class _Board:
             if left[0]:
                 return
             del self._open[job.window]
-            self._done(
-                WindowTimes(job.window, dispatched, tuple(accumulated), tuple(combined))
-            )
+            self._done(WindowTimes(job.window, dispatched, tuple(accumulated), tuple(combined)))
 
 
 def _watch(

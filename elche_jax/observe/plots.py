@@ -69,14 +69,16 @@ def plot_run(
     axes = figure.subplots(len(rows), 1, height_ratios=rows)
     figure.suptitle(title or None, fontsize=14, fontweight="bold", color=INK, x=0.01, ha="left")
     end = max(_edges(run)[-1] for _, run in runs)
-    for at, (axis, (name, run)) in enumerate(zip(axes, runs, strict=False)):
-        image = _busy_strips(axis, run, labels, end)
+    image: Any = None
+    for at, (name, run) in enumerate(runs):
+        axis = axes[at]
+        images.append(_busy_strips(axis, run, labels, end))
         _headline(axis, f"{name}: done after {_edges(run)[-1]:.1f} s")
         if at == len(runs) - 1:
             axis.set_xlabel("seconds", color=INK)
         else:
             axis.tick_params(labelbottom=False)
-    bar = figure.colorbar(image, ax=axes[: len(runs)], pad=0.01, fraction=0.025, aspect=30)
+    bar = figure.colorbar(images[-1], ax=axes[: len(runs)], pad=0.01, fraction=0.025, aspect=30)
     bar.set_label("busy share of a window", color=INK)
     bar.ax.yaxis.set_major_formatter(_percent)
     bar.outline.set_visible(False)
@@ -99,8 +101,7 @@ def _check(
     world_size = len(records[0].counts)
     if devices is not None and len(devices) != world_size:
         raise ValueError(
-            f"plot_run: devices must have one entry per device ({world_size}), "
-            f"got {len(devices)}."
+            f"plot_run: devices must have one entry per device ({world_size}), got {len(devices)}."
         )
     if baseline is not None and len(baseline[0].counts) != world_size:
         raise ValueError(
@@ -171,6 +172,7 @@ def _count_lines(axis: Any, records: Sequence[WindowRecord], labels: Sequence[st
     axis.set_xlim(edges[0], edges[-1])
     axis.set_ylim(0, 1.08 * highest)
     axis.yaxis.get_major_locator().set_params(integer=True)
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_xlabel("window", color=INK)
     axis.grid(axis="y", color=FAINT, linewidth=0.5)
     axis.set_axisbelow(True)

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from elche_jax.engine.loss import describe
@@ -28,9 +27,9 @@ def initial_state(
         params=params,
         opt_state=optimizer.init(params),
         model_state=model_state,
-        key=np.asarray(jax.random.key_data(as_key(rng))),
-        microbatches=np.int32(0),
-        step=np.int32(0),
+        key=jax.random.key_data(as_key(rng)),
+        microbatches=jnp.int32(0),
+        step=jnp.int32(0),
     )
     return replicate(state, devices)
 
@@ -62,9 +61,7 @@ def as_key(rng: Any) -> jax.Array:
             f"TrainStep.init: rng must be a key or an integer seed, got {describe(rng)}."
         )
     if key.shape != ():
-        raise TypeError(
-            f"TrainStep.init: rng must be one key, got an array of shape {key.shape}."
-        )
+        raise TypeError(f"TrainStep.init: rng must be one key, got an array of shape {key.shape}.")
     return key
 
 

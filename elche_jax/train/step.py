@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import optax
 
-from elche_jax import _check as check
 from elche_jax.cadence import Cadence
 from elche_jax.cadence.scheduler import Scheduler
 from elche_jax.config import DDPConfig
@@ -259,9 +258,7 @@ class TrainStep:
         where = choose_placement(placement, source, self.devices, free_bytes(self.devices))
         placer = Placer(self.devices, stacked_sharding(self.devices))
         resident = self._place(source, placer) if where == "resident" else None
-        plan = DataPlan(
-            source, size, seed, shuffle, drop_last, where, window_bytes, microbatch
-        )
+        plan = DataPlan(source, size, seed, shuffle, drop_last, where, window_bytes, microbatch)
         adaptive = self._pace.adaptive and len(self.devices) > 1
         feed = Feed(plan, placer, runner, resident, adaptive)
         run = Run(feed, self._pace, cursor or Cursor(), epochs, self._raise_nonfinite)
@@ -287,8 +284,7 @@ class TrainStep:
         """
         if not isinstance(window, Window):
             raise TypeError(
-                f"train: window must come from TrainStep.windows, got "
-                f"{type(window).__name__}."
+                f"train: window must come from TrainStep.windows, got {type(window).__name__}."
             )
         if state.step.is_deleted():
             raise ValueError(

@@ -122,10 +122,12 @@ class Run:
             self._land()  # one device: the loop itself waits
         with self._changed:
             self._changed.wait_for(
-                lambda: self._feed.world_size == 1
-                or stop.is_set()
-                or self._error
-                or self._planned - self._over < below
+                lambda: (
+                    self._feed.world_size == 1
+                    or stop.is_set()
+                    or self._error
+                    or self._planned - self._over < below
+                )
             )
             if self._error is not None:
                 raise self._error
@@ -319,9 +321,7 @@ def _weakly(run: Run, method: str) -> Any:
     return call
 
 
-def _record(
-    measured: Measured, times: WindowTimes, before: WindowTimes | None
-) -> WindowRecord:
+def _record(measured: Measured, times: WindowTimes, before: WindowTimes | None) -> WindowRecord:
     begun = times.dispatched
     if before is not None:
         begun = max(begun, max(before.combined))

@@ -5,8 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from elche_jax.cadence import apportion, clamp_counts, shard_sizes
 from elche_jax.cadence.apportion import _ends_before, _hand_out, split
@@ -80,9 +79,7 @@ def test_clamp_counts_laws(counts, max_total):
     assert all(0 <= new <= old for new, old in zip(clamped, counts, strict=True))
     if max_total >= len(counts):
         assert all(new > 0 for new, old in zip(clamped, counts, strict=True) if old)
-    for (old_a, a), (old_b, b) in itertools.combinations(
-        zip(counts, clamped, strict=True), 2
-    ):
+    for (old_a, a), (old_b, b) in itertools.combinations(zip(counts, clamped, strict=True), 2):
         # a larger count never ends up with less than a smaller one
         assert old_a <= old_b or a >= b
         assert old_b <= old_a or b >= a
@@ -104,17 +101,13 @@ def test_clamp_counts_with_huge_numbers_is_exact():
 
 
 def test_clamp_counts_errors():
-    with pytest.raises(
-        ValueError, match=r"^clamp_counts: max_total must be at least 0, got -1\.$"
-    ):
+    with pytest.raises(ValueError, match=r"^clamp_counts: max_total must be at least 0, got -1\.$"):
         clamp_counts((1, 2), -1)
     with pytest.raises(
         ValueError, match=r"^clamp_counts: counts\[1\] must be at least 0, got -2\.$"
     ):
         clamp_counts((1, -2), 3)
-    with pytest.raises(
-        TypeError, match=r"^clamp_counts: max_total must be an integer, got 1\.0 "
-    ):
+    with pytest.raises(TypeError, match=r"^clamp_counts: max_total must be an integer, got 1\.0 "):
         clamp_counts((1, 2), 1.0)  # pyright: ignore[reportArgumentType]
 
 
@@ -168,9 +161,7 @@ def test_shard_sizes_errors():
         ValueError, match=r"^shard_sizes: ratios\[0\] must be at least 0, got -1\.0\.$"
     ):
         shard_sizes((-1.0, 2.0), 4)
-    with pytest.raises(
-        ValueError, match=r"^shard_sizes: total must be at least 0, got -4\.$"
-    ):
+    with pytest.raises(ValueError, match=r"^shard_sizes: total must be at least 0, got -4\.$"):
         shard_sizes((1.0, 2.0), -4)
 
 
@@ -296,9 +287,7 @@ def test_apportion_errors():
         match=r"^apportion: ms_per_batch must have one entry per device, got none\.$",
     ):
         apportion(4, ())
-    with pytest.raises(
-        ValueError, match=r"^apportion: total must be at least 0, got -1\.$"
-    ):
+    with pytest.raises(ValueError, match=r"^apportion: total must be at least 0, got -1\.$"):
         apportion(-1, (1.0, 1.0))
     with pytest.raises(
         ValueError, match=r"^apportion: total must be at most 9007199254740992, got "

@@ -5,8 +5,7 @@ import math
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from elche_jax.cadence import Balanced, BalancedState, WindowReport, shard_sizes
 
@@ -76,9 +75,7 @@ def test_floor_is_checked_again_after_scaling():
 
 def test_an_unmeasured_device_counts_as_the_mean():
     cadence = Balanced(total=12, calibration_windows=1)
-    state = cadence.update(
-        cadence.init(3), WindowReport((12.0, 4.0, 0.0), (4, 4, 0), 0.0)
-    )
+    state = cadence.update(cadence.init(3), WindowReport((12.0, 4.0, 0.0), (4, 4, 0), 0.0))
     # 1/3 and 1, mean 2/3: 2 : 6 : 4
     assert state.counts == (2, 6, 4)
     assert state.throughput[2] is None

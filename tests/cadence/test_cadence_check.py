@@ -10,9 +10,7 @@ from elche_jax import _check as check
 
 def test_message_has_the_four_parts():
     assert check.message("A", "b", "be c", "d") == "A: b must be c, got d."
-    assert check.message("A", "b", "be c", "d", "Do e.") == (
-        "A: b must be c, got d. Do e."
-    )
+    assert check.message("A", "b", "be c", "d", "Do e.") == ("A: b must be c, got d. Do e.")
 
 
 @pytest.mark.parametrize("value", [3, np.int32(3), np.array(3), np.uint8(3)])
@@ -82,9 +80,7 @@ def test_integers_accept_any_sequence(values):
     assert {type(entry) for entry in result} == {int}
 
 
-@pytest.mark.parametrize(
-    "values", [(1.5, 2.0), [1.5, 2], np.array([1.5, 2]), [np.float64(1.5), 2]]
-)
+@pytest.mark.parametrize("values", [(1.5, 2.0), [1.5, 2], np.array([1.5, 2]), [np.float64(1.5), 2]])
 def test_reals_accept_any_sequence(values):
     result = check.reals("A", "b", values, above=0)
     assert result == (1.5, 2.0)
@@ -114,9 +110,7 @@ def test_what_is_no_sequence_is_rejected(values):
 
 def test_per_device():
     check.per_device("A", "b", 2, 2)
-    with pytest.raises(
-        ValueError, match=r"^A: b must have one entry per device \(2\), got 3\.$"
-    ):
+    with pytest.raises(ValueError, match=r"^A: b must have one entry per device \(2\), got 3\.$"):
         check.per_device("A", "b", 3, 2)
 
 

@@ -8,8 +8,7 @@ from dataclasses import FrozenInstanceError, is_dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import elche_jax.cadence as package
 from elche_jax.cadence import (

@@ -6,8 +6,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from elche_jax.cadence import (
     HOLD_GROWTH,
@@ -285,9 +284,7 @@ def test_hold_growth_forbids_the_raise_only():
     assert cadence.update(state, cheap, HOLD_GROWTH).anchor == 19
 
 
-@pytest.mark.parametrize(
-    ("factor", "expected"), [(0.5, 10), (0.51, 11), (0.01, 1), (1.0, 20)]
-)
+@pytest.mark.parametrize(("factor", "expected"), [(0.5, 10), (0.51, 11), (0.01, 1), (1.0, 20)])
 def test_nudge_down_multiplies_and_rounds_up(factor, expected):
     cadence = ElChe(anchor=15)
     state = calibrated(20, (20, 20), (5.0, 5.0))

@@ -4,8 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from elche_jax.cadence import WindowReport
 from elche_jax.cadence.estimate import as_array, as_times, measured_ms, update_ms

@@ -1,8 +1,7 @@
 """FixedTotal: the best split of a constant total, without flapping."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from elche_jax.cadence import FixedTotal, FixedTotalState, WindowReport, apportion
 
@@ -119,9 +118,7 @@ def test_constant_speeds_reach_the_best_split_and_keep_it(total, ms):
 
 
 def test_errors():
-    with pytest.raises(
-        ValueError, match=r"^FixedTotal: total must be at least 1, got 0\.$"
-    ):
+    with pytest.raises(ValueError, match=r"^FixedTotal: total must be at least 1, got 0\.$"):
         FixedTotal(0)
     with pytest.raises(TypeError, match=r"^FixedTotal: total must be an integer, got "):
         FixedTotal(64.0)  # pyright: ignore[reportArgumentType]

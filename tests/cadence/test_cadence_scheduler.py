@@ -134,9 +134,7 @@ def test_a_replay_is_planned_by_window_or_by_report():
     assert scheduler.plan(state, 4, window=1) == (1, 3)
     state = run(scheduler, state, (1.0, 1.0), 2)
     for ask in ({}, {"window": 2}):
-        with pytest.raises(
-            ValueError, match=r"^Replay: the recording has 2 windows, .* window 2 "
-        ):
+        with pytest.raises(ValueError, match=r"^Replay: the recording has 2 windows, .* window 2 "):
             scheduler.plan(state, **ask)
 
 
@@ -215,9 +213,7 @@ def test_from_dict_errors():
         r"Resume with the scheduler that wrote the state\.$",
     ):
         Scheduler(ElChe(), shift=None).from_dict(values)
-    with pytest.raises(
-        ValueError, match=r"^Scheduler\.from_dict: shift must fit .*, got none\. "
-    ):
+    with pytest.raises(ValueError, match=r"^Scheduler\.from_dict: shift must fit .*, got none\. "):
         scheduler.from_dict(values | {"shift": None})
     with pytest.raises(
         ValueError, match=r"^FixedTotalState\.from_dict: values must have the keys "

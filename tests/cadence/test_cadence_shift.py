@@ -4,8 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from elche_jax.cadence import Shift, ShiftState
 
@@ -61,9 +60,7 @@ def test_arrays_with_nan_mean_the_same_as_tuples_with_none():
     detector = Shift()
     state = ShiftState((1, 0))
     by_tuple = detector.update(state, (10.0, None), (None, 5))
-    by_array = detector.update(
-        state, np.array([10.0, math.nan]), np.array([math.nan, 5.0])
-    )
+    by_array = detector.update(state, np.array([10.0, math.nan]), np.array([math.nan, 5.0]))
     assert by_tuple == by_array == (ShiftState((1, 0)), False)
 
 
@@ -125,7 +122,5 @@ def test_update_errors(expected, measured, kind, text):
 
 
 def test_init_errors():
-    with pytest.raises(
-        ValueError, match=r"^Shift\.init: world_size must be at least 1, got 0\.$"
-    ):
+    with pytest.raises(ValueError, match=r"^Shift\.init: world_size must be at least 1, got 0\.$"):
         Shift().init(0)

@@ -51,9 +51,7 @@ def vector_loss(model: Cnn):
     """One loss per example."""
 
     def loss_fn(params, batch, rng):
-        logits = model.apply(
-            {"params": params}, batch["image"], train=True, rngs={"dropout": rng}
-        )
+        logits = model.apply({"params": params}, batch["image"], train=True, rngs={"dropout": rng})
         return cross_entropy(logits, batch)
 
     return loss_fn
@@ -121,9 +119,7 @@ def assert_close(a, b, rtol=1e-5, atol=1e-7):
     paths = jax.tree_util.tree_flatten_with_path(a)[0]
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for (path, x), y in zip(paths, jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(
-            x, y, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path)
-        )
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path))
 
 
 def assert_bitwise(a, b):

@@ -4,17 +4,14 @@ import jax
 import numpy as np
 import optax
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from models import Script, host
 
 import elche_jax as elche
 
 SIZE = 53
 
-count_rows = st.lists(
-    st.tuples(*[st.integers(0, 9)] * 3).filter(any), min_size=1, max_size=12
-)
+count_rows = st.lists(st.tuples(*[st.integers(0, 9)] * 3).filter(any), min_size=1, max_size=12)
 
 
 class Dataset:
@@ -85,9 +82,7 @@ def test_every_example_once_per_epoch(counting, rows, seed, form):
         form, {"id": np.arange(SIZE, dtype=np.int32)}
     )
     placement = "resident" if form == "resident" else "stream"
-    used = usage(
-        train, data, 4, epochs=2, seed=seed, drop_last=False, placement=placement
-    )
+    used = usage(train, data, 4, epochs=2, seed=seed, drop_last=False, placement=placement)
     assert len(used) == 2
     for epoch in used:
         np.testing.assert_array_equal(epoch, np.ones(SIZE, int))

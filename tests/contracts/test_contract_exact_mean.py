@@ -1,5 +1,7 @@
 """C1: the applied gradient is the weighted mean over all data of the window."""
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -154,8 +156,8 @@ def test_metrics_are_weighted_like_the_gradient(devices4):
     for window in train.windows(data, 8, shuffle=False, drop_last=False):
         state, metrics = train(state, window)
     losses = np.asarray(vector_loss(model)(params, data, jax.random.key(0)), np.float64)
-    ends = list(range(0, 52, 8)) + [52]
-    blocks = [losses[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    ends = [*range(0, 52, 8), 52]
+    blocks = [losses[a:b] for a, b in pairwise(ends)]
     hardest = sum(block.max() * len(block) for block in blocks) / 52
     np.testing.assert_allclose(metrics["loss"], losses.mean(), rtol=1e-5)
     np.testing.assert_allclose(metrics["squared"], (losses**2).mean(), rtol=1e-5)

@@ -108,7 +108,10 @@ def test_the_persistent_compilation_cache_is_honoured(tmp_path, devices4):
     try:
         for _ in range(2):
             train = elche.build_train_step(
-                scalar_loss(model), optax.adam(1e-3), devices=devices4, cadence=Script([(2, 1, 1, 1)])
+                scalar_loss(model),
+                optax.adam(1e-3),
+                devices=devices4,
+                cadence=Script([(2, 1, 1, 1)]),
             )
             run(train, train.init(variables(model)["params"]), digits(), 4, windows=2)
             written.append({path.name for path in tmp_path.glob("*-cache")})

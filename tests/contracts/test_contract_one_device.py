@@ -36,9 +36,7 @@ def plain(model, params, windows, count):
 def test_default_is_a_step_per_microbatch():
     model = Cnn()
     params = variables(model)["params"]
-    train = elche.build_train_step(
-        scalar_loss(model), optax.adam(1e-3), devices=jax.devices()[:1]
-    )
+    train = elche.build_train_step(scalar_loss(model), optax.adam(1e-3), devices=jax.devices()[:1])
     state = train.init(params)
     seen = set()
     for number, window in enumerate(train.windows(digits(), 8, shuffle=False)):

@@ -23,9 +23,7 @@ def build(cadence, devices, **options):
 
 def start(train):
     found = variables(Cnn(dropout=0.3, norm=True))
-    return train.init(
-        found["params"], model_state={"batch_stats": found["batch_stats"]}, rng=11
-    )
+    return train.init(found["params"], model_state={"batch_stats": found["batch_stats"]}, rng=11)
 
 
 @pytest.mark.parametrize("placement", ["stream", "resident"])

@@ -110,7 +110,7 @@ def test_knobs_of_the_cadence(options, message):
 
 
 def test_speed_hint_for_a_rank_that_is_not_there():
-    with pytest.raises(ValueError, match=r"speed_hint slow_rank must be below world_size \(2\), got 5"):
+    with pytest.raises(ValueError, match=r"slow_rank must be below world_size \(2\), got 5"):
         build(cadence=elche.ElChe(speed_hint=(5, 2.0)))
 
 
@@ -253,14 +253,20 @@ def returns(value):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (lambda p, b: b["x"], r"float vector .*\(4\).* got an array of shape \(4, 3\) and .*float32"),
+        (
+            lambda p, b: b["x"],
+            r"float vector .*\(4\).* got an array of shape \(4, 3\) and ",
+        ),
         (lambda p, b: jnp.int32(1), r"must be a float scalar.* shape \(\) and dtype int32"),
         (lambda p, b: jnp.ones(3), r"got an array of shape \(3,\) and dtype float32"),
         (lambda p, b: (jnp.float32(1), {}), r"got a tuple of 2\..*pass has_aux=True"),
         (lambda p, b: {"loss": jnp.float32(1)}, r"got a dict"),
         (lambda p, b: elche.Weighted(b["x"], jnp.float32(1)), r"Weighted\.loss must be a scalar"),
         (lambda p, b: elche.Weighted(jnp.float32(1), b["x"]), r"Weighted\.weight must be a scalar"),
-        (lambda p, b: elche.Weighted(jnp.int32(1), jnp.int32(1)), r"Weighted\.loss must be a float"),
+        (
+            lambda p, b: elche.Weighted(jnp.int32(1), jnp.int32(1)),
+            r"\.loss must be a float",
+        ),
     ],
 )
 def test_what_a_loss_returns(value, message):
@@ -287,7 +293,11 @@ def test_aux(value, message):
     [
         (lambda s: jnp.float32(1), False, r"must return \(loss, model_state\), got an array"),
         (lambda s: (jnp.float32(1), {"other": s["m"]}), False, r"structure of the old one"),
-        (lambda s: (jnp.float32(1), {"m": jnp.ones(2)}), False, r"leaf \['m'\] of the new model_st"),
+        (
+            lambda s: (jnp.float32(1), {"m": jnp.ones(2)}),
+            False,
+            r"leaf \['m'\] of the new",
+        ),
         (lambda s: (jnp.float32(1), s), True, r"\(loss, \(model_state, aux\)\), got a second ele"),
     ],
 )
@@ -296,9 +306,7 @@ def test_model_state(value, has_aux, message):
         return value(model_state)
 
     with pytest.raises(TypeError, match=message):
-        windows(
-            loss, model_state={"m": np.zeros(3, "float32")}, build_options={"has_aux": has_aux}
-        )
+        windows(loss, model_state={"m": np.zeros(3, "float32")}, build_options={"has_aux": has_aux})
 
 
 def test_the_users_own_error_comes_through():
@@ -368,7 +376,10 @@ def test_counts_of_the_users_own_cadence(counts):
 def test_state_of_another_number_of_devices():
     train, other = build(), build(devices=jax.devices()[:1])
     train.init(PARAMS)
-    with train.windows(DATA, 4) as iterator, pytest.raises(
-        ValueError, match=r"replicated over the 2 devices .* got leaves stacked as \(1,\)"
+    with (
+        train.windows(DATA, 4) as iterator,
+        pytest.raises(
+            ValueError, match=r"replicated over the 2 devices .* got leaves stacked as \(1,\)"
+        ),
     ):
         train(other.init(PARAMS), next(iterator))

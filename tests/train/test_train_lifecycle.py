@@ -72,10 +72,8 @@ def test_an_error_in_the_loop_ends_them():
             state, _ = train(state, window)
             raise KeyError("mine")
 
-    try:
+    with pytest.raises(KeyError, match="mine"):
         loop(state)
-    except KeyError:
-        pass
     gc.collect()
     assert threads() == []
 
@@ -266,10 +264,9 @@ def test_a_process_may_end_in_the_middle_of_everything():
 def test_at_most_two_windows_are_in_flight():
     """The loop is held back while the devices work: seen from the inside."""
     train = build(2, cadence=elche.FixedTotal(4), emulate=EmulatedSpeeds([5.0, 5.0]))
-    state, handed, behind = train.init(PARAMS), 0, []
-    for window in train.windows(data(), 2):
+    state, behind = train.init(PARAMS), []
+    for handed, window in enumerate(train.windows(data(), 2), start=1):
         state, _ = train(state, window)
-        handed += 1
         behind.append(handed - len(train.records))
     assert max(behind) <= 2
 
@@ -304,16 +301,14 @@ def test_policy_auto():
 
 
 def test_elche_finds_the_speeds_and_report_shows_them():
-    train = build(
-        4, cadence=elche.ElChe(anchor=4), emulate=EmulatedSpeeds([5.0, 5.0, 10.0, 20.0])
-    )
+    train = build(4, cadence=elche.ElChe(anchor=4), emulate=EmulatedSpeeds([5.0, 5.0, 10.0, 20.0]))
     state = train.init(PARAMS)
     for window in train.windows(data(1024), 2):
         state, _ = train(state, window)
-    fast, _, middle, slow = train.counts
-    assert slow == 4 and 6 <= middle <= 9 and 12 <= fast <= 18
-    state = train.cadence_state
-    assert state.anchor == 4 and len(state.ms_per_batch) == 4
+    fast, also_fast, middle, slow = train.counts
+    assert min(fast, also_fast) > middle > slow
+    times = train.cadence_state.ms_per_batch
+    assert max(times[:2]) < times[2] < times[3]
     report = train.report()
     assert [d.microbatches for d in report.devices] == [
         sum(r.counts[rank] for r in train.records if r.steady) for rank in range(4)

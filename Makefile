@@ -1,0 +1,54 @@
+# Every target sets up what it needs on its first use; Python >= 3.11 and make are enough.
+#   make test ARGS="tests/train -x"    make demo SHORT=1    make demo PLOT=picture.png
+
+VENV := .venv
+NEWEST := .venv-newest
+RUN := $(VENV)/bin/python
+PIP := -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help demo test test-newest bench lint format types
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo         train on four unequal devices, plain pmap against elche_jax"
+	@echo "make test         run the test suite"
+	@echo "make test-newest  run it with the newest Python found, and its newest JAX"
+	@echo "make bench        measure against hand-written loops"
+	@echo "make lint         check style (make format repairs it)"
+	@echo "make types        check types, strictly"
+
+demo: $(VENV)/.installed
+	$(RUN) examples/01_mixed_speeds.py $(if $(SHORT),--short) $(if $(PLOT),--plot $(PLOT))
+
+test: $(VENV)/.installed
+	$(RUN) -m pytest -q $(ARGS)
+
+test-newest: $(NEWEST)/.installed
+	$(NEWEST)/bin/python -m pytest -q $(ARGS)
+
+bench: $(VENV)/.installed
+	$(RUN) benchmarks/mixed_speeds.py $(ARGS)
+
+lint: $(VENV)/.installed
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+format: $(VENV)/.installed
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+types: $(VENV)/.installed
+	$(RUN) -m pyright
+
+$(VENV)/.installed: pyproject.toml
+	@echo "setting up $(VENV) (once; a minute or two)"
+	test -x $(RUN) || { python=$$(.ci/find-python oldest 11) && "$$python" -m venv $(VENV); }
+	$(RUN) $(PIP) -e ".[test,examples]"
+	@touch $@
+
+$(NEWEST)/.installed: pyproject.toml
+	@echo "setting up $(NEWEST) (once; a minute or two)"
+	test -x $(NEWEST)/bin/python || \
+		{ python=$$(.ci/find-python newest 12) && "$$python" -m venv $(NEWEST); }
+	$(NEWEST)/bin/python $(PIP) --upgrade jax flax optax numpy -e ".[test,examples]"
+	@touch $@
