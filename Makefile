@@ -27,6 +27,7 @@ test-newest: $(NEWEST)/.installed
 	$(NEWEST)/bin/python -m pytest -q $(ARGS)
 
 bench: $(VENV)/.installed
+	$(RUN) benchmarks/import_time.py
 	$(RUN) benchmarks/mixed_speeds.py $(ARGS)
 
 lint: $(VENV)/.installed
@@ -38,7 +39,7 @@ format: $(VENV)/.installed
 	$(RUN) -m ruff format .
 
 types: $(VENV)/.installed
-	$(RUN) -m pyright
+	$(RUN) -m pyright --project .
 
 $(VENV)/.installed: pyproject.toml
 	@echo "setting up $(VENV) (once; a minute or two)"

@@ -34,6 +34,30 @@ def mlp_loss(params, batch, rng):
     return optax.softmax_cross_entropy_with_integer_labels(x, batch["y"]).mean()
 
 
+def chain_params(depth: int, features: int = 64, seed: int = 0) -> dict:
+    """Parameters of `depth` elementwise layers, `h = tanh(a * h + b)`."""
+    rng = np.random.default_rng(seed)
+    shape = (depth, features)
+    return {
+        "a": rng.uniform(0.5, 1.5, shape).astype("float32"),
+        "b": rng.normal(0.0, 0.1, shape).astype("float32"),
+    }
+
+
+def chain_loss(params, batch, rng):
+    """Mean square of the last layer's error.
+
+    All of it fits a core's own cache. Large matrix products do not suit a question about
+    two devices at once: two independent processes on two shared cores slow each other.
+    """
+
+    def layer(h, ab):
+        return jnp.tanh(ab["a"] * h + ab["b"]), None
+
+    h, _ = jax.lax.scan(layer, batch["x"], params)
+    return jnp.mean((h.sum(axis=-1) - batch["y"]) ** 2)
+
+
 def examples(count: int, features: int = 64, seed: int = 1) -> dict:
     """Random examples with random labels; int32 labels, float32 features."""
     rng = np.random.default_rng(seed)

@@ -45,9 +45,9 @@ class Pieces:
             if chosen is None:
                 chosen = candidate
             else:
-                # pieces come longest first, so the last one that starts at or before i
-                # and is there holds it
-                here = (i >= start) & ((count & length) > 0)
+                # pieces come longest first, and one that is not there would start where
+                # the next one does: the last that starts at or before i holds it
+                here = i >= start
                 chosen = jax.tree.map(
                     lambda new, old, here=here: jnp.where(here, new, old), candidate, chosen
                 )

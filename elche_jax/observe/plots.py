@@ -72,13 +72,13 @@ def plot_run(
     image: Any = None
     for at, (name, run) in enumerate(runs):
         axis = axes[at]
-        images.append(_busy_strips(axis, run, labels, end))
+        image = _busy_strips(axis, run, labels, end)
         _headline(axis, f"{name}: done after {_edges(run)[-1]:.1f} s")
         if at == len(runs) - 1:
             axis.set_xlabel("seconds", color=INK)
         else:
             axis.tick_params(labelbottom=False)
-    bar = figure.colorbar(images[-1], ax=axes[: len(runs)], pad=0.01, fraction=0.025, aspect=30)
+    bar = figure.colorbar(image, ax=axes[: len(runs)], pad=0.01, fraction=0.025, aspect=30)
     bar.set_label("busy share of a window", color=INK)
     bar.ax.yaxis.set_major_formatter(_percent)
     bar.outline.set_visible(False)
@@ -170,7 +170,7 @@ def _count_lines(axis: Any, records: Sequence[WindowRecord], labels: Sequence[st
         axis.hlines(counts, edges[:-1], edges[1:], colors=color, linewidths=wide)
         axis.plot([], [], color=color, linewidth=LINE, label=label)
     axis.set_xlim(edges[0], edges[-1])
-    axis.set_ylim(0, 1.08 * highest)
+    axis.set_ylim(0, 1.08 * max(1, highest))
     axis.yaxis.get_major_locator().set_params(integer=True)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_xlabel("window", color=INK)

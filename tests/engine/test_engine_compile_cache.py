@@ -148,20 +148,25 @@ def test_a_request_waits_for_the_compile_under_way():
 
 
 def test_jobs_are_done_in_order_by_one_thread_that_ends_with_them():
-    cache, done = CompileCache(), []
+    cache, done, threads = CompileCache(), [], set()
+
+    def job(key):
+        done.append(key)
+        threads.add(threading.current_thread())
+
     first = Build()
     cache.prepare(0, first)
     assert first.begun.wait(GIVE_UP)
+    (compiler,) = compilers()
     for key in range(1, 5):
-        cache.prepare(key, lambda key=key: done.append(key))
-    assert len(compilers()) == 1
+        cache.prepare(key, lambda key=key: job(key))
     first.go.set()
     cache.wait()
     assert done == [1, 2, 3, 4]
-    for thread in compilers():
-        thread.join(GIVE_UP)
-    assert compilers() == []
-    cache.prepare(5, lambda: done.append(5))  # and one comes when there is more
+    assert threads == {compiler}
+    compiler.join(GIVE_UP)
+    assert not compiler.is_alive()
+    cache.prepare(5, lambda: job(5))  # and another comes when there is more
     cache.wait()
     assert done[-1] == 5
     assert cache.stats.ahead == 6

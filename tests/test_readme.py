@@ -1,0 +1,63 @@
+"""What README and the other pages show: it runs, and what they name exists."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+SCRIPTS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+DEVICES = 'import jax; jax.config.update("jax_num_cpu_devices", {})\n'
+
+
+def page_name(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: f"{len(script.splitlines())}-lines")
+def test_scripts_of_the_readme_run_and_the_devices_do_not_matter(script, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    losses = []
+    for devices in (1, 4):
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", DEVICES.format(devices) + script],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            cwd=tmp_path,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "of the limit" in done.stdout
+        losses.append(float(re.match(r"loss ([\d.]+)", done.stdout)[1]))
+    assert losses[0] < 0.3
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+
+
+def test_there_is_a_script():
+    assert len(SCRIPTS) >= 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_links_lead_somewhere(page):
+    targets = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
+    assert [t for t in targets if not (page.parent / t).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_make_targets_exist(page):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z-]+)`?", code(page.read_text()))) <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_no_path_of_somebodys_machine(page):
+    assert not re.search(r"(?<![\w.])/(home|root|Users|work|tmp)/", page.read_text())
+
+
+def code(text):
+    """What stands in backticks."""
+    return "\n".join(re.findall(r"```.*?```|`[^`]+`", text, re.DOTALL))
