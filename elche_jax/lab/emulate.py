@@ -162,7 +162,11 @@ class EmulatedSpeeds:
     def around(
         self, body: Callable[[Any, PyTree], PyTree], device: Any, i: Any, carry: PyTree
     ) -> tuple[PyTree, Any]:
-        """Runs a microbatch, then waits for its deadline."""
+        """Runs a microbatch, then waits for its deadline.
+
+        What follows must use the second result, a zero: a wait that nothing depends on
+        may happen at another time.
+        """
         carry = body(i, carry)
         # one number that needs every leaf, so that the wait comes after the work
         done = sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in jax.tree.leaves(carry))

@@ -14,8 +14,9 @@ class WindowRecord:
         examples: Valid examples of all devices.
         busy_ms: Busy time per device, data delivery included; empty with one device,
             whose time is `wall_ms`.
-        wall_ms: From the end of the window before (or the dispatch, if later) to the
-            end of this one.
+        wall_ms: From the end of the window before to the end of this one. Time that the
+            loop spends on its own things before it asks for the window is left out; time
+            it waits for the window's data is not.
         sync_ms: Cost of the synchronisation, the least wait over the devices.
         skew_ms: How far the devices' arrivals at the synchronisation lay apart.
         steady: False where the window waited for a compile or is the first of its run;

@@ -31,7 +31,7 @@ class RunReport:
     Attributes:
         devices: A report for each device, in rank order.
         counts: The plan for the next window.
-        windows: Windows measured, of those the report looks at.
+        windows: Windows the report looks at: the last 1024 of the run at most.
         examples_per_s: Valid examples per second over the steady windows.
         limit_share: Microbatches per second over the sum of the devices' own speeds,
             `sum(counts) / (wall * sum(1 / ms_per_batch))`; None until all are measured.
@@ -65,7 +65,7 @@ class RunReport:
             )
         limit = "-" if self.limit_share is None else f"{self.limit_share:.1%}"
         rows += [
-            f"{self.windows} windows, {self.examples_per_s:,.0f} examples/s, {limit} of the "
+            f"last {self.windows} windows: {self.examples_per_s:,.0f} examples/s, {limit} of the "
             f"limit, sync {self.sync_ms:.2f} ms, skew {self.skew_ms:.2f} ms",
             f"compiles: {self.compile_misses} waited for, {self.compiled_ahead} ahead, "
             f"{self.compile_hits} hits, {self.compile_s:.1f} s",
@@ -91,9 +91,9 @@ def limit_share(records: Sequence[WindowRecord]) -> float | None:
     Example:
         >>> from elche_jax.observe.records import WindowRecord
         >>> from elche_jax.observe.report import limit_share
-        >>> window = WindowRecord(0, 0, (4, 2), 60, (40.0, 40.0), 50.0, 1.0, 0.0, True)
+        >>> window = WindowRecord(0, 0, (4, 2), 60, (40.0, 40.0), 80.0, 1.0, 0.0, True)
         >>> limit_share([window])
-        0.8
+        0.5
     """
     if not records:
         return None

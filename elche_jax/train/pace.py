@@ -29,13 +29,17 @@ HINT_ABOVE = 0.15
 
 @dataclass(frozen=True)
 class Measured:
-    """A window as it was planned: what a record needs besides the times."""
+    """A window as it was dispatched: what a record needs besides the times.
+
+    `asked` is the moment the loop asked for it, `time.perf_counter` seconds.
+    """
 
     window: int
     epoch: int
     counts: tuple[int, ...]
     examples: int
     steady: bool
+    asked: float
 
 
 class Pace:

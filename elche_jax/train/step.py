@@ -302,7 +302,7 @@ class TrainStep:
         misses = self._cache.stats.misses
         at = time.perf_counter()
         state, metrics = run.runner.run(
-            state, window.calls, lambda shards: run.accumulating(window, at, shards)
+            state, window.calls, lambda shards: run.accumulating(at, shards)
         )
         steady = self._cache.stats.misses == misses
         run.dispatched(window, at, steady, metrics)

@@ -82,6 +82,8 @@ class Run:
         self._planned = 0
         self._over = 0
         self._current: Window | None = None
+        self._asked = 0.0
+        self._dispatches = 0
         self._flying: dict[int, tuple[Measured, dict[str, jax.Array]]] = {}
         self._error: BaseException | None = None
         self._before: WindowTimes | None = None
@@ -153,6 +155,7 @@ class Run:
 
     def asked(self) -> None:
         """The loop asks for a window: the one before is given up if it was not used."""
+        self._asked = time.perf_counter()
         with self._changed:
             if self._current is not None:
                 self._current = None
@@ -176,34 +179,37 @@ class Run:
                     lambda: self._error or self._closed or len(self._flying) < IN_FLIGHT
                 )
         self.check()
+        self._dispatches += 1
 
-    def accumulating(self, window: Window, at: float, shards: list[jax.Array]) -> None:
+    def accumulating(self, at: float, shards: list[jax.Array]) -> None:
         """The devices accumulate: hands their shards to the threads that time them."""
         if self.stopwatch is not None and not self._closed:
-            self.stopwatch.accumulating(window.index, at, shards)
+            self.stopwatch.accumulating(self._dispatches, at, shards)
 
     def dispatched(
         self, window: Window, at: float, steady: bool, metrics: dict[str, jax.Array]
     ) -> None:
         """After the dispatch: hands the window to the threads that time it."""
         self._pace.dispatched(window.counts)
-        measured = Measured(window.index, window.epoch, window.counts, window.examples, steady)
+        measured = Measured(
+            window.index, window.epoch, window.counts, window.examples, steady, self._asked
+        )
         with self._changed:
             if self._closed:
                 return
-            self._flying[window.index] = (measured, metrics)
+            self._flying[self._dispatches] = (measured, metrics)
         if self._feed.world_size == 1:
-            self._tokens.append((window.index, at, metrics))
+            self._tokens.append((self._dispatches, at, metrics))
         elif self.stopwatch is not None:
             shards = shards_in_order(metrics["loss"], self._feed.devices)
-            self.stopwatch.combining(window.index, shards)
+            self.stopwatch.combining(self._dispatches, shards)
 
     def _land(self) -> None:
         """One device: waits for the oldest window, in the loop, and records it."""
-        index, at, metrics = self._tokens.popleft()
+        dispatch, at, metrics = self._tokens.popleft()
         metrics["loss"].block_until_ready()
         now = time.perf_counter()
-        self.over(WindowTimes(index, at, (now,), (now,)))
+        self.over(WindowTimes(dispatch, at, (now,), (now,)))
 
     def check(self) -> None:
         """Raises what a thread has run into."""
@@ -322,7 +328,7 @@ def _weakly(run: Run, method: str) -> Any:
 
 
 def _record(measured: Measured, times: WindowTimes, before: WindowTimes | None) -> WindowRecord:
-    begun = times.dispatched
+    begun = measured.asked
     if before is not None:
         begun = max(begun, max(before.combined))
     single = len(measured.counts) == 1

@@ -156,7 +156,7 @@ def test_report_reads_as_a_table():
         "device              ms/microbatch   counts   microbatches   busy",
         "cuda:0                       5.12       16           1200    98%",
         "cuda:1                          -        4              0     0%",
-        "75 windows, 12,346 examples/s, 95.4% of the limit, sync 1.23 ms, skew 0.50 ms",
+        "last 75 windows: 12,346 examples/s, 95.4% of the limit, sync 1.23 ms, skew 0.50 ms",
         "compiles: 3 waited for, 2 ahead, 70 hits, 1.3 s",
     ]
     assert "- of the limit" in str(dataclasses.replace(report, limit_share=None))

@@ -233,17 +233,17 @@ for window in train.windows(data, 4, epochs=None):
 def test_ctrl_c_ends_a_run(world):
     """A real process, a real signal; it must end by KeyboardInterrupt, not hang or crash."""
     root = Path(elche.__file__).parents[1]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", SCRIPT.format(world=world)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(root)},
-    )  # fmt: skip
-    try:
-        assert process.stdout.readline().strip() == "running"
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout.readline().strip() == "running"
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == -signal.SIGINT, errors[-2000:]
     assert "KeyboardInterrupt" in errors
     assert "FATAL" not in errors and "terminate called" not in errors
@@ -316,6 +316,46 @@ def test_elche_finds_the_speeds_and_report_shows_them():
     assert report.limit_share is not None and 0 < report.limit_share <= 1.01
     text = str(report)
     assert "of the limit" in text and len(text.splitlines()) == 7
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_window_may_be_used_twice(world):
+    train = build(world)
+    state = train.init(PARAMS)
+    for window in train.windows(data(), 8):
+        for _ in range(3):
+            state, _ = train(state, window)
+    windows = 8 // world
+    assert int(elche.unreplicate(state.step)) == 3 * windows
+    assert len(train.records) == 3 * windows
+
+
+def test_the_loops_own_time_is_not_the_windows():
+    """Waiting for the data counts, what the loop does between two windows does not."""
+    gate = threading.Event()
+
+    class Slow:
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, i):
+            if i == 48:
+                threading.Timer(0.3, gate.set).start()
+                gate.wait()
+            return {"x": np.ones(3, "float32")}
+
+    train = build(2)
+    state, own = train.init(PARAMS), 0.0
+    for window in train.windows(Slow(), 4, shuffle=False):
+        state, metrics = train(state, window)
+        jax.block_until_ready(metrics)
+        if window.index == 1:
+            begun = time.perf_counter()
+            threading.Event().wait(0.3)
+            own = 1e3 * (time.perf_counter() - begun)
+    walls = [record.wall_ms for record in train.records]
+    assert walls[2] < own, "the loop's own time is left out"
+    assert sum(walls[2:]) > 150, "waiting for the data is not"
 
 
 def test_counts_history_is_every_window():
