@@ -69,18 +69,18 @@ def case_b(repeats: int) -> list[Result]:
     The control is the machine's own: both devices at once, each in a loop of its own,
     without any exchange. More than that no scheduling can reach.
     """
-    params, data = chain_params(depth=160), examples(65536)
+    params, data = chain_params(depth=8), examples(65536)
 
     def loop(devices, times, cadence):
         train = elche.build_train_step(
             chain_loss, OPTIMIZER, devices=devices, emulate=ExtraWork(times), cadence=cadence
         )
-        return Loop(train, params, data, 64)
+        return Loop(train, params, data, 32)
 
     one, two = jax.devices()[:2]
-    fast = loop([one], (1,), elche.FixedTotal(90))
-    slow = loop([two], (3,), elche.FixedTotal(30))
-    both = loop([one, two], (1, 3), elche.ElChe(anchor=30))
+    fast = loop([one], (1,), elche.FixedTotal(60))
+    slow = loop([two], (3,), elche.FixedTotal(20))
+    both = loop([one, two], (1, 3), elche.ElChe(anchor=20))
     for each in (fast, slow, both):
         each.rate(0.0, warm=6)
 

@@ -150,7 +150,8 @@ class IterableReader:
                 lambda leaf: np.concatenate([leaf, np.repeat(leaf[:1], missing, axis=0)]),
                 item,
             )
-        self._held.append(item)
+        # copied: a generator may fill one buffer over and over
+        self._held.append(jax.tree.map(np.array, item))
 
 
 def microbatch_size(item: PyTree, number: int) -> int:

@@ -1,11 +1,14 @@
 """Compiled programs, kept by key; made in the background where one sees them coming."""
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
+
+logger = logging.getLogger("elche_jax")
 
 Build = Callable[[], Any]
 
@@ -78,7 +81,7 @@ class CompileCache:
     def prepare(self, key: Hashable, build: Build) -> None:
         """Compiles the program of this key in the background; returns at once.
 
-        An error is kept and raised when the program is asked for.
+        An error is logged, kept, and raised when the program is asked for.
         """
         entry, new = self._claim(key)
         if not new:
@@ -113,6 +116,13 @@ class CompileCache:
                     return
                 entry, build = self._jobs.popleft()
             self._fill(entry, build, ahead=1)
+            if entry.error is not None:
+                logger.warning(
+                    "elche: a program could not be compiled ahead (%s: %s); larger windows go "
+                    "on in several calls.",
+                    type(entry.error).__name__,
+                    entry.error,
+                )
 
     def _fill(self, entry: "_Entry", build: Build, ahead: int = 0) -> None:
         begun = time.perf_counter()

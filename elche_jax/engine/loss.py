@@ -29,7 +29,7 @@ class Weighted:
         loss: Scalar, the mean loss over whatever is counted (tokens, say).
         weight: Scalar, how much was counted, at least 0. It is a constant to the
             gradient. With weight 0 the microbatch contributes nothing, even where
-            `loss` is not a number.
+            `loss` is not a number. A negative weight makes the window not finite.
 
     Example:
         >>> import jax.numpy as jnp
@@ -171,6 +171,7 @@ def microbatch_terms(
         total = jnp.where(mask, loss, 0).astype(jnp.float32).sum()
     else:
         weight = jax.lax.stop_gradient(jnp.asarray(loss.weight, jnp.float32))
+        weight = jnp.where(weight < 0, jnp.nan, weight)  # the window will count as not finite
         # where on the input too: its gradient stays finite where the loss is not
         total = jnp.where(weight > 0, jnp.asarray(loss.loss, jnp.float32), 0) * weight
     metrics = {name: _mean(value, mask, valid) * weight for name, value in aux.items()}

@@ -121,7 +121,8 @@ class Program:
         grads = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), total.grads, state.params)
         updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        good = _all_finite((total.grads, total.loss)) & (total.weight > 0)
+        state_floats, _ = _partition(total.model_state)
+        good = _all_finite((total.grads, total.loss, state_floats)) & (total.weight > 0)
         kept = (state.params, state.opt_state, state.model_state)
         made = (params, opt_state, total.model_state)
         params, opt_state, model_state = jax.tree.map(
@@ -187,8 +188,11 @@ class Program:
             (loss, (weight, metrics, model_state)), grads = gradient(
                 state.params, sums.model_state, batch, valid, rng
             )
-            if self.form == "weighted":  # weight 0: nothing, even where grads are NaN
-                grads = jax.tree.map(lambda g: jnp.where(weight > 0, g, 0), grads)
+            if self.form == "weighted":  # weight 0: nothing, even where it is not a number
+                kept = (jax.tree.map(jnp.zeros_like, grads), sums.model_state)
+                grads, model_state = jax.tree.map(
+                    lambda new, old: jnp.where(weight > 0, new, old), (grads, model_state), kept
+                )
             return Sums(
                 jax.tree.map(lambda s, g: s + g.astype(jnp.float32), sums.grads, grads),
                 sums.loss + loss,

@@ -25,8 +25,9 @@ from elche_jax.observe.report import RunReport, make_report
 from elche_jax.train.feed import DataPlan, Feed
 from elche_jax.train.initial import initial_state, key_impl_of, shapes_of
 from elche_jax.train.pace import Pace
+from elche_jax.train.run import Run, Window
 from elche_jax.train.spec import check_data_plan, microbatch_shapes
-from elche_jax.train.windows import Run, Window, Windows
+from elche_jax.train.windows import Windows
 
 PyTree = Any
 
@@ -220,7 +221,8 @@ class TrainStep:
 
         Args:
             data: A pytree of arrays with a common leading axis; a map-style dataset
-                (`__len__`, `__getitem__`); or an iterable of microbatches.
+                (`__len__`, `__getitem__`); or an iterable of microbatches. A list of
+                arrays is a pytree; to use one as microbatches, pass `iter(list)`.
             batch_size: Examples per microbatch, at least 1. For an iterable, None: as
                 they come.
             epochs: Number of epochs, at least 1; None: without end.

@@ -140,6 +140,39 @@ def test_weight_zero_contributes_nothing(devices4):
     assert_close(applied, jax.grad(one_big_batch)(params), rtol=1e-5, atol=1e-6)
 
 
+def test_weight_zero_leaves_the_model_state(devices4):
+    """0 / 0 statistics of an empty microbatch reach neither state nor parameters."""
+
+    def loss_fn(params, model_state, batch, _):
+        total, tokens = token_loss(params, batch)
+        return elche.Weighted(total / tokens, tokens), {"mean": total / tokens}
+
+    data = token_data()
+    data["mask"][8:16] = 0.0
+    params = {"w": np.ones(30, "float32"), "b": np.zeros((), "float32")}
+    train = elche.build_train_step(
+        loss_fn, optax.sgd(0.0), devices=devices4[:2], cadence=Script([(2, 1)])
+    )
+    state = train.init(params, model_state={"mean": np.float32(0)})
+    small = {name: leaf[:24] for name, leaf in data.items()}
+    state, _ = run(train, state, small, 8, shuffle=False)
+    parts = [token_loss(params, {k: v[i : i + 8] for k, v in data.items()}) for i in (0, 16)]
+    want = sum(float(total) for total, _ in parts) / sum(float(tokens) for _, tokens in parts)
+    np.testing.assert_allclose(host(state.model_state)["mean"], want, rtol=1e-5)
+
+
+def test_a_negative_weight_is_not_finite(devices4):
+    def loss_fn(params, batch, _):
+        return elche.Weighted((params["w"] * batch["x"]).sum(), batch["x"].sum())
+
+    train = elche.build_train_step(
+        loss_fn, optax.sgd(1.0), devices=devices4[:2], cadence=Script([(1, 1)])
+    )
+    state = train.init({"w": np.ones(1, "float32")})
+    with pytest.raises(elche.NonFiniteError, match="window 0"):
+        run(train, state, {"x": np.array([[3.0], [-1.0]], "float32")}, 1, shuffle=False)
+
+
 def test_metrics_are_weighted_like_the_gradient(devices4):
     model = Cnn()
 

@@ -1,0 +1,280 @@
+"""The life of windows: planned ahead, dispatched by the loop, over when all devices are."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from elche_jax.cadence import clamp_counts
+from elche_jax.data.order import Cursor
+from elche_jax.data.reader import Reader
+from elche_jax.engine.mapped import shards_in_order
+from elche_jax.engine.runner import Call
+from elche_jax.engine.timing import Stopwatch, WindowTimes
+from elche_jax.observe.records import WindowRecord
+from elche_jax.train.feed import Feed
+from elche_jax.train.pace import Measured, Pace
+
+IN_FLIGHT = 2
+"""Windows that may be dispatched and not yet over."""
+
+LOOKAHEAD = 4
+"""Windows planned and not yet over, where plans do not depend on reports."""
+
+
+class NonFiniteError(RuntimeError):
+    """The gradient or the loss of a window was not finite; its update was dropped."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """The work between two synchronisations, its data on the devices.
+
+    Attributes:
+        index: Number of the window in the run.
+        epoch: Its epoch.
+        counts: Microbatches per device.
+        examples: Valid examples of all devices.
+        cursor: The place in the data after this window; `windows(cursor=...)` goes on
+            from there.
+    """
+
+    index: int
+    epoch: int
+    counts: tuple[int, ...]
+    examples: int
+    cursor: Cursor
+    calls: tuple[Call, ...] = field(repr=False)
+    run: "Run" = field(repr=False)
+
+
+class Run:
+    """What the threads of one call of `windows` share.
+
+    A window is *planned* by the prefetch thread, *dispatched* by the loop and *over*
+    when every device has combined. Plans wait for reports: a window is planned when all
+    but one of the windows before it are over, while that one still runs, so that a
+    change of speed shows in the second window after the one it was measured in.
+
+    Args:
+        feed: Loads and places windows.
+        pace: Plans and records.
+        start: Where in the data to begin.
+        epochs: Number of epochs; None for no end.
+        raise_nonfinite: Raise when a window's gradient is not finite.
+    """
+
+    def __init__(
+        self, feed: Feed, pace: Pace, start: Cursor, epochs: int | None, raise_nonfinite: bool
+    ):
+        self._feed, self._pace = feed, pace
+        self.runner = feed.runner
+        self._start, self._epochs = start, epochs
+        self._raise_nonfinite = raise_nonfinite
+        self._changed = threading.Condition()
+        self._planned = 0
+        self._over = 0
+        self._current: Window | None = None
+        self._asked = 0.0
+        self._dispatches = 0
+        self._flying: dict[int, tuple[Measured, dict[str, jax.Array]]] = {}
+        self._error: BaseException | None = None
+        self._before: WindowTimes | None = None
+        self._tokens: deque[tuple[int, float, dict[str, jax.Array]]] = deque()
+        self._closed = False
+        self.stopwatch: Stopwatch | None = None
+
+    # -- the prefetch thread ---------------------------------------------------------
+
+    def plan(self, stop: threading.Event) -> Iterator[Window]:
+        """Makes the windows of the run, waiting for reports where plans need them."""
+        cursor = self._start
+        depth = IN_FLIGHT if self._pace.adaptive else LOOKAHEAD
+        while self._epochs is None or cursor.epoch < self._epochs:
+            reader = self._feed.open_epoch(cursor)
+            begun = cursor.microbatch
+            while self._wait(stop, depth):
+                window = self._make(cursor, reader)
+                if window is None:
+                    break
+                cursor = window.cursor
+                with self._changed:
+                    self._planned += 1
+                yield window
+            if stop.is_set():
+                return
+            if cursor.microbatch == begun == 0:
+                raise ValueError(
+                    f"windows: data must hold at least one microbatch per epoch, epoch "
+                    f"{cursor.epoch} has none. An iterator can be used for one epoch only."
+                )
+            cursor = cursor.next_epoch()
+        self._wait(stop, 1)
+
+    def _wait(self, stop: threading.Event, below: int) -> bool:
+        """Waits until fewer than `below` windows are open; False when told to stop."""
+        while self._tokens and self._planned - self._over >= below:
+            self._land()  # one device: the loop itself waits
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._feed.world_size == 1
+                    or stop.is_set()
+                    or self._error
+                    or self._planned - self._over < below
+                )
+            )
+            if self._error is not None:
+                raise self._error
+            return not stop.is_set()
+
+    def _make(self, cursor: Cursor, reader: Reader) -> Window | None:
+        if reader.available(cursor.microbatch, 1) == 0:
+            return None
+        counts = self._pace.plan(cursor.window)
+        there = reader.available(cursor.microbatch, sum(counts))
+        counts = clamp_counts(counts, there)
+        examples, calls = self._feed.load(counts, cursor.microbatch, reader)
+        return Window(
+            cursor.window, cursor.epoch, counts, examples, cursor.advance(there), calls, self
+        )
+
+    def wake(self) -> None:
+        """Lets every waiting thread look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    # -- the training loop -----------------------------------------------------------
+
+    def asked(self) -> None:
+        """The loop asks for a window: the one before is given up if it was not used."""
+        self._asked = time.perf_counter()
+        with self._changed:
+            if self._current is not None:
+                self._current = None
+                self._over += 1
+                self._changed.notify_all()
+        self.check()
+
+    def handed_out(self, window: Window) -> None:
+        """The loop gets a window."""
+        self._current = window
+
+    def dispatching(self, window: Window) -> None:
+        """Before the dispatch: waits while too many windows are in flight."""
+        with self._changed:
+            if self._current is window:
+                self._current = None
+            else:  # given up before: it counts as planned anew
+                self._planned += 1
+            if self._feed.world_size > 1:
+                self._changed.wait_for(
+                    lambda: self._error or self._closed or len(self._flying) < IN_FLIGHT
+                )
+        self.check()
+        self._dispatches += 1
+
+    def accumulating(self, at: float, shards: list[jax.Array]) -> None:
+        """The devices accumulate: hands their shards to the threads that time them."""
+        if self.stopwatch is not None and not self._closed:
+            self.stopwatch.accumulating(self._dispatches, at, shards)
+
+    def dispatched(
+        self, window: Window, at: float, steady: bool, metrics: dict[str, jax.Array]
+    ) -> None:
+        """After the dispatch: hands the window to the threads that time it."""
+        self._pace.dispatched(window.counts)
+        measured = Measured(
+            window.index, window.epoch, window.counts, window.examples, steady, self._asked
+        )
+        with self._changed:
+            if self._closed:
+                return
+            self._flying[self._dispatches] = (measured, metrics)
+        if self._feed.world_size == 1:
+            self._tokens.append((self._dispatches, at, metrics))
+        elif self.stopwatch is not None:
+            shards = shards_in_order(metrics["loss"], self._feed.devices)
+            self.stopwatch.combining(self._dispatches, shards)
+
+    def _land(self) -> None:
+        """One device: waits for the oldest window, in the loop, and records it."""
+        dispatch, at, metrics = self._tokens.popleft()
+        metrics["loss"].block_until_ready()
+        now = time.perf_counter()
+        self.over(WindowTimes(dispatch, at, (now,), (now,)))
+
+    def finish(self) -> None:
+        """The loop has used its last window: waits until those in flight are over."""
+        while self._tokens:
+            self._land()
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or self._closed or not self._flying)
+        self.check()
+
+    def check(self) -> None:
+        """Raises what a thread has run into."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Ends the timing; windows in flight go on, unmeasured."""
+        with self._changed:
+            self._closed = True
+            self._flying.clear()
+            self._changed.notify_all()
+        if self.stopwatch is not None:
+            self.stopwatch.close()
+
+    # -- the watching threads --------------------------------------------------------
+
+    def over(self, times: WindowTimes) -> None:
+        """Every device is done with a window."""
+        with self._changed:
+            measured, metrics = self._flying.get(times.window, (None, {}))
+            before, self._before = self._before, times
+        if measured is None:  # the run was closed
+            return
+        self._pace.measured(_record(measured, times, before))
+        if self._raise_nonfinite and not bool(np.asarray(metrics["finite"])):
+            self.failed(
+                NonFiniteError(
+                    f"train: the loss and gradient of every window must be finite, window "
+                    f"{measured.window} (epoch {measured.epoch}, counts {measured.counts}) "
+                    "was not, or had weight 0. Its update was dropped; lower the learning "
+                    "rate, or pass nonfinite='skip' to drop such windows and go on."
+                )
+            )
+        with self._changed:
+            self._flying.pop(times.window, None)
+            self._over += 1
+            self._changed.notify_all()
+
+    def failed(self, error: BaseException) -> None:
+        """A thread has run into an exception; the loop raises it."""
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            self._changed.notify_all()
+
+
+def _record(measured: Measured, times: WindowTimes, before: WindowTimes | None) -> WindowRecord:
+    begun = measured.asked
+    if before is not None:
+        begun = max(begun, max(before.combined))
+    single = len(measured.counts) == 1
+    return WindowRecord(
+        window=measured.window,
+        epoch=measured.epoch,
+        counts=measured.counts,
+        examples=measured.examples,
+        busy_ms=() if single else times.busy_ms(before),
+        wall_ms=1e3 * (max(times.combined) - begun),
+        sync_ms=0.0 if single else times.sync_ms,
+        skew_ms=0.0 if single else times.skew_ms,
+        steady=measured.steady,
+    )
