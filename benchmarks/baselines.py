@@ -45,7 +45,7 @@ def chain_params(depth: int, features: int = 64, seed: int = 0) -> dict:
 
 
 def chain_loss(params, batch, rng):
-    """Mean square error of 32 rounds through the layers, rounds recomputed backwards.
+    """Mean square error of 8 rounds through the layers, rounds recomputed backwards.
 
     All of it fits a core's own cache. Large matrix products do not suit a question about
     two devices at once: on shared cores two independent processes slow each other.
@@ -58,7 +58,7 @@ def chain_loss(params, batch, rng):
     def layers(h, _):
         return jax.lax.scan(layer, h, params)[0], None
 
-    h, _ = jax.lax.scan(layers, batch["x"], None, length=32)
+    h, _ = jax.lax.scan(layers, batch["x"], None, length=8)
     return jnp.mean((h.sum(axis=-1) - batch["y"]) ** 2)
 
 

@@ -5,6 +5,7 @@ dataset with `__len__` and `__getitem__` (`MapSource`), and an iterable of micro
 (`IterableSource`).
 """
 
+import time
 from collections.abc import Iterable, Iterator, MappingView
 from typing import Any
 
@@ -15,31 +16,40 @@ from numpy.typing import NDArray
 PyTree = Any
 
 
+HAND_OVER = 16
+"""Examples read between two offers of the interpreter to other threads.
+
+Reading examples is Python code in a thread of its own. Unasked it would give up the
+interpreter only every 5 ms, and the loop that feeds the devices would wait that long.
+"""
+
+
 def stack(examples: list[PyTree]) -> PyTree:
     """Stacks equally structured examples along a new leading axis, on the host.
 
     Raises:
         ValueError: The examples differ in structure, or a leaf in shape.
     """
-    first = jax.tree.structure(examples[0])
+    first, structure = jax.tree.flatten(examples[0])
+    rows = [np.empty((len(examples), *np.shape(leaf)), np.asarray(leaf).dtype) for leaf in first]
     for position, example in enumerate(examples):
-        if jax.tree.structure(example) != first:
+        leaves, found = jax.tree.flatten(example)
+        if found != structure:
             raise ValueError(
-                f"windows: every example of data must have one structure ({first}), "
-                f"example {position} of a block has {jax.tree.structure(example)}."
+                f"windows: every example of data must have one structure ({structure}), "
+                f"example {position} of a block has {found}."
             )
-    return jax.tree.map(lambda *leaves: _stack([np.asarray(x) for x in leaves]), *examples)
-
-
-def _stack(leaves: list[np.ndarray]) -> np.ndarray:
-    shape = leaves[0].shape
-    for position, leaf in enumerate(leaves):
-        if leaf.shape != shape:
-            raise ValueError(
-                f"windows: every example of data must have one shape ({shape}), example "
-                f"{position} of a block has {leaf.shape}."
-            )
-    return np.stack(leaves)
+        for row, leaf in zip(rows, map(np.asarray, leaves), strict=True):
+            if leaf.shape != row.shape[1:] or leaf.dtype != row.dtype:
+                raise ValueError(
+                    f"windows: every example of data must have one shape and dtype "
+                    f"({row.shape[1:]}, {row.dtype}), example {position} of a block has "
+                    f"{leaf.shape}, {leaf.dtype}."
+                )
+            row[position] = leaf
+        if position % HAND_OVER == 0:
+            time.sleep(0)
+    return jax.tree.unflatten(structure, rows)
 
 
 class ArraySource:
@@ -83,7 +93,12 @@ class MapSource:
 
     def rows(self, index: NDArray[np.int64]) -> PyTree:
         """The examples at `index`, stacked; leaves `(len(index), ...)`."""
-        return stack([self.dataset[int(i)] for i in index])
+        examples = []
+        for number, i in enumerate(index.tolist()):
+            examples.append(self.dataset[i])
+            if number % HAND_OVER == 0:
+                time.sleep(0)
+        return stack(examples)
 
 
 class IterableSource:

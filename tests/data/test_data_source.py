@@ -117,10 +117,12 @@ def test_examples_of_another_structure_are_an_error():
 def test_examples_of_another_shape_are_an_error():
     with pytest.raises(
         ValueError,
-        match=r"^windows: every example of data must have one shape \(\(2,\)\), "
+        match=r"^windows: every example of data must have one shape and dtype \(\(2,\), "
         r"example 1 of a block has \(3,\)\.$",
     ):
         stack([{"x": np.zeros(2)}, {"x": np.zeros(3)}])
+    with pytest.raises(ValueError, match=r"\(\(\), int64\), example 1 .* has \(\), float64"):
+        stack([{"x": 1}, {"x": 1.5}])
 
 
 def test_a_scalar_leaf_is_an_error():
