@@ -114,11 +114,11 @@ def test_examples_of_another_structure_are_an_error():
         stack([{"x": 1}, {"x": 1}, {"y": 1}])
 
 
-def test_examples_of_another_shape_are_an_error():
+def test_examples_of_another_shape_or_dtype_are_an_error():
     with pytest.raises(
         ValueError,
-        match=r"^windows: every example of data must have one shape and dtype \(\(2,\), "
-        r"example 1 of a block has \(3,\)\.$",
+        match=r"^windows: every example of data must have one shape and dtype "
+        r"\(\(2,\), float64\), example 1 of a block has \(3,\), float64\.$",
     ):
         stack([{"x": np.zeros(2)}, {"x": np.zeros(3)}])
     with pytest.raises(ValueError, match=r"\(\(\), int64\), example 1 .* has \(\), float64"):
