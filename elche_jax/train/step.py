@@ -150,7 +150,7 @@ class TrainStep:
     ):
         self.devices = devices
         self._loss_fn, self._optimizer = loss_fn, optimizer
-        self._group = group_devices(devices)[0]
+        self._groups = group_devices(devices)  # one: build_train_step sees to it
         self._max_grad_norm, self._raise_nonfinite = max_grad_norm, raise_nonfinite
         self._emulate = emulate
         self._pace = Pace(Scheduler(cadence), len(devices), hint)
@@ -344,7 +344,7 @@ class TrainStep:
                 loss_fn, form.form, names, self._optimizer, len(self.devices), impl,
                 self._max_grad_norm, self._emulate,
             )  # fmt: skip
-            self._runners[known] = Runner(program, self._group, self._cache, shapes)
+            self._runners[known] = Runner(program, self._groups[0], self._cache, shapes)
         return self._runners[known]
 
     def _place(self, source: Any, placer: Placer) -> PyTree:
