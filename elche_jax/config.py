@@ -1,7 +1,7 @@
 """`DDPConfig`: the flat bundle of knobs, resolved into the objects that do the work."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from elche_jax import _check as check
@@ -66,6 +66,12 @@ class DDPConfig:
         """
         unlike = self.policy == "cadence" or (self.policy == "auto" and kinds > 1)
         return self._elche() if unlike and world_size > 1 else EveryBatch()
+
+    def cadence_knobs(self) -> list[str]:
+        """The knobs of the cadence that differ from their defaults, as `name=value`."""
+        mine = [field for field in fields(self) if field.name != "max_grad_norm"]
+        values = {field.name: getattr(self, field.name) for field in mine}
+        return [f"{f.name}={values[f.name]!r}" for f in mine if values[f.name] != f.default]
 
     def _elche(self) -> ElChe:
         return ElChe(

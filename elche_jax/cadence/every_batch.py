@@ -29,6 +29,7 @@ class EveryBatch:
         (1, 1, 1, 1)
     """
 
+    adaptive: ClassVar[bool] = False
     state_type: ClassVar[type[EveryBatchState]] = EveryBatchState
 
     def init(self, world_size: int) -> EveryBatchState:

@@ -75,6 +75,7 @@ class Replay:
         ValueError: Replay: the recording has 2 windows, but the data asks for ...
     """
 
+    adaptive: ClassVar[bool] = False
     state_type: ClassVar[type[ReplayState]] = ReplayState
 
     counts_per_window: Sequence[Sequence[int]]

@@ -234,7 +234,7 @@ def _check_aux(aux: Any, size: int) -> dict[str, jax.ShapeDtypeStruct]:
             f"example), got {describe(aux)}."
         )
     for name, value in aux.items():
-        if name in ("loss", "weight"):
+        if name in ("loss", "weight", "finite"):
             raise TypeError(
                 f"loss_fn: aux must not use the name {name!r}, every window reports it "
                 "already. Choose another name."

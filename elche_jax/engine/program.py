@@ -117,12 +117,15 @@ class Program:
     def combine(self, state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, Any]]:
         """Exchanges the sums and takes one optimizer step."""
         total = self._exchange(self._clip(sums))
-        scale = 1.0 / total.weight
+        worked = total.weight > 0  # else nothing was counted: a window without effect
+        scale = jnp.where(worked, 1.0 / total.weight, 0.0)
         grads = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), total.grads, state.params)
         updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         state_floats, _ = _partition(total.model_state)
-        good = _all_finite((total.grads, total.loss, state_floats)) & (total.weight > 0)
+        finite = _all_finite((total.grads, total.loss, total.weight))
+        finite &= ~worked | _all_finite((state_floats, updates))
+        good = finite & worked
         kept = (state.params, state.opt_state, state.model_state)
         made = (params, opt_state, total.model_state)
         params, opt_state, model_state = jax.tree.map(
@@ -131,7 +134,7 @@ class Program:
         metrics = {name: value * scale for name, value in total.metrics.items()}
         metrics["loss"] = total.loss * scale
         metrics["weight"] = total.weight
-        metrics["finite"] = good
+        metrics["finite"] = finite
         state = state.replace(
             params=params,
             opt_state=opt_state,
@@ -146,7 +149,7 @@ class Program:
     ) -> tuple[TrainState, dict[str, Any]]:
         """Both at once, for one device; `single` says the window is one microbatch."""
         sums = self.zeros(state.params, state.model_state)
-        if single:
+        if single and self.hook is None:
             sums = self._body(state, payload, orders)(jnp.int32(0), sums)
         else:
             sums, _ = self._loop(state, sums, payload, orders)
@@ -208,7 +211,9 @@ class Program:
         if self.max_grad_norm is None:
             return sums
         norm = optax.tree.norm(sums.grads) / jnp.where(sums.weight > 0, sums.weight, 1.0)
+        # a norm that overflows must not turn the gradient into zeros
         factor = jnp.minimum(1.0, self.max_grad_norm / jnp.maximum(norm, 1e-30))
+        factor = jnp.where(jnp.isfinite(norm), factor, jnp.nan)
         return sums.replace(grads=jax.tree.map(lambda g: g * factor, sums.grads))
 
     def _exchange(self, sums: Sums) -> Sums:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import jax
@@ -32,6 +33,8 @@ class Call:
 class Runner:
     """Compiles and launches the programs of one group; owns the gradient accumulator.
 
+    `capacities` holds, by the layout of the data, the capacities compiled or asked for.
+
     Only the thread that trains may call `run`. `prepare` may be called by any.
 
     Args:
@@ -45,7 +48,8 @@ class Runner:
         self.group = group
         self._program, self._cache = program, cache
         self._state = state
-        self._signature = _signature(state)
+        # programs differ between runners even where all shapes agree
+        self._signature = (next(_NUMBERS), _signature(state))
         devices = group.devices
         self._accumulate = Mapped(program.accumulate, devices, donate=(1,))
         self._combine = Mapped(program.combine, devices, donate=(0,))
@@ -56,6 +60,8 @@ class Runner:
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
         self._sums_shape = jax.eval_shape(program.zeros, one.params, one.model_state)
         self._sums: Sums | None = None
+        self._several = False
+        self.capacities: dict[Hashable, set[int]] = {}
 
     def run(
         self, state: TrainState, calls: Sequence[Call], accumulating: Accumulating
@@ -68,7 +74,8 @@ class Runner:
             accumulating: Told the shards that are ready when each device has
                 accumulated, before the combine is launched.
         """
-        if self.group.world_size == 1 and len(calls) == 1:
+        self._several |= len(calls) > 1  # then one pair of programs serves all windows
+        if self.group.world_size == 1 and not self._several:
             fused = self._cache.get(*self._window_program(calls[0].payload))
             return fused(state, calls[0].payload, calls[0].orders)
         combine = self._cache.get(*self._combine_program())
@@ -119,6 +126,9 @@ class Runner:
     def _zero_sums(self) -> Sums:
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._sums_shape)
         return replicate(zeros, self.group.devices)
+
+
+_NUMBERS = count()
 
 
 def _signature(tree: PyTree) -> Hashable:

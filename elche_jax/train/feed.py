@@ -60,14 +60,24 @@ class Feed:
         resident: The data set on the devices, leaves `(world_size, examples, ...)`, for
             `placement="resident"`; else None.
         adaptive: Whether counts change, so that a larger capacity pays.
+        largest_count: The largest count that will come, where it is known.
     """
 
     def __init__(
-        self, plan: DataPlan, placer: Placer, runner: Runner, resident: PyTree, adaptive: bool
+        self,
+        plan: DataPlan,
+        placer: Placer,
+        runner: Runner,
+        resident: PyTree,
+        adaptive: bool,
+        largest_count: int | None,
     ):
         self._plan, self._placer, self.runner = plan, placer, runner
         self._resident, self._adaptive = resident, adaptive
-        self._capacities: set[int] = set()
+        self._largest_count = largest_count
+        shapes = jax.tree.leaves((plan.microbatch, resident))
+        layout = (plan.placement, *((leaf.shape, leaf.dtype) for leaf in shapes))
+        self._capacities = runner.capacities.setdefault(layout, set())
         self._largest = self._largest_capacity()
         self.devices: Sequence[jax.Device] = runner.group.devices
         self.world_size = runner.group.world_size
@@ -121,23 +131,22 @@ class Feed:
         several times, while a larger is compiled in the background.
         """
         want = min(capacity_for(count), self._largest)
-        if not self._capacities:
-            room = ROOM * count if self._adaptive else count
+        known = {c for c in self._capacities if c <= self._largest}
+        if not known:
+            room = self._largest_count or (ROOM * count if self._adaptive else count)
             first = min(capacity_for(room), self._largest)
             self._capacities.add(first)
             return first
         ahead = min(capacity_for(int(count / APPROACH)), self._largest)
-        if self.world_size > 1 and ahead > max(self._capacities):
+        if self.world_size > 1 and ahead > max(known):
             self.runner.prepare(self._payload_shape(ahead))
             self._capacities.add(ahead)
-        ready = [c for c in self._capacities if self._is_ready(c)]
+        ready = [c for c in known if self.world_size == 1 or self._is_ready(c)]
         if not ready:  # the first one is still being compiled by the loop
-            return min(self._capacities)
+            return min(known)
         return min((c for c in ready if c >= want), default=max(ready))
 
     def _is_ready(self, capacity: int) -> bool:
-        if self.world_size == 1:
-            return capacity == min(self._capacities)
         return self.runner.ready(self._payload_shape(capacity))
 
     def _largest_capacity(self) -> int:

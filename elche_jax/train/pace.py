@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from elche_jax.cadence import WindowReport
-from elche_jax.cadence.scheduler import Scheduler, SchedulerState
+from elche_jax.cadence.scheduler import Scheduler, SchedulerState, Scripted
 from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.report import imbalance
 
@@ -66,6 +66,29 @@ class Pace:
         return getattr(self._scheduler.cadence, "adaptive", True)
 
     @property
+    def windows(self) -> int:
+        """Windows dispatched so far."""
+        with self._lock:
+            return len(self._history) // self._world_size
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The plan for the next window; after the end of a script its last counts."""
+        cadence, window = self._scheduler.cadence, self.windows
+        if not isinstance(cadence, Scripted):
+            return self.state.counts
+        try:
+            return cadence.counts_at(window)
+        except ValueError:  # the script is over
+            return self.history[-1] if window else cadence.counts_at(0)
+
+    @property
+    def largest(self) -> int | None:
+        """The largest count of a recording; None where plans come as they come."""
+        rows = getattr(self._scheduler.cadence, "counts_per_window", None)
+        return None if rows is None else max(map(max, rows))
+
+    @property
     def state(self) -> SchedulerState:
         """The scheduler's state: plain numbers."""
         with self._lock:
@@ -83,6 +106,12 @@ class Pace:
         with self._lock:
             flat, n = self._history.tolist(), self._world_size
         return [tuple(flat[at : at + n]) for at in range(0, len(flat), n)]
+
+    def restart(self) -> None:
+        """A new run begins: forgets the records and the history, not the speeds."""
+        with self._lock:
+            self._records.clear()
+            del self._history[:]
 
     def plan(self, window: int) -> tuple[int, ...]:
         """Counts for a window, were there no end of the data."""
@@ -105,7 +134,8 @@ class Pace:
         """Takes a window's times; feeds the cadence where they are steady."""
         with self._lock:
             self._records.append(record)
-            if record.steady and record.busy_ms:
+            scripted = isinstance(self._scheduler.cadence, Scripted)
+            if record.steady and record.busy_ms and not scripted:
                 report = WindowReport(record.busy_ms, record.counts, record.sync_ms)
                 self._state = self._scheduler.update(self._state, report)
             if self._hint:

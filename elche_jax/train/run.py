@@ -85,7 +85,9 @@ class Run:
         self._error: BaseException | None = None
         self._before: WindowTimes | None = None
         self._tokens: deque[tuple[int, float, dict[str, jax.Array]]] = deque()
+        self.told = False
         self._closed = False
+        self._unseen: list[tuple[Measured, dict[str, jax.Array]]] = []
         self.stopwatch: Stopwatch | None = None
 
     # -- the prefetch thread ---------------------------------------------------------
@@ -93,7 +95,8 @@ class Run:
     def plan(self, stop: threading.Event) -> Iterator[Window]:
         """Makes the windows of the run, waiting for reports where plans need them."""
         cursor = self._start
-        depth = IN_FLIGHT if self._pace.adaptive else LOOKAHEAD
+        ahead = not self._pace.adaptive and self._feed.world_size > 1
+        depth = LOOKAHEAD if ahead else IN_FLIGHT
         while self._epochs is None or cursor.epoch < self._epochs:
             reader = self._feed.open_epoch(cursor)
             begun = cursor.microbatch
@@ -178,6 +181,12 @@ class Run:
         self.check()
         self._dispatches += 1
 
+    def given_up(self) -> None:
+        """The dispatch failed: the window counts as over, so that nobody waits for it."""
+        with self._changed:
+            self._over += 1
+            self._changed.notify_all()
+
     def accumulating(self, at: float, shards: list[jax.Array]) -> None:
         """The devices accumulate: hands their shards to the threads that time them."""
         if self.stopwatch is not None and not self._closed:
@@ -216,15 +225,25 @@ class Run:
             self._changed.wait_for(lambda: self._error or self._closed or not self._flying)
         self.check()
 
+    def settle(self) -> None:
+        """A new run begins: raises what the windows in flight at the close have brought."""
+        unseen, self._unseen = self._unseen, []
+        for measured, metrics in unseen:
+            self._verify(measured, metrics)
+        if not self.told:
+            self.check()
+
     def check(self) -> None:
         """Raises what a thread has run into."""
         if self._error is not None:
+            self.told = True
             raise self._error
 
     def close(self) -> None:
         """Ends the timing; windows in flight go on, unmeasured."""
         with self._changed:
             self._closed = True
+            self._unseen += self._flying.values()
             self._flying.clear()
             self._changed.notify_all()
         if self.stopwatch is not None:
@@ -240,19 +259,22 @@ class Run:
         if measured is None:  # the run was closed
             return
         self._pace.measured(_record(measured, times, before))
+        self._verify(measured, metrics)
+        with self._changed:
+            self._flying.pop(times.window, None)
+            self._over += 1
+            self._changed.notify_all()
+
+    def _verify(self, measured: Measured, metrics: dict[str, jax.Array]) -> None:
         if self._raise_nonfinite and not bool(np.asarray(metrics["finite"])):
             self.failed(
                 NonFiniteError(
                     f"train: the loss and gradient of every window must be finite, window "
                     f"{measured.window} (epoch {measured.epoch}, counts {measured.counts}) "
-                    "was not, or had weight 0. Its update was dropped; lower the learning "
-                    "rate, or pass nonfinite='skip' to drop such windows and go on."
+                    "was not. Its update was dropped; lower the learning rate, or pass "
+                    "nonfinite='skip' to drop such windows and go on."
                 )
             )
-        with self._changed:
-            self._flying.pop(times.window, None)
-            self._over += 1
-            self._changed.notify_all()
 
     def failed(self, error: BaseException) -> None:
         """A thread has run into an exception; the loop raises it."""

@@ -16,15 +16,9 @@ def check_data_plan(
     source: Source,
     batch_size: int | None,
     epochs: int | None,
-    seed: int,
     drop_last: bool,
-    window_bytes: int,
 ) -> int:
     """Checks the arguments of `TrainStep.windows`; gives the batch size."""
-    check.integer("windows", "seed", seed, low=0, high=2**64 - 1)
-    check.integer("windows", "window_bytes", window_bytes, low=1)
-    if epochs is not None:
-        check.integer("windows", "epochs", epochs, low=1)
     if isinstance(source, IterableSource):
         if source.once and epochs != 1:
             raise ValueError(

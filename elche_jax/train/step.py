@@ -1,5 +1,6 @@
 """`build_train_step`: the functional front of the library."""
 
+import operator
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import jax
 import optax
 
+from elche_jax import _check as check
 from elche_jax.cadence import Cadence
 from elche_jax.cadence.scheduler import Scheduler
 from elche_jax.config import DDPConfig
@@ -112,11 +114,10 @@ def build_train_step(
             f"build_train_step: devices must be of one kind and platform, got {kinds}. "
             "Choose with devices=[...]; one program cannot serve several kinds."
         )
-    if cadence is not None and config is not None and config.policy != "auto":
+    if cadence is not None and config is not None and config.cadence_knobs():
         raise ValueError(
-            "build_train_step: cadence and config.policy must not both choose the "
-            f"cadence, got {type(cadence).__name__} and policy={config.policy!r}. "
-            "Leave out one."
+            "build_train_step: cadence and config must not both choose the cadence, got "
+            f"{type(cadence).__name__} and {', '.join(config.cadence_knobs())}. Leave out one."
         )
     if emulate is not None:
         emulate.check(len(chosen))
@@ -156,13 +157,17 @@ class TrainStep:
         self._pace = Pace(Scheduler(cadence), len(devices), hint)
         self._cache = CompileCache()
         self._runners: dict[Any, Runner] = {}
+        self._last_run: Run | None = None
         self._initial: tuple[TrainState, str] | None = None
-        self._resident: tuple[Any, PyTree] | None = None
+        self._resident: tuple[list[jax.Array], PyTree] | None = None
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Microbatches per device planned for the next window."""
-        return self._pace.state.counts
+        """Microbatches per device planned for the next window.
+
+        After the end of a recording that is replayed: those of its last window.
+        """
+        return self._pace.counts
 
     @property
     def cadence_state(self) -> Any:
@@ -180,7 +185,9 @@ class TrainStep:
         return self._pace.records
 
     def init(self, params: PyTree, *, model_state: PyTree = None, rng: Any = 0) -> TrainState:
-        """Makes the replicated training state.
+        """Makes the replicated training state, and begins a new run.
+
+        Records and `counts_history` start anew; what the cadence knows of the speeds stays.
 
         Args:
             params: Parameters, a pytree of float arrays. Copied.
@@ -198,6 +205,7 @@ class TrainStep:
         """
         state = initial_state(self._optimizer, params, model_state, rng, self.devices)
         self._initial = (shapes_of(state), key_impl_of(rng))
+        self._pace.restart()
         return state
 
     def windows(
@@ -238,7 +246,8 @@ class TrainStep:
                 free memory.
             window_bytes: Most bytes of streamed data that one program call takes on a
                 device; larger windows are several calls.
-            cursor: Where to go on, `window.cursor` of an earlier run.
+            cursor: Where to go on, `window.cursor` of an earlier run. None: from the start
+                of the data; windows are numbered on from those before.
 
         Returns:
             An iterator of `Window`, also a context manager.
@@ -253,8 +262,15 @@ class TrainStep:
             raise RuntimeError(
                 "TrainStep.windows: init must be called before, so that shapes are known."
             )
+        seed = check.integer("windows", "seed", seed, low=0, high=2**64 - 1)
+        window_bytes = check.integer("windows", "window_bytes", window_bytes, low=1)
+        if epochs is not None:
+            epochs = check.integer("windows", "epochs", epochs, low=1)
+        if self._last_run is not None:
+            last, self._last_run = self._last_run, None
+            last.settle()
         source = as_source(data)
-        size = check_data_plan(source, batch_size, epochs, seed, drop_last, window_bytes)
+        size = check_data_plan(source, batch_size, epochs, drop_last)
         microbatch = microbatch_shapes(source, size)
         runner = self._runner(microbatch, mask_key, source, size, drop_last)
         where = choose_placement(placement, source, self.devices, free_bytes(self.devices))
@@ -262,8 +278,10 @@ class TrainStep:
         resident = self._place(source, placer) if where == "resident" else None
         plan = DataPlan(source, size, seed, shuffle, drop_last, where, window_bytes, microbatch)
         adaptive = self._pace.adaptive and len(self.devices) > 1
-        feed = Feed(plan, placer, runner, resident, adaptive)
-        run = Run(feed, self._pace, cursor or Cursor(), epochs, self._raise_nonfinite)
+        feed = Feed(plan, placer, runner, resident, adaptive, self._pace.largest)
+        start = cursor or Cursor(window=self._pace.windows)
+        run = Run(feed, self._pace, start, epochs, self._raise_nonfinite)
+        self._last_run = run
         return Windows(run, len(self.devices))
 
     def __call__(
@@ -300,12 +318,21 @@ class TrainStep:
                 "replicate(state, train.devices)."
             )
         run = window.run
+        if run.runner not in self._runners.values():
+            raise ValueError(
+                "train: window must come from this training step's windows, got one of another "
+                "step's."
+            )
         run.dispatching(window)
         misses = self._cache.stats.misses
         at = time.perf_counter()
-        state, metrics = run.runner.run(
-            state, window.calls, lambda shards: run.accumulating(at, shards)
-        )
+        try:
+            state, metrics = run.runner.run(
+                state, window.calls, lambda shards: run.accumulating(at, shards)
+            )
+        except BaseException:
+            run.given_up()
+            raise
         steady = self._cache.stats.misses == misses
         run.dispatched(window, at, steady, metrics)
         return state, metrics
@@ -337,7 +364,7 @@ class TrainStep:
         names = tuple(sorted(form.aux))
         leaves, structure = jax.tree.flatten(shapes)
         known = (
-            loss_fn, form.form, names, structure, tuple((x.shape, x.dtype) for x in leaves)
+            loss_fn, impl, form.form, names, structure, tuple((x.shape, x.dtype) for x in leaves)
         )  # fmt: skip
         if known not in self._runners:
             program = Program(
@@ -349,6 +376,13 @@ class TrainStep:
 
     def _place(self, source: Any, placer: Placer) -> PyTree:
         assert isinstance(source, ArraySource)  # choose_placement has checked it
-        if self._resident is None or self._resident[0] is not source.tree:
-            self._resident = (source.tree, placer.everywhere(source.tree))
-        return self._resident[1]
+        leaves = jax.tree.leaves(source.tree)
+        if self._resident is not None:
+            kept = self._resident[0]
+            if len(kept) == len(leaves) and all(map(operator.is_, kept, leaves)):
+                return self._resident[1]
+        self._resident = None  # gives the old copy's memory back first
+        placed = placer.everywhere(source.tree)
+        if all(isinstance(leaf, jax.Array) for leaf in leaves):  # they cannot change
+            self._resident = (leaves, placed)
+        return placed

@@ -46,6 +46,7 @@ class Windows(Iterator[Window]):
             if window is None:
                 self._run.finish()
         except BaseException:
+            self._run.told = True  # whatever a thread ran into, the loop hears it now
             self.close()
             raise
         if window is None:
@@ -57,8 +58,12 @@ class Windows(Iterator[Window]):
     def __enter__(self) -> "Windows":
         return self
 
-    def __exit__(self, *exception: Any) -> None:
-        self.close()
+    def __exit__(self, kind: Any, *exception: Any) -> None:
+        try:
+            if kind is None:
+                self._run.finish()
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Ends the threads of this run. Idempotent; windows handed out stay usable."""

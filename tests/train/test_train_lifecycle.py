@@ -205,6 +205,109 @@ def test_a_nonfinite_gradient_can_be_skipped(world, loss):
     assert finite.count(False) == 1 and not finite[20 // (4 * world)]
 
 
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("leave", ["with", "break"])
+def test_a_nonfinite_window_in_flight_is_raised_after_leaving_early(world, leave):
+    train = build(world, loss=nan_loss)
+    state = train.init(PARAMS)
+    bad = 20 // (4 * world)
+
+    def loop(windows, state):
+        for window in windows:
+            state, _ = train(state, window)
+            if window.index == bad:
+                break
+        return state
+
+    if leave == "with":
+        with (
+            pytest.raises(elche.NonFiniteError, match=f"window {bad} "),
+            train.windows(poisoned(), 4, shuffle=False) as windows,
+        ):
+            state = loop(windows, state)
+    else:
+        state = loop(train.windows(poisoned(), 4, shuffle=False), state)
+        with pytest.raises(elche.NonFiniteError, match=f"window {bad} "):
+            train.windows(data(), 4)
+    train.windows(data(), 4).close()  # told once
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_call_that_fails_leaves_the_loop_usable(world):
+    train = build(world)
+    state, wrong = train.init(PARAMS), build(world).init({"w": np.ones(5, "float32")})
+    seen = 0
+    for window in train.windows(data(), 8):
+        if window.index == 1:
+            with pytest.raises(TypeError):
+                train(wrong, window)
+        state, _ = train(state, window)
+        seen += 1
+    assert int(elche.unreplicate(state.step)) == seen == 8 // world
+
+
+def test_a_window_of_another_training_step():
+    a, b = build(2), build(2)
+    a.init(PARAMS)
+    with a.windows(data(), 8) as windows, pytest.raises(ValueError, match="another step's"):
+        b(b.init(PARAMS), next(windows))
+
+
+def test_two_masks_on_one_training_step_do_not_share_programs():
+    """The same shapes, another program: weights must follow the mask asked for."""
+
+    def loss(params, batch, rng):
+        return ((batch["x"] @ params["w"]) ** 2).mean()
+
+    train = build(2, loss=loss)
+
+    def last_weight(**options):
+        state = train.init(PARAMS)
+        for window in train.windows(data(11), 4, shuffle=False, **options):
+            state, metrics = train(state, window)
+        return float(metrics["weight"])
+
+    assert last_weight() == 2.0
+    assert last_weight(mask_key="mask", drop_last=False) == 0.75
+
+
+def test_resident_data_follows_the_users_arrays():
+    def loss(params, batch, rng):
+        return params["w"][0] * 0 + batch["x"].mean()
+
+    train, held = build(2, loss=loss), {"x": np.ones((8, 3), "float32")}
+
+    def mean():
+        state = train.init(PARAMS)
+        for window in train.windows(held, 4, placement="resident"):
+            state, metrics = train(state, window)
+        return float(metrics["loss"])
+
+    assert mean() == 1.0
+    held["x"][:] = 7.0
+    assert mean() == 7.0
+
+
+def test_a_run_of_several_calls_of_windows_replays():
+    """Windows are numbered on, and nothing compiles in the second call."""
+    live = build(2, cadence=elche.Replay([(1, 2), (3, 1), (2, 2), (1, 1), (4, 1)]))
+    state = live.init(PARAMS)
+    for epoch, size in enumerate((28, 32)):
+        for window in live.windows(data(size), 4, seed=epoch, placement="stream"):
+            state, _ = live(state, window)
+    assert live.counts_history == [(1, 2), (3, 1), (2, 2), (1, 1), (1, 1)]
+    assert live.report().compile_misses == 2
+    again = build(2, cadence=elche.Replay(live.counts_history))
+    replayed = again.init(PARAMS)
+    for epoch, size in enumerate((28, 32)):
+        for window in again.windows(data(size), 4, seed=epoch):
+            replayed, _ = again(replayed, window)
+    a, b = (np.asarray(elche.unreplicate(s.params)["w"]) for s in (state, replayed))
+    assert a.tobytes() == b.tobytes()
+    live.init(PARAMS)
+    assert live.counts_history == []
+
+
 SCRIPT = """
 import os, sys, threading
 import jax
