@@ -165,7 +165,7 @@ def microbatch_terms(
     share = 1.0 if loss_fn.mask_key is None else valid.astype(jnp.float32) / size
     if form == "scalar":
         weight = jnp.float32(share)
-        total = loss.astype(jnp.float32) * weight
+        total = jnp.asarray(loss, jnp.float32) * weight
     elif form == "vector":
         weight = valid.astype(jnp.float32)
         total = jnp.where(mask, loss, 0).astype(jnp.float32).sum()

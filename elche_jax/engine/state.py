@@ -20,7 +20,7 @@ class TrainState:
         key: Raw data of the run's PRNG key, uint32. The key of microbatch `i` is
             `fold_in(key, i)`.
         microbatches: Microbatches used so far, int32: the number of the next one.
-        step: Windows applied so far, int32.
+        step: Windows so far, int32; those whose update was dropped count too.
     """
 
     params: PyTree

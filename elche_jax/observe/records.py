@@ -19,8 +19,8 @@ class WindowRecord:
             it waits for the window's data is not.
         sync_ms: Cost of the synchronisation, the least wait over the devices.
         skew_ms: How far the devices' arrivals at the synchronisation lay apart.
-        steady: False where the window waited for a compile or is the first of its run;
-            such windows are not reported to the cadence.
+        steady: False where the window waited for a compile; such windows are not
+            reported to the cadence.
     """
 
     window: int

@@ -102,6 +102,7 @@ def build_train_step(
         raise TypeError(
             f"build_train_step: loss_fn must be callable, got {type(loss_fn).__name__}."
         )
+    _check_parts(optimizer, cadence, config, emulate)
     if nonfinite not in ("raise", "skip"):
         raise ValueError(
             f"build_train_step: nonfinite must be 'raise' or 'skip', got {nonfinite!r}."
@@ -128,6 +129,23 @@ def build_train_step(
         LossFn(loss_fn, has_aux=has_aux), optimizer, chosen, rule, config.max_grad_norm,
         raise_nonfinite=nonfinite == "raise", hint=hint, emulate=emulate,
     )  # fmt: skip
+
+
+def _check_parts(optimizer: Any, cadence: Any, config: Any, emulate: Any) -> None:
+    parts = {
+        "optimizer": (optimizer, ("init", "update"), "an optax optimizer"),
+        "cadence": (cadence, ("init", "update"), "a cadence such as ElChe()"),
+        "emulate": (emulate, ("check", "begin", "around"), "an emulation of elche_jax.lab"),
+    }
+    for name, (part, methods, expected) in parts.items():
+        if part is None and name != "optimizer":
+            continue
+        if isinstance(part, type) or not all(callable(getattr(part, m, None)) for m in methods):
+            raise TypeError(f"build_train_step: {name} must be {expected}, got {part!r}.")
+    if config is not None and not isinstance(config, DDPConfig):
+        raise TypeError(
+            f"build_train_step: config must be a DDPConfig, got {type(config).__name__}."
+        )
 
 
 class TrainStep:
@@ -266,6 +284,11 @@ class TrainStep:
         window_bytes = check.integer("windows", "window_bytes", window_bytes, low=1)
         if epochs is not None:
             epochs = check.integer("windows", "epochs", epochs, low=1)
+        if cursor is not None and not isinstance(cursor, Cursor):
+            raise TypeError(
+                f"windows: cursor must be a Cursor, got {type(cursor).__name__}. Make one of a "
+                "dictionary with Cursor.from_dict."
+            )
         if self._last_run is not None:
             last, self._last_run = self._last_run, None
             last.settle()

@@ -49,6 +49,39 @@ def test_loss_fn_must_be_callable():
         build(loss=3)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cadence": 8}, r"cadence must be a cadence such as ElChe\(\), got 8"),
+        ({"cadence": elche.EveryBatch}, r"cadence must be a cadence .* got <class"),
+        ({"config": {}}, r"config must be a DDPConfig, got dict"),
+        ({"emulate": [1, 2]}, r"emulate must be an emulation of elche_jax\.lab, got \[1, 2\]"),
+    ],
+)
+def test_parts_of_a_wrong_kind(options, message):
+    with pytest.raises(TypeError, match="build_train_step: " + message):
+        build(**options)
+
+
+@pytest.mark.parametrize("optimizer", [None, optax.sgd])
+def test_optimizer_of_a_wrong_kind(optimizer):
+    with pytest.raises(TypeError, match=r"optimizer must be an optax optimizer, got"):
+        elche.build_train_step(loss_fn, optimizer)
+
+
+def test_cursor_of_a_wrong_kind():
+    with pytest.raises(TypeError, match=r"cursor must be a Cursor, got dict\. Make one"):
+        windows(cursor=elche.Cursor().to_dict())
+
+
+def test_a_loss_that_is_a_python_number():
+    train = build(lambda params, batch, rng: 1.0)
+    state = train.init(PARAMS)
+    for window in train.windows(DATA, 4):
+        state, metrics = train(state, window)
+    assert float(metrics["loss"]) == 1.0
+
+
 def test_no_device():
     with pytest.raises(ValueError, match=r"devices must hold at least one device, got none"):
         build(devices=[])
