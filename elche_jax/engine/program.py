@@ -116,7 +116,7 @@ class Program:
 
     def combine(self, state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, Any]]:
         """Exchanges the sums and takes one optimizer step."""
-        total = self._exchange(self._clip(sums))
+        total = self._exchange(self._clip(sums), state.model_state)
         worked = total.weight > 0  # else nothing was counted: a window without effect
         scale = jnp.where(worked, 1.0 / total.weight, 0.0)
         grads = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), total.grads, state.params)
@@ -216,13 +216,20 @@ class Program:
         factor = jnp.where(jnp.isfinite(norm), factor, jnp.nan)
         return sums.replace(grads=jax.tree.map(lambda g: g * factor, sums.grads))
 
-    def _exchange(self, sums: Sums) -> Sums:
-        """Sums over the devices; model state becomes the mean by weight."""
+    def _exchange(self, sums: Sums, before: PyTree) -> Sums:
+        """Sums over the devices; model state changes by the mean change, by weight.
+
+        The change is exchanged, not the value: what no device changed stays bit for bit.
+        """
         if self.world_size == 1:
             return sums
         floats, integers = _partition(sums.model_state)
         worked = sums.weight > 0
-        weighted = [jnp.where(worked, x.astype(jnp.float32) * sums.weight, 0) for x in floats]
+        old, _ = _partition(before)
+        weighted = [
+            jnp.where(worked, (x - b).astype(jnp.float32) * sums.weight, 0)
+            for x, b in zip(floats, old, strict=True)
+        ]
         parts = (sums.grads, sums.loss, sums.weight, sums.count, sums.metrics, weighted)
         leaves, structure = jax.tree.flatten(parts)
         flat = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
@@ -232,7 +239,7 @@ class Program:
             summed.append(flat[at : at + leaf.size].reshape(leaf.shape))
             at += leaf.size
         grads, loss, weight, count, metrics, weighted = jax.tree.unflatten(structure, summed)
-        floats = [(x / weight).astype(f.dtype) for x, f in zip(weighted, floats, strict=True)]
+        floats = [b + (x / weight).astype(b.dtype) for x, b in zip(weighted, old, strict=True)]
         integers = [jax.lax.pmax(x, AXIS) for x in integers]
         model_state = _join(sums.model_state, floats, integers)
         return Sums(grads, loss, weight, count, metrics, model_state)

@@ -92,6 +92,21 @@ def test_model_state_is_the_mean_by_weight(devices4):
     elche.check_replicas(state)
 
 
+def test_model_state_that_nothing_changes_keeps_its_bits(devices4):
+    """`(w1 x + w2 x) / (w1 + w2)` would not: it drifts by the last bit."""
+    rng = np.random.default_rng(0)
+    start = {name: rng.normal(size=500).astype(name) for name in ("float32", "float16")}
+    train = elche.build_train_step(
+        lambda params, state, batch, rng: ((params["w"] ** 2).sum(), state),
+        optax.sgd(0.1), devices=devices4[:2], cadence=Script([(1, 2)]),
+    )  # fmt: skip
+    state = train.init({"w": np.ones(2, "float32")}, model_state=start)
+    state, used = run(train, state, {"x": np.zeros((90, 1), "float32")}, 1)
+    assert len(used) == 30
+    for name, leaf in host(state.model_state).items():
+        assert np.asarray(leaf).tobytes() == start[name].tobytes(), name
+
+
 def test_a_flipped_bit_in_one_replica_is_named(devices4):
     tree = elche.replicate({"a": np.zeros(3), "b": {"c": np.ones(4, "float32")}}, devices4)
     elche.check_replicas(tree)
