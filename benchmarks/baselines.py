@@ -145,10 +145,9 @@ class PlainJit:
 
         self._step = jax.jit(step, donate_argnums=(0, 1))
         one = jax.tree.map(lambda a: a[0], microbatches(count, batch, 1))
-        put = lambda tree: jax.device_put(tree, device)  # noqa: E731
-        self._params, self._opt = put(params), put(OPTIMIZER.init(params))
-        self._params = jax.tree.map(jnp.copy, self._params)
-        self._batches = put(one)
+        state = jax.device_put((params, OPTIMIZER.init(params)), device)
+        self._params, self._opt = jax.tree.map(jnp.copy, state)  # the step donates them
+        self._batches = jax.device_put(one, device)
 
     def __call__(self):
         self._params, self._opt, loss = self._step(self._params, self._opt, self._batches)
