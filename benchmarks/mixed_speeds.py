@@ -16,7 +16,7 @@ from statistics import median
 import jax
 import numpy as np
 from baselines import (
-    OPTIMIZER, PlainJit, PlainPmap, chain_loss, chain_params, examples, mlp_loss, mlp_params,
+    OPTIMIZER, PlainJit, PlainPmap, surrogate_loss, surrogate_params, examples, mlp_loss, mlp_params,
 )  # fmt: skip
 from measure import Loop, Result, interleave, ratios, result, show, steps_rate
 
@@ -69,13 +69,13 @@ def case_b(repeats: int) -> list[Result]:
     The control is the machine's own: both devices at once, each in a loop of its own,
     without any exchange. More than that no scheduling can reach.
     """
-    params, data = chain_params(depth=8), examples(65536)
+    params, data = surrogate_params(), examples(65536)
 
     def loop(devices, times, cadence):
         train = elche.build_train_step(
-            chain_loss, OPTIMIZER, devices=devices, emulate=ExtraWork(times), cadence=cadence
+            surrogate_loss, OPTIMIZER, devices=devices, emulate=ExtraWork(times), cadence=cadence
         )
-        return Loop(train, params, data, 32, placement="resident")
+        return Loop(train, params, data, 1, placement="resident")
 
     one, two = jax.devices()[:2]
     fast = loop([one], (1,), elche.FixedTotal(240))

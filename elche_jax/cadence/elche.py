@@ -278,6 +278,27 @@ class ElChe:
         unknown = (None,) * len(state.counts)
         return replace(state, ms_per_batch=unknown, calibrated=False)
 
+    def replan(self, state: ElCheState) -> ElCheState:
+        """Return the state with counts that fit the estimates, without dead zone.
+
+        Estimates and anchor stay; ``max_batch_diff`` holds.
+
+        Args:
+            state: The state so far; it stays as it is.
+
+        Returns:
+            The state with counts ``round(anchor * slow_ms / ms)``; the same where a
+            device was never measured.
+
+        Example:
+            >>> state = ElCheState(10, (10, 28), (3.0, 1.0), True)
+            >>> ElChe().replan(state).counts
+            (10, 30)
+        """
+        if not state.calibrated:
+            return state
+        return self._recount(state, state.anchor, as_array(state.ms_per_batch), dead_zone=0)
+
     def _next_anchor(self, anchor: int, report: WindowReport, verdict: Verdict) -> int:
         if verdict.action == "nudge_down":
             factor = cast(float, verdict.factor)
@@ -292,7 +313,9 @@ class ElChe:
             anchor -= 1
         return min(anchor, self.max_anchor)
 
-    def _recount(self, state: ElCheState, anchor: int, ms: FloatArray) -> ElCheState:
+    def _recount(
+        self, state: ElCheState, anchor: int, ms: FloatArray, dead_zone: int = DEAD_ZONE_PERCENT
+    ) -> ElCheState:
         now = np.array(state.counts, dtype=np.float64)
         slow_ms = ms.max()  # NaN as soon as one device was never measured
         known = not math.isnan(slow_ms)
@@ -302,7 +325,7 @@ class ElChe:
         if state.calibrated:
             change = ideal - now
             # In whole numbers, so that exactly 10 % does not depend on rounding.
-            moves = np.abs(change) * 100 > now * DEAD_ZONE_PERCENT
+            moves = np.abs(change) * 100 > now * dead_zone
             if self.max_batch_diff is not None:
                 most = float(self.max_batch_diff)
                 change = np.minimum(np.maximum(change, -most), most)

@@ -6,6 +6,7 @@ before a window and calls `Scheduler.update` with every report.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol, cast, runtime_checkable
 
 from elche_jax import _check as check
@@ -32,6 +33,19 @@ class Recalibrates(Protocol):
 
 
 @runtime_checkable
+class Replans(Protocol):
+    """A cadence that holds counts still while they fit its estimates roughly."""
+
+    def replan(self, state: Any) -> Any:
+        """Return the state with counts that fit the estimates as well as they can."""
+        ...
+
+
+REPLAN_AFTER = 8
+"""Reports of one plan after which its counts are fitted to the estimates."""
+
+
+@runtime_checkable
 class Scripted(Protocol):
     """A cadence whose counts are known for every window beforehand."""
 
@@ -49,12 +63,15 @@ class SchedulerState:
         shift: State of the detector, ``None`` when there is none.
         shifts: Number of shifts seen so far.
         settled: Whether a window that ran the measured plan was reported.
+        agreed: Reports of the present plan since its counts last changed or were
+            fitted to the estimates.
     """
 
     cadence: Any
     shift: ShiftState | None
     shifts: int = 0
     settled: bool = False
+    agreed: int = 0
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -73,7 +90,9 @@ class SchedulerState:
         Example:
             >>> from elche_jax.cadence import EveryBatch
             >>> Scheduler(EveryBatch(), shift=None).init(2).to_dict()
-            {'cadence': {'counts': [1, 1]}, 'shift': None, 'shifts': 0, 'settled': False}
+            ... # doctest: +NORMALIZE_WHITESPACE
+            {'cadence': {'counts': [1, 1]}, 'shift': None, 'shifts': 0, 'settled': False,
+             'agreed': 0}
         """
         if not isinstance(self.cadence, State):
             raise TypeError(
@@ -90,6 +109,7 @@ class SchedulerState:
             "shift": None if self.shift is None else self.shift.to_dict(),
             "shifts": self.shifts,
             "settled": self.settled,
+            "agreed": self.agreed,
         }
 
 
@@ -97,7 +117,7 @@ class SchedulerState:
 class Scheduler:
     """What a training loop asks for counts: a cadence, made fit for real reports.
 
-    Three things come on top of the cadence's own rule, and only where it estimates
+    Four things come on top of the cadence's own rule, and only where it estimates
     times (`ElChe`, `FixedTotal`, or any cadence with ``recalibrate``):
 
     - The first report of a window that ran the measured plan is taken as it is, like
@@ -111,6 +131,8 @@ class Scheduler:
       overhead. Its ``sync_ms`` is set in proportion to what the plan's own busy time
       would have been, see `rescale_sync`; without this the last window of every
       epoch would raise the anchor.
+    - Counts that stayed for `REPLAN_AFTER` reports are fitted to the estimates, which
+      are steady by then: inside the dead zone an imbalance of up to 10 % would stay.
 
     Attributes:
         cadence: The rule for the counts.
@@ -132,6 +154,20 @@ class Scheduler:
 
     cadence: Cadence[Any]
     shift: Shift | None = field(default_factory=Shift)
+
+    # asked for in every window, and slow to find out
+    @cached_property
+    def scripted(self) -> Scripted | None:
+        """The cadence, where its counts are known beforehand."""
+        return self.cadence if isinstance(self.cadence, Scripted) else None
+
+    @cached_property
+    def _recalibrates(self) -> Recalibrates | None:
+        return self.cadence if isinstance(self.cadence, Recalibrates) else None
+
+    @cached_property
+    def _replans(self) -> Replans | None:
+        return self.cadence if isinstance(self.cadence, Replans) else None
 
     def init(self, world_size: int) -> SchedulerState:
         """Return the state before the first window.
@@ -184,8 +220,8 @@ class Scheduler:
             >>> scheduler.plan(scheduler.init(2), window=1)
             (2, 6)
         """
-        if window is not None and isinstance(self.cadence, Scripted):
-            counts = self.cadence.counts_at(window)
+        if window is not None and self.scripted is not None:
+            counts = self.scripted.counts_at(window)
         else:
             counts = state.counts
         if remaining is None:
@@ -223,22 +259,25 @@ class Scheduler:
             >>> state.cadence.ms_per_batch, state.shifts
             ((30.0, 10.0), 1)
         """
-        cadence, shift, shifts = state.cadence, state.shift, state.shifts
-        settled, shifted = state.settled, False
-        if isinstance(self.cadence, Recalibrates):
-            planned: tuple[int, ...] = cadence.counts
-            check_update("Scheduler.update", len(planned), report, verdict)
-            if self.shift is not None and shift is not None:
-                measured = measured_ms(report)
-                shift, shifted = self.shift.update(shift, cadence.ms_per_batch, measured)
-                shifts += shifted
-            measured_plan = None not in cadence.ms_per_batch and report.counts == planned
-            if shifted or (measured_plan and not settled):
-                cadence = self.cadence.recalibrate(cadence)
-            settled = settled or measured_plan
-            report = rescale_sync(report, planned)
-        cadence = self.cadence.update(cadence, report, verdict)
-        return SchedulerState(cadence, shift, shifts, settled)
+        rule = self._recalibrates
+        if rule is None:
+            return replace(state, cadence=self.cadence.update(state.cadence, report, verdict))
+        before, shift, shifted = state.cadence, state.shift, False
+        planned: tuple[int, ...] = before.counts
+        check_update("Scheduler.update", len(planned), report, verdict)
+        if self.shift is not None and shift is not None:
+            measured = measured_ms(report)
+            shift, shifted = self.shift.update(shift, before.ms_per_batch, measured)
+        of_plan = report.counts == planned
+        measured_plan = of_plan and None not in before.ms_per_batch
+        if shifted or (measured_plan and not state.settled):
+            before = rule.recalibrate(before)
+        cadence = self.cadence.update(before, rescale_sync(report, planned), verdict)
+        agreed = state.agreed + of_plan if cadence.counts == planned else 0
+        if agreed >= REPLAN_AFTER and self._replans is not None:
+            cadence, agreed = self._replans.replan(cadence), 0
+        settled = state.settled or measured_plan
+        return SchedulerState(cadence, shift, state.shifts + shifted, settled, agreed)
 
     def from_dict(self, values: Mapping[str, Any]) -> SchedulerState:
         """Return the state that ``to_dict`` was called on.
@@ -263,7 +302,7 @@ class Scheduler:
             True
         """
         where = "Scheduler.from_dict"
-        names = ["cadence", "settled", "shift", "shifts"]
+        names = ["agreed", "cadence", "settled", "shift", "shifts"]
         if sorted(values) != names:
             rule = f"have the keys {names}"
             raise ValueError(check.message(where, "values", rule, sorted(values)))
@@ -289,6 +328,7 @@ class Scheduler:
             None if shift is None else ShiftState.from_dict(shift),
             values["shifts"],
             values["settled"],
+            values["agreed"],
         )
 
 

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from elche_jax.cadence import WindowReport
-from elche_jax.cadence.scheduler import Scheduler, SchedulerState, Scripted
+from elche_jax.cadence.scheduler import Scheduler, SchedulerState
 from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.report import imbalance
 
@@ -74,13 +74,13 @@ class Pace:
     @property
     def counts(self) -> tuple[int, ...]:
         """The plan for the next window; after the end of a script its last counts."""
-        cadence, window = self._scheduler.cadence, self.windows
-        if not isinstance(cadence, Scripted):
+        script, window = self._scheduler.scripted, self.windows
+        if script is None:
             return self.state.counts
         try:
-            return cadence.counts_at(window)
+            return script.counts_at(window)
         except ValueError:  # the script is over
-            return self.history[-1] if window else cadence.counts_at(0)
+            return self.history[-1] if window else script.counts_at(0)
 
     @property
     def largest(self) -> int | None:
@@ -134,7 +134,7 @@ class Pace:
         """Takes a window's times; feeds the cadence where they are steady."""
         with self._lock:
             self._records.append(record)
-            scripted = isinstance(self._scheduler.cadence, Scripted)
+            scripted = self._scheduler.scripted is not None
             if record.steady and record.busy_ms and not scripted:
                 report = WindowReport(record.busy_ms, record.counts, record.sync_ms)
                 self._state = self._scheduler.update(self._state, report)

@@ -18,7 +18,8 @@ from elche_jax.cadence import (
     WindowReport,
     nudge_down,
 )
-from elche_jax.cadence.scheduler import rescale_sync
+from elche_jax.cadence.elche import ElCheState
+from elche_jax.cadence.scheduler import REPLAN_AFTER, rescale_sync
 
 
 def run(scheduler, state, ms, windows=1, sync_ms=0.0):
@@ -61,6 +62,33 @@ def test_a_confirmed_shift_takes_the_times_as_they_are():
     assert states[without].cadence.ms_per_batch[0] == pytest.approx(26.615, abs=1e-3)
     assert states[without].counts == (10, 26)
     assert states[without].shifts == 0
+
+
+def test_an_imbalance_inside_the_dead_zone_is_fitted_after_a_while():
+    # the first window of the plan says 3.0 : 1.07, all later ones 3.0 : 1.0
+    scheduler = Scheduler(ElChe(anchor=10))
+    state = run(scheduler, scheduler.init(2), (3.0, 1.07), 2)
+    assert state.counts == (10, 28)
+    state = run(scheduler, state, (3.0, 1.0), REPLAN_AFTER - 2)
+    assert state.counts == (10, 28) and state.agreed == REPLAN_AFTER - 1
+    # a window cut short says nothing about the plan
+    cut = scheduler.update(state, WindowReport((3.0, 1.0), (1, 1), 0.0))
+    assert cut.counts == (10, 28) and cut.agreed == state.agreed
+    state = run(scheduler, state, (3.0, 1.0))
+    # 0.9 of the error is left after each of 7 windows: 1 + 0.07 * 0.9**7 = 1.033
+    assert state.counts == (10, 29) and state.agreed == 0
+    assert run(scheduler, state, (3.0, 1.0), 3 * REPLAN_AFTER).counts == (10, 30)
+
+
+def test_replan_holds_max_batch_diff():
+    state = ElCheState(10, (10, 27), (3.0, 1.0), True)
+    assert ElChe().replan(state).counts == (10, 30)
+    assert ElChe(max_batch_diff=1).replan(state).counts == (10, 28)
+
+
+def test_replan_needs_every_device_measured():
+    cadence = ElChe(anchor=4)
+    assert cadence.replan(cadence.init(2)) == cadence.init(2)
 
 
 def test_one_odd_window_is_no_shift():
@@ -203,8 +231,8 @@ def test_from_dict_errors():
     values = scheduler.init(2).to_dict()
     with pytest.raises(
         ValueError,
-        match=r"^Scheduler\.from_dict: values must have the keys \['cadence', 'settled', "
-        r"'shift', 'shifts'\], got \['cadence'\]\.$",
+        match=r"^Scheduler\.from_dict: values must have the keys \['agreed', 'cadence', "
+        r"'settled', 'shift', 'shifts'\], got \['cadence'\]\.$",
     ):
         scheduler.from_dict({"cadence": values["cadence"]})
     with pytest.raises(
