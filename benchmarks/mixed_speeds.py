@@ -16,7 +16,8 @@ from statistics import median
 import jax
 import numpy as np
 from baselines import (
-    OPTIMIZER, PlainJit, PlainPmap, surrogate_loss, surrogate_params, examples, mlp_loss, mlp_params,
+    OPTIMIZER, PlainJit, PlainPmap, examples, mlp_loss, mlp_params, surrogate_loss,
+    surrogate_params,
 )  # fmt: skip
 from measure import Loop, Result, interleave, ratios, result, show, steps_rate
 

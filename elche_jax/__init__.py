@@ -30,8 +30,9 @@ from elche_jax.engine.replicas import (
     unreplicate as unreplicate,
 )
 from elche_jax.engine.state import TrainState as TrainState
+from elche_jax.train.build import build_train_step as build_train_step
 from elche_jax.train.run import NonFiniteError as NonFiniteError, Window as Window
-from elche_jax.train.step import TrainStep as TrainStep, build_train_step as build_train_step
+from elche_jax.train.step import TrainStep as TrainStep
 from elche_jax.train.windows import Windows as Windows
 
 __version__ = "0.1.0"

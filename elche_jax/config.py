@@ -63,7 +63,12 @@ class DDPConfig:
         Args:
             world_size: Number of devices.
             kinds: Number of different device kinds among them.
+
+        Raises:
+            ValueError: `speed_hint` does not fit the number of devices.
         """
+        if world_size > 1:
+            self._elche().init(world_size)  # checks the hint, used or not
         unlike = self.policy == "cadence" or (self.policy == "auto" and kinds > 1)
         return self._elche() if unlike and world_size > 1 else EveryBatch()
 

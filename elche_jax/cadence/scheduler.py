@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any, Protocol, cast, runtime_checkable
 
 from elche_jax import _check as check
-from elche_jax.cadence.apportion import clamp_counts
 from elche_jax.cadence.base import (
     STABLE,
     Cadence,
@@ -148,8 +147,6 @@ class Scheduler:
         >>> state = scheduler.update(state, report)
         >>> scheduler.plan(state)
         (4, 8)
-        >>> scheduler.plan(state, remaining=9)
-        (3, 6)
     """
 
     cadence: Cadence[Any]
@@ -190,19 +187,11 @@ class Scheduler:
         cadence = self.cadence.init(world_size)
         return SchedulerState(cadence, self.shift and self.shift.init(world_size))
 
-    def plan(
-        self,
-        state: SchedulerState,
-        remaining: int | None = None,
-        window: int | None = None,
-    ) -> tuple[int, ...]:
+    def plan(self, state: SchedulerState, window: int | None = None) -> tuple[int, ...]:
         """Return the counts of the next window.
 
         Args:
             state: The state.
-            remaining: Microbatches left in the data, not negative, or ``None`` for
-                no end. A plan that exceeds it is shrunk by
-                `elche_jax.cadence.apportion.clamp_counts`.
             window: Index of the window to plan, counted from 0 over the whole run.
                 Only a scripted cadence (`Replay`) reads it; with it the script does
                 not depend on when reports arrive. ``None``: one window per report.
@@ -211,8 +200,7 @@ class Scheduler:
             Microbatches per device.
 
         Raises:
-            TypeError: If an argument is not an integer.
-            ValueError: If ``remaining`` is negative, or a replay has no such window.
+            ValueError: If a replay has no such window.
 
         Example:
             >>> from elche_jax.cadence import Replay
@@ -221,13 +209,8 @@ class Scheduler:
             (2, 6)
         """
         if window is not None and self.scripted is not None:
-            counts = self.scripted.counts_at(window)
-        else:
-            counts = state.counts
-        if remaining is None:
-            return counts
-        remaining = check.integer("Scheduler.plan", "remaining", remaining, low=0)
-        return clamp_counts(counts, remaining)
+            return self.scripted.counts_at(window)
+        return state.counts
 
     def update(
         self, state: SchedulerState, report: WindowReport, verdict: Verdict = STABLE

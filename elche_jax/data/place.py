@@ -62,6 +62,10 @@ def choose_placement(
 class Placer:
     """Puts the data of program calls onto the devices of one group.
 
+    With one device arrays stay on the host, and cross when the program is called: there
+    is no thread to place them ahead, and a placement of its own costs more than a small
+    step does.
+
     Args:
         devices: The devices in rank order.
         sharding: The sharding of stacked arrays over these devices.
@@ -70,19 +74,8 @@ class Placer:
     def __init__(self, devices: Sequence[jax.Device], sharding: Sharding):
         self._devices = tuple(devices)
         self._sharding = sharding
-        self._blanks: dict[tuple[Any, ...], list[jax.Array]] = {}
-
-    def everywhere(self, tree: PyTree) -> PyTree:
-        """Copies a pytree of arrays to every device; leaves `(world_size, ...)`.
-
-        No leaf shares memory with the argument, which the user may change meanwhile.
-        """
-
-        def copy(leaf: Any) -> jax.Array:
-            row = np.array(leaf)[None]  # a copy, as the CPU may read it in place
-            return self._stack(jax.device_put([row] * len(self._devices), list(self._devices)))
-
-        return jax.tree.map(copy, tree)
+        self._single = len(self._devices) == 1
+        self._blanks: dict[tuple[Any, ...], list[Any]] = {}
 
     def pieces(
         self, reader: Reader, first: int, ranges: Sequence[Range], capacity: int, spec: PyTree
@@ -112,8 +105,8 @@ class Placer:
                 _check_like(spec, block, first + start)
                 rows += [np.asarray(leaf)[None] for leaf in jax.tree.leaves(block)]
                 where.append((lengths.index(length), rank))
-        targets = [self._devices[rank] for _, rank in where for _ in leaves_spec]
-        placed = iter(jax.device_put(rows, targets))
+        ranks = [rank for _, rank in where for _ in leaves_spec]
+        placed = iter(self._put(rows, ranks))
         parts = [
             [list(self._blank((length, *leaf.shape), leaf.dtype)) for leaf in leaves_spec]
             for length in lengths
@@ -127,7 +120,7 @@ class Placer:
 
     def index(
         self, reader: IndexedReader, first: int, ranges: Sequence[Range], capacity: int
-    ) -> jax.Array:
+    ) -> Any:
         """Example numbers of one call, `(world_size, capacity, batch)`, int32."""
         width = reader.index(first, 0).shape[1]
         numbers = np.zeros((len(ranges), capacity, width), np.int32)
@@ -137,7 +130,7 @@ class Placer:
 
     def orders(
         self, ranges: Sequence[Range], first: int, fresh: bool, partial: Partial | None
-    ) -> jax.Array:
+    ) -> Any:
         """What each device is to do in one call, `(world_size, 5)`, int32."""
         place, valid = -1, 0
         if partial is not None:
@@ -145,21 +138,26 @@ class Placer:
         numbers = [(r.count, r.start, int(fresh), place, valid) for r in ranges]
         return self.rows(np.array(numbers, np.int32))
 
-    def rows(self, array: np.ndarray) -> jax.Array:
+    def rows(self, array: np.ndarray) -> Any:
         """Puts row `d` of a host array on device `d`."""
-        return jax.device_put(array, self._sharding)
+        return array if self._single else jax.device_put(array, self._sharding)
 
-    def _stack(self, shards: list[jax.Array]) -> jax.Array:
-        if len(shards) == 1:
+    def _put(self, rows: list[np.ndarray], ranks: Sequence[int]) -> list[Any]:
+        if self._single:
+            return list(rows)
+        return jax.device_put(rows, [self._devices[rank] for rank in ranks])
+
+    def _stack(self, shards: list[Any]) -> Any:
+        if self._single:
             return shards[0]
         shape = (len(shards), *shards[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self._sharding, shards)
 
-    def _blank(self, shape: tuple[int, ...], dtype: Any) -> list[jax.Array]:
+    def _blank(self, shape: tuple[int, ...], dtype: Any) -> list[Any]:
         key = (shape, np.dtype(dtype))
         if key not in self._blanks:
-            zeros = np.zeros((1, *shape), dtype)
-            self._blanks[key] = jax.device_put([zeros] * len(self._devices), list(self._devices))
+            zeros = [np.zeros((1, *shape), dtype)] * len(self._devices)
+            self._blanks[key] = self._put(zeros, range(len(self._devices)))
         return self._blanks[key]
 
 
@@ -179,3 +177,17 @@ def _check_like(spec: PyTree, block: PyTree, first: int) -> None:
                 f"first one ({like.shape}, {like.dtype}), microbatch {first} has "
                 f"{leaf.shape[1:]}, {dtype}."
             )
+        check_fits(leaf)
+
+
+def check_fits(leaf: Any) -> None:
+    """Raises where integers would be cut off: without 64-bit types JAX keeps 32 bits."""
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    if leaf.dtype == dtype or leaf.dtype.kind not in "iu" or leaf.size == 0:
+        return
+    low, high, bounds = int(leaf.min()), int(leaf.max()), np.iinfo(dtype)
+    if low < bounds.min or high > bounds.max:
+        raise ValueError(
+            f"windows: integers of data must fit {dtype}, which JAX makes of {leaf.dtype}, got "
+            f"{low if low < bounds.min else high}. Encode them, or switch jax_enable_x64 on."
+        )

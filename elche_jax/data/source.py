@@ -113,6 +113,11 @@ class IterableSource:
         """Whether the data can be iterated only once (an iterator, not a container)."""
         return isinstance(self.iterable, Iterator)
 
+    @property
+    def peeked(self) -> bool:
+        """Whether the first microbatch was taken and not yet used."""
+        return self._peeked is not None
+
     def peek(self) -> PyTree:
         """The first microbatch, kept for the first epoch."""
         if self._peeked is None:

@@ -157,27 +157,28 @@ def microbatch_terms(
         rng: Key of the microbatch.
 
     Returns:
-        `(weighted loss, (weight, weighted metrics, new model state))`; float32 scalars.
+        `(mean loss, (weight, weighted metrics, new model state))`; float32 scalars. The
+        weight is for the caller to multiply by, after the gradient: a gradient in
+        float16 times a weight of thousands would overflow.
     """
     size = batch_size_of(batch)
     mask = jnp.arange(size) < valid
     loss, new_state, aux = loss_fn(params, model_state, batch, mask, rng)
-    share = 1.0 if loss_fn.mask_key is None else valid.astype(jnp.float32) / size
     if form == "scalar":
+        share = 1.0 if loss_fn.mask_key is None else valid.astype(jnp.float32) / size
         weight = jnp.float32(share)
-        total = jnp.asarray(loss, jnp.float32) * weight
+        mean = jnp.asarray(loss, jnp.float32)
     elif form == "vector":
         weight = valid.astype(jnp.float32)
-        total = jnp.where(mask, loss, 0).astype(jnp.float32).sum()
+        mean = jnp.where(mask, loss, 0).astype(jnp.float32).sum() / weight
     else:
         weight = jax.lax.stop_gradient(jnp.asarray(loss.weight, jnp.float32))
         weight = jnp.where(weight < 0, jnp.nan, weight)  # the window will count as not finite
-        # where on the input too: its gradient stays finite where the loss is not
-        total = jnp.where(weight > 0, jnp.asarray(loss.loss, jnp.float32), 0) * weight
+        mean = jnp.where(weight > 0, jnp.asarray(loss.loss, jnp.float32), 0)
     metrics = {name: _mean(value, mask, valid) * weight for name, value in aux.items()}
     if form == "weighted":
         metrics = {k: jnp.where(weight > 0, v, 0) for k, v in metrics.items()}
-    return total, (weight, metrics, new_state)
+    return mean, (weight, metrics, new_state)
 
 
 def batch_size_of(batch: PyTree) -> int:

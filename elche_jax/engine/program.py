@@ -120,7 +120,10 @@ class Program:
         worked = total.weight > 0  # else nothing was counted: a window without effect
         scale = jnp.where(worked, 1.0 / total.weight, 0.0)
         grads = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), total.grads, state.params)
-        updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
+        tx = optax.with_extra_args_support(self.tx)  # some ask for the loss
+        updates, opt_state = tx.update(
+            grads, state.opt_state, state.params, value=total.loss * scale, grad=grads
+        )
         params = optax.apply_updates(state.params, updates)
         state_floats, _ = _partition(total.model_state)
         finite = _all_finite((total.grads, total.loss, total.weight))
@@ -197,8 +200,8 @@ class Program:
                     lambda new, old: jnp.where(weight > 0, new, old), (grads, model_state), kept
                 )
             return Sums(
-                jax.tree.map(lambda s, g: s + g.astype(jnp.float32), sums.grads, grads),
-                sums.loss + loss,
+                jax.tree.map(lambda s, g: s + g.astype(jnp.float32) * weight, sums.grads, grads),
+                sums.loss + loss * weight,
                 sums.weight + weight,
                 sums.count + 1,
                 {name: sums.metrics[name] + metrics[name] for name in self.metrics},

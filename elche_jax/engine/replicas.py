@@ -1,9 +1,10 @@
 """Copies of one pytree on every device: make them, take one back, compare them."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from elche_jax.engine.mapped import stack_shards, stacked_sharding
@@ -19,7 +20,7 @@ def replicate(tree: PyTree, devices: Sequence[jax.Device]) -> PyTree:
     """Copies a pytree to every device.
 
     Args:
-        tree: Pytree of arrays or scalars.
+        tree: Pytree of arrays, typed PRNG keys or scalars.
         devices: The devices, in rank order.
 
     Returns:
@@ -36,6 +37,9 @@ def replicate(tree: PyTree, devices: Sequence[jax.Device]) -> PyTree:
     sharding = stacked_sharding(devices)
 
     def copy(leaf: Any) -> jax.Array:
+        if is_key(leaf):
+            data = copy(jax.random.key_data(leaf))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
         row = np.array(leaf)[None]  # a copy, as the CPU may read it in place
         shards = jax.device_put([row] * len(devices), list(devices))
         return stack_shards(shards, sharding, (len(devices), *row.shape[1:]))
@@ -79,6 +83,7 @@ def check_replicas(tree: PyTree) -> None:
         >>> check_replicas(replicate({"w": np.ones(3)}, jax.devices()))
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
         first, *others = _shards("check_replicas", path, leaf)
         want = _bits(first.data)
         for shard in others:
@@ -89,6 +94,11 @@ def check_replicas(tree: PyTree) -> None:
                     f"{_name(path)} on {shard.device} differs "
                     f"from {first.device} in {differing} of {first.data.size} elements."
                 )
+
+
+def is_key(leaf: Any) -> TypeGuard[jax.Array]:
+    """Whether a leaf is an array of typed PRNG keys."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _shards(where: str, path: Any, leaf: Any) -> Any:

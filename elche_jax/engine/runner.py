@@ -33,7 +33,8 @@ class Call:
 class Runner:
     """Compiles and launches the programs of one group; owns the gradient accumulator.
 
-    `capacities` holds, by the layout of the data, the capacities compiled or asked for.
+    `state` is the shapes of the stacked state; `capacities` holds, by the layout of the
+    data, the capacities compiled or asked for.
 
     Only the thread that trains may call `run`. `prepare` may be called by any.
 
@@ -47,7 +48,7 @@ class Runner:
     def __init__(self, program: Program, group: Group, cache: CompileCache, state: TrainState):
         self.group = group
         self._program, self._cache = program, cache
-        self._state = state
+        self.state = state
         # programs differ between runners even where all shapes agree
         self._signature = (next(_NUMBERS), _signature(state))
         devices = group.devices
@@ -101,18 +102,18 @@ class Runner:
     def _accumulate_program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
         key = ("accumulate", self._signature, _signature(payload))
         return key, lambda: self._accumulate.compile(
-            self._state, self._sums_shapes(), payload, self._orders()
+            self.state, self._sums_shapes(), payload, self._orders()
         )
 
     def _combine_program(self) -> tuple[Hashable, Callable[[], Any]]:
         return ("combine", self._signature), lambda: self._combine.compile(
-            self._state, self._sums_shapes()
+            self.state, self._sums_shapes()
         )
 
     def _window_program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
         single = payload.capacity(stacked=True) == 1
         key = ("window", self._signature, _signature(payload))
-        return key, lambda: self._fused[single].compile(self._state, payload, self._orders())
+        return key, lambda: self._fused[single].compile(self.state, payload, self._orders())
 
     def _sums_shapes(self) -> Sums:
         n = self.group.world_size

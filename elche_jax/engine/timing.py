@@ -5,7 +5,7 @@ accumulation, which holds none, and the combine. One thread per device waits for
 shard of the first, then of the second. With `a[d]` the end of the accumulation, `c[d]`
 the end of the combine and `t` the moment of dispatch,
 
-    busy[d] = a[d] - max(t, c[d] of the window before)
+    busy[d] = a[d] - max(t, end of the program before on device d)
     wait[d] = c[d] - a[d] = skew[d] + cost
     cost    = min over d of wait[d],    skew = max - min of wait[d]
 
@@ -17,8 +17,10 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import jax
 
@@ -39,11 +41,13 @@ class WindowTimes:
     accumulated: tuple[float, ...]
     combined: tuple[float, ...]
 
-    def busy_ms(self, before: "WindowTimes | None") -> tuple[float, ...]:
-        """Milliseconds each device worked, data delivery included."""
-        starts = [self.dispatched] * len(self.accumulated)
-        if before is not None:
-            starts = [max(self.dispatched, end) for end in before.combined]
+    def busy_ms(self, free: Sequence[float]) -> tuple[float, ...]:
+        """Milliseconds each device worked, data delivery included.
+
+        Args:
+            free: When each device was free, see `Ends.before`.
+        """
+        starts = [max(self.dispatched, end) for end in free]
         return tuple(1e3 * (a - s) for a, s in zip(self.accumulated, starts, strict=True))
 
     @property
@@ -61,6 +65,40 @@ class WindowTimes:
     def skew_ms(self) -> float:
         """How far the devices' arrivals lay apart."""
         return max(self.wait_ms) - min(self.wait_ms)
+
+
+class Ends:
+    """When the last windows ended on each device, of whichever training step.
+
+    Several training steps may take turns on the same devices (two players of a game):
+    then the program before a window's is another step's.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ends: dict[jax.Device, deque[float]] = {}
+
+    def before(self, devices: Sequence[jax.Device], moments: Sequence[float]) -> list[float]:
+        """The last end on each device that is not after a moment; `-inf` where none is.
+
+        Windows of two steps may be noted out of order, thus the moments.
+        """
+        with self._lock:
+            known = [self._ends.get(device, ()) for device in devices]
+            return [
+                max((end for end in ends if end <= moment), default=-inf)
+                for ends, moment in zip(known, moments, strict=True)
+            ]
+
+    def note(self, devices: Sequence[jax.Device], ends: Sequence[float]) -> None:
+        """Remembers the end of a window."""
+        with self._lock:
+            for device, end in zip(devices, ends, strict=True):
+                self._ends.setdefault(device, deque(maxlen=8)).append(end)
+
+
+ENDS = Ends()
+"""Those of this process."""
 
 
 class Stopwatch:

@@ -151,9 +151,22 @@ class EmulatedSpeeds:
 
     def check(self, world_size: int) -> None:
         """Raises where the times do not fit the number of devices."""
-        if not callable(self.schedule):
+        if callable(self.schedule):
+            for rank in range(world_size):
+                self._check_first(self.schedule, rank)
+        else:
             times = check.reals("EmulatedSpeeds", "schedule", self.schedule, low=0)
             check.per_device("EmulatedSpeeds", "schedule", len(times), world_size)
+
+    def _check_first(self, schedule: Schedule, rank: int) -> None:
+        try:
+            ms: Any = schedule(0, rank, 0)
+        except (LookupError, ValueError) as error:
+            raise ValueError(
+                "EmulatedSpeeds: schedule must give a time for every device of the training "
+                f"step, got {type(error).__name__} for device {rank}: {error}."
+            ) from error
+        check.real("EmulatedSpeeds", f"schedule(0, {rank}, 0)", ms, low=0)
 
     def begin(self, device: Any, step: Any, fresh: Any) -> Any:
         """Starts the clock of a device."""

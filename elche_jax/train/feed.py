@@ -154,8 +154,8 @@ class Feed:
         size = sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
         if self._resident is not None:
             size = 4 * self._plan.batch_size
-        fit = max(1, self._plan.window_bytes // size)
-        return max(1, (1 << (fit + 1).bit_length() - 1) - 1)
+        fit = max(1, self._plan.window_bytes // max(1, size))  # rows of numbers may be larger
+        return (1 << (fit + 1).bit_length() - 1) - 1
 
     def _payload_shape(self, capacity: int) -> Payload:
         n = self.world_size

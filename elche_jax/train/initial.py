@@ -5,10 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from elche_jax import _check as check
 from elche_jax.engine.loss import describe
-from elche_jax.engine.replicas import replicate
+from elche_jax.engine.replicas import is_key, replicate
 from elche_jax.engine.state import TrainState
 
 PyTree = Any
@@ -23,9 +25,12 @@ def initial_state(
 ) -> TrainState:
     """Makes the replicated state before the first window; see `TrainStep.init`."""
     check_params(params)
+    check_model_state(model_state)
+    opt_state = optimizer.init(params)
+    check_optimizer(optimizer, params, opt_state)
     state = TrainState(
         params=params,
-        opt_state=optimizer.init(params),
+        opt_state=opt_state,
         model_state=model_state,
         key=jax.random.key_data(as_key(rng)),
         microbatches=jnp.int32(0),
@@ -48,11 +53,58 @@ def check_params(params: PyTree) -> None:
             )
 
 
+def check_model_state(model_state: PyTree) -> None:
+    """Raises where model state cannot be combined over devices."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(model_state)[0]:
+        dtype = np.asarray(leaf).dtype if not hasattr(leaf, "dtype") else leaf.dtype
+        if any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
+            continue
+        raise TypeError(
+            f"TrainStep.init: every leaf of model_state must be an array of floats, integers or "
+            f"bools, leaf {jax.tree_util.keystr(path)} is {describe(leaf)}. Random keys: loss_fn "
+            "gets one for every microbatch."
+        )
+
+
+def check_optimizer(
+    optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree
+) -> None:
+    """Raises where an update changes the structure or the dtypes of the state."""
+
+    def update(params: PyTree, opt_state: PyTree) -> PyTree:
+        tx = optax.with_extra_args_support(optimizer)
+        grads = jax.tree.map(jnp.asarray, params)
+        return tx.update(grads, opt_state, params, value=jnp.float32(0), grad=grads)[1]
+
+    new = jax.eval_shape(update, params, opt_state)
+    differs = difference(new, jax.eval_shape(lambda: opt_state))
+    if differs:
+        raise TypeError(
+            "TrainStep.init: an update of the optimizer must keep the structure, shapes and "
+            f"dtypes of its state, got another: {differs}."
+        )
+
+
+def difference(got: PyTree, want: PyTree) -> str:
+    """Where two pytrees of shapes differ, in words; empty where they do not."""
+    structures = jax.tree.structure(got), jax.tree.structure(want)
+    if structures[0] != structures[1]:
+        return f"structure {structures[0]} instead of {structures[1]}"
+    named = jax.tree_util.tree_flatten_with_path(got)[0]
+    for (path, a), b in zip(named, jax.tree.leaves(want), strict=True):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            name = jax.tree_util.keystr(path)
+            return f"leaf {name} is {a.dtype}{list(a.shape)} instead of {b.dtype}{list(b.shape)}"
+    return ""
+
+
 def as_key(rng: Any) -> jax.Array:
     """A typed key of a seed, a raw key or a typed key."""
-    if isinstance(rng, int) and not isinstance(rng, bool):
-        return jax.random.key(rng)
-    if isinstance(rng, jax.Array) and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+    key: jax.Array
+    if isinstance(rng, int | np.integer) and not isinstance(rng, bool):
+        # jax.random.key takes more, but without 64-bit types it drops the upper half
+        return jax.random.key(check.integer("TrainStep.init", "rng", rng, low=0, high=2**32 - 1))
+    if is_key(rng):
         key = rng
     elif isinstance(rng, jax.Array) and rng.dtype == jnp.uint32:
         key = jax.random.wrap_key_data(rng)

@@ -8,7 +8,10 @@ import logging
 import threading
 from array import array
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
 from elche_jax.cadence import WindowReport
 from elche_jax.cadence.scheduler import Scheduler, SchedulerState
@@ -20,8 +23,11 @@ logger = logging.getLogger("elche_jax")
 RECORDS_KEPT = 1024
 """Windows that records, and thus the report, look back on."""
 
-HINT_AFTER = 10
+HINT_AFTER = 20
 """Steady windows after which an imbalance is worth a hint."""
+
+HINT_MS = 1.0
+"""Mean busy time of the devices in a window below which times are mostly noise."""
 
 HINT_ABOVE = 0.15
 """Share of the machine that may idle before the hint comes."""
@@ -94,6 +100,30 @@ class Pace:
         with self._lock:
             return self._state
 
+    def restore(self, state: SchedulerState | Mapping[str, Any]) -> None:
+        """Takes a state that was saved."""
+        if isinstance(state, Mapping):
+            state = self._scheduler.from_dict(state)
+        if not isinstance(state, SchedulerState):
+            raise TypeError(
+                "TrainStep.cadence_state: the value must be a SchedulerState or the dict its "
+                f"to_dict gave, got {type(state).__name__}."
+            )
+        want = type(self._scheduler.init(self._world_size).cadence)
+        if not isinstance(state.cadence, want):
+            raise ValueError(
+                f"TrainStep.cadence_state: the value must be of this step's cadence "
+                f"({want.__name__}), got {type(state.cadence).__name__}."
+            )
+        if len(state.counts) != self._world_size:
+            raise ValueError(
+                "TrainStep.cadence_state: the value must have one count per device "
+                f"({self._world_size}), got {len(state.counts)}. Speeds of other devices say "
+                "nothing about these; begin without."
+            )
+        with self._lock:
+            self._state = state
+
     @property
     def records(self) -> list[WindowRecord]:
         """The last windows, oldest first."""
@@ -147,7 +177,8 @@ class Pace:
             return
         self._hint = False
         idle = imbalance(steady)
-        if idle > HINT_ABOVE:
+        busy = median(sum(record.busy_ms) for record in steady)
+        if idle > HINT_ABOVE and busy >= HINT_MS * self._world_size:
             logger.warning(
                 "elche: devices of one kind are unequally fast, %.0f %% of the machine "
                 "idles; cadence=ElChe() or FixedTotal(n) would use it.",

@@ -14,7 +14,7 @@ from elche_jax.data.order import Cursor
 from elche_jax.data.reader import Reader
 from elche_jax.engine.mapped import shards_in_order
 from elche_jax.engine.runner import Call
-from elche_jax.engine.timing import Stopwatch, WindowTimes
+from elche_jax.engine.timing import ENDS, Stopwatch, WindowTimes
 from elche_jax.observe.records import WindowRecord
 from elche_jax.train.feed import Feed
 from elche_jax.train.pace import Measured, Pace
@@ -83,7 +83,6 @@ class Run:
         self._dispatches = 0
         self._flying: dict[int, tuple[Measured, dict[str, jax.Array]]] = {}
         self._error: BaseException | None = None
-        self._before: WindowTimes | None = None
         self._tokens: deque[tuple[int, float, dict[str, jax.Array]]] = deque()
         self.told = False
         self._closed = False
@@ -255,10 +254,11 @@ class Run:
         """Every device is done with a window."""
         with self._changed:
             measured, metrics = self._flying.get(times.window, (None, {}))
-            before, self._before = self._before, times
+        free = ENDS.before(self._feed.devices, times.accumulated)
+        ENDS.note(self._feed.devices, times.combined)
         if measured is None:  # the run was closed
             return
-        self._pace.measured(_record(measured, times, before))
+        self._pace.measured(_record(measured, times, free))
         self._verify(measured, metrics)
         with self._changed:
             self._flying.pop(times.window, None)
@@ -284,17 +284,15 @@ class Run:
             self._changed.notify_all()
 
 
-def _record(measured: Measured, times: WindowTimes, before: WindowTimes | None) -> WindowRecord:
-    begun = measured.asked
-    if before is not None:
-        begun = max(begun, max(before.combined))
+def _record(measured: Measured, times: WindowTimes, free: list[float]) -> WindowRecord:
+    begun = max(measured.asked, *free)
     single = len(measured.counts) == 1
     return WindowRecord(
         window=measured.window,
         epoch=measured.epoch,
         counts=measured.counts,
         examples=measured.examples,
-        busy_ms=() if single else times.busy_ms(before),
+        busy_ms=() if single else times.busy_ms(free),
         wall_ms=1e3 * (max(times.combined) - begun),
         sync_ms=0.0 if single else times.sync_ms,
         skew_ms=0.0 if single else times.skew_ms,

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from elche_jax import _check as check
@@ -44,14 +45,31 @@ def check_data_plan(
 def microbatch_shapes(source: Source, batch_size: int) -> PyTree:
     """Shapes of one microbatch, with the dtypes the devices will hold."""
     if isinstance(source, IterableSource):
-        rows = source.peek()
+        rows = jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), source.peek())
     elif isinstance(source, MapSource):
         rows = stack([source.dataset[0]])
     else:
         rows = source.tree
 
-    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
-        dtype = jax.dtypes.canonicalize_dtype(np.asarray(leaf[:0]).dtype)
+    def shape(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        dtype = leaf.dtype
+        if not any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_)):
+            raise TypeError(
+                f"windows: every leaf of data must be an array of numbers, leaf "
+                f"{jax.tree_util.keystr(path) or 'data'} is of dtype {dtype}. Encode it first."
+            )
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
         return jax.ShapeDtypeStruct((batch_size, *np.shape(leaf)[1:]), dtype)
 
-    return jax.tree.map(shape, rows)
+    return jax.tree_util.tree_map_with_path(shape, rows)
+
+
+def check_window_bytes(window_bytes: int, microbatch: PyTree) -> None:
+    """Checks that a call may hold at least one microbatch."""
+    leaves = jax.tree.leaves(microbatch)
+    size = sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    if window_bytes < size:
+        raise ValueError(
+            f"windows: window_bytes must hold at least one microbatch ({size} bytes), got "
+            f"{window_bytes}. Raise it, or lower batch_size."
+        )

@@ -1,8 +1,8 @@
-"""`build_train_step`: the functional front of the library."""
+"""`TrainStep`: what the user's loop calls."""
 
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,142 +10,31 @@ import optax
 
 from elche_jax import _check as check
 from elche_jax.cadence import Cadence
-from elche_jax.cadence.scheduler import Scheduler
-from elche_jax.config import DDPConfig
+from elche_jax.cadence.scheduler import Scheduler, SchedulerState
 from elche_jax.data.order import Cursor
-from elche_jax.data.place import Placer, choose_placement
-from elche_jax.data.source import ArraySource, IterableSource, as_source
+from elche_jax.data.place import Placer, check_fits, choose_placement
+from elche_jax.data.source import ArraySource, IterableSource, Source, as_source
 from elche_jax.engine.compile_cache import CompileCache
-from elche_jax.engine.devices import free_bytes, group_devices, select_devices
+from elche_jax.engine.devices import free_bytes, group_devices
 from elche_jax.engine.loss import LossFn, inspect_loss
 from elche_jax.engine.mapped import stacked_sharding
 from elche_jax.engine.program import LoopHook, Program
+from elche_jax.engine.replicas import replicate
 from elche_jax.engine.runner import Runner
 from elche_jax.engine.state import TrainState
 from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.report import RunReport, make_report
 from elche_jax.train.feed import DataPlan, Feed
-from elche_jax.train.initial import initial_state, key_impl_of, shapes_of
+from elche_jax.train.initial import difference, initial_state, key_impl_of, shapes_of
 from elche_jax.train.pace import Pace
 from elche_jax.train.run import Run, Window
-from elche_jax.train.spec import check_data_plan, microbatch_shapes
+from elche_jax.train.spec import check_data_plan, check_window_bytes, microbatch_shapes
 from elche_jax.train.windows import Windows
 
 PyTree = Any
 
 WINDOW_BYTES = 256 * 2**20
 """Default limit of what the data of one program call may take on a device."""
-
-
-def build_train_step(
-    loss_fn: Callable[..., Any],
-    optimizer: optax.GradientTransformation,
-    *,
-    devices: Sequence[jax.Device] | None = None,
-    cadence: Cadence[Any] | None = None,
-    config: DDPConfig | None = None,
-    has_aux: bool = False,
-    nonfinite: str = "raise",
-    emulate: LoopHook | None = None,
-) -> "TrainStep":
-    """Builds a training step over the devices of this machine.
-
-    In a window device `d` runs `counts[d]` microbatches on its own; then the gradients
-    are combined and one optimizer step is taken, alike on every device:
-
-        g = sum_d sum_i weight[d, i] * grad(loss[d, i]) / sum_d sum_i weight[d, i]
-
-    Args:
-        loss_fn: `loss_fn(params, batch, rng)`, where `batch` is one microbatch with
-            leaves `(batch_size, ...)` and `rng` a key of its own. Returns a float
-            scalar (the mean over the microbatch), a float vector `(batch_size,)` of
-            per-example losses, or `Weighted(loss, weight)`. With `has_aux` it returns
-            `(loss, aux)`. With model state (see `TrainStep.init`) it is
-            `loss_fn(params, model_state, batch, rng)` and returns `(loss, model_state)`,
-            with `has_aux` `(loss, (model_state, aux))`.
-        optimizer: An optax optimizer.
-        devices: The devices; None for all local ones.
-        cadence: How many microbatches each device gets; None: what `config` says.
-        config: The knobs as a flat bundle; None for `DDPConfig()`.
-        has_aux: `loss_fn` also returns a dict of metrics, each a scalar or one value
-            per example; a window reports their mean, weighted like the gradient.
-        nonfinite: What happens when a window's gradient is not finite. Its update is
-            dropped on all devices either way; `"raise"` then raises `NonFiniteError`
-            from the loop, `"skip"` goes on (`metrics["finite"]` tells).
-        emulate: Makes devices slower on purpose, see `elche_jax.lab`.
-
-    Returns:
-        The training step.
-
-    Raises:
-        TypeError: `devices` are no devices, `loss_fn` is not callable.
-        ValueError: No device, one twice, several kinds; both `cadence` and a
-            `config` with knobs for a cadence.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, numpy as np, optax
-        >>> import elche_jax as elche
-        >>> def loss_fn(params, batch, rng):
-        ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
-        >>> x = np.random.default_rng(0).normal(size=(256, 3)).astype("float32")
-        >>> data = {"x": x, "y": x @ np.array([1.0, -2.0, 3.0], "float32")}
-        >>> train = elche.build_train_step(
-        ...     loss_fn, optax.adam(0.1), devices=jax.devices()[:1]
-        ... )
-        >>> state = train.init({"w": np.zeros(3, "float32")})
-        >>> for window in train.windows(data, batch_size=16, epochs=10):
-        ...     state, metrics = train(state, window)
-        >>> elche.unreplicate(state.params)["w"].round(1).tolist()
-        [1.0, -2.0, 3.0]
-    """
-    if not callable(loss_fn):
-        raise TypeError(
-            f"build_train_step: loss_fn must be callable, got {type(loss_fn).__name__}."
-        )
-    _check_parts(optimizer, cadence, config, emulate)
-    if nonfinite not in ("raise", "skip"):
-        raise ValueError(
-            f"build_train_step: nonfinite must be 'raise' or 'skip', got {nonfinite!r}."
-        )
-    chosen = select_devices(devices)
-    groups = group_devices(chosen)
-    if len(groups) > 1:
-        kinds = ", ".join(f"{g.devices[0].device_kind} x{g.world_size}" for g in groups)
-        raise ValueError(
-            f"build_train_step: devices must be of one kind and platform, got {kinds}. "
-            "Choose with devices=[...]; one program cannot serve several kinds."
-        )
-    if cadence is not None and config is not None and config.cadence_knobs():
-        raise ValueError(
-            "build_train_step: cadence and config must not both choose the cadence, got "
-            f"{type(cadence).__name__} and {', '.join(config.cadence_knobs())}. Leave out one."
-        )
-    if emulate is not None:
-        emulate.check(len(chosen))
-    config = config or DDPConfig()
-    rule = cadence or config.cadence_for(len(chosen), len(groups))
-    hint = cadence is None and config.policy == "auto"
-    return TrainStep(
-        LossFn(loss_fn, has_aux=has_aux), optimizer, chosen, rule, config.max_grad_norm,
-        raise_nonfinite=nonfinite == "raise", hint=hint, emulate=emulate,
-    )  # fmt: skip
-
-
-def _check_parts(optimizer: Any, cadence: Any, config: Any, emulate: Any) -> None:
-    parts = {
-        "optimizer": (optimizer, ("init", "update"), "an optax optimizer"),
-        "cadence": (cadence, ("init", "update"), "a cadence such as ElChe()"),
-        "emulate": (emulate, ("check", "begin", "around"), "an emulation of elche_jax.lab"),
-    }
-    for name, (part, methods, expected) in parts.items():
-        if part is None and name != "optimizer":
-            continue
-        if isinstance(part, type) or not all(callable(getattr(part, m, None)) for m in methods):
-            raise TypeError(f"build_train_step: {name} must be {expected}, got {part!r}.")
-    if config is not None and not isinstance(config, DDPConfig):
-        raise TypeError(
-            f"build_train_step: config must be a DDPConfig, got {type(config).__name__}."
-        )
 
 
 class TrainStep:
@@ -178,6 +67,7 @@ class TrainStep:
         self._last_run: Run | None = None
         self._initial: tuple[TrainState, str] | None = None
         self._resident: tuple[list[jax.Array], PyTree] | None = None
+        self._unread: IterableSource | None = None
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -188,9 +78,24 @@ class TrainStep:
         return self._pace.counts
 
     @property
-    def cadence_state(self) -> Any:
-        """State of the cadence: plain numbers."""
-        return self._pace.state.cadence
+    def cadence_state(self) -> SchedulerState:
+        """State of the scheduler, with the cadence's in `.cadence`: plain numbers.
+
+        Setting it, to such a state or to what its `to_dict` gave, lets a run begin with
+        the speeds that an earlier one measured:
+
+            saved = json.dumps(train.cadence_state.to_dict())
+            train.cadence_state = json.loads(saved)
+
+        Raises:
+            TypeError: The value is neither.
+            ValueError: It is of another cadence or number of devices.
+        """
+        return self._pace.state
+
+    @cadence_state.setter
+    def cadence_state(self, state: SchedulerState | Mapping[str, Any]) -> None:
+        self._pace.restore(state)
 
     @property
     def counts_history(self) -> list[tuple[int, ...]]:
@@ -273,8 +178,9 @@ class TrainStep:
         Raises:
             RuntimeError: `init` was not called before.
             ValueError: Empty data, leaves of different length, a batch size larger than
-                the data, a placement the data cannot have.
-            TypeError: `data` has none of the forms; `loss_fn` returns none of its.
+                the data, a placement the data cannot have, a cursor beyond the epochs.
+            TypeError: `data` has none of the forms, or is not numbers; `loss_fn` returns
+                none of its.
         """
         if self._initial is None:
             raise RuntimeError(
@@ -289,16 +195,24 @@ class TrainStep:
                 f"windows: cursor must be a Cursor, got {type(cursor).__name__}. Make one of a "
                 "dictionary with Cursor.from_dict."
             )
+        if cursor is not None and epochs is not None and cursor.epoch >= epochs:
+            raise ValueError(
+                f"windows: cursor.epoch must be below epochs ({epochs}, counted from the start "
+                f"of the run), got {cursor.epoch}. Raise epochs to go on."
+            )
+        if mask_key is not None and not isinstance(mask_key, str):
+            raise TypeError(f"windows: mask_key must be a string, got {type(mask_key).__name__}.")
         if self._last_run is not None:
             last, self._last_run = self._last_run, None
             last.settle()
-        source = as_source(data)
+        source = self._source(data)
         size = check_data_plan(source, batch_size, epochs, drop_last)
         microbatch = microbatch_shapes(source, size)
+        check_window_bytes(window_bytes, microbatch)
         runner = self._runner(microbatch, mask_key, source, size, drop_last)
         where = choose_placement(placement, source, self.devices, free_bytes(self.devices))
         placer = Placer(self.devices, stacked_sharding(self.devices))
-        resident = self._place(source, placer) if where == "resident" else None
+        resident = self._place(source) if where == "resident" else None
         plan = DataPlan(source, size, seed, shuffle, drop_last, where, window_bytes, microbatch)
         adaptive = self._pace.adaptive and len(self.devices) > 1
         feed = Feed(plan, placer, runner, resident, adaptive, self._pace.largest)
@@ -322,12 +236,20 @@ class TrainStep:
             waits for the window; reading it a window later does not.
 
         Raises:
-            ValueError: `state` was given up in an earlier call.
+            TypeError: `state` or `window` is of another kind.
+            ValueError: `state` was given up in an earlier call, or is another model's;
+                `window` is another training step's.
             NonFiniteError: An earlier window's gradient was not finite.
         """
         if not isinstance(window, Window):
             raise TypeError(
                 f"train: window must come from TrainStep.windows, got {type(window).__name__}."
+            )
+        if not isinstance(state, TrainState) or not isinstance(state.step, jax.Array):
+            raise TypeError(
+                "train: state must be a TrainState on the devices (TrainStep.init, or "
+                f"replicate(state, train.devices)), got {type(state).__name__}"
+                f"{' of host arrays' if isinstance(state, TrainState) else ''}."
             )
         if state.step.is_deleted():
             raise ValueError(
@@ -353,8 +275,14 @@ class TrainStep:
             state, metrics = run.runner.run(
                 state, window.calls, lambda shards: run.accumulating(at, shards)
             )
-        except BaseException:
+        except BaseException as error:
             run.given_up()
+            differs = difference(shapes_of(state), run.runner.state)
+            if differs:
+                raise ValueError(
+                    "train: state must have the shapes of the one that TrainStep.init made last, "
+                    f"got another: {differs}. Was it made for another model or optimizer?"
+                ) from error
             raise
         steady = self._cache.stats.misses == misses
         run.dispatched(window, at, steady, metrics)
@@ -397,7 +325,18 @@ class TrainStep:
             self._runners[known] = Runner(program, self._groups[0], self._cache, shapes)
         return self._runners[known]
 
-    def _place(self, source: Any, placer: Placer) -> PyTree:
+    def _source(self, data: Any) -> Source:
+        """The data; an iterator that an earlier call took one item of goes on with that."""
+        unread, self._unread = self._unread, None
+        if unread is not None and unread.iterable is data and unread.peeked:
+            source: Source = unread
+        else:
+            source = as_source(data)
+        if isinstance(source, IterableSource) and source.once:
+            self._unread = source
+        return source
+
+    def _place(self, source: Any) -> PyTree:
         assert isinstance(source, ArraySource)  # choose_placement has checked it
         leaves = jax.tree.leaves(source.tree)
         if self._resident is not None:
@@ -405,7 +344,9 @@ class TrainStep:
             if len(kept) == len(leaves) and all(map(operator.is_, kept, leaves)):
                 return self._resident[1]
         self._resident = None  # gives the old copy's memory back first
-        placed = placer.everywhere(source.tree)
+        for leaf in leaves:
+            check_fits(leaf)
+        placed = replicate(source.tree, self.devices)
         if all(isinstance(leaf, jax.Array) for leaf in leaves):  # they cannot change
             self._resident = (leaves, placed)
         return placed

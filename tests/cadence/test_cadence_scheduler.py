@@ -30,24 +30,6 @@ def run(scheduler, state, ms, windows=1, sync_ms=0.0):
     return state
 
 
-def test_plan_is_cut_to_what_remains():
-    scheduler = Scheduler(ElChe(anchor=10))
-    state = run(scheduler, scheduler.init(2), (3.0, 1.0))
-    assert scheduler.plan(state) == state.counts == (10, 30)
-    assert scheduler.plan(state, 40) == (10, 30)
-    assert scheduler.plan(state, 20) == (5, 15)
-    assert scheduler.plan(state, 1) == (0, 1)
-    assert scheduler.plan(state, 0) == (0, 0)
-    with pytest.raises(
-        ValueError, match=r"^Scheduler\.plan: remaining must be at least 0, got -1\.$"
-    ):
-        scheduler.plan(state, -1)
-    with pytest.raises(
-        TypeError, match=r"^Scheduler\.plan: remaining must be an integer, got 2\.0 "
-    ):
-        scheduler.plan(state, 2.0)  # pyright: ignore[reportArgumentType]
-
-
 def test_a_confirmed_shift_takes_the_times_as_they_are():
     # 10 -> 30 ms. Smoothing alone: 10 + 0.8 * 20 = 26, then the error is 4 / 26 and
     # alpha 0.154: 26 + 0.615 = 26.615
@@ -159,7 +141,6 @@ def test_a_replay_is_planned_by_window_or_by_report():
     state = scheduler.init(2)
     assert [scheduler.plan(state, window=index) for index in (0, 1)] == [(4, 4), (2, 6)]
     assert scheduler.plan(state) == (4, 4)
-    assert scheduler.plan(state, 4, window=1) == (1, 3)
     state = run(scheduler, state, (1.0, 1.0), 2)
     for ask in ({}, {"window": 2}):
         with pytest.raises(ValueError, match=r"^Replay: the recording has 2 windows, .* window 2 "):

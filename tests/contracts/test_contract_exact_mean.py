@@ -254,3 +254,64 @@ def test_clip_per_device_before_the_exchange(devices4):
     state, _ = run(train, state, {"x": x}, 1, shuffle=False)
     clipped = (2 * 1.0 + 2 * 0.3) / 4
     np.testing.assert_allclose(host(state.params)["w"], [-clipped], rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["vector", "weighted"])
+def test_half_precision_with_large_weights(form):
+    """The weight multiplies in float32: 4096 tokens times a gradient of 100 is no float16."""
+
+    def loss_fn(params, batch, rng):
+        losses = batch["x"].astype(jnp.float16) * params["w"]
+        return losses if form == "vector" else elche.Weighted(losses.mean(), 4096)
+
+    x = np.random.default_rng(0).uniform(50, 150, (8, 1024)).astype("float32")
+    train = elche.build_train_step(
+        loss_fn, optax.sgd(1.0), devices=jax.devices()[:2], cadence=elche.Replay([(5, 3)])
+    )
+    state = train.init({"w": np.float16(0)})
+    for window in train.windows({"x": x.reshape(-1)}, 1024):
+        state, _ = train(state, window)
+    got = float(elche.unreplicate(state.params)["w"])
+    assert got == pytest.approx(-x.astype("float64").mean(), rel=2e-3)
+
+
+def test_an_optimizer_that_asks_for_the_loss():
+    """Polyak's step size, computed by hand from the window's mean loss and gradient."""
+
+    def loss_fn(params, batch, rng):
+        return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+    rng = np.random.default_rng(0)
+    data = {"x": rng.normal(size=(24, 3)).astype("float32"), "y": rng.normal(size=24)}
+    train = elche.build_train_step(
+        loss_fn, optax.polyak_sgd(max_learning_rate=10.0), devices=jax.devices()[:2],
+        cadence=elche.Replay([(4, 2)]),
+    )  # fmt: skip
+    state = train.init({"w": np.ones(3, "float32")})
+    for window in train.windows(data, 4):
+        state, _ = train(state, window)
+    x, w = data["x"].astype("float64"), np.ones(3)
+    error = x @ w - data["y"]
+    grad = 2 * x.T @ error / len(x)
+    want = w - np.mean(error**2) / np.sum(grad**2) * grad
+    np.testing.assert_allclose(elche.unreplicate(state.params)["w"], want, rtol=1e-4)
+
+
+def test_an_optimizer_with_a_typed_key_in_its_state():
+    def loss_fn(params, batch, rng):
+        return jnp.mean(batch["x"] @ params["w"])
+
+    tx = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(5)), optax.sgd(0.1))
+    train = elche.build_train_step(loss_fn, tx, devices=jax.devices()[:2])
+    params = {"w": np.ones(3, "float32")}
+    state = train.init(params)
+    x = np.random.default_rng(0).normal(size=(16, 3)).astype("float32")
+    for window in train.windows({"x": x}, 4, shuffle=False):
+        state, _ = train(state, window)
+    elche.check_replicas(state)
+    want, opt = params, tx.init(params)
+    for start in (0, 8):
+        grads = {"w": jnp.asarray(x[start : start + 8].mean(axis=0))}
+        updates, opt = tx.update(grads, opt, want)
+        want = optax.apply_updates(want, updates)
+    np.testing.assert_allclose(elche.unreplicate(state.params)["w"], want["w"], rtol=1e-5)

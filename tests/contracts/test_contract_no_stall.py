@@ -5,10 +5,12 @@ import threading
 import jax
 import numpy as np
 import optax
+import pytest
 from models import Cnn, Script, digits, host, run, scalar_loss, variables
 
 import elche_jax as elche
 from elche_jax.engine.compile_cache import CompileCache
+from elche_jax.lab import EmulatedSpeeds
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -49,6 +51,29 @@ def test_no_compile_after_the_first_window_while_counts_change(devices4):
         assert compiles.count == before
     assert train.report().compile_misses == 2
     assert train.counts_history[1:51] == rows[1:51]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_shipped_cadences_wait_for_no_compile_in_later_calls_of_windows(devices4, world):
+    """Counts that adapt (two devices) or are cut short (one), over two calls of windows."""
+    model = Cnn()
+    cadence = elche.FixedTotal(6) if world == 1 else elche.ElChe(anchor=2)
+    emulate = EmulatedSpeeds([5.0] * (world - 1) + [15.0])
+    train = elche.build_train_step(
+        scalar_loss(model), optax.adam(1e-3), devices=devices4[:world],
+        cadence=cadence, emulate=emulate,
+    )  # fmt: skip
+    state = train.init(variables(model)["params"])
+    data = jax.tree.map(lambda leaf: leaf[:160], digits())
+    with CompileCount() as compiles:
+        state, used = run(train, state, data, 4)
+        assert compiles.count >= 1
+        before = compiles.count
+        state, more = run(train, state, data, 4, seed=1)
+        jax.block_until_ready(state)
+        assert compiles.count == before
+    assert len({window.counts for window in used + more}) >= 2
+    assert train.report().compile_misses == (1 if world == 1 else 2)
 
 
 def test_a_larger_capacity_is_compiled_in_the_background(devices4):

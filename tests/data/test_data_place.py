@@ -189,25 +189,6 @@ def test_a_microbatch_unlike_the_first_is_an_error(odd, message):
         placer.pieces(reader, 4, [Range(0, 2)], 3, spec)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_everywhere_copies_to_every_device(world_size):
-    devices = jax.devices()[:world_size]
-    # memory that starts at a multiple of 64 is what the CPU client reads in place
-    raw = np.zeros(64 * 65, np.float32)
-    x = raw[-raw.ctypes.data % 64 // 4 :][: 64 * 64].reshape(64, 64)
-    x[:] = np.random.default_rng(2).normal(size=x.shape)
-    tree = {"x": x, "n": np.arange(64)}
-    original = jax.tree.map(np.copy, tree)
-    placed = a_placer(devices).everywhere(tree)
-    tree["x"][:] = -1  # the user may go on using the arrays
-    for name in ("x", "n"):
-        assert placed[name].shape == (world_size, *original[name].shape)
-        shards = placed[name].addressable_shards
-        assert [shard.device for shard in shards] == devices
-        for shard in shards:
-            np.testing.assert_array_equal(np.asarray(shard.data)[0], original[name])
-
-
 @pytest.mark.parametrize("backwards", [False, True])
 def test_rows_go_to_the_devices_in_rank_order(backwards):
     devices = jax.devices()[:3][:: -1 if backwards else 1]

@@ -43,17 +43,17 @@ def squares(examples=slice(None)):
 
 
 def terms(fn, form, valid=SIZE, model_state=None, **how):
-    """Terms of the microbatch and gradient of its weighted loss."""
+    """Terms of the microbatch as they are added up: loss and gradient times weight."""
 
     def term(params):
         return microbatch_terms(
             LossFn(fn, **how), form, params, model_state, BATCH, jnp.int32(valid), KEY
         )
 
-    (total, (weight, metrics, state)), grads = jax.value_and_grad(term, has_aux=True)(PARAMS)
-    for scalar in (total, weight, *metrics.values()):
+    (mean, (weight, metrics, state)), grads = jax.value_and_grad(term, has_aux=True)(PARAMS)
+    for scalar in (mean, weight, *metrics.values()):
         assert (scalar.shape, scalar.dtype) == ((), jnp.float32)
-    return total, weight, metrics, state, grads["w"]
+    return mean * weight, weight, metrics, state, grads["w"] * weight
 
 
 def assert_close(got, want):

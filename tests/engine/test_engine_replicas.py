@@ -116,3 +116,17 @@ def test_unreplicating_twice_is_an_error():
     copies = replicate({"w": np.ones((2, 3))}, jax.devices()[:2])
     with pytest.raises(ValueError, match=r"^unreplicate: every leaf must be a stacked"):
         unreplicate(unreplicate(copies))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_typed_keys_are_copied_and_compared(world_size):
+    devices = jax.devices()[:world_size]
+    tree = {"one": jax.random.key(3), "rbg": jax.random.split(jax.random.key(1, impl="rbg"), 2)}
+    copies = replicate(tree, devices)
+    check_replicas(copies)
+    assert copies["rbg"].shape == (world_size, 2)
+    one = unreplicate(copies)
+    for name, keys in tree.items():
+        assert one[name].dtype == keys.dtype
+        np.testing.assert_array_equal(*map(jax.random.key_data, (one[name], keys)))
+        assert one[name].devices() == {devices[0]}

@@ -1,6 +1,7 @@
 """When each device was done: the formulas on hand numbers, the watching threads."""
 
 import threading
+from math import inf
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from elche_jax.engine.mapped import AXIS, Mapped, shards_in_order, stacked_sharding
-from elche_jax.engine.timing import Stopwatch, WindowTimes
+from elche_jax.engine.timing import Ends, Stopwatch, WindowTimes
 
 GIVE_UP = 30  # seconds after which a hang is a failure; never waited for in a good run
 
@@ -64,7 +65,7 @@ def stopwatch_and_log(world_size):
 def test_a_first_window_by_hand():
     # device 0 works 40 ms, device 1 60 ms; the exchange takes 5 ms after the last
     times = WindowTimes(0, 10.0, accumulated=(10.040, 10.060), combined=(10.065, 10.065))
-    assert times.busy_ms(None) == pytest.approx((40, 60))
+    assert times.busy_ms([-inf, -inf]) == pytest.approx((40, 60))
     assert times.wait_ms == pytest.approx((25, 5))
     assert times.sync_ms == pytest.approx(5)
     assert times.skew_ms == pytest.approx(20)
@@ -73,13 +74,23 @@ def test_a_first_window_by_hand():
 def test_a_window_dispatched_early_begins_when_the_device_is_free():
     before = WindowTimes(0, 9.0, accumulated=(9.9, 9.8), combined=(10.0, 10.02))
     times = WindowTimes(1, 9.5, accumulated=(10.1, 10.22), combined=(10.23, 10.23))
-    assert times.busy_ms(before) == pytest.approx((100, 200))
+    assert times.busy_ms(before.combined) == pytest.approx((100, 200))
 
 
 def test_a_window_dispatched_late_begins_at_its_dispatch():
     before = WindowTimes(0, 9.0, accumulated=(9.9, 9.8), combined=(10.0, 10.02))
     times = WindowTimes(1, 10.01, accumulated=(10.11, 10.12), combined=(10.2, 10.2))
-    assert times.busy_ms(before) == pytest.approx((100, 100))
+    assert times.busy_ms(before.combined) == pytest.approx((100, 100))
+
+
+def test_ends_are_kept_per_device_and_by_time():
+    ends, (a, b, c) = Ends(), jax.devices()[:3]
+    assert ends.before([a, b], [5.0, 5.0]) == [-inf, -inf]
+    ends.note([a, b], [1.0, 2.0])
+    ends.note([b, c], [4.0, 4.5])  # another training step, on other devices
+    ends.note([a], [3.0])
+    assert ends.before([a, b, c], [9.0, 9.0, 9.0]) == [3.0, 4.0, 4.5]
+    assert ends.before([a, b, c], [2.5, 4.0, 4.0]) == [1.0, 4.0, -inf]
 
 
 def test_a_sync_never_costs_less_than_nothing():

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import elche_jax as elche
-from elche_jax.lab import EmulatedSpeeds, ExtraWork
+from elche_jax.lab import EmulatedSpeeds, ExtraWork, constant
 
 
 def loss_fn(params, batch, rng):
@@ -100,7 +100,7 @@ def test_not_a_device():
 
 def test_devices_of_several_kinds(monkeypatch):
     kinds = (Kind("RTX 4090"), Kind("RTX 4090"), Kind("cpu", "cpu"))
-    monkeypatch.setattr("elche_jax.train.step.select_devices", lambda _: kinds)
+    monkeypatch.setattr("elche_jax.train.build.select_devices", lambda _: kinds)
     with pytest.raises(
         ValueError,
         match=r"devices must be of one kind and platform, got RTX 4090 x2, cpu x1\. Choose",
@@ -122,6 +122,13 @@ def test_nonfinite_word():
 def test_emulation_for_another_number_of_devices():
     with pytest.raises(ValueError, match=r"EmulatedSpeeds: schedule .* \(2\), got 3"):
         build(emulate=EmulatedSpeeds([1, 2, 3]))
+    with pytest.raises(
+        ValueError,
+        match=r"EmulatedSpeeds: schedule must give .* got ValueError for device 1: constant",
+    ):
+        build(emulate=EmulatedSpeeds(constant([5])))
+    with pytest.raises(ValueError, match=r"EmulatedSpeeds: schedule\(0, 0, 0\) must be at least 0"):
+        build(emulate=EmulatedSpeeds(lambda window, rank, microbatch: -1.0))
     with pytest.raises(ValueError, match=r"ExtraWork: times .* \(2\), got 1"):
         build(emulate=ExtraWork((3,)))
 
@@ -145,6 +152,19 @@ def test_knobs_of_the_cadence(options, message):
 def test_speed_hint_for_a_rank_that_is_not_there():
     with pytest.raises(ValueError, match=r"slow_rank must be below world_size \(2\), got 5"):
         build(cadence=elche.ElChe(speed_hint=(5, 2.0)))
+
+
+@pytest.mark.parametrize("policy", ["auto", "sync"])
+def test_speed_hint_in_a_config_that_does_not_use_it(policy, caplog):
+    with pytest.raises(ValueError, match=r"slow_rank must be below world_size \(2\), got 5"):
+        build(config=elche.DDPConfig(policy=policy, speed_hint=(5, 2.0)))
+    assert not caplog.records
+    build(config=elche.DDPConfig(policy=policy, anchor=4, speed_hint=(1, 2.0)))
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("elche: anchor=4, speed_hint=(1, 2.0) has no effect")
+    build(config=elche.DDPConfig(policy=policy, anchor=4), devices=jax.devices()[:1])
+    build(config=elche.DDPConfig(policy="cadence", anchor=4))
+    assert len(caplog.records) == 1
 
 
 def test_elche_on_one_device():
@@ -183,6 +203,47 @@ def test_no_parameters():
         build().init({})
 
 
+@pytest.mark.parametrize("seed", [-1, 2**32, 2**70, np.int64(-1)])
+def test_seed_out_of_range(seed):
+    bound = "at least 0" if seed < 0 else "at most 4294967295"
+    with pytest.raises(ValueError, match=rf"TrainStep\.init: rng must be {bound}, got {seed}"):
+        build().init(PARAMS, rng=seed)
+
+
+def test_a_numpy_seed_is_a_seed():
+    keys = [build().init(PARAMS, rng=seed).key for seed in (7, np.int64(7))]
+    np.testing.assert_array_equal(*keys)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "got"),
+    [
+        (jax.random.key(0), r"an array of shape \(\) and dtype key<fry>"),
+        (np.zeros(2, "complex64"), r"an array of shape \(2,\) and dtype complex64"),
+        ("text", "a str"),
+    ],
+)
+def test_model_state_that_cannot_be_combined(leaf, got):
+    with pytest.raises(TypeError, match=rf"leaf \['m'\] is {got}\. Random keys: loss_fn gets"):
+        build().init(PARAMS, model_state={"m": leaf})
+
+
+def test_an_optimizer_whose_state_changes_its_type():
+    def update(grads, state, params=None):
+        return grads, {"n": state["n"] + 0.5}
+
+    changing = optax.GradientTransformation(lambda params: {"n": jnp.int32(0)}, update)
+    train = elche.build_train_step(loss_fn, changing, devices=jax.devices()[:2])
+    with pytest.raises(
+        TypeError, match=r"keep the structure.*leaf \['n'\] is float32\[\] instead of int32\[\]"
+    ):
+        train.init(PARAMS)
+    growing = optax.GradientTransformation(lambda params: (), lambda g, s, p=None: (g, (s, 1.0)))
+    train = elche.build_train_step(loss_fn, growing, devices=jax.devices()[:2])
+    with pytest.raises(TypeError, match=r"got another: structure PyTreeDef.* instead of "):
+        train.init(PARAMS)
+
+
 @pytest.mark.parametrize("rng", [1.5, "seed", None, True])
 def test_rng_that_is_no_key(rng):
     with pytest.raises(TypeError, match=r"rng must be a key or an integer seed, got a "):
@@ -217,6 +278,16 @@ def test_windows_before_init():
         (DATA, None, TypeError, r"batch_size must be an integer, got None"),
         (DATA, 2.0, TypeError, r"batch_size must be an integer, got 2\.0"),
         (DATA, 21, ValueError, r"at most the number of examples \(20\) with drop_last=True, got 2"),
+        (
+            {"x": np.array(["a"] * 20)}, 4, TypeError,
+            r"array of numbers, leaf \['x'\] is of dtype <U1\. Encode it first",
+        ),
+        (np.array([None] * 20), 4, TypeError, r"leaf data is of dtype object"),
+        (jax.random.split(jax.random.key(0), 20), 4, TypeError, r"leaf data is of dtype key<fry>"),
+        (
+            {"x": np.ones((20, 3), "float32"), "id": np.full(20, 2**31)}, 4, ValueError,
+            r"integers of data must fit int32, which JAX makes of int64, got 2147483648\. Encode",
+        ),
         (iter([]), None, ValueError, r"at least one microbatch, the iterator is empty"),
     ],
 )  # fmt: skip
@@ -232,8 +303,17 @@ def test_data(data, batch_size, error, message):
         ({"seed": -1}, ValueError, r"seed must be at least 0, got -1"),
         ({"placement": "gpu"}, ValueError, r"placement must be 'auto', 'resident' or 'stream'"),
         ({"window_bytes": 0}, ValueError, r"window_bytes must be at least 1, got 0"),
+        (
+            {"window_bytes": 47}, ValueError,
+            r"window_bytes must hold at least one microbatch \(48 bytes\), got 47\. Raise",
+        ),
+        ({"mask_key": 3}, TypeError, r"mask_key must be a string, got int"),
+        (
+            {"cursor": elche.Cursor(epoch=2), "epochs": 2}, ValueError,
+            r"cursor\.epoch must be below epochs \(2, .*\), got 2\. Raise epochs to go on",
+        ),
     ],
-)
+)  # fmt: skip
 def test_options(options, error, message):
     with pytest.raises(error, match=message):
         windows(**options)
@@ -363,6 +443,62 @@ def test_state_that_was_given_up():
         with pytest.raises(ValueError, match=r"train: state must be the one the last call retur"):
             train(first, next(iterator))
         assert not state.step.is_deleted()
+
+
+@pytest.mark.parametrize("low", [0, -(2**31) - 1])
+def test_streamed_integers_that_do_not_fit(low):
+    numbers = np.zeros(20, "int64")
+    numbers[5] = low
+    numbers[6] = 2**31 - 1
+    data = {"x": np.ones((20, 3), "float32"), "id": numbers}
+    train = build()
+    state = train.init(PARAMS)
+
+    def loop(state):
+        for window in train.windows(data, 4, placement="stream"):
+            state, _ = train(state, window)
+
+    if low == 0:
+        loop(state)
+    else:
+        with pytest.raises(ValueError, match=r"must fit int32, .* got -2147483649\. Encode them"):
+            loop(state)
+
+
+def test_a_state_on_the_host():
+    train = build()
+    state = jax.tree.map(np.asarray, train.init(PARAMS))
+    with train.windows(DATA, 4) as iterator:
+        window = next(iterator)
+        with pytest.raises(TypeError, match=r"on the devices .* got TrainState of host arrays\."):
+            train(state, window)
+        with pytest.raises(TypeError, match=r"state must be a TrainState .* got dict\."):
+            train({"w": 1}, window)
+
+
+def test_a_state_of_another_optimizer():
+    train = build()
+    train.init(PARAMS)
+    other = elche.build_train_step(loss_fn, optax.adam(0.1), devices=jax.devices()[:2])
+    state = other.init(PARAMS)
+    with train.windows(DATA, 4) as iterator:
+        window = next(iterator)
+        with pytest.raises(ValueError, match=r"state must have the shapes .* another: structure "):
+            train(state, window)
+        assert not state.step.is_deleted()
+
+
+def test_cadence_state_of_another_kind():
+    train = build(cadence=elche.ElChe())
+    with pytest.raises(TypeError, match=r"cadence_state: the value must be a .* got int"):
+        train.cadence_state = 3
+    with pytest.raises(ValueError, match=r"of this step's cadence \(ElCheState\), got EveryBatch"):
+        train.cadence_state = build(cadence=elche.EveryBatch()).cadence_state
+    other = build(cadence=elche.ElChe(), devices=jax.devices()[:3])
+    with pytest.raises(ValueError, match=r"one count per device \(2\), got 3\. Speeds of other"):
+        train.cadence_state = other.cadence_state.to_dict()
+    with pytest.raises(ValueError, match=r"Scheduler\.from_dict: values must have the keys"):
+        train.cadence_state = {}
 
 
 def test_something_else_than_a_window():

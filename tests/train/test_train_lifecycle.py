@@ -1,6 +1,7 @@
 """Threads end, errors surface, nothing hangs: whatever the loop does."""
 
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -17,7 +18,10 @@ import optax
 import pytest
 
 import elche_jax as elche
+from elche_jax.cadence import Scheduler
 from elche_jax.lab import EmulatedSpeeds
+from elche_jax.observe.records import WindowRecord
+from elche_jax.train.pace import HINT_AFTER, Pace
 
 
 def loss_fn(params, batch, rng):
@@ -239,7 +243,9 @@ def test_a_call_that_fails_leaves_the_loop_usable(world):
     seen = 0
     for window in train.windows(data(), 8):
         if window.index == 1:
-            with pytest.raises(TypeError):
+            with pytest.raises(
+                ValueError, match=r"another: leaf \.params\['w'\] is float32\[\d, 5\] instead of "
+            ):
                 train(wrong, window)
         state, _ = train(state, window)
         seen += 1
@@ -314,7 +320,10 @@ import jax
 jax.config.update("jax_num_cpu_devices", 4)
 import jax.numpy as jnp, numpy as np, optax
 import elche_jax as elche
+from elche_jax.cadence import Scheduler
 from elche_jax.lab import EmulatedSpeeds
+from elche_jax.observe.records import WindowRecord
+from elche_jax.train.pace import HINT_AFTER, Pace
 
 def loss_fn(params, batch, rng):
     return jnp.mean((batch["x"] @ params["w"]) ** 2)
@@ -378,11 +387,20 @@ def test_hint_for_unequal_devices_of_one_kind(caplog):
     train = build(2, emulate=EmulatedSpeeds([2.0, 12.0]))
     state = train.init(PARAMS)
     with caplog.at_level("WARNING", logger="elche_jax"):
-        for window in train.windows(data(), 2):
+        for window in train.windows(data(), 2, epochs=2):
             state, _ = train(state, window)
     assert train.counts == (1, 1)
     hints = [r.getMessage() for r in caplog.records if "unequally fast" in r.getMessage()]
     assert len(hints) == 1 and "ElChe" in hints[0]
+
+
+@pytest.mark.parametrize(("ms", "hints"), [((0.1, 0.6), 0), ((1.0, 6.0), 1)])
+def test_no_hint_on_times_that_are_mostly_noise(caplog, ms, hints):
+    pace = Pace(Scheduler(elche.EveryBatch()), 2, hint=True)
+    for number in range(HINT_AFTER):
+        assert not caplog.records, "not before it is certain"
+        pace.measured(WindowRecord(number, 0, (1, 1), 2, ms, max(ms), 0.0, 0.0, True))
+    assert len(caplog.records) == hints
 
 
 def test_no_hint_where_the_user_chose(caplog):
@@ -410,7 +428,7 @@ def test_elche_finds_the_speeds_and_report_shows_them():
         state, _ = train(state, window)
     fast, also_fast, middle, slow = train.counts
     assert min(fast, also_fast) > middle > slow
-    times = train.cadence_state.ms_per_batch
+    times = train.cadence_state.cadence.ms_per_batch
     assert max(times[:2]) < times[2] < times[3]
     report = train.report()
     assert [d.microbatches for d in report.devices] == [
@@ -419,6 +437,60 @@ def test_elche_finds_the_speeds_and_report_shows_them():
     assert report.limit_share is not None and 0 < report.limit_share <= 1.01
     text = str(report)
     assert "of the limit" in text and len(text.splitlines()) == 7
+
+
+def test_two_training_steps_in_turns_do_not_count_each_others_time():
+    """What two players' devices were busy for cannot exceed the time there was."""
+    players = [build(2, cadence=elche.Replay([(2, 1)] * 16), emulate=EmulatedSpeeds([4.0, 8.0]))
+               for _ in range(2)]  # fmt: skip
+    states = [player.init(PARAMS) for player in players]
+    with players[0].windows(data(96), 2) as a, players[1].windows(data(96), 2) as b:
+        for number, windows in enumerate(zip(a, b, strict=False)):
+            if number == 1:
+                begun = time.perf_counter()
+            for which in (0, 1):
+                states[which], metrics = players[which](states[which], windows[which])
+                if number == 0:
+                    jax.block_until_ready(metrics)
+    elapsed = 1e3 * (time.perf_counter() - begun)
+    records = [record for player in players for record in player.records if record.window > 0]
+    assert len(records) == 30
+    for rank in (0, 1):
+        assert sum(record.busy_ms[rank] for record in records) <= elapsed
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_iterators_first_microbatch_survives_a_failed_call(world):
+    train = build(world)
+    state, seen = train.init(PARAMS), []
+
+    def batches():
+        for number in range(4):
+            seen.append(number)
+            yield {"x": np.full((4, 3), number, "float32")}
+
+    iterator = batches()
+    with pytest.raises(ValueError, match="batch_size must be that of the iterator's"):
+        train.windows(iterator, batch_size=8)
+    assert seen == [0]
+    for window in train.windows(iterator):
+        state, _ = train(state, window)
+    assert int(elche.unreplicate(state.microbatches)) == 4
+
+
+def test_speeds_go_over_into_another_run():
+    train = build(2, cadence=elche.ElChe(anchor=4), emulate=EmulatedSpeeds([2.0, 8.0]))
+    state = train.init(PARAMS)
+    for window in train.windows(data(512), 2):
+        state, _ = train(state, window)
+    assert train.counts[0] > train.counts[1]
+    saved = json.dumps(train.cadence_state.to_dict())
+    again = build(2, cadence=elche.ElChe(anchor=4), emulate=EmulatedSpeeds([2.0, 8.0]))
+    again.cadence_state = json.loads(saved)
+    assert again.cadence_state == train.cadence_state
+    again.init(PARAMS)
+    with again.windows(data(512), 2) as windows:
+        assert next(windows).counts == train.counts
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -1,0 +1,136 @@
+"""`build_train_step`: the functional front of the library."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from elche_jax.cadence import Cadence, EveryBatch
+from elche_jax.config import DDPConfig
+from elche_jax.engine.devices import group_devices, select_devices
+from elche_jax.engine.loss import LossFn
+from elche_jax.engine.program import LoopHook
+from elche_jax.train.step import TrainStep
+
+logger = logging.getLogger("elche_jax")
+
+
+def build_train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    cadence: Cadence[Any] | None = None,
+    config: DDPConfig | None = None,
+    has_aux: bool = False,
+    nonfinite: str = "raise",
+    emulate: LoopHook | None = None,
+) -> TrainStep:
+    """Builds a training step over the devices of this machine.
+
+    In a window device `d` runs `counts[d]` microbatches on its own; then the gradients
+    are combined and one optimizer step is taken, alike on every device:
+
+        g = sum_d sum_i weight[d, i] * grad(loss[d, i]) / sum_d sum_i weight[d, i]
+
+    Args:
+        loss_fn: `loss_fn(params, batch, rng)`, where `batch` is one microbatch with
+            leaves `(batch_size, ...)` and `rng` a key of its own. Returns a float
+            scalar (the mean over the microbatch), a float vector `(batch_size,)` of
+            per-example losses, or `Weighted(loss, weight)`. With `has_aux` it returns
+            `(loss, aux)`. With model state (see `TrainStep.init`) it is
+            `loss_fn(params, model_state, batch, rng)` and returns `(loss, model_state)`,
+            with `has_aux` `(loss, (model_state, aux))`.
+        optimizer: An optax optimizer.
+        devices: The devices; None for all local ones.
+        cadence: How many microbatches each device gets; None: what `config` says.
+        config: The knobs as a flat bundle; None for `DDPConfig()`.
+        has_aux: `loss_fn` also returns a dict of metrics, each a scalar or one value
+            per example; a window reports their mean, weighted like the gradient.
+        nonfinite: What happens when a window's gradient is not finite. Its update is
+            dropped on all devices either way; `"raise"` then raises `NonFiniteError`
+            from the loop, `"skip"` goes on (`metrics["finite"]` tells).
+        emulate: Makes devices slower on purpose, see `elche_jax.lab`.
+
+    Returns:
+        The training step.
+
+    Raises:
+        TypeError: `devices` are no devices, `loss_fn` is not callable.
+        ValueError: No device, one twice, several kinds; both `cadence` and a
+            `config` with knobs for a cadence.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpy as np, optax
+        >>> import elche_jax as elche
+        >>> def loss_fn(params, batch, rng):
+        ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+        >>> x = np.random.default_rng(0).normal(size=(256, 3)).astype("float32")
+        >>> data = {"x": x, "y": x @ np.array([1.0, -2.0, 3.0], "float32")}
+        >>> train = elche.build_train_step(
+        ...     loss_fn, optax.adam(0.1), devices=jax.devices()[:1]
+        ... )
+        >>> state = train.init({"w": np.zeros(3, "float32")})
+        >>> for window in train.windows(data, batch_size=16, epochs=10):
+        ...     state, metrics = train(state, window)
+        >>> elche.unreplicate(state.params)["w"].round(1).tolist()
+        [1.0, -2.0, 3.0]
+    """
+    if not callable(loss_fn):
+        raise TypeError(
+            f"build_train_step: loss_fn must be callable, got {type(loss_fn).__name__}."
+        )
+    _check_parts(optimizer, cadence, config, emulate)
+    if nonfinite not in ("raise", "skip"):
+        raise ValueError(
+            f"build_train_step: nonfinite must be 'raise' or 'skip', got {nonfinite!r}."
+        )
+    chosen = select_devices(devices)
+    groups = group_devices(chosen)
+    if len(groups) > 1:
+        kinds = ", ".join(f"{g.devices[0].device_kind} x{g.world_size}" for g in groups)
+        raise ValueError(
+            f"build_train_step: devices must be of one kind and platform, got {kinds}. "
+            "Choose with devices=[...]; one program cannot serve several kinds."
+        )
+    if cadence is not None and config is not None and config.cadence_knobs():
+        raise ValueError(
+            "build_train_step: cadence and config must not both choose the cadence, got "
+            f"{type(cadence).__name__} and {', '.join(config.cadence_knobs())}. Leave out one."
+        )
+    if emulate is not None:
+        emulate.check(len(chosen))
+    config = config or DDPConfig()
+    rule = cadence or config.cadence_for(len(chosen), len(groups))
+    unused = [knob for knob in config.cadence_knobs() if not knob.startswith("policy")]
+    if unused and len(chosen) > 1 and isinstance(rule, EveryBatch):
+        logger.warning(
+            "elche: %s has no effect: under policy=%r these devices, which are alike, run one "
+            "microbatch per window; policy='cadence' would use it.",
+            ", ".join(unused),
+            config.policy,
+        )
+    hint = cadence is None and config.policy == "auto"
+    return TrainStep(
+        LossFn(loss_fn, has_aux=has_aux), optimizer, chosen, rule, config.max_grad_norm,
+        raise_nonfinite=nonfinite == "raise", hint=hint, emulate=emulate,
+    )  # fmt: skip
+
+
+def _check_parts(optimizer: Any, cadence: Any, config: Any, emulate: Any) -> None:
+    parts = {
+        "optimizer": (optimizer, ("init", "update"), "an optax optimizer"),
+        "cadence": (cadence, ("init", "update"), "a cadence such as ElChe()"),
+        "emulate": (emulate, ("check", "begin", "around"), "an emulation of elche_jax.lab"),
+    }
+    for name, (part, methods, expected) in parts.items():
+        if part is None and name != "optimizer":
+            continue
+        if isinstance(part, type) or not all(callable(getattr(part, m, None)) for m in methods):
+            raise TypeError(f"build_train_step: {name} must be {expected}, got {part!r}.")
+    if config is not None and not isinstance(config, DDPConfig):
+        raise TypeError(
+            f"build_train_step: config must be a DDPConfig, got {type(config).__name__}."
+        )
