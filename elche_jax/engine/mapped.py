@@ -85,7 +85,6 @@ def stack_shards(
     return jax.make_array_from_single_device_arrays(shape, sharding, list(shards))
 
 
-def shards_in_order(array: jax.Array, devices: Sequence[jax.Device]) -> list[jax.Array]:
-    """The per-device arrays of an array, in the order of `devices`."""
-    data = {shard.device: shard.data for shard in array.addressable_shards}
-    return [data[device] for device in devices]
+def shards_in_order(array: jax.Array) -> list[jax.Array]:
+    """The per-device arrays of a stacked array, in rank order."""
+    return [array.addressable_data(rank) for rank in range(len(array.sharding.device_set))]

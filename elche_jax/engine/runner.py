@@ -53,7 +53,7 @@ class Runner:
         self._signature = (next(_NUMBERS), _signature(state))
         devices = group.devices
         self._accumulate = Mapped(program.accumulate, devices, donate=(1,))
-        self._combine = Mapped(program.combine, devices, donate=(0,))
+        self._combine = Mapped(partial(_combine, program), devices, donate=(0,))
         self._fused = {
             single: Mapped(partial(program.window, single=single), devices, donate=(0,))
             for single in (True, False)
@@ -66,7 +66,7 @@ class Runner:
 
     def run(
         self, state: TrainState, calls: Sequence[Call], accumulating: Accumulating
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
+    ) -> tuple[TrainState, dict[str, jax.Array], list[jax.Array]]:
         """Dispatches a window; does not wait for it.
 
         Args:
@@ -74,22 +74,28 @@ class Runner:
             calls: The calls of the accumulating program, in order.
             accumulating: Told the shards that are ready when each device has
                 accumulated, before the combine is launched.
+
+        Returns:
+            The new state, the metrics, and per device an array that is ready when the
+            device has combined.
         """
         self._several |= len(calls) > 1  # then one pair of programs serves all windows
         if self.group.world_size == 1 and not self._several:
             fused = self._cache.get(*self._window_program(calls[0].payload))
-            return fused(state, calls[0].payload, calls[0].orders)
+            state, metrics = fused(state, calls[0].payload, calls[0].orders)
+            return state, metrics, [metrics["loss"]]
         combine = self._cache.get(*self._combine_program())
-        token: jax.Array | None = None
+        read, token = _without_optimizer(state), None
         for call in calls:
             accumulate = self._cache.get(*self._accumulate_program(call.payload))
             sums, self._sums = self._sums or self._zero_sums(), None
-            (sums, token), _ = accumulate(state, sums, call.payload, call.orders)
+            (sums, token), _ = accumulate(read, sums, call.payload, call.orders)
             self._sums = sums
         assert token is not None  # a window has at least one call
         if self.group.world_size > 1:
-            accumulating(shards_in_order(token, self.group.devices))
-        return combine(state, self._sums)
+            accumulating(shards_in_order(token))
+        (state, end), metrics = combine(state, self._sums)
+        return state, metrics, shards_in_order(end)
 
     def ready(self, payload: Payload) -> bool:
         """Whether the accumulating program for data of these shapes is compiled."""
@@ -102,7 +108,7 @@ class Runner:
     def _accumulate_program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
         key = ("accumulate", self._signature, _signature(payload))
         return key, lambda: self._accumulate.compile(
-            self.state, self._sums_shapes(), payload, self._orders()
+            _without_optimizer(self.state), self._sums_shapes(), payload, self._orders()
         )
 
     def _combine_program(self) -> tuple[Hashable, Callable[[], Any]]:
@@ -130,6 +136,17 @@ class Runner:
 
 
 _NUMBERS = count()
+
+
+def _combine(program: Program, state: TrainState, sums: Sums) -> tuple[Any, dict[str, Any]]:
+    """With a small result per device that is never donated, for a thread to wait for."""
+    state, metrics = program.combine(state, sums)
+    return (state, metrics["weight"]), metrics
+
+
+def _without_optimizer(state: TrainState) -> TrainState:
+    """What accumulating reads: every argument costs the thread that dispatches."""
+    return state.replace(opt_state=None)
 
 
 def _signature(tree: PyTree) -> Hashable:

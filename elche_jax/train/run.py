@@ -12,7 +12,6 @@ import numpy as np
 from elche_jax.cadence import clamp_counts
 from elche_jax.data.order import Cursor
 from elche_jax.data.reader import Reader
-from elche_jax.engine.mapped import shards_in_order
 from elche_jax.engine.runner import Call
 from elche_jax.engine.timing import ENDS, Stopwatch, WindowTimes
 from elche_jax.observe.records import WindowRecord
@@ -192,7 +191,12 @@ class Run:
             self.stopwatch.accumulating(self._dispatches, at, shards)
 
     def dispatched(
-        self, window: Window, at: float, steady: bool, metrics: dict[str, jax.Array]
+        self,
+        window: Window,
+        at: float,
+        steady: bool,
+        metrics: dict[str, jax.Array],
+        ends: list[jax.Array],
     ) -> None:
         """After the dispatch: hands the window to the threads that time it."""
         self._pace.dispatched(window.counts)
@@ -206,8 +210,7 @@ class Run:
         if self._feed.world_size == 1:
             self._tokens.append((self._dispatches, at, metrics))
         elif self.stopwatch is not None:
-            shards = shards_in_order(metrics["loss"], self._feed.devices)
-            self.stopwatch.combining(self._dispatches, shards)
+            self.stopwatch.combining(self._dispatches, ends)
 
     def _land(self) -> None:
         """One device: waits for the oldest window, in the loop, and records it."""

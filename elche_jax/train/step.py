@@ -211,6 +211,8 @@ class TrainStep:
         check_window_bytes(window_bytes, microbatch)
         runner = self._runner(microbatch, mask_key, source, size, drop_last)
         where = choose_placement(placement, source, self.devices, free_bytes(self.devices))
+        if placement == "auto" and self._kept(source) is not None:
+            where = "resident"  # the copy that is there already is not counted twice
         placer = Placer(self.devices, stacked_sharding(self.devices))
         resident = self._place(source) if where == "resident" else None
         plan = DataPlan(source, size, seed, shuffle, drop_last, where, window_bytes, microbatch)
@@ -272,7 +274,7 @@ class TrainStep:
         misses = self._cache.stats.misses
         at = time.perf_counter()
         try:
-            state, metrics = run.runner.run(
+            state, metrics, ends = run.runner.run(
                 state, window.calls, lambda shards: run.accumulating(at, shards)
             )
         except BaseException as error:
@@ -285,7 +287,7 @@ class TrainStep:
                 ) from error
             raise
         steady = self._cache.stats.misses == misses
-        run.dispatched(window, at, steady, metrics)
+        run.dispatched(window, at, steady, metrics, ends)
         return state, metrics
 
     def report(self) -> RunReport:
@@ -338,15 +340,22 @@ class TrainStep:
 
     def _place(self, source: Any) -> PyTree:
         assert isinstance(source, ArraySource)  # choose_placement has checked it
-        leaves = jax.tree.leaves(source.tree)
-        if self._resident is not None:
-            kept = self._resident[0]
-            if len(kept) == len(leaves) and all(map(operator.is_, kept, leaves)):
-                return self._resident[1]
+        kept = self._kept(source)
+        if kept is not None:
+            return kept
         self._resident = None  # gives the old copy's memory back first
+        leaves = jax.tree.leaves(source.tree)
         for leaf in leaves:
             check_fits(leaf)
         placed = replicate(source.tree, self.devices)
         if all(isinstance(leaf, jax.Array) for leaf in leaves):  # they cannot change
             self._resident = (leaves, placed)
         return placed
+
+    def _kept(self, source: Source) -> PyTree | None:
+        """The copy of these data that an earlier call put on the devices."""
+        if self._resident is None or not isinstance(source, ArraySource):
+            return None
+        (known, placed), leaves = self._resident, jax.tree.leaves(source.tree)
+        same = len(known) == len(leaves) and all(map(operator.is_, known, leaves))
+        return placed if same else None

@@ -195,7 +195,7 @@ def test_metrics_are_weighted_like_the_gradient(devices4):
     np.testing.assert_allclose(metrics["loss"], losses.mean(), rtol=1e-5)
     np.testing.assert_allclose(metrics["squared"], (losses**2).mean(), rtol=1e-5)
     np.testing.assert_allclose(metrics["weight"], 52)
-    np.testing.assert_allclose(metrics["hardest"], hardest, rtol=0.05)
+    np.testing.assert_allclose(metrics["hardest"], hardest, rtol=1e-5)
 
 
 def test_scalar_loss_with_a_mask_is_exact_at_the_ragged_end(devices4):

@@ -81,14 +81,18 @@ def test_stacking_takes_the_arrays_as_they_lie(world_size):
     shards = [jax.device_put(X[r : r + 1], device) for r, device in enumerate(devices)]
     array = stack_shards(shards, stacked_sharding(devices), (world_size, 5))
     np.testing.assert_array_equal(array, X[:world_size])
-    again = shards_in_order(array, devices)
+    again = shards_in_order(array)
     for shard, original, device in zip(again, shards, devices, strict=True):
         assert shard.devices() == {device}
         assert shard.unsafe_buffer_pointer() == original.unsafe_buffer_pointer()
 
 
-def test_shards_come_in_the_order_asked_for():
-    devices = jax.devices()[:3]
-    array = place(np.array([10, 11, 12]), devices)
-    order = [devices[2], devices[0]]
-    assert [int(shard[0]) for shard in shards_in_order(array, order)] == [12, 10]
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_shards_come_in_rank_order(world_size):
+    devices = jax.devices()[:world_size][::-1]
+    x = place(np.arange(world_size) + 10, devices)
+    out, _ = Mapped(lambda x: (x * 2, None), devices, donate=()).compile(x)(x)
+    for array, factor in ((x, 1), (out, 2)):
+        shards = shards_in_order(array)
+        assert [int(shard[0]) for shard in shards] == [factor * (10 + r) for r in range(world_size)]
+        assert [shard.devices() for shard in shards] == [{device} for device in devices]

@@ -134,9 +134,9 @@ def test_windows_of_real_arrays_come_in_order():
     stopwatch, log = stopwatch_and_log(3)
     for window in range(20):
         partial, _ = worker(x, counts[window % 2])
-        stopwatch.accumulating(window, float(window), shards_in_order(partial, devices))
+        stopwatch.accumulating(window, float(window), shards_in_order(partial))
         whole, _ = combiner(partial)
-        stopwatch.combining(window, shards_in_order(whole, devices))
+        stopwatch.combining(window, shards_in_order(whole))
     log.wait(20)
     stopwatch.close()
     assert watchers() == []

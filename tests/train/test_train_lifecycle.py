@@ -373,14 +373,31 @@ def test_a_process_may_end_in_the_middle_of_everything():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_at_most_two_windows_are_in_flight():
+@pytest.mark.parametrize("cadence", [elche.FixedTotal(4), elche.EveryBatch()])
+@pytest.mark.parametrize("world", [1, 2])
+def test_at_most_two_windows_are_in_flight(world, cadence):
     """The loop is held back while the devices work: seen from the inside."""
-    train = build(2, cadence=elche.FixedTotal(4), emulate=EmulatedSpeeds([5.0, 5.0]))
+    train = build(world, cadence=cadence, emulate=EmulatedSpeeds([5.0] * world))
     state, behind = train.init(PARAMS), []
     for handed, window in enumerate(train.windows(data(), 2), start=1):
         state, _ = train(state, window)
         behind.append(handed - len(train.records))
     assert max(behind) <= 2
+
+
+def test_data_on_the_devices_stay_there(monkeypatch):
+    """The copy that is there is used again, however little memory is left beside it."""
+    train = build(2)
+    train.init(PARAMS)
+    arrays = jax.tree.map(jnp.asarray, data())
+    train.windows(arrays, 4).close()
+    assert train._resident is not None
+    before = train._resident[1]["x"]
+    monkeypatch.setattr("elche_jax.train.step.free_bytes", lambda devices: 0)
+    train.windows(arrays, 4).close()
+    assert train._resident[1]["x"] is before
+    train.windows(jax.tree.map(jnp.asarray, data(32)), 4).close()
+    assert train._resident[1]["x"] is before, "other data are streamed"
 
 
 def test_hint_for_unequal_devices_of_one_kind(caplog):
