@@ -83,8 +83,3 @@ def stack_shards(
     if len(shards) == 1:
         return shards[0]
     return jax.make_array_from_single_device_arrays(shape, sharding, list(shards))
-
-
-def shards_in_order(array: jax.Array) -> list[jax.Array]:
-    """The per-device arrays of a stacked array, in rank order."""
-    return [array.addressable_data(rank) for rank in range(len(array.sharding.device_set))]

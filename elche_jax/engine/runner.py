@@ -13,13 +13,13 @@ import numpy as np
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import Group
 from elche_jax.engine.fetch import Orders, Payload
-from elche_jax.engine.mapped import Mapped, shards_in_order
+from elche_jax.engine.mapped import Mapped
 from elche_jax.engine.program import Program, Sums
 from elche_jax.engine.replicas import replicate
 from elche_jax.engine.state import TrainState
 
 PyTree = Any
-Accumulating = Callable[[list[jax.Array]], None]
+Accumulating = Callable[[jax.Array], None]
 
 
 @dataclass(frozen=True)
@@ -66,24 +66,25 @@ class Runner:
 
     def run(
         self, state: TrainState, calls: Sequence[Call], accumulating: Accumulating
-    ) -> tuple[TrainState, dict[str, jax.Array], list[jax.Array]]:
+    ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
         """Dispatches a window; does not wait for it.
 
         Args:
             state: Stacked state; its buffers are given up.
             calls: The calls of the accumulating program, in order.
-            accumulating: Told the shards that are ready when each device has
-                accumulated, before the combine is launched.
+            accumulating: Told the token of the accumulation, before the combine is launched.
 
         Returns:
-            The new state, the metrics, and per device an array that is ready when the
-            device has combined.
+            The new state, the metrics, and the token of the combine.
+
+        A token is a stacked array whose entry `d` is ready when device `d` is done; it is
+        never donated, so that threads can wait for it.
         """
         self._several |= len(calls) > 1  # then one pair of programs serves all windows
         if self.group.world_size == 1 and not self._several:
             fused = self._cache.get(*self._window_program(calls[0].payload))
             state, metrics = fused(state, calls[0].payload, calls[0].orders)
-            return state, metrics, [metrics["loss"]]
+            return state, metrics, metrics["loss"]
         combine = self._cache.get(*self._combine_program())
         read, token = _without_optimizer(state), None
         for call in calls:
@@ -93,9 +94,9 @@ class Runner:
             self._sums = sums
         assert token is not None  # a window has at least one call
         if self.group.world_size > 1:
-            accumulating(shards_in_order(token))
+            accumulating(token)
         (state, end), metrics = combine(state, self._sums)
-        return state, metrics, shards_in_order(end)
+        return state, metrics, end
 
     def ready(self, payload: Payload) -> bool:
         """Whether the accumulating program for data of these shapes is compiled."""

@@ -1,4 +1,4 @@
-"""When each device was done: threads that wait on shards, so that the loop need not.
+"""When each device was done: threads that wait on them, so that the loop need not.
 
 Per-device times exist only while no collective has run. A window is two programs: the
 accumulation, which holds none, and the combine. One thread per device waits for its
@@ -107,7 +107,7 @@ class Stopwatch:
     Args:
         world_size: Number of devices.
         done: Called in one of the threads with the times of every window, in order.
-        failed: Called with the exception when waiting for a shard raised one.
+        failed: Called with the exception when waiting for a device raised one.
     """
 
     def __init__(
@@ -134,15 +134,15 @@ class Stopwatch:
             thread.start()
         self._finish = weakref.finalize(self, _close, threads, self._queues, stop)
 
-    def accumulating(self, window: int, dispatched: float, shards: Sequence[jax.Array]) -> None:
-        """Hands over the shards that are ready when the accumulation is."""
-        for jobs, shard in zip(self._queues, shards, strict=True):
-            jobs.put(_Job(window, dispatched, shard, combined=False))
+    def accumulating(self, window: int, dispatched: float, token: jax.Array) -> None:
+        """Hands over a stacked array; entry `d` is ready when device `d` has accumulated."""
+        for jobs in self._queues:
+            jobs.put(_Job(window, dispatched, token, combined=False))
 
-    def combining(self, window: int, shards: Sequence[jax.Array]) -> None:
-        """Hands over the shards that are ready when the combine is."""
-        for jobs, shard in zip(self._queues, shards, strict=True):
-            jobs.put(_Job(window, 0.0, shard, combined=True))
+    def combining(self, window: int, token: jax.Array) -> None:
+        """Hands over a stacked array; entry `d` is ready when device `d` has combined."""
+        for jobs in self._queues:
+            jobs.put(_Job(window, 0.0, token, combined=True))
 
     def close(self) -> None:
         """Ends the threads; a window that is still running is not measured. Idempotent.
@@ -157,7 +157,7 @@ class Stopwatch:
 class _Job:
     window: int
     dispatched: float
-    shard: jax.Array
+    token: jax.Array
     combined: bool
 
 
@@ -197,7 +197,7 @@ def _watch(
 ) -> None:
     while (job := jobs.get()) is not None and not stop.is_set():
         try:
-            job.shard.block_until_ready()
+            job.token.addressable_data(rank).block_until_ready()
             board.note(rank, job, time.perf_counter())
         except BaseException as error:  # handed to the loop, which raises it
             board.failed(error)

@@ -185,10 +185,10 @@ class Run:
             self._over += 1
             self._changed.notify_all()
 
-    def accumulating(self, at: float, shards: list[jax.Array]) -> None:
-        """The devices accumulate: hands their shards to the threads that time them."""
+    def accumulating(self, at: float, token: jax.Array) -> None:
+        """The devices accumulate: hands the token to the threads that time them."""
         if self.stopwatch is not None and not self._closed:
-            self.stopwatch.accumulating(self._dispatches, at, shards)
+            self.stopwatch.accumulating(self._dispatches, at, token)
 
     def dispatched(
         self,
@@ -196,7 +196,7 @@ class Run:
         at: float,
         steady: bool,
         metrics: dict[str, jax.Array],
-        ends: list[jax.Array],
+        token: jax.Array,
     ) -> None:
         """After the dispatch: hands the window to the threads that time it."""
         self._pace.dispatched(window.counts)
@@ -210,7 +210,7 @@ class Run:
         if self._feed.world_size == 1:
             self._tokens.append((self._dispatches, at, metrics))
         elif self.stopwatch is not None:
-            self.stopwatch.combining(self._dispatches, ends)
+            self.stopwatch.combining(self._dispatches, token)
 
     def _land(self) -> None:
         """One device: waits for the oldest window, in the loop, and records it."""

@@ -274,8 +274,8 @@ class TrainStep:
         misses = self._cache.stats.misses
         at = time.perf_counter()
         try:
-            state, metrics, ends = run.runner.run(
-                state, window.calls, lambda shards: run.accumulating(at, shards)
+            state, metrics, token = run.runner.run(
+                state, window.calls, lambda token: run.accumulating(at, token)
             )
         except BaseException as error:
             run.given_up()
@@ -287,7 +287,7 @@ class TrainStep:
                 ) from error
             raise
         steady = self._cache.stats.misses == misses
-        run.dispatched(window, at, steady, metrics, ends)
+        run.dispatched(window, at, steady, metrics, token)
         return state, metrics
 
     def report(self) -> RunReport:

@@ -8,7 +8,6 @@ import pytest
 from elche_jax.engine.mapped import (
     AXIS,
     Mapped,
-    shards_in_order,
     stack_shards,
     stacked_sharding,
 )
@@ -81,7 +80,7 @@ def test_stacking_takes_the_arrays_as_they_lie(world_size):
     shards = [jax.device_put(X[r : r + 1], device) for r, device in enumerate(devices)]
     array = stack_shards(shards, stacked_sharding(devices), (world_size, 5))
     np.testing.assert_array_equal(array, X[:world_size])
-    again = shards_in_order(array)
+    again = [array.addressable_data(rank) for rank in range(world_size)]
     for shard, original, device in zip(again, shards, devices, strict=True):
         assert shard.devices() == {device}
         assert shard.unsafe_buffer_pointer() == original.unsafe_buffer_pointer()
@@ -93,6 +92,6 @@ def test_shards_come_in_rank_order(world_size):
     x = place(np.arange(world_size) + 10, devices)
     out, _ = Mapped(lambda x: (x * 2, None), devices, donate=()).compile(x)(x)
     for array, factor in ((x, 1), (out, 2)):
-        shards = shards_in_order(array)
+        shards = [array.addressable_data(rank) for rank in range(world_size)]
         assert [int(shard[0]) for shard in shards] == [factor * (10 + r) for r in range(world_size)]
         assert [shard.devices() for shard in shards] == [{device} for device in devices]
