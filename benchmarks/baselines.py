@@ -72,15 +72,15 @@ def microbatches(count: int, batch: int, world: int) -> dict:
     return jax.tree.map(lambda a: a.reshape(world, count, batch, *a.shape[1:]), flat)
 
 
-def _accumulate(params, batches, count, body_of=lambda body: body):
+def _accumulate(params, batches, count, loss=mlp_loss):
     def body(i, sums):
         loss_sum, grad_sum = sums
         batch = jax.tree.map(lambda a: a[i], batches)
-        loss, grads = jax.value_and_grad(mlp_loss)(params, batch, None)
-        return loss_sum + loss, jax.tree.map(jnp.add, grad_sum, grads)
+        value, grads = jax.value_and_grad(loss)(params, batch, None)
+        return loss_sum + value, jax.tree.map(jnp.add, grad_sum, grads)
 
     zeros = jax.tree.map(jnp.zeros_like, params)
-    return jax.lax.fori_loop(0, count, body_of(body), (jnp.float32(0), zeros))
+    return jax.lax.fori_loop(0, count, body, (jnp.float32(0), zeros))
 
 
 def _apply(params, opt_state, grads):
@@ -91,25 +91,22 @@ def _apply(params, opt_state, grads):
 class PlainPmap:
     """Accumulation over `count` microbatches per device, fused with the exchange."""
 
-    def __init__(self, params, devices, count: int, batch: int, emulate=None):
+    def __init__(self, params, devices, count: int, batch: int, emulate=None, loss=mlp_loss):
         world = len(devices)
 
         def step(params, opt_state, batches, number):
             if emulate is None:
-                loss, grads = _accumulate(params, batches, count)
+                total, grads = _accumulate(params, batches, count, loss)
             else:
                 rank = jax.lax.axis_index(AXIS)
                 zero = emulate.begin(rank, number, True)
-
-                def around(body):
-                    return lambda i, sums: emulate.around(body, rank, i, sums)[0]
-
-                loss, grads = _accumulate(
-                    jax.tree.map(lambda p: p + 0 * zero, params), batches, count, around
-                )
+                start = jax.tree.map(lambda p: p + zero, params)
+                total, grads = _accumulate(start, batches, count, loss)
+                zero = emulate.end(rank, jnp.int32(count), grads)
+                grads = jax.tree.map(lambda g: g + zero, grads)
             grads = jax.tree.map(lambda g: jax.lax.pmean(g / count, AXIS), grads)
             params, opt_state = _apply(params, opt_state, grads)
-            return params, opt_state, jax.lax.pmean(loss, AXIS)
+            return params, opt_state, jax.lax.pmean(total, AXIS)
 
         self._step = jax.pmap(step, axis_name=AXIS, devices=devices, donate_argnums=(0, 1))
         stack = jax.pmap(lambda a: a, devices=devices)

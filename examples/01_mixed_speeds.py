@@ -116,11 +116,10 @@ def train_plain(params: Any, data: Any, epochs: int, meter: Meter) -> tuple[Any,
         device = jax.lax.axis_index("devices")
         rng = jax.random.fold_in(jax.random.key(0), number * DEVICES + device)
 
-        def microbatch(i: Any, carry: Any) -> Any:
-            return jax.value_and_grad(loss_fn)(params, batch, rng)
-
-        emulate.begin(device, number, True)  # the emulation that elche_jax uses below
-        (loss, grads), waited = emulate.around(microbatch, device, 0, None)
+        begun = emulate.begin(device, number, True)  # the emulation that elche_jax uses below
+        rng = jax.random.fold_in(rng, begun.astype("uint32"))
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch, rng)
+        waited = emulate.end(device, 1, grads)
         grads = jax.tree.map(lambda g: g + waited, grads)
         loss, grads = jax.lax.pmean((loss, grads), "devices")
         updates, opt_state = tx.update(grads, opt_state, params)

@@ -37,8 +37,12 @@ class LoopHook(Protocol):
         """Before the loop; gives a float32 scalar zero that the loop depends on."""
         ...
 
-    def around(self, body: Body, device: Any, i: Any, carry: PyTree) -> tuple[PyTree, Any]:
-        """Runs one microbatch; gives the new carry and a float32 scalar zero."""
+    def around(self, body: Body, device: Any, i: Any, carry: PyTree) -> PyTree:
+        """Runs one microbatch; gives the new carry."""
+        ...
+
+    def end(self, device: Any, count: Any, carry: PyTree) -> Any:
+        """After the loop; gives a float32 scalar zero that the results depend on."""
         ...
 
 
@@ -168,13 +172,12 @@ class Program:
         hook = self.hook
         device = jnp.int32(0) if self.world_size == 1 else jax.lax.axis_index(AXIS)
         zero = hook.begin(device, state.step, orders.fresh)
-
-        def hooked(i: Any, carry: tuple[Sums, Any]) -> tuple[Sums, Any]:
-            sums, zero = carry
-            return hook.around(body, device, i, sums.replace(loss=sums.loss + zero))
-
-        sums, zero = jax.lax.fori_loop(0, orders.count, hooked, (sums, zero))
-        return sums, sums.weight + zero
+        sums = sums.replace(loss=sums.loss + zero)
+        sums = jax.lax.fori_loop(
+            0, orders.count, lambda i, carry: hook.around(body, device, i, carry), sums
+        )
+        zero = hook.end(device, orders.count, sums)
+        return sums.replace(loss=sums.loss + zero), sums.weight + zero
 
     def _body(self, state: TrainState, payload: Payload, orders: Orders) -> Body:
         def terms(params: PyTree, model_state: PyTree, batch: PyTree, valid: Any, rng: Any) -> Any:

@@ -1,7 +1,7 @@
 """Slow devices on purpose, per device and per microbatch.
 
-Handed to `build_train_step(emulate=...)`. `EmulatedSpeeds` makes a microbatch *last* a
-given time: a host callback in the loop sleeps up to a deadline. `ExtraWork` makes it
+Handed to `build_train_step(emulate=...)`. `EmulatedSpeeds` makes microbatches *last* a
+given time: a host callback after the loop sleeps up to a deadline. `ExtraWork` makes them
 *cost* a multiple: the gradient is computed several times.
 """
 
@@ -23,6 +23,7 @@ Schedule = Callable[[int, int, int], float]
 """`schedule(window, rank, microbatch)`: milliseconds that this microbatch lasts."""
 
 _SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
+_ZERO = np.float32(0)
 
 
 def constant(ms: Sequence[float]) -> Schedule:
@@ -130,9 +131,10 @@ def jitter(base: Schedule, share: float, seed: int = 0) -> Schedule:
 class EmulatedSpeeds:
     """Devices whose microbatches last as long as a schedule says.
 
-    The clock of a device starts when its program does; the end of a microbatch waits
-    for the sum of the times so far. Real computation counts in: a microbatch lasts the
-    larger of its emulated and its real time.
+    The clock of a device starts when its program does. When the device has computed its
+    microbatches it waits until the sum of their times is over: real computation counts
+    in, and one wait for all of them keeps the host, which shares its processors with the
+    emulated devices, out of their way.
 
     Attributes:
         schedule: A schedule, or one number of milliseconds per device.
@@ -170,42 +172,54 @@ class EmulatedSpeeds:
 
     def begin(self, device: Any, step: Any, fresh: Any) -> Any:
         """Starts the clock of a device."""
-        return io_callback(self._begin, _SCALAR, device, step, fresh)
+        return _tell(self._begin, device, step, fresh)
 
     def around(
         self, body: Callable[[Any, PyTree], PyTree], device: Any, i: Any, carry: PyTree
-    ) -> tuple[PyTree, Any]:
-        """Runs a microbatch, then waits for its deadline.
+    ) -> PyTree:
+        """Runs a microbatch as it is."""
+        return body(i, carry)
 
-        What follows must use the second result, a zero: a wait that nothing depends on
-        may happen at another time.
+    def end(self, device: Any, count: Any, carry: PyTree) -> Any:
+        """Waits until the microbatches have lasted as long as asked.
+
+        What follows must use the result, a zero: a wait that nothing depends on may
+        happen at another time.
         """
-        carry = body(i, carry)
         # one number that needs every leaf, so that the wait comes after the work
+        carry = jax.lax.optimization_barrier(carry)
         done = sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in jax.tree.leaves(carry))
-        return carry, io_callback(self._wait, _SCALAR, device, i, done)
+        return _tell(self._wait, device, count, (done != done).astype(jnp.int32))
 
-    def _begin(self, device: Any, step: Any, fresh: Any) -> np.float32:
+    def _begin(self, orders: Any) -> np.float32:
         now = time.perf_counter()
-        clock = self._clocks.get(int(device))
+        rank, step, fresh = orders.tolist()
+        clock = self._clocks.get(rank)
         if clock is None or fresh:
-            clock = self._clocks[int(device)] = _Clock(int(step))
+            clock = self._clocks[rank] = _Clock(step)
         clock.deadline = now
-        return np.float32(0)
+        return _ZERO
 
-    def _wait(self, device: Any, i: Any, done: Any) -> np.float32:
-        rank = int(device)
+    def _wait(self, orders: Any) -> np.float32:
+        rank, count, _ = orders.tolist()
         clock = self._clocks[rank]
-        if callable(self.schedule):
-            ms = self.schedule(clock.window, rank, clock.microbatch)
-        else:
-            ms = self.schedule[rank]
-        clock.deadline += ms / 1e3
-        clock.microbatch += 1
+        for _ in range(count):
+            clock.deadline += self._ms(clock.window, rank, clock.microbatch) / 1e3
+            clock.microbatch += 1
         left = clock.deadline - time.perf_counter()
         if left > 0:
             time.sleep(left)
-        return np.float32(0)
+        return _ZERO
+
+    def _ms(self, window: int, rank: int, microbatch: int) -> float:
+        if callable(self.schedule):
+            return self.schedule(window, rank, microbatch)
+        return self.schedule[rank]
+
+
+def _tell(callback: Callable[[Any], np.float32], *numbers: Any) -> Any:
+    """Calls the host with integers, in one array: every argument costs the host time."""
+    return io_callback(callback, _SCALAR, jnp.stack([jnp.int32(n) for n in numbers]))
 
 
 @dataclass(slots=True)
@@ -243,7 +257,7 @@ class ExtraWork:
 
     def around(
         self, body: Callable[[Any, PyTree], PyTree], device: Any, i: Any, carry: PyTree
-    ) -> tuple[PyTree, Any]:
+    ) -> PyTree:
         """Runs a microbatch `times[device]` times, always from the same sums."""
         times = jnp.asarray(self.times, jnp.int32)[device]
 
@@ -252,4 +266,8 @@ class ExtraWork:
             index, start, _ = jax.lax.optimization_barrier((i, carry, turn))
             return body(index, start)
 
-        return jax.lax.fori_loop(0, times, again, carry), jnp.zeros((), jnp.float32)
+        return jax.lax.fori_loop(0, times, again, carry)
+
+    def end(self, device: Any, count: Any, carry: PyTree) -> Any:
+        """Nothing to wait for."""
+        return jnp.zeros((), jnp.float32)

@@ -217,12 +217,11 @@ class Emulated:
             rank = jnp.int32(0) if world_size == 1 else jax.lax.axis_index(AXIS)
             zero = hook.begin(rank, step, fresh > 0)
 
-            def around(i, carry):
-                total, zero = carry
-                return hook.around(lambda i, t: t + 1, rank, i, total + zero)
+            def around(i, total):
+                return hook.around(lambda i, t: t + 1, rank, i, total)
 
-            total, zero = jax.lax.fori_loop(0, count, around, (jnp.float32(0), zero))
-            return total + zero, None
+            total = jax.lax.fori_loop(0, count, around, jnp.float32(0) + zero)
+            return total + hook.end(rank, count, total), None
 
         one = jax.ShapeDtypeStruct((world_size,), jnp.int32)
         self.program = Mapped(loop, self.devices, donate=()).compile(one, one, one)
@@ -252,7 +251,7 @@ def test_a_microbatch_lasts_at_least_as_long_as_asked(world_size):
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_every_microbatch_of_every_device_waits_once(world_size):
+def test_every_microbatch_of_every_device_is_asked_for_once(world_size):
     schedule = Recorded([0.0] * world_size)
     emulated = Emulated(EmulatedSpeeds(schedule), world_size)
     for step, counts in enumerate([[3, 0, 5], [1, 4, 0]]):
@@ -361,7 +360,7 @@ def test_extra_work_really_computes_so_often():
     @jax.jit
     def loop(weight):
         def around(i, carry):
-            return hook.around(body, jnp.int32(0), i, carry)[0]
+            return hook.around(body, jnp.int32(0), i, carry)
 
         return jax.lax.fori_loop(0, 3, around, (weight, jnp.float32(0)))
 
