@@ -52,7 +52,10 @@ def measure(world: int) -> float:
             begun = time.perf_counter()
             process.send_signal(signal.SIGINT)
             process.wait(timeout=60)
-            return time.perf_counter() - begun
+            seconds = time.perf_counter() - begun
+            if process.returncode != -signal.SIGINT:
+                raise RuntimeError(f"the training process ended with {process.returncode}")
+            return seconds
         finally:
             process.kill()
 

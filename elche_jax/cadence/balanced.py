@@ -129,6 +129,24 @@ class Balanced:
             next_rebalance=self.calibration_windows,
         )
 
+    def check_state(self, state: BalancedState) -> None:
+        """Check that a stored state is of a cadence with these knobs.
+
+        Args:
+            state: The state.
+
+        Raises:
+            ValueError: If it is not.
+
+        Example:
+            >>> Balanced(8).check_state(Balanced(8).init(2))
+        """
+        if sum(state.counts) != self.total:
+            rule = f"share out {self.total} microbatches"
+            todo = "Begin without the stored state."
+            where = "Balanced.check_state"
+            raise ValueError(check.message(where, "state", rule, sum(state.counts), todo))
+
     def update(
         self, state: BalancedState, report: WindowReport, verdict: Verdict = STABLE
     ) -> BalancedState:

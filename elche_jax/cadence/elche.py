@@ -278,6 +278,24 @@ class ElChe:
         unknown = (None,) * len(state.counts)
         return replace(state, ms_per_batch=unknown, calibrated=False)
 
+    def check_state(self, state: ElCheState) -> None:
+        """Check that a stored state is of a cadence with these knobs.
+
+        Args:
+            state: The state.
+
+        Raises:
+            ValueError: If it is not.
+
+        Example:
+            >>> ElChe().check_state(ElChe().init(2))
+        """
+        if state.anchor > max(self.max_anchor, self.anchor):
+            rule = f"have an anchor of at most max_anchor ({self.max_anchor})"
+            todo = "Begin without the stored state."
+            where = "ElChe.check_state"
+            raise ValueError(check.message(where, "state", rule, state.anchor, todo))
+
     def replan(self, state: ElCheState) -> ElCheState:
         """Return the state with counts that fit the estimates, without dead zone.
 

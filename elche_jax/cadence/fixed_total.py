@@ -145,6 +145,24 @@ class FixedTotal:
         counts[known] = split(self.total - int(counts.sum()), ms[known])
         return counts
 
+    def check_state(self, state: FixedTotalState) -> None:
+        """Check that a stored state is of a cadence with these knobs.
+
+        Args:
+            state: The state.
+
+        Raises:
+            ValueError: If it is not.
+
+        Example:
+            >>> FixedTotal(8).check_state(FixedTotal(8).init(2))
+        """
+        if sum(state.counts) != self.total:
+            rule = f"share out {self.total} microbatches"
+            todo = "Begin without the stored state."
+            where = "FixedTotal.check_state"
+            raise ValueError(check.message(where, "state", rule, sum(state.counts), todo))
+
     def recalibrate(self, state: FixedTotalState) -> FixedTotalState:
         """Return the state with the time estimates forgotten; the counts stay.
 

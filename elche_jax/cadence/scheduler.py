@@ -4,7 +4,7 @@ Pure and host-side. A training loop keeps one `SchedulerState`, asks `Scheduler.
 before a window and calls `Scheduler.update` with every report.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, cast, runtime_checkable
@@ -274,8 +274,9 @@ class Scheduler:
         Raises:
             TypeError: If the cadence does not name its ``state_type``.
             ValueError: If the keys are others, as those of another cadence's state,
-                or the state has a detector and this scheduler has none, or the
-                reverse.
+                the cadence's ``check_state`` (where it has one) says that the state
+                does not fit its knobs, or the state has a detector and this scheduler
+                has none, or the reverse.
 
         Example:
             >>> from elche_jax.cadence import FixedTotal
@@ -306,8 +307,12 @@ class Scheduler:
             got = "none" if shift is None else "one"
             todo = "Resume with the scheduler that wrote the state."
             raise ValueError(check.message(where, "shift", rule, got, todo))
+        cadence = state_type.from_dict(values["cadence"])
+        check_state: Callable[[Any], None] | None = getattr(self.cadence, "check_state", None)
+        if check_state is not None:
+            check_state(cadence)
         return SchedulerState(
-            state_type.from_dict(values["cadence"]),
+            cadence,
             None if shift is None else ShiftState.from_dict(shift),
             values["shifts"],
             values["settled"],

@@ -71,7 +71,9 @@ class Ends:
     """When the last windows ended on each device, of whichever training step.
 
     Several training steps may take turns on the same devices (two players of a game):
-    then the program before a window's is another step's.
+    then the program before a window's is another step's. A runtime that also makes
+    programs wait for those of other devices (the CPU's does) still spoils the times of
+    steps whose devices overlap only in part.
     """
 
     def __init__(self) -> None:

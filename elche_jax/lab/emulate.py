@@ -188,7 +188,8 @@ class EmulatedSpeeds:
         """
         # one number that needs every leaf, so that the wait comes after the work
         carry = jax.lax.optimization_barrier(carry)
-        done = sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in jax.tree.leaves(carry))
+        leaves = [leaf for leaf in jax.tree.leaves(carry) if leaf.size]
+        done = sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in leaves)
         return _tell(self._wait, device, count, jnp.isnan(done))
 
     def _begin(self, orders: Any) -> np.float32:

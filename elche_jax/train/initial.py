@@ -1,6 +1,6 @@
 """The first training state, and its shapes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -48,8 +48,8 @@ def check_params(params: PyTree) -> None:
         if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
                 f"TrainStep.init: every leaf of params must be a float array, leaf "
-                f"{jax.tree_util.keystr(path)} is {describe(leaf)}. Put what is not trained "
-                "into model_state."
+                f"{jax.tree_util.keystr(path) or 'params'} is {describe(leaf)}. Convert numbers "
+                "with jnp.asarray; put what is not trained into model_state."
             )
 
 
@@ -76,13 +76,54 @@ def check_optimizer(
         grads = jax.tree.map(jnp.asarray, params)
         return tx.update(grads, opt_state, params, value=jnp.float32(0), grad=grads)[1]
 
-    new = jax.eval_shape(update, params, opt_state)
+    try:
+        new = jax.eval_shape(update, params, opt_state)
+    except TypeError as error:  # asks for something else, a function of the parameters say
+        raise TypeError(
+            "TrainStep.init: the optimizer must work with update(grads, state, params, "
+            f"value=loss, grad=grads), got {type(error).__name__}: {error}."
+        ) from error
     differs = difference(new, jax.eval_shape(lambda: opt_state))
     if differs:
         raise TypeError(
             "TrainStep.init: an update of the optimizer must keep the structure, shapes and "
             f"dtypes of its state, got another: {differs}."
         )
+
+
+def check_buffers(state: Any) -> None:
+    """Raises where a state cannot be handed to the devices, which may take its buffers.
+
+    What JAX says of a buffer that is gone or given twice is not for a person to read, and
+    with several devices it is the end of the process.
+    """
+    arrays = jax.tree.leaves(state)
+    kinds = set(map(type, arrays))  # every window asks: one question per kind, not per leaf
+    if not isinstance(state, TrainState) or not all(issubclass(kind, jax.Array) for kind in kinds):
+        raise TypeError(
+            "train: state must be a TrainState on the devices (TrainStep.init, or "
+            f"replicate(state, train.devices)), got {type(state).__name__}"
+            f"{' with host arrays' if isinstance(state, TrainState) else ''}."
+        )
+    if any(leaf.is_deleted() for leaf in arrays):
+        name = _first(state, lambda leaf: leaf.is_deleted())
+        raise ValueError(
+            f"train: state must be the one the last call returned, got leaf {name} whose "
+            "buffer was given up. Write `state, metrics = train(state, window)`; what is to "
+            "be used again must be copied first (jnp.copy)."
+        )
+    if len(set(map(id, arrays))) < len(arrays):
+        seen: set[int] = set()
+        name = _first(state, lambda leaf: id(leaf) in seen or seen.add(id(leaf)))
+        raise ValueError(
+            f"train: every leaf of state must be an array of its own, got leaf {name}, which is "
+            "in the state twice. Copy it: jnp.copy."
+        )
+
+
+def _first(tree: PyTree, is_it: Callable[[Any], object]) -> str:
+    named = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return next(jax.tree_util.keystr(path) for path, leaf in named if is_it(leaf))
 
 
 def difference(got: PyTree, want: PyTree) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from elche_jax import _check as check
 from elche_jax.cadence import WindowReport
 from elche_jax.cadence.scheduler import Scheduler, SchedulerState
 from elche_jax.observe.records import WindowRecord
@@ -102,27 +103,30 @@ class Pace:
 
     def restore(self, state: SchedulerState | Mapping[str, Any]) -> None:
         """Takes a state that was saved."""
-        if isinstance(state, Mapping):
-            state = self._scheduler.from_dict(state)
-        if not isinstance(state, SchedulerState):
+        if not isinstance(state, Mapping | SchedulerState):
             raise TypeError(
                 "TrainStep.cadence_state: the value must be a SchedulerState or the dict its "
                 f"to_dict gave, got {type(state).__name__}."
             )
-        want = type(self._scheduler.init(self._world_size).cadence)
-        if not isinstance(state.cadence, want):
-            raise ValueError(
-                f"TrainStep.cadence_state: the value must be of this step's cadence "
-                f"({want.__name__}), got {type(state.cadence).__name__}."
-            )
-        if len(state.counts) != self._world_size:
-            raise ValueError(
-                "TrainStep.cadence_state: the value must have one count per device "
-                f"({self._world_size}), got {len(state.counts)}. Speeds of other devices say "
-                "nothing about these; begin without."
-            )
+        if isinstance(state, SchedulerState):
+            state = state.to_dict()
+        state = self._scheduler.from_dict(state)
+        for part in (state.cadence, state.shift):
+            for name, values in vars(part).items() if part is not None else ():
+                if isinstance(values, tuple):
+                    self._check_numbers(name, values)
         with self._lock:
             self._state = state
+
+    def _check_numbers(self, name: str, values: tuple[Any, ...]) -> None:
+        where = "TrainStep.cadence_state"
+        if len(values) != self._world_size:
+            raise ValueError(
+                f"{where}: {name} must have one entry per device ({self._world_size}), got "
+                f"{len(values)}. Speeds of other devices say nothing about these; begin without."
+            )
+        low = None if name == "runs" else 0  # these tell a direction by their sign
+        check.reals(where, name, [value for value in values if value is not None], low=low)
 
     @property
     def records(self) -> list[WindowRecord]:

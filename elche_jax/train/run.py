@@ -168,15 +168,16 @@ class Run:
     def dispatching(self, window: Window) -> None:
         """Before the dispatch: waits while too many windows are in flight."""
         with self._changed:
-            if self._current is window:
-                self._current = None
-            else:  # given up before: it counts as planned anew
-                self._planned += 1
             if self._feed.world_size > 1:
                 self._changed.wait_for(
                     lambda: self._error or self._closed or len(self._flying) < IN_FLIGHT
                 )
-        self.check()
+            self.check()
+            # only now: whoever interrupts the wait may use the window again
+            if self._current is window:
+                self._current = None
+            else:  # given up before: it counts as planned anew
+                self._planned += 1
         self._dispatches += 1
 
     def given_up(self) -> None:
@@ -272,10 +273,10 @@ class Run:
         if self._raise_nonfinite and not bool(np.asarray(metrics["finite"])):
             self.failed(
                 NonFiniteError(
-                    f"train: the loss and gradient of every window must be finite, window "
-                    f"{measured.window} (epoch {measured.epoch}, counts {measured.counts}) "
-                    "was not. Its update was dropped; lower the learning rate, or pass "
-                    "nonfinite='skip' to drop such windows and go on."
+                    "train: loss, gradient, weight, update and model state of every window must "
+                    f"be finite, those of window {measured.window} (epoch {measured.epoch}, "
+                    f"counts {measured.counts}) were not. Its update was dropped; lower the "
+                    "learning rate, or pass nonfinite='skip' to drop such windows and go on."
                 )
             )
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from elche_jax import _check as check
 from elche_jax.data.reader import microbatch_size
-from elche_jax.data.source import IterableSource, MapSource, Source, stack
+from elche_jax.data.source import ArraySource, IterableSource, MapSource, Source, stack
 
 PyTree = Any
 
@@ -33,7 +33,10 @@ def check_data_plan(
                 f"({first}), got {batch_size}. Leave it out."
             )
         return first
-    size = check.integer("windows", "batch_size", batch_size, low=1)
+    todo = ""
+    if batch_size is None and isinstance(source, ArraySource) and isinstance(source.tree, list):
+        todo = "A list is a pytree; to use it as microbatches, pass iter(list)."
+    size = check.integer("windows", "batch_size", batch_size, low=1, todo=todo)
     if size > source.size and drop_last:
         raise ValueError(
             f"windows: batch_size must be at most the number of examples ({source.size}) "
@@ -57,6 +60,12 @@ def microbatch_shapes(source: Source, batch_size: int) -> PyTree:
             raise TypeError(
                 f"windows: every leaf of data must be an array of numbers, leaf "
                 f"{jax.tree_util.keystr(path) or 'data'} is of dtype {dtype}. Encode it first."
+            )
+        if not dtype.isnative:
+            raise TypeError(
+                f"windows: every leaf of data must be in this machine's byte order, leaf "
+                f"{jax.tree_util.keystr(path) or 'data'} is of dtype {dtype.str}. Convert it "
+                "with astype(dtype.newbyteorder('='))."
             )
         dtype = jax.dtypes.canonicalize_dtype(dtype)
         return jax.ShapeDtypeStruct((batch_size, *np.shape(leaf)[1:]), dtype)

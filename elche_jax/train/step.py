@@ -25,7 +25,13 @@ from elche_jax.engine.state import TrainState
 from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.report import RunReport, make_report
 from elche_jax.train.feed import DataPlan, Feed
-from elche_jax.train.initial import difference, initial_state, key_impl_of, shapes_of
+from elche_jax.train.initial import (
+    check_buffers,
+    difference,
+    initial_state,
+    key_impl_of,
+    shapes_of,
+)
 from elche_jax.train.pace import Pace
 from elche_jax.train.run import Run, Window
 from elche_jax.train.spec import check_data_plan, check_window_bytes, microbatch_shapes
@@ -205,14 +211,16 @@ class TrainStep:
         if self._last_run is not None:
             last, self._last_run = self._last_run, None
             last.settle()
+            del last  # with it goes what it held on the devices
         source = self._source(data)
         size = check_data_plan(source, batch_size, epochs, drop_last)
         microbatch = microbatch_shapes(source, size)
-        check_window_bytes(window_bytes, microbatch)
         runner = self._runner(microbatch, mask_key, source, size, drop_last)
         where = choose_placement(placement, source, self.devices, free_bytes(self.devices))
         if placement == "auto" and self._kept(source) is not None:
             where = "resident"  # the copy that is there already is not counted twice
+        if where == "stream":
+            check_window_bytes(window_bytes, microbatch)
         placer = Placer(self.devices, stacked_sharding(self.devices))
         resident = self._place(source) if where == "resident" else None
         plan = DataPlan(source, size, seed, shuffle, drop_last, where, window_bytes, microbatch)
@@ -229,7 +237,8 @@ class TrainStep:
         """Trains one window. Returns as soon as the devices have their orders.
 
         Args:
-            state: The state; its buffers are given up, use the returned one.
+            state: The state; its buffers are given up, use the returned one. To keep a
+                leaf, or to put it into another state too, copy it: `jnp.copy`.
             window: A window of this training step.
 
         Returns:
@@ -239,25 +248,15 @@ class TrainStep:
 
         Raises:
             TypeError: `state` or `window` is of another kind.
-            ValueError: `state` was given up in an earlier call, or is another model's;
-                `window` is another training step's.
+            ValueError: A leaf of `state` was given up in an earlier call or is in it twice,
+                or the state is another model's; `window` is another training step's.
             NonFiniteError: An earlier window's gradient was not finite.
         """
         if not isinstance(window, Window):
             raise TypeError(
                 f"train: window must come from TrainStep.windows, got {type(window).__name__}."
             )
-        if not isinstance(state, TrainState) or not isinstance(state.step, jax.Array):
-            raise TypeError(
-                "train: state must be a TrainState on the devices (TrainStep.init, or "
-                f"replicate(state, train.devices)), got {type(state).__name__}"
-                f"{' of host arrays' if isinstance(state, TrainState) else ''}."
-            )
-        if state.step.is_deleted():
-            raise ValueError(
-                "train: state must be the one the last call returned, got one whose "
-                "buffers were given up. Write `state, metrics = train(state, window)`."
-            )
+        check_buffers(state)
         if state.step.shape != (len(self.devices),):
             raise ValueError(
                 f"train: state must be replicated over the {len(self.devices)} devices of this "
@@ -288,7 +287,7 @@ class TrainStep:
             raise
         steady = self._cache.stats.misses == misses
         run.dispatched(window, at, steady, metrics, token)
-        return state, metrics
+        return state, dict(metrics)  # the run reads its own when the window is over
 
     def report(self) -> RunReport:
         """What was measured so far: speeds, counts, busy shares, compiles."""

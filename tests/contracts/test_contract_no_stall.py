@@ -57,7 +57,7 @@ def test_no_compile_after_the_first_window_while_counts_change(devices4):
 def test_shipped_cadences_wait_for_no_compile_in_later_calls_of_windows(devices4, world):
     """Counts that adapt (two devices) or are cut short (one), over two calls of windows."""
     model = Cnn()
-    cadence = elche.FixedTotal(6) if world == 1 else elche.ElChe(anchor=2)
+    cadence = elche.FixedTotal(6) if world == 1 else elche.ElChe(anchor=2, max_anchor=2)
     emulate = EmulatedSpeeds([5.0] * (world - 1) + [15.0])
     train = elche.build_train_step(
         scalar_loss(model), optax.adam(1e-3), devices=devices4[:world],

@@ -274,6 +274,13 @@ def test_a_window_of_several_calls_counts_on():
     assert schedule.of(0) == [(8, 0, 0)]
 
 
+def test_leaves_without_elements_are_no_hindrance():
+    hook = EmulatedSpeeds([0.0])
+    jax.block_until_ready(hook.begin(jnp.int32(0), jnp.int32(0), True))
+    done = hook.end(jnp.int32(0), jnp.int32(1), {"empty": jnp.zeros((0, 3)), "x": jnp.ones(2)})
+    assert float(done) == 0
+
+
 def test_times_may_change_from_microbatch_to_microbatch():
     def schedule(window, rank, microbatch):
         return 20.0 if (window, microbatch) == (1, 2) else 0.0

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import elche_jax as elche
+from elche_jax.cadence import SchedulerState
 from elche_jax.lab import EmulatedSpeeds, ExtraWork, constant
 
 
@@ -193,7 +194,7 @@ def test_config_max_grad_norm():
 
 def test_integer_parameters():
     with pytest.raises(
-        TypeError, match=r"leaf \['n'\] is an array of shape \(2,\) and dtype int64\. Put"
+        TypeError, match=r"leaf \['n'\] is an array of shape \(2,\) and dtype int64\. Conv"
     ):
         build().init({"w": np.ones(3, "float32"), "n": np.arange(2)})
 
@@ -213,6 +214,19 @@ def test_seed_out_of_range(seed):
 def test_a_numpy_seed_is_a_seed():
     keys = [build().init(PARAMS, rng=seed).key for seed in (7, np.int64(7))]
     np.testing.assert_array_equal(*keys)
+
+
+def test_an_optimizer_that_asks_for_more():
+    train = elche.build_train_step(loss_fn, optax.lbfgs(), devices=jax.devices()[:2])
+    with pytest.raises(TypeError, match=r"must work with update\(grads, .*'value_fn'\."):
+        train.init(PARAMS)
+
+
+def test_parameters_that_are_no_pytree():
+    with pytest.raises(
+        TypeError, match=r"leaf params is a Kind\. Convert numbers with jnp\.asarray"
+    ):
+        build().init(Kind("x"))
 
 
 @pytest.mark.parametrize(
@@ -283,6 +297,11 @@ def test_windows_before_init():
             r"array of numbers, leaf \['x'\] is of dtype <U1\. Encode it first",
         ),
         (np.array([None] * 20), 4, TypeError, r"leaf data is of dtype object"),
+        (
+            {"x": np.ones((20, 3), ">f4")}, 4, TypeError,
+            r"machine's byte order, leaf \['x'\] is of dtype >f4\. Convert it",
+        ),
+        ([DATA, DATA], None, TypeError, r"got None \(NoneType\)\. A list is a pytree; .* iter\(list"),
         (jax.random.split(jax.random.key(0), 20), 4, TypeError, r"leaf data is of dtype key<fry>"),
         (
             {"x": np.ones((20, 3), "float32"), "id": np.full(20, 2**31)}, 4, ValueError,
@@ -304,7 +323,7 @@ def test_data(data, batch_size, error, message):
         ({"placement": "gpu"}, ValueError, r"placement must be 'auto', 'resident' or 'stream'"),
         ({"window_bytes": 0}, ValueError, r"window_bytes must be at least 1, got 0"),
         (
-            {"window_bytes": 47}, ValueError,
+            {"window_bytes": 47, "placement": "stream"}, ValueError,
             r"window_bytes must hold at least one microbatch \(48 bytes\), got 47\. Raise",
         ),
         ({"mask_key": 3}, TypeError, r"mask_key must be a string, got int"),
@@ -470,10 +489,47 @@ def test_a_state_on_the_host():
     state = jax.tree.map(np.asarray, train.init(PARAMS))
     with train.windows(DATA, 4) as iterator:
         window = next(iterator)
-        with pytest.raises(TypeError, match=r"on the devices .* got TrainState of host arrays\."):
+        with pytest.raises(TypeError, match=r"on the devices .* got TrainState with host arrays\."):
             train(state, window)
         with pytest.raises(TypeError, match=r"state must be a TrainState .* got dict\."):
             train({"w": 1}, window)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_leaf_that_is_in_the_state_twice(world):
+    """A target network that is the network itself: with several devices a crash in the runtime."""
+
+    def loss(params, model_state, batch, rng):
+        return jnp.mean((batch["x"] @ (params["w"] - model_state["w"])) ** 2), model_state
+
+    train = build(loss, devices=jax.devices()[:world])
+    state = train.init(PARAMS, model_state=PARAMS)
+    with train.windows(DATA, 4) as iterator:
+        window = next(iterator)
+        with pytest.raises(
+            ValueError,
+            match=r"got leaf \.model_state\['w'\], which is in the state twice\. Copy it",
+        ):
+            train(state.replace(model_state=state.params), window)
+        copied = state.replace(model_state=jax.tree.map(jnp.copy, state.params))
+        train(copied, window)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_leaf_that_another_call_has_taken(world):
+    """Back to the best parameters, which were not copied."""
+    train = build(devices=jax.devices()[:world])
+    state = train.init(PARAMS)
+    best, copied = state.params, jax.tree.map(jnp.copy, state.params)
+    with train.windows(DATA, 4) as iterator:
+        state, _ = train(state, next(iterator))
+        window = next(iterator)
+        with pytest.raises(
+            ValueError,
+            match=r"got leaf \.params\['w'\] whose buffer was given up.* be copied first",
+        ):
+            train(state.replace(params=best), window)
+        train(state.replace(params=copied), window)
 
 
 def test_a_state_of_another_optimizer():
@@ -492,11 +548,43 @@ def test_cadence_state_of_another_kind():
     train = build(cadence=elche.ElChe())
     with pytest.raises(TypeError, match=r"cadence_state: the value must be a .* got int"):
         train.cadence_state = 3
-    with pytest.raises(ValueError, match=r"of this step's cadence \(ElCheState\), got EveryBatch"):
+    with pytest.raises(ValueError, match=r"ElCheState\.from_dict: values must have the keys"):
         train.cadence_state = build(cadence=elche.EveryBatch()).cadence_state
     other = build(cadence=elche.ElChe(), devices=jax.devices()[:3])
-    with pytest.raises(ValueError, match=r"one count per device \(2\), got 3\. Speeds of other"):
+    with pytest.raises(ValueError, match=r"counts must have one entry per device \(2\), got 3\. S"):
         train.cadence_state = other.cadence_state.to_dict()
+    good = train.cadence_state.to_dict()
+    for field, value, message in (
+        (
+            "ms_per_batch",
+            [1.0, 2.0, 3.0],
+            r"ms_per_batch must have one entry per device \(2\), got",
+        ),
+        ("ms_per_batch", [float("nan"), 1.0], r"ms_per_batch\[0\] must be finite, got nan"),
+        ("counts", [3, -1], r"counts\[1\] must be at least 0, got -1"),
+        (
+            "anchor",
+            500,
+            r"ElChe\.check_state: state must have an anchor of at most max_anchor \(200",
+        ),
+    ):
+        bad = {**good, "cadence": {**good["cadence"], field: value}}
+        with pytest.raises(ValueError, match=message):
+            train.cadence_state = bad
+    with pytest.raises(ValueError, match=r"shift must fit the scheduler's, got none"):
+        train.cadence_state = SchedulerState(train.cadence_state.cadence, None)
+    assert train.cadence_state.to_dict() == good
+
+
+@pytest.mark.parametrize("kind", [elche.FixedTotal, elche.Balanced])
+def test_a_stored_state_of_another_total(kind):
+    train, other = build(cadence=kind(8)), build(cadence=kind(12))
+    with pytest.raises(
+        ValueError,
+        match=rf"{kind.__name__}\.check_state: state must share out 8 micro.* got 12\. Beg",
+    ):
+        train.cadence_state = other.cadence_state
+    assert sum(train.counts) == 8
     with pytest.raises(ValueError, match=r"Scheduler\.from_dict: values must have the keys"):
         train.cadence_state = {}
 

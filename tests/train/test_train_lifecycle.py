@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from pathlib import Path
 
 import jax
@@ -250,6 +251,63 @@ def test_a_call_that_fails_leaves_the_loop_usable(world):
         state, _ = train(state, window)
         seen += 1
     assert int(elche.unreplicate(state.step)) == seen == 8 // world
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_metrics_are_the_users_own(world):
+    train = build(world)
+    state = train.init(PARAMS)
+    for window in train.windows(data(), 8):
+        state, metrics = train(state, window)
+        metrics["loss"] = float(metrics.pop("loss"))
+        del metrics["finite"]
+    assert len(train.records) == 8 // world
+
+
+def test_a_wait_that_was_interrupted_may_be_repeated():
+    """Ctrl-C while `train` waits for a free place, caught; the same window goes on."""
+    train = build(2, emulate=EmulatedSpeeds([2.0, 2.0]))
+    state, run, seen = train.init(PARAMS), None, 0
+    for window in train.windows(data(), 4):
+        if window.index == 3:
+            run = window.run
+            wait_for, run._changed.wait_for = run._changed.wait_for, interrupted
+            with pytest.raises(KeyboardInterrupt):
+                train(state, window)
+            run._changed.wait_for = wait_for
+        state, _ = train(state, window)
+        seen += 1
+    assert int(elche.unreplicate(state.step)) == seen == 8
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+def test_resident_data_are_not_held_by_the_run_before(monkeypatch):
+    """Data above half a device's memory can be placed anew in every epoch."""
+    train = build(2)
+    state, placed = train.init(PARAMS), []
+    replicate = elche.replicate
+
+    def watched(tree, devices):
+        assert [copy for copy in placed if copy() is not None] == []
+        copies = replicate(tree, devices)
+        placed.append(weakref.ref(copies["x"]))
+        return copies
+
+    monkeypatch.setattr("elche_jax.train.step.replicate", watched)
+    for epoch in range(3):
+        for window in train.windows(data(), 4, seed=epoch, placement="resident"):
+            state, _ = train(state, window)
+        del window
+    assert len(placed) == 3
+
+
+def test_window_bytes_are_those_of_streamed_data():
+    train = build(2)
+    train.init(PARAMS)
+    train.windows(data(), 4, placement="resident", window_bytes=1).close()
 
 
 def test_a_window_of_another_training_step():
