@@ -301,7 +301,7 @@ def test_windows_before_init():
             {"x": np.ones((20, 3), ">f4")}, 4, TypeError,
             r"machine's byte order, leaf \['x'\] is of dtype >f4\. Convert it",
         ),
-        ([DATA, DATA], None, TypeError, r"got None \(NoneType\)\. A list is a pytree; .* iter\(list"),
+        ([DATA, DATA], None, TypeError, r"got None \(NoneType\)\. A list is a pytree; .* iter"),
         (jax.random.split(jax.random.key(0), 20), 4, TypeError, r"leaf data is of dtype key<fry>"),
         (
             {"x": np.ones((20, 3), "float32"), "id": np.full(20, 2**31)}, 4, ValueError,
