@@ -2,7 +2,7 @@
 
     python benchmarks/interrupt.py [--repeats 5]
 
-A real process, a real signal: one device, and four emulated ones of 20 ms a microbatch.
+A real process, a real signal: one real device, and four emulated ones of 20 ms a microbatch.
 """
 
 import argparse
@@ -28,7 +28,7 @@ world = int(sys.argv[1])
 train = elche.build_train_step(
     lambda params, batch, rng: jnp.mean((batch["x"] @ params["w"]) ** 2), optax.sgd(0.1),
     devices=jax.devices()[:world], cadence=elche.FixedTotal(4 * world),
-    emulate=EmulatedSpeeds([20.0] * world),
+    emulate=EmulatedSpeeds([20.0] * world) if world > 1 else None,
 )
 state = train.init({"w": np.ones(3, "float32")})
 for window in train.windows({"x": np.ones((640, 3), "float32")}, 4, epochs=None):

@@ -45,6 +45,10 @@ class LoopHook(Protocol):
         """After the loop; gives a float32 scalar zero that the results depend on."""
         ...
 
+    def settle(self) -> None:
+        """After the dispatch, on the host: raises what could not be raised in the program."""
+        ...
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ given time: a host callback after the loop sleeps up to a deadline. `ExtraWork` 
 *cost* a multiple: the gradient is computed several times.
 """
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -150,6 +151,9 @@ class EmulatedSpeeds:
 
     schedule: Schedule | Sequence[float]
     _clocks: dict[int, "_Clock"] = field(default_factory=dict, repr=False, compare=False)
+    _interrupted: threading.Event = field(
+        default_factory=threading.Event, repr=False, compare=False
+    )
 
     def check(self, world_size: int) -> None:
         """Raises where the times do not fit the number of devices."""
@@ -208,9 +212,20 @@ class EmulatedSpeeds:
             clock.deadline += self._ms(clock.window, rank, clock.microbatch) / 1e3
             clock.microbatch += 1
         left = clock.deadline - time.perf_counter()
-        if left > 0:
-            time.sleep(left)
+        try:
+            if left > 0:
+                time.sleep(left)
+        except KeyboardInterrupt:
+            # One device: the program may run in the main thread. The runtime would swallow
+            # the interrupt or make another error of it.
+            self._interrupted.set()
         return _ZERO
+
+    def settle(self) -> None:
+        """Raises the Ctrl-C that came while the program ran in the main thread."""
+        if self._interrupted.is_set():
+            self._interrupted.clear()
+            raise KeyboardInterrupt
 
     def _ms(self, window: int, rank: int, microbatch: int) -> float:
         if callable(self.schedule):
@@ -272,3 +287,6 @@ class ExtraWork:
     def end(self, device: Any, count: Any, carry: PyTree) -> Any:
         """Nothing to wait for."""
         return jnp.zeros((), jnp.float32)
+
+    def settle(self) -> None:
+        """Nothing is left open."""

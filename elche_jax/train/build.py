@@ -123,7 +123,11 @@ def _check_parts(optimizer: Any, cadence: Any, config: Any, emulate: Any) -> Non
     parts = {
         "optimizer": (optimizer, ("init", "update"), "an optax optimizer"),
         "cadence": (cadence, ("init", "update"), "a cadence such as ElChe()"),
-        "emulate": (emulate, ("check", "begin", "around", "end"), "an emulation of elche_jax.lab"),
+        "emulate": (
+            emulate,
+            ("check", "begin", "around", "end", "settle"),
+            "an emulation of elche_jax.lab",
+        ),
     }
     for name, (part, methods, expected) in parts.items():
         if part is None and name != "optimizer":

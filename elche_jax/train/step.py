@@ -287,6 +287,8 @@ class TrainStep:
             raise
         steady = self._cache.stats.misses == misses
         run.dispatched(window, at, steady, metrics, token)
+        if self._emulate is not None:
+            self._emulate.settle()
         return state, dict(metrics)  # the run reads its own when the window is over
 
     def report(self) -> RunReport:

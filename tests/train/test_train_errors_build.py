@@ -1,0 +1,239 @@
+"""Bad input of build_train_step and init: a clear error before anything is compiled."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from asking import DATA, PARAMS, build, loss_fn, windows
+
+import elche_jax as elche
+from elche_jax.lab import EmulatedSpeeds, ExtraWork, constant
+
+
+class Kind:
+    """Stands for a device of another kind."""
+
+    def __init__(self, kind, platform="gpu"):
+        self.device_kind, self.platform = kind, platform
+
+
+def test_loss_fn_must_be_callable():
+    with pytest.raises(TypeError, match=r"build_train_step: loss_fn must be callable, got int"):
+        build(loss=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cadence": 8}, r"cadence must be a cadence such as ElChe\(\), got 8"),
+        ({"cadence": elche.EveryBatch}, r"cadence must be a cadence .* got <class"),
+        ({"config": {}}, r"config must be a DDPConfig, got dict"),
+        ({"emulate": [1, 2]}, r"emulate must be an emulation of elche_jax\.lab, got \[1, 2\]"),
+    ],
+)
+def test_parts_of_a_wrong_kind(options, message):
+    with pytest.raises(TypeError, match="build_train_step: " + message):
+        build(**options)
+
+
+@pytest.mark.parametrize("optimizer", [None, optax.sgd])
+def test_optimizer_of_a_wrong_kind(optimizer):
+    with pytest.raises(TypeError, match=r"optimizer must be an optax optimizer, got"):
+        elche.build_train_step(loss_fn, optimizer)
+
+
+def test_cursor_of_a_wrong_kind():
+    with pytest.raises(TypeError, match=r"cursor must be a Cursor, got dict\. Make one"):
+        windows(cursor=elche.Cursor().to_dict())
+
+
+def test_a_loss_that_is_a_python_number():
+    train = build(lambda params, batch, rng: 1.0)
+    state = train.init(PARAMS)
+    for window in train.windows(DATA, 4):
+        state, metrics = train(state, window)
+    assert float(metrics["loss"]) == 1.0
+
+
+def test_no_device():
+    with pytest.raises(ValueError, match=r"devices must hold at least one device, got none"):
+        build(devices=[])
+
+
+def test_duplicate_device():
+    one = jax.devices()[0]
+    with pytest.raises(ValueError, match=r"no device may appear twice in devices, got .*0.* 2 tim"):
+        build(devices=[one, jax.devices()[1], one])
+
+
+def test_not_a_device():
+    with pytest.raises(TypeError, match=r"devices must be jax\.Device objects .* got str"):
+        build(devices=["cpu:0"])
+
+
+def test_devices_of_several_kinds(monkeypatch):
+    kinds = (Kind("RTX 4090"), Kind("RTX 4090"), Kind("cpu", "cpu"))
+    monkeypatch.setattr("elche_jax.train.build.select_devices", lambda _: kinds)
+    with pytest.raises(
+        ValueError,
+        match=r"devices must be of one kind and platform, got RTX 4090 x2, cpu x1\. Choose",
+    ):
+        build(devices=None)
+
+
+def test_cadence_given_twice():
+    config = elche.DDPConfig(policy="cadence")
+    with pytest.raises(ValueError, match=r"must not both choose .* EveryBatch and policy='cad"):
+        build(cadence=elche.EveryBatch(), config=config)
+
+
+def test_nonfinite_word():
+    with pytest.raises(ValueError, match=r"nonfinite must be 'raise' or 'skip', got 'ignore'"):
+        build(nonfinite="ignore")
+
+
+def test_emulation_for_another_number_of_devices():
+    with pytest.raises(ValueError, match=r"EmulatedSpeeds: schedule .* \(2\), got 3"):
+        build(emulate=EmulatedSpeeds([1, 2, 3]))
+    with pytest.raises(
+        ValueError,
+        match=r"EmulatedSpeeds: schedule must give .* got ValueError for device 1: constant",
+    ):
+        build(emulate=EmulatedSpeeds(constant([5])))
+    with pytest.raises(ValueError, match=r"EmulatedSpeeds: schedule\(0, 0, 0\) must be at least 0"):
+        build(emulate=EmulatedSpeeds(lambda window, rank, microbatch: -1.0))
+    with pytest.raises(ValueError, match=r"ExtraWork: times .* \(2\), got 1"):
+        build(emulate=ExtraWork((3,)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"anchor": 0}, r"anchor must be at least 1, got 0"),
+        ({"overhead_target": 0.6}, r"overhead_target must be at most 0\.5, got 0\.6"),
+        ({"overhead_target": 0.001}, r"overhead_target must be at least 0\.01, got 0\.001"),
+        ({"speed_hint": (1, 0.5)}, r"speed_hint ratio must be at least 1, got 0\.5"),
+    ],
+)
+def test_knobs_of_the_cadence(options, message):
+    with pytest.raises(ValueError, match="ElChe: " + message):
+        elche.ElChe(**options)
+    with pytest.raises(ValueError, match=message):
+        elche.DDPConfig(**options)
+
+
+def test_speed_hint_for_a_rank_that_is_not_there():
+    with pytest.raises(ValueError, match=r"slow_rank must be below world_size \(2\), got 5"):
+        build(cadence=elche.ElChe(speed_hint=(5, 2.0)))
+
+
+@pytest.mark.parametrize("policy", ["auto", "sync"])
+def test_speed_hint_in_a_config_that_does_not_use_it(policy, caplog):
+    with pytest.raises(ValueError, match=r"slow_rank must be below world_size \(2\), got 5"):
+        build(config=elche.DDPConfig(policy=policy, speed_hint=(5, 2.0)))
+    assert not caplog.records
+    build(config=elche.DDPConfig(policy=policy, anchor=4, speed_hint=(1, 2.0)))
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("elche: anchor=4, speed_hint=(1, 2.0) has no effect")
+    build(config=elche.DDPConfig(policy=policy, anchor=4), devices=jax.devices()[:1])
+    build(config=elche.DDPConfig(policy="cadence", anchor=4))
+    assert len(caplog.records) == 1
+
+
+def test_elche_on_one_device():
+    with pytest.raises(ValueError, match=r"ElChe.*world_size must be at least 2, got 1"):
+        build(devices=jax.devices()[:1], cadence=elche.ElChe())
+
+
+@pytest.mark.parametrize("counts", [[(1, 2, 3)], [(0, 0)], []])
+def test_recorded_counts_of_wrong_length_or_all_zero(counts):
+    with pytest.raises(ValueError, match=r"Replay"):
+        build(cadence=elche.Replay(counts))
+
+
+def test_config_policy():
+    with pytest.raises(ValueError, match=r"policy must be one of auto, sync, cadence, got 'x'"):
+        elche.DDPConfig(policy="x")
+
+
+def test_config_max_grad_norm():
+    with pytest.raises(ValueError, match=r"DDPConfig: max_grad_norm must be above 0, got -1"):
+        elche.DDPConfig(max_grad_norm=-1)
+
+
+def test_integer_parameters():
+    with pytest.raises(
+        TypeError, match=r"leaf \['n'\] is an array of shape \(2,\) and dtype int64\. Conv"
+    ):
+        build().init({"w": np.ones(3, "float32"), "n": np.arange(2)})
+
+
+def test_no_parameters():
+    with pytest.raises(ValueError, match=r"params must hold at least one array, got none"):
+        build().init({})
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 2**70, np.int64(-1)])
+def test_seed_out_of_range(seed):
+    bound = "at least 0" if seed < 0 else "at most 4294967295"
+    with pytest.raises(ValueError, match=rf"TrainStep\.init: rng must be {bound}, got {seed}"):
+        build().init(PARAMS, rng=seed)
+
+
+def test_a_numpy_seed_is_a_seed():
+    keys = [build().init(PARAMS, rng=seed).key for seed in (7, np.int64(7))]
+    np.testing.assert_array_equal(*keys)
+
+
+def test_an_optimizer_that_asks_for_more():
+    train = elche.build_train_step(loss_fn, optax.lbfgs(), devices=jax.devices()[:2])
+    with pytest.raises(TypeError, match=r"must work with update\(grads, .*'value_fn'\."):
+        train.init(PARAMS)
+
+
+def test_parameters_that_are_no_pytree():
+    with pytest.raises(
+        TypeError, match=r"leaf params is a Kind\. Convert numbers with jnp\.asarray"
+    ):
+        build().init(Kind("x"))
+
+
+@pytest.mark.parametrize(
+    ("leaf", "got"),
+    [
+        (jax.random.key(0), r"an array of shape \(\) and dtype key<fry>"),
+        (np.zeros(2, "complex64"), r"an array of shape \(2,\) and dtype complex64"),
+        ("text", "a str"),
+    ],
+)
+def test_model_state_that_cannot_be_combined(leaf, got):
+    with pytest.raises(TypeError, match=rf"leaf \['m'\] is {got}\. Random keys: loss_fn gets"):
+        build().init(PARAMS, model_state={"m": leaf})
+
+
+def test_an_optimizer_whose_state_changes_its_type():
+    def update(grads, state, params=None):
+        return grads, {"n": state["n"] + 0.5}
+
+    changing = optax.GradientTransformation(lambda params: {"n": jnp.int32(0)}, update)
+    train = elche.build_train_step(loss_fn, changing, devices=jax.devices()[:2])
+    with pytest.raises(
+        TypeError, match=r"keep the structure.*leaf \['n'\] is float32\[\] instead of int32\[\]"
+    ):
+        train.init(PARAMS)
+    growing = optax.GradientTransformation(lambda params: (), lambda g, s, p=None: (g, (s, 1.0)))
+    train = elche.build_train_step(loss_fn, growing, devices=jax.devices()[:2])
+    with pytest.raises(TypeError, match=r"got another: structure PyTreeDef.* instead of "):
+        train.init(PARAMS)
+
+
+@pytest.mark.parametrize("rng", [1.5, "seed", None, True])
+def test_rng_that_is_no_key(rng):
+    with pytest.raises(TypeError, match=r"rng must be a key or an integer seed, got a "):
+        build().init(PARAMS, rng=rng)
+
+
+def test_rng_of_several_keys():
+    with pytest.raises(TypeError, match=r"rng must be one key, got an array of shape \(2,\)"):
+        build().init(PARAMS, rng=jax.random.split(jax.random.key(0)))

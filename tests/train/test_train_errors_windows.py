@@ -1,0 +1,186 @@
+"""Bad input of windows, loss functions among it: a clear error before anything is compiled."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from asking import DATA, build, windows
+
+import elche_jax as elche
+
+
+def test_windows_before_init():
+    with pytest.raises(RuntimeError, match=r"init must be called before"):
+        build().windows(DATA, 4)
+
+
+@pytest.mark.parametrize(
+    ("data", "batch_size", "error", "message"),
+    [
+        ({"x": np.ones((0, 3))}, 4, ValueError, r"at least one example, got 0"),
+        (
+            {"x": np.ones((4, 3)), "y": np.ones(5)}, 2, ValueError,
+            r"same number of examples, got \{\"\['x'\]\": 4, \"\['y'\]\": 5\}",
+        ),
+        ({"x": np.float32(1)}, 2, ValueError, r"leading axis of examples, leaf \['x'\] is a scal"),
+        ([1, 2, 3], 2, TypeError, r"got a list with leaves of type int"),
+        (7, 2, TypeError, r"map-style dataset .* got int"),
+        (DATA, 0, ValueError, r"batch_size must be at least 1, got 0"),
+        (DATA, None, TypeError, r"batch_size must be an integer, got None"),
+        (DATA, 2.0, TypeError, r"batch_size must be an integer, got 2\.0"),
+        (DATA, 21, ValueError, r"at most the number of examples \(20\) with drop_last=True, got 2"),
+        (
+            {"x": np.array(["a"] * 20)}, 4, TypeError,
+            r"array of numbers, leaf \['x'\] is of dtype <U1\. Encode it first",
+        ),
+        (np.array([None] * 20), 4, TypeError, r"leaf data is of dtype object"),
+        (
+            {"x": np.ones((20, 3), ">f4")}, 4, TypeError,
+            r"machine's byte order, leaf \['x'\] is of dtype >f4\. Convert it",
+        ),
+        ([DATA, DATA], None, TypeError, r"got None \(NoneType\)\. A list is a pytree; .* iter"),
+        (jax.random.split(jax.random.key(0), 20), 4, TypeError, r"leaf data is of dtype key<fry>"),
+        (
+            {"x": np.ones((20, 3), "float32"), "id": np.full(20, 2**31)}, 4, ValueError,
+            r"integers of data must fit int32, which JAX makes of int64, got 2147483648\. Encode",
+        ),
+        (iter([]), None, ValueError, r"at least one microbatch, the iterator is empty"),
+    ],
+)  # fmt: skip
+def test_data(data, batch_size, error, message):
+    with pytest.raises(error, match=message):
+        windows(data=data, batch_size=batch_size)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"epochs": 0}, ValueError, r"epochs must be at least 1, got 0"),
+        ({"seed": -1}, ValueError, r"seed must be at least 0, got -1"),
+        ({"placement": "gpu"}, ValueError, r"placement must be 'auto', 'resident' or 'stream'"),
+        ({"window_bytes": 0}, ValueError, r"window_bytes must be at least 1, got 0"),
+        (
+            {"window_bytes": 47, "placement": "stream"}, ValueError,
+            r"window_bytes must hold at least one microbatch \(48 bytes\), got 47\. Raise",
+        ),
+        ({"mask_key": 3}, TypeError, r"mask_key must be a string, got int"),
+        (
+            {"cursor": elche.Cursor(epoch=2), "epochs": 2}, ValueError,
+            r"cursor\.epoch must be below epochs \(2, .*\), got 2\. Raise epochs to go on",
+        ),
+    ],
+)  # fmt: skip
+def test_options(options, error, message):
+    with pytest.raises(error, match=message):
+        windows(**options)
+
+
+def test_resident_needs_arrays():
+    with pytest.raises(ValueError, match=r"placement='resident' needs .* got a MapSource"):
+        windows(data=Rows(), placement="resident")
+
+
+class Rows:
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, i):
+        return {"x": np.ones(3, "float32")}
+
+
+def test_an_iterator_has_one_epoch():
+    with pytest.raises(ValueError, match=r"iterator can be used for one epoch only, got epochs=2"):
+        windows(data=iter([{"x": np.ones((4, 3))}]), batch_size=None, epochs=2)
+
+
+def test_batch_size_of_an_iterator():
+    with pytest.raises(ValueError, match=r"that of the iterator's microbatches \(4\), got 8"):
+        windows(data=iter([{"x": np.ones((4, 3))}]), batch_size=8)
+
+
+def test_ragged_end_needs_losses_per_example_or_a_mask():
+    with pytest.raises(ValueError, match=r"drop_last=False the loss must be a vector .* scalar"):
+        windows(batch_size=8, drop_last=False)
+    windows(batch_size=5, drop_last=False).close()  # nothing is ragged here
+
+
+def test_mask_needs_a_dict():
+    def loss(params, batch, rng):
+        return jnp.mean(batch @ params["w"])
+
+    with pytest.raises(TypeError, match=r"mask_key needs microbatches that are dicts, got an arr"):
+        windows(loss, data=DATA["x"], mask_key="mask")
+
+
+def returns(value):
+    return lambda params, batch, rng: value(params, batch)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            lambda p, b: b["x"],
+            r"float vector .*\(4\).* got an array of shape \(4, 3\) and ",
+        ),
+        (lambda p, b: jnp.int32(1), r"must be a float scalar.* shape \(\) and dtype int32"),
+        (lambda p, b: jnp.ones(3), r"got an array of shape \(3,\) and dtype float32"),
+        (lambda p, b: (jnp.float32(1), {}), r"got a tuple of 2\..*pass has_aux=True"),
+        (lambda p, b: {"loss": jnp.float32(1)}, r"got a dict"),
+        (lambda p, b: elche.Weighted(b["x"], jnp.float32(1)), r"Weighted\.loss must be a scalar"),
+        (lambda p, b: elche.Weighted(jnp.float32(1), b["x"]), r"Weighted\.weight must be a scalar"),
+        (
+            lambda p, b: elche.Weighted(jnp.int32(1), jnp.int32(1)),
+            r"\.loss must be a float",
+        ),
+    ],
+)
+def test_what_a_loss_returns(value, message):
+    with pytest.raises(TypeError, match=message):
+        windows(returns(value))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda p, b: jnp.float32(1), r"must return \(loss, aux\), got an array of shape \(\)"),
+        (lambda p, b: (jnp.float32(1), 3.0), r"aux must be a dict of metrics"),
+        (lambda p, b: (jnp.float32(1), {"loss": 1.0}), r"must not use the name 'loss'"),
+        (lambda p, b: (jnp.float32(1), {"m": b["x"]}), r"aux\['m'\] must be a scalar .* \(4, 3\)"),
+    ],
+)
+def test_aux(value, message):
+    with pytest.raises(TypeError, match=message):
+        windows(returns(value), build_options={"has_aux": True})
+
+
+@pytest.mark.parametrize(
+    ("value", "has_aux", "message"),
+    [
+        (lambda s: jnp.float32(1), False, r"must return \(loss, model_state\), got an array"),
+        (lambda s: (jnp.float32(1), {"other": s["m"]}), False, r"structure of the old one"),
+        (
+            lambda s: (jnp.float32(1), {"m": jnp.ones(2)}),
+            False,
+            r"leaf \['m'\] of the new",
+        ),
+        (lambda s: (jnp.float32(1), s), True, r"\(loss, \(model_state, aux\)\), got a second ele"),
+    ],
+)
+def test_model_state(value, has_aux, message):
+    def loss(params, model_state, batch, rng):
+        return value(model_state)
+
+    with pytest.raises(TypeError, match=message):
+        windows(loss, model_state={"m": np.zeros(3, "float32")}, build_options={"has_aux": has_aux})
+
+
+def test_the_users_own_error_comes_through():
+    """A shape error inside the model surfaces as it is, at the call of windows."""
+
+    def loss(params, batch, rng):
+        return nn.Dense(3).apply({"params": params}, batch["nothing"]).mean()
+
+    with pytest.raises(KeyError, match="nothing"):
+        windows(loss)
