@@ -17,7 +17,8 @@ from statistics import median
 MOST_S = 1.0
 
 CODE = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 import jax
 jax.config.update("jax_num_cpu_devices", 4)
 import jax.numpy as jnp, numpy as np, optax

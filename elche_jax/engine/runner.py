@@ -49,8 +49,9 @@ class Runner:
         self.group = group
         self._program, self._cache = program, cache
         self.state = state
-        # programs differ between runners even where all shapes agree
-        self._signature = (next(_NUMBERS), _signature(state))
+        # a number, as programs differ between runners even where all shapes agree; and
+        # every window hashes it
+        self._number = next(_NUMBERS)
         devices = group.devices
         self._accumulate = Mapped(program.accumulate, devices, donate=(1,))
         self._combine = Mapped(partial(_combine, program), devices, donate=(0,))
@@ -107,19 +108,19 @@ class Runner:
         self._cache.prepare(*self._accumulate_program(payload))
 
     def _accumulate_program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
-        key = ("accumulate", self._signature, _signature(payload))
+        key = ("accumulate", self._number, _signature(payload))
         return key, lambda: self._accumulate.compile(
             _without_optimizer(self.state), self._sums_shapes(), payload, self._orders()
         )
 
     def _combine_program(self) -> tuple[Hashable, Callable[[], Any]]:
-        return ("combine", self._signature), lambda: self._combine.compile(
+        return ("combine", self._number), lambda: self._combine.compile(
             self.state, self._sums_shapes()
         )
 
     def _window_program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
         single = payload.capacity(stacked=True) == 1
-        key = ("window", self._signature, _signature(payload))
+        key = ("window", self._number, _signature(payload))
         return key, lambda: self._fused[single].compile(self.state, payload, self._orders())
 
     def _sums_shapes(self) -> Sums:

@@ -326,7 +326,8 @@ def test_resident_data_follows_the_users_arrays():
 
 
 SCRIPT = """
-import os, sys, threading
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 import jax
 jax.config.update("jax_num_cpu_devices", 4)
 import jax.numpy as jnp, numpy as np, optax
