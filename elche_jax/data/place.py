@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax import dtypes
 from jax.sharding import Sharding
 
 from elche_jax.data.reader import IndexedReader, Partial, Reader
@@ -143,8 +144,8 @@ class Placer:
         return array if self._single else jax.device_put(array, self._sharding)
 
     def _put(self, rows: list[np.ndarray], ranks: Sequence[int]) -> list[Any]:
-        if self._single:
-            return list(rows)
+        if self._single:  # in the dtypes that a placement would give them
+            return [row.astype(dtypes.canonicalize_dtype(row.dtype), copy=False) for row in rows]
         return jax.device_put(rows, [self._devices[rank] for rank in ranks])
 
     def _stack(self, shards: list[Any]) -> Any:
@@ -170,7 +171,7 @@ def _check_like(spec: PyTree, block: PyTree, first: int) -> None:
             f"({want}), microbatch {first} has {got}."
         )
     for like, leaf in zip(jax.tree.leaves(spec), jax.tree.leaves(block), strict=True):
-        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        dtype = dtypes.canonicalize_dtype(leaf.dtype)
         if leaf.shape[1:] != like.shape or dtype != like.dtype:
             raise ValueError(
                 f"windows: every microbatch of data must have the shapes and dtypes of the "
@@ -182,7 +183,7 @@ def _check_like(spec: PyTree, block: PyTree, first: int) -> None:
 
 def check_fits(leaf: Any) -> None:
     """Raises where integers would be cut off: without 64-bit types JAX keeps 32 bits."""
-    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    dtype = dtypes.canonicalize_dtype(leaf.dtype)
     if leaf.dtype == dtype or leaf.dtype.kind not in "iu" or leaf.size == 0:
         return
     low, high, bounds = int(leaf.min()), int(leaf.max()), np.iinfo(dtype)
