@@ -21,6 +21,12 @@ from elche_jax.cadence import (
 )
 from elche_jax.config import DDPConfig as DDPConfig
 from elche_jax.data.order import Cursor as Cursor
+from elche_jax.engine.collectives import (
+    broadcast_from as broadcast_from,
+    weighted_mean as weighted_mean,
+    weighted_psum as weighted_psum,
+)
+from elche_jax.engine.ddp import DDP as DDP
 from elche_jax.engine.devices import device_summary as device_summary
 from elche_jax.engine.loss import Weighted as Weighted
 from elche_jax.engine.replicas import (

@@ -49,7 +49,7 @@ def test_the_names_of_the_design():
     fixed = """
         build_train_step TrainStep TrainState DDPConfig Weighted Window WindowReport Cursor
         ElChe Balanced FixedTotal EveryBatch Replay Verdict clamp_counts shard_sizes apportion
-        replicate unreplicate check_replicas device_summary
+        replicate unreplicate check_replicas device_summary DDP weighted_psum
     """
     assert set(fixed.split()) <= set(NAMES)
 

@@ -72,6 +72,22 @@ def group_devices(devices: Sequence[jax.Device]) -> list[Group]:
     return [Group(tuple(devices[r] for r in rs), tuple(rs)) for rs in ranks.values()]
 
 
+def one_kind(where: str, devices: Sequence[jax.Device]) -> Group:
+    """The one group that these devices make.
+
+    Raises:
+        ValueError: They are of several kinds or platforms.
+    """
+    groups = group_devices(devices)
+    if len(groups) > 1:
+        kinds = ", ".join(f"{g.devices[0].device_kind} x{g.world_size}" for g in groups)
+        raise ValueError(
+            f"{where}: devices must be of one kind and platform, got {kinds}. "
+            "Choose with devices=[...]; one program cannot serve several kinds."
+        )
+    return groups[0]
+
+
 def device_summary(devices: Sequence[jax.Device] | None = None) -> str:
     """One line that says which devices take part.
 

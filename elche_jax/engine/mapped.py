@@ -47,6 +47,10 @@ class Mapped:
         else:
             self._jitted = jax.jit(_on_one(fn), donate_argnums=donate)
 
+    def __call__(self, *args: PyTree) -> tuple[PyTree, PyTree]:
+        """Runs it, compiled at the first call with arguments of these shapes."""
+        return self._jitted(*args)
+
     def compile(self, *args: PyTree) -> Callable[..., tuple[PyTree, PyTree]]:
         """Compiles ahead of time for arguments of these shapes and dtypes.
 

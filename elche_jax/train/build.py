@@ -9,7 +9,7 @@ import optax
 
 from elche_jax.cadence import Cadence, EveryBatch
 from elche_jax.config import DDPConfig
-from elche_jax.engine.devices import group_devices, select_devices
+from elche_jax.engine.devices import one_kind, select_devices
 from elche_jax.engine.loss import LossFn
 from elche_jax.engine.program import LoopHook
 from elche_jax.train.step import TrainStep
@@ -88,13 +88,7 @@ def build_train_step(
             f"build_train_step: nonfinite must be 'raise' or 'skip', got {nonfinite!r}."
         )
     chosen = select_devices(devices)
-    groups = group_devices(chosen)
-    if len(groups) > 1:
-        kinds = ", ".join(f"{g.devices[0].device_kind} x{g.world_size}" for g in groups)
-        raise ValueError(
-            f"build_train_step: devices must be of one kind and platform, got {kinds}. "
-            "Choose with devices=[...]; one program cannot serve several kinds."
-        )
+    one_kind("build_train_step", chosen)
     if cadence is not None and config is not None and config.cadence_knobs():
         raise ValueError(
             "build_train_step: cadence and config must not both choose the cadence, got "
@@ -103,7 +97,7 @@ def build_train_step(
     if emulate is not None:
         emulate.check(len(chosen))
     config = config or DDPConfig()
-    rule = cadence or config.cadence_for(len(chosen), len(groups))
+    rule = cadence or config.cadence_for(len(chosen), kinds=1)
     unused = [knob for knob in config.cadence_knobs() if not knob.startswith("policy")]
     if unused and len(chosen) > 1 and isinstance(rule, EveryBatch):
         logger.warning(

@@ -1,0 +1,156 @@
+"""Collectives for a mapped function of one's own: weighted sums, means, broadcasts.
+
+All take a pytree of per-device values and the name of the mapped axis, and run inside
+`jax.pmap`, `jax.vmap` or `jax.shard_map`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+PyTree = Any
+
+
+def weighted_psum(tree: PyTree, weight: Any, axis_name: str) -> PyTree:
+    """Sums a pytree over the devices, each device's values times its weight.
+
+        out = sum over d of weight[d] * tree[d]
+
+    The sums are made in float32 (float64 for float64 leaves) and come back in the
+    leaves' dtypes. A device of weight 0 contributes nothing, even where its values are
+    not numbers.
+
+    Args:
+        tree: Pytree of float arrays, alike on all devices.
+        weight: This device's weight, a scalar, at least 0. A negative weight makes the
+            sum NaN: there is nobody in a compiled program to raise an error.
+        axis_name: Name of the mapped axis.
+
+    Returns:
+        The sums, the same on all devices.
+
+    Raises:
+        TypeError: A leaf is not a float array.
+        ValueError: `weight` is not a scalar.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from elche_jax import weighted_psum
+        >>> values, counts = jnp.array([1.0, jnp.nan, 5.0]), jnp.array([2, 0, 1])
+        >>> sums = lambda x, n: weighted_psum(x, n, "devices")
+        >>> jax.vmap(sums, axis_name="devices")(values, counts).tolist()
+        [7.0, 7.0, 7.0]
+    """
+    weight = _weight("weighted_psum", weight)
+    wide = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _weighted("weighted_psum", path, leaf, weight), tree
+    )
+    summed = jax.lax.psum(wide, axis_name)
+    return jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), summed, tree)
+
+
+def weighted_mean(tree: PyTree, weight: Any, axis_name: str) -> PyTree:
+    """The mean of a pytree over the devices by weight.
+
+        out = sum over d of weight[d] * tree[d] / sum over d of weight[d]
+
+    With `weight` a device's number of microbatches (or examples, tokens) and `tree` the
+    mean gradient over them, this is the mean gradient over all of them.
+
+    Args:
+        tree: Pytree of float arrays, alike on all devices.
+        weight: This device's weight, a scalar, at least 0.
+        axis_name: Name of the mapped axis.
+
+    Returns:
+        The means, the same on all devices; NaN where all weights are 0.
+
+    Raises:
+        TypeError: A leaf is not a float array.
+        ValueError: `weight` is not a scalar.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from elche_jax import weighted_mean
+        >>> mean = lambda x, n: weighted_mean(x, n, "devices")
+        >>> jax.vmap(mean, axis_name="devices")(jnp.array([1.0, 4.0]), jnp.array([2, 1])).tolist()
+        [2.0, 2.0]
+    """
+    weight = _weight("weighted_mean", weight)
+    wide = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _weighted("weighted_mean", path, leaf, weight), tree
+    )
+    summed, total = jax.lax.psum((wide, weight), axis_name)
+    return jax.tree.map(lambda s, leaf: (s / total).astype(leaf.dtype), summed, tree)
+
+
+def broadcast_from(tree: PyTree, source: Any, axis_name: str) -> PyTree:
+    """Gives all devices the values of one of them, bit for bit.
+
+    Args:
+        tree: Pytree of arrays of any dtype, alike in shape on all devices.
+        source: Index of the device on the axis; its values are taken as they are, NaN,
+            negative zeros and all. An index that does not exist gives zeros.
+        axis_name: Name of the mapped axis.
+
+    Returns:
+        The values of device `source`, on every device.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from elche_jax import broadcast_from
+        >>> first = lambda x: broadcast_from(x, 0, "devices")
+        >>> jax.vmap(first, axis_name="devices")(jnp.array([3.0, 4.0])).tolist()
+        [3.0, 3.0]
+    """
+    here = jax.lax.axis_index(axis_name) == source
+
+    def broadcast(leaf: Any) -> Any:
+        leaf = jnp.asarray(leaf)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            data = broadcast(jax.random.key_data(leaf))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        bits, back = _as_bits(leaf)
+        return back(jax.lax.psum(jnp.where(here, bits, 0), axis_name))
+
+    return jax.tree.map(broadcast, tree)
+
+
+def _weight(where: str, weight: Any) -> Any:
+    weight = jnp.asarray(weight)
+    if weight.shape != ():
+        raise ValueError(f"{where}: weight must be a scalar, got shape {weight.shape}.")
+    weight = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
+    return jnp.where(weight < 0, jnp.nan, weight)
+
+
+def _weighted(where: str, path: Any, leaf: Any, weight: Any) -> Any:
+    leaf = jnp.asarray(leaf)
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        raise TypeError(
+            f"{where}: every leaf must be a float array, leaf "
+            f"{jax.tree_util.keystr(path) or 'tree'} is of dtype {leaf.dtype}."
+        )
+    wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+    # `!=`, not `>`: a weight that is not a number must show in the sum
+    return jnp.where(weight != 0, wide * weight.astype(wide.dtype), 0)
+
+
+def _as_bits(leaf: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """The bits of an array as integers that every backend can sum, and the way back."""
+    dtype = leaf.dtype
+    if dtype == jnp.bool_:
+        return leaf.astype(jnp.uint32), lambda bits: bits.astype(jnp.bool_)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        parts = jnp.stack([leaf.real, leaf.imag])
+        bits, parts_back = _as_bits(parts)
+        return bits, lambda bits: jax.lax.complex(*parts_back(bits))
+    raw = jnp.dtype(f"uint{8 * dtype.itemsize}")
+    sent = jnp.promote_types(raw, jnp.uint32)
+
+    def back(bits: Any) -> Any:
+        return jax.lax.bitcast_convert_type(bits.astype(raw), dtype)
+
+    return jax.lax.bitcast_convert_type(leaf, raw).astype(sent), back

@@ -1,0 +1,230 @@
+"""`DDP`: data parallelism by hand, for loops that no training step fits.
+
+Two optimizers that play against each other, rollouts, models that grow: the loop is the
+user's, and so is the `jax.pmap` in it. What is here are the exchanges between devices, as
+pure functions of replicated pytrees, compiled once per shapes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from elche_jax import _check as check
+from elche_jax.engine.collectives import broadcast_from, weighted_mean
+from elche_jax.engine.devices import one_kind, select_devices
+from elche_jax.engine.loss import describe
+from elche_jax.engine.mapped import AXIS, Mapped, stack_shards, stacked_sharding
+from elche_jax.engine.replicas import replicate
+
+PyTree = Any
+
+
+class DDP:
+    """Exchanges between the devices of a machine, for a loop of one's own.
+
+    All trees are *stacked*: leaves `(world_size,) + shape`, entry `d` on device `d`, as
+    `replicate` makes them and `jax.pmap` takes and returns them. Leaves that are None (or
+    `optax.MaskedNode()`), as of frozen parameters, are left out.
+
+    Attributes:
+        devices: The devices, in rank order.
+        world_size: Their number.
+
+    Args:
+        devices: At least two devices of one kind; None for all local ones.
+
+    Raises:
+        TypeError: `devices` are no devices.
+        ValueError: Fewer than two, one twice, or of several kinds.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import elche_jax as elche
+        >>> ddp = elche.DDP(jax.devices()[:2])
+        >>> params = ddp.replicate({"w": jnp.ones(3)})
+        >>> gradient = jax.pmap(
+        ...     jax.grad(lambda p, x: (p["w"] * x).sum()), devices=ddp.devices
+        ... )
+        >>> grads = gradient(params, jnp.array([[1.0, 1, 1], [3, 3, 3]]))
+        >>> elche.unreplicate(ddp.all_reduce_gradients(grads))["w"].tolist()
+        [2.0, 2.0, 2.0]
+    """
+
+    def __init__(self, devices: Sequence[jax.Device] | None = None):
+        self.devices = select_devices(devices, "DDP")
+        self.world_size = len(self.devices)
+        if self.world_size < 2:
+            rule, todo = "hold at least two devices", "One device has nobody to exchange with."
+            raise ValueError(check.message("DDP", "devices", rule, self.world_size, todo))
+        one_kind("DDP", self.devices)
+        self._broadcast = Mapped(_first, self.devices, donate=())
+        self._mean = Mapped(_mean, self.devices, donate=())
+
+    @classmethod
+    def wrap(
+        cls, replicas: Sequence[PyTree], devices: Sequence[jax.Device] | None = None
+    ) -> "tuple[DDP, PyTree]":
+        """Takes ready-made replicas, one per device, and stacks them.
+
+        Nothing is made alike: `sync_params` does that.
+
+        Args:
+            replicas: One pytree of arrays per device, alike in structure, shapes and dtypes.
+            devices: The devices; None for all local ones.
+
+        Returns:
+            The `DDP`, and the stacked pytree.
+
+        Raises:
+            ValueError: Another number of replicas than devices, or replica `r` differs from
+                the first one; the message names the leaf.
+
+        Example:
+            >>> import jax, jax.numpy as jnp
+            >>> import elche_jax as elche
+            >>> ddp, params = elche.DDP.wrap([{"w": jnp.zeros(2)}, {"w": jnp.ones(2)}],
+            ...                              jax.devices()[:2])
+            >>> params["w"].tolist()
+            [[0.0, 0.0], [1.0, 1.0]]
+        """
+        ddp = cls(devices)
+        replicas = check.items("DDP.wrap", "replicas", replicas, "pytrees")
+        check.per_device("DDP.wrap", "replicas", len(replicas), ddp.world_size)
+        for rank, replica in enumerate(replicas[1:], start=1):
+            _check_alike(replicas[0], replica, rank)
+        sharding = stacked_sharding(ddp.devices)
+
+        def stack(*leaves: Any) -> jax.Array:
+            rows = [np.array(leaf)[None] for leaf in leaves]
+            shards = jax.device_put(rows, list(ddp.devices))
+            return stack_shards(shards, sharding, (ddp.world_size, *rows[0].shape[1:]))
+
+        return ddp, jax.tree.map(stack, *replicas)
+
+    def replicate(self, tree: PyTree) -> PyTree:
+        """Copies a pytree to every device; see `elche_jax.replicate`."""
+        return replicate(tree, self.devices)
+
+    def sync_params(self, params: PyTree) -> PyTree:
+        """Gives every device the parameters of rank 0, bit for bit.
+
+        Args:
+            params: Stacked pytree of arrays of any dtype.
+
+        Returns:
+            The same, every entry that of rank 0.
+
+        Raises:
+            ValueError: A leaf is not stacked over these devices.
+        """
+        self._check("sync_params", params)
+        return self._broadcast(params)[0]
+
+    def sync_buffers(self, buffers: PyTree) -> PyTree:
+        """Gives every device the buffers (BatchNorm statistics, say) of rank 0.
+
+        The same as `sync_params`, under the name one looks for.
+        """
+        self._check("sync_buffers", buffers)
+        return self._broadcast(buffers)[0]
+
+    def all_reduce_gradients(self, grads: PyTree) -> PyTree:
+        """The mean of the devices' gradients, on every device.
+
+        Summed in float32 (float64 leaves in float64).
+
+        Args:
+            grads: Stacked pytree of float arrays.
+
+        Returns:
+            The mean, stacked, every entry alike.
+
+        Raises:
+            ValueError: A leaf is not stacked over these devices.
+            TypeError: A leaf is not a float array.
+        """
+        return self._reduce("all_reduce_gradients", grads, np.ones(self.world_size, np.float32))
+
+    def weighted_all_reduce_gradients(self, grads: PyTree, batch_counts: Sequence[float]) -> PyTree:
+        """The mean of the devices' gradients, weighted by what each is the mean of.
+
+            out = sum over d of batch_counts[d] * grads[d] / sum over d of batch_counts[d]
+
+        With the number of microbatches (examples, tokens) behind each device's mean
+        gradient, this is the exact mean gradient over all of them.
+
+        Args:
+            grads: Stacked pytree of float arrays.
+            batch_counts: One number per device, at least 0, not all 0. A device with 0
+                contributes nothing, even where its gradients are not numbers.
+
+        Returns:
+            The mean, stacked, every entry alike.
+
+        Raises:
+            ValueError: `batch_counts` has another length, an entry below 0, or no entry
+                above 0; a leaf is not stacked over these devices.
+            TypeError: A count is not a number; a leaf is not a float array.
+
+        Example:
+            >>> import jax, jax.numpy as jnp
+            >>> import elche_jax as elche
+            >>> ddp = elche.DDP(jax.devices()[:2])
+            >>> grads = {"w": jnp.array([[1.0], [4.0]])}
+            >>> ddp.weighted_all_reduce_gradients(grads, (2, 1))["w"].tolist()
+            [[2.0], [2.0]]
+        """
+        name = "weighted_all_reduce_gradients"
+        counts = check.reals(f"DDP.{name}", "batch_counts", batch_counts, low=0)
+        check.per_device(f"DDP.{name}", "batch_counts", len(counts), self.world_size)
+        if not any(counts):
+            rule = "have an entry above 0"
+            raise ValueError(check.message(f"DDP.{name}", "batch_counts", rule, counts))
+        return self._reduce(name, grads, np.array(counts, np.float32))
+
+    def _reduce(self, name: str, grads: PyTree, weights: np.ndarray) -> PyTree:
+        self._check(name, grads)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]:
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                raise TypeError(
+                    f"DDP.{name}: every leaf of grads must be a float array, leaf "
+                    f"{jax.tree_util.keystr(path) or 'grads'} is {describe(leaf)}."
+                )
+        return self._mean(grads, weights)[0]
+
+    def _check(self, name: str, tree: PyTree) -> None:
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            if np.shape(leaf)[:1] != (self.world_size,) or not hasattr(leaf, "dtype"):
+                raise ValueError(
+                    f"DDP.{name}: every leaf must be stacked, with one entry per device "
+                    f"({self.world_size}), leaf {jax.tree_util.keystr(path) or 'tree'} is "
+                    f"{describe(leaf)}. Make it with replicate, or in a pmap."
+                )
+
+
+def _first(tree: PyTree) -> tuple[PyTree, None]:
+    return broadcast_from(tree, 0, AXIS), None
+
+
+def _mean(grads: PyTree, weight: Any) -> tuple[PyTree, None]:
+    return weighted_mean(grads, weight, AXIS), None
+
+
+def _check_alike(first: PyTree, replica: PyTree, rank: int) -> None:
+    want, got = jax.tree.structure(first), jax.tree.structure(replica)
+    if want != got:
+        raise ValueError(
+            f"DDP.wrap: all replicas must have one structure ({want}), replica {rank} has {got}."
+        )
+    named = jax.tree_util.tree_flatten_with_path(first)[0]
+    for (path, a), b in zip(named, jax.tree.leaves(replica), strict=True):
+        a, b = (x if hasattr(x, "dtype") else np.asarray(x) for x in (a, b))
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise ValueError(
+                f"DDP.wrap: all replicas must be alike, leaf "
+                f"{jax.tree_util.keystr(path) or 'replica'} of replica {rank} is {describe(b)}, "
+                f"that of replica 0 {describe(a)}."
+            )

@@ -1,0 +1,134 @@
+"""Collectives inside a mapped function of the user's, against NumPy in float64."""
+
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from elche_jax import broadcast_from, weighted_mean, weighted_psum
+
+AXIS = "mine"
+FLOATS = [jnp.float16, jnp.bfloat16, jnp.float32]
+EXACT = {jnp.float16: 2e-3, jnp.bfloat16: 1.6e-2, jnp.float32: 1e-6}
+
+
+def mapped(fn, *args, devices=None):
+    """The function under `pmap` over as many devices as the arguments have entries."""
+    world = len(jax.tree.leaves(args)[0])
+    devices = devices or jax.devices()[:world]
+    return jax.pmap(fn, axis_name=AXIS, devices=devices)(*args)
+
+
+shapes = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), min_size=1, max_size=4)
+weights_of = st.lists(st.integers(0, 50), min_size=2, max_size=4).filter(any)
+
+
+@settings(max_examples=25)
+@given(shapes=shapes, weights=weights_of, dtype=st.sampled_from(FLOATS), seed=st.integers(0, 99))
+def test_sums_and_means_of_any_tree(shapes, weights, dtype, seed):
+    rng = np.random.default_rng(seed)
+    world = len(weights)
+    host = [rng.normal(size=(world, *shape)) for shape in shapes]
+    tree = {"a": [jnp.asarray(leaf, dtype) for leaf in host], "none": None}
+    exact = [np.asarray(leaf, np.float64) for leaf in tree["a"]]
+    w = np.array(weights, np.float64)
+    sums, means = mapped(
+        lambda t, n: (weighted_psum(t, n, AXIS), weighted_mean(t, n, AXIS)),
+        tree, jnp.asarray(weights),
+    )  # fmt: skip
+    assert sums["none"] is None
+    size = float(np.abs(w).sum())
+    for got, mean, leaf in zip(sums["a"], means["a"], exact, strict=True):
+        assert got.dtype == mean.dtype == dtype
+        want = np.tensordot(w, leaf, 1)
+        for rank in range(world):
+            tolerance = {"rtol": EXACT[dtype], "atol": EXACT[dtype] * 4}
+            np.testing.assert_allclose(np.float64(got[rank]) / size, want / size, **tolerance)
+            np.testing.assert_allclose(np.float64(mean[rank]), want / w.sum(), **tolerance)
+
+
+@pytest.mark.parametrize("fn", [weighted_psum, weighted_mean])
+def test_weight_0_contributes_nothing(fn):
+    x = jnp.array([[1.0, 2.0], [jnp.nan, jnp.inf], [3.0, 5.0]])
+    out = mapped(lambda x, n: fn(x, n, AXIS), x, jnp.array([2, 0, 2]))
+    want = [8.0, 14.0] if fn is weighted_psum else [2.0, 3.5]
+    assert out.tolist() == [want] * 3
+
+
+@pytest.mark.parametrize("weight", [-1.0, jnp.nan])
+@pytest.mark.parametrize("fn", [weighted_psum, weighted_mean])
+def test_a_weight_below_0_or_not_a_number_shows(fn, weight):
+    out = mapped(lambda x, n: fn(x, n, AXIS), jnp.zeros(2), jnp.array([1.0, weight]))
+    assert np.isnan(out).all()
+
+
+def test_the_mean_of_nothing_is_not_a_number():
+    out = mapped(lambda x, n: weighted_mean(x, n, AXIS), jnp.ones(2), jnp.zeros(2))
+    assert np.isnan(out).all()
+
+
+def test_half_precision_is_summed_in_float32():
+    x = jnp.full(4, 30000.0, jnp.float16)  # two of them overflow
+    mean = mapped(lambda x, n: weighted_mean(x, n, AXIS), x, jnp.full(4, 100))
+    assert mean.tolist() == [30000.0] * 4
+
+
+def test_a_mean_of_means_is_the_mean_over_all_examples():
+    """What equal weights get wrong: shares of 7, 1 and 2 microbatches."""
+    rng = np.random.default_rng(0)
+    x, counts = rng.normal(size=(10, 5)).astype("float32"), [7, 1, 2]
+    ends = np.cumsum([0, *counts])
+    own = np.stack([x[a:b].mean(axis=0) for a, b in pairwise(ends)])
+    out = mapped(lambda g, n: weighted_mean(g, n, AXIS), jnp.asarray(own), jnp.asarray(counts))
+    np.testing.assert_allclose(out[0], x.astype("float64").mean(axis=0), rtol=1e-5, atol=1e-7)
+    assert np.abs(own.mean(axis=0) - out[0]).max() > 0.05
+
+
+EVERY_DTYPE = [
+    np.array([[-0.0, np.nan, np.inf], [1, 2, 3]], np.float32),
+    np.array([[-0.0, 65504, 6e-8], [1, 2, 3]], np.float16),
+    jnp.array([[-0.0, 3e38, 1], [1, 2, 3]], jnp.bfloat16),
+    np.array([[-(2**31), 2**31 - 1], [5, 6]], np.int32),
+    np.array([[255, 0], [5, 6]], np.uint8),
+    np.array([[-128, 127], [5, 6]], np.int8),
+    np.array([[True, False], [True, True]]),
+    np.array([[1 - 2j, -0.0j], [3j, 4]], np.complex64),
+]
+
+
+@pytest.mark.parametrize("rows", EVERY_DTYPE, ids=lambda rows: str(rows.dtype))
+@pytest.mark.parametrize("source", [0, 1])
+def test_broadcast_keeps_every_bit(rows, source):
+    out = mapped(lambda x: broadcast_from(x, source, AXIS), jnp.asarray(rows))
+    assert out.dtype == rows.dtype
+    for rank in (0, 1):
+        assert np.asarray(out)[rank].tobytes() == np.asarray(rows)[source].tobytes()
+
+
+def test_broadcast_of_typed_keys():
+    keys = jax.random.split(jax.random.key(0), 3)
+    out = mapped(lambda key: broadcast_from(key, 2, AXIS), keys)
+    data = np.asarray(jax.random.key_data(out))
+    np.testing.assert_array_equal(data, [np.asarray(jax.random.key_data(keys[2]))] * 3)
+
+
+@pytest.mark.parametrize(
+    ("tree", "weight", "error", "message"),
+    [
+        ({"n": jnp.arange(2)}, jnp.ones(2), TypeError, r"leaf \['n'\] is of dtype int32"),
+        (jnp.arange(2), jnp.ones(2), TypeError, r"leaf tree is of dtype int32"),
+        (
+            {"w": jnp.ones(2)},
+            jnp.ones((2, 1)),
+            ValueError,
+            r"weight must be a scalar, got .*\(1,\)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("fn", [weighted_psum, weighted_mean])
+def test_errors(fn, tree, weight, error, message):
+    with pytest.raises(error, match=f"{fn.__name__}: .*{message}"):
+        mapped(lambda t, n: fn(t, n, AXIS), tree, weight)

@@ -1,0 +1,182 @@
+"""Exchanges by hand, against NumPy in float64; what is wrong is named."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import elche_jax as elche
+
+DEVICES = jax.devices()[:3]
+DDP3 = elche.DDP(DEVICES)  # compiled once per shapes, over all tests
+
+
+def stacked(*rows):
+    return jax.pmap(lambda x: x, devices=DEVICES)(np.stack(rows))
+
+
+@settings(max_examples=25)
+@given(
+    counts=st.lists(st.integers(0, 1000), min_size=3, max_size=3).filter(any),
+    seed=st.integers(0, 99),
+)
+def test_weighted_means_are_exact(counts, seed):
+    rng = np.random.default_rng(seed)
+    host = rng.normal(size=(3, 4)).astype("float32")
+    grads = {"w": stacked(*host), "frozen": None, "masked": optax.MaskedNode()}
+    out = DDP3.weighted_all_reduce_gradients(grads, counts)
+    assert out["frozen"] is None and out["masked"] == optax.MaskedNode()
+    want = np.average(host.astype("float64"), axis=0, weights=counts)
+    np.testing.assert_allclose(out["w"], [want] * 3, rtol=1e-5, atol=1e-6)
+    elche.check_replicas(out["w"])
+
+
+def test_the_mean_is_that_of_equal_weights():
+    host = np.random.default_rng(0).normal(size=(3, 4)).astype("float32")
+    out = DDP3.all_reduce_gradients([stacked(*host)])
+    np.testing.assert_allclose(out[0], [host.astype("float64").mean(axis=0)] * 3, rtol=1e-5)
+    for counts in ((1, 1, 1), (7, 7, 7)):
+        again = DDP3.weighted_all_reduce_gradients([stacked(*host)], counts)
+        np.testing.assert_allclose(again[0], out[0], rtol=1e-6)
+
+
+def test_a_device_without_work_may_hold_anything():
+    out = DDP3.weighted_all_reduce_gradients(stacked([1.0], [np.nan], [4.0]), (2, 0, 1))
+    assert out.tolist() == [[2.0]] * 3
+
+
+@pytest.mark.parametrize("sync", [DDP3.sync_params, DDP3.sync_buffers])
+def test_sync_gives_everybody_what_rank_0_has(sync):
+    tree = {
+        "w": stacked([-0.0, np.nan], [1.0, 2.0], [3.0, 4.0]).astype(jnp.bfloat16),
+        "n": stacked([1], [2], [3]),
+        "none": None,
+    }
+    out = sync(tree)
+    elche.check_replicas({"w": out["w"], "n": out["n"]})
+    for name in ("w", "n"):
+        assert out[name].dtype == tree[name].dtype
+        assert np.asarray(out[name])[2].tobytes() == np.asarray(tree[name])[0].tobytes()
+    # pure: what went in is as it was
+    assert np.asarray(tree["n"]).tolist() == [[1], [2], [3]]
+
+
+def test_replicate_and_properties():
+    assert DDP3.world_size == 3 and list(DDP3.devices) == DEVICES
+    elche.check_replicas(DDP3.replicate({"w": np.arange(3.0)}))
+
+
+def test_wrap_takes_replicas_as_they_are():
+    rows = [{"w": np.full((2, 2), r, "float32"), "n": jnp.int32(r)} for r in range(3)]
+    ddp, params = elche.DDP.wrap(rows, DEVICES)
+    assert ddp.world_size == 3
+    for rank, device in enumerate(DEVICES):
+        shard = params["w"].addressable_data(rank)
+        assert shard.devices() == {device} and float(shard[0, 0, 0]) == rank
+    rows[0]["w"][:] = 9  # copied
+    assert ddp.sync_params(params)["w"].tolist() == np.zeros((3, 2, 2)).tolist()
+
+
+def test_one_program_per_shapes():
+    ddp, compiles = elche.DDP(DEVICES), []
+    listener = lambda event, seconds, **_: compiles.append(event)  # noqa: E731
+    grads = [stacked([1.0], [2.0], [3.0])]
+    ddp.weighted_all_reduce_gradients(grads, (1, 2, 3))
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        for counts in ((3, 2, 1), (0, 0, 5), (1, 1, 1)):
+            ddp.weighted_all_reduce_gradients(grads, counts)
+        ddp.all_reduce_gradients(grads)
+        assert not [event for event in compiles if "backend_compile" in event]
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+
+
+ONE = {"w": np.ones(2, "float32")}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: elche.DDP(DEVICES[:1]), ValueError,
+            r"DDP: devices must hold at least two devices, got 1\. One device has nobody",
+        ),
+        (lambda: elche.DDP([DEVICES[0]] * 2), ValueError, r"DDP: no device may appear twice"),
+        (lambda: elche.DDP(["cpu"] * 2), TypeError, r"DDP: devices must be jax\.Device objects"),
+        (
+            lambda: DDP3.weighted_all_reduce_gradients(stacked([1.0], [1.0], [1.0]), (1, 2)),
+            ValueError,
+            r"DDP\.weighted_all_reduce_gradients: batch_counts must have one entry per device "
+            r"\(3\), got 2\.",
+        ),
+        (
+            lambda: DDP3.weighted_all_reduce_gradients(stacked([1.0], [1.0], [1.0]), (0, 0, 0)),
+            ValueError, r"batch_counts must have an entry above 0, got \(0\.0, 0\.0, 0\.0\)",
+        ),
+        (
+            lambda: DDP3.weighted_all_reduce_gradients(stacked([1.0], [1.0], [1.0]), (2, -1, 1)),
+            ValueError, r"batch_counts\[1\] must be at least 0, got -1",
+        ),
+        (
+            lambda: DDP3.weighted_all_reduce_gradients(stacked([1.0], [1.0], [1.0]), "abc"),
+            TypeError, r"batch_counts must be a sequence of numbers, got 'abc'",
+        ),
+        (
+            lambda: DDP3.all_reduce_gradients({"n": stacked([1], [2], [3])}), TypeError,
+            r"DDP\.all_reduce_gradients: every leaf of grads must be a float array, leaf \['n'\]",
+        ),
+        (
+            lambda: DDP3.sync_params({"w": jnp.ones(2)}), ValueError,
+            r"DDP\.sync_params: every leaf must be stacked, .* \(3\), leaf \['w'\] is an array",
+        ),
+        (
+            lambda: elche.DDP.wrap([ONE, ONE], DEVICES), ValueError,
+            r"DDP\.wrap: replicas must have one entry per device \(3\), got 2",
+        ),
+        (
+            lambda: elche.DDP.wrap([ONE, ONE, {"v": ONE["w"]}], DEVICES), ValueError,
+            r"must have one structure \(PyTreeDef.*'w'.*\), replica 2 has PyTreeDef.*'v'",
+        ),
+        (
+            lambda: elche.DDP.wrap([ONE, {"w": np.ones(3, "float32")}, ONE], DEVICES), ValueError,
+            r"leaf \['w'\] of replica 1 is an array of shape \(3,\) .* of replica 0 .* \(2,\)",
+        ),
+        (
+            lambda: elche.DDP.wrap([ONE, ONE, {"w": np.ones(2)}], DEVICES), ValueError,
+            r"replica 2 is an array .* float64, that of replica 0 an array .* float32",
+        ),
+    ],
+)  # fmt: skip
+def test_errors(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_loop_of_ones_own_is_plain_training():
+    """Unequal shares of one batch, gradients by hand: the same as one device with all of it."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(12, 3)).astype("float32"), rng.normal(size=12).astype("float32")
+    counts, tx = (6, 4, 2), optax.adam(0.1)
+
+    def loss(params, x, y):
+        return jnp.mean((x @ params["w"] - y) ** 2)
+
+    want = {"w": jnp.zeros(3)}
+    params = DDP3.replicate(want)
+    opt, want_opt = DDP3.replicate(tx.init(want)), tx.init(want)
+    update = jax.pmap(lambda g, o, p: tx.update(g, o, p), devices=DEVICES)
+    for _ in range(5):
+        parts, at = [], 0
+        for rank, count in enumerate(counts):
+            own = jax.tree.map(lambda leaf, r=rank: leaf[r], jax.device_get(params))
+            parts.append(jax.grad(loss)(own, x[at : at + count], y[at : at + count])["w"])
+            at += count
+        grads = DDP3.weighted_all_reduce_gradients({"w": stacked(*map(np.asarray, parts))}, counts)
+        updates, opt = update(grads, opt, params)
+        params = jax.tree.map(jnp.add, params, updates)
+        updates, want_opt = tx.update(jax.grad(loss)(want, x, y), want_opt, want)
+        want = optax.apply_updates(want, updates)
+    np.testing.assert_allclose(elche.unreplicate(params)["w"], want["w"], rtol=1e-5)
