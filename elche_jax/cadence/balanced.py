@@ -7,7 +7,14 @@ import numpy as np
 
 from elche_jax import _check as check
 from elche_jax.cadence.apportion import MAX_TOTAL, shard_sizes
-from elche_jax.cadence.base import STABLE, State, Verdict, WindowReport, check_update
+from elche_jax.cadence.base import (
+    STABLE,
+    State,
+    Verdict,
+    WindowReport,
+    check_total,
+    check_update,
+)
 from elche_jax.cadence.estimate import (
     FloatArray,
     Times,
@@ -130,7 +137,7 @@ class Balanced:
         )
 
     def check_state(self, state: BalancedState) -> None:
-        """Check that a stored state is of a cadence with these knobs.
+        """Check that a stored state is of a cadence with this total.
 
         Args:
             state: The state.
@@ -141,11 +148,7 @@ class Balanced:
         Example:
             >>> Balanced(8).check_state(Balanced(8).init(2))
         """
-        if sum(state.counts) != self.total:
-            rule = f"share out {self.total} microbatches"
-            todo = "Begin without the stored state."
-            where = "Balanced.check_state"
-            raise ValueError(check.message(where, "state", rule, sum(state.counts), todo))
+        check_total("Balanced.check_state", state.counts, self.total)
 
     def update(
         self, state: BalancedState, report: WindowReport, verdict: Verdict = STABLE

@@ -267,3 +267,23 @@ def check_update(where: str, world_size: int, report: WindowReport, verdict: Ver
     check.instance(where, "report", report, WindowReport)
     check.instance(where, "verdict", verdict, Verdict)
     check.per_device(where, "report", len(report.counts), world_size)
+
+
+def check_total(where: str, counts: Sequence[int], total: int) -> None:
+    """Check that stored counts share out as many microbatches as the cadence does.
+
+    Args:
+        where: Name of the method, for the message.
+        counts: Microbatches per device.
+        total: What they must sum to.
+
+    Raises:
+        ValueError: If they do not.
+
+    Example:
+        >>> check_total("FixedTotal.check_state", (5, 3), 8)
+    """
+    if sum(counts) != total:
+        rule = f"share out {total} microbatches"
+        todo = "Begin without the stored state."
+        raise ValueError(check.message(where, "state", rule, sum(counts), todo))

@@ -8,7 +8,14 @@ from numpy.typing import NDArray
 
 from elche_jax import _check as check
 from elche_jax.cadence.apportion import MAX_TOTAL, split
-from elche_jax.cadence.base import STABLE, State, Verdict, WindowReport, check_update
+from elche_jax.cadence.base import (
+    STABLE,
+    State,
+    Verdict,
+    WindowReport,
+    check_total,
+    check_update,
+)
 from elche_jax.cadence.estimate import FloatArray, Times, as_times, update_ms
 
 MIN_GAIN = 0.02
@@ -146,7 +153,7 @@ class FixedTotal:
         return counts
 
     def check_state(self, state: FixedTotalState) -> None:
-        """Check that a stored state is of a cadence with these knobs.
+        """Check that a stored state is of a cadence with this total.
 
         Args:
             state: The state.
@@ -157,11 +164,7 @@ class FixedTotal:
         Example:
             >>> FixedTotal(8).check_state(FixedTotal(8).init(2))
         """
-        if sum(state.counts) != self.total:
-            rule = f"share out {self.total} microbatches"
-            todo = "Begin without the stored state."
-            where = "FixedTotal.check_state"
-            raise ValueError(check.message(where, "state", rule, sum(state.counts), todo))
+        check_total("FixedTotal.check_state", state.counts, self.total)
 
     def recalibrate(self, state: FixedTotalState) -> FixedTotalState:
         """Return the state with the time estimates forgotten; the counts stay.

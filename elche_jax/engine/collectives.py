@@ -43,11 +43,8 @@ def weighted_psum(tree: PyTree, weight: Any, axis_name: str) -> PyTree:
         >>> jax.vmap(sums, axis_name="devices")(values, counts).tolist()
         [7.0, 7.0, 7.0]
     """
-    weight = _weight("weighted_psum", weight)
-    wide = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _weighted("weighted_psum", path, leaf, weight), tree
-    )
-    summed = jax.lax.psum(wide, axis_name)
+    weighted, _ = _weighted("weighted_psum", tree, weight)
+    summed = jax.lax.psum(weighted, axis_name)
     return jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), summed, tree)
 
 
@@ -78,11 +75,7 @@ def weighted_mean(tree: PyTree, weight: Any, axis_name: str) -> PyTree:
         >>> jax.vmap(mean, axis_name="devices")(jnp.array([1.0, 4.0]), jnp.array([2, 1])).tolist()
         [2.0, 2.0]
     """
-    weight = _weight("weighted_mean", weight)
-    wide = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _weighted("weighted_mean", path, leaf, weight), tree
-    )
-    summed, total = jax.lax.psum((wide, weight), axis_name)
+    summed, total = jax.lax.psum(_weighted("weighted_mean", tree, weight), axis_name)
     return jax.tree.map(lambda s, leaf: (s / total).astype(leaf.dtype), summed, tree)
 
 
@@ -118,24 +111,26 @@ def broadcast_from(tree: PyTree, source: Any, axis_name: str) -> PyTree:
     return jax.tree.map(broadcast, tree)
 
 
-def _weight(where: str, weight: Any) -> Any:
+def _weighted(where: str, tree: PyTree, weight: Any) -> tuple[PyTree, Any]:
+    """The tree times the weight in at least float32, and the weight; both checked."""
     weight = jnp.asarray(weight)
     if weight.shape != ():
         raise ValueError(f"{where}: weight must be a scalar, got shape {weight.shape}.")
     weight = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
-    return jnp.where(weight < 0, jnp.nan, weight)
+    weight = jnp.where(weight < 0, jnp.nan, weight)
 
+    def times(path: Any, leaf: Any) -> Any:
+        leaf = jnp.asarray(leaf)
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(
+                f"{where}: every leaf must be a float array, leaf "
+                f"{jax.tree_util.keystr(path) or 'tree'} is of dtype {leaf.dtype}."
+            )
+        wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+        # `!=`, not `>`: a weight that is not a number must show in the sum
+        return jnp.where(weight != 0, wide * weight.astype(wide.dtype), 0)
 
-def _weighted(where: str, path: Any, leaf: Any, weight: Any) -> Any:
-    leaf = jnp.asarray(leaf)
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        raise TypeError(
-            f"{where}: every leaf must be a float array, leaf "
-            f"{jax.tree_util.keystr(path) or 'tree'} is of dtype {leaf.dtype}."
-        )
-    wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-    # `!=`, not `>`: a weight that is not a number must show in the sum
-    return jnp.where(weight != 0, wide * weight.astype(wide.dtype), 0)
+    return jax.tree_util.tree_map_with_path(times, tree), weight
 
 
 def _as_bits(leaf: Any) -> tuple[Any, Callable[[Any], Any]]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from elche_jax import _check as check
 from elche_jax.engine.collectives import broadcast_from, weighted_mean
-from elche_jax.engine.devices import one_kind, select_devices
+from elche_jax.engine.devices import check_one_kind, select_devices
 from elche_jax.engine.loss import describe
 from elche_jax.engine.mapped import AXIS, Mapped, stack_shards, stacked_sharding
 from elche_jax.engine.replicas import replicate
@@ -59,7 +59,7 @@ class DDP:
         if self.world_size < 2:
             rule, todo = "hold at least two devices", "One device has nobody to exchange with."
             raise ValueError(check.message("DDP", "devices", rule, self.world_size, todo))
-        one_kind("DDP", self.devices)
+        check_one_kind("DDP", self.devices)
         self._broadcast = Mapped(_first, self.devices, donate=())
         self._mean = Mapped(_mean, self.devices, donate=())
 

@@ -72,8 +72,8 @@ def group_devices(devices: Sequence[jax.Device]) -> list[Group]:
     return [Group(tuple(devices[r] for r in rs), tuple(rs)) for rs in ranks.values()]
 
 
-def one_kind(where: str, devices: Sequence[jax.Device]) -> Group:
-    """The one group that these devices make.
+def check_one_kind(where: str, devices: Sequence[jax.Device]) -> None:
+    """Checks that one program can serve these devices.
 
     Raises:
         ValueError: They are of several kinds or platforms.
@@ -85,7 +85,6 @@ def one_kind(where: str, devices: Sequence[jax.Device]) -> Group:
             f"{where}: devices must be of one kind and platform, got {kinds}. "
             "Choose with devices=[...]; one program cannot serve several kinds."
         )
-    return groups[0]
 
 
 def device_summary(devices: Sequence[jax.Device] | None = None) -> str:

@@ -9,7 +9,7 @@ import optax
 
 from elche_jax.cadence import Cadence, EveryBatch
 from elche_jax.config import DDPConfig
-from elche_jax.engine.devices import one_kind, select_devices
+from elche_jax.engine.devices import check_one_kind, select_devices
 from elche_jax.engine.loss import LossFn
 from elche_jax.engine.program import LoopHook
 from elche_jax.train.step import TrainStep
@@ -88,7 +88,7 @@ def build_train_step(
             f"build_train_step: nonfinite must be 'raise' or 'skip', got {nonfinite!r}."
         )
     chosen = select_devices(devices)
-    one_kind("build_train_step", chosen)
+    check_one_kind("build_train_step", chosen)
     if cadence is not None and config is not None and config.cadence_knobs():
         raise ValueError(
             "build_train_step: cadence and config must not both choose the cadence, got "
