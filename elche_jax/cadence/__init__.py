@@ -29,6 +29,7 @@ from elche_jax.cadence.fixed_total import FixedTotal, FixedTotalState
 from elche_jax.cadence.replay import Replay, ReplayState
 from elche_jax.cadence.scheduler import Scheduler, SchedulerState
 from elche_jax.cadence.shift import Shift, ShiftState
+from elche_jax.cadence.window_time import WindowTime, WindowTimeState
 
 __all__ = [
     "HOLD_GROWTH",
@@ -52,6 +53,8 @@ __all__ = [
     "State",
     "Verdict",
     "WindowReport",
+    "WindowTime",
+    "WindowTimeState",
     "apportion",
     "clamp_counts",
     "nudge_down",

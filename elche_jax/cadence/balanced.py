@@ -1,5 +1,6 @@
 """Balanced: the classic auto-balancer, ratios re-measured every so many windows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,6 +23,7 @@ from elche_jax.cadence.estimate import (
     as_times,
     measured_ms,
 )
+from elche_jax.cadence.hint import checked_hint, hinted_speeds
 
 # Ratios are whole multiples of 1/_GRID, so every way of summing them is exact.
 _GRID = 2**52
@@ -61,6 +63,10 @@ class Balanced:
     of the measured ones; when there are none, the change waits for the next report.
     Verdicts change nothing: the total is constant.
 
+    With ``speed_hint`` the first ratios are proportional to the speeds it says, and the
+    first report that measured a device changes them to the measured ones: a wrong hint
+    costs one window. The changes that follow come when they would without a hint.
+
     Attributes:
         total: Microbatches per window over all devices, at least 1.
         alpha: Weight of the newest measurement, in ``(0, 1]``.
@@ -68,6 +74,8 @@ class Balanced:
         rebalance_every: Windows between changes, at least 1.
         min_ratio: Smallest share, in ``[0, 1]``; times the number of devices it
             must not exceed 1.
+        speed_hint: What is known about the speeds beforehand, or ``None``; in either
+            form that `ElChe` takes: ``(slow_rank, ratio)`` or one speed per device.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -81,6 +89,15 @@ class Balanced:
         >>> state = cadence.update(state, WindowReport((60.0, 20.0), (4, 4), 1.0))
         >>> state.counts, state.ratios
         ((2, 6), (0.25, 0.75))
+
+        A hint that has it the wrong way round, and the window that corrects it:
+
+        >>> cadence = Balanced(total=8, speed_hint=(1, 3.0))
+        >>> state = cadence.init(2)
+        >>> state.counts
+        (6, 2)
+        >>> cadence.update(state, WindowReport((90.0, 10.0), (6, 2), 1.0)).counts
+        (2, 6)
     """
 
     state_type: ClassVar[type[BalancedState]] = BalancedState
@@ -90,6 +107,7 @@ class Balanced:
     calibration_windows: int = 10
     rebalance_every: int = 50
     min_ratio: float = 0.05
+    speed_hint: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         where = "Balanced"
@@ -103,9 +121,11 @@ class Balanced:
             "min_ratio": check.real(where, "min_ratio", self.min_ratio, low=0, high=1),
         }.items():
             object.__setattr__(self, name, value)
+        if self.speed_hint is not None:
+            object.__setattr__(self, "speed_hint", checked_hint(where, self.speed_hint))
 
     def init(self, world_size: int) -> BalancedState:
-        """Return the state before the first window, all ratios equal.
+        """Return the state before the first window: equal ratios, or as hinted.
 
         Args:
             world_size: Number of devices, at least 1.
@@ -115,11 +135,14 @@ class Balanced:
 
         Raises:
             TypeError: If ``world_size`` is not an integer.
-            ValueError: If it is below 1, or too large for ``min_ratio``.
+            ValueError: If it is below 1, too large for ``min_ratio``, or does not fit
+                ``speed_hint``.
 
         Example:
             >>> Balanced(total=10).init(2).ratios
             (0.5, 0.5)
+            >>> Balanced(total=10, speed_hint=[4, 1]).init(2).counts
+            (8, 2)
         """
         where = "Balanced.init"
         world_size = check.integer(where, "world_size", world_size, low=1)
@@ -127,13 +150,16 @@ class Balanced:
             rule = f"be at most 1 / world_size ({world_size} devices)"
             todo = "Lower min_ratio."
             raise ValueError(check.message(where, "min_ratio", rule, self.min_ratio, todo))
-        ratios = _ratios(np.ones(world_size), self.min_ratio)
+        speeds, first = np.ones(world_size), self.calibration_windows
+        if self.speed_hint is not None:
+            speeds, first = as_array(hinted_speeds(where, self.speed_hint, world_size)), 1
+        ratios = _ratios(speeds / speeds.max(), self.min_ratio)
         return BalancedState(
             counts=shard_sizes(ratios, self.total),
             ratios=ratios,
             throughput=(None,) * world_size,
             windows=0,
-            next_rebalance=self.calibration_windows,
+            next_rebalance=first,
         )
 
     def check_state(self, state: BalancedState) -> None:
@@ -189,7 +215,11 @@ class Balanced:
             filled = np.where(unknown, speed[~unknown].mean(), speed)
             ratios = _ratios(filled, self.min_ratio)
             counts = shard_sizes(ratios, self.total)
-            next_rebalance = windows + self.rebalance_every
+            # A hint is corrected before the calibration, which then comes as ever.
+            calibrated = windows >= self.calibration_windows
+            next_rebalance = (
+                windows + self.rebalance_every if calibrated else self.calibration_windows
+            )
         return BalancedState(counts, ratios, as_times(speed), windows, next_rebalance)
 
 

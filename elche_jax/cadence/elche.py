@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from elche_jax.cadence.estimate import (
     as_times,
     update_ms,
 )
+from elche_jax.cadence.hint import checked_hint, hinted_speeds
 
 DEAD_ZONE_PERCENT = 10
 
@@ -150,7 +151,7 @@ class ElChe:
                 "ElChe", "max_batch_diff", self.max_batch_diff, low=1
             )
         if self.speed_hint is not None:
-            checked["speed_hint"] = _checked_hint(self.speed_hint)
+            checked["speed_hint"] = checked_hint("ElChe", self.speed_hint)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
@@ -181,22 +182,10 @@ class ElChe:
         world_size = check.integer(where, "world_size", world_size, low=2, todo=todo)
         counts = (self.anchor,) * world_size
         if self.speed_hint is not None:
-            counts = self._hinted_counts(self.speed_hint, world_size)
+            speeds = hinted_speeds(where, self.speed_hint, world_size)
+            slowest = min(speeds)
+            counts = tuple(_round(self.anchor * (speed / slowest)) for speed in speeds)
         return ElCheState(self.anchor, counts, (None,) * world_size, False)
-
-    def _hinted_counts(self, hint: Sequence[float], world_size: int) -> tuple[int, ...]:
-        if _names_slow_rank(hint):
-            slow_rank, ratio = hint
-            if slow_rank >= world_size:
-                rule = f"be below world_size ({world_size})"
-                raise ValueError(
-                    check.message("ElChe.init", "speed_hint slow_rank", rule, slow_rank, _TWO)
-                )
-            faster = _round(self.anchor * ratio)
-            return tuple(self.anchor if rank == slow_rank else faster for rank in range(world_size))
-        check.per_device("ElChe.init", "speed_hint", len(hint), world_size)
-        slowest = min(hint)
-        return tuple(_round(self.anchor * speed / slowest) for speed in hint)
 
     def update(
         self, state: ElCheState, report: WindowReport, verdict: Verdict = STABLE
@@ -350,27 +339,3 @@ class ElChe:
             ideal = np.where(moves, now + change, now)
         counts = tuple(ideal.astype(np.int64).tolist())
         return ElCheState(anchor, counts, as_times(ms), known)
-
-
-_TWO = (
-    "(slow_rank, ratio) is what a tuple of two that starts with an int means; "
-    "write the speeds of two devices as a list."
-)
-
-
-def _names_slow_rank(hint: Sequence[float]) -> bool:
-    return isinstance(hint, tuple) and len(hint) == 2 and isinstance(hint[0], int)
-
-
-def _checked_hint(hint: object) -> tuple[Any, ...]:
-    """Return the hint as ``(int, float)`` or as a tuple of floats."""
-    entries = check.items("ElChe", "speed_hint", hint, "numbers")
-    if isinstance(hint, tuple) and len(entries) == 2:
-        first = entries[0]
-        if isinstance(first, np.integer):
-            first = int(cast(Any, first))
-        if isinstance(first, int):
-            slow_rank = check.integer("ElChe", "speed_hint slow_rank", first, low=0, todo=_TWO)
-            ratio = check.real("ElChe", "speed_hint ratio", entries[1], low=1, todo=_TWO)
-            return (slow_rank, ratio)
-    return check.reals("ElChe", "speed_hint", entries, above=0)

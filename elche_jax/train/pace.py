@@ -16,8 +16,11 @@ from typing import Any
 from elche_jax import _check as check
 from elche_jax.cadence import WindowReport
 from elche_jax.cadence.scheduler import Scheduler, SchedulerState
+from elche_jax.config import Recorder
 from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.report import imbalance
+from elche_jax.observe.timeline import SkipEvent
+from elche_jax.train import speeds
 
 logger = logging.getLogger("elche_jax")
 
@@ -38,7 +41,8 @@ HINT_ABOVE = 0.15
 class Measured:
     """A window as it was dispatched: what a record needs besides the times.
 
-    `asked` is the moment the loop asked for it, `time.perf_counter` seconds.
+    `asked` is the moment the loop asked for it, `time.perf_counter` seconds; `first` the
+    number of its first microbatch in the epoch.
     """
 
     window: int
@@ -47,6 +51,7 @@ class Measured:
     examples: int
     steady: bool
     asked: float
+    first: int = 0
 
 
 class Pace:
@@ -55,17 +60,26 @@ class Pace:
     Args:
         scheduler: The pure scheduler.
         world_size: Number of devices.
-        hint: Log one line when devices of one kind turn out to be unequally fast.
+        hint: Log one line when devices of one kind turn out to be unequally fast, and the
+            cadence makes nothing of it.
+        timeline: Told of every window, or None.
     """
 
-    def __init__(self, scheduler: Scheduler, world_size: int, hint: bool):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        world_size: int,
+        hint: bool,
+        timeline: Recorder | None = None,
+    ):
         self._lock = threading.Lock()
         self._scheduler = scheduler
         self._state = scheduler.init(world_size)
         self._records: deque[WindowRecord] = deque(maxlen=RECORDS_KEPT)
         self._world_size = world_size
         self._history = array("q")
-        self._hint = hint and world_size > 1
+        self._hint = hint and world_size > 1 and not self.adaptive
+        self.timeline = timeline
 
     @property
     def adaptive(self) -> bool:
@@ -88,6 +102,28 @@ class Pace:
             return script.counts_at(window)
         except ValueError:  # the script is over
             return self.history[-1] if window else script.counts_at(0)
+
+    @property
+    def throughput(self) -> tuple[float | None, ...]:
+        """Microbatches per second of each device; None where it was not measured yet.
+
+        The cadence's own estimate where it has one, else the median over the last steady
+        windows, see `elche_jax.train.speeds.throughput`.
+        """
+        with self._lock:
+            state, records = self._state.cadence, list(self._records)
+        return speeds.throughput(state, records, self._world_size)
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Share of the work that each device should get; they sum to 1.
+
+        See `elche_jax.train.speeds.ratios`.
+        """
+        counts = self._sound(self.counts, self.windows)
+        with self._lock:
+            state, records = self._state.cadence, list(self._records)
+        return speeds.ratios(state, records, counts)
 
     @property
     def largest(self) -> int | None:
@@ -126,7 +162,9 @@ class Pace:
                 f"{len(values)}. Speeds of other devices say nothing about these; begin without."
             )
         low = None if name == "runs" else 0  # these tell a direction by their sign
-        check.reals(where, name, [value for value in values if value is not None], low=low)
+        above = 0 if name in ("ms_per_batch", "throughput") else None  # no device takes none
+        known = [value for value in values if value is not None]
+        check.reals(where, name, known, low=low, above=above)
 
     @property
     def records(self) -> list[WindowRecord]:
@@ -151,6 +189,9 @@ class Pace:
         """Counts for a window, were there no end of the data."""
         with self._lock:
             counts = self._scheduler.plan(self._state, window=window)
+        return self._sound(counts, window)
+
+    def _sound(self, counts: tuple[int, ...], window: int) -> tuple[int, ...]:
         if len(counts) != self._world_size or min(counts) < 0 or max(counts) == 0:
             cadence = type(self._scheduler.cadence).__name__
             raise ValueError(
@@ -166,6 +207,8 @@ class Pace:
 
     def measured(self, record: WindowRecord) -> None:
         """Takes a window's times; feeds the cadence where they are steady."""
+        if self.timeline is not None:  # not under the lock: it may write to a disk
+            self.timeline.window(record)
         with self._lock:
             self._records.append(record)
             scripted = self._scheduler.scripted is not None
@@ -174,6 +217,13 @@ class Pace:
                 self._state = self._scheduler.update(self._state, report)
             if self._hint:
                 self._give_hint()
+
+    def skipped(self, measured: Measured, reason: str) -> None:
+        """Notes that a window's update was dropped, and why."""
+        if self.timeline is not None:
+            self.timeline.add(
+                SkipEvent, window=measured.window, epoch=measured.epoch, reason=reason
+            )
 
     def _give_hint(self) -> None:
         steady = [record for record in self._records if record.steady]

@@ -20,6 +20,7 @@ from elche_jax.cadence import (
     FixedTotal,
     Replay,
     WindowReport,
+    WindowTime,
     nudge_down,
 )
 
@@ -31,12 +32,20 @@ CADENCES = {
     "elche_hinted": ElChe(speed_hint=(1, 2.3)),
     "elche_speeds": ElChe(speed_hint=[1.0, 2.0, 4.0]),
     "balanced": Balanced(total=12, calibration_windows=1, rebalance_every=2),
+    "balanced_hinted": Balanced(total=12, calibration_windows=3, speed_hint=(1, 2.3)),
     "fixed_total": FixedTotal(total=12),
     "fixed_total_scarce": FixedTotal(total=2),
     "every_batch": EveryBatch(),
     "replay": Replay([(1, 2, 3)] * 20),
+    "window_time": WindowTime(),
+    "window_time_short": WindowTime(window_ms=0.5, least=1),
 }
-CONSTANT_TOTAL = {"balanced": 12, "fixed_total": 12, "fixed_total_scarce": 2}
+CONSTANT_TOTAL = {
+    "balanced": 12,
+    "balanced_hinted": 12,
+    "fixed_total": 12,
+    "fixed_total_scarce": 2,
+}
 every_cadence = pytest.mark.parametrize("name", CADENCES)
 windows = st.lists(
     st.tuples(

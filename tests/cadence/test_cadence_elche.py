@@ -3,9 +3,11 @@
 import itertools
 import math
 from dataclasses import FrozenInstanceError, replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
+from hints import hints_and_ms
 from hypothesis import given, settings, strategies as st
 
 from elche_jax.cadence import (
@@ -13,6 +15,7 @@ from elche_jax.cadence import (
     STABLE,
     ElChe,
     ElCheState,
+    Scheduler,
     WindowReport,
     nudge_down,
 )
@@ -70,6 +73,46 @@ def test_a_copy_of_the_config_means_the_same(hint):
     cadence = ElChe(speed_hint=hint)
     assert replace(cadence) == cadence
     assert hash(replace(cadence)) == hash(cadence)
+
+
+def test_a_wrong_hint_is_corrected_by_the_first_report():
+    cadence = ElChe(anchor=10, speed_hint=(1, 5.0))
+    state = cadence.init(3)
+    assert state.counts == (50, 10, 50)
+    # it is device 0 that is slow, and the others are five times as fast
+    after = cadence.update(state, report(state, (5.0, 1.0, 1.0)))
+    assert after == calibrated(10, (10, 50, 50), (5.0, 1.0, 1.0))
+
+
+@laws
+@given(
+    hints_and_ms(),
+    st.integers(1, 20),
+    st.one_of(st.none(), st.integers(1, 3)),
+    st.floats(0.0, 1e3),
+    st.booleans(),
+)
+def test_any_hint_is_corrected_by_the_first_report(case, anchor, most, sync_ms, scheduled):
+    """The counts are those without a hint, up to the anchor: this depends on the overhead,
+    and thus on how long the window took that the hint has planned."""
+    hint, ms = case
+    plain = ElChe(anchor=anchor, max_batch_diff=most)
+    hinted = replace(plain, speed_hint=hint)
+    rules = [Scheduler(plain), Scheduler(hinted)] if scheduled else [plain, hinted]
+    unhinted, after = (
+        rule.update(start, report(start, ms, sync_ms))
+        for rule, start in ((rule, rule.init(len(ms))) for rule in rules)
+    )
+    if scheduled:
+        unhinted, after = unhinted.cadence, after.cadence
+    assert after.ms_per_batch == unhinted.ms_per_batch == tuple(map(float, ms))
+    assert after.counts == counts_for(after.anchor, ms)
+    if sync_ms == 0 or after.anchor == unhinted.anchor:
+        assert after == unhinted
+
+
+def counts_for(anchor, ms):
+    return tuple(math.floor(Fraction(anchor * max(ms), one) + Fraction(1, 2)) for one in ms)
 
 
 @pytest.mark.parametrize(

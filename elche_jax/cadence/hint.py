@@ -1,0 +1,96 @@
+"""What is known of the speeds beforehand: the two forms of a speed hint, read once.
+
+`ElChe` and `Balanced` take the same hint. ``(slow_rank, ratio)``: one device is the
+slowest, all others are ``ratio`` times as fast. Or one relative speed per device.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from elche_jax import _check as check
+
+WIDEST = 2**53
+"""How many times as fast as the slowest a device may be: counts must fit an int64."""
+
+_TWO = (
+    "(slow_rank, ratio) is what a tuple of two that starts with an int means; "
+    "write the speeds of two devices as a list."
+)
+
+
+def checked_hint(where: str, hint: object) -> tuple[Any, ...]:
+    """Return a hint in plain numbers, checked as far as it can be without devices.
+
+    Args:
+        where: The class the user called, for the message.
+        hint: ``(slow_rank, ratio)``, where a **tuple of two that starts with an int**
+            is always that one; or a sequence or array with one speed per device.
+
+    Returns:
+        ``(int, float)`` or a tuple of floats, which means the same when it is passed
+        in again.
+
+    Raises:
+        TypeError: If it is no sequence, or an entry not a number.
+        ValueError: If ``slow_rank`` is negative, ``ratio`` is below 1, a speed is not
+            above 0, there is none, or the fastest device is more than 2**53 times as
+            fast as the slowest.
+
+    Example:
+        >>> checked_hint("ElChe", (1, 2))
+        (1, 2.0)
+        >>> checked_hint("ElChe", [1, 2])
+        (1.0, 2.0)
+    """
+    entries = check.items(where, "speed_hint", hint, "numbers")
+    if isinstance(hint, tuple) and len(entries) == 2:
+        first = entries[0]
+        if isinstance(first, np.integer):
+            first = int(cast(Any, first))
+        if isinstance(first, int):
+            rank = check.integer(where, "speed_hint slow_rank", first, low=0, todo=_TWO)
+            ratio = check.real(where, "speed_hint ratio", entries[1], low=1, high=WIDEST, todo=_TWO)
+            return (rank, ratio)
+    speeds = check.reals(where, "speed_hint", entries, above=0)
+    if not speeds:
+        raise ValueError(check.message(where, "speed_hint", "have one entry per device", "none"))
+    if max(speeds) / min(speeds) > WIDEST:
+        rule = f"have no speed more than {WIDEST} times another"
+        raise ValueError(check.message(where, "speed_hint", rule, speeds))
+    return speeds
+
+
+def hinted_speeds(where: str, hint: Sequence[float], world_size: int) -> tuple[float, ...]:
+    """Return the relative speed of each device, as a hint has it.
+
+    Args:
+        where: The method the user called, for the message.
+        hint: What `checked_hint` returned.
+        world_size: Number of devices.
+
+    Returns:
+        One speed per device, above 0, larger is faster; their scale means nothing.
+
+    Raises:
+        ValueError: If the hint is for another number of devices.
+
+    Example:
+        >>> hinted_speeds("ElChe.init", (1, 2.3), world_size=3)
+        (2.3, 1.0, 2.3)
+        >>> hinted_speeds("ElChe.init", (1.0, 2.3), world_size=2)
+        (1.0, 2.3)
+    """
+    if not _names_slow_rank(hint):
+        check.per_device(where, "speed_hint", len(hint), world_size)
+        return tuple(hint)
+    slow_rank, ratio = hint
+    if slow_rank >= world_size:
+        rule = f"be below world_size ({world_size})"
+        raise ValueError(check.message(where, "speed_hint slow_rank", rule, slow_rank, _TWO))
+    return tuple(1.0 if rank == slow_rank else ratio for rank in range(world_size))
+
+
+def _names_slow_rank(hint: Sequence[float]) -> bool:
+    return len(hint) == 2 and isinstance(hint[0], int)

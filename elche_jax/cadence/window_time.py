@@ -1,0 +1,123 @@
+"""WindowTime: windows that last a given time on every device."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from elche_jax import _check as check
+from elche_jax.cadence.base import STABLE, State, Verdict, WindowReport, check_update
+from elche_jax.cadence.estimate import Times, as_times, update_ms
+
+MAX_COUNT = 4096
+"""Most microbatches a device gets: a clock that shows too little must not ask for all."""
+
+
+@dataclass(frozen=True)
+class WindowTimeState(State):
+    """State of `WindowTime`: plain numbers.
+
+    Attributes:
+        counts: Microbatches per device in the next window.
+        ms_per_batch: Smoothed milliseconds per microbatch, ``None`` where never measured.
+    """
+
+    counts: tuple[int, ...]
+    ms_per_batch: Times
+
+
+@dataclass(frozen=True)
+class WindowTime:
+    """Cadence whose windows last as long on every device: for work without an exchange.
+
+    The slowest device gets ``anchor = max(least, round(window_ms / max(ms)))``
+    microbatches and device ``d`` gets ``round(anchor * max(ms) / ms[d])``. No device gets
+    more than 4096: the anchor is lowered, to ``least`` if it must be, so that counts stay
+    in proportion. The first window, in which nothing is known, is one microbatch each.
+    Where nothing is exchanged a window need not pay for its end; it only has to be long
+    enough for the host to prepare the next, and for counts in proportion.
+
+    Attributes:
+        window_ms: Milliseconds a window shall last, above 0.
+        least: Fewest microbatches of the slowest device, 1 to 4096: the more, the better
+            whole numbers fit the speeds.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> cadence = WindowTime(window_ms=100)
+        >>> state = cadence.init(2)
+        >>> cadence.update(state, WindowReport((20.0, 5.0), (1, 1), 0.0)).counts
+        (5, 20)
+    """
+
+    state_type: ClassVar[type[WindowTimeState]] = WindowTimeState
+
+    window_ms: float = 100.0
+    least: int = 4
+
+    def __post_init__(self) -> None:
+        where = "WindowTime"
+        window_ms = check.real(where, "window_ms", self.window_ms, above=0)
+        object.__setattr__(self, "window_ms", window_ms)
+        least = check.integer(where, "least", self.least, low=1, high=MAX_COUNT)
+        object.__setattr__(self, "least", least)
+
+    def init(self, world_size: int) -> WindowTimeState:
+        """Return the state before the first window.
+
+        Args:
+            world_size: Number of devices, at least 1.
+
+        Returns:
+            The state.
+
+        Raises:
+            TypeError: If ``world_size`` is not an integer.
+            ValueError: If it is below 1.
+
+        Example:
+            >>> WindowTime().init(3).counts
+            (1, 1, 1)
+        """
+        world_size = check.integer("WindowTime.init", "world_size", world_size, low=1)
+        return WindowTimeState((1,) * world_size, (None,) * world_size)
+
+    def update(
+        self, state: WindowTimeState, report: WindowReport, verdict: Verdict = STABLE
+    ) -> WindowTimeState:
+        """Return the state for the next window.
+
+        Args:
+            state: The state so far; it stays as it is.
+            report: What was measured.
+            verdict: The guard's opinion; checked, not used.
+
+        Returns:
+            The state with new estimates and counts; a device never measured gets one
+            microbatch.
+
+        Raises:
+            TypeError: If the report or the verdict is of another class.
+            ValueError: If the report has another number of devices.
+
+        Example:
+            >>> cadence = WindowTime(window_ms=10)
+            >>> report = WindowReport((20.0, 0.0), (1, 1), 0.0)
+            >>> cadence.update(cadence.init(2), report).counts
+            (4, 1)
+        """
+        check_update("WindowTime.update", len(state.counts), report, verdict)
+        ms = update_ms(state.ms_per_batch, report)
+        known = ~np.isnan(ms)
+        counts = np.ones(len(ms), dtype=np.int64)
+        if known.any():
+            slowest = float(ms[known].max())
+            with np.errstate(over="ignore"):  # bounded
+                faster = np.minimum(slowest / ms[known], MAX_COUNT)
+            wanted = min(self.window_ms / slowest, MAX_COUNT / float(faster.max()))
+            anchor = max(self.least, round(wanted))
+            counts[known] = np.minimum(np.rint(anchor * faster), MAX_COUNT)
+        return WindowTimeState(tuple(counts.tolist()), as_times(ms))

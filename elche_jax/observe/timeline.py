@@ -1,0 +1,327 @@
+"""What happened in a run and when: typed events, in memory and one JSON line each.
+
+A new kind of event is a dataclass here, of numbers, strings and tuples of numbers, that
+derives from `Event`, and its entry in `EVENTS`.
+"""
+
+import errno
+import json
+import logging
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from io import FileIO
+from os import PathLike, fsdecode
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self, cast
+
+import numpy as np
+
+from elche_jax import _check as check
+from elche_jax.observe.records import WindowRecord
+
+logger = logging.getLogger("elche_jax")
+
+KEEP = 10_000
+"""Events a timeline keeps in memory."""
+
+
+def _plain(kind: type, where: str, name: str, value: object) -> Any:
+    """Return a value of a kind as it is; another one is an error."""
+    value = value.item() if isinstance(value, np.generic) else value
+    check.instance(where, name, value, kind)
+    return value
+
+
+# The types that fields of an event may have, and what makes plain values of them.
+_FIELDS: Final[dict[Any, Callable[[str, str, object], Any]]] = {
+    bool: partial(_plain, bool),
+    str: partial(_plain, str),
+    int: check.integer,
+    float: check.real,
+    tuple[int, ...]: check.integers,
+    tuple[float, ...]: check.reals,
+}
+
+
+class Event:
+    """Base of the events: makes their values plain Python ones, and checks them.
+
+    Raises:
+        TypeError: A value is not of its field's type.
+        ValueError: A number is not finite.
+    """
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for field in fields(cast(Any, self)):
+            value = getattr(self, field.name)
+            value = _FIELDS[field.type](type(self).__name__, field.name, value)
+            object.__setattr__(self, field.name, value)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowEvent(WindowRecord, Event):
+    """A window that is over: its record, which `plot_run` and the like take, and when.
+
+    Attributes:
+        at: Seconds since the timeline began, at which it was reported.
+    """
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class SkipEvent(Event):
+    """An update that was dropped.
+
+    Attributes:
+        window: Number of the window in the run.
+        epoch: Its epoch.
+        reason: Why.
+        at: Seconds since the timeline began, at which it was reported.
+    """
+
+    window: int
+    epoch: int
+    reason: str
+    at: float
+
+
+EVENTS: Final[Mapping[str, type[Event]]] = {"window": WindowEvent, "skip": SkipEvent}
+"""The events by the name they have in a file."""
+
+_NAMES: Final[Mapping[type[Event], str]] = {kind: name for name, kind in EVENTS.items()}
+_BEGIN: Final = b'{"event": "'
+
+
+class Timeline:
+    """Records the events of a run, in memory and as lines of JSON in a file.
+
+    Any thread may report. A line is written whole and at once, so that another process
+    can follow the file, and what was reported is there after a kill. Use it as a context
+    manager, or close it:
+
+        with Timeline("run.jsonl") as timeline:
+            train = build_train_step(loss_fn, tx, config=DDPConfig(timeline=timeline))
+            ...
+
+    **A write that fails**, on a full disk for instance, does not stop the training: one
+    line is logged, recording goes on in memory alone, and `close` raises the error. An
+    event that is reported after `close` is kept in memory alone as well.
+
+    Args:
+        path: The file to write, one line per event; missing folders are made. A timeline
+            that is there is continued: its last line is cut off where a kill has left it
+            unfinished, and `at` begins at 0 again. None: in memory only.
+        keep: Most events to keep in memory, at least 1; the oldest go first.
+
+    Raises:
+        TypeError: `path` is no path, `keep` no integer.
+        ValueError: `keep` is below 1, or the file is there and no timeline.
+        OSError: The file cannot be opened.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from elche_jax.observe.records import WindowRecord
+        >>> from elche_jax.observe.timeline import Timeline
+        >>> path = Path(tempfile.mkdtemp(), "run.jsonl")
+        >>> with Timeline(path) as timeline:
+        ...     timeline.window(WindowRecord(0, 0, (4, 1), 80, (8.0, 8.0), 9.0, 1.0, 0.0, True))
+        ...     timeline.add(SkipEvent, window=1, epoch=0, reason="not finite")
+        >>> [event.window for event in Timeline.read(path)]
+        [0, 1]
+        >>> Timeline.read(path) == timeline.events
+        True
+    """
+
+    def __init__(self, path: str | PathLike[str] | None = None, keep: int = KEEP):
+        keep = check.integer("Timeline", "keep", keep, low=1)
+        self._lock = threading.Lock()
+        self._events: deque[Event] = deque(maxlen=keep)
+        self._error: OSError | None = None
+        self._path = None if path is None else _as_path("Timeline", path)
+        self._file = None if self._path is None else _open(self._path)
+        self._began = time.perf_counter()
+
+    def __repr__(self) -> str:
+        return f"Timeline({'' if self._path is None else repr(str(self._path))})"
+
+    @property
+    def events(self) -> list[Event]:
+        """The last events, oldest first, newest last."""
+        with self._lock:
+            return list(self._events)
+
+    def window(self, record: WindowRecord) -> None:
+        """Records a window that is over, as a `WindowEvent`.
+
+        Args:
+            record: What was measured.
+
+        Raises:
+            TypeError: `record` is no `WindowRecord`, or holds something else than numbers.
+            ValueError: A number of it is not finite.
+        """
+        check.instance("Timeline.window", "record", record, WindowRecord)
+        names = [field.name for field in fields(WindowRecord)]
+        self.add(WindowEvent, **{name: getattr(record, name) for name in names})
+
+    def add(self, kind: type[Event], **values: Any) -> None:
+        """Records an event; the time `at` is now.
+
+        Args:
+            kind: One of the classes in `EVENTS`.
+            **values: Its fields but `at`.
+
+        Raises:
+            TypeError: A field is missing, unknown or of another type.
+            ValueError: `kind` is no event, or a number is not finite.
+        """
+        if not isinstance(kind, type) or kind not in _NAMES:
+            rule = f"be one of {', '.join(known.__name__ for known in _NAMES)}"
+            raise ValueError(check.message("Timeline.add", "kind", rule, repr(kind)))
+        with self._lock:  # the time is taken inside, so that events are in its order
+            at = time.perf_counter() - self._began
+            event: Event = cast(Any, kind)(**values, at=at)
+            self._events.append(event)
+            if self._file is not None and self._error is None:
+                self._write(self._file, _to_line(event))
+
+    def close(self) -> None:
+        """Closes the file. Calling it again does nothing.
+
+        Raises:
+            OSError: A line could not be written: the first such error.
+        """
+        with self._lock:
+            file, self._file = self._file, None
+            if file is None:
+                return
+            try:
+                file.close()
+            except OSError as error:
+                self._error = self._error or error
+            if self._error is not None:
+                raise self._error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except OSError as unwritten:
+            if error is None:
+                raise
+            error.add_note(f"Besides, {self!r} could not be written: {unwritten}")
+
+    @staticmethod
+    def read(path: str | PathLike[str]) -> list[Event]:
+        """Gives the events of a file back.
+
+        Args:
+            path: A file that a timeline has written, or is writing.
+
+        Returns:
+            The events, oldest first; without the last line where it is unfinished, as
+            after a kill.
+
+        Raises:
+            TypeError: `path` is no path.
+            ValueError: Another line is not an event; it is named.
+            OSError: The file cannot be read.
+
+        Example:
+            >>> import tempfile
+            >>> from pathlib import Path
+            >>> from elche_jax.observe.timeline import Timeline
+            >>> path = Path(tempfile.mkdtemp(), "run.jsonl")
+            >>> line = '{"event": "skip", "window": 7, "epoch": 1, "reason": "NaN", "at": 2.5}'
+            >>> _ = path.write_text(line + "\\n" + line[:20])
+            >>> Timeline.read(path)
+            [SkipEvent(window=7, epoch=1, reason='NaN', at=2.5)]
+        """
+        path = _as_path("Timeline.read", path)
+        return _parse("Timeline.read", path, path.read_bytes())[0]
+
+    def _write(self, file: FileIO, line: bytes) -> None:
+        rest = line
+        try:
+            while rest:  # a disk that becomes full takes a part
+                written = file.write(rest)
+                if not written:
+                    raise BlockingIOError(errno.EAGAIN, "the file takes nothing")
+                rest = rest[written:]
+        except OSError as error:
+            self._error = error
+            logger.warning(
+                "elche: %r could not be written, events are kept in memory only: %s", self, error
+            )
+
+
+def _as_path(where: str, path: object) -> Path:
+    if not isinstance(path, str | PathLike):
+        raise TypeError(check.message(where, "path", "be a path", check.describe(path)))
+    return Path(fsdecode(cast("str | PathLike[str]", path)))
+
+
+def _open(path: Path) -> FileIO:
+    """Opens a file to append lines to, after the last whole line of a timeline."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = FileIO(path, "ab")  # without a buffer: a line is one write
+    try:
+        if stat.S_ISREG(path.stat().st_mode):  # not a pipe or the like
+            content = path.read_bytes()
+            whole = _parse("Timeline", path, content)[1]
+            if whole < len(content):
+                file.truncate(whole)
+            if whole and content[whole - 1 : whole] != b"\n":
+                file.write(b"\n")
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _parse(where: str, path: Path, content: bytes) -> tuple[list[Event], int]:
+    """The events of a file, and how many bytes of it are whole lines."""
+    *lines, last = content.split(b"\n")
+    events = [_from_line(where, path, at, line) for at, line in enumerate(lines, start=1)]
+    try:
+        if last:
+            events.append(_from_line(where, path, len(lines) + 1, last))
+    except ValueError:
+        # The beginning of an event is what a kill leaves; anything else is no timeline.
+        if not (last.startswith(_BEGIN) or _BEGIN.startswith(last)):
+            raise
+        return events, len(content) - len(last)
+    return events, len(content)
+
+
+def _to_line(event: Event) -> bytes:
+    values = {field.name: getattr(event, field.name) for field in fields(cast(Any, event))}
+    return json.dumps({"event": _NAMES[type(event)]} | values, allow_nan=False).encode() + b"\n"
+
+
+def _from_line(where: str, path: Path, number: int, line: bytes) -> Event:
+    try:
+        values: Any = json.loads(line)
+        return EVENTS[values.pop("event")](**values)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        got = f"{line[:60]!r} ({type(error).__name__}: {error})"
+        argument, rule = f"line {number} of {path}", "be an event of a timeline"
+        todo = "Is it another file, or was it edited?"
+        raise ValueError(check.message(where, argument, rule, got, todo)) from error

@@ -1,0 +1,131 @@
+"""What the balancer knows of the devices: how fast each is, and its share of the work.
+
+Pure functions of a cadence's state and of the records; `Pace` calls them.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import islice
+from statistics import median
+from typing import Any
+
+from elche_jax import _check as check
+from elche_jax.cadence import BalancedState
+from elche_jax.cadence.estimate import SHORTEST_MS, Times
+from elche_jax.observe.records import WindowRecord
+
+RECENT = 32
+"""Steady windows of a device that its median is taken over."""
+
+
+def throughput(state: Any, records: Sequence[WindowRecord], world_size: int) -> Times:
+    """Returns what each device computes per second.
+
+    By the cadence's smoothed estimate, where its state holds one:
+
+        1000 / ms_per_batch[d]    (`ElChe`, `FixedTotal`, a class of one's own)
+        1000 * throughput[d]      (`Balanced`, per millisecond)
+
+    Else, as for `EveryBatch` and `Replay`, the median over the last 32 steady windows in
+    which the device had work:
+
+        median(1000 * counts[d] / busy_ms[d])
+
+    with `wall_ms` in place of `busy_ms` where there is one device, whose cadence gets no
+    reports.
+
+    Args:
+        state: State of the cadence.
+        records: Windows, oldest first.
+        world_size: Number of devices.
+
+    Returns:
+        Microbatches per second, one entry per device, above 0; None for a device that was
+        not measured yet.
+
+    Example:
+        >>> from elche_jax.cadence import ElCheState, EveryBatch
+        >>> throughput(ElCheState(10, (10, 10), (8.0, None), False), [], world_size=2)
+        (125.0, None)
+        >>> record = WindowRecord(0, 0, (4, 1), 80, (8.0, 10.0), 11.0, 1.0, 2.0, True)
+        >>> throughput(EveryBatch().init(2), [record], world_size=2)
+        (500.0, 100.0)
+    """
+    known = _estimate(state)
+    if any(rate is not None for rate in known):
+        return known
+    return tuple(_median_rate(records, rank) for rank in range(world_size))
+
+
+def ratios(state: Any, records: Sequence[WindowRecord], counts: Sequence[int]) -> tuple[float, ...]:
+    """Returns the share of the work that each device should get.
+
+    The state's own `ratios`, where it has them (`Balanced`). Else, with the throughput
+    `v`, where a device that was not measured counts as the mean of those that were:
+
+        ratios[d] = v[d] / sum(v)
+
+    Before any measurement the planned counts take the place of `v`, so that a speed hint
+    shows.
+
+    Args:
+        state: State of the cadence.
+        records: Windows, oldest first.
+        counts: The plan for the next window, not all 0.
+
+    Returns:
+        One entry per device, not below 0, with the sum 1 up to rounding.
+
+    Raises:
+        TypeError: The state has `ratios` that are no numbers.
+        ValueError: It has others than one per device, not below 0 and not all 0.
+
+    Example:
+        >>> from elche_jax.cadence import ElChe, ElCheState
+        >>> hinted = ElChe(speed_hint=(1, 3.0)).init(2)
+        >>> ratios(hinted, [], hinted.counts)
+        (0.75, 0.25)
+        >>> ratios(ElCheState(10, (10, 10, 10), (2.0, None, 6.0), False), [], (10, 10, 10))
+        (0.5, 0.333, 0.167)
+    """
+    if len(counts) == 1:
+        return (1.0,)
+    shares: Sequence[float] | None = getattr(state, "ratios", None)
+    if shares is None:
+        shares = _shares(throughput(state, records, len(counts))) or counts
+    else:
+        where, argument = "TrainStep.ratios", "ratios of the cadence's state"
+        shares = check.reals(where, argument, shares, low=0)
+        check.per_device(where, argument, len(shares), len(counts))
+        if not any(shares):
+            raise ValueError(check.message(where, argument, "have an entry above 0", shares))
+    whole = math.fsum(shares)
+    return tuple(share / whole for share in shares)
+
+
+def _estimate(state: Any) -> Times:
+    if isinstance(state, BalancedState):
+        return tuple(None if rate is None else 1e3 * rate for rate in state.throughput)
+    times: Times = getattr(state, "ms_per_batch", ())
+    return tuple(None if ms is None else 1e3 / ms for ms in times)
+
+
+def _median_rate(records: Sequence[WindowRecord], rank: int) -> float | None:
+    rates = (
+        1e3 * record.counts[rank] / ms
+        for record in reversed(records)
+        if record.steady
+        for ms in [record.busy_ms[rank] if record.busy_ms else record.wall_ms]
+        if record.counts[rank] > 0 and ms >= SHORTEST_MS * record.counts[rank]
+    )
+    last = list(islice(rates, RECENT))
+    return median(last) if last else None
+
+
+def _shares(rates: Times) -> list[float]:
+    """The rates with the gaps filled; empty where nothing was measured."""
+    known = [rate for rate in rates if rate is not None]
+    if not known:
+        return []
+    mean = math.fsum(known) / len(known)
+    return [mean if rate is None else rate for rate in rates]

@@ -1,0 +1,435 @@
+"""The timeline: what goes in comes out, whatever happens to the file and the process."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from elche_jax.observe import timeline as module
+from elche_jax.observe.records import WindowRecord
+from elche_jax.observe.report import limit_share
+from elche_jax.observe.timeline import EVENTS, Event, SkipEvent, Timeline, WindowEvent
+
+ROOT = Path(__file__).parents[2]
+RECORD = WindowRecord(
+    window=3, epoch=1, counts=(4, 2), examples=60, busy_ms=(40.0, 25.0), wall_ms=50.0,
+    sync_ms=1.0, skew_ms=2.0, steady=True,
+)  # fmt: skip
+FULL = Path("/dev/full")
+full_disk = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full, a disk that is full")
+
+laws = settings(
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # the file is written anew
+)
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+records = st.integers(1, 4).flatmap(
+    lambda n: st.builds(
+        WindowRecord,
+        window=st.integers(0, 2**60),
+        epoch=st.integers(0, 2**60),
+        counts=st.lists(st.integers(0, 2**53), min_size=n, max_size=n).map(tuple),
+        examples=st.integers(0, 2**60),
+        busy_ms=st.lists(numbers, min_size=n, max_size=n).map(tuple),
+        wall_ms=numbers,
+        sync_ms=numbers,
+        skew_ms=numbers,
+        steady=st.booleans(),
+    )
+)
+reasons = st.text(st.characters(), max_size=20)
+entries = st.lists(st.one_of(records, st.tuples(st.integers(0, 9), reasons)), max_size=6)
+
+
+def fill(timeline, entries):
+    for entry in entries:
+        if isinstance(entry, WindowRecord):
+            timeline.window(entry)
+        else:
+            timeline.add(SkipEvent, window=entry[0], epoch=0, reason=entry[1])
+
+
+def skip(timeline, window):
+    timeline.add(SkipEvent, window=window, epoch=0, reason="not finite")
+
+
+# in memory
+
+
+def test_events_in_order_with_their_times():
+    timeline = Timeline()
+    timeline.window(RECORD)
+    skip(timeline, 4)
+    timeline.window(RECORD)
+    first, dropped, last = timeline.events
+    assert first == WindowEvent(3, 1, (4, 2), 60, (40.0, 25.0), 50.0, 1.0, 2.0, True, at=first.at)
+    assert dropped == SkipEvent(window=4, epoch=0, reason="not finite", at=dropped.at)
+    assert 0 <= first.at <= dropped.at <= last.at
+
+
+def test_a_window_event_is_a_record():
+    timeline = Timeline()
+    timeline.window(RECORD)
+    (event,) = timeline.events
+    assert {f.name: getattr(event, f.name) for f in fields(WindowRecord)} == {
+        f.name: getattr(RECORD, f.name) for f in fields(WindowRecord)
+    }
+    assert limit_share(timeline.events) == limit_share([RECORD])
+
+
+def test_only_the_last_events_are_kept_and_all_are_written(tmp_path):
+    with Timeline(tmp_path / "run.jsonl", keep=2) as timeline:
+        for window in range(5):
+            skip(timeline, window)
+    assert [event.window for event in timeline.events] == [3, 4]
+    written = Timeline.read(tmp_path / "run.jsonl")
+    assert [event.window for event in written] == [0, 1, 2, 3, 4]
+    assert Timeline()._events.maxlen == 10_000
+
+
+def test_the_list_of_events_is_the_callers_own():
+    timeline = Timeline()
+    skip(timeline, 0)
+    timeline.events.clear()
+    assert len(timeline.events) == 1
+
+
+# through a file
+
+
+@laws
+@given(entries=entries)
+def test_what_is_written_is_read(tmp_path, entries):
+    path = tmp_path / "run.jsonl"
+    path.unlink(missing_ok=True)
+    with Timeline(path) as timeline:
+        fill(timeline, entries)
+        assert Timeline.read(path) == timeline.events, "before it is closed"
+    assert Timeline.read(path) == timeline.events
+    assert len(timeline.events) == len(entries)
+
+
+def test_lines_are_plain_json(tmp_path):
+    record = WindowRecord(
+        window=np.int64(3), epoch=np.int32(1), counts=np.array([4, 2]), examples=np.uint8(60),
+        busy_ms=tuple(np.array([40.0, 25.0], "float32")), wall_ms=np.float32(50), sync_ms=1,
+        skew_ms=np.float64(2), steady=np.bool_(True),
+    )  # fmt: skip
+    with Timeline(tmp_path / "run.jsonl") as timeline:
+        timeline.window(record)
+        timeline.add(SkipEvent, window=4, epoch=0, reason=np.str_("two\nlines \u2028 é"))
+    window, dropped = (tmp_path / "run.jsonl").read_bytes().splitlines()
+    assert json.loads(window) == {
+        "event": "window", "window": 3, "epoch": 1, "counts": [4, 2], "examples": 60,
+        "busy_ms": [40.0, 25.0], "wall_ms": 50.0, "sync_ms": 1.0, "skew_ms": 2.0, "steady": True,
+        "at": timeline.events[0].at,
+    }  # fmt: skip
+    assert json.loads(dropped)["reason"] == "two\nlines \u2028 é"
+    for value in (timeline.events[0].counts[0], timeline.events[0].busy_ms[0]):
+        assert type(value) in (int, float)
+
+
+def test_every_event_has_an_entry_and_plain_fields():
+    kinds = {kind for kind in vars(module).values() if isinstance(kind, type)}
+    events = {kind for kind in kinds if issubclass(kind, Event)} - {Event}
+    assert set(EVENTS.values()) == events and len(EVENTS) == len(events)
+    for kind in events:
+        assert is_dataclass(kind)
+        assert {field.type for field in fields(kind)} <= set(module._FIELDS)
+        assert "at" in {field.name for field in fields(kind)}
+
+
+def test_missing_folders_are_made(tmp_path):
+    Timeline(tmp_path / "a" / "b" / "run.jsonl").close()
+    assert Timeline.read(str(tmp_path / "a" / "b" / "run.jsonl")) == []
+
+
+def test_several_threads_write_whole_lines_in_the_order_of_time(tmp_path):
+    start = threading.Barrier(8)
+    with Timeline(tmp_path / "run.jsonl") as timeline:
+
+        def report(thread):
+            start.wait()
+            for window in range(100):
+                timeline.add(SkipEvent, window=window, epoch=thread, reason="x" * 200)
+
+        threads = [threading.Thread(target=report, args=(thread,)) for thread in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    events = Timeline.read(tmp_path / "run.jsonl")
+    assert events == timeline.events and len(events) == 800
+    times = [event.at for event in events]
+    assert times == sorted(times)
+    for thread in range(8):
+        assert [e.window for e in events if e.epoch == thread] == list(range(100))
+
+
+# after a kill
+
+
+def test_a_torn_last_line_is_left_out_wherever_it_is_torn(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with Timeline(path) as timeline:
+        fill(timeline, [RECORD, (4, 'a "reason"}\n'), RECORD])
+    content = path.read_bytes()
+    for end in range(len(content) + 1):
+        path.write_bytes(content[:end])
+        whole = content[: end + 1].count(b"\n")  # only the end of the line may be missing
+        assert Timeline.read(path) == timeline.events[:whole]
+        # and the next run goes on behind what is whole
+        with Timeline(path) as again:
+            skip(again, 7)
+        assert Timeline.read(path) == timeline.events[:whole] + again.events
+    assert whole == 3
+
+
+KILLED = """
+import sys
+from elche_jax.observe.timeline import SkipEvent, Timeline
+timeline = Timeline(sys.argv[1])
+for window in range(10**9):
+    timeline.add(SkipEvent, window=window, epoch=0, reason="x" * 5000)
+    if window == 100:
+        print("ready", flush=True)
+"""
+
+
+def test_after_a_kill_everything_reported_is_there(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(path)],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+    ) as process:
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGKILL)
+    events = Timeline.read(path)
+    assert len(events) > 100
+    assert [event.window for event in events] == list(range(len(events)))
+
+
+def test_a_second_timeline_continues_the_file(tmp_path):
+    path = tmp_path / "run.jsonl"
+    runs = []
+    for window in range(3):
+        with Timeline(path) as timeline:
+            skip(timeline, window)
+        runs += timeline.events
+    assert Timeline.read(path) == runs and len(runs) == 3
+
+
+@pytest.mark.parametrize("content", [b"notes", b"notes\n", b"\n", b'{"event": 1}\n', b"\0" * 9])
+def test_another_file_is_left_as_it_is(tmp_path, content):
+    path = tmp_path / "notes.txt"
+    path.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"^Timeline: line 1 of .*notes\.txt must be an event of a timeline, got "
+    ):
+        Timeline(path)
+    assert path.read_bytes() == content
+
+
+# lines that are no events
+
+
+LINE = '{"event": "skip", "window": 1, "epoch": 0, "reason": "r", "at": 0.5}'
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("", "JSONDecodeError"),
+        ("[]", "TypeError"),
+        ("3", "AttributeError"),
+        ('{"event": "x"}', "KeyError: 'x'"),
+        ('{"event": ["skip"]}', "TypeError: unhashable"),
+        ('{"window": 1}', "KeyError: 'event'"),
+        (LINE[:30], "JSONDecodeError"),
+        (LINE.replace('"epoch": 0, ', ""), "TypeError: .*'epoch'"),
+        (LINE.replace('"epoch"', '"age"'), "TypeError: .*'age'"),
+        (LINE.replace('"r"', "2"), "TypeError: SkipEvent: reason must be of type str, got 2"),
+        (LINE.replace("1", "1.5"), "TypeError: SkipEvent: window must be an integer, got 1.5"),
+        (LINE.replace("0.5", "NaN"), "ValueError: SkipEvent: at must be finite, got nan"),
+        ("[" * 100_000, "RecursionError"),
+        ('"\udcff"', "UnicodeDecodeError"),
+    ],
+)
+def test_another_bad_line_is_named(tmp_path, line, why):
+    path = tmp_path / "run.jsonl"
+    text = f"{LINE}\n{LINE}\n{line}\n{LINE}\n"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(
+        ValueError,
+        match=rf"^Timeline\.read: line 3 of {path} must be an event of a timeline, got b.*"
+        rf"\({why}[^$]*\)\. Is it another file, or was it edited\?$",
+    ):
+        Timeline.read(path)
+
+
+def test_a_last_line_that_is_no_beginning_of_an_event_is_no_torn_one(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text(f"{LINE}\nfoo")
+    with pytest.raises(ValueError, match=r"^Timeline\.read: line 2 of .* got b'foo' \(JSON"):
+        Timeline.read(path)
+
+
+# a disk that is full
+
+
+@full_disk
+def test_a_full_disk_does_not_stop_the_recording(caplog):
+    timeline = Timeline(FULL)
+    for window in range(3):
+        skip(timeline, window)
+    assert [event.window for event in timeline.events] == [0, 1, 2]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("elche: Timeline('/dev/full') could not be written, events are kept in")
+    with pytest.raises(OSError, match="No space left"):
+        timeline.close()
+    timeline.close()
+
+
+class Disk:
+    """A file that takes so many bytes at a time; an error or None is what it answers."""
+
+    def __init__(self, timeline, *answers):
+        timeline._file.close()
+        timeline._file = self
+        self.answers, self.content, self.closed = list(answers), b"", False
+
+    def write(self, data):
+        answer = self.answers.pop(0) if self.answers else len(data)
+        if isinstance(answer, OSError):
+            raise answer
+        self.content += data[: answer or 0]
+        return answer and len(data[:answer])
+
+    def close(self):
+        self.closed = True
+        raise OSError(5, "Input/output error")
+
+
+NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_line_that_takes_several_writes(tmp_path, caplog):
+    timeline = Timeline(tmp_path / "run.jsonl")
+    disk = Disk(timeline, 7, 10, 1)
+    skip(timeline, 0)
+    skip(timeline, 1)
+    (tmp_path / "run.jsonl").write_bytes(disk.content)
+    assert Timeline.read(tmp_path / "run.jsonl") == timeline.events
+    with pytest.raises(OSError, match="Input/output error"):  # of closing itself
+        timeline.close()
+    assert disk.closed and not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"), [(NO_SPACE, "No space left"), (None, "the file takes nothing")]
+)
+def test_nothing_is_written_behind_a_torn_line(tmp_path, caplog, answer, text):
+    timeline = Timeline(tmp_path / "run.jsonl")
+    disk = Disk(timeline, 1000, 20, answer)  # a line, a part of one, and then no more
+    for window in range(4):
+        skip(timeline, window)
+    (tmp_path / "run.jsonl").write_bytes(disk.content)
+    assert disk.content.count(b"\n") == 1 and not disk.content.endswith(b"\n")
+    assert Timeline.read(tmp_path / "run.jsonl") == timeline.events[:1]
+    assert len(timeline.events) == 4 and len(caplog.records) == 1
+    with pytest.raises(OSError, match=text):  # the first error, not that of closing
+        timeline.close()
+    assert disk.closed
+    timeline.close()
+
+
+@full_disk
+def test_the_context_raises_what_could_not_be_written():
+    with pytest.raises(OSError, match="No space left"), Timeline(FULL) as timeline:
+        skip(timeline, 0)
+
+
+@full_disk
+def test_the_loops_own_error_comes_first():
+    with pytest.raises(KeyError, match="the loop's own") as caught, Timeline(FULL) as timeline:
+        skip(timeline, 0)
+        raise KeyError("the loop's own")
+    (note,) = caught.value.__notes__
+    assert note.startswith("Besides, Timeline('/dev/full') could not be written: [Errno 28]")
+
+
+# the end
+
+
+def test_after_close_events_are_kept_in_memory_only(tmp_path):
+    timeline = Timeline(tmp_path / "run.jsonl")
+    skip(timeline, 0)
+    timeline.close()
+    timeline.close()
+    skip(timeline, 1)
+    assert [event.window for event in timeline.events] == [0, 1]
+    assert Timeline.read(tmp_path / "run.jsonl") == timeline.events[:1]
+
+
+def test_closing_one_in_memory_does_nothing():
+    with Timeline() as timeline:
+        skip(timeline, 0)
+    timeline.close()
+    assert len(timeline.events) == 1
+    assert repr(timeline) == "Timeline()"
+
+
+# errors
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"path": 3}, TypeError, r"Timeline: path must be a path, got 3 \(int\)\.$"),
+        ({"path": b"x"}, TypeError, r"Timeline: path must be a path, got b'x' \(bytes\)\.$"),
+        ({"keep": 0}, ValueError, r"Timeline: keep must be at least 1, got 0\.$"),
+        ({"keep": 1.5}, TypeError, r"Timeline: keep must be an integer, got 1\.5"),
+    ],
+)
+def test_arguments(options, kind, text):
+    with pytest.raises(kind, match="^" + text):
+        Timeline(**options)
+
+
+def test_a_path_that_cannot_be_opened(tmp_path):
+    with pytest.raises(IsADirectoryError):
+        Timeline(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        Timeline.read(tmp_path / "none.jsonl")
+    with pytest.raises(TypeError, match=r"^Timeline\.read: path must be a path, got None"):
+        Timeline.read(None)
+
+
+def test_what_is_no_event():
+    timeline = Timeline()
+    with pytest.raises(TypeError, match=r"^Timeline\.window: record must be of type WindowRecord"):
+        timeline.window({"window": 3})
+    for kind in ("skip", Event, WindowRecord, []):
+        with pytest.raises(
+            ValueError, match=r"^Timeline\.add: kind must be one of WindowEvent, SkipEvent, got "
+        ):
+            timeline.add(kind, window=3)
+    with pytest.raises(TypeError, match=r"missing 1 required .* 'reason'"):
+        timeline.add(SkipEvent, window=3, epoch=0)
+    with pytest.raises(TypeError, match=r"^SkipEvent: window must be an integer, got inf"):
+        timeline.add(SkipEvent, window=float("inf"), epoch=0, reason="r")
+    with pytest.raises(ValueError, match=r"^WindowEvent: wall_ms must be finite, got nan\.$"):
+        timeline.window(replace(RECORD, wall_ms=float("nan")))
+    assert timeline.events == []

@@ -1,0 +1,286 @@
+"""What `Pace` knows of the devices, and what it tells a timeline."""
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import elche_jax as elche
+from elche_jax.cadence import BalancedState, ElCheState, EveryBatch, Scheduler, State
+from elche_jax.observe.records import WindowRecord
+from elche_jax.observe.timeline import SkipEvent, Timeline, WindowEvent
+from elche_jax.train.pace import HINT_AFTER, Measured, Pace
+from elche_jax.train.speeds import RECENT, ratios, throughput
+
+laws = settings(deadline=None, database=None, derandomize=True)
+
+
+def record(counts, busy_ms, *, window=0, steady=True, wall_ms=None):
+    wall_ms = max(busy_ms, default=1.0) if wall_ms is None else wall_ms
+    return WindowRecord(
+        window, 0, tuple(counts), 8 * sum(counts), tuple(busy_ms), wall_ms, 0.5, 0.0, steady
+    )
+
+
+def pace_of(cadence, world_size, **options):
+    return Pace(Scheduler(cadence), world_size, hint=False, **options)
+
+
+def feed(pace, ms, windows=1):
+    """Runs the plan on devices of these speeds."""
+    for _ in range(windows):
+        counts = pace.counts
+        pace.measured(record(counts, [count * one for count, one in zip(counts, ms, strict=True)]))
+
+
+@dataclass(frozen=True)
+class OnesState(State):
+    counts: tuple[int, ...]
+
+
+class Ones:
+    """A user's own cadence, which estimates nothing."""
+
+    def init(self, world_size):
+        return OnesState((1,) * world_size)
+
+    def update(self, state, report, verdict=None):
+        return state
+
+
+# throughput
+
+
+@pytest.mark.parametrize(
+    "cadence",
+    [
+        elche.ElChe(anchor=4), elche.FixedTotal(8), elche.Balanced(8), elche.EveryBatch(),
+        elche.Replay([(4, 4)] * 9), Ones(),
+    ],
+    ids=lambda cadence: type(cadence).__name__,
+)  # fmt: skip
+def test_throughput_is_per_second(cadence):
+    pace = pace_of(cadence, 2)
+    assert pace.throughput == (None, None)
+    feed(pace, (8.0, 2.0))
+    assert pace.throughput == pytest.approx((125.0, 500.0))
+
+
+def test_the_cadences_own_estimate_comes_first():
+    records = [record((1, 1), (100.0, 100.0))]
+    state = ElCheState(10, (10, 10), (8.0, None), False)
+    assert throughput(state, records, 2) == (125.0, None)
+    state = BalancedState((4, 4), (0.5, 0.5), (None, 0.25), 1, 10)
+    assert throughput(state, records, 2) == (None, 250.0)
+    # smoothed: twice 8 ms, then 4: error 0.5, hence 6 ms and 1000 / 6
+    pace = pace_of(elche.ElChe(anchor=4), 2)
+    for busy in ((32.0, 32.0), (32.0, 32.0), (16.0, 32.0)):
+        pace.measured(record((4, 4), busy))
+    assert pace.throughput == pytest.approx((1000 / 6, 125.0))
+
+
+def test_without_an_estimate_it_is_the_median_of_steady_windows():
+    records = [record((2, 1), busy) for busy in ((20.0, 10.0), (10.0, 10.0), (40.0, 10.0))]
+    records += [record((2, 1), (1.0, 1.0), steady=False)] * 9
+    assert throughput(EveryBatch().init(2), records, 2) == (100.0, 100.0)
+
+
+def test_of_the_last_windows_only():
+    old, new = record((1, 1), (50.0, 50.0)), record((1, 1), (10.0, 10.0))
+    state = EveryBatch().init(2)
+    assert throughput(state, [old] * 500 + [new] * RECENT, 2) == (100.0, 100.0)
+    assert throughput(state, [new] * RECENT + [old] * (RECENT // 2 + 1), 2) == (20.0, 20.0)
+
+
+def test_windows_without_work_say_nothing_of_a_device():
+    idle = [record((3, 0), (30.0, 0.0))] * (2 * RECENT)
+    state = EveryBatch().init(2)
+    assert throughput(state, idle, 2) == (100.0, None)
+    assert throughput(state, [record((1, 2), (10.0, 8.0)), *idle], 2) == (100.0, 250.0)
+    # a clock that stood still
+    assert throughput(state, [record((1, 1), (0.0, 10.0))], 2) == (None, 100.0)
+
+
+def test_one_device_is_timed_by_its_windows():
+    pace = pace_of(elche.FixedTotal(4), 1)
+    assert (pace.throughput, pace.ratios) == ((None,), (1.0,))
+    pace.measured(record((4,), (), wall_ms=80.0))
+    assert (pace.throughput, pace.ratios) == ((50.0,), (1.0,))
+
+
+def test_speeds_that_were_restored_are_known():
+    pace, again = pace_of(elche.ElChe(anchor=4), 2), pace_of(elche.ElChe(anchor=4), 2)
+    feed(pace, (8.0, 2.0), windows=3)
+    again.restore(pace.state.to_dict())
+    assert again.throughput == pace.throughput == (125.0, 500.0)
+    assert again.ratios == pace.ratios == pytest.approx((0.2, 0.8))
+
+
+@pytest.mark.parametrize("part", ["ms_per_batch", "throughput"])
+def test_a_restored_speed_must_be_one(part):
+    cadence = elche.ElChe() if part == "ms_per_batch" else elche.Balanced(20)
+    pace = pace_of(cadence, 2)
+    saved = pace.state.to_dict()
+    saved["cadence"][part] = [1.0, 0.0]
+    with pytest.raises(
+        ValueError, match=rf"^TrainStep\.cadence_state: {part}\[1\] must be above 0, got 0\.0\.$"
+    ):
+        pace.restore(saved)
+
+
+# ratios
+
+
+@pytest.mark.parametrize(
+    ("cadence", "expected"),
+    [
+        (elche.ElChe(), (0.5, 0.5)),
+        (elche.ElChe(speed_hint=(1, 3.0)), (0.75, 0.25)),
+        (elche.Balanced(8, speed_hint=(1, 3.0)), (0.75, 0.25)),
+        (elche.FixedTotal(3), (2 / 3, 1 / 3)),
+        (elche.EveryBatch(), (0.5, 0.5)),
+        (elche.Replay([(1, 4), (4, 1)]), (0.2, 0.8)),
+        (Ones(), (0.5, 0.5)),
+    ],
+)
+def test_before_any_measurement_the_plan_is_all_there_is(cadence, expected):
+    assert pace_of(cadence, 2).ratios == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "cadence",
+    [elche.ElChe(), elche.ElChe(speed_hint=(0, 9.0)), elche.FixedTotal(8), EveryBatch(), Ones()],
+)
+def test_measured_devices_share_by_speed(cadence):
+    pace = pace_of(cadence, 2)
+    feed(pace, (6.0, 2.0))
+    assert pace.ratios == pytest.approx((0.25, 0.75))
+
+
+def test_balanced_says_itself():
+    pace = pace_of(elche.Balanced(40), 2)
+    feed(pace, (3.0, 1.0), windows=9)
+    assert pace.throughput == pytest.approx((1000 / 3, 1000))
+    assert pace.ratios == (0.5, 0.5), "it rebalances after ten windows"
+    feed(pace, (3.0, 1.0))
+    assert pace.ratios == pytest.approx((0.25, 0.75))
+
+
+def test_an_unmeasured_device_counts_as_the_mean():
+    state = ElCheState(10, (10, 10, 10), (2.0, None, 6.0), False)
+    # 500, 333.3 and 166.7 per second
+    assert ratios(state, [], (10, 10, 10)) == pytest.approx((1 / 2, 1 / 3, 1 / 6))
+
+
+def test_after_a_recording_its_last_window_counts():
+    pace = pace_of(elche.Replay([(1, 1), (1, 3)]), 2)
+    for counts in ((1, 1), (1, 3)):
+        pace.dispatched(counts)
+    assert pace.ratios == (0.25, 0.75)
+
+
+@laws
+@given(
+    st.lists(st.one_of(st.none(), st.floats(1e-9, 1e12)), min_size=1, max_size=9),
+    st.data(),
+    st.booleans(),
+)
+def test_ratios_sum_to_one(times, data, of_records):
+    n = len(times)
+    counts = data.draw(st.lists(st.integers(1, 10**6), min_size=n, max_size=n))
+    state = ElCheState(1, (1,) * n, tuple(times), None not in times)
+    records = []
+    if of_records:
+        records = [record((1,) * n, [0.0 if ms is None else ms for ms in times])]
+        state = EveryBatch().init(n)
+    shares = ratios(state, records, counts)
+    assert len(shares) == n
+    assert math.fsum(shares) == pytest.approx(1, abs=1e-15 * n)
+    assert all(0 <= share <= 1 for share in shares)
+    rates = throughput(state, records, n)
+    known = [rank for rank in range(n) if rates[rank] is not None]
+    # one speed of two devices is one ratio; a faster one never has the smaller share
+    if n > 1:
+        for a in known:
+            assert all(shares[a] <= shares[b] for b in known if rates[a] <= rates[b])
+
+
+@dataclass(frozen=True)
+class OwnState:
+    counts: tuple[int, ...]
+    ratios: object
+
+
+def test_ratios_of_a_cadence_of_ones_own():
+    assert ratios(OwnState((1, 1), [3, 1]), [], (1, 1)) == (0.75, 0.25)
+    where = r"^TrainStep\.ratios: ratios of the cadence's state"
+    for own, kind, text in [
+        ((1.0,), ValueError, r" must have one entry per device \(2\), got 1\.$"),
+        ((0.0, 0.0), ValueError, r" must have an entry above 0, got \(0\.0, 0\.0\)\.$"),
+        ((2.0, -1.0), ValueError, r"\[1\] must be at least 0, got -1\.0\.$"),
+        (("a", 1.0), TypeError, r"\[0\] must be a number, got 'a' \(str\)\.$"),
+        (0.5, TypeError, r" must be a sequence of numbers, got 0\.5 \(float\)\.$"),
+    ]:
+        with pytest.raises(kind, match=where + text):
+            ratios(OwnState((1, 1), own), [], (1, 1))
+
+
+def test_ratios_of_an_unsound_plan():
+    class Nothing(Ones):
+        def init(self, world_size):
+            return OnesState((0,) * world_size)
+
+    with pytest.raises(ValueError, match=r"^Nothing: counts must have one entry .* for window 0"):
+        _ = pace_of(Nothing(), 2).ratios
+
+
+# the timeline
+
+
+def test_windows_and_skips_are_told(tmp_path):
+    with Timeline(tmp_path / "run.jsonl") as timeline:
+        pace = pace_of(elche.ElChe(), 2, timeline=timeline)
+        steady = record((10, 10), (60.0, 20.0))
+        compiled = replace(steady, window=1, steady=False)
+        pace.measured(steady)
+        pace.skipped(Measured(0, 0, (10, 10), 160, True, 0.0), "not finite")
+        pace.measured(compiled)
+    first, dropped, second = Timeline.read(tmp_path / "run.jsonl")
+    assert isinstance(first, WindowEvent) and isinstance(second, WindowEvent)
+    assert (first.window, first.busy_ms, first.steady) == (0, (60.0, 20.0), True)
+    assert (second.window, second.steady) == (1, False)
+    assert dropped == SkipEvent(0, 0, "not finite", dropped.at)
+    assert pace.records == [steady, compiled]
+
+
+def test_without_a_timeline_nothing_is_told():
+    pace = pace_of(elche.ElChe(), 2)
+    pace.measured(record((10, 10), (60.0, 20.0)))
+    pace.skipped(Measured(0, 0, (10, 10), 160, True, 0.0), "not finite")
+    assert len(pace.records) == 1 and pace.timeline is None
+
+
+def test_a_timeline_may_look_at_the_pace_that_tells_it():
+    """It is told outside of the lock."""
+
+    class Looking(Timeline):
+        def window(self, record):
+            self.seen = pace.throughput
+            super().window(record)
+
+    timeline = Looking()
+    pace = pace_of(elche.ElChe(), 2, timeline=timeline)
+    pace.measured(record((10, 10), (60.0, 20.0)))
+    assert len(timeline.events) == 1 and timeline.seen == (None, None)
+
+
+# the hint in the log
+
+
+@pytest.mark.parametrize(("cadence", "hints"), [(EveryBatch(), 1), (elche.Balanced(2), 0)])
+def test_only_a_cadence_that_does_not_balance_is_worth_a_hint(cadence, hints, caplog):
+    pace = Pace(Scheduler(cadence), 2, hint=True)
+    for window in range(HINT_AFTER):
+        pace.measured(record((1, 1), (5.0, 30.0), window=window))
+    assert len(caplog.records) == hints
