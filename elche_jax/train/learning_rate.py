@@ -1,0 +1,289 @@
+"""Learning rates for windows: schedules over the work done, and rules for larger batches.
+
+An optax schedule counts updates. Here an update is made of a window, whose size changes
+with the speed of the devices, so that the same schedule would end sooner or later from
+machine to machine. Counted in microbatches or examples it does not.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from elche_jax import _check as check
+
+Unit = Literal["microbatches", "examples"]
+Rule = Literal["none", "linear", "sqrt"]
+UNITS = ("microbatches", "examples")
+RULES = ("none", "linear", "sqrt")
+
+
+def schedule_by_work(
+    factory: Callable[..., optax.GradientTransformation],
+    unit: Unit = "microbatches",
+    static_args: str | Iterable[str] = (),
+) -> Callable[..., optax.GradientTransformationExtraArgs]:
+    """Makes the schedules of an optimizer count the work done instead of its updates.
+
+    Like `optax.inject_hyperparams(factory)`, on which it is built, but a schedule `f`
+    among the hyperparameters is asked for
+
+        value(window) = f(microbatches, or examples, of all windows before this one)
+
+    over all devices. The first update uses `f(0)`, as in optax. So the schedule's lengths
+    and boundaries are in `unit`: `optax.cosine_decay_schedule(1e-3, 500_000)` ends after
+    500 000 microbatches (examples), however they are cut into windows. Windows whose
+    update was dropped count too.
+
+    The values of the last update are in `opt_state.hyperparams`; in a chain or another
+    wrapper `optax.tree.get(opt_state, "hyperparams")` finds it. Constants are there as
+    well and may be set. All are float32, or int32 where an integer was given. (optax
+    rounds constants to the type of the parameters; bfloat16 makes 1 of Adam's 0.999.
+    With 16-bit parameters name the constants in `static_args`.)
+
+    The training step hands the work to the optimizer's update as `microbatches=` and
+    `examples=`, int32 scalars, so up to 2**31 - 1. What is put round the optimizer must
+    hand them on, as `optax.chain`, `masked`, `partition`, `apply_if_finite` and
+    `contrib.schedule_free` do. `optax.MultiSteps`, `lookahead` and
+    `contrib.split_real_and_imaginary` do not: put them inside,
+
+        schedule_by_work(
+            lambda learning_rate: optax.MultiSteps(
+                optax.sgd(learning_rate), 4
+            ).gradient_transformation()
+        )(learning_rate=schedule)
+
+    Args:
+        factory: What makes the optimizer, `optax.adamw` for instance.
+        unit: What the schedules count: `"microbatches"` or `"examples"`.
+        static_args: Names of arguments of `factory` that are neither schedules nor
+            numbers to be read: functions such as `mask` of `optax.adamw`, integers that
+            decide on shapes such as `min_dim_size_to_factor` of `optax.adafactor`.
+
+    Returns:
+        A function that takes the arguments of `factory`, each of which may be a
+        schedule, and returns the optimizer. The optimizer's `update` raises `TypeError`
+        where it has a schedule and was not given the work; its `init` where a schedule
+        does not return one number.
+
+    Raises:
+        TypeError: `factory` is not callable.
+        ValueError: `unit` is another one; `factory` has no argument of a name in
+            `static_args`.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from elche_jax.train.learning_rate import schedule_by_work
+        >>> sgd = schedule_by_work(optax.sgd, unit="examples")(
+        ...     learning_rate=optax.linear_schedule(1.0, 0.0, 1000)
+        ... )
+        >>> params = jnp.zeros(2)
+        >>> opt_state = sgd.init(params)
+        >>> for examples in (0, 640, 720):  # the training step does this
+        ...     updates, opt_state = sgd.update(
+        ...         jnp.ones(2), opt_state, params, examples=jnp.int32(examples)
+        ...     )
+        ...     print(f"{opt_state.hyperparams['learning_rate']:.2f}")
+        1.00
+        0.36
+        0.28
+    """
+    if not callable(factory):
+        raise TypeError(
+            check.message(
+                "schedule_by_work", "factory", "be a function that makes an optimizer",
+                type(factory).__name__,
+                "Pass optax.adamw, say, and its arguments to what comes back.",
+            )
+        )  # fmt: skip
+    _one_of("schedule_by_work", "unit", unit, UNITS)
+    static = {static_args} if isinstance(static_args, str) else set(static_args)
+    inject = optax.inject_hyperparams(factory, static, jnp.float32)
+    signature = inspect.signature(factory)
+
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        for name in bound.arguments.keys() - static:
+            bound.arguments[name] = _hyperparameter(name, bound.arguments[name], unit)
+        return inject(*bound.args, **bound.kwargs)
+
+    return make
+
+
+def _hyperparameter(name: str, value: Any, unit: str) -> Any:
+    """What `optax.inject_hyperparams` is to be given for an argument."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return np.asarray(value, np.int32)  # optax's would be weakly typed
+    if not callable(value) or isinstance(value, optax.schedules.StatefulSchedule):
+        return value
+    if hasattr(value, "dtype"):  # jnp.bfloat16 can be called, but is no schedule
+        return np.dtype(cast(Any, value))
+    return _ByWork(name, value, unit)
+
+
+@dataclass(frozen=True)
+class _ByWork:
+    """A schedule over the work done, as optax's `StatefulSchedule` of an empty state."""
+
+    name: str
+    schedule: Callable[[Any], Any]
+    unit: str
+
+    def init(self) -> tuple[()]:
+        return ()
+
+    def update(self, state: tuple[()], **extra_args: Any) -> tuple[()]:
+        if self.unit not in extra_args:
+            raise TypeError(
+                f"schedule_by_work: the optimizer's update must be given {self.unit}=, the work "
+                f"done so far, got {', '.join(sorted(extra_args)) or 'no extra argument'}. "
+                "elche_jax's training step gives it; a wrapper round the optimizer must hand it on."
+            )
+        return state
+
+    def __call__(self, state: tuple[()], **extra_args: Any) -> jax.Array:
+        work = extra_args.get(self.unit, 0)  # `init` asks without
+        value = self.schedule(jnp.asarray(work, jnp.int32))
+        kind = _kind(value)
+        if kind is None:
+            raise TypeError(
+                f"schedule_by_work: the schedule {self.name} must return one number, "
+                f"got {value!r}. If it is no schedule, name it in static_args."
+            )
+        return jnp.asarray(value, kind)
+
+
+def _kind(value: Any) -> Any:
+    """The dtype in which a schedule's value is kept; None where it is not a number."""
+    if isinstance(value, int | float | np.generic | np.ndarray | jax.Array) and not np.shape(value):
+        dtype = jnp.result_type(value)
+        if jnp.issubdtype(dtype, jnp.floating):
+            return jnp.float32
+        if jnp.issubdtype(dtype, jnp.integer):
+            return jnp.int32
+    return None
+
+
+def learning_rate_factor(world_size: float, rule: Rule = "linear", ratio: float = 1.0) -> float:
+    """By how much to raise the learning rate for a batch `world_size` times as large.
+
+    | rule | factor |
+    |---|---|
+    | `"none"` | `1` |
+    | `"linear"` | `1 + ratio * (world_size - 1)` |
+    | `"sqrt"` | `sqrt(1 + ratio * (world_size - 1))` |
+
+    The linear rule (with `ratio=1`) is that of Goyal et al. 2017, arXiv:1706.02677, for
+    SGD; they raise the rate to it over the first epochs. The square root keeps the
+    variance of an update (Krizhevsky 2014, arXiv:1404.5997); for Adam and the like it
+    follows from Malladi et al. 2022, arXiv:2205.10330, whose rule changes Adam's `b1`,
+    `b2` and `eps` as well, which is left to you. All of them are rules of thumb, which
+    end at some batch size.
+
+    A window's batch is `sum(counts)` microbatches, which is the number of devices only
+    with `EveryBatch`. So `world_size` is what the batch is multiplied by in your run: with
+    `FixedTotal(64)`, `64` against training with single microbatches; with devices of
+    speeds 1 and 2.5, `3.5` against what the first does alone in the same time.
+
+    Args:
+        world_size: The batch as a multiple of the one that the learning rate was found
+            with, at least 1; it need not be whole.
+        rule: `"none"`, `"linear"` or `"sqrt"`.
+        ratio: How much of the rule to apply, from 0 (nothing) to 1 (all).
+
+    Returns:
+        The factor, at least 1.
+
+    Raises:
+        TypeError: `world_size` or `ratio` is not a number.
+        ValueError: `world_size` is below 1, `ratio` outside [0, 1], `rule` another one.
+
+    Example:
+        >>> from elche_jax.train.learning_rate import learning_rate_factor
+        >>> learning_rate_factor(4), learning_rate_factor(4, "sqrt")
+        (4.0, 2.0)
+        >>> learning_rate_factor(3.5, ratio=0.5)  # devices of speeds 1 and 2.5
+        2.25
+    """
+    return _factor("learning_rate_factor", world_size, rule, ratio)
+
+
+def scale_learning_rate(
+    optimizer: optax.GradientTransformation,
+    world_size: float,
+    rule: Rule = "linear",
+    ratio: float = 1.0,
+) -> optax.GradientTransformationExtraArgs:
+    """Multiplies an optimizer's learning rate by `learning_rate_factor`.
+
+    It is `optax.chain(optimizer, optax.scale(factor))`: what is multiplied is the update.
+    optax's optimizers make the update and then multiply it by the learning rate, so that
+    the one is the other: for SGD, with and without momentum, Adam, Lion, LAMB, LARS,
+    RMSProp, also with a schedule, `schedule_by_work` among them. The decay of
+    `optax.adamw`, which optax multiplies by the learning rate too, grows along, exactly
+    as with a larger `learning_rate`.
+
+    It is not where something comes after the learning rate, or the optimizer uses the
+    rate otherwise: `weight_decay_rate` of `optax.adafactor` is multiplied, which a larger
+    rate would not do, and a clip at the end of a chain, `optax.fromage`,
+    `optax.contrib.schedule_free` and `optax.contrib.dadapt_adamw` change too. Give those
+    the learning rate times `learning_rate_factor`.
+
+    The state is that of the chain: `opt_state[0]` is the optimizer's, and a learning rate
+    read there is the one before the factor.
+
+    Args:
+        optimizer: An optax optimizer.
+        world_size: See `learning_rate_factor`.
+        rule: See `learning_rate_factor`.
+        ratio: See `learning_rate_factor`.
+
+    Returns:
+        The optimizer with the larger learning rate; it hands on extra arguments.
+
+    Raises:
+        TypeError: `optimizer` is not an optax optimizer; see `learning_rate_factor`.
+        ValueError: See `learning_rate_factor`.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from elche_jax.train.learning_rate import scale_learning_rate
+        >>> optimizer = scale_learning_rate(optax.sgd(0.5), world_size=3)
+        >>> updates, _ = optimizer.update(jnp.ones(2), optimizer.init(jnp.zeros(2)))
+        >>> updates.tolist()
+        [-1.5, -1.5]
+    """
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            check.message(
+                "scale_learning_rate", "optimizer", "be an optax optimizer",
+                type(optimizer).__name__,
+                "An object like optax.MultiSteps goes in as "
+                "optax.GradientTransformationExtraArgs(it.init, it.update).",
+            )
+        )  # fmt: skip
+    factor = _factor("scale_learning_rate", world_size, rule, ratio)
+    return optax.chain(optimizer, optax.scale(factor))
+
+
+def _factor(where: str, world_size: float, rule: str, ratio: float) -> float:
+    world_size = check.real(where, "world_size", world_size, low=1)
+    ratio = check.real(where, "ratio", ratio, low=0, high=1)
+    _one_of(where, "rule", rule, RULES)
+    linear = 1.0 + ratio * (world_size - 1.0)
+    return {"none": 1.0, "linear": linear, "sqrt": math.sqrt(linear)}[rule]
+
+
+def _one_of(where: str, argument: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        rule = f"be one of {', '.join(map(repr, allowed))}"
+        raise ValueError(check.message(where, argument, rule, repr(value)))
