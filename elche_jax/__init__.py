@@ -36,8 +36,20 @@ from elche_jax.engine.replicas import (
     unreplicate as unreplicate,
 )
 from elche_jax.engine.state import TrainState as TrainState
+from elche_jax.observe.timeline import Timeline as Timeline
 from elche_jax.train.build import build_train_step as build_train_step
-from elche_jax.train.run import NonFiniteError as NonFiniteError, Window as Window
+from elche_jax.train.evaluate import (
+    EvalStep as EvalStep,
+    build_eval_step as build_eval_step,
+    predict as predict,
+)
+from elche_jax.train.finite import NonFiniteError as NonFiniteError
+from elche_jax.train.learning_rate import (
+    learning_rate_factor as learning_rate_factor,
+    scale_learning_rate as scale_learning_rate,
+    schedule_by_work as schedule_by_work,
+)
+from elche_jax.train.run import Window as Window
 from elche_jax.train.step import TrainStep as TrainStep
 from elche_jax.train.windows import Windows as Windows
 

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from elche_jax.engine.exchange import packed_psum
+
 PyTree = Any
 
 
@@ -44,7 +46,7 @@ def weighted_psum(tree: PyTree, weight: Any, axis_name: str) -> PyTree:
         [7.0, 7.0, 7.0]
     """
     weighted, _ = _weighted("weighted_psum", tree, weight)
-    summed = jax.lax.psum(weighted, axis_name)
+    summed = packed_psum(weighted, axis_name)
     return jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), summed, tree)
 
 
@@ -75,7 +77,7 @@ def weighted_mean(tree: PyTree, weight: Any, axis_name: str) -> PyTree:
         >>> jax.vmap(mean, axis_name="devices")(jnp.array([1.0, 4.0]), jnp.array([2, 1])).tolist()
         [2.0, 2.0]
     """
-    summed, total = jax.lax.psum(_weighted("weighted_mean", tree, weight), axis_name)
+    summed, total = packed_psum(_weighted("weighted_mean", tree, weight), axis_name)
     return jax.tree.map(lambda s, leaf: (s / total).astype(leaf.dtype), summed, tree)
 
 

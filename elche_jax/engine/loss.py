@@ -125,20 +125,32 @@ def inspect_loss(
         ValueError: `mask_key` is an entry of the batch.
     """
     size = batch_size_of(batch)
-    if loss_fn.mask_key is not None and not isinstance(batch, dict):
-        raise TypeError(
-            f"windows: mask_key needs microbatches that are dicts, got {describe(batch)}."
-        )
-    if loss_fn.mask_key is not None and loss_fn.mask_key in batch:
-        raise ValueError(
-            f"windows: mask_key must be a name of its own, got {loss_fn.mask_key!r}, an "
-            "entry of data. Choose another name."
-        )
+    check_mask_key(loss_fn.mask_key, batch)
     mask = jax.ShapeDtypeStruct((size,), jnp.bool_)
     loss, new_state, aux = jax.eval_shape(loss_fn, params, model_state, batch, mask, rng)
     if loss_fn.has_model_state:
         _check_same(model_state, new_state)
     return LossForm(_form_of(loss, size), _check_aux(aux, size))
+
+
+def check_mask_key(mask_key: str | None, batch: PyTree) -> None:
+    """Checks that a mask can be put into microbatches under this name.
+
+    Raises:
+        TypeError: They are no dicts.
+        ValueError: They have such an entry already.
+    """
+    if mask_key is None:
+        return
+    if not isinstance(batch, dict):
+        raise TypeError(
+            f"windows: mask_key needs microbatches that are dicts, got {describe(batch)}."
+        )
+    if mask_key in batch:
+        raise ValueError(
+            f"windows: mask_key must be a name of its own, got {mask_key!r}, an "
+            "entry of data. Choose another name."
+        )
 
 
 def microbatch_terms(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from elche_jax.engine.checksum import checksums, differing
 from elche_jax.engine.mapped import stack_shards, stacked_sharding
 
 PyTree = Any
@@ -69,6 +70,9 @@ def unreplicate(tree: PyTree) -> PyTree:
 def check_replicas(tree: PyTree) -> None:
     """Compares the copies of a replicated pytree bit by bit.
 
+    By checksums that the devices compute (see `elche_jax.engine.checksum`): a change
+    within one element always shows. Only a leaf that differs is fetched.
+
     Args:
         tree: Pytree of stacked arrays, for instance a `TrainState`.
 
@@ -82,18 +86,54 @@ def check_replicas(tree: PyTree) -> None:
         >>> from elche_jax import check_replicas, replicate
         >>> check_replicas(replicate({"w": np.ones(3)}, jax.devices()))
     """
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    named = jax.tree_util.tree_flatten_with_path(tree)[0]
+    groups: dict[tuple[jax.Device, ...], list[int]] = {}
+    for i, (path, leaf) in enumerate(named):
         leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
-        first, *others = _shards("check_replicas", path, leaf)
-        want = _bits(first.data)
-        for shard in others:
-            differing = int(np.any(_bits(shard.data) != want, axis=-1).sum())
-            if differing:
-                raise ReplicaMismatch(
-                    f"check_replicas: all replicas must be bitwise equal, but leaf "
-                    f"{_name(path)} on {shard.device} differs "
-                    f"from {first.device} in {differing} of {first.data.size} elements."
-                )
+        devices = tuple(shard.device for shard in _shards("check_replicas", path, leaf))
+        groups.setdefault(devices, []).append(i)
+    launched = [(ms, checksums([named[i][1] for i in ms], ds)) for ds, ms in groups.items()]
+    found = [(ms[leaf], rank) for ms, sums in launched for leaf, rank in differing(sums)]
+    if found:
+        leaf, rank = min(found)
+        raise ReplicaMismatch(_difference(*named[leaf], rank))
+
+
+def mismatch(where: str, tree: PyTree, devices: Sequence[jax.Device], sums: Any) -> str | None:
+    """What the `checksums` of a replicated pytree say is not alike, in words.
+
+    Args:
+        where: When they were made, for the message.
+        tree: The pytree, or its shapes.
+        devices: The devices.
+        sums: The checksums.
+    """
+    found = differing(sums)
+    if not found:
+        return None
+    names = [_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    leaf, rank = found[0]
+    others = f" ({len(found) - 1} more such pairs)" if len(found) > 1 else ""
+    return (
+        f"{where}: all replicas must be bitwise equal, but leaf {names[leaf]} on "
+        f"{devices[rank]} differs from {devices[0]}{others}."
+    )
+
+
+def _difference(path: Any, leaf: jax.Array, rank: int) -> str:
+    leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
+    shards = _shards("check_replicas", path, leaf)
+    first, other = shards[0], shards[rank]
+    count = int(np.any(_bits(other.data) != _bits(first.data), axis=-1).sum())
+    return (
+        f"check_replicas: all replicas must be bitwise equal, but leaf {_name(path)} on "
+        f"{other.device} differs from {first.device} in {count} of {first.data.size} elements."
+    )
+
+
+def devices_of(leaf: jax.Array) -> tuple[jax.Device, ...]:
+    """The devices of a stacked array, in rank order."""
+    return tuple(shard.device for shard in _shards("devices_of", (), leaf))
 
 
 def is_key(leaf: Any) -> TypeGuard[jax.Array]:
@@ -109,7 +149,7 @@ def _shards(where: str, path: Any, leaf: Any) -> Any:
             f"{where}: every leaf must be a stacked array with one entry per device, leaf "
             f"{_name(path)} is {shape}. Pass what replicate or a training step returned."
         )
-    return leaf.addressable_shards
+    return sorted(leaf.addressable_shards, key=lambda shard: shard.index[0].start or 0)
 
 
 def _name(path: Any) -> str:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from elche_jax.data.split import Range
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import Group
 from elche_jax.engine.fetch import Orders, Payload
@@ -24,10 +25,17 @@ Accumulating = Callable[[jax.Array], None]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the accumulating program: data and orders, stacked arrays."""
+    """One call of a program: data and orders, stacked arrays, and who gets what.
+
+    Attributes:
+        payload: The data.
+        orders: The orders.
+        ranges: Microbatches of each device, as places in the window.
+    """
 
     payload: Payload
     orders: Orders
+    ranges: tuple[Range, ...]
 
 
 class Runner:
@@ -56,7 +64,7 @@ class Runner:
         self._accumulate = Mapped(program.accumulate, devices, donate=(1,))
         self._combine = Mapped(partial(_combine, program), devices, donate=(0,))
         self._fused = {
-            single: Mapped(partial(program.window, single=single), devices, donate=(0,))
+            single: Mapped(partial(_window, program, single), devices, donate=(0,))
             for single in (True, False)
         }
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
@@ -79,13 +87,14 @@ class Runner:
             The new state, the metrics, and the token of the combine.
 
         A token is a stacked array whose entry `d` is ready when device `d` is done; it is
-        never donated, so that threads can wait for it.
+        never donated, so that threads can wait for it. The entries of the combine's say
+        whether what the device itself had summed is finite.
         """
         self._several |= len(calls) > 1  # then one pair of programs serves all windows
         if self.group.world_size == 1 and not self._several:
             fused = self._cache.get(*self._window_program(calls[0].payload))
-            state, metrics = fused(state, calls[0].payload, calls[0].orders)
-            return state, metrics, metrics["loss"]
+            (state, own), metrics = fused(state, calls[0].payload, calls[0].orders)
+            return state, metrics, own
         combine = self._cache.get(*self._combine_program())
         read, token = _without_optimizer(state), None
         for call in calls:
@@ -108,7 +117,7 @@ class Runner:
         self._cache.prepare(*self._accumulate_program(payload))
 
     def _accumulate_program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
-        key = ("accumulate", self._number, _signature(payload))
+        key = ("accumulate", self._number, signature(payload))
         return key, lambda: self._accumulate.compile(
             _without_optimizer(self.state), self._sums_shapes(), payload, self._orders()
         )
@@ -120,7 +129,7 @@ class Runner:
 
     def _window_program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
         single = payload.capacity(stacked=True) == 1
-        key = ("window", self._number, _signature(payload))
+        key = ("window", self._number, signature(payload))
         return key, lambda: self._fused[single].compile(self.state, payload, self._orders())
 
     def _sums_shapes(self) -> Sums:
@@ -141,9 +150,15 @@ _NUMBERS = count()
 
 
 def _combine(program: Program, state: TrainState, sums: Sums) -> tuple[Any, dict[str, Any]]:
-    """With a small result per device that is never donated, for a thread to wait for."""
-    state, metrics = program.combine(state, sums)
-    return (state, metrics["weight"]), metrics
+    state, own, metrics = program.combine(state, sums)
+    return (state, own), metrics
+
+
+def _window(
+    program: Program, single: bool, state: TrainState, payload: Payload, orders: Orders
+) -> tuple[Any, dict[str, Any]]:
+    state, own, metrics = program.window(state, payload, orders, single)
+    return (state, own), metrics
 
 
 def _without_optimizer(state: TrainState) -> TrainState:
@@ -151,6 +166,7 @@ def _without_optimizer(state: TrainState) -> TrainState:
     return state.replace(opt_state=None)
 
 
-def _signature(tree: PyTree) -> Hashable:
+def signature(tree: PyTree) -> Hashable:
+    """Structure, shapes and dtypes of a pytree: what its programs are compiled for."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)

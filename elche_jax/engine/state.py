@@ -20,7 +20,9 @@ class TrainState:
         key: Raw data of the run's PRNG key, uint32. The key of microbatch `i` is
             `fold_in(key, i)`.
         microbatches: Microbatches used so far, int32: the number of the next one.
+        examples: Valid examples used so far, int32.
         step: Windows so far, int32; those whose update was dropped count too.
+        loss_scale: Dynamic scale of the loss, or None.
     """
 
     params: PyTree
@@ -28,7 +30,9 @@ class TrainState:
     model_state: PyTree
     key: jax.Array
     microbatches: jax.Array
+    examples: jax.Array
     step: jax.Array
+    loss_scale: PyTree = None
 
     def replace(self, **changes: Any) -> "TrainState":
         """A copy with some fields changed."""

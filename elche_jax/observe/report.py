@@ -41,6 +41,11 @@ class RunReport:
         compile_misses: Program requests that waited for a compile.
         compiled_ahead: Programs compiled in the background.
         compile_s: Seconds spent compiling.
+        skipped: Windows of the run whose update was dropped as not finite.
+        exchange_bytes: Bytes that each device has for the exchange of a window, before
+            any are left out on the wire; 0 with one device.
+        frozen_bytes: Bytes that frozen parameters would add to it, and to each device's
+            sums.
     """
 
     devices: tuple[DeviceReport, ...]
@@ -54,6 +59,9 @@ class RunReport:
     compile_misses: int
     compiled_ahead: int
     compile_s: float
+    skipped: int = 0
+    exchange_bytes: int = 0
+    frozen_bytes: int = 0
 
     def __str__(self) -> str:
         rows = ["device              ms/microbatch   counts   microbatches   busy"]
@@ -70,6 +78,11 @@ class RunReport:
             f"compiles: {self.compile_misses} waited for, {self.compiled_ahead} ahead, "
             f"{self.compile_hits} hits, {self.compile_s:.1f} s",
         ]
+        if self.exchange_bytes:
+            left = f" ({_mb(self.frozen_bytes)} frozen, left out)" if self.frozen_bytes else ""
+            rows.append(f"exchange: {_mb(self.exchange_bytes)} per device and window{left}")
+        if self.skipped:
+            rows.append(f"dropped as not finite: {self.skipped} windows")
         return "\n".join(rows)
 
 
@@ -144,6 +157,9 @@ def make_report(
     names: Sequence[str],
     counts: tuple[int, ...],
     compiles: Mapping[str, float],
+    skipped: int = 0,
+    exchange_bytes: int = 0,
+    frozen_bytes: int = 0,
 ) -> RunReport:
     """The report over the steady ones of some records.
 
@@ -152,6 +168,9 @@ def make_report(
         names: Names of the devices.
         counts: The plan for the next window.
         compiles: The fields of the compile cache's statistics.
+        skipped: Windows whose update was dropped.
+        exchange_bytes: Bytes each device has for an exchange.
+        frozen_bytes: Bytes that frozen parameters would add.
     """
     steady = [record for record in records if record.steady]
     seconds = sum(record.wall_ms for record in steady) / 1e3
@@ -167,4 +186,11 @@ def make_report(
         compile_misses=int(compiles["misses"]),
         compiled_ahead=int(compiles["ahead"]),
         compile_s=compiles["seconds"],
+        skipped=skipped,
+        exchange_bytes=exchange_bytes,
+        frozen_bytes=frozen_bytes,
     )
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:.2f} MB"

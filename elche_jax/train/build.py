@@ -11,7 +11,12 @@ from elche_jax.cadence import Cadence, EveryBatch
 from elche_jax.config import DDPConfig
 from elche_jax.engine.devices import check_one_kind, select_devices
 from elche_jax.engine.loss import LossFn
+from elche_jax.engine.merge import Merge
+from elche_jax.engine.precision import Precision, first_scale
 from elche_jax.engine.program import LoopHook
+from elche_jax.engine.trainable import Trainable
+from elche_jax.train.finite import MAX_SKIPS, FinitePolicy
+from elche_jax.train.options import Options
 from elche_jax.train.step import TrainStep
 
 logger = logging.getLogger("elche_jax")
@@ -26,6 +31,10 @@ def build_train_step(
     config: DDPConfig | None = None,
     has_aux: bool = False,
     nonfinite: str = "raise",
+    max_skips: int | None = MAX_SKIPS,
+    trainable: Trainable | None = None,
+    merge: Merge | None = None,
+    loss_scale: Any = None,
     emulate: LoopHook | None = None,
 ) -> TrainStep:
     """Builds a training step over the devices of this machine.
@@ -49,9 +58,24 @@ def build_train_step(
         config: The knobs as a flat bundle; None for `DDPConfig()`.
         has_aux: `loss_fn` also returns a dict of metrics, each a scalar or one value
             per example; a window reports their mean, weighted like the gradient.
-        nonfinite: What happens when a window's gradient is not finite. Its update is
-            dropped on all devices either way; `"raise"` then raises `NonFiniteError`
-            from the loop, `"skip"` goes on (`metrics["finite"]` tells).
+        nonfinite: What happens when a window's gradient is not finite. `"raise"` drops
+            its update on all devices and raises `NonFiniteError` from the loop; `"skip"`
+            drops it and goes on (`metrics["finite"]` tells, `train.skipped` counts);
+            `"ignore"` applies it.
+        max_skips: Under `"skip"`, raise `NonFiniteError` after so many dropped windows in
+            a row, at least 1; None for never.
+        trainable: Which parameters are trained: a function `(path, leaf) -> bool`, or
+            bools in the structure of the parameters, one for a whole subtree where that
+            is enough; None for all. Frozen ones have no gradient, no sums, no optimizer
+            state, and are not exchanged.
+        merge: How the devices' model states become one: `"mean"` by weight, `"pooled"`
+            for pairs of leaves `mean` and `var`, `"max"`, `"first"`; one for all, or a
+            function `(path, leaf) -> rule`, or rules in the structure of the model
+            state. None: the mean of floats, the maximum of the rest.
+        loss_scale: What the loss is multiplied by before the gradient, and the gradient
+            divided by: a number, or a `flax.training.dynamic_scale.DynamicScale`, which
+            a window that is not finite lowers; such a window is dropped as under
+            `"skip"`. For float16.
         emulate: Makes devices slower on purpose, see `elche_jax.lab`.
 
     Returns:
@@ -60,7 +84,7 @@ def build_train_step(
     Raises:
         TypeError: `devices` are no devices, `loss_fn` is not callable.
         ValueError: No device, one twice, several kinds; both `cadence` and a
-            `config` with knobs for a cadence.
+            `config` with knobs for a cadence; an option out of range.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, optax
@@ -83,10 +107,10 @@ def build_train_step(
             f"build_train_step: loss_fn must be callable, got {type(loss_fn).__name__}."
         )
     _check_parts(optimizer, cadence, config, emulate)
-    if nonfinite not in ("raise", "skip"):
-        raise ValueError(
-            f"build_train_step: nonfinite must be 'raise' or 'skip', got {nonfinite!r}."
-        )
+    scale, dynamic = first_scale(loss_scale)
+    finite = FinitePolicy(nonfinite, max_skips)
+    if dynamic is not None:
+        finite = _with_dynamic_scale(finite)
     chosen = select_devices(devices)
     check_one_kind("build_train_step", chosen)
     if cadence is not None and config is not None and config.cadence_knobs():
@@ -106,11 +130,29 @@ def build_train_step(
             ", ".join(unused),
             config.policy,
         )
-    hint = cadence is None and config.policy == "auto"
-    return TrainStep(
-        LossFn(loss_fn, has_aux=has_aux), optimizer, chosen, rule, config.max_grad_norm,
-        raise_nonfinite=nonfinite == "raise", hint=hint, emulate=emulate,
+    if config.total is not None and len(chosen) == 1:
+        logger.warning(
+            "elche: total=%d has no effect on one device, where every microbatch is a step; "
+            "cadence=FixedTotal(%d) would use it.",
+            config.total,
+            config.total,
+        )
+    options = Options(
+        config.max_grad_norm, finite, trainable, merge, Precision(config.compute_dtype, scale),
+        dynamic, config.exchange_dtype, config.verify_every, config.timeline,
+        hint=cadence is None and config.policy == "auto", emulate=emulate,
     )  # fmt: skip
+    return TrainStep(LossFn(loss_fn, has_aux=has_aux), optimizer, chosen, rule, options)
+
+
+def _with_dynamic_scale(finite: FinitePolicy) -> FinitePolicy:
+    """A scale is found by going too far: what it drops is no error."""
+    if finite.action == "ignore":
+        raise ValueError(
+            "build_train_step: nonfinite must be 'raise' or 'skip' with a dynamic loss_scale, "
+            "which is lowered by the windows that are dropped, got 'ignore'."
+        )
+    return FinitePolicy("skip", finite.max_skips)
 
 
 def _check_parts(optimizer: Any, cadence: Any, config: Any, emulate: Any) -> None:

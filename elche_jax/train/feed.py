@@ -1,8 +1,8 @@
 """Loading and placing windows: the data, the layout on the devices, the capacity."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,9 @@ from elche_jax.data.place import Placement, Placer
 from elche_jax.data.reader import IndexedReader, Reader, open_epoch
 from elche_jax.data.source import Source
 from elche_jax.data.split import capacity_for, piece_lengths, split_window
+from elche_jax.engine.devices import Group
 from elche_jax.engine.fetch import Orders, Payload, Pieces, Rows
-from elche_jax.engine.runner import Call, Runner
+from elche_jax.engine.runner import Call
 
 PyTree = Any
 
@@ -38,6 +39,7 @@ class DataPlan:
         placement: Where the data lives.
         window_bytes: Bytes that the data of one call may take on a device.
         microbatch: Shapes of one microbatch.
+        row_bytes: Bytes that the results of one microbatch take, where they are kept.
     """
 
     source: Source
@@ -48,6 +50,22 @@ class DataPlan:
     placement: Placement
     window_bytes: int
     microbatch: PyTree
+    row_bytes: int = 0
+
+
+class Programs(Protocol):
+    """What a feed asks of a runner: which programs are compiled."""
+
+    group: Group
+    capacities: dict[Hashable, set[int]]
+
+    def ready(self, payload: Payload) -> bool:
+        """Whether the program for data of these shapes is compiled."""
+        ...
+
+    def prepare(self, payload: Payload) -> None:
+        """Compiles it, in background."""
+        ...
 
 
 class Feed:
@@ -56,7 +74,7 @@ class Feed:
     Args:
         plan: How the data is read.
         placer: Puts arrays onto the devices.
-        runner: The programs, whose capacities these are.
+        programs: Which capacities there are.
         resident: The data set on the devices, leaves `(world_size, examples, ...)`, for
             `placement="resident"`; else None.
         adaptive: Whether counts change, so that a larger capacity pays.
@@ -67,20 +85,20 @@ class Feed:
         self,
         plan: DataPlan,
         placer: Placer,
-        runner: Runner,
+        programs: Programs,
         resident: PyTree,
         adaptive: bool,
         largest_count: int | None,
     ):
-        self._plan, self._placer, self.runner = plan, placer, runner
+        self._plan, self._placer, self._programs = plan, placer, programs
         self._resident, self._adaptive = resident, adaptive
         self._largest_count = largest_count
         shapes = jax.tree.leaves((plan.microbatch, resident))
         layout = (plan.placement, *((leaf.shape, leaf.dtype) for leaf in shapes))
-        self._capacities = runner.capacities.setdefault(layout, set())
+        self._capacities = programs.capacities.setdefault(layout, set())
         self._largest = self._largest_capacity()
-        self.devices: Sequence[jax.Device] = runner.group.devices
-        self.world_size = runner.group.world_size
+        self.devices: Sequence[jax.Device] = programs.group.devices
+        self.world_size = programs.group.world_size
 
     def open_epoch(self, cursor: Cursor) -> Reader:
         """A reader of the cursor's epoch, from its microbatch on."""
@@ -121,7 +139,7 @@ class Feed:
                 index = self._placer.index(reader, first, ranges, capacity)
                 payload = Rows(self._resident, index)
             orders = self._placer.orders(ranges, first, not calls, reader.partial)
-            calls.append(Call(payload, Orders(orders)))
+            calls.append(Call(payload, Orders(orders), ranges))
         return self._examples(first, sum(counts), reader), tuple(calls)
 
     def capacity(self, count: int) -> int:
@@ -139,7 +157,7 @@ class Feed:
             return first
         ahead = min(capacity_for(int(count / APPROACH)), self._largest)
         if self.world_size > 1 and ahead > max(known):
-            self.runner.prepare(self._payload_shape(ahead))
+            self._programs.prepare(self._payload_shape(ahead))
             self._capacities.add(ahead)
         ready = [c for c in known if self.world_size == 1 or self._is_ready(c)]
         if not ready:  # the first one is still being compiled by the loop
@@ -147,13 +165,14 @@ class Feed:
         return min((c for c in ready if c >= want), default=max(ready))
 
     def _is_ready(self, capacity: int) -> bool:
-        return self.runner.ready(self._payload_shape(capacity))
+        return self._programs.ready(self._payload_shape(capacity))
 
     def _largest_capacity(self) -> int:
         leaves = jax.tree.leaves(self._plan.microbatch)
         size = sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
         if self._resident is not None:
             size = 4 * self._plan.batch_size
+        size = max(size, self._plan.row_bytes)
         fit = max(1, self._plan.window_bytes // max(1, size))  # rows of numbers may be larger
         return (1 << (fit + 1).bit_length() - 1) - 1
 

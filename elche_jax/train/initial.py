@@ -12,6 +12,7 @@ from elche_jax import _check as check
 from elche_jax.engine.loss import describe
 from elche_jax.engine.replicas import is_key, replicate
 from elche_jax.engine.state import TrainState
+from elche_jax.engine.trainable import Selection
 
 PyTree = Any
 
@@ -22,26 +23,36 @@ def initial_state(
     model_state: PyTree,
     rng: Any,
     devices: Sequence[jax.Device],
+    selection: Selection,
+    loss_scale: Any,
 ) -> TrainState:
     """Makes the replicated state before the first window; see `TrainStep.init`."""
-    check_params(params)
-    check_model_state(model_state)
-    opt_state = optimizer.init(params)
-    check_optimizer(optimizer, params, opt_state)
+    trained, frozen = selection.split(params)
+    check_params(trained, frozen)
+    opt_state = optimizer.init(trained)
+    check_optimizer(optimizer, trained, opt_state)
     state = TrainState(
         params=params,
         opt_state=opt_state,
         model_state=model_state,
         key=jax.random.key_data(as_key(rng)),
         microbatches=jnp.int32(0),
+        examples=jnp.int32(0),
         step=jnp.int32(0),
+        loss_scale=loss_scale,
     )
     return replicate(state, devices)
 
 
-def check_params(params: PyTree) -> None:
-    """Raises where parameters cannot be differentiated by."""
-    named = jax.tree_util.tree_flatten_with_path(params)[0]
+def check_params(trained: PyTree, frozen: PyTree) -> None:
+    """Raises where parameters cannot be differentiated by, or frozen ones are no arrays."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(frozen)[0]:
+        if not hasattr(leaf, "dtype"):
+            raise TypeError(
+                "TrainStep.init: every leaf of params must be an array, frozen leaf "
+                f"{jax.tree_util.keystr(path)} is {describe(leaf)}."
+            )
+    named = jax.tree_util.tree_flatten_with_path(trained)[0]
     if not named:
         raise ValueError("TrainStep.init: params must hold at least one array, got none.")
     for path, leaf in named:
@@ -49,7 +60,7 @@ def check_params(params: PyTree) -> None:
             raise TypeError(
                 f"TrainStep.init: every leaf of params must be a float array, leaf "
                 f"{jax.tree_util.keystr(path) or 'params'} is {describe(leaf)}. Convert numbers "
-                "with jnp.asarray; put what is not trained into model_state."
+                "with jnp.asarray; name what is not trained with trainable."
             )
 
 
@@ -74,14 +85,16 @@ def check_optimizer(
     def update(params: PyTree, opt_state: PyTree) -> PyTree:
         tx = optax.with_extra_args_support(optimizer)
         grads = jax.tree.map(jnp.asarray, params)
-        return tx.update(grads, opt_state, params, value=jnp.float32(0), grad=grads)[1]
+        work = {"microbatches": jnp.int32(0), "examples": jnp.int32(0)}
+        return tx.update(grads, opt_state, params, value=jnp.float32(0), grad=grads, **work)[1]
 
     try:
         new = jax.eval_shape(update, params, opt_state)
     except TypeError as error:  # asks for something else, a function of the parameters say
         raise TypeError(
             "TrainStep.init: the optimizer must work with update(grads, state, params, "
-            f"value=loss, grad=grads), got {type(error).__name__}: {error}."
+            "value=loss, grad=grads, microbatches=m, examples=e), got "
+            f"{type(error).__name__}: {error}."
         ) from error
     differs = difference(new, jax.eval_shape(lambda: opt_state))
     if differs:

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,10 +13,12 @@ import numpy as np
 from elche_jax.cadence import clamp_counts
 from elche_jax.data.order import Cursor
 from elche_jax.data.reader import Reader
+from elche_jax.engine.replicas import ReplicaMismatch, mismatch
 from elche_jax.engine.runner import Call
 from elche_jax.engine.timing import ENDS, Stopwatch, WindowTimes
 from elche_jax.observe.records import WindowRecord
 from elche_jax.train.feed import Feed
+from elche_jax.train.finite import FiniteWatch
 from elche_jax.train.pace import Measured, Pace
 
 IN_FLIGHT = 2
@@ -23,10 +26,6 @@ IN_FLIGHT = 2
 
 LOOKAHEAD = 4
 """Windows planned and not yet over, where plans do not depend on reports."""
-
-
-class NonFiniteError(RuntimeError):
-    """The gradient or the loss of a window was not finite; its update was dropped."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,23 @@ class Window:
     run: "Run" = field(repr=False)
 
 
+@dataclass(frozen=True)
+class Flying:
+    """A window that was dispatched and is not over.
+
+    Attributes:
+        measured: What its record needs besides the times.
+        finite: Whether it was finite, on the devices.
+        own: The same of each device's own sums.
+        sums: Checksums of the state after it, or None.
+    """
+
+    measured: Measured
+    finite: Any
+    own: jax.Array
+    sums: jax.Array | None
+
+
 class Run:
     """What the threads of one call of `windows` share.
 
@@ -64,28 +80,39 @@ class Run:
         pace: Plans and records.
         start: Where in the data to begin.
         epochs: Number of epochs; None for no end.
-        raise_nonfinite: Raise when a window's gradient is not finite.
+        watch: Told of every window whether it was finite.
+        runner: What runs the windows; for whoever made the run.
+        combines: Whether the devices synchronise at the end of a window.
     """
 
     def __init__(
-        self, feed: Feed, pace: Pace, start: Cursor, epochs: int | None, raise_nonfinite: bool
+        self,
+        feed: Feed,
+        pace: Pace,
+        start: Cursor,
+        epochs: int | None,
+        watch: FiniteWatch,
+        runner: Any,
+        combines: bool = True,
     ):
         self._feed, self._pace = feed, pace
-        self.runner = feed.runner
         self._start, self._epochs = start, epochs
-        self._raise_nonfinite = raise_nonfinite
+        self._watch, self.runner = watch, runner
+        # without a synchronisation devices end apart, and the CPU's runtime starts a
+        # program on all of them at once
+        self._lockstep = not combines and feed.devices[0].platform == "cpu"
         self._changed = threading.Condition()
         self._planned = 0
         self._over = 0
         self._current: Window | None = None
         self._asked = 0.0
         self._dispatches = 0
-        self._flying: dict[int, tuple[Measured, dict[str, jax.Array]]] = {}
+        self._flying: dict[int, Flying] = {}
         self._error: BaseException | None = None
-        self._tokens: deque[tuple[int, float, dict[str, jax.Array]]] = deque()
+        self._tokens: deque[tuple[int, float, jax.Array]] = deque()
         self.told = False
         self._closed = False
-        self._unseen: list[tuple[Measured, dict[str, jax.Array]]] = []
+        self._unseen: list[Flying] = []
         self.stopwatch: Stopwatch | None = None
 
     # -- the prefetch thread ---------------------------------------------------------
@@ -196,27 +223,39 @@ class Run:
         window: Window,
         at: float,
         steady: bool,
-        metrics: dict[str, jax.Array],
+        finite: Any,
         token: jax.Array,
+        sums: jax.Array | None = None,
     ) -> None:
-        """After the dispatch: hands the window to the threads that time it."""
+        """After the dispatch: hands the window to the threads that time it.
+
+        Args:
+            window: The window.
+            at: When its dispatch began.
+            steady: Whether nothing was compiled for it.
+            finite: Whether it is finite: a bool, on the devices.
+            token: Ready where a device is done; its entries say whether what the
+                device itself had summed is finite.
+            sums: Checksums of the new state, where they were asked for.
+        """
         self._pace.dispatched(window.counts)
+        first = window.cursor.microbatch - sum(window.counts)
         measured = Measured(
-            window.index, window.epoch, window.counts, window.examples, steady, self._asked
+            window.index, window.epoch, window.counts, window.examples, steady, self._asked, first
         )
         with self._changed:
             if self._closed:
                 return
-            self._flying[self._dispatches] = (measured, metrics)
+            self._flying[self._dispatches] = Flying(measured, finite, token, sums)
         if self._feed.world_size == 1:
-            self._tokens.append((self._dispatches, at, metrics))
+            self._tokens.append((self._dispatches, at, token))
         elif self.stopwatch is not None:
             self.stopwatch.combining(self._dispatches, token)
 
     def _land(self) -> None:
         """One device: waits for the oldest window, in the loop, and records it."""
-        dispatch, at, metrics = self._tokens.popleft()
-        metrics["loss"].block_until_ready()
+        dispatch, at, token = self._tokens.popleft()
+        token.block_until_ready()
         now = time.perf_counter()
         self.over(WindowTimes(dispatch, at, (now,), (now,)))
 
@@ -231,8 +270,8 @@ class Run:
     def settle(self) -> None:
         """A new run begins: raises what the windows in flight at the close have brought."""
         unseen, self._unseen = self._unseen, []
-        for measured, metrics in unseen:
-            self._verify(measured, metrics)
+        for flying in unseen:
+            self._verify(flying)
         if not self.told:
             self.check()
 
@@ -257,28 +296,32 @@ class Run:
     def over(self, times: WindowTimes) -> None:
         """Every device is done with a window."""
         with self._changed:
-            measured, metrics = self._flying.get(times.window, (None, {}))
+            flying = self._flying.get(times.window)
         free = ENDS.before(self._feed.devices, times.accumulated)
+        if self._lockstep:
+            free = [min(max(free), end) for end in times.accumulated]
         ENDS.note(self._feed.devices, times.combined)
-        if measured is None:  # the run was closed
+        if flying is None:  # the run was closed
             return
-        self._pace.measured(_record(measured, times, free))
-        self._verify(measured, metrics)
+        self._pace.measured(_record(flying.measured, times, free))
+        self._verify(flying)
         with self._changed:
             self._flying.pop(times.window, None)
             self._over += 1
             self._changed.notify_all()
 
-    def _verify(self, measured: Measured, metrics: dict[str, jax.Array]) -> None:
-        if self._raise_nonfinite and not bool(np.asarray(metrics["finite"])):
-            self.failed(
-                NonFiniteError(
-                    "train: loss, gradient, weight, update and model state of every window must "
-                    f"be finite, those of window {measured.window} (epoch {measured.epoch}, "
-                    f"counts {measured.counts}) were not. Its update was dropped; lower the "
-                    "learning rate, or pass nonfinite='skip' to drop such windows and go on."
-                )
-            )
+    def _verify(self, flying: "Flying") -> None:
+        finite = bool(np.asarray(flying.finite))
+        skipped = self._watch.skipped
+        error: Exception | None = self._watch.see(flying.measured, finite, flying.own)
+        if self._watch.skipped > skipped:
+            self._pace.skipped(flying.measured, "not finite")
+        if flying.sums is not None and error is None:
+            where = f"train: after window {flying.measured.window}"
+            text = mismatch(where, self.runner.state, self._feed.devices, flying.sums)
+            error = None if text is None else ReplicaMismatch(text)
+        if error is not None:
+            self.failed(error)
 
     def failed(self, error: BaseException) -> None:
         """A thread has run into an exception; the loop raises it."""

@@ -1,8 +1,8 @@
 """`TrainStep`: what the user's loop calls."""
 
-import operator
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,35 +12,46 @@ from elche_jax import _check as check
 from elche_jax.cadence import Cadence
 from elche_jax.cadence.scheduler import Scheduler, SchedulerState
 from elche_jax.data.order import Cursor
-from elche_jax.data.place import Placer, check_fits, choose_placement
-from elche_jax.data.source import ArraySource, IterableSource, Source, as_source
+from elche_jax.data.source import IterableSource
+from elche_jax.engine.checksum import checksums
 from elche_jax.engine.compile_cache import CompileCache
-from elche_jax.engine.devices import free_bytes, group_devices
+from elche_jax.engine.devices import group_devices
 from elche_jax.engine.loss import LossFn, inspect_loss
-from elche_jax.engine.mapped import stacked_sharding
-from elche_jax.engine.program import LoopHook, Program
-from elche_jax.engine.replicas import replicate
+from elche_jax.engine.merge import MergeRules, resolve_merge
+from elche_jax.engine.program import Program
 from elche_jax.engine.runner import Runner
 from elche_jax.engine.state import TrainState
+from elche_jax.engine.trainable import Selection, select_trainable
 from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.report import RunReport, make_report
-from elche_jax.train.feed import DataPlan, Feed
+from elche_jax.train.feed import DataPlan
+from elche_jax.train.finite import FiniteWatch
 from elche_jax.train.initial import (
     check_buffers,
+    check_model_state,
     difference,
     initial_state,
     key_impl_of,
     shapes_of,
 )
+from elche_jax.train.loading import WINDOW_BYTES, Loading
+from elche_jax.train.options import Options
 from elche_jax.train.pace import Pace
 from elche_jax.train.run import Run, Window
-from elche_jax.train.spec import check_data_plan, check_window_bytes, microbatch_shapes
+from elche_jax.train.spec import check_data_plan, microbatch_shapes
 from elche_jax.train.windows import Windows
 
 PyTree = Any
 
-WINDOW_BYTES = 256 * 2**20
-"""Default limit of what the data of one program call may take on a device."""
+
+@dataclass(frozen=True)
+class Initial:
+    """What `TrainStep.init` has learned: shapes of the state, and what follows of them."""
+
+    shapes: TrainState
+    key_impl: str
+    selection: Selection
+    merge: MergeRules
 
 
 class TrainStep:
@@ -56,24 +67,20 @@ class TrainStep:
         optimizer: optax.GradientTransformation,
         devices: tuple[jax.Device, ...],
         cadence: Cadence[Any],
-        max_grad_norm: float | None,
-        *,
-        raise_nonfinite: bool,
-        hint: bool,
-        emulate: LoopHook | None,
+        options: Options,
     ):
         self.devices = devices
         self._loss_fn, self._optimizer = loss_fn, optimizer
         self._groups = group_devices(devices)  # one: build_train_step sees to it
-        self._max_grad_norm, self._raise_nonfinite = max_grad_norm, raise_nonfinite
-        self._emulate = emulate
-        self._pace = Pace(Scheduler(cadence), len(devices), hint)
+        self._options = options
+        self._pace = Pace(Scheduler(cadence), len(devices), options.hint, options.timeline)
+        self._watch = FiniteWatch(options.finite, devices)
         self._cache = CompileCache()
         self._runners: dict[Any, Runner] = {}
         self._last_run: Run | None = None
-        self._initial: tuple[TrainState, str] | None = None
-        self._resident: tuple[list[jax.Array], PyTree] | None = None
-        self._unread: IterableSource | None = None
+        self._initial: Initial | None = None
+        self._loading = Loading(devices)
+        self._verified = False
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -113,6 +120,30 @@ class TrainStep:
         """The last 1024 windows as they were measured, oldest first."""
         return self._pace.records
 
+    @property
+    def throughput(self) -> tuple[float | None, ...]:
+        """Microbatches per second of each device; None where it was not measured yet.
+
+        The cadence's smoothed estimate where it has one, else the median over the last 32
+        steady windows of `counts / busy_ms` (one device: of `counts / wall_ms`).
+        """
+        return self._pace.throughput
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Share of the work that each device should get; they sum to 1 up to rounding.
+
+        The cadence's own `ratios` where it has them (`Balanced`), else the throughput over
+        its sum, a device that was not measured counting as the mean of the others. Before
+        any measurement: the planned counts over their sum, so that a speed hint shows.
+        """
+        return self._pace.ratios
+
+    @property
+    def skipped(self) -> int:
+        """Windows so far whose update was dropped as not finite."""
+        return self._watch.skipped
+
     def init(self, params: PyTree, *, model_state: PyTree = None, rng: Any = 0) -> TrainState:
         """Makes the replicated training state, and begins a new run.
 
@@ -121,8 +152,7 @@ class TrainStep:
         Args:
             params: Parameters, a pytree of float arrays. Copied.
             model_state: What the model carries besides (BatchNorm statistics), a pytree
-                of arrays. After a window float leaves are the mean over the devices by
-                weight, integer leaves the maximum.
+                of arrays. It is merged after a window as `merge` says.
             rng: A key or an integer seed. Microbatch `i` of the run gets
                 `fold_in(key, i)`, on whichever device it runs.
 
@@ -130,10 +160,19 @@ class TrainStep:
             The state; its leaves are stacked, `(world_size,) + shape`.
 
         Raises:
-            TypeError: A leaf of `params` is not a float array; `rng` is neither.
+            TypeError: A leaf of `params` that is trained is not a float array; `rng` is
+                neither; a rule of `merge` does not fit its leaf.
+            ValueError: `trainable` or `merge` do not fit.
         """
-        state = initial_state(self._optimizer, params, model_state, rng, self.devices)
-        self._initial = (shapes_of(state), key_impl_of(rng))
+        check_model_state(model_state)
+        selection = select_trainable(self._options.trainable, params)
+        merge = resolve_merge(self._options.merge, jax.eval_shape(lambda: model_state))
+        state = initial_state(
+            self._optimizer, params, model_state, rng, self.devices, selection,
+            self._options.loss_scale,
+        )  # fmt: skip
+        self._initial = Initial(shapes_of(state), key_impl_of(rng), selection, merge)
+        self._watch = FiniteWatch(self._options.finite, self.devices)
         self._pace.restart()
         return state
 
@@ -212,22 +251,15 @@ class TrainStep:
             last, self._last_run = self._last_run, None
             last.settle()
             del last  # with it goes what it held on the devices
-        source = self._source(data)
+        source = self._loading.source(data)
         size = check_data_plan(source, batch_size, epochs, drop_last)
         microbatch = microbatch_shapes(source, size)
         runner = self._runner(microbatch, mask_key, source, size, drop_last)
-        where = choose_placement(placement, source, self.devices, free_bytes(self.devices))
-        if placement == "auto" and self._kept(source) is not None:
-            where = "resident"  # the copy that is there already is not counted twice
-        if where == "stream":
-            check_window_bytes(window_bytes, microbatch)
-        placer = Placer(self.devices, stacked_sharding(self.devices))
-        resident = self._place(source) if where == "resident" else None
+        where = self._loading.placement(placement, source, window_bytes, microbatch)
         plan = DataPlan(source, size, seed, shuffle, drop_last, where, window_bytes, microbatch)
-        adaptive = self._pace.adaptive and len(self.devices) > 1
-        feed = Feed(plan, placer, runner, resident, adaptive, self._pace.largest)
+        feed = self._loading.feed(plan, runner, self._pace.adaptive, self._pace.largest)
         start = cursor or Cursor(window=self._pace.windows)
-        run = Run(feed, self._pace, start, epochs, self._raise_nonfinite)
+        run = Run(feed, self._pace, start, epochs, self._watch, runner)
         self._last_run = run
         return Windows(run, len(self.devices))
 
@@ -286,28 +318,51 @@ class TrainStep:
                 ) from error
             raise
         steady = self._cache.stats.misses == misses
-        run.dispatched(window, at, steady, metrics, token)
-        if self._emulate is not None:
-            self._emulate.settle()
+        sums = self._checksums(state, window)
+        run.dispatched(window, at, steady, metrics["finite"], token, sums)
+        if self._options.emulate is not None:
+            self._options.emulate.settle()
         return state, dict(metrics)  # the run reads its own when the window is over
 
     def report(self) -> RunReport:
         """What was measured so far: speeds, counts, busy shares, compiles."""
+        exchange, frozen = (0, 0) if self._initial is None else self._exchanged(self._initial)
         return make_report(
-            self.records, [str(d) for d in self.devices], self.counts, vars(self._cache.stats)
-        )
+            self.records, [str(d) for d in self.devices], self.counts, vars(self._cache.stats),
+            self.skipped, exchange, frozen,
+        )  # fmt: skip
+
+    def _exchanged(self, initial: "Initial") -> tuple[int, int]:
+        """Bytes of float32 that each device exchanges, and that frozen parameters save."""
+        if len(self.devices) == 1:
+            return 0, 0
+        trained, frozen = initial.selection.split(initial.shapes.params)
+        sizes = [sum(x.size for x in jax.tree.leaves(part)) for part in (trained, frozen)]
+        return 4 * sizes[0] // len(self.devices), 4 * sizes[1] // len(self.devices)
+
+    def _checksums(self, state: TrainState, window: Window) -> jax.Array | None:
+        """Launches checksums of the state where it is time for it: at the first window, so
+        that nothing is compiled later on, and after every so many."""
+        every = self._options.verify_every
+        if every is None or len(self.devices) == 1 or (self._verified and window.index % every):
+            return None
+        self._verified = True
+        return checksums(state, self.devices)
 
     def _runner(
         self, microbatch: PyTree, mask_key: str | None, source: Any, size: int, drop_last: bool
     ) -> Runner:
         assert self._initial is not None  # windows() has checked it
-        shapes, impl = self._initial
+        options, initial = self._options, self._initial
+        shapes, impl = initial.shapes, initial.key_impl
         loss_fn = LossFn(
             self._loss_fn.fn, self._loss_fn.has_aux, shapes.model_state is not None, mask_key
         )
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
         key = jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=impl), one.key)
-        form = inspect_loss(loss_fn, one.params, one.model_state, microbatch, key)
+        cast = options.precision.cast
+        params, batch = jax.eval_shape(cast, (one.params, microbatch))
+        form = inspect_loss(loss_fn, params, one.model_state, batch, key)
         ragged = isinstance(source, IterableSource) or source.size % size
         if form.form != "vector" and mask_key is None and not drop_last and ragged:
             raise ValueError(
@@ -318,45 +373,14 @@ class TrainStep:
         names = tuple(sorted(form.aux))
         leaves, structure = jax.tree.flatten(shapes)
         known = (
-            loss_fn, impl, form.form, names, structure, tuple((x.shape, x.dtype) for x in leaves)
+            loss_fn, impl, form.form, names, structure, initial.selection, initial.merge,
+            tuple((x.shape, x.dtype) for x in leaves),
         )  # fmt: skip
         if known not in self._runners:
             program = Program(
                 loss_fn, form.form, names, self._optimizer, len(self.devices), impl,
-                self._max_grad_norm, self._emulate,
+                options.max_grad_norm, options.finite.drops, initial.selection, initial.merge,
+                options.precision, options.exchange_dtype, options.emulate,
             )  # fmt: skip
             self._runners[known] = Runner(program, self._groups[0], self._cache, shapes)
         return self._runners[known]
-
-    def _source(self, data: Any) -> Source:
-        """The data; an iterator that an earlier call took one item of goes on with that."""
-        unread, self._unread = self._unread, None
-        if unread is not None and unread.iterable is data and unread.peeked:
-            source: Source = unread
-        else:
-            source = as_source(data)
-        if isinstance(source, IterableSource) and source.once:
-            self._unread = source
-        return source
-
-    def _place(self, source: Any) -> PyTree:
-        assert isinstance(source, ArraySource)  # choose_placement has checked it
-        kept = self._kept(source)
-        if kept is not None:
-            return kept
-        self._resident = None  # gives the old copy's memory back first
-        leaves = jax.tree.leaves(source.tree)
-        for leaf in leaves:
-            check_fits(leaf)
-        placed = replicate(source.tree, self.devices)
-        if all(isinstance(leaf, jax.Array) for leaf in leaves):  # they cannot change
-            self._resident = (leaves, placed)
-        return placed
-
-    def _kept(self, source: Source) -> PyTree | None:
-        """The copy of these data that an earlier call put on the devices."""
-        if self._resident is None or not isinstance(source, ArraySource):
-            return None
-        (known, placed), leaves = self._resident, jax.tree.leaves(source.tree)
-        same = len(known) == len(leaves) and all(map(operator.is_, known, leaves))
-        return placed if same else None

@@ -170,7 +170,7 @@ def accumulate(loss_fn, numbers, has_aux=False):
     )  # fmt: skip
     params = {"w": jnp.float32(3)}
     zero = jnp.int32(0)
-    state = TrainState(params, (), None, jax.random.key_data(KEY), zero, zero)
+    state = TrainState(params, (), None, jax.random.key_data(KEY), zero, zero, zero)
     rows = jnp.array(numbers, jnp.float32)[:, None]
     pieces = Pieces(({"x": rows[:2]}, {"x": rows[2:]}))
     orders = Orders(jnp.array([3, 0, 1, -1, 0], jnp.int32))

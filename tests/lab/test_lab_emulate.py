@@ -308,7 +308,9 @@ def sums_of(hook, world_size, counts):
     )  # fmt: skip
     params = {"w": np.linspace(-1, 1, 4, dtype=np.float32)}
     key = np.asarray(jax.random.key_data(jax.random.key(3)))
-    state = replicate(TrainState(params, (), None, key, np.int32(11), np.int32(0)), devices)
+    state = replicate(
+        TrainState(params, (), None, key, np.int32(11), np.int32(0), np.int32(0)), devices
+    )
     zeros = jax.eval_shape(program.zeros, params, None)
     sums = replicate(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), zeros), devices)
     rng = np.random.default_rng(0)

@@ -89,8 +89,10 @@ def test_cadence_given_twice():
 
 
 def test_nonfinite_word():
-    with pytest.raises(ValueError, match=r"nonfinite must be 'raise' or 'skip', got 'ignore'"):
-        build(nonfinite="ignore")
+    with pytest.raises(
+        ValueError, match=r"nonfinite must be one of 'raise', 'skip', 'ignore', got 'warn'"
+    ):
+        build(nonfinite="warn")
 
 
 def test_emulation_for_another_number_of_devices():

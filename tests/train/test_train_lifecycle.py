@@ -269,7 +269,7 @@ def test_resident_data_are_not_held_by_the_run_before(monkeypatch):
         placed.append(weakref.ref(copies["x"]))
         return copies
 
-    monkeypatch.setattr("elche_jax.train.step.replicate", watched)
+    monkeypatch.setattr("elche_jax.train.loading.replicate", watched)
     for epoch in range(3):
         for window in train.windows(data(), 4, seed=epoch, placement="resident"):
             state, _ = train(state, window)
@@ -411,13 +411,13 @@ def test_data_on_the_devices_stay_there(monkeypatch):
     train.init(PARAMS)
     arrays = jax.tree.map(jnp.asarray, data())
     train.windows(arrays, 4).close()
-    assert train._resident is not None
-    before = train._resident[1]["x"]
-    monkeypatch.setattr("elche_jax.train.step.free_bytes", lambda devices: 0)
+    assert train._loading._resident is not None
+    before = train._loading._resident[1]["x"]
+    monkeypatch.setattr("elche_jax.train.loading.free_bytes", lambda devices: 0)
     train.windows(arrays, 4).close()
-    assert train._resident[1]["x"] is before
+    assert train._loading._resident[1]["x"] is before
     train.windows(jax.tree.map(jnp.asarray, data(32)), 4).close()
-    assert train._resident[1]["x"] is before, "other data are streamed"
+    assert train._loading._resident[1]["x"] is before, "other data are streamed"
 
 
 @pytest.mark.parametrize("world", [1, 2])

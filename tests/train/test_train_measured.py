@@ -89,7 +89,7 @@ def test_elche_finds_the_speeds_and_report_shows_them():
     ]
     assert report.limit_share is not None and 0 < report.limit_share <= 1.01
     text = str(report)
-    assert "of the limit" in text and len(text.splitlines()) == 7
+    assert "of the limit" in text and len(text.splitlines()) == 8
 
 
 def test_two_training_steps_in_turns_do_not_count_each_others_time():

@@ -1,0 +1,314 @@
+"""A function of microbatches, run over data on all devices, without a synchronisation.
+
+Scores are summed on each device; outputs are kept in the order of the microbatches. In
+neither case do the devices speak with each other: the host puts their results together.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from elche_jax.data.split import piece_lengths
+from elche_jax.engine.compile_cache import CompileCache
+from elche_jax.engine.devices import Group
+from elche_jax.engine.fetch import Orders, Payload
+from elche_jax.engine.loss import Weighted, batch_size_of, describe
+from elche_jax.engine.mapped import AXIS, Mapped
+from elche_jax.engine.program import LoopHook
+from elche_jax.engine.runner import Call, signature
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Variables:
+    """What the user's function is a function of besides the data. Leaves are stacked."""
+
+    params: PyTree
+    model_state: PyTree
+
+
+jax.tree_util.register_dataclass(Variables, ["params", "model_state"], [])
+
+
+@dataclass(frozen=True)
+class BatchFn:
+    """The user's function of a microbatch, and how it is called.
+
+    Attributes:
+        fn: `fn(params, batch)`, with model state `fn(params, model_state, batch)`.
+        has_model_state: Whether there is one.
+        mask_key: Entry of the batch that shall hold the mask of valid examples.
+    """
+
+    fn: Callable[..., Any]
+    has_model_state: bool = False
+    mask_key: str | None = None
+
+    def __call__(self, variables: Variables, batch: PyTree, mask: Any) -> Any:
+        """Calls the function."""
+        if self.mask_key is not None:
+            batch = {**batch, self.mask_key: mask}
+        state = (variables.model_state,) if self.has_model_state else ()
+        return self.fn(variables.params, *state, batch)
+
+
+class SweepProgram(Protocol):
+    """What a device computes in one call."""
+
+    def call(
+        self, variables: Variables, payload: Payload, orders: Orders
+    ) -> tuple[tuple[PyTree, Any], None]:
+        """Runs `orders.count` microbatches; gives `((results, token), None)`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Score:
+    """Sums of metrics over the microbatches of a call.
+
+    Attributes:
+        fn: Gives a dict of metrics.
+        shapes: Shapes of the results: for every metric its sum, and the sum of its weights.
+        world_size: Number of devices.
+        hook: Emulation, or None.
+    """
+
+    fn: BatchFn
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    world_size: int
+    hook: LoopHook | None = None
+
+    def call(
+        self, variables: Variables, payload: Payload, orders: Orders
+    ) -> tuple[tuple[PyTree, Any], None]:
+        zero = jnp.zeros((), jnp.float32)
+        start = {name: (jnp.zeros(shape, jnp.float32), zero) for name, shape in self.shapes}
+
+        def body(i: Any, sums: PyTree) -> PyTree:
+            batch = payload.fetch(i, orders.count)
+            size = batch_size_of(batch)
+            valid = orders.valid(orders.start + i, size)
+            mask = jnp.arange(size) < valid
+            metrics = self.fn(variables, batch, mask)
+            return {name: _add(sums[name], value, mask, valid) for name, value in metrics.items()}
+
+        return _run(self.hook, self.world_size, orders, body, start), None
+
+
+@dataclass(frozen=True)
+class Apply:
+    """Outputs of the microbatches of a call, in order.
+
+    They leave the program as pieces whose lengths are powers of two, as the data came
+    in: the digits of the count name those that hold outputs, and only they are fetched.
+
+    Attributes:
+        fn: Gives a pytree of arrays, one entry per example.
+        world_size: Number of devices.
+        hook: Emulation, or None.
+    """
+
+    fn: BatchFn
+    world_size: int
+    hook: LoopHook | None = None
+
+    def call(
+        self, variables: Variables, payload: Payload, orders: Orders
+    ) -> tuple[tuple[PyTree, Any], None]:
+        capacity = payload.capacity(stacked=False)
+
+        def outputs(i: Any) -> PyTree:
+            batch = payload.fetch(i, orders.count)
+            size = batch_size_of(batch)
+            return self.fn(
+                variables, batch, jnp.arange(size) < orders.valid(orders.start + i, size)
+            )
+
+        one = jax.eval_shape(outputs, jnp.int32(0))
+        start = jax.tree.map(lambda x: jnp.zeros((capacity, *x.shape), x.dtype), one)
+
+        def body(i: Any, rows: PyTree) -> PyTree:
+            put = jax.lax.dynamic_update_index_in_dim
+            return jax.tree.map(lambda all_, new: put(all_, new, i, 0), rows, outputs(i))
+
+        rows, token = _run(self.hook, self.world_size, orders, body, start)
+        return (tuple(_piece(rows, orders.count, n) for n in piece_lengths(capacity)), token), None
+
+
+class SweepRunner:
+    """Compiles and launches the program of a sweep.
+
+    Args:
+        program: What a device computes.
+        group: The devices.
+        cache: Compiled programs.
+        variables: Shapes of the stacked variables.
+    """
+
+    def __init__(
+        self, program: SweepProgram, group: Group, cache: CompileCache, variables: Variables
+    ):
+        self.group, self._cache, self._variables = group, cache, variables
+        self._number = next(_NUMBERS)
+        self._mapped = Mapped(program.call, group.devices, donate=())
+        self.capacities: dict[Hashable, set[int]] = {}
+
+    def run(self, variables: Variables, call: Call) -> tuple[PyTree, jax.Array]:
+        """Dispatches a call; gives its results and its token, stacked."""
+        program = self._cache.get(*self._program(call.payload))
+        return program(variables, call.payload, call.orders)[0]
+
+    def ready(self, payload: Payload) -> bool:
+        """Whether the program for data of these shapes is compiled."""
+        return self._cache.ready(self._program(payload)[0])
+
+    def prepare(self, payload: Payload) -> None:
+        """Compiles the program for data of these shapes, in background."""
+        self._cache.prepare(*self._program(payload))
+
+    def _program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
+        orders = Orders(jax.ShapeDtypeStruct((self.group.world_size, 5), jnp.int32))
+        key = ("sweep", self._number, signature(payload))
+        return key, lambda: self._mapped.compile(self._variables, payload, orders)
+
+
+_NUMBERS = count()
+_REAL = (jnp.floating, jnp.integer, jnp.bool_)
+
+
+def inspect_metrics(
+    fn: BatchFn, variables: Variables, batch: PyTree, ragged: bool
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Calls a metric function with shapes only.
+
+    Args:
+        fn: The function.
+        variables: Shapes, of one device.
+        batch: Shapes of one microbatch.
+        ragged: Whether the last microbatch may have fewer examples.
+
+    Returns:
+        Names of the metrics and the shapes of their means.
+
+    Raises:
+        TypeError: It does not return a dict of metrics.
+        ValueError: A metric cannot leave out the examples that a ragged microbatch lacks.
+    """
+    size = batch_size_of(batch)
+    mask = jax.ShapeDtypeStruct((size,), jnp.bool_)
+    metrics = jax.eval_shape(fn, variables, batch, mask)
+    if not isinstance(metrics, dict) or not metrics:
+        got = "an empty one" if isinstance(metrics, dict) else describe(metrics)
+        raise TypeError(f"metric_fn: must return a dict of metrics, name to value, got {got}.")
+    return tuple(
+        (name, _check_metric(name, value, size, ragged and fn.mask_key is None))
+        for name, value in sorted(metrics.items())
+    )
+
+
+def inspect_outputs(fn: BatchFn, variables: Variables, batch: PyTree) -> PyTree:
+    """Calls a function with shapes only; gives the shapes of its outputs.
+
+    Raises:
+        TypeError: An output does not have one entry per example.
+    """
+    size = batch_size_of(batch)
+    outputs = jax.eval_shape(fn, variables, batch, jax.ShapeDtypeStruct((size,), jnp.bool_))
+    named = jax.tree_util.tree_flatten_with_path(outputs)[0]
+    for path, leaf in named:
+        if leaf.shape[:1] != (size,):
+            raise TypeError(
+                f"predict: every output of apply_fn must have one entry per example ({size}) "
+                f"on its first axis, got {describe(leaf)} for leaf "
+                f"{jax.tree_util.keystr(path) or 'output'}."
+            )
+    if not named:
+        raise TypeError(f"predict: apply_fn must return arrays, got {describe(outputs)}.")
+    return outputs
+
+
+def _check_metric(name: str, value: Any, size: int, ragged: bool) -> tuple[int, ...]:
+    parts = (value.loss, value.weight) if isinstance(value, Weighted) else (value,)
+    shapes = [getattr(part, "shape", None) for part in parts]
+    plain = not isinstance(value, Weighted)
+    known = [shape for shape in shapes if shape is not None]
+    allowed = all(s[:1] in ((), (size,)) and (plain or len(s) < 2) for s in known)
+    if len(known) < len(shapes) or not allowed:
+        raise TypeError(
+            f"metric_fn: metric {name!r} must be a scalar, an array of one entry per example "
+            f"({size}), or Weighted of scalars or of vectors, got "
+            f"{' and '.join(map(describe, parts))}."
+        )
+    if not all(any(jnp.issubdtype(part.dtype, kind) for kind in _REAL) for part in parts):
+        raise TypeError(
+            f"metric_fn: metric {name!r} must be of real numbers or bools, got "
+            f"{' and '.join(map(describe, parts))}."
+        )
+    if known[0] != known[-1]:
+        raise TypeError(
+            f"metric_fn: metric {name!r} must have a weight of the shape of its value "
+            f"({known[0]}), got {known[-1]}."
+        )
+    if ragged and known[0] == ():
+        raise ValueError(
+            f"metric_fn: metric {name!r} must have one entry per example ({size}), as the last "
+            "microbatch of these data may have fewer, got a scalar. Or pass mask_key, and return "
+            "Weighted(mean over the valid ones, their number)."
+        )
+    return known[0][1:]
+
+
+def _add(sums: tuple[Any, Any], value: Any, mask: Any, valid: Any) -> tuple[Any, Any]:
+    """The sums with a microbatch's metric; by weight, examples that are not valid left out."""
+    weight: Any = jnp.float32(1)
+    if isinstance(value, Weighted):
+        value, weight = value.loss, value.weight
+    elif jnp.ndim(value) == 0:
+        weight = valid  # a mean over the microbatch
+    value = jnp.asarray(value, jnp.float32)
+    weight = jnp.asarray(weight, jnp.float32)
+    weight = jnp.where(weight < 0, jnp.nan, weight)
+    if value.ndim == 0:
+        return sums[0] + jnp.where(weight != 0, value * weight, 0), sums[1] + weight
+    keep = mask.reshape(-1, *(1,) * (value.ndim - 1))
+    weight = jnp.where(mask, jnp.broadcast_to(weight, mask.shape), 0)
+    wide = weight.reshape(keep.shape)
+    total = jnp.where(wide != 0, value * wide, 0).sum(axis=0)
+    return sums[0] + total, sums[1] + weight.sum()
+
+
+def _piece(rows: PyTree, total: Any, length: int) -> PyTree:
+    """The rows of the piece of this length, if the digits of `total` have one."""
+    start = total & ~(2 * length - 1)
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, length), rows)
+
+
+def _run(
+    hook: LoopHook | None, world_size: int, orders: Orders, body: Any, start: PyTree
+) -> tuple[PyTree, Any]:
+    """The loop; gives its results, and a small token that needs them."""
+    if hook is None:
+        results = jax.lax.fori_loop(0, orders.count, body, start)
+        return results, _touch(results)
+    device = jnp.int32(0) if world_size == 1 else jax.lax.axis_index(AXIS)
+    zero = hook.begin(device, jnp.int32(0), orders.fresh)
+    first, start = jax.lax.optimization_barrier((orders.count * 0 + zero.astype(jnp.int32), start))
+    results = jax.lax.fori_loop(
+        first, orders.count, lambda i, carry: hook.around(body, device, i, carry), start
+    )
+    zero = hook.end(device, orders.count, results)
+    return results, _touch(results) + zero
+
+
+def _touch(tree: PyTree) -> Any:
+    """A number that is there when the results are."""
+    leaves = [x for x in jax.tree.leaves(tree) if x.size]
+    if not leaves:  # nothing to compute
+        return jnp.zeros((), jnp.float32)
+    leaf = min(leaves, key=lambda x: x.size)
+    return jnp.isnan(jax.lax.optimization_barrier(leaf).reshape(-1)[0]).astype(jnp.float32)

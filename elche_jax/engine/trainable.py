@@ -1,0 +1,106 @@
+"""Which parameters are trained; the others take no part in gradients, sums and exchange."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from elche_jax.engine.loss import describe
+
+PyTree = Any
+Trainable = Callable[[str, Any], bool] | PyTree
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Splits parameters into those that are trained and those that are frozen.
+
+    In either half the leaves of the other are `optax.MaskedNode()`, which optax's own
+    masks use too: a node without leaves.
+
+    Attributes:
+        trained: For every leaf, in the order of `jax.tree.leaves`, whether it is trained.
+            None for all.
+    """
+
+    trained: tuple[bool, ...] | None = None
+
+    def split(self, params: PyTree) -> tuple[PyTree, PyTree]:
+        """The trained and the frozen half."""
+        leaves, structure = jax.tree.flatten(params)
+        if self.trained is None:
+            return params, structure.unflatten([_OUT] * len(leaves))
+        pairs = list(zip(leaves, self.trained, strict=True))
+        halves = ([x if t else _OUT for x, t in pairs], [_OUT if t else x for x, t in pairs])
+        return structure.unflatten(halves[0]), structure.unflatten(halves[1])
+
+    def join(self, trained: PyTree, frozen: PyTree) -> PyTree:
+        """The whole parameters of two halves."""
+        if self.trained is None:
+            return trained
+        return jax.tree.map(lambda t, f: f if _is_out(t) else t, trained, frozen, is_leaf=_is_out)
+
+
+_OUT = optax.MaskedNode()
+
+
+def _is_out(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def select_trainable(trainable: Trainable | None, params: PyTree) -> Selection:
+    """Brings the user's choice to one flag per leaf.
+
+    Args:
+        trainable: A function `(path, leaf) -> bool`; or bools in the structure of the
+            parameters, where one may stand for a whole subtree; or None for all.
+        params: The parameters.
+
+    Raises:
+        ValueError: No leaf is trained, or the structure is another.
+        TypeError: A flag is not a bool.
+
+    Example:
+        >>> from elche_jax.engine.trainable import select_trainable
+        >>> params = {"body": {"w": 1.0, "b": 2.0}, "head": 3.0}
+        >>> select_trainable({"body": False, "head": True}, params).trained
+        (False, False, True)
+        >>> select_trainable(lambda path, leaf: "head" in path, params).split(params)[0]
+        {'body': {'b': MaskedNode(), 'w': MaskedNode()}, 'head': 3.0}
+    """
+    if trainable is None:
+        return Selection()
+    named = jax.tree_util.tree_flatten_with_path(params)[0]
+    names = [jax.tree_util.keystr(path) or "params" for path, _ in named]
+    if callable(trainable):
+        flags = [trainable(name, leaf) for name, (_, leaf) in zip(names, named, strict=True)]
+    else:
+        flags = _spread(trainable, params)
+    for name, flag in zip(names, flags, strict=True):
+        if not isinstance(flag, bool | np.bool_):
+            got = describe(flag) if hasattr(flag, "shape") else repr(flag)
+            raise TypeError(
+                f"TrainStep.init: trainable must be True or False for every leaf of params, got "
+                f"{got} for leaf {name}."
+            )
+    if not any(flags):
+        raise ValueError(
+            "TrainStep.init: trainable must leave at least one leaf of params to train, got none."
+        )
+    return Selection(tuple(map(bool, flags)))
+
+
+def _spread(trainable: PyTree, params: PyTree) -> list[Any]:
+    try:
+        flags = jax.tree.map(
+            lambda flag, part: jax.tree.map(lambda _: flag, part), trainable, params
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            "TrainStep.init: trainable must have the structure of params, or a bool where that "
+            f"has a subtree ({jax.tree.structure(params)}), got {jax.tree.structure(trainable)}."
+        ) from error
+    return jax.tree.leaves(flags)

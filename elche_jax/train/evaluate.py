@@ -1,0 +1,298 @@
+"""`build_eval_step` and `predict`: exact metrics, and outputs in the order of the data."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+
+from elche_jax.cadence import Cadence
+from elche_jax.cadence.scheduler import SchedulerState
+from elche_jax.data.split import piece_lengths
+from elche_jax.engine.devices import select_devices
+from elche_jax.engine.program import LoopHook
+from elche_jax.engine.sweep import (
+    Apply,
+    BatchFn,
+    Score,
+    Variables,
+    inspect_metrics,
+    inspect_outputs,
+)
+from elche_jax.observe.records import WindowRecord
+from elche_jax.observe.report import RunReport
+from elche_jax.train.loading import WINDOW_BYTES
+from elche_jax.train.run import Window
+from elche_jax.train.sweep import Reading, Sweep, Task
+
+PyTree = Any
+
+
+class EvalStep:
+    """Metrics over data on all devices; made by `build_eval_step`.
+
+    Attributes:
+        devices: The devices, in rank order.
+    """
+
+    def __init__(self, sweep: Sweep):
+        self._sweep = sweep
+        self.devices = sweep.devices
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Microbatches per device planned for the next window."""
+        return self._sweep.pace.counts
+
+    @property
+    def cadence_state(self) -> SchedulerState:
+        """What is known of the speeds, see `TrainStep.cadence_state`; may be set."""
+        return self._sweep.pace.state
+
+    @cadence_state.setter
+    def cadence_state(self, state: SchedulerState | Mapping[str, Any]) -> None:
+        self._sweep.pace.restore(state)
+
+    @property
+    def records(self) -> list[WindowRecord]:
+        """The windows of the last evaluation, oldest first, the last 1024 at most."""
+        return self._sweep.pace.records
+
+    def report(self) -> RunReport:
+        """What was measured in the last evaluation: speeds, counts, busy shares, compiles."""
+        return self._sweep.report()
+
+    def __call__(
+        self,
+        params: PyTree,
+        data: Any,
+        batch_size: int | None = None,
+        *,
+        model_state: PyTree = None,
+        mask_key: str | None = None,
+        placement: str = "auto",
+        window_bytes: int = WINDOW_BYTES,
+    ) -> dict[str, Any]:
+        """Evaluates every example once.
+
+        With `w` the weight of a value (1 per example; a scalar's is the number of valid
+        examples of its microbatch), summed in float32 within a call of the devices'
+        program and in float64 over calls and devices,
+
+            metric = sum of w * value / sum of w
+
+        Args:
+            params: Parameters, a pytree of arrays; or a `TrainState` on these devices,
+                whose replicas are used as they are, model state and all.
+            data: As in `TrainStep.windows`.
+            batch_size: Examples per microbatch; for an iterable, None.
+            model_state: Model state, where `params` are parameters.
+            mask_key: Adds the mask of valid examples to every microbatch under this name.
+            placement: As in `TrainStep.windows`.
+            window_bytes: As in `TrainStep.windows`.
+
+        Returns:
+            The metrics: floats, or float64 arrays where a metric has more axes. Not a
+            number where the weights sum up to 0.
+
+        Raises:
+            TypeError: `metric_fn` returns what is no metric; `data` has none of the forms.
+            ValueError: Empty data; a scalar metric for data whose last microbatch is
+                smaller; a `TrainState` on other devices.
+        """
+        reading = Reading(batch_size, mask_key, placement, window_bytes)
+        sums: dict[str, tuple[Any, Any]] = {}
+        for _, calls in self._sweep.results(params, model_state, data, reading):
+            for results in calls:
+                for name, parts in results.items():
+                    total, weight = (np.asarray(part, np.float64).sum(axis=0) for part in parts)
+                    before = sums.get(name, (0.0, 0.0))
+                    sums[name] = (before[0] + total, before[1] + weight)
+        return {name: _mean(total, weight) for name, (total, weight) in sums.items()}
+
+
+def build_eval_step(
+    metric_fn: Callable[..., Any],
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    cadence: Cadence[Any] | None = None,
+    emulate: LoopHook | None = None,
+) -> EvalStep:
+    """Builds an evaluation that uses all devices in proportion to their speeds.
+
+    Every example counts exactly once, also in a last microbatch that is smaller and
+    where there are more devices than microbatches. Speeds are measured while it runs and
+    stay known for the next call.
+
+    Args:
+        metric_fn: `metric_fn(params, batch)`, with model state
+            `metric_fn(params, model_state, batch)`. Returns a dict: an array with one
+            entry per example, a scalar (the mean over the microbatch), or
+            `Weighted(value, weight)` of scalars or of vectors, for tokens say.
+        devices: The devices; None for all local ones.
+        cadence: How many microbatches each device gets; None: windows of a tenth of a
+            second (`elche_jax.cadence.WindowTime`).
+        emulate: Makes devices slower on purpose, see `elche_jax.lab`.
+
+    Returns:
+        The evaluation: `evaluate(params or state, data, batch_size) -> dict`.
+
+    Raises:
+        TypeError: `metric_fn` is not callable, `devices` are no devices.
+        ValueError: No device, one twice, several kinds.
+
+    Example:
+        >>> import jax, numpy as np
+        >>> import elche_jax as elche
+        >>> def metric_fn(params, batch):
+        ...     return {"error": (batch["x"] * params["w"] - batch["y"]) ** 2}
+        >>> evaluate = elche.build_eval_step(metric_fn, devices=jax.devices()[:2])
+        >>> data = {"x": np.arange(5.0, dtype="float32"), "y": np.zeros(5, "float32")}
+        >>> evaluate({"w": np.float32(1)}, data, batch_size=2)
+        {'error': 6.0}
+    """
+    if not callable(metric_fn):
+        raise TypeError(
+            f"build_eval_step: metric_fn must be callable, got {type(metric_fn).__name__}."
+        )
+    chosen = select_devices(devices, "build_eval_step")
+
+    def make(fn: BatchFn, variables: Variables, batch: PyTree, ragged: bool) -> Task:
+        shapes = inspect_metrics(fn, variables, batch, ragged)
+        return Task(Score(fn, shapes, len(chosen), emulate))
+
+    return EvalStep(Sweep("build_eval_step", metric_fn, make, chosen, cadence, emulate))
+
+
+def predict(
+    apply_fn: Callable[..., Any],
+    params: PyTree,
+    data: Any,
+    batch_size: int | None = None,
+    *,
+    model_state: PyTree = None,
+    mask_key: str | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    cadence: Cadence[Any] | None = None,
+    placement: str = "stream",
+    window_bytes: int = WINDOW_BYTES,
+    emulate: LoopHook | None = None,
+) -> PyTree:
+    """Applies a model to data on all devices; the outputs come in the order of the data.
+
+    Programs and measured speeds are kept for the last functions used, as long as it is the
+    same function object, on the same devices.
+
+    Args:
+        apply_fn: `apply_fn(params, batch)`, with model state
+            `apply_fn(params, model_state, batch)`; returns a pytree of arrays with one
+            entry per example on the first axis.
+        params: Parameters, a pytree of arrays; or a `TrainState` on these devices.
+        data: As in `TrainStep.windows`.
+        batch_size: Examples per microbatch; for an iterable, None.
+        model_state: Model state, where `params` are parameters.
+        mask_key: Adds the mask of valid examples to every microbatch under this name.
+        devices: The devices; None for all local ones.
+        cadence: As in `build_eval_step`.
+        placement: As in `TrainStep.windows`.
+        window_bytes: As in `TrainStep.windows`; outputs of a call keep below it too.
+        emulate: Makes devices slower on purpose, see `elche_jax.lab`.
+
+    Returns:
+        NumPy arrays, leaves `(examples, ...)`.
+
+    Raises:
+        TypeError: `apply_fn` is not callable or an output has no entry per example;
+            `data` has none of the forms.
+        ValueError: Empty data; a `TrainState` on other devices.
+
+    Example:
+        >>> import jax, numpy as np
+        >>> import elche_jax as elche
+        >>> def apply_fn(params, x):
+        ...     return x * params["w"]
+        >>> x = np.arange(5.0, dtype="float32")
+        >>> elche.predict(apply_fn, {"w": np.float32(2)}, x, batch_size=2).tolist()
+        [0.0, 2.0, 4.0, 6.0, 8.0]
+    """
+    if not callable(apply_fn):
+        raise TypeError(f"predict: apply_fn must be callable, got {type(apply_fn).__name__}.")
+    chosen = select_devices(devices, "predict")
+    sweep = _kept_sweep(_Same(apply_fn), chosen, _Same(cadence), _Same(emulate))
+    reading = Reading(batch_size, mask_key, placement, window_bytes)
+    blocks: list[list[np.ndarray]] = []
+    structure = None
+    for window, calls in sweep.results(params, model_state, data, reading):
+        rows = _rows(window, calls, len(sweep.devices))
+        structure = jax.tree.structure(rows)
+        blocks.append(jax.tree.leaves(rows))
+    assert structure is not None  # data without examples are an error
+    return structure.unflatten([np.concatenate(parts) for parts in zip(*blocks, strict=True)])
+
+
+class _Same:
+    """Equal where the values are equal, or, where they cannot be compared, the same."""
+
+    def __init__(self, value: Any):
+        self.value = value
+        try:
+            hash(value)
+            self._key = value
+        except TypeError:
+            self._key = id(value)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and bool(self._key == other._key)
+
+
+@lru_cache(maxsize=8)
+def _kept_sweep(
+    apply_fn: _Same, devices: tuple[jax.Device, ...], cadence: _Same, emulate: _Same
+) -> Sweep:
+    def make(fn: BatchFn, variables: Variables, batch: PyTree, ragged: bool) -> Task:
+        outputs = jax.tree.leaves(inspect_outputs(fn, variables, batch))
+        size = sum(x.size * x.dtype.itemsize for x in outputs)
+        return Task(Apply(fn, len(devices), emulate.value), size)
+
+    return Sweep("predict", apply_fn.value, make, devices, cadence.value, emulate.value)
+
+
+def _rows(window: Window, calls: list[PyTree], world_size: int) -> PyTree:
+    """The outputs of a window, `(examples, ...)`: by device, then by call, then by piece."""
+    parts: list[tuple[int, PyTree]] = []
+    for call, pieces in zip(window.calls, calls, strict=True):
+        capacity = call.payload.capacity(stacked=True)
+        for rank in range(world_size):
+            starts = call.ranges[rank].pieces()
+            for length, piece in zip(piece_lengths(capacity), pieces, strict=True):
+                if length in starts:
+                    parts.append((starts[length], jax.tree.map(_shard_of(rank), piece)))
+    parts.sort(key=lambda part: part[0])
+
+    def join(*leaves: np.ndarray) -> np.ndarray:
+        # no -1, which an axis of length zero leaves undecided
+        flat = [leaf.reshape(len(leaf) * leaf.shape[1], *leaf.shape[2:]) for leaf in leaves]
+        rows = np.concatenate(flat)
+        return rows[: window.examples]
+
+    return jax.tree.map(join, *(part for _, part in parts))
+
+
+def _shard_of(rank: int) -> Callable[[jax.Array], np.ndarray]:
+    """Fetches one device's entry of stacked arrays."""
+
+    def fetch(leaf: jax.Array) -> np.ndarray:
+        shards = leaf.addressable_shards
+        return np.asarray(next(s.data for s in shards if (s.index[0].start or 0) == rank))[0]
+
+    return fetch
+
+
+def _mean(total: Any, weight: Any) -> Any:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = total / weight
+    return float(mean) if np.ndim(mean) == 0 else mean

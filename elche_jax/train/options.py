@@ -1,0 +1,42 @@
+"""What `build_train_step` was asked for, apart from loss, optimizer, devices and cadence."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from elche_jax.config import Recorder
+from elche_jax.engine.merge import Merge
+from elche_jax.engine.precision import Precision
+from elche_jax.engine.program import LoopHook
+from elche_jax.engine.trainable import Trainable
+from elche_jax.train.finite import FinitePolicy
+
+
+@dataclass(frozen=True)
+class Options:
+    """Checked by `build_train_step`.
+
+    Attributes:
+        max_grad_norm: Clips each device's mean gradient before the exchange; or None.
+        finite: What happens to windows that are not finite.
+        trainable: Which parameters are trained; None for all.
+        merge: How model state is merged; None for the rule that fits the dtype.
+        precision: What the loss is computed in.
+        loss_scale: The first dynamic scale of the loss, or None.
+        exchange_dtype: Type of the gradients on the wire.
+        verify_every: Windows between two comparisons of the replicas; None for never.
+        timeline: Told of every window; or None.
+        hint: Log one line when devices of one kind turn out to be unequally fast.
+        emulate: Makes devices slower on purpose; or None.
+    """
+
+    max_grad_norm: float | None = None
+    finite: FinitePolicy = field(default_factory=FinitePolicy)
+    trainable: Trainable | None = None
+    merge: Merge | None = None
+    precision: Precision = field(default_factory=Precision)
+    loss_scale: Any = None
+    exchange_dtype: str = "float32"
+    verify_every: int | None = None
+    timeline: Recorder | None = None
+    hint: bool = False
+    emulate: LoopHook | None = None

@@ -1,0 +1,97 @@
+"""Checksums of replicas: every changed bit shows, and is named."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import elche_jax as elche
+from elche_jax.engine.checksum import checksums, differing
+from elche_jax.engine.mapped import stack_shards, stacked_sharding
+
+DTYPES = (
+    "float32",
+    "float64",
+    "bfloat16",
+    "float16",
+    "int8",
+    "int32",
+    "uint32",
+    "bool",
+    "complex64",
+)
+
+
+def stacked(rows, devices):
+    shards = [jax.device_put(row[None], d) for row, d in zip(rows, devices, strict=True)]
+    return stack_shards(shards, stacked_sharding(devices), (len(rows), *rows[0].shape))
+
+
+def random(dtype, shape=(3, 5)):
+    rng = np.random.default_rng(0)
+    dtype = jnp.dtype(dtype)
+    if dtype == bool:
+        return rng.integers(0, 2, shape).astype(bool)
+    return rng.integers(-100, 100, shape).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_one_flipped_bit_is_found_and_named(dtype, data):
+    devices = jax.devices()[:3]
+    with jax.enable_x64(dtype == "float64"):
+        rows = [random(dtype) for _ in devices]
+        rank = data.draw(st.integers(1, 2))
+        raw = rows[rank].reshape(-1).view(np.uint8)
+        at = data.draw(st.integers(0, raw.size - 1))
+        raw[at] ^= 1 << (0 if dtype == "bool" else data.draw(st.integers(0, 7)))
+        tree = {"a": elche.replicate(np.ones(4), devices), "b": [stacked(rows, devices)]}
+        assert differing(checksums(tree, devices)) == [(1, rank)]
+        name = rf"leaf \['b'\]\[0\] on {devices[rank]} differs from {devices[0]} in 1 of 15 "
+        with pytest.raises(elche.ReplicaMismatch, match=name):
+            elche.check_replicas(tree)
+
+
+def test_equal_copies_have_equal_sums():
+    devices = jax.devices()[:3]
+    tree = [elche.replicate(random(dtype), devices) for dtype in DTYPES if dtype != "float64"]
+    tree += [
+        elche.replicate(jax.random.key(3), devices),
+        elche.replicate(np.zeros((0, 2)), devices),
+    ]
+    sums = checksums(tree, devices)
+    assert sums.shape == (3, len(tree), 2) and sums.dtype == jnp.uint32
+    assert differing(sums) == []
+    elche.check_replicas(tree)
+
+
+@settings(max_examples=50)
+@given(data=st.data())
+def test_swapped_elements_show(data):
+    """A sum alone would not see that two elements have changed places."""
+    row = random("float32", (40,))
+    i, j = data.draw(st.lists(st.integers(0, 39), min_size=2, max_size=2, unique=True))
+    other = row.copy()
+    other[[i, j]] = other[[j, i]]
+    found = differing(checksums([stacked([row, other], jax.devices()[:2])], jax.devices()[:2]))
+    assert found == ([(0, 1)] if row[i] != row[j] else [])
+
+
+def test_the_first_leaf_and_device_that_differ_are_named():
+    devices = jax.devices()[:3]
+    one, two = np.zeros(2, np.float32), np.ones(2, np.float32)
+    tree = {"a": stacked([one, one, two], devices), "b": stacked([one, two, one], devices)}
+    assert differing(checksums(tree, devices)) == [(0, 2), (1, 1)]
+    with pytest.raises(elche.ReplicaMismatch, match=rf"\['a'\] on {devices[2]} .* in 2 of 2"):
+        elche.check_replicas(tree)
+
+
+def test_trees_on_several_sets_of_devices():
+    first, second = jax.devices()[:2], jax.devices()[2:4]
+    one, two = np.zeros(2, np.float32), np.ones(2, np.float32)
+    elche.check_replicas([elche.replicate(one, first), elche.replicate(one, second)])
+    tree = [elche.replicate(one, first), stacked([one, two], second)]
+    with pytest.raises(elche.ReplicaMismatch, match=rf"leaf \[1\] on {second[1]}"):
+        elche.check_replicas(tree)

@@ -1,0 +1,86 @@
+"""Sums over devices: packed ones against plain ones, rounded ones against their bound."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from hypothesis.extra.numpy import arrays
+
+from elche_jax.engine.exchange import PACK_BELOW, packed_psum, psum_bfloat16
+
+SIZES = (0, 1, 7, PACK_BELOW // 4 - 1, PACK_BELOW // 4, PACK_BELOW // 4 + 3)
+
+
+def mapped(fn, world):
+    return jax.pmap(fn, axis_name="d", devices=jax.devices()[:world])
+
+
+def test_small_arrays_are_packed_and_no_bit_changes():
+    rng = np.random.default_rng(0)
+    tree = {f"f{n}": rng.normal(size=(3, n)).astype("float32") for n in SIZES}
+    tree |= {f"i{n}": rng.integers(-9, 9, size=(3, 2, n)).astype("int32") for n in SIZES[:3]}
+    tree["scalar"] = rng.normal(size=3).astype("float32")
+    tree["half"] = rng.normal(size=(3, 5)).astype(jnp.bfloat16)
+    got = mapped(lambda t: packed_psum(t, "d"), 3)(tree)
+    want = mapped(lambda t: jax.lax.psum(t, "d"), 3)(tree)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_one_collective_per_dtype_and_large_array():
+    """What packing is for: 40 small arrays and 2 large ones are 3 operands, not 42."""
+    tree = [jnp.ones((2, 8))] * 40 + [jnp.ones((2, PACK_BELOW // 4))] * 2
+
+    program = mapped(lambda t: packed_psum(t, "d"), 2).lower(tree).as_text()
+    plain = mapped(lambda t: jax.lax.psum(t, "d"), 2).lower(tree).as_text()
+    assert (program.count("all_reduce"), plain.count("all_reduce")) == (3, 42)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@settings(max_examples=30)
+@given(data=st.data())
+def test_two_bytes_on_the_wire_err_by_two_roundings(world, data):
+    """|sum - exact| <= (2 + 2**-8) * 2**-8 * sum of sizes, for what bfloat16 can hold, on all alike."""
+    size = data.draw(st.integers(1, 9))
+    values = data.draw(
+        arrays(
+            np.float32,
+            (world, size),
+            elements=st.floats(-(2.0**60), 2.0**60, width=32, allow_subnormal=False),
+        )
+    )
+    tree = {"a": values, "b": values[:, :1, None]}
+    got = PROGRAMS[world](tree)
+    for name, x in tree.items():
+        out, exact = np.asarray(got[name]), x.astype(np.float64).sum(axis=0)
+        assert out.shape == x.shape and (out == out[:1]).all()
+        bound = (2 + 2.0**-8) * 2.0**-8 * np.abs(x.astype(np.float64)).sum(axis=0) + 2.0**-120
+        assert (np.abs(out[0] - exact) <= bound).all()
+
+
+def _rounded(world):
+    fn = mapped(lambda t: psum_bfloat16(t, "d", world), world)
+    return lambda tree: fn(tree)
+
+
+PROGRAMS = {world: _rounded(world) for world in (2, 3)}
+
+
+def test_sums_are_made_in_float32():
+    """In bfloat16 sums 256 + 1 would stay 256 for ever: three devices' ones are not lost."""
+    values = np.array([[256.0], [1.0], [1.0]], np.float32)
+    got = mapped(lambda t: psum_bfloat16(t, "d", 3), 3)(values)
+    assert np.asarray(got).tolist() == [[258.0]] * 3
+
+
+def test_what_is_not_finite_stays_so():
+    values = np.array([[np.nan, np.inf, 1], [1, 1, 1]], np.float32)
+    got = np.asarray(mapped(lambda t: psum_bfloat16(t, "d", 2), 2)(values))
+    assert np.isnan(got[:, 0]).all() and np.isposinf(got[:, 1]).all() and (got[:, 2] == 2).all()
+
+
+def test_nothing_to_exchange():
+    assert mapped(lambda t: (psum_bfloat16([], "d", 2), t), 2)(np.ones(2))[0] == []

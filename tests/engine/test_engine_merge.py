@@ -1,0 +1,143 @@
+"""Model states of several devices made one: every rule against NumPy in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from elche_jax.engine.mapped import AXIS
+from elche_jax.engine.merge import changes, merged, resolve_merge
+
+STATE = {"bn": {"mean": (4,), "var": (4,)}, "peak": (2,), "seed": (3,), "count": (), "seen": (5,)}
+RULES = {"bn": "pooled", "peak": "max", "seed": "first", "count": "max", "seen": "max"}
+
+
+def random_states(rng, world):
+    """One state before, and one per device after."""
+
+    def one(scale):
+        return {
+            "bn": {
+                "mean": rng.normal(size=4).astype("float32") * scale,
+                "var": rng.uniform(0.1, 2, 4).astype("float32"),
+            },
+            "peak": rng.normal(size=2).astype("float32"),
+            "seed": rng.normal(size=3).astype("float32"),
+            "count": np.int32(rng.integers(-50, 50)),
+            "seen": rng.integers(0, 2, 5).astype(bool),
+        }
+
+    return one(3.0), [one(1.0) for _ in range(world)]
+
+
+def stack(states):
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *states)
+
+
+def merge(rules, before, after, weights):
+    """Merges with the library; a device without weight keeps what it had."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), before)
+    resolved = resolve_merge(rules, shapes)
+
+    def one(new, weight):
+        part, total = jax.lax.psum((changes(resolved, new, before, weight), weight), AXIS)
+        return merged(resolved, new, before, weight, part, total)
+
+    out = jax.vmap(one, axis_name=AXIS)(stack(after), np.asarray(weights, np.float32))
+    for leaf in jax.tree.leaves(out):
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(leaf)[:1].repeat(len(after), 0))
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[0], out)
+
+
+weights_of = st.lists(st.sampled_from([0.0, 1.0, 2.5, 7.0]), min_size=2, max_size=4).filter(any)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), weights=weights_of)
+def test_every_rule_against_numpy(seed, weights):
+    before, after = random_states(np.random.default_rng(seed), len(weights))
+    got = merge(RULES, before, after, weights)
+    w = np.array(weights, np.float64) / sum(weights)
+    worked = [state for state, weight in zip(after, weights, strict=True) if weight]
+
+    means = np.stack([s["bn"]["mean"] for s in after]).astype(np.float64)
+    variances = np.stack([s["bn"]["var"] for s in after]).astype(np.float64)
+    mean = w @ means
+    close = dict(rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(got["bn"]["mean"], mean, **close)
+    np.testing.assert_allclose(got["bn"]["var"], w @ (variances + (means - mean) ** 2), **close)
+    np.testing.assert_array_equal(got["peak"], np.max([s["peak"] for s in worked], axis=0))
+    np.testing.assert_array_equal(got["seed"], worked[0]["seed"])
+    assert got["count"] == max(s["count"] for s in worked)
+    np.testing.assert_array_equal(got["seen"], np.any([s["seen"] for s in worked], axis=0))
+    for name, leaf in before.items():
+        for a, b in zip(jax.tree.leaves(got[name]), jax.tree.leaves(leaf), strict=True):
+            assert (a.shape, a.dtype) == (np.shape(b), b.dtype)
+
+
+def test_pooled_variance_is_that_of_all_the_data_together():
+    rng = np.random.default_rng(0)
+    parts = [rng.normal(loc, 2, size=(n, 3)) for loc, n in ((0, 40), (5, 10), (-3, 25))]
+    after = [{"mean": p.mean(0).astype("f"), "var": p.var(0).astype("f")} for p in parts]
+    before = {"mean": np.zeros(3, "f"), "var": np.ones(3, "f")}
+    got = merge("pooled", before, after, [len(p) for p in parts])
+    whole = np.concatenate(parts)
+    np.testing.assert_allclose(got["mean"], whole.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(got["var"], whole.var(0), rtol=1e-5)
+    mean_of_variances = np.average([p.var(0) for p in parts], axis=0, weights=[40, 10, 25])
+    assert (whole.var(0) > 1.5 * mean_of_variances).all()  # what "mean" would have given
+
+
+@pytest.mark.parametrize("rule", ["mean", "pooled", "max", "first"])
+def test_what_no_device_changed_stays_bit_for_bit(rule):
+    rng = np.random.default_rng(1)
+    before = {
+        "mean": rng.normal(size=50).astype("f") * 1e3,
+        "var": rng.uniform(size=50).astype("f"),
+    }
+    got = merge(rule, before, [before] * 3, [1, 2, 4])
+    for name, leaf in before.items():
+        assert got[name].tobytes() == leaf.tobytes()
+
+
+@pytest.mark.parametrize("rule", ["mean", "pooled", "max", "first"])
+def test_a_device_without_work_has_no_say_even_where_it_is_no_number(rule):
+    good = {"mean": np.ones(2, "f"), "var": np.full(2, 3, "f")}
+    bad = {"mean": np.full(2, np.nan, "f"), "var": np.full(2, np.inf, "f")}
+    got = merge(rule, {"mean": np.zeros(2, "f"), "var": np.ones(2, "f")}, [bad, good], [0, 2])
+    assert got["mean"].tolist() == [1, 1] and got["var"].tolist() == [3, 3]
+
+
+def test_defaults_functions_and_subtrees():
+    shapes = {"a": jnp.zeros(2), "b": {"n": jnp.int32(0), "flag": jnp.bool_(True)}}
+    assert resolve_merge(None, shapes).rules == ("mean", "max", "max")
+    assert resolve_merge("first", shapes).rules == ("first", "first", "first")
+    assert resolve_merge({"a": "max", "b": "auto"}, shapes).rules == ("max", "max", "max")
+    pick = resolve_merge(lambda path, leaf: "first" if "flag" in path else "auto", shapes)
+    assert pick.rules == ("mean", "first", "max")
+    assert resolve_merge(None, None).rules == ()
+
+
+PAIR = {"x": {"mean": jnp.zeros(3), "var": jnp.zeros(3)}, "n": jnp.int32(0)}
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "message"),
+    [
+        ("average", ValueError, r"one of 'auto', 'mean', .* got 'average' for leaf \['n'\]\.$"),
+        ({"x": "mean", "n": "mean"}, TypeError, r"'max' or 'first' .* got 'mean' for leaf \['n'\]"),
+        ({"x": "mean"}, ValueError, r"must have the structure of model_state, .* got \{'x'"),
+        ({"x": {"mean": "pooled", "var": "mean"}, "n": "max"}, ValueError,
+         r"pairs of leaves `mean` and `var` .* leaf \['x'\]\['mean'\] without its partner"),
+        ({"x": 3, "n": "max"}, ValueError, r"got 3 for leaf \['x'\]\['mean'\]"),
+    ],
+)  # fmt: skip
+def test_rules_that_do_not_fit(rules, error, message):
+    with pytest.raises(error, match=r"^TrainStep\.init: merge.*" + message):
+        resolve_merge(rules, PAIR)
+
+
+def test_pooled_leaves_of_two_shapes():
+    with pytest.raises(ValueError, match="without its partner"):
+        resolve_merge("pooled", {"mean": jnp.zeros(3), "var": jnp.zeros(1)})

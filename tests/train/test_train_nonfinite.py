@@ -1,0 +1,257 @@
+"""Windows that are not finite: dropped on all devices alike, counted, named, or not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import elche_jax as elche
+from elche_jax.engine.mapped import stack_shards, stacked_sharding
+
+BAD = np.float32("nan")
+
+
+def loss_fn(params, batch, rng):
+    return jnp.mean((batch["x"] @ params["w"] - 1.0) ** 2)
+
+
+PARAMS = {"w": np.zeros(3, "float32")}
+
+
+def data(*bad, microbatches=24):
+    """Microbatches of 4; those with a number in `bad` hold what is not a number."""
+    x = np.random.default_rng(0).normal(size=(microbatches * 4, 3)).astype("float32")
+    for number in bad:
+        x[4 * number + 2, 1] = BAD
+    return {"x": x}
+
+
+def run(train, state, examples, **windows):
+    history = []
+    for window in train.windows(examples, 4, shuffle=False, **windows):
+        state, metrics = train(state, window)
+        history.append(bool(metrics["finite"]))
+    return state, history
+
+
+def build(counts=((3, 1),), world=2, **options):
+    # a script of counts that goes on: Replay would end
+    return elche.build_train_step(
+        loss_fn, optax.adam(0.1), devices=jax.devices()[:world],
+        cadence=elche.FixedTotal(sum(counts[0])) if world == 1 else Fixed(counts[0]), **options,
+    )  # fmt: skip
+
+
+class Fixed:
+    """Always the same counts."""
+
+    adaptive = False
+    state_type = elche.cadence.every_batch.EveryBatchState
+
+    def __init__(self, counts):
+        self._state = self.state_type(tuple(counts))
+
+    def init(self, world_size):
+        return self._state
+
+    def update(self, state, report, verdict=elche.STABLE):
+        return state
+
+
+def without(examples, *windows, size=16):
+    """The data without the examples of some windows."""
+    keep = np.ones(len(examples["x"]), bool)
+    for window in windows:
+        keep[window * size : (window + 1) * size] = False
+    return {"x": examples["x"][keep]}
+
+
+def test_skip_drops_the_update_on_all_devices_and_goes_on():
+    """Parameters and moments are those of a run that never saw the window."""
+    bad = data(5)  # the second window, microbatch 1 of device 0
+    train = build(nonfinite="skip")
+    state, history = run(train, train.init(PARAMS), bad)
+    assert history == [True, False, True, True, True, True]
+    assert train.skipped == train.report().skipped == 1
+    assert "dropped as not finite: 1 windows" in str(train.report())
+    elche.check_replicas(state)
+    clean = build()
+    want, _ = run(clean, clean.init(PARAMS), without(bad, 1))
+    for a, b in zip(
+        jax.tree.leaves((state.params, state.opt_state)),
+        jax.tree.leaves((want.params, want.opt_state)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert int(elche.unreplicate(state.step)) == 6  # it counts as work that was done
+    assert int(elche.unreplicate(state.microbatches)) == 24
+    assert int(elche.unreplicate(state.examples)) == 96
+
+
+def test_a_new_run_counts_anew():
+    train = build(nonfinite="skip")
+    run(train, train.init(PARAMS), data(5))
+    train.init(PARAMS)
+    assert train.skipped == 0
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        (5, r"device 0 \({0}\), microbatches 4 to 6 of the epoch\. Its"),
+        (7, r"device 1 \({1}\), microbatches 7 to 7 of the epoch\. Its"),
+    ],
+)
+def test_raise_names_window_device_and_microbatches(bad, named):
+    train = build()
+    named = named.format(*jax.devices())
+    with pytest.raises(
+        elche.NonFiniteError,
+        match=rf"those of window 1 \(epoch 0, counts \(3, 1\)\) were not: {named} update was ",
+    ):
+        run(train, train.init(PARAMS), data(bad))
+
+
+def test_several_devices_are_named():
+    with pytest.raises(
+        elche.NonFiniteError,
+        match=r"were not: device 0 \(.*\), microbatches 0 to 2 of the epoch; device 1 \(.*\), "
+        r"microbatches 3 to 3 of the epoch\. Its",
+    ):
+        train = build()
+        run(train, train.init(PARAMS), data(0, 3))
+
+
+def test_one_device_is_named_too():
+    train = build(world=1)
+    with pytest.raises(elche.NonFiniteError, match=r"device 0 \(.*\), microbatches 4 to 7 of"):
+        run(train, train.init(PARAMS), data(6))
+
+
+def test_an_update_that_is_not_finite_is_nobodys():
+    """Gradients are, what the optimizer makes of them is not."""
+    broken = optax.stateless(lambda grads, params: jax.tree.map(lambda g: g / 0, grads))
+    train = elche.build_train_step(loss_fn, broken, devices=jax.devices()[:2])
+    with pytest.raises(
+        elche.NonFiniteError, match="were not: each device's sums were, what they combine to was"
+    ):
+        run(train, train.init(PARAMS), data())
+
+
+def test_too_many_skips_in_a_row_raise_and_name_the_last():
+    train = build(nonfinite="skip", max_skips=3)
+    with pytest.raises(
+        elche.NonFiniteError,
+        match=r"^train: fewer than 3 windows in a row may be dropped as not finite \(max_skips\), "
+        r"the last one was window 4 \(epoch 0, counts \(3, 1\)\): device 1 \(.*\), microbatches "
+        r"19 to 19 of the epoch\. Lower the learning rate, look at the data, or raise max_skips\.$",
+    ):
+        run(train, train.init(PARAMS), data(8, 12, 19))
+    assert train.skipped == 3
+
+
+@pytest.mark.parametrize("most", [3, None])
+def test_skips_that_are_not_in_a_row(most):
+    train = build(nonfinite="skip", max_skips=most)
+    _, history = run(train, train.init(PARAMS), data(0, 4, 12, 16))
+    assert history == [False, False, True, False, False, True]
+    assert train.skipped == 4
+
+
+def test_skips_in_a_row_over_two_calls_of_windows():
+    train = build(nonfinite="skip", max_skips=2)
+    state, _ = run(train, train.init(PARAMS), data(20))
+    with pytest.raises(elche.NonFiniteError, match="fewer than 2 windows"):
+        run(train, state, data(0))
+
+
+def test_ignore_applies_it():
+    train = build(nonfinite="ignore")
+    state, history = run(train, train.init(PARAMS), data(5))
+    assert history == [True, *[False] * 5]
+    assert np.isnan(np.asarray(state.params["w"])).all()
+    assert train.skipped == 0
+    np.testing.assert_array_equal(*np.asarray(state.step))  # the replicas go on together
+
+
+def test_ignore_leaves_it_to_the_optimizer():
+    """optax.apply_if_finite drops the update itself, and counts."""
+    train = elche.build_train_step(
+        loss_fn, optax.apply_if_finite(optax.sgd(0.1), 5), devices=jax.devices()[:2],
+        cadence=Fixed((3, 1)), nonfinite="ignore",
+    )  # fmt: skip
+    state, _ = run(train, train.init(PARAMS), data(5))
+    assert np.isfinite(np.asarray(state.params["w"])).all()
+    assert int(elche.unreplicate(state.opt_state.total_notfinite)) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"nonfinite": "warn"}, ValueError, "nonfinite must be one of 'raise', 'skip', 'ignore', "),
+        ({"max_skips": 0}, ValueError, r"max_skips must be at least 1, got 0"),
+        ({"max_skips": 1.5}, TypeError, r"max_skips must be an integer, got"),
+    ],
+)
+def test_options_that_are_none(options, error, message):
+    with pytest.raises(error, match=f"^build_train_step: {message}"):
+        build(**options)
+
+
+# -- replicas -------------------------------------------------------------------------
+
+
+def flip(leaf, rank, bit):
+    """A stacked leaf with one bit of one device's copy turned over."""
+    rows = [np.array(shard.data)[0] for shard in leaf.addressable_shards]
+    rows[rank].reshape(-1).view(np.uint8)[0] ^= 1 << bit
+    devices = [shard.device for shard in leaf.addressable_shards]
+    shards = [jax.device_put(r[None], d) for r, d in zip(rows, devices, strict=True)]
+    return stack_shards(shards, stacked_sharding(devices), leaf.shape)
+
+
+def broken(state, rank):
+    moments = state.opt_state[0]
+    mu = {"w": flip(moments.mu["w"], rank, bit=3)}
+    return state.replace(opt_state=(moments._replace(mu=mu), *state.opt_state[1:]))
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_flipped_bit_is_found_during_training(rank):
+    train = build([(1, 1, 1)], world=3, config=elche.DDPConfig(verify_every=2))
+    state, steps = train.init(PARAMS), 0
+    message = (
+        rf"^train: after window 4: all replicas must be bitwise equal, but leaf \.params\['w'\] on "
+        rf"{jax.devices()[rank]} differs from {jax.devices()[0]} \(1 more such pairs\)\.$"
+    )
+    with pytest.raises(elche.ReplicaMismatch, match=message):
+        for window in train.windows(data(), 4):
+            if window.index == 3:  # not verified itself: found one later
+                state = broken(state, rank)
+            state, _ = train(state, window)
+            steps += 1
+    assert 5 <= steps <= 7
+
+
+def test_equal_replicas_pass_and_nothing_is_compiled_later():
+    train = build([(1, 1, 1)], world=3, config=elche.DDPConfig(verify_every=3))
+    state, compiles = train.init(PARAMS), []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiles.append(event) if "backend_compile" in event else None
+    )
+    try:
+        for window in train.windows(data(), 4, shuffle=False):
+            state, metrics = train(state, window)
+            if window.index == 0:
+                jax.block_until_ready(metrics)
+                assert compiles
+                compiles.clear()
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert window.index == 7 and compiles == []
+
+
+def test_verify_every_is_a_number_of_windows():
+    with pytest.raises(ValueError, match="DDPConfig: verify_every must be at least 1, got 0"):
+        elche.DDPConfig(verify_every=0)

@@ -1,0 +1,412 @@
+"""Numerics that are easily got wrong: weights, clipping, precision, merged state."""
+
+from itertools import pairwise
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.dynamic_scale import DynamicScale
+from models import Script, digits
+
+import elche_jax as elche
+
+# -- tokens ---------------------------------------------------------------------------
+
+VOCABULARY, LENGTH = 17, 24
+
+
+class CharModel(nn.Module):
+    """A character model: embedding, gated mixing of the past, logits of the next one."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(VOCABULARY, 16)(tokens)
+        past = jnp.cumsum(x, axis=1) / jnp.arange(1, x.shape[1] + 1)[:, None]
+        x = nn.Dense(32)(jnp.concatenate([x, past], axis=-1))
+        return nn.Dense(VOCABULARY)(nn.gelu(x))
+
+
+MODEL = CharModel()
+
+
+def texts(count, seed=0):
+    """Sentences of 2 to 24 characters; those at the end are much the longer."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(1, VOCABULARY, size=(count, LENGTH + 1)).astype("int32")
+    lengths = np.where(np.arange(count) < count * 3 // 4, rng.integers(2, 5, count), LENGTH)
+    mask = np.arange(LENGTH) < lengths[:, None]
+    return {"tokens": tokens, "mask": mask.astype("float32")}
+
+
+def token_losses(params, batch):
+    logits = MODEL.apply(params, batch["tokens"][:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:])
+
+
+def mean_over_tokens(params, batch):
+    return (token_losses(params, batch) * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def by_tokens(params, batch, rng):
+    return elche.Weighted(mean_over_tokens(params, batch), batch["mask"].sum())
+
+
+def by_microbatch(params, batch, rng):
+    """The known error: an average of averages."""
+    return mean_over_tokens(params, batch)
+
+
+def trained(loss, counts, steps=3):
+    data = texts(4 * sum(counts) * steps)
+    order = np.random.default_rng(1).permutation(len(data["mask"]))
+    data = {name: leaf[order] for name, leaf in data.items()}
+    params = jax.device_get(MODEL.init(jax.random.key(0), data["tokens"][:1, :-1]))
+    train = elche.build_train_step(
+        loss, optax.sgd(1.0), devices=jax.devices()[: len(counts)], cadence=Script([counts])
+    )
+    state, losses = train.init(params), []
+    for window in train.windows(data, 4, shuffle=False):
+        state, metrics = train(state, window)
+        losses.append((float(metrics["loss"]), float(metrics["weight"])))
+    return data, params, jax.device_get(elche.unreplicate(state.params)), losses
+
+
+def big_batches(data, params, steps, size):
+    """One device, one batch per step, the mean over all its tokens."""
+    losses = []
+    for at in range(0, steps * size, size):
+        batch = {name: leaf[at : at + size] for name, leaf in data.items()}
+        loss, grads = jax.value_and_grad(mean_over_tokens)(params, batch)
+        params = jax.tree.map(lambda p, g: p - g, params, grads)
+        losses.append((float(loss), float(batch["mask"].sum())))
+    return params, losses
+
+
+@pytest.mark.parametrize("counts", [(3, 1, 2), (1, 1, 1), (0, 5, 1)])
+def test_token_weights_are_one_big_batch(counts):
+    data, first, got, losses = trained(by_tokens, counts)
+    want, expected = big_batches(data, first, 3, 4 * sum(counts))
+    np.testing.assert_allclose(losses, expected, rtol=2e-6)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_the_average_of_averages_is_not():
+    """The same comparison tells the known error from the right result."""
+    data, first, got, _ = trained(by_microbatch, (3, 1, 2))
+    want, _ = big_batches(data, first, 3, 24)
+    apart = [
+        np.linalg.norm(a - b) / np.linalg.norm(b - c)
+        for a, b, c in zip(*map(jax.tree.leaves, (got, want, first)), strict=True)
+    ]
+    assert min(apart) > 0.1  # of the way gone, in every leaf
+
+
+# -- clipping -------------------------------------------------------------------------
+
+RNG = np.random.default_rng(5)
+X, Y = RNG.normal(size=(64, 3)), RNG.normal(size=64)
+X[:24] *= 30  # the first device's share has by far the larger gradient
+
+
+def linear_loss(params, batch, rng):
+    return ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean()
+
+
+def gradient(first, last):
+    x, y = X[first:last], Y[first:last]
+    return 2 * x.T @ (x @ np.zeros(3) - y) / (last - first)
+
+
+def one_window(config=None, tx=None):
+    train = elche.build_train_step(
+        linear_loss, tx or optax.sgd(1.0), devices=jax.devices()[:2], config=config,
+        cadence=Script([(3, 5)]),
+    )  # fmt: skip
+    state = train.init({"w": np.zeros(3, "f")})
+    data = {"x": X.astype("f"), "y": Y.astype("f")}
+    for window in train.windows(data, 8, shuffle=False):
+        state, _ = train(state, window)
+    return -np.asarray(elche.unreplicate(state.params)["w"])
+
+
+def clipped(grad, norm):
+    return grad * min(1.0, norm / np.linalg.norm(grad))
+
+
+def test_clipping_per_device_and_of_the_combined_gradient():
+    """Both in NumPy float64: before the exchange and after it are different things."""
+    devices = gradient(0, 24), gradient(24, 64)
+    before = (3 * clipped(devices[0], 1.0) + 5 * clipped(devices[1], 1.0)) / 8
+    after = clipped((3 * devices[0] + 5 * devices[1]) / 8, 1.0)
+    np.testing.assert_allclose(one_window(elche.DDPConfig(max_grad_norm=1.0)), before, rtol=1e-5)
+    combined = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
+    np.testing.assert_allclose(one_window(tx=combined), after, rtol=1e-5)
+    assert np.linalg.norm(before) < 0.9 < 0.999 < np.linalg.norm(after)
+
+
+# -- precision ------------------------------------------------------------------------
+
+
+def digit_loss(seen):
+    def loss_fn(params, batch, rng):
+        seen.update(jax.tree.map(lambda leaf: leaf.dtype.name, {"p": params, "b": batch}))
+        x = batch["image"].reshape(len(batch["image"]), -1)
+        hidden = nn.relu(x @ params["a"])
+        logits = (hidden @ params["b"]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+
+    return loss_fn
+
+
+def digit_params():
+    rng = np.random.default_rng(0)
+    return {
+        "a": (rng.normal(size=(64, 32)) / 8).astype("f"),
+        "b": (rng.normal(size=(32, 10)) / 6).astype("f"),
+    }
+
+
+def train_digits(epochs=3, world=2, seen=None, **options):
+    config = elche.DDPConfig(**options.pop("config", {}))
+    train = elche.build_train_step(
+        digit_loss({} if seen is None else seen), optax.adam(3e-3), cadence=elche.FixedTotal(4),
+        devices=jax.devices()[:world], config=config, **options,
+    )  # fmt: skip
+    state = train.init(digit_params())
+    history = []
+    for window in train.windows(digits(), 16, epochs=epochs):
+        state, metrics = train(state, window)
+        history.append(metrics)
+    return train, state, [jax.device_get(m) for m in history]
+
+
+def accuracy(state):
+    evaluate = elche.build_eval_step(
+        lambda p, b: {"hit": (nn.relu(b["image"].reshape(-1, 64) @ p["a"]) @ p["b"]).argmax(-1)
+                      == b["label"]},
+        devices=jax.devices()[:2],
+    )  # fmt: skip
+    return evaluate(elche.unreplicate(state.params), digits(), 64)["hit"]
+
+
+def test_bfloat16_compute_keeps_float32_masters():
+    """Every window's update is that of the bfloat16 gradient, summed in float32."""
+    seen = {}
+    train, state, history = train_digits(seen=seen, config={"compute_dtype": "bfloat16"})
+    assert seen == {
+        "p": {"a": "bfloat16", "b": "bfloat16"}, "b": {"image": "bfloat16", "label": "int32"},
+    }  # fmt: skip
+    kinds = {leaf.dtype.name for leaf in jax.tree.leaves((state.params, state.opt_state[0].mu))}
+    assert kinds == {"float32"}
+    sums = next(iter(train._runners.values()))._sums
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(sums)} == {"float32"}
+    _, full, _ = train_digits()
+    assert accuracy(state) > accuracy(full) - 0.02 > 0.85
+    assert np.mean([m["loss"] for m in history[-5:]]) < 0.5 * history[0]["loss"]
+
+
+def test_a_window_in_bfloat16_is_the_float32_sum_of_its_microbatches():
+    """Against one gradient per microbatch in bfloat16, cast and summed by NumPy."""
+    half = elche.DDPConfig(compute_dtype="bfloat16")
+    loss = digit_loss({})
+    train = elche.build_train_step(
+        loss, optax.sgd(1.0), devices=jax.devices()[:2], config=half, cadence=Script([(5, 3)])
+    )
+    params = digit_params()
+    state = train.init(params)
+    data = {name: leaf[:128] for name, leaf in digits().items()}
+    for window in train.windows(data, 16, shuffle=False):
+        state, _ = train(state, window)
+
+    @jax.jit
+    def grad(batch):
+        def low(params):
+            narrow = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+            batch16 = {**batch, "image": batch["image"].astype(jnp.bfloat16)}
+            return loss(narrow, batch16, None).mean()
+
+        return jax.grad(low)(params)
+
+    parts = [grad({k: v[i : i + 16] for k, v in data.items()}) for i in range(0, 128, 16)]
+    for name, leaf in params.items():
+        assert parts[0][name].dtype == jnp.float32
+        mean = np.mean([np.asarray(part[name], np.float64) for part in parts], axis=0)
+        got = leaf - np.asarray(elche.unreplicate(state.params)[name])
+        np.testing.assert_allclose(got, mean, rtol=1e-3, atol=2e-6)
+
+
+def tiny_loss(params, batch, rng):
+    """In float16 its gradient, 1e-9 and less, is zero: the numbers end at 6e-8."""
+    return (batch["x"] * params["w"] * batch["small"] * batch["small"]).mean()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_scale_keeps_small_gradients(world):
+    data = {"x": np.linspace(0.1, 0.5, 64).astype("f"), "small": np.full(64, 2e-4, "f")}
+
+    def moved(**options):
+        train = elche.build_train_step(
+            tiny_loss, optax.sgd(1e8), devices=jax.devices()[:world],
+            config=elche.DDPConfig(compute_dtype="float16"), cadence=elche.FixedTotal(4), **options,
+        )  # fmt: skip
+        state = train.init({"w": np.zeros((), "f")})
+        for window in train.windows(data, 16, shuffle=False):
+            state, metrics = train(state, window)
+        return float(elche.unreplicate(state.params)["w"]), metrics
+
+    want = -1e8 * 4e-8 * data["x"].mean()
+    assert moved()[0] == 0
+    assert moved(loss_scale=2.0**14)[0] == pytest.approx(want, rel=1e-2)
+    got, metrics = moved(loss_scale=DynamicScale(scale=2.0**14))
+    assert got == pytest.approx(want, rel=1e-2)
+    assert metrics["loss_scale"] == 2.0**14
+
+
+def test_a_dynamic_scale_is_found_and_training_goes_on():
+    """From far too high: windows are dropped, the scale halved each time, then all is well."""
+    scale = DynamicScale(scale=2.0**24, growth_interval=20)
+    train, state, history = train_digits(
+        config={"compute_dtype": "float16"}, loss_scale=scale, epochs=4
+    )
+    dropped = [m["loss_scale"] for m in history if not m["finite"]]
+    assert train.skipped == len(dropped) >= 3
+    first = [2.0**24 / 2**n for n in range(len(dropped))][:3]
+    assert dropped[:3] == first
+    scales = [m["loss_scale"] for m in history]
+    assert max(b / a for a, b in pairwise(scales)) == 2.0  # it grows again
+    assert accuracy(state) > 0.85
+    elche.check_replicas(state)
+    kept = elche.unreplicate(state.loss_scale)
+    assert float(kept.scale) in (scales[-1], 2 * scales[-1], scales[-1] / 2)
+    assert (kept.growth_interval, kept.fin_steps.dtype) == (20, jnp.int32)
+
+
+def test_the_scale_follows_flax_step_by_step():
+    """The same overflow pattern through Flax's own `value_and_grad`."""
+    scale = DynamicScale(scale=8.0, growth_interval=2)
+    finite = [1, 1, 1, 0, 1, 1, 1, 1, 1, 0, 0, 1]
+    data = {"x": np.repeat(np.where(finite, 1.0, np.inf), 2).astype("f")}
+    train = elche.build_train_step(
+        lambda p, b, rng: (b["x"] * p["w"]).mean(), optax.sgd(0.0), devices=jax.devices()[:2],
+        loss_scale=scale, nonfinite="skip",
+    )  # fmt: skip
+    state, got, want = train.init({"w": np.ones((), "f")}), [], []
+    for window, fine in zip(train.windows(data, 1, shuffle=False), finite, strict=True):
+        want.append((float(scale.scale), bool(fine)))
+        bad = jnp.float32(1.0 if fine else jnp.inf)
+        scale = scale.value_and_grad(lambda w, bad=bad: w * bad)(jnp.float32(1)).dynamic_scale
+        state, metrics = train(state, window)
+        got.append((float(metrics["loss_scale"]), bool(metrics["finite"])))
+    assert got == want
+    assert len({s for s, _ in want}) > 2
+
+
+def test_a_scale_that_falls_for_ever_raises():
+    data = {"x": np.full(64, np.nan, "f")}
+    train = elche.build_train_step(
+        lambda p, b, rng: (b["x"] * p["w"]).mean(), optax.sgd(0.1), devices=jax.devices()[:2],
+        loss_scale=DynamicScale(), max_skips=5,
+    )  # fmt: skip
+    state = train.init({"w": np.ones((), "f")})
+    with pytest.raises(elche.NonFiniteError, match="fewer than 5 windows in a row"):
+        for window in train.windows(data, 2):
+            state, _ = train(state, window)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"loss_scale": 0}, ValueError, "loss_scale must be above 0, got 0"),
+        ({"loss_scale": float("inf")}, ValueError, "loss_scale must be finite, got inf"),
+        ({"loss_scale": "dynamic"}, TypeError, "must be a number or a .*DynamicScale, got str"),
+        ({"loss_scale": DynamicScale(), "nonfinite": "ignore"}, ValueError,
+         "nonfinite must be 'raise' or 'skip' with a dynamic loss_scale, .* got 'ignore'"),
+    ],
+)  # fmt: skip
+def test_scales_that_are_none(options, error, message):
+    with pytest.raises(error, match=f"^build_train_step: .*{message}"):
+        elche.build_train_step(tiny_loss, optax.sgd(0.1), **options)
+
+
+@pytest.mark.parametrize("knob", ["compute_dtype", "exchange_dtype"])
+def test_types_that_are_none(knob):
+    with pytest.raises(ValueError, match=rf"^DDPConfig: {knob} must be one of .*, got 'int8'"):
+        elche.DDPConfig(**{knob: "int8"})
+
+
+# -- the wire -------------------------------------------------------------------------
+
+
+def test_two_bytes_on_the_wire():
+    """Every gradient within two roundings; the same accuracy; replicas equal."""
+    config = {"exchange_dtype": "bfloat16"}
+    params = digit_params()
+    data = {name: leaf[:128] for name, leaf in digits().items()}
+    applied = {}
+    for name in ("float32", "bfloat16"):
+        train = elche.build_train_step(
+            digit_loss({}), optax.sgd(1.0), devices=jax.devices()[:3], cadence=Script([(5, 1, 2)]),
+            config=elche.DDPConfig(exchange_dtype=name),
+        )  # fmt: skip
+        state = train.init(params)
+        for window in train.windows(data, 16, shuffle=False):
+            state, _ = train(state, window)
+        elche.check_replicas(state)
+        applied[name] = jax.tree.map(lambda a, b: a - np.asarray(b)[0], params, state.params)
+    for name, exact in applied["float32"].items():
+        apart = np.abs(applied["bfloat16"][name] - exact)
+        assert apart.max() > 0
+        assert apart.max() <= 2.0**-6 * np.abs(exact).max()
+    _, full, _ = train_digits()
+    _, state, _ = train_digits(config=config)
+    assert accuracy(state) > accuracy(full) - 0.02 > 0.85
+
+
+# -- model state ----------------------------------------------------------------------
+
+
+def norm_loss(params, model_state, batch, rng):
+    """Keeps the statistics of the data it saw, counts, and remembers the largest."""
+    x = batch["x"]
+    stats = {"mean": x.mean(0), "var": x.var(0)}
+    state = {
+        "stats": stats,
+        "largest": jnp.maximum(model_state["largest"], x.max()),
+        "calls": model_state["calls"] + 1,
+    }
+    return ((x @ params["w"]) ** 2).mean(), state
+
+
+@pytest.mark.parametrize("merge", [None, {"stats": "pooled", "largest": "max", "calls": "auto"}])
+def test_model_state_is_merged_by_its_rules(merge):
+    """One microbatch per device: pooled statistics are those of the whole window."""
+    x = np.random.default_rng(0).normal(size=(12, 2)).astype("f") * [1, 5] + [[0, 3]] * 12
+    x[:4] += 10
+    first = {
+        "stats": {"mean": np.zeros(2, "f"), "var": np.ones(2, "f")},
+        "largest": np.float32(-np.inf if merge else 0),
+        "calls": np.int32(0),
+    }
+    train = elche.build_train_step(
+        norm_loss,
+        optax.sgd(0.0),
+        devices=jax.devices()[:3],
+        merge=merge,
+        cadence=elche.EveryBatch(),
+    )
+    state = train.init({"w": np.ones(2, "f")}, model_state=first)
+    for window in train.windows({"x": x.astype("f")}, 4, shuffle=False):
+        state, _ = train(state, window)
+    got = jax.device_get(elche.unreplicate(state.model_state))
+    parts = x.astype("f").astype(np.float64).reshape(3, 4, 2)
+    np.testing.assert_allclose(got["stats"]["mean"], x.mean(0), rtol=1e-5)
+    var = parts.reshape(-1, 2).var(0) if merge else parts.var(1).mean(0)
+    np.testing.assert_allclose(got["stats"]["var"], var, rtol=1e-5)
+    largest = parts.max() if merge else parts.max((1, 2)).mean()
+    np.testing.assert_allclose(got["largest"], largest, rtol=1e-6)
+    assert got["calls"] == 1
+    elche.check_replicas(state)

@@ -1,0 +1,166 @@
+"""Frozen parameters: bit for bit the same, without gradient, sums, state or exchange."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import elche_jax as elche
+from elche_jax.engine.trainable import select_trainable
+
+SEED = np.random.default_rng(0)
+PARAMS = {
+    "body": {"w": SEED.normal(size=(8, 64)).astype("f"), "b": np.zeros(64, "f")},
+    "head": SEED.normal(size=(64,)).astype("f") / 8,
+}
+DATA = {"x": SEED.normal(size=(96, 8)).astype("f"), "y": SEED.normal(size=96).astype("f")}
+
+
+def loss_fn(params, batch, rng):
+    hidden = jnp.tanh(batch["x"] @ params["body"]["w"] + params["body"]["b"])
+    return ((hidden @ params["head"] - batch["y"]) ** 2).mean()
+
+
+def train_on(trainable, world, tx, epochs=2):
+    train = elche.build_train_step(
+        loss_fn, tx, devices=jax.devices()[:world], cadence=elche.FixedTotal(3), trainable=trainable
+    )
+    state = train.init(PARAMS)
+    for window in train.windows(DATA, 8, epochs=epochs, shuffle=False):
+        state, _ = train(state, window)
+    return train, state
+
+
+FORMS = {
+    "subtrees": {"body": False, "head": True},
+    "every leaf": {"body": {"w": False, "b": np.False_}, "head": True},
+    "function": lambda path, leaf: "head" in path,
+}
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("form", FORMS)
+def test_as_optax_does_it_with_gradients_set_to_zero(form, world):
+    """The reference computes all gradients on one device and throws those of the body away."""
+    _, state = train_on(FORMS[form], world, optax.adamw(1e-2))
+    labels = {"body": "frozen", "head": "train"}
+    tx = optax.multi_transform({"train": optax.adamw(1e-2), "frozen": optax.set_to_zero()}, labels)
+    params, opt_state = PARAMS, tx.init(PARAMS)
+    for start in [0, 24, 48, 72] * 2:
+        batch = {name: leaf[start : start + 24] for name, leaf in DATA.items()}
+        updates, opt_state = tx.update(jax.grad(loss_fn)(params, batch, None), opt_state, params)
+        params = optax.apply_updates(params, updates)
+    got = jax.device_get(elche.unreplicate(state.params))
+    np.testing.assert_allclose(got["head"], params["head"], rtol=2e-5)
+    assert not np.allclose(got["head"], PARAMS["head"], rtol=1e-3)
+    for name, leaf in PARAMS["body"].items():
+        assert got["body"][name].tobytes() == leaf.tobytes()
+    elche.check_replicas(state)
+
+
+def bytes_of(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def test_bytes_that_are_saved():
+    """8 * 64 + 64 numbers frozen, 64 trained: a tenth of the sums, moments and exchange."""
+    report = {}
+    for name, trainable in (("all", None), ("head", FORMS["subtrees"])):
+        train, state = train_on(trainable, 2, optax.adam(1e-2))
+        report[name] = train.report()
+        sums = next(iter(train._runners.values()))._sums
+        assert bytes_of(sums.grads) == 2 * report[name].exchange_bytes
+        moments = bytes_of((state.opt_state[0].mu, state.opt_state[0].nu))
+        assert moments == 2 * 2 * report[name].exchange_bytes
+    assert (report["all"].exchange_bytes, report["all"].frozen_bytes) == (4 * 640, 0)
+    assert (report["head"].exchange_bytes, report["head"].frozen_bytes) == (4 * 64, 4 * 576)
+    assert "exchange: 0.00 MB per device and window (0.00 MB frozen, left out)" in str(
+        report["head"]
+    )
+
+
+def test_what_is_frozen_is_not_in_the_collective():
+    """The compiled exchange has operands for the head alone."""
+
+    def summed(trainable):
+        train, _ = train_on(trainable, 2, optax.sgd(1e-2), epochs=1)
+        runner = next(iter(train._runners.values()))
+        text = runner._combine._jitted.lower(
+            *jax.tree.map(runner._combine._abstract, (runner.state, runner._sums_shapes()))
+        ).as_text()
+        (size,) = {int(n) for n in _packed_sizes(text)}
+        return size
+
+    others = 5  # loss, weight, microbatches, examples, devices that are not finite
+    assert summed(None) == 640 + others
+    assert summed(FORMS["subtrees"]) == 64 + others
+
+
+def _packed_sizes(text):
+    import re
+
+    return re.findall(r'"stablehlo.all_reduce".*?-> tensor<(\d+)xf32>', text, re.DOTALL)
+
+
+def test_frozen_leaves_may_be_integers():
+    def loss(params, batch, rng):
+        return ((batch["x"][:, params["columns"]] @ params["w"] - batch["y"]) ** 2).mean()
+
+    params = {"columns": np.array([1, 3]), "w": np.zeros(2, "f")}
+    train = elche.build_train_step(
+        loss, optax.sgd(0.1), devices=jax.devices()[:2], trainable={"columns": False, "w": True}
+    )
+    state = train.init(params)
+    for window in train.windows(DATA, 8):
+        state, _ = train(state, window)
+    got = elche.unreplicate(state.params)
+    assert got["columns"].tolist() == [1, 3] and np.asarray(got["w"]).any()
+
+
+def test_what_was_trained_goes_on_with_other_parts_frozen():
+    """Progressive training: the state's parameters begin another step's run."""
+    _, first = train_on({"body": False, "head": True}, 2, optax.sgd(0.1))
+    train = elche.build_train_step(
+        loss_fn, optax.sgd(0.1), devices=jax.devices()[:2], trainable={"body": True, "head": False}
+    )
+    before = jax.device_get(elche.unreplicate(first.params))
+    state = train.init(before)
+    for window in train.windows(DATA, 8):
+        state, _ = train(state, window)
+    after = jax.device_get(elche.unreplicate(state.params))
+    assert after["head"].tobytes() == before["head"].tobytes()
+    assert np.abs(after["body"]["w"] - before["body"]["w"]).max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("trainable", "error", "message"),
+    [
+        (False, ValueError, r"trainable must leave at least one leaf of params to train"),
+        ({"body": True}, ValueError, r"trainable must have the structure of params, .*'head'"),
+        ({"body": 1, "head": True}, TypeError, r"got 1 for leaf \['body'\]\['b'\]"),
+        (lambda path, leaf: leaf, TypeError, r"must be True or False .* for leaf \['body'\]"),
+    ],
+)
+def test_choices_that_do_not_fit(trainable, error, message):
+    train = elche.build_train_step(loss_fn, optax.sgd(0.1), trainable=trainable)
+    with pytest.raises(error, match="^TrainStep.init: .*" + message):
+        train.init(PARAMS)
+
+
+def test_a_frozen_leaf_that_is_no_array():
+    with pytest.raises(TypeError, match=r"must be an array, frozen leaf \['n'\] is a float"):
+        elche.build_train_step(loss_fn, optax.sgd(0.1), trainable={"n": False, "w": True}).init(
+            {"n": 2.0, "w": np.ones(2)}
+        )
+
+
+def test_both_halves_make_the_whole():
+    selection = select_trainable({"body": {"w": True, "b": False}, "head": True}, PARAMS)
+    trained, frozen = selection.split(PARAMS)
+    assert len(jax.tree.leaves(trained)) == 2 and len(jax.tree.leaves(frozen)) == 1
+    joined = selection.join(trained, frozen)
+    assert jax.tree.structure(joined) == jax.tree.structure(PARAMS)
+    assert all(
+        a is b for a, b in zip(jax.tree.leaves(joined), jax.tree.leaves(PARAMS), strict=True)
+    )
