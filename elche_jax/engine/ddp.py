@@ -29,9 +29,14 @@ class DDP:
     `replicate` makes them and `jax.pmap` takes and returns them. Leaves that are None (or
     `optax.MaskedNode()`), as of frozen parameters, are left out.
 
+    Read a result once per step (`jax.block_until_ready`): several CPU devices of one
+    process get stuck for ever when a loop launches dozens of exchanges ahead of them.
+
     Attributes:
         devices: The devices, in rank order.
         world_size: Their number.
+        axis_name: Give your own `jax.pmap` this axis name: its arrays and these are then of
+            one kind, and no program is compiled a second time for the other.
 
     Args:
         devices: At least two devices of one kind; None for all local ones.
@@ -46,7 +51,7 @@ class DDP:
         >>> ddp = elche.DDP(jax.devices()[:2])
         >>> params = ddp.replicate({"w": jnp.ones(3)})
         >>> gradient = jax.pmap(
-        ...     jax.grad(lambda p, x: (p["w"] * x).sum()), devices=ddp.devices
+        ...     jax.grad(lambda p, x: (p["w"] * x).sum()), ddp.axis_name, devices=ddp.devices
         ... )
         >>> grads = gradient(params, jnp.array([[1.0, 1, 1], [3, 3, 3]]))
         >>> elche.unreplicate(ddp.all_reduce_gradients(grads))["w"].tolist()
@@ -55,7 +60,7 @@ class DDP:
 
     def __init__(self, devices: Sequence[jax.Device] | None = None):
         self.devices = select_devices(devices, "DDP")
-        self.world_size = len(self.devices)
+        self.world_size, self.axis_name = len(self.devices), AXIS
         if self.world_size < 2:
             rule, todo = "hold at least two devices", "One device has nobody to exchange with."
             raise ValueError(check.message("DDP", "devices", rule, self.world_size, todo))
@@ -157,7 +162,7 @@ class DDP:
         gradient, this is the exact mean gradient over all of them.
 
         Args:
-            grads: Stacked pytree of float arrays.
+            grads: Stacked pytree of float arrays; `(loss, grads)`, say, is one too.
             batch_counts: One number per device, at least 0, not all 0. A device with 0
                 contributes nothing, even where its gradients are not numbers.
 

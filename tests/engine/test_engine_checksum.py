@@ -31,7 +31,7 @@ def stacked(rows, devices):
 def random(dtype, shape=(3, 5)):
     rng = np.random.default_rng(0)
     dtype = jnp.dtype(dtype)
-    if dtype == bool:
+    if dtype == jnp.bool_:
         return rng.integers(0, 2, shape).astype(bool)
     return rng.integers(-100, 100, shape).astype(dtype)
 

@@ -184,3 +184,25 @@ def test_a_loop_of_ones_own_is_plain_training():
         updates, want_opt = tx.update(jax.grad(loss)(want, x, y), want_opt, want)
         want = optax.apply_updates(want, updates)
     np.testing.assert_allclose(elche.unreplicate(params)["w"], want["w"], rtol=1e-5)
+
+
+def test_a_pmap_with_the_same_axis_name_is_compiled_once():
+    """Its own arrays and those of an exchange are of one kind to it."""
+    ddp = elche.DDP(jax.devices()[:2])
+    compiles = []
+    step = jax.pmap(lambda x: x * 2, ddp.axis_name, devices=ddp.devices)
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiles.append(event) if "backend_compile" in event else None
+    )
+    try:
+        x = step(ddp.replicate(np.ones(3, "float32")))
+        assert compiles
+        compiles.clear()
+        for _ in range(2):
+            x = step(x)
+        averaged = ddp.all_reduce_gradients(x)
+        compiles.clear()
+        step(averaged)
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert compiles == []

@@ -43,7 +43,7 @@ def test_one_collective_per_dtype_and_large_array():
 @settings(max_examples=30)
 @given(data=st.data())
 def test_two_bytes_on_the_wire_err_by_two_roundings(world, data):
-    """|sum - exact| <= (2 + 2**-8) * 2**-8 * sum of sizes, for what bfloat16 can hold, on all alike."""
+    """|sum - exact| <= (2 + 2**-8) * 2**-8 * sum of sizes; alike on all."""
     size = data.draw(st.integers(1, 9))
     values = data.draw(
         arrays(

@@ -1,0 +1,139 @@
+"""What the examples that generate digits share: arguments, the digits, a judge, a picture."""
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import train_test_split
+
+PIXELS = 64  # 8 x 8
+LEAST_SHARE = 0.05  # of the samples, for a class to count as found; an even share is 0.1
+
+
+def parser(description: str, steps: int, short: int) -> argparse.ArgumentParser:
+    """The command line of an example of `steps` generator steps, `short` with `--short`."""
+    command = argparse.ArgumentParser(description=description)
+    length = command.add_mutually_exclusive_group()
+    text = "generator steps (%(default)s)"
+    length.add_argument("--steps", type=integer(1), default=steps, metavar="N", help=text)
+    text = f"{short} steps only, and no demands on the digits"
+    length.add_argument("--short", action="store_true", help=text)
+    text = "of the networks and the data (%(default)s)"
+    command.add_argument("--seed", type=integer(0), default=0, metavar="N", help=text)
+    text = "save a grid of generated digits"
+    command.add_argument("--save", type=_writable_png, metavar="PNG", help=text)
+    return command
+
+
+def integer(low: int, high: int = 10**9) -> Callable[[str], int]:
+    """The type of an argument: an integer from `low` to `high`."""
+
+    def convert(text: str) -> int:
+        if not text.isdecimal() or not low <= int(text) <= high:
+            rule = f"must be an integer from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"{rule}, got {text!r}")
+        return int(text)
+
+    return convert
+
+
+def _writable_png(text: str) -> Path:
+    # found out now rather than after the training
+    path = Path(text)
+    if path.suffix != ".png" or path.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file that ends in .png, got {text!r}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("needs matplotlib: pip install 'elche_jax[examples]'")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"must be in a folder that can be made: {error}") from None
+    return path
+
+
+class Quality(NamedTuple):
+    """How much samples are like the digits; 1, 10 and 1 would be perfect."""
+
+    covariance: float
+    """Correlation of the entries of their pixel covariance with those of the real one."""
+    classes: int
+    """How many of the ten the classifier finds among them."""
+    confidence: float
+    """Mean probability of the class that the classifier chooses."""
+
+    def __str__(self) -> str:
+        covariance, classes, confidence = self
+        return f"covariance {covariance:.3f}, classes {classes}/10, confidence {confidence:.3f}"
+
+    def reaches(self, wanted: "Quality") -> bool:
+        """Whether none of the three is below what is wanted."""
+        return all(got >= least for got, least in zip(self, wanted, strict=True))
+
+
+class Judge:
+    """Tells how good samples are by real digits that neither player has seen.
+
+    No single figure would do. Normal noise fitted to the digits has their covariance and
+    all classes, but leaves the classifier in doubt; one good digit over and over leaves it
+    in none, but has another covariance and one class.
+    """
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray):
+        self._covariance = np.cov(images.T).ravel()
+        self._classifier = LogisticRegression(max_iter=2000).fit(images, labels)
+
+    def __call__(self, samples: np.ndarray) -> Quality:
+        """Judges samples `(n, PIXELS)`."""
+        if not np.isfinite(samples).all():
+            return Quality(np.nan, 0, np.nan)
+        covariance = np.corrcoef(self._covariance, np.cov(samples.T).ravel())[0, 1]
+        chances = self._classifier.predict_proba(samples)
+        shares = np.bincount(chances.argmax(axis=1), minlength=10) / len(samples)
+        return Quality(covariance, int((shares >= LEAST_SHARE).sum()), chances.max(axis=1).mean())
+
+
+def load() -> tuple[np.ndarray, Judge]:
+    """1,197 digits to learn from, and a judge who knows the other 600.
+
+    Returns:
+        Images `(n, PIXELS)`, float32, from -1 (paper) to 1 (ink), and the judge.
+    """
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 8 - 1).astype("float32")
+    seen, unseen, _, labels = train_test_split(
+        images, labels, test_size=600, stratify=labels, random_state=0
+    )
+    return seen, Judge(unseen, labels)
+
+
+def compare(judge: Judge, real: np.ndarray, samples: np.ndarray, wanted: Quality | None) -> int:
+    """Prints the quality of the samples between that of real digits and of fitted noise.
+
+    Returns:
+        The exit code: 1 where the samples do not reach what is wanted, else 0.
+    """
+    rng = np.random.default_rng(0)
+    noise = rng.multivariate_normal(real.mean(axis=0), np.cov(real.T), len(real)).clip(-1, 1)
+    quality = judge(samples)
+    print(f"real digits   {judge(real)}\ngenerated     {quality}\nfitted noise  {judge(noise)}")
+    if wanted is not None and not quality.reaches(wanted):
+        print(f"generated digits must reach {wanted}, got {quality}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def save_grid(samples: np.ndarray, path: Path) -> None:
+    """Draws the first 200 of the samples `(n, PIXELS)`, 20 in a row."""
+    from matplotlib.image import imsave
+
+    cells = samples[:200].reshape(10, 20, 8, 8)
+    cells = np.pad(cells, ((0, 0), (0, 0), (1, 1), (1, 1)), constant_values=-1)
+    grid = cells.swapaxes(1, 2).reshape(100, 200)
+    imsave(path, np.kron(grid, np.ones((4, 4))), cmap="gray_r", vmin=-1, vmax=1)
+    print(f"picture: {path}")
