@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import optax
 import pytest
+
+import elche_jax as elche
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -37,7 +41,27 @@ def test_scripts_of_the_readme_run_and_the_devices_do_not_matter(tmp_path, monke
 
 
 def test_there_are_scripts():
-    assert len(SCRIPTS) >= 2
+    assert len(SCRIPTS) >= 3
+
+
+def test_snippets_of_the_numerics_page_run():
+    """Each with what it takes for granted: a loss, an optimizer, optax and the library."""
+    page = (ROOT / "docs" / "numerics.md").read_text()
+    snippets = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(snippets) == 2
+    for snippet in snippets:
+        names = {
+            "elche": elche,
+            "optax": optax,
+            "loss_fn": lambda params, batch, rng: (batch["x"] * params["w"]).mean(),
+            "tx": optax.sgd(0.1),
+        }
+        exec(snippet, names)
+        train = names.get("train") or elche.build_train_step(names["loss_fn"], names["tx"])
+        state = train.init({"w": np.ones((), "float32")})
+        for window in train.windows({"x": np.ones(64, "float32")}, 4):
+            state, metrics = train(state, window)
+        assert metrics["finite"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)

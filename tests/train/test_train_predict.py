@@ -1,0 +1,274 @@
+"""Inference: outputs in the order of the data, programs kept from call to call."""
+
+import functools
+from dataclasses import dataclass
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import example, given, settings
+from models import Script
+from sweeping import Batches, cases, examples, in_form
+from test_contract_no_stall import CompileCount
+
+import elche_jax as elche
+from elche_jax.lab import EmulatedSpeeds, ExtraWork
+from elche_jax.train.evaluate import _kept_sweep, _Same
+
+DEVICES = jax.devices()
+PARAMS = {"w": np.float32(1.5)}
+SCRIPTS = {world: Script([(1,) * world]) for world in range(1, 5)}
+
+
+def apply_fn(params, batch):
+    x = batch["x"]
+    outputs = {
+        "float": params["w"] * x,
+        "several": (batch["index"], x > 1, x.astype(jnp.bfloat16)),
+        "axes": [x[:, None, None] * jnp.ones((2, 3)), jnp.zeros((len(x), 2, 0), jnp.int8)],
+        "nothing": None,
+    }
+    if "mask" in batch:
+        mask = batch["mask"]
+        outputs |= {"mask": (mask, jnp.full(len(x), mask.sum()))}
+    return outputs
+
+
+def assert_bits(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert type(a) is np.ndarray
+        assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, np.asarray(b).tobytes())
+
+
+@settings(max_examples=40)
+@given(cases())
+@example(
+    {
+        "world": 4, "size": 1, "batch_size": 4, "script": [(0, 0, 3, 1)], "form": "map",
+        "placement": "stream", "window_bytes": 32, "mask_key": "mask",
+    }
+)  # fmt: skip
+def test_outputs_come_in_the_order_of_the_data(case):
+    world, data = case["world"], examples(case["size"])
+    SCRIPTS[world].script = case["script"]
+    form, batch_size = in_form(case["form"], data, case["batch_size"])
+    options = {name: case[name] for name in ("placement", "window_bytes", "mask_key")}
+    got = elche.predict(
+        apply_fn, PARAMS, form, batch_size, devices=DEVICES[:world], cadence=SCRIPTS[world],
+        **options,
+    )  # fmt: skip
+    if case["mask_key"]:
+        mask, valid = got.pop("mask")
+        batches = [batch["x"] for batch in Batches(data, case["batch_size"])]
+        assert_bits(mask, np.ones(case["size"], bool))
+        assert valid.tolist() == [len(batch) for batch in batches for _ in batch]
+    assert_bits(got, jax.device_get(apply_fn(PARAMS, data)))
+
+
+class Model(nn.Module):
+    """BatchNorm as in inference: running statistics as model state."""
+
+    widths: tuple[int, ...] = (16, 10)
+
+    @nn.compact
+    def __call__(self, x):
+        for width in self.widths:
+            x = nn.BatchNorm(use_running_average=True)(nn.relu(nn.Dense(width)(x)))
+        return x
+
+
+def inputs(size):
+    return np.random.default_rng(0).normal(size=(size, 8)).astype("float32")
+
+
+@pytest.mark.parametrize("cadence", [None, elche.FixedTotal(5), elche.EveryBatch()])
+def test_a_model_with_state(cadence):
+    x, model = inputs(37), Model()
+    variables = jax.device_get(model.init(jax.random.key(0), x))
+    params, stats = variables["params"], {"batch_stats": variables["batch_stats"]}
+
+    def apply_fn(params, model_state, x):
+        return model.apply({"params": params, **model_state}, x)
+
+    got = elche.predict(
+        apply_fn, params, x, 4, model_state=stats, devices=DEVICES[:3], cadence=cadence
+    )
+    assert got.shape == (37, 10) and got.std() > 0.1
+    np.testing.assert_allclose(got, model.apply(variables, x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_training_state(world):
+    def loss_fn(params, model_state, batch, rng):
+        return ((batch["x"] * params["w"] - 1) ** 2).mean(), model_state
+
+    def apply_fn(params, model_state, batch):
+        return batch["x"] * params["w"] + model_state["shift"]
+
+    train = elche.build_train_step(loss_fn, optax.sgd(0.1), devices=DEVICES[:world])
+    state = train.init(PARAMS, model_state={"shift": np.float32(3)})
+    data = examples(11)
+    for window in train.windows(data, 4):
+        state, _ = train(state, window)
+        got = elche.predict(apply_fn, state, data, 3, devices=train.devices)
+        w = np.float32(elche.unreplicate(state.params)["w"])
+        np.testing.assert_allclose(got, data["x"] * w + 3, rtol=1e-6)
+    other = DEVICES[: world + 1]
+    with pytest.raises(ValueError, match=r"^predict: a TrainState must be on the devices of the"):
+        elche.predict(apply_fn, state, data, 3, devices=other)
+    with pytest.raises(ValueError, match=r"^predict: model_state must be left out with a TrainS"):
+        elche.predict(apply_fn, state, data, 3, devices=train.devices, model_state={})
+
+
+def test_outputs_without_elements():
+    got = elche.predict(lambda _, x: jnp.zeros((len(x), 0)), None, inputs(5), 2)
+    assert got.shape == (5, 0) and got.dtype == np.float32
+
+
+def test_outputs_larger_than_the_data_are_cut_into_calls():
+    """100 bytes per example; no call may give more than three microbatches of them."""
+    seen = set()
+
+    def wide(_, x):
+        seen.add(x.shape)
+        return x[:, None] * jnp.ones(25)
+
+    x = np.arange(40, dtype="float32")
+    options = {"devices": DEVICES[:2], "cadence": elche.Replay([(13, 7)]), "window_bytes": 600}
+    got = elche.predict(wide, None, x, 2, **options)
+    np.testing.assert_array_equal(got, np.repeat(x[:, None], 25, axis=1))
+    ((runner, task),) = sweep_of(wide, **options)._runners.values()
+    assert task.row_bytes == 200 and seen == {(2,)}
+    assert list(runner.capacities.values()) == [{3}]
+
+
+# -- what is kept
+
+
+def sweep_of(apply_fn, devices, cadence=None, emulate=None, **_):
+    """The kept sweep of earlier calls with these arguments; fails where there is none."""
+    before = _kept_sweep.cache_info().misses
+    sweep = _kept_sweep(_Same(apply_fn), tuple(devices), _Same(cadence), _Same(emulate))
+    assert _kept_sweep.cache_info().misses == before, "it was not kept"
+    return sweep
+
+
+def fresh():
+    """A function of its own, which no other test has compiled."""
+    return lambda params, x: x + 1
+
+
+OPTIONS = {"devices": DEVICES[:2], "cadence": elche.FixedTotal(4)}
+
+
+def test_a_second_call_compiles_nothing_and_another_function_does():
+    x, first, second = inputs(24), fresh(), fresh()
+    with CompileCount() as compiles:
+        elche.predict(first, None, x, 2, **OPTIONS)
+        assert compiles.count >= 1, "the listener must see the first compile"
+        before = compiles.count
+        for size in (24, 22, 4):
+            got = elche.predict(first, None, x[:size], 2, **OPTIONS)
+            np.testing.assert_array_equal(got, x[:size] + 1)
+        assert compiles.count == before
+        elche.predict(second, None, x, 2, **OPTIONS)
+        assert compiles.count > before
+    assert sweep_of(first, **OPTIONS) is not sweep_of(second, **OPTIONS)
+
+
+@dataclass
+class Unhashable:
+    """A model that has no hash, as of a dataclass that may change."""
+
+    shift: float
+
+    def apply(self, params, x):
+        return x + self.shift
+
+    def __call__(self, params, x):
+        return self.apply(params, x)
+
+
+@pytest.mark.parametrize("make", [fresh, lambda: Unhashable(1.0)])
+def test_the_same_function_is_kept(make):
+    x, fn = inputs(6), make()
+    for _ in range(3):
+        np.testing.assert_array_equal(elche.predict(fn, None, x, 2, **OPTIONS), x + 1)
+    assert sweep_of(fn, **OPTIONS).report().compile_misses == 1
+
+
+def test_functions_that_are_alike_and_not_the_same():
+    """Equal by value, but they may change: each is its own."""
+    x, one, two = inputs(6), Unhashable(1.0), Unhashable(1.0)
+    elche.predict(one, None, x, 2, **OPTIONS)
+    two.shift = 5.0
+    np.testing.assert_array_equal(elche.predict(two, None, x, 2, **OPTIONS), x + 5)
+
+
+@pytest.mark.parametrize("model", [Model(), Model([16, 10]), Unhashable(1.0)])
+def test_a_method_is_the_same_in_every_call(model):
+    """`model.apply` makes a new object whenever it is asked for."""
+    assert model.apply is not model.apply
+    x = inputs(12)
+    params = model.init(jax.random.key(0), x) if isinstance(model, Model) else None
+    for _ in range(3):
+        got = elche.predict(model.apply, params, x, 2, **OPTIONS)
+        np.testing.assert_allclose(got, model.apply(params, x), rtol=1e-5, atol=1e-6)
+    assert sweep_of(model.apply, **OPTIONS).report().compile_misses == 1
+
+
+@pytest.mark.parametrize("make", [lambda: EmulatedSpeeds([0.0, 0.0]), lambda: ExtraWork([1, 2])])
+def test_an_emulation_without_a_hash_is_kept(make):
+    x, fn, emulate = inputs(12), fresh(), make()
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(emulate)
+    for _ in range(2):
+        got = elche.predict(fn, None, x, 2, emulate=emulate, **OPTIONS)
+        np.testing.assert_array_equal(got, x + 1)
+    sweep = sweep_of(fn, emulate=emulate, **OPTIONS)
+    assert sweep.report().compile_misses == 1
+    another = make()
+    elche.predict(fn, None, x, 2, emulate=another, **OPTIONS)
+    assert sweep_of(fn, emulate=another, **OPTIONS) is not sweep
+
+
+def test_speeds_stay_known():
+    x, fn = inputs(64), fresh()
+    options = {"devices": DEVICES[:2], "emulate": EmulatedSpeeds((1.0, 10.0))}
+    elche.predict(fn, None, x, 1, **options)
+    fast, slow = sweep_of(fn, **options).pace.counts
+    assert fast > slow
+    elche.predict(fn, None, x, 1, **options)
+    first = sweep_of(fn, **options).pace.records[0]
+    assert first.counts == elche.clamp_counts((fast, slow), 64)
+
+
+def test_other_devices_have_programs_of_their_own():
+    x, fn = inputs(12), fresh()
+    for devices in (DEVICES[:2], DEVICES[2:4], DEVICES[1:2]):
+        np.testing.assert_array_equal(elche.predict(fn, None, x, 2, devices=devices), x + 1)
+        assert sweep_of(fn, devices).devices == tuple(devices)
+    all_of_them = elche.predict(fn, None, x, 2)
+    np.testing.assert_array_equal(all_of_them, x + 1)
+    assert sweep_of(fn, DEVICES).devices == tuple(DEVICES)
+
+
+def test_parameters_and_shapes_may_change_from_call_to_call():
+    fn = functools.partial(lambda params, x: x * params["w"])
+    for w, x in ((2.0, inputs(5)), (3.0, inputs(5)), (4.0, inputs(7)[:, :3])):
+        got = elche.predict(fn, {"w": np.float32(w)}, x, 2, **OPTIONS)
+        np.testing.assert_array_equal(got, x * np.float32(w))
+    assert sweep_of(fn, **OPTIONS).report().compile_misses == 2
+
+
+def test_an_iterator_that_a_failed_call_has_looked_into():
+    """The first microbatch is not lost where the arguments were wrong."""
+    data, fn = examples(7), fresh()
+    iterator = (batch["x"] for batch in Batches(data, 3))
+    with pytest.raises(ValueError, match="batch_size must be that of the iterator's"):
+        elche.predict(fn, None, iterator, 2, **OPTIONS)
+    np.testing.assert_array_equal(elche.predict(fn, None, iterator, **OPTIONS), data["x"] + 1)
