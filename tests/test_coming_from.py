@@ -97,9 +97,10 @@ def names(once):
     """The names that a row finds, their buffers not given up yet."""
     fresh = dict(once)
     exec(SETUP[0].split(MARK)[1], fresh)
-    windows = fresh["windows"]
+    opened = fresh["windows"]
     yield fresh
-    windows.close()
+    for windows in (opened, fresh["windows"]):  # a row may have opened others
+        windows.close()
 
 
 def test_the_page_has_the_five_systems():

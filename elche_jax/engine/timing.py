@@ -138,13 +138,18 @@ class Stopwatch:
 
     def accumulating(self, window: int, dispatched: float, token: jax.Array) -> None:
         """Hands over a stacked array; entry `d` is ready when device `d` has accumulated."""
-        for jobs in self._queues:
-            jobs.put(_Job(window, dispatched, token, combined=False))
+        self._put(_Job(window, dispatched, token, combined=False))
 
     def combining(self, window: int, token: jax.Array) -> None:
         """Hands over a stacked array; entry `d` is ready when device `d` has combined."""
+        self._put(_Job(window, 0.0, token, combined=True))
+
+    def _put(self, job: "_Job") -> None:
+        # JAX makes an array's list of entries at the first access, and (0.10) without a
+        # lock: threads that ask at once may see half of it
+        job.token.addressable_data(0)
         for jobs in self._queues:
-            jobs.put(_Job(window, 0.0, token, combined=True))
+            jobs.put(job)
 
     def close(self) -> None:
         """Ends the threads; a window that is still running is not measured. Idempotent.

@@ -83,6 +83,11 @@ class TrainStep:
         self._verified = False
 
     @property
+    def world_size(self) -> int:
+        """Number of devices."""
+        return len(self.devices)
+
+    @property
     def counts(self) -> tuple[int, ...]:
         """Microbatches per device planned for the next window.
 

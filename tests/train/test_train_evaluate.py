@@ -88,7 +88,7 @@ def build(world=2, metric=metric_fn, **options):
 # -- exact
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(cases())
 @example(
     {

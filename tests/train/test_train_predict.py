@@ -44,7 +44,7 @@ def assert_bits(got, want):
         assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, np.asarray(b).tobytes())
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(cases())
 @example(
     {
