@@ -119,7 +119,7 @@ class DDPConfig:
             isinstance(self.timeline, type) or not isinstance(self.timeline, Recorder)
         ):
             rule, got = "be a Timeline", check.describe(self.timeline)
-            todo = "Pass elche_jax.observe.timeline.Timeline(path)."
+            todo = "Pass elche_jax.Timeline(path)."
             raise TypeError(check.message("DDPConfig", "timeline", rule, got, todo))
 
     def cadence_for(self, world_size: int, kinds: int) -> Cadence[Any]:

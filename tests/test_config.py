@@ -196,6 +196,6 @@ def test_a_timeline():
 def test_what_is_no_timeline(timeline):
     with pytest.raises(
         TypeError,
-        match=r"^DDPConfig: timeline must be a Timeline, got .*\. Pass elche_jax\.observe\.timeli",
+        match=r"^DDPConfig: timeline must be a Timeline, got .*\. Pass elche_jax\.Timel",
     ):
         DDPConfig(timeline=timeline)

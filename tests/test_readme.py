@@ -48,13 +48,15 @@ def test_snippets_of_the_numerics_page_run():
     """Each with what it takes for granted: a loss, an optimizer, optax and the library."""
     page = (ROOT / "docs" / "numerics.md").read_text()
     snippets = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(snippets) == 2
+    assert len(snippets) == 3
     for snippet in snippets:
         names = {
             "elche": elche,
             "optax": optax,
             "loss_fn": lambda params, batch, rng: (batch["x"] * params["w"]).mean(),
             "tx": optax.sgd(0.1),
+            "x": np.ones(300),
+            "batch_size": 4,
         }
         exec(snippet, names)
         train = names.get("train") or elche.build_train_step(names["loss_fn"], names["tx"])

@@ -9,6 +9,7 @@
 The window's gradient is the sum of the contributions over the sum of the weights.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -125,12 +126,43 @@ def inspect_loss(
         ValueError: `mask_key` is an entry of the batch.
     """
     size = batch_size_of(batch)
+    names = ("params", "model_state", "batch", "rng")
+    check_takes("loss_fn", loss_fn.fn, names, loss_fn.has_model_state)
     check_mask_key(loss_fn.mask_key, batch)
     mask = jax.ShapeDtypeStruct((size,), jnp.bool_)
     loss, new_state, aux = jax.eval_shape(loss_fn, params, model_state, batch, mask, rng)
     if loss_fn.has_model_state:
         _check_same(model_state, new_state)
     return LossForm(_form_of(loss, size), _check_aux(aux, size))
+
+
+def check_takes(
+    name: str, fn: Callable[..., Any], names: tuple[str, ...], has_model_state: bool
+) -> None:
+    """Checks that a function can be called with these arguments, by position.
+
+    Args:
+        name: What the user calls it.
+        fn: The function.
+        names: Its arguments, `model_state` among them.
+        has_model_state: Whether there is a model state; else it is left out.
+
+    Raises:
+        TypeError: It takes others.
+    """
+    names = tuple(n for n in names if has_model_state or n != "model_state")
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # a function that does not say what it takes
+        return
+    try:
+        signature.bind(*names)
+    except TypeError as error:
+        how = "was" if has_model_state else "was not"
+        raise TypeError(
+            f"{name}: must take ({', '.join(names)}), as model_state {how} given, got a function "
+            f"of {signature}."
+        ) from error
 
 
 def check_mask_key(mask_key: str | None, batch: PyTree) -> None:

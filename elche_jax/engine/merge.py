@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from elche_jax.engine.collectives import broadcast_from
 from elche_jax.engine.mapped import AXIS
+from elche_jax.engine.spread import spread
 
 PyTree = Any
 Merge = Callable[[str, Any], str] | PyTree
@@ -63,7 +64,7 @@ def resolve_merge(merge: Merge | None, model_state: PyTree) -> MergeRules:
     if callable(merge):
         given = [merge(jax.tree_util.keystr(path), leaf) for path, leaf in named]
     else:
-        given = _spread("auto" if merge is None else merge, model_state)
+        given = spread("merge", "model_state", "auto" if merge is None else merge, model_state)
     rules = [_checked(rule, path, leaf) for rule, (path, leaf) in zip(given, named, strict=True)]
     return MergeRules(tuple(rules), _pairs(rules, named))
 
@@ -149,21 +150,6 @@ def _first_that(worked: Any) -> Any:
     """The lowest rank where it is true; of a rank that does not exist where nowhere."""
     rank = jax.lax.axis_index(AXIS)
     return jax.lax.pmin(jnp.where(worked, rank, jnp.iinfo(jnp.int32).max), AXIS)
-
-
-def _spread(merge: PyTree, model_state: PyTree) -> list[Any]:
-    """One rule per leaf of the state, from rules that may stand for subtrees."""
-    try:
-        rules = jax.tree.map(
-            lambda rule, part: jax.tree.map(lambda _: rule, part), merge, model_state
-        )
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            "TrainStep.init: merge must have the structure of model_state, or a rule where that "
-            f"has a subtree ({jax.tree.structure(model_state)}), got {merge!r}."
-        ) from error
-    # strings are leaves of their own; a rule that is no string is told apart below
-    return jax.tree.leaves(rules)
 
 
 def _checked(rule: Any, path: Any, leaf: Any) -> str:

@@ -16,7 +16,7 @@ from elche_jax.data.split import piece_lengths
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import Group
 from elche_jax.engine.fetch import Orders, Payload
-from elche_jax.engine.loss import Weighted, batch_size_of, describe
+from elche_jax.engine.loss import Weighted, batch_size_of, check_takes, describe
 from elche_jax.engine.mapped import AXIS, Mapped
 from elche_jax.engine.program import LoopHook
 from elche_jax.engine.runner import Call, signature
@@ -181,6 +181,9 @@ _NUMBERS = count()
 _REAL = (jnp.floating, jnp.integer, jnp.bool_)
 
 
+ARGUMENTS = ("params", "model_state", "batch")
+
+
 def inspect_metrics(
     fn: BatchFn, variables: Variables, batch: PyTree, ragged: bool
 ) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -201,6 +204,7 @@ def inspect_metrics(
     """
     size = batch_size_of(batch)
     mask = jax.ShapeDtypeStruct((size,), jnp.bool_)
+    check_takes("metric_fn", fn.fn, ARGUMENTS, fn.has_model_state)
     metrics = jax.eval_shape(fn, variables, batch, mask)
     if not isinstance(metrics, dict) or not metrics:
         got = "an empty one" if isinstance(metrics, dict) else describe(metrics)
@@ -218,6 +222,7 @@ def inspect_outputs(fn: BatchFn, variables: Variables, batch: PyTree) -> PyTree:
         TypeError: An output does not have one entry per example.
     """
     size = batch_size_of(batch)
+    check_takes("apply_fn", fn.fn, ARGUMENTS, fn.has_model_state)
     outputs = jax.eval_shape(fn, variables, batch, jax.ShapeDtypeStruct((size,), jnp.bool_))
     named = jax.tree_util.tree_flatten_with_path(outputs)[0]
     for path, leaf in named:

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from elche_jax.engine.loss import describe
+from elche_jax.engine.spread import spread
 
 PyTree = Any
 Trainable = Callable[[str, Any], bool] | PyTree
@@ -78,7 +79,7 @@ def select_trainable(trainable: Trainable | None, params: PyTree) -> Selection:
     if callable(trainable):
         flags = [trainable(name, leaf) for name, (_, leaf) in zip(names, named, strict=True)]
     else:
-        flags = _spread(trainable, params)
+        flags = spread("trainable", "params", trainable, params)
     for name, flag in zip(names, flags, strict=True):
         if not isinstance(flag, bool | np.bool_):
             got = describe(flag) if hasattr(flag, "shape") else repr(flag)
@@ -91,16 +92,3 @@ def select_trainable(trainable: Trainable | None, params: PyTree) -> Selection:
             "TrainStep.init: trainable must leave at least one leaf of params to train, got none."
         )
     return Selection(tuple(map(bool, flags)))
-
-
-def _spread(trainable: PyTree, params: PyTree) -> list[Any]:
-    try:
-        flags = jax.tree.map(
-            lambda flag, part: jax.tree.map(lambda _: flag, part), trainable, params
-        )
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            "TrainStep.init: trainable must have the structure of params, or a bool where that "
-            f"has a subtree ({jax.tree.structure(params)}), got {jax.tree.structure(trainable)}."
-        ) from error
-    return jax.tree.leaves(flags)

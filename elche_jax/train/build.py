@@ -17,6 +17,7 @@ from elche_jax.engine.program import LoopHook
 from elche_jax.engine.trainable import Trainable
 from elche_jax.train.finite import MAX_SKIPS, FinitePolicy
 from elche_jax.train.options import Options
+from elche_jax.train.parts import check_parts
 from elche_jax.train.step import TrainStep
 
 logger = logging.getLogger("elche_jax")
@@ -64,7 +65,8 @@ def build_train_step(
             `"ignore"` applies it.
         max_skips: Under `"skip"`, raise `NonFiniteError` after so many dropped windows in
             a row, at least 1; None for never.
-        trainable: Which parameters are trained: a function `(path, leaf) -> bool`, or
+        trainable: Which parameters are trained: a function `(path, leaf) -> bool` of paths
+            such as `"['body']['w']"`, or
             bools in the structure of the parameters, one for a whole subtree where that
             is enough; None for all. Frozen ones have no gradient, no sums, no optimizer
             state, and are not exchanged.
@@ -106,11 +108,15 @@ def build_train_step(
         raise TypeError(
             f"build_train_step: loss_fn must be callable, got {type(loss_fn).__name__}."
         )
-    _check_parts(optimizer, cadence, config, emulate)
+    check_parts("build_train_step", optimizer=optimizer, cadence=cadence, emulate=emulate)
+    if config is not None and not isinstance(config, DDPConfig):
+        raise TypeError(
+            f"build_train_step: config must be a DDPConfig, got {type(config).__name__}."
+        )
     scale, dynamic = first_scale(loss_scale)
-    finite = FinitePolicy(nonfinite, max_skips)
     if dynamic is not None:
-        finite = _with_dynamic_scale(finite)
+        nonfinite = _with_dynamic_scale(nonfinite)
+    finite = FinitePolicy(nonfinite, max_skips)
     chosen = select_devices(devices)
     check_one_kind("build_train_step", chosen)
     if cadence is not None and config is not None and config.cadence_knobs():
@@ -145,32 +151,11 @@ def build_train_step(
     return TrainStep(LossFn(loss_fn, has_aux=has_aux), optimizer, chosen, rule, options)
 
 
-def _with_dynamic_scale(finite: FinitePolicy) -> FinitePolicy:
+def _with_dynamic_scale(nonfinite: str) -> str:
     """A scale is found by going too far: what it drops is no error."""
-    if finite.action == "ignore":
+    if nonfinite == "ignore":
         raise ValueError(
             "build_train_step: nonfinite must be 'raise' or 'skip' with a dynamic loss_scale, "
             "which is lowered by the windows that are dropped, got 'ignore'."
         )
-    return FinitePolicy("skip", finite.max_skips)
-
-
-def _check_parts(optimizer: Any, cadence: Any, config: Any, emulate: Any) -> None:
-    parts = {
-        "optimizer": (optimizer, ("init", "update"), "an optax optimizer"),
-        "cadence": (cadence, ("init", "update"), "a cadence such as ElChe()"),
-        "emulate": (
-            emulate,
-            ("check", "begin", "around", "end", "settle"),
-            "an emulation of elche_jax.lab",
-        ),
-    }
-    for name, (part, methods, expected) in parts.items():
-        if part is None and name != "optimizer":
-            continue
-        if isinstance(part, type) or not all(callable(getattr(part, m, None)) for m in methods):
-            raise TypeError(f"build_train_step: {name} must be {expected}, got {part!r}.")
-    if config is not None and not isinstance(config, DDPConfig):
-        raise TypeError(
-            f"build_train_step: config must be a DDPConfig, got {type(config).__name__}."
-        )
+    return "skip" if nonfinite == "raise" else nonfinite

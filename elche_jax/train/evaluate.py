@@ -133,7 +133,8 @@ def build_eval_step(
         devices: The devices; None for all local ones.
         cadence: How many microbatches each device gets; None: windows of a tenth of a
             second (`elche_jax.cadence.WindowTime`).
-        emulate: Makes devices slower on purpose, see `elche_jax.lab`.
+        emulate: Makes devices slower on purpose, see `elche_jax.lab`; to its schedule all
+            of this is window 0.
 
     Returns:
         The evaluation: `evaluate(params or state, data, batch_size) -> dict`.

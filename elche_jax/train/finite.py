@@ -16,7 +16,18 @@ MAX_SKIPS = 20
 
 
 class NonFiniteError(RuntimeError):
-    """The gradient or the loss of a window was not finite; its update was dropped."""
+    """The gradient or the loss of a window was not finite; its update was dropped.
+
+    Attributes:
+        window: Number of the window.
+        epoch: Its epoch.
+        microbatches: By rank of the devices whose own sums were not finite, the range of
+            microbatches of the epoch that they worked on.
+    """
+
+    def __init__(self, text: str, window: int, epoch: int, microbatches: dict[int, range]):
+        super().__init__(text)
+        self.window, self.epoch, self.microbatches = window, epoch, microbatches
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,9 @@ class FinitePolicy:
             raise ValueError(check.message(where, "nonfinite", rule, repr(self.action)))
         if self.max_skips is not None:
             check.integer(where, "max_skips", self.max_skips, low=1)
+        if self.action != "skip" and self.max_skips != MAX_SKIPS:
+            rule = f"be left out with nonfinite={self.action!r}"
+            raise ValueError(check.message(where, "max_skips", rule, self.max_skips))
 
     @property
     def drops(self) -> bool:
@@ -79,33 +93,38 @@ class FiniteWatch:
         self.skipped += 1
         self._in_a_row += 1
         if self._policy.action == "raise":
-            return NonFiniteError(
-                "train: loss, gradient, weight, update and model state of every window must "
-                f"be finite, those of {_name(measured)} were not: {self._culprits(measured, own)}. "
-                "Its update was dropped; lower the learning rate, or pass nonfinite='skip' to "
-                "drop such windows and go on."
+            return self._error(
+                measured,
+                own,
+                "train: loss, gradient, weight, update and model state of every window must be "
+                "finite, those of {name} were not: {culprits}. Its update was dropped; look at "
+                "the data, lower the learning rate, or pass nonfinite='skip' to drop such windows "
+                "and go on.",
             )
         if self._in_a_row == self._policy.max_skips:
-            return NonFiniteError(
-                f"train: fewer than {self._in_a_row} windows in a row may be dropped as not "
-                f"finite (max_skips), the last one was {_name(measured)}: "
-                f"{self._culprits(measured, own)}. Lower the learning rate, look at the data, or "
-                "raise max_skips."
+            return self._error(
+                measured,
+                own,
+                f"train: {self._in_a_row} windows in a row were dropped as not finite (max_skips), "
+                "the last one {name}: {culprits}. Look at the data, lower the learning rate, or "
+                "raise max_skips.",
             )
         return None
 
-    def _culprits(self, measured: Measured, own: jax.Array) -> str:
-        """The devices whose own sums were not finite, and what they had worked on."""
+    def _error(self, measured: Measured, own: jax.Array, text: str) -> NonFiniteError:
+        """The error, with the devices whose own sums were not finite, and their work."""
         ends = np.cumsum(measured.counts) + measured.first
-        bad = np.flatnonzero(~np.asarray(own)).tolist()
-        if not bad:
-            return "each device's sums were, what they combine to was not"
-        return "; ".join(
-            f"device {rank} ({self._devices[rank]}), microbatches "
-            f"{ends[rank] - measured.counts[rank]} to {ends[rank] - 1} of the epoch"
-            for rank in bad
+        bad = {
+            rank: range(int(ends[rank]) - measured.counts[rank], int(ends[rank]))
+            for rank in np.flatnonzero(~np.asarray(own)).tolist()
+        }
+        culprits = "; ".join(
+            f"device {rank} ({self._devices[rank]}), microbatches {work.start} to {work.stop - 1} "
+            "of the epoch"
+            for rank, work in bad.items()
         )
-
-
-def _name(measured: Measured) -> str:
-    return f"window {measured.window} (epoch {measured.epoch}, counts {measured.counts})"
+        name = f"window {measured.window} (epoch {measured.epoch}, counts {measured.counts})"
+        text = text.format(
+            name=name, culprits=culprits or "each device's sums were, what they combine to was not"
+        )
+        return NonFiniteError(text, measured.window, measured.epoch, bad)

@@ -52,6 +52,7 @@ def check_params(trained: PyTree, frozen: PyTree) -> None:
                 "TrainStep.init: every leaf of params must be an array, frozen leaf "
                 f"{jax.tree_util.keystr(path)} is {describe(leaf)}."
             )
+        _check_kept(path, leaf)
     named = jax.tree_util.tree_flatten_with_path(trained)[0]
     if not named:
         raise ValueError("TrainStep.init: params must hold at least one array, got none.")
@@ -62,6 +63,33 @@ def check_params(trained: PyTree, frozen: PyTree) -> None:
                 f"{jax.tree_util.keystr(path) or 'params'} is {describe(leaf)}. Convert numbers "
                 "with jnp.asarray; name what is not trained with trainable."
             )
+
+
+def check_one_copy(where: str, argument: str, tree: PyTree) -> None:
+    """Raises where arrays hold the copies of several devices, as those of a state do."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_replicated:
+            continue
+        if leaf.shape[:1] == (len(leaf.sharding.device_set),):
+            name = jax.tree_util.keystr(path) or argument
+            rule = "be one copy"
+            got = f"leaf {name} with those of {leaf.shape[0]} devices"
+            todo = "Take one: elche_jax.unreplicate."
+            raise ValueError(check.message(where, argument, rule, got, todo))
+
+
+def _check_kept(path: Any, leaf: Any) -> None:
+    """Raises where a frozen integer would be cut off: without 64-bit types JAX keeps 32."""
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) if not is_key(leaf) else leaf.dtype
+    if dtype == leaf.dtype or leaf.dtype.kind not in "iu" or leaf.size == 0:
+        return
+    bounds = np.iinfo(dtype)
+    if int(leaf.min()) < bounds.min or int(leaf.max()) > bounds.max:
+        raise ValueError(
+            f"TrainStep.init: integers of params must fit {dtype}, which JAX makes of "
+            f"{leaf.dtype}, frozen leaf {jax.tree_util.keystr(path)} does not. Switch "
+            "jax_enable_x64 on."
+        )
 
 
 def check_model_state(model_state: PyTree) -> None:
@@ -94,7 +122,7 @@ def check_optimizer(
         raise TypeError(
             "TrainStep.init: the optimizer must work with update(grads, state, params, "
             "value=loss, grad=grads, microbatches=m, examples=e), got "
-            f"{type(error).__name__}: {error}."
+            f"{type(error).__name__}: {str(error).rstrip('.')}."
         ) from error
     differs = difference(new, jax.eval_shape(lambda: opt_state))
     if differs:

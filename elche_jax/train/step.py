@@ -29,6 +29,7 @@ from elche_jax.train.finite import FiniteWatch
 from elche_jax.train.initial import (
     check_buffers,
     check_model_state,
+    check_one_copy,
     difference,
     initial_state,
     key_impl_of,
@@ -146,7 +147,7 @@ class TrainStep:
 
     @property
     def skipped(self) -> int:
-        """Windows so far whose update was dropped as not finite."""
+        """Windows whose update was dropped as not finite, among those that are over."""
         return self._watch.skipped
 
     def init(self, params: PyTree, *, model_state: PyTree = None, rng: Any = 0) -> TrainState:
@@ -169,7 +170,14 @@ class TrainStep:
                 neither; a rule of `merge` does not fit its leaf.
             ValueError: `trainable` or `merge` do not fit.
         """
+        check_one_copy("TrainStep.init", "params", params)
+        check_one_copy("TrainStep.init", "model_state", model_state)
         check_model_state(model_state)
+        if self._options.merge is not None and model_state is None:
+            raise ValueError(
+                "TrainStep.init: model_state must be given where build_train_step got merge, "
+                f"got None and merge={self._options.merge!r}. Pass model_state, or leave merge out."
+            )
         selection = select_trainable(self._options.trainable, params)
         merge = resolve_merge(self._options.merge, jax.eval_shape(lambda: model_state))
         state = initial_state(

@@ -28,9 +28,10 @@ from elche_jax.engine.sweep import BatchFn, SweepProgram, SweepRunner, Variables
 from elche_jax.observe.report import RunReport, make_report
 from elche_jax.train.feed import DataPlan
 from elche_jax.train.finite import FinitePolicy, FiniteWatch
-from elche_jax.train.initial import check_buffers, shapes_of
+from elche_jax.train.initial import check_buffers, check_one_copy, shapes_of
 from elche_jax.train.loading import Loading
 from elche_jax.train.pace import Pace
+from elche_jax.train.parts import check_parts
 from elche_jax.train.run import IN_FLIGHT, Run, Window
 from elche_jax.train.spec import check_data_plan, microbatch_shapes
 from elche_jax.train.windows import Windows
@@ -94,7 +95,7 @@ class Sweep:
     ):
         self.devices = select_devices(devices, where)
         check_one_kind(where, self.devices)
-        _check_parts(where, cadence, emulate)
+        check_parts(where, cadence=cadence, emulate=emulate)
         if emulate is not None:
             emulate.check(len(self.devices))
         self._where, self._fn, self._make, self._emulate = where, fn, make, emulate
@@ -136,14 +137,10 @@ class Sweep:
     def _dispatch(self, runner: SweepRunner, variables: Variables, window: Window) -> list[PyTree]:
         run = window.run
         run.dispatching(window)
-        try:
-            misses, at = self._cache.stats.misses, time.perf_counter()
-            outs = [runner.run(variables, call) for call in window.calls]
-            _, token = outs[-1]
-            run.accumulating(at, token)
-        except BaseException:
-            run.given_up()
-            raise
+        misses, at = self._cache.stats.misses, time.perf_counter()
+        outs = [runner.run(variables, call) for call in window.calls]
+        _, token = outs[-1]
+        run.accumulating(at, token)
         run.dispatched(window, at, self._cache.stats.misses == misses, True, token)
         if self._emulate is not None:
             self._emulate.settle()
@@ -184,6 +181,8 @@ class Sweep:
     def _variables(self, params: PyTree, model_state: PyTree) -> Variables:
         """Stacked parameters and model state: a training state's own, or copies."""
         if not isinstance(params, TrainState):
+            check_one_copy(self._where, "params", params)
+            check_one_copy(self._where, "model_state", model_state)
             variables = Variables(params, model_state)
             return replicate(variables, self.devices)
         if model_state is not None:
@@ -206,18 +205,3 @@ class Sweep:
                 "unreplicate(state.params)."
             )
         return Variables(params.params, params.model_state)
-
-
-def _check_parts(where: str, cadence: Any, emulate: Any) -> None:
-    parts = {
-        "cadence": (cadence, ("init", "update"), "a cadence such as ElChe()"),
-        "emulate": (
-            emulate,
-            ("check", "begin", "around", "end", "settle"),
-            "an emulation of elche_jax.lab",
-        ),
-    }
-    for name, (part, methods, expected) in parts.items():
-        fits = all(callable(getattr(part, method, None)) for method in methods)
-        if part is not None and (isinstance(part, type) or not fits):
-            raise TypeError(f"{where}: {name} must be {expected}, got {part!r}.")

@@ -127,7 +127,7 @@ PAIR = {"x": {"mean": jnp.zeros(3), "var": jnp.zeros(3)}, "n": jnp.int32(0)}
     [
         ("average", ValueError, r"one of 'auto', 'mean', .* got 'average' for leaf \['n'\]\.$"),
         ({"x": "mean", "n": "mean"}, TypeError, r"'max' or 'first' .* got 'mean' for leaf \['n'\]"),
-        ({"x": "mean"}, ValueError, r"must have the structure of model_state, .* got \{'x'"),
+        ({"x": "mean"}, ValueError, r"structure of model_state, .* but in merge 'n' is missing"),
         ({"x": {"mean": "pooled", "var": "mean"}, "n": "max"}, ValueError,
          r"pairs of leaves `mean` and `var` .* leaf \['x'\]\['mean'\] without its partner"),
         ({"x": 3, "n": "max"}, ValueError, r"got 3 for leaf \['x'\]\['mean'\]"),

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import elche_jax as elche
+from elche_jax.data.order import epoch_order
 from elche_jax.engine.mapped import stack_shards, stacked_sharding
 
 BAD = np.float32("nan")
@@ -143,12 +144,37 @@ def test_too_many_skips_in_a_row_raise_and_name_the_last():
     train = build(nonfinite="skip", max_skips=3)
     with pytest.raises(
         elche.NonFiniteError,
-        match=r"^train: fewer than 3 windows in a row may be dropped as not finite \(max_skips\), "
-        r"the last one was window 4 \(epoch 0, counts \(3, 1\)\): device 1 \(.*\), microbatches "
-        r"19 to 19 of the epoch\. Lower the learning rate, look at the data, or raise max_skips\.$",
-    ):
+        match=r"^train: 3 windows in a row were dropped as not finite \(max_skips\), the last one "
+        r"window 4 \(epoch 0, counts \(3, 1\)\): device 1 \(.*\), microbatches 19 to 19 of the "
+        r"epoch\. Look at the data, lower the learning rate, or raise max_skips\.$",
+    ) as caught:
         run(train, train.init(PARAMS), data(8, 12, 19))
     assert train.skipped == 3
+    assert (caught.value.window, caught.value.epoch) == (4, 0)
+    assert caught.value.microbatches == {1: range(19, 20)}
+
+
+def test_the_error_leads_to_the_examples():
+    """By the page's own line, for shuffled data in the second epoch."""
+    examples = data(microbatches=16)
+    number = 37
+    train = build(nonfinite="raise")
+    state = train.init(PARAMS)
+    for window in train.windows(examples, 4, seed=5):
+        state, _ = train(state, window)
+    examples["x"][number] = BAD
+    with (
+        pytest.raises(elche.NonFiniteError) as caught,
+        train.windows(examples, 4, 2, seed=5, cursor=window.cursor.next_epoch()) as windows,
+    ):
+        for window in windows:
+            state, _ = train(state, window)
+    error = caught.value
+    assert error.epoch == 1
+    ((_, work),) = error.microbatches.items()
+    order = epoch_order(len(examples["x"]), seed=5, epoch=1)
+    assert number in order[work.start * 4 : work.stop * 4]
+    assert len(work) in (1, 3)
 
 
 @pytest.mark.parametrize("most", [3, None])
@@ -162,7 +188,7 @@ def test_skips_that_are_not_in_a_row(most):
 def test_skips_in_a_row_over_two_calls_of_windows():
     train = build(nonfinite="skip", max_skips=2)
     state, _ = run(train, train.init(PARAMS), data(20))
-    with pytest.raises(elche.NonFiniteError, match="fewer than 2 windows"):
+    with pytest.raises(elche.NonFiniteError, match="train: 2 windows in a row"):
         run(train, state, data(0))
 
 
@@ -191,6 +217,8 @@ def test_ignore_leaves_it_to_the_optimizer():
     [
         ({"nonfinite": "warn"}, ValueError, "nonfinite must be one of 'raise', 'skip', 'ignore', "),
         ({"max_skips": 0}, ValueError, r"max_skips must be at least 1, got 0"),
+        ({"max_skips": 3}, ValueError, r"max_skips must be left out with nonfinite='raise', got 3"),
+        ({"max_skips": None, "nonfinite": "ignore"}, ValueError, "max_skips must be left out with"),
         ({"max_skips": 1.5}, TypeError, r"max_skips must be an integer, got"),
     ],
 )

@@ -262,7 +262,9 @@ def test_when_a_device_begins_its_next_window(combines, platform, busy, monkeypa
 class Broken(MapStyle):
     """A data set whose example 9 cannot be read."""
 
-    error = OSError("example 9 is damaged")
+    def __init__(self, data, error):
+        super().__init__(data)
+        self.error = error
 
     def __getitem__(self, i):
         if i == 9:
@@ -274,8 +276,7 @@ class Broken(MapStyle):
 @worlds
 @pytest.mark.parametrize("error", [OSError("example 9 is damaged"), KeyboardInterrupt("now")])
 def test_an_error_in_the_data_surfaces_with_its_traceback(kind, world, error):
-    call, data = kind(x_of, world, elche.EveryBatch()), Broken(DATA)
-    data.error = error
+    call, data = kind(x_of, world, elche.EveryBatch()), Broken(DATA, error)
     for _ in range(2):
         with pytest.raises(type(error), match=str(error)) as caught:
             call(data, 2)

@@ -137,7 +137,27 @@ def test_what_was_trained_goes_on_with_other_parts_frozen():
     ("trainable", "error", "message"),
     [
         (False, ValueError, r"trainable must leave at least one leaf of params to train"),
-        ({"body": True}, ValueError, r"trainable must have the structure of params, .*'head'"),
+        (
+            {"body": True},
+            ValueError,
+            r"but in trainable 'head' is missing \(params has 'body', 'head'\)\.$",
+        ),
+        (
+            {"bod": False, "head": True},
+            ValueError,
+            r"trainable must have the structure of params, .* but in params 'bod' is not there "
+            r"\(params has 'body', 'head'\)\.$",
+        ),
+        (
+            {"body": {"w": True, "c": True}, "head": True},
+            ValueError,
+            r"but in params\['body'\] 'c' is not there \(params\['body'\] has 'w', 'b'\)\.$",
+        ),
+        (
+            {"body": [True, False], "head": True},
+            ValueError,
+            r"but trainable\['body'\] is a list where params\['body'\] is a dict\.$",
+        ),
         ({"body": 1, "head": True}, TypeError, r"got 1 for leaf \['body'\]\['b'\]"),
         (lambda path, leaf: leaf, TypeError, r"must be True or False .* for leaf \['body'\]"),
     ],
@@ -152,6 +172,14 @@ def test_a_frozen_leaf_that_is_no_array():
     with pytest.raises(TypeError, match=r"must be an array, frozen leaf \['n'\] is a float"):
         elche.build_train_step(loss_fn, optax.sgd(0.1), trainable={"n": False, "w": True}).init(
             {"n": 2.0, "w": np.ones(2)}
+        )
+
+
+def test_a_frozen_integer_that_jax_would_cut_off():
+    params = {"ids": np.array([2**40 + 7]), "w": np.ones(2, "f")}
+    with pytest.raises(ValueError, match=r"must fit int32, .* int64, frozen leaf \['ids'\] does"):
+        elche.build_train_step(loss_fn, optax.sgd(0.1), trainable={"ids": False, "w": True}).init(
+            params
         )
 
 

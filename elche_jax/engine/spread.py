@@ -1,0 +1,64 @@
+"""A value per leaf, from values that may stand for whole subtrees."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import jax
+
+PyTree = Any
+
+
+def spread(argument: str, of: str, values: PyTree, tree: PyTree) -> list[Any]:
+    """One value for every leaf of a tree, in the order of `jax.tree.leaves`.
+
+    Args:
+        argument: What the user calls the values, for the message.
+        of: What the user calls the tree.
+        values: One value, or values in the structure of the tree, where one may stand for
+            a whole subtree.
+        tree: The tree.
+
+    Raises:
+        ValueError: The values have another structure; the message says where.
+
+    Example:
+        >>> from elche_jax.engine.spread import spread
+        >>> spread("trainable", "params", {"a": True, "b": False}, {"a": 0, "b": (1, 2)})
+        [True, False, False]
+    """
+    try:
+        spread_out = jax.tree.map(
+            lambda value, part: jax.tree.map(lambda _: value, part), values, tree
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"TrainStep.init: {argument} must have the structure of {of}, or one value where that "
+            f"has a subtree, {_difference(argument, of, values, tree)}."
+        ) from error
+    return jax.tree.leaves(spread_out)
+
+
+def _difference(argument: str, of: str, values: PyTree, tree: PyTree, at: str = "") -> str:
+    """Where the two part ways, in words."""
+    if isinstance(values, Mapping) and isinstance(tree, Mapping):
+        given, wanted = cast(Mapping[Any, Any], values), cast(Mapping[Any, Any], tree)
+        unknown = [key for key in given if key not in wanted]
+        missing = [key for key in wanted if key not in given]
+        if unknown or missing:
+            what = f"{unknown[0]!r} is not there" if unknown else f"{missing[0]!r} is missing"
+            place = f"{of}{at}" if unknown else f"{argument}{at}"
+            return f"but in {place} {what} ({of}{at} has {', '.join(map(repr, wanted))})"
+        for key, value in given.items():
+            below = jax.tree.structure(value), jax.tree.structure(wanted[key])
+            if below[0] != below[1] and not _fits(value, wanted[key]):
+                return _difference(argument, of, value, wanted[key], f"{at}[{key!r}]")
+    kinds = type(values).__name__, type(tree).__name__
+    return f"but {argument}{at} is a {kinds[0]} where {of}{at} is a {kinds[1]}"
+
+
+def _fits(values: PyTree, tree: PyTree) -> bool:
+    try:
+        jax.tree.map(lambda value, part: None, values, tree)
+    except (ValueError, TypeError, KeyError):
+        return False
+    return True

@@ -1,0 +1,85 @@
+"""What `init` and the first `windows` say of a model that does not fit."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import elche_jax as elche
+
+PARAMS = {"w": np.ones(3, "float32")}
+DATA = {"x": np.ones((8, 3), "float32")}
+
+
+def loss_fn(params, batch, rng):
+    return (batch["x"] @ params["w"]).mean()
+
+
+def build(loss=loss_fn, **options):
+    return elche.build_train_step(loss, optax.sgd(0.1), devices=jax.devices()[:2], **options)
+
+
+@pytest.mark.parametrize("argument", ["params", "model_state"])
+def test_copies_of_several_devices_are_no_model(argument):
+    copies = build().init(PARAMS).params
+    given = {"params": PARAMS, "model_state": None, argument: copies}
+    with pytest.raises(
+        ValueError,
+        match=rf"^TrainStep.init: {argument} must be one copy, got leaf \['w'\] with those of 2 "
+        r"devices\. Take one: elche_jax\.unreplicate\.$",
+    ):
+        build().init(given["params"], model_state=given["model_state"])
+
+
+def test_a_copy_of_one_device_is():
+    copy = elche.unreplicate(build().init(PARAMS).params)
+    assert np.asarray(build().init(copy).params["w"]).shape == (2, 3)
+
+
+def test_merge_without_model_state():
+    with pytest.raises(
+        ValueError, match=r"model_state must be given where .* got None and merge='pooled'\. Pass"
+    ):
+        build(merge="pooled").init(PARAMS)
+
+
+def four(params, model_state, batch, rng):
+    return loss_fn(params, batch, rng), model_state
+
+
+@pytest.mark.parametrize(
+    ("loss", "model_state", "message"),
+    [
+        (four, None, r"\(params, batch, rng\), as model_state was not given, got a function of "
+                     r"\(params, model_state, batch, rng\)\.$"),
+        (loss_fn, {"n": np.int32(0)}, r"\(params, model_state, batch, rng\), as model_state was "
+                                      r"given, got a function of \(params, batch, rng\)\.$"),
+    ],
+)  # fmt: skip
+def test_a_loss_of_other_arguments(loss, model_state, message):
+    train = build(loss)
+    train.init(PARAMS, model_state=model_state)
+    with pytest.raises(TypeError, match="^loss_fn: must take " + message):
+        train.windows(DATA, 4)
+
+
+def test_functions_that_do_not_say_what_they_take():
+    """Whatever takes the arguments will do: here one with `*args`."""
+    train = build(lambda *args: loss_fn(*args))
+    state = train.init(PARAMS)
+    for window in train.windows(DATA, 4):
+        state, metrics = train(state, window)
+    assert metrics["finite"]
+
+
+def test_functions_of_an_evaluation_that_take_other_arguments():
+    with pytest.raises(TypeError, match=r"^metric_fn: must take \(params, batch\), as model_state"):
+        elche.build_eval_step(four)(PARAMS, DATA, 4)
+    with pytest.raises(TypeError, match=r"^apply_fn: must take \(params, model_state, batch\), as"):
+        elche.predict(lambda p, b: b, PARAMS, DATA, 4, model_state={"n": np.int32(0)})
+
+
+def test_copies_of_several_devices_are_no_model_of_an_evaluation():
+    copies = build().init(PARAMS).params
+    with pytest.raises(ValueError, match=r"^predict: params must be one copy, got leaf \['w'\]"):
+        elche.predict(lambda p, b: b["x"] @ p["w"], copies, DATA, 4)
