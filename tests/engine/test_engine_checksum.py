@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import elche_jax as elche
-from elche_jax.engine.checksum import checksums, differing
+from elche_jax.engine.checksum import _mix, checksums, differing
 from elche_jax.engine.mapped import stack_shards, stacked_sharding
 
 DTYPES = (
@@ -77,6 +77,23 @@ def test_swapped_elements_show(data):
     other[[i, j]] = other[[j, i]]
     found = differing(checksums([stacked([row, other], jax.devices()[:2])], jax.devices()[:2]))
     assert found == ([(0, 1)] if row[i] != row[j] else [])
+
+
+def test_changes_that_cancel_in_plain_sums_show():
+    """Three words changed so that both sums of the words themselves would stay."""
+    place = jnp.arange(3, dtype=jnp.uint32)
+    first = np.asarray(2 * place + 1, np.int64)
+    second = np.asarray(_mix(place ^ jnp.uint32(0x9E3779B9)) | 1, np.int64)
+    change = [int(first[(i + 1) % 3]) * int(second[(i + 2) % 3])
+              - int(first[(i + 2) % 3]) * int(second[(i + 1) % 3]) for i in range(3)]  # fmt: skip
+    change = np.array([each % 2**32 for each in change], np.uint64)
+    for factors in (first, second):
+        assert sum(int(f) * int(c) for f, c in zip(factors, change, strict=True)) % 2**32 == 0
+    row = np.array([7, 8, 9], np.uint32)
+    other = (row + change).astype(np.uint32)
+    assert (other != row).any()
+    devices = jax.devices()[:2]
+    assert differing(checksums([stacked([row, other], devices)], devices)) == [(0, 1)]
 
 
 def test_the_first_leaf_and_device_that_differ_are_named():

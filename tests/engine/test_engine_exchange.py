@@ -76,6 +76,14 @@ def test_sums_are_made_in_float32():
     assert np.asarray(got).tolist() == [[258.0]] * 3
 
 
+def test_only_two_bytes_per_number_travel():
+    text = mapped(lambda t: psum_bfloat16(t, "d", 2), 2).lower(np.ones((2, 64), "f")).as_text()
+    moves = [line for line in text.splitlines() if "all_to_all" in line or "all_gather" in line]
+    kinds = [line.rsplit(":", 1)[1] for line in moves if ":" in line]
+    assert len(kinds) >= 2
+    assert all("bf16" in kind and "f32" not in kind.replace("bf16", "") for kind in kinds)
+
+
 def test_what_is_not_finite_stays_so():
     values = np.array([[np.nan, np.inf, 1], [1, 1, 1]], np.float32)
     got = np.asarray(mapped(lambda t: psum_bfloat16(t, "d", 2), 2)(values))

@@ -433,3 +433,12 @@ def test_what_is_no_event():
     with pytest.raises(ValueError, match=r"^WindowEvent: wall_ms must be finite, got nan\.$"):
         timeline.window(replace(RECORD, wall_ms=float("nan")))
     assert timeline.events == []
+
+
+def test_events_say_when_they_came(monkeypatch):
+    moments = iter([100.0, 100.5, 103.0])
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(moments))
+    timeline = Timeline()
+    timeline.window(RECORD)
+    timeline.add(SkipEvent, window=3, epoch=1, reason="not finite")
+    assert [event.at for event in timeline.events] == [0.5, 3.0]

@@ -283,3 +283,49 @@ def test_equal_replicas_pass_and_nothing_is_compiled_later():
 def test_verify_every_is_a_number_of_windows():
     with pytest.raises(ValueError, match="DDPConfig: verify_every must be at least 1, got 0"):
         elche.DDPConfig(verify_every=0)
+
+
+def test_a_timeline_tells_of_dropped_windows():
+    timeline = elche.Timeline()
+    train = build(nonfinite="skip", config=elche.DDPConfig(timeline=timeline))
+    run(train, train.init(PARAMS), data(5))
+    kinds = [type(event).__name__ for event in timeline.events]
+    assert kinds.count("WindowEvent") == 6 and kinds.count("SkipEvent") == 1
+    skip = timeline.events[kinds.index("SkipEvent")]
+    assert (skip.window, skip.epoch, skip.reason) == (1, 0, "not finite")
+
+
+def test_a_norm_that_overflows_does_not_make_zeros_of_the_gradient():
+    """Finite gradients of 1e25 have no norm in float32: clipped by it they would vanish."""
+    examples = {"x": np.full((8, 3), 1e25, "float32")}
+    train = elche.build_train_step(
+        lambda params, batch, rng: (batch["x"] @ params["w"]).mean(), optax.sgd(0.1),
+        devices=jax.devices()[:2], config=elche.DDPConfig(max_grad_norm=1.0), nonfinite="skip",
+    )  # fmt: skip
+    _, history = run(train, train.init(PARAMS), examples)
+    assert history == [False]
+
+
+def test_a_window_without_weight_changes_nothing_of_the_optimizer():
+    """Adam would move by its momentum, and count."""
+
+    def loss(params, batch, rng):
+        return elche.Weighted(loss_fn(params, batch, rng), batch["n"].sum())
+
+    examples = data() | {"n": np.repeat([1.0, 1, 0, 1, 1, 1], 16).astype("float32")}
+    states = []
+    for part in (examples, {name: leaf[:32] for name, leaf in examples.items()}):
+        train = elche.build_train_step(
+            loss, optax.adam(0.1), devices=jax.devices()[:2], cadence=Fixed((3, 1))
+        )
+        state = train.init(PARAMS)
+        for window in train.windows({n: a[:48] for n, a in part.items()}, 4, shuffle=False):
+            state, metrics = train(state, window)
+        states.append(state)
+    assert float(metrics["weight"]) == 16 and int(states[0].step[0]) == 3
+    for a, b in zip(
+        jax.tree.leaves((states[0].params, states[0].opt_state)),
+        jax.tree.leaves((states[1].params, states[1].opt_state)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
