@@ -152,7 +152,8 @@ def check_takes(
     """
     names = tuple(n for n in names if has_model_state or n != "model_state")
     try:
-        signature = inspect.signature(fn)
+        # its own, not that of a function it wraps and may call with other arguments
+        signature = inspect.signature(fn, follow_wrapped=False)
     except (TypeError, ValueError):  # a function that does not say what it takes
         return
     try:

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from elche_jax.engine.collectives import broadcast_from
+from elche_jax.engine.exchange import packed_psum
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.spread import spread
 
@@ -69,50 +70,26 @@ def resolve_merge(merge: Merge | None, model_state: PyTree) -> MergeRules:
     return MergeRules(tuple(rules), _pairs(rules, named))
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Changes:
-    """What a device adds to the sums over devices, by number of the leaf; float32.
-
-    Attributes:
-        moves: Weighted changes of the leaves that are means.
-        spreads: Weighted squared changes of the means, for pooled variances.
-    """
-
-    moves: dict[int, Any]
-    spreads: dict[int, Any]
-
-
-def changes(rules: MergeRules, new: PyTree, old: PyTree, weight: Any) -> Changes:
-    """This device's part of the sums that `merged` needs.
-
-    Means are taken from where they were before the window: with `c = mean - before`, the
-    same for all, `sum w (mean[d] - mean)**2 = sum w (mean[d] - before)**2 - c**2`, in
-    which nothing large cancels.
+def changes(rules: MergeRules, new: PyTree, old: PyTree, weight: Any) -> dict[int, Any]:
+    """This device's part of the sums that `merged` needs: weighted changes, float32.
 
     Args:
         rules: A rule per leaf.
         new: This device's state after its work.
         old: The state before it, the same on all devices.
         weight: This device's weight, float32.
+
+    Returns:
+        By number of the leaf, for those whose rule is a mean.
     """
     after, before = jax.tree.leaves(new), jax.tree.leaves(old)
-    worked = weight > 0
-
-    def weighted(change: Any) -> Any:
-        return jnp.where(worked, change * weight, 0)
-
-    def change(i: int) -> Any:
-        return after[i].astype(jnp.float32) - before[i].astype(jnp.float32)
-
     named = zip(range(len(after)), rules.rules, strict=True)  # a rule for every leaf
     means = [i for i, rule in named if rule in ("mean", "pooled")]
-    spreads = {i: change(mean) ** 2 for i, mean in enumerate(rules.mean_of) if mean is not None}
-    return Changes({i: weighted(change(i)) for i in means}, jax.tree.map(weighted, spreads))
+    return {i: _weighted(_wide(after[i]) - _wide(before[i]), weight) for i in means}
 
 
 def merged(
-    rules: MergeRules, new: PyTree, old: PyTree, weight: Any, summed: Changes, total: Any
+    rules: MergeRules, new: PyTree, old: PyTree, weight: Any, moves: dict[int, Any], total: Any
 ) -> PyTree:
     """The merged state, the same on all devices; inside a mapped function.
 
@@ -121,22 +98,46 @@ def merged(
         new: This device's state after its work.
         old: The state before it, the same on all devices.
         weight: This device's weight, float32.
-        summed: The sums of the `changes` over the devices.
+        moves: The sums of the `changes` over the devices.
         total: The sum of the weights; where it is 0 the state is not a number.
     """
-    leaves, structure = jax.tree.flatten(new)
+    after, structure = jax.tree.flatten(new)
     before, worked = jax.tree.leaves(old), weight > 0
+    spreads = _spreads(rules, after, before, weight, moves, total)
+    leaves = list(after)
     for i, rule in enumerate(rules.rules):
         if rule == "max":
-            leaves[i] = _maximum(leaves[i], worked)
+            leaves[i] = _maximum(after[i], worked)
         elif rule == "first":
-            leaves[i] = broadcast_from(leaves[i], _first_that(worked), AXIS)
+            leaves[i] = broadcast_from(after[i], _first_that(worked), AXIS)
         else:
-            move, mean = summed.moves[i] / total, rules.mean_of[i]
-            if mean is not None:
-                move += summed.spreads[i] / total - (summed.moves[mean] / total) ** 2
+            move = moves[i] / total + (spreads[i] / total if i in spreads else 0)
             leaves[i] = before[i] + move.astype(before[i].dtype)
     return jax.tree.unflatten(structure, leaves)
+
+
+def _spreads(
+    rules: MergeRules, after: list[Any], before: list[Any], weight: Any, moves: Any, total: Any
+) -> dict[int, Any]:
+    """For pooled variances the weighted squares of how far the means lie apart, summed.
+
+    Around the merged mean, which is why it takes a second sum over the devices: as a
+    difference of squares it would be lost in the rounding of a mean that is far from 0.
+    """
+    spreads = {}
+    for i, mean in enumerate(rules.mean_of):
+        if mean is not None:
+            middle = _wide(before[mean]) + moves[mean] / total
+            spreads[i] = _weighted((_wide(after[mean]) - middle) ** 2, weight)
+    return packed_psum(spreads, AXIS) if spreads else {}
+
+
+def _weighted(value: Any, weight: Any) -> Any:
+    return jnp.where(weight > 0, value * weight, 0)
+
+
+def _wide(leaf: Any) -> Any:
+    return leaf.astype(jnp.float32)
 
 
 def _maximum(leaf: Any, worked: Any) -> Any:

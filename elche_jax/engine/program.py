@@ -270,7 +270,9 @@ class Program:
             The sums; whether this device's own are finite; and whether all are, with
             what they sum up to.
         """
-        own = _all_finite((sums.grads, sums.loss, sums.weight, _floats(sums.model_state)))
+        own = _all_finite((sums.grads, sums.loss, sums.weight))
+        # a device without work has the state of before, which is no news
+        own &= ~(sums.weight > 0) | _all_finite((sums.weight, _floats(sums.model_state)))
         if self.world_size == 1:
             return sums, own, own
         grads, state = sums.grads, sums.model_state

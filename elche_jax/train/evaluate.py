@@ -71,7 +71,7 @@ class EvalStep:
         *,
         model_state: PyTree = None,
         mask_key: str | None = None,
-        placement: str = "auto",
+        placement: str = "stream",
         window_bytes: int = WINDOW_BYTES,
     ) -> dict[str, Any]:
         """Evaluates every example once.

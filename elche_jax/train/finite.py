@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,6 +29,9 @@ class NonFiniteError(RuntimeError):
     def __init__(self, text: str, window: int, epoch: int, microbatches: dict[int, range]):
         super().__init__(text)
         self.window, self.epoch, self.microbatches = window, epoch, microbatches
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.window, self.epoch, self.microbatches)
 
 
 @dataclass(frozen=True)
@@ -102,11 +106,12 @@ class FiniteWatch:
                 "and go on.",
             )
         if self._in_a_row == self._policy.max_skips:
+            self._in_a_row = 0  # whoever goes on hears of the next ones too
             return self._error(
                 measured,
                 own,
-                f"train: {self._in_a_row} windows in a row were dropped as not finite (max_skips), "
-                "the last one {name}: {culprits}. Look at the data, lower the learning rate, or "
+                f"train: {self._policy.max_skips} windows in a row were dropped as not finite "
+                "(max_skips), the last one {name}: {culprits}. Look at the data, lower the learning rate, or "
                 "raise max_skips.",
             )
         return None

@@ -113,6 +113,7 @@ class Run:
         self.told = False
         self._closed = False
         self._unseen: list[Flying] = []
+        self._landing: int | None = None
         self.stopwatch: Stopwatch | None = None
 
     # -- the prefetch thread ---------------------------------------------------------
@@ -285,7 +286,7 @@ class Run:
         """Ends the timing; windows in flight go on, unmeasured."""
         with self._changed:
             self._closed = True
-            self._unseen += self._flying.values()
+            self._unseen += [f for n, f in self._flying.items() if n != self._landing]
             self._flying.clear()
             self._changed.notify_all()
         if self.stopwatch is not None:
@@ -297,6 +298,7 @@ class Run:
         """Every device is done with a window."""
         with self._changed:
             flying = self._flying.get(times.window)
+            self._landing = times.window  # seen to here: not once more after a close
         free = ENDS.before(self._feed.devices, times.accumulated)
         if self._lockstep:
             free = [min(max(free), end) for end in times.accumulated]

@@ -383,6 +383,11 @@ class TrainStep:
                 f"losses or take a mask (mask_key), got a {form.form} loss. Return one "
                 "loss per example, pass mask_key='mask', or drop_last=True."
             )
+        if options.loss_scale is not None and "loss_scale" in form.aux:
+            raise TypeError(
+                "loss_fn: aux must not use the name 'loss_scale', every window reports it "
+                "already where the scale is dynamic. Choose another name."
+            )
         names = tuple(sorted(form.aux))
         leaves, structure = jax.tree.flatten(shapes)
         known = (

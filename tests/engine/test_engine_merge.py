@@ -89,6 +89,15 @@ def test_pooled_variance_is_that_of_all_the_data_together():
     assert (whole.var(0) > 1.5 * mean_of_variances).all()  # what "mean" would have given
 
 
+def test_pooled_variance_far_from_zero():
+    """Means that moved by 2000 in one window, variances of a hundredth."""
+    rng = np.random.default_rng(3)
+    parts = rng.normal(2000, 0.1, size=(3, 50, 4)).astype("f").astype(np.float64)
+    after = [{"mean": p.mean(0).astype("f"), "var": p.var(0).astype("f")} for p in parts]
+    got = merge("pooled", {"mean": np.zeros(4, "f"), "var": np.ones(4, "f")}, after, [1, 1, 1])
+    np.testing.assert_allclose(got["var"], parts.reshape(-1, 4).var(0), rtol=0.02)
+
+
 @pytest.mark.parametrize("rule", ["mean", "pooled", "max", "first"])
 def test_what_no_device_changed_stays_bit_for_bit(rule):
     rng = np.random.default_rng(1)

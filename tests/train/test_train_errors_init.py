@@ -1,5 +1,7 @@
 """What `init` and the first `windows` say of a model that does not fit."""
 
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -66,6 +68,37 @@ def test_a_loss_of_other_arguments(loss, model_state, message):
 def test_functions_that_do_not_say_what_they_take():
     """Whatever takes the arguments will do: here one with `*args`."""
     train = build(lambda *args: loss_fn(*args))
+    state = train.init(PARAMS)
+    for window in train.windows(DATA, 4):
+        state, metrics = train(state, window)
+    assert metrics["finite"]
+
+
+def with_a_model(loss):
+    @functools.wraps(loss)
+    def wrapper(params, batch, rng):
+        return loss("model", params, batch, rng)
+
+    return wrapper
+
+
+@with_a_model
+def wrapped(model, params, batch, rng):
+    return loss_fn(params, batch, rng)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        wrapped,
+        jax.jit(loss_fn),
+        functools.partial(lambda model, *args: loss_fn(*args), "model"),
+        lambda params, batch, rng, scale=1.0: loss_fn(params, batch, rng) * scale,
+    ],
+    ids=["wraps", "jit", "partial", "default"],
+)
+def test_functions_in_other_clothes(loss):
+    train = build(loss)
     state = train.init(PARAMS)
     for window in train.windows(DATA, 4):
         state, metrics = train(state, window)

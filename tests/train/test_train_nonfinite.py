@@ -1,5 +1,8 @@
 """Windows that are not finite: dropped on all devices alike, counted, named, or not."""
 
+import pickle
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -169,8 +172,9 @@ def test_the_error_leads_to_the_examples():
     ):
         for window in windows:
             state, _ = train(state, window)
-    error = caught.value
-    assert error.epoch == 1
+    error = pickle.loads(pickle.dumps(caught.value))  # as it comes out of another process
+    assert (error.epoch, error.window) == (1, caught.value.window)
+    assert str(error) == str(caught.value)
     ((_, work),) = error.microbatches.items()
     order = epoch_order(len(examples["x"]), seed=5, epoch=1)
     assert number in order[work.start * 4 : work.stop * 4]
@@ -190,6 +194,78 @@ def test_skips_in_a_row_over_two_calls_of_windows():
     state, _ = run(train, train.init(PARAMS), data(20))
     with pytest.raises(elche.NonFiniteError, match="train: 2 windows in a row"):
         run(train, state, data(0))
+
+
+def test_too_many_skips_are_told_again():
+    train = build(nonfinite="skip", max_skips=2)
+    state, told = train.init(PARAMS), []
+    for _ in range(2):
+        with pytest.raises(elche.NonFiniteError) as caught:
+            run(train, state, data(*range(24)))
+        told.append(caught.value.window)
+        state = train.init(PARAMS)
+    train = build(nonfinite="skip", max_skips=2)
+    state = train.init(PARAMS)
+    for _ in range(2):
+        with pytest.raises(elche.NonFiniteError):
+            for window in train.windows(data(*range(24)), 4, shuffle=False):
+                state, _ = train(state, window)
+    assert told == [1, 1] and train.skipped >= 4
+
+
+def state_loss(params, model_state, batch, rng):
+    x = batch["x"][:, 0]
+    return (x * params["w"][0]).mean(), jnp.maximum(model_state, x.max())
+
+
+def test_an_idle_device_is_not_asked_for_its_state():
+    """A running maximum begins at -inf, and a device without work still has that."""
+    train = elche.build_train_step(
+        state_loss, optax.sgd(0.1), devices=jax.devices()[:2], cadence=Fixed((4, 0)), merge="max"
+    )
+    state = train.init(PARAMS, model_state=np.float32(-np.inf))
+    state, history = run(train, state, data(microbatches=4))
+    assert history == [True] and np.isfinite(np.asarray(state.model_state)).all()
+
+
+@pytest.mark.parametrize("rule", ["first", "max", "mean"])
+def test_a_state_that_is_no_number_shows_whatever_the_rule(rule):
+    """Also that of a device whose state the rule does not take."""
+
+    def loss(params, model_state, batch, rng):
+        bad = jnp.where(batch["bad"].max() > 0, jnp.nan, 1.0)
+        return (batch["x"] @ params["w"]).mean(), bad.astype(jnp.float32)
+
+    train = elche.build_train_step(
+        loss, optax.sgd(0.1), devices=jax.devices()[:2], merge=rule, nonfinite="skip"
+    )
+    examples = {"x": np.ones((8, 3), "float32"), "bad": np.repeat([0.0, 1.0], 4).astype("float32")}
+    state = train.init(PARAMS, model_state=np.float32(0))
+    state, history = run(train, state, examples)
+    assert history == [False] and np.isfinite(np.asarray(state.model_state)).all()
+
+
+def test_a_window_in_flight_at_a_break_counts_once():
+    """The watcher is held up in its record while the loop closes and begins anew."""
+    closed, held = threading.Event(), threading.Event()
+
+    class Slow(elche.Timeline):
+        def window(self, record):
+            held.set()
+            assert closed.wait(30)
+            super().window(record)
+
+    timeline = Slow()
+    train = build(nonfinite="skip", config=elche.DDPConfig(timeline=timeline))
+    state = train.init(PARAMS)
+    for window in train.windows(data(1), 4, shuffle=False):
+        state, _ = train(state, window)
+        assert held.wait(30)
+        break
+    threading.Timer(0, closed.set).start()
+    state, _ = run(train, state, data())
+    kinds = [type(event).__name__ for event in timeline.events]
+    assert train.skipped == kinds.count("SkipEvent") == 1
 
 
 def test_ignore_applies_it():

@@ -338,6 +338,16 @@ def test_scales_that_are_none(options, error, message):
         elche.build_train_step(tiny_loss, optax.sgd(0.1), **options)
 
 
+def test_a_metric_of_the_scales_name():
+    train = elche.build_train_step(
+        lambda p, b, rng: (b["x"].mean() * p["w"], {"loss_scale": b["x"].mean()}), optax.sgd(0.1),
+        devices=jax.devices()[:2], loss_scale=DynamicScale(), has_aux=True,
+    )  # fmt: skip
+    train.init({"w": np.ones((), "f")})
+    with pytest.raises(TypeError, match="aux must not use the name 'loss_scale', every window"):
+        train.windows({"x": np.ones(8, "f")}, 2)
+
+
 @pytest.mark.parametrize("knob", ["compute_dtype", "exchange_dtype"])
 def test_types_that_are_none(knob):
     with pytest.raises(ValueError, match=rf"^DDPConfig: {knob} must be one of .*, got 'int8'"):
