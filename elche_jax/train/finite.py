@@ -111,8 +111,8 @@ class FiniteWatch:
                 measured,
                 own,
                 f"train: {self._policy.max_skips} windows in a row were dropped as not finite "
-                "(max_skips), the last one {name}: {culprits}. Look at the data, lower the learning rate, or "
-                "raise max_skips.",
+                "(max_skips), the last one {name}: {culprits}. Look at the data, lower the "
+                "learning rate, or raise max_skips.",
             )
         return None
 
