@@ -108,7 +108,7 @@ class DDPConfig:
                 f"DDPConfig: policy must be one of {', '.join(POLICIES)}, got {self.policy!r}."
             )
         if self.max_grad_norm is not None:
-            check.real("DDPConfig", "max_grad_norm", self.max_grad_norm, above=0)
+            check.real("DDPConfig", "max_grad_norm", self.max_grad_norm, low=1e-30)
         if self.compute_dtype is not None:
             _check_one_of("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
         _check_one_of("exchange_dtype", self.exchange_dtype, EXCHANGE_DTYPES)

@@ -42,14 +42,14 @@ def choose_placement(
     """
     if placement not in ("auto", "resident", "stream"):
         raise ValueError(
-            f"windows: placement must be 'auto', 'resident' or 'stream', got {placement!r}."
+            f"data: placement must be 'auto', 'resident' or 'stream', got {placement!r}."
         )
     if placement == "stream":
         return "stream"
     if not isinstance(source, ArraySource):
         if placement == "resident":
             raise ValueError(
-                "windows: placement='resident' needs data that is a pytree of arrays, got "
+                "data: placement='resident' needs data that is a pytree of arrays, got "
                 f"a {type(source).__name__}. Use placement='stream'."
             )
         return "stream"
@@ -167,14 +167,14 @@ def _check_like(spec: PyTree, block: PyTree, first: int) -> None:
     want, got = jax.tree.structure(spec), jax.tree.structure(block)
     if got != want:
         raise ValueError(
-            f"windows: every microbatch of data must have the structure of the first one "
+            f"data: every microbatch must have the structure of the first one "
             f"({want}), microbatch {first} has {got}."
         )
     for like, leaf in zip(jax.tree.leaves(spec), jax.tree.leaves(block), strict=True):
         dtype = dtypes.canonicalize_dtype(leaf.dtype)
         if leaf.shape[1:] != like.shape or dtype != like.dtype:
             raise ValueError(
-                f"windows: every microbatch of data must have the shapes and dtypes of the "
+                f"data: every microbatch must have the shapes and dtypes of the "
                 f"first one ({like.shape}, {like.dtype}), microbatch {first} has "
                 f"{leaf.shape[1:]}, {dtype}."
             )
@@ -189,6 +189,6 @@ def check_fits(leaf: Any) -> None:
     low, high, bounds = int(leaf.min()), int(leaf.max()), np.iinfo(dtype)
     if low < bounds.min or high > bounds.max:
         raise ValueError(
-            f"windows: integers of data must fit {dtype}, which JAX makes of {leaf.dtype}, got "
+            f"data: integers must fit {dtype}, which JAX makes of {leaf.dtype}, got "
             f"{low if low < bounds.min else high}. Encode them, or switch jax_enable_x64 on."
         )

@@ -132,13 +132,13 @@ class IterableReader:
             self._batch_size = size
         if self._short is not None:
             raise ValueError(
-                f"windows: only the last microbatch of an iterator may be smaller, but "
+                f"data: only the last microbatch of an iterator may be smaller, but "
                 f"microbatch {self._short.microbatch} had {self._short.valid} examples "
                 f"of {self._batch_size} and another one came."
             )
         if size > self._batch_size:
             raise ValueError(
-                f"windows: every microbatch must have {self._batch_size} examples, "
+                f"data: every microbatch must have {self._batch_size} examples, "
                 f"microbatch {number} has {size}."
             )
         if size < self._batch_size:
@@ -160,7 +160,7 @@ def microbatch_size(item: PyTree, number: int) -> int:
     sizes = {int(np.shape(leaf)[0]) if np.ndim(leaf) else 0 for leaf in leaves}
     if len(sizes) != 1 or 0 in sizes:
         raise ValueError(
-            f"windows: the leaves of a microbatch must have one common, non-empty leading "
+            f"data: the leaves of a microbatch must have one common, non-empty leading "
             f"axis, microbatch {number} has shapes {[np.shape(leaf) for leaf in leaves]}."
         )
     return sizes.pop()
@@ -204,6 +204,6 @@ def open_epoch(
 
 def _outside(cursor: int, microbatches: int) -> str:
     return (
-        f"windows: cursor.microbatch must lie within the epoch ({microbatches} "
+        f"data: cursor.microbatch must lie within the epoch ({microbatches} "
         f"microbatches), got {cursor}. Resume with the data and batch_size it came from."
     )

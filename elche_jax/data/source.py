@@ -36,13 +36,13 @@ def stack(examples: list[PyTree]) -> PyTree:
         leaves, found = jax.tree.flatten(example)
         if found != structure:
             raise ValueError(
-                f"windows: every example of data must have one structure ({structure}), "
+                f"data: every example must have one structure ({structure}), "
                 f"example {position} of a block has {found}."
             )
         for row, leaf in zip(rows, map(np.asarray, leaves), strict=True):
             if leaf.shape != row.shape[1:] or leaf.dtype != row.dtype:
                 raise ValueError(
-                    f"windows: every example of data must have one shape and dtype "
+                    f"data: every example must have one shape and dtype "
                     f"({row.shape[1:]}, {row.dtype}), example {position} of a block has "
                     f"{leaf.shape}, {leaf.dtype}."
                 )
@@ -60,13 +60,13 @@ class ArraySource:
         for path, leaf in named:
             if np.ndim(leaf) == 0:
                 raise ValueError(
-                    f"windows: every leaf of data must have a leading axis of examples, "
+                    f"data: every leaf must have a leading axis of examples, "
                     f"leaf {_name(path)} is a scalar."
                 )
         lengths = {_name(path): int(leaf.shape[0]) for path, leaf in named}
         if len(set(lengths.values())) > 1:
             raise ValueError(
-                f"windows: all leaves of data must have the same number of examples, got {lengths}."
+                f"data: all leaves must have the same number of examples, got {lengths}."
             )
         self.tree = tree
         self.size = next(iter(lengths.values()))
@@ -126,7 +126,7 @@ class IterableSource:
                 self._peeked = (next(iterator), iterator)
             except StopIteration:
                 raise ValueError(
-                    "windows: data must hold at least one microbatch, the iterator is empty."
+                    "data must hold at least one microbatch, the iterator is empty."
                 ) from None
         return self._peeked[0]
 
@@ -161,7 +161,7 @@ def as_source(data: Any) -> Source:
         10
     """
     expected = (
-        "windows: data must be a pytree of arrays, a map-style dataset (__len__ and "
+        "data must be a pytree of arrays, a map-style dataset (__len__ and "
         "__getitem__) or an iterable of microbatches"
     )
     # jax deprecates flattening these two, which are leaves to it
@@ -181,7 +181,7 @@ def as_source(data: Any) -> Source:
     else:
         raise TypeError(f"{expected}, got {type(data).__name__}.")
     if source.size == 0:
-        raise ValueError("windows: data must hold at least one example, got 0.")
+        raise ValueError("data must hold at least one example, got 0.")
     return source
 
 

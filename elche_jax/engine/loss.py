@@ -176,12 +176,10 @@ def check_mask_key(mask_key: str | None, batch: PyTree) -> None:
     if mask_key is None:
         return
     if not isinstance(batch, dict):
-        raise TypeError(
-            f"windows: mask_key needs microbatches that are dicts, got {describe(batch)}."
-        )
+        raise TypeError(f"data: mask_key needs microbatches that are dicts, got {describe(batch)}.")
     if mask_key in batch:
         raise ValueError(
-            f"windows: mask_key must be a name of its own, got {mask_key!r}, an "
+            f"data: mask_key must be a name of its own, got {mask_key!r}, an "
             "entry of data. Choose another name."
         )
 
@@ -258,6 +256,13 @@ def _form_of(loss: Any, size: int) -> Form:
                 raise TypeError(f"loss_fn: Weighted.{name} must be a scalar, got {describe(part)}.")
         if not jnp.issubdtype(loss.loss.dtype, jnp.floating):
             raise TypeError(f"loss_fn: Weighted.loss must be a float, got {describe(loss.loss)}.")
+        weight = loss.weight.dtype
+        if jnp.issubdtype(weight, jnp.floating) and weight.itemsize < 4:
+            raise TypeError(
+                f"loss_fn: Weighted.weight must be an integer, a bool or a float of at least 32 "
+                f"bits, as {weight} rounds counts, got {describe(loss.weight)}. Sum masks with "
+                "mask.sum(dtype=jnp.float32)."
+            )
         return "weighted"
     if not hasattr(loss, "shape"):
         hint = ""

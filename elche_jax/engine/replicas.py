@@ -136,6 +136,13 @@ def devices_of(leaf: jax.Array) -> tuple[jax.Device, ...]:
     return tuple(shard.device for shard in _shards("devices_of", (), leaf))
 
 
+def is_stacked(leaf: Any) -> TypeGuard[jax.Array]:
+    """Whether a leaf is an array with one entry of its first axis on each of its devices."""
+    if not isinstance(leaf, jax.Array) or leaf.shape[:1] != (len(leaf.sharding.device_set),):
+        return False
+    return leaf.sharding.shard_shape(leaf.shape) == (1, *leaf.shape[1:])
+
+
 def is_key(leaf: Any) -> TypeGuard[jax.Array]:
     """Whether a leaf is an array of typed PRNG keys."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -143,7 +150,7 @@ def is_key(leaf: Any) -> TypeGuard[jax.Array]:
 
 def _shards(where: str, path: Any, leaf: Any) -> Any:
     """The copies of a stacked leaf, each `(1,) + shape` on its device."""
-    if not isinstance(leaf, jax.Array) or leaf.shape[:1] != (len(leaf.sharding.device_set),):
+    if not is_stacked(leaf):
         shape = f"{type(leaf).__name__} of shape {np.shape(leaf)}"
         raise ValueError(
             f"{where}: every leaf must be a stacked array with one entry per device, leaf "

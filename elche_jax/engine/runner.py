@@ -108,13 +108,17 @@ class Runner:
         (state, end), metrics = combine(state, self._sums)
         return state, metrics, end
 
+    def release(self) -> None:
+        """Gives back the memory of the accumulator, which the next window makes anew."""
+        self._sums = None
+
     def ready(self, payload: Payload) -> bool:
         """Whether the accumulating program for data of these shapes is compiled."""
         return self._cache.ready(self._accumulate_program(payload)[0])
 
     def prepare(self, payload: Payload) -> None:
         """Compiles the accumulating program for data of these shapes, in background."""
-        self._cache.prepare(*self._accumulate_program(payload))
+        self._cache.prepare(*self._accumulate_program(abstract(payload)))
 
     def _accumulate_program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
         key = ("accumulate", self._number, signature(payload))
@@ -164,6 +168,11 @@ def _window(
 def _without_optimizer(state: TrainState) -> TrainState:
     """What accumulating reads: every argument costs the thread that dispatches."""
     return state.replace(opt_state=None)
+
+
+def abstract(tree: PyTree) -> PyTree:
+    """Shapes and dtypes: a compile that waits its turn must not hold data."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def signature(tree: PyTree) -> Hashable:

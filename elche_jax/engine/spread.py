@@ -1,6 +1,6 @@
 """A value per leaf, from values that may stand for whole subtrees."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -52,6 +52,13 @@ def _difference(argument: str, of: str, values: PyTree, tree: PyTree, at: str = 
             below = jax.tree.structure(value), jax.tree.structure(wanted[key])
             if below[0] != below[1] and not _fits(value, wanted[key]):
                 return _difference(argument, of, value, wanted[key], f"{at}[{key!r}]")
+    if isinstance(values, list | tuple) and type(values) is type(tree):
+        given, wanted = cast(Sequence[Any], values), cast(Sequence[Any], tree)
+        if len(given) != len(wanted):
+            return f"but {argument}{at} has {len(given)} entries where {of}{at} has {len(wanted)}"
+        for i, (value, part) in enumerate(zip(given, wanted, strict=True)):
+            if not _fits(value, part):
+                return _difference(argument, of, value, part, f"{at}[{i}]")
     kinds = type(values).__name__, type(tree).__name__
     return f"but {argument}{at} is a {kinds[0]} where {of}{at} is a {kinds[1]}"
 

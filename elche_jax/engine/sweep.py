@@ -19,7 +19,7 @@ from elche_jax.engine.fetch import Orders, Payload
 from elche_jax.engine.loss import Weighted, batch_size_of, check_takes, describe
 from elche_jax.engine.mapped import AXIS, Mapped
 from elche_jax.engine.program import LoopHook
-from elche_jax.engine.runner import Call, signature
+from elche_jax.engine.runner import Call, abstract, signature
 
 PyTree = Any
 
@@ -169,7 +169,7 @@ class SweepRunner:
 
     def prepare(self, payload: Payload) -> None:
         """Compiles the program for data of these shapes, in background."""
-        self._cache.prepare(*self._program(payload))
+        self._cache.prepare(*self._program(abstract(payload)))
 
     def _program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
         orders = Orders(jax.ShapeDtypeStruct((self.group.world_size, 5), jnp.int32))

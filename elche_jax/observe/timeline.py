@@ -4,9 +4,7 @@ A new kind of event is a dataclass here, of numbers, strings and tuples of numbe
 derives from `Event`, and its entry in `EVENTS`.
 """
 
-import errno
 import json
-import logging
 import stat
 import threading
 import time
@@ -23,9 +21,8 @@ from typing import Any, Final, Self, cast
 import numpy as np
 
 from elche_jax import _check as check
+from elche_jax.observe.line_writer import LineWriter
 from elche_jax.observe.records import WindowRecord
-
-logger = logging.getLogger("elche_jax")
 
 KEEP = 10_000
 """Events a timeline keeps in memory."""
@@ -104,17 +101,19 @@ _BEGIN: Final = b'{"event": "'
 class Timeline:
     """Records the events of a run, in memory and as lines of JSON in a file.
 
-    Any thread may report. A line is written whole and at once, so that another process
-    can follow the file, and what was reported is there after a kill. Use it as a context
-    manager, or close it:
+    Any thread may report, and none waits for the disk: a thread of the timeline's own
+    writes the lines, each whole and as soon as the file takes it, so that another process
+    can follow the file. A kill costs what was not written yet; `flush` waits for that.
+    Use it as a context manager, or close it:
 
         with Timeline("run.jsonl") as timeline:
             train = build_train_step(loss_fn, tx, config=DDPConfig(timeline=timeline))
             ...
 
-    **A write that fails**, on a full disk for instance, does not stop the training: one
-    line is logged, recording goes on in memory alone, and `close` raises the error. An
-    event that is reported after `close` is kept in memory alone as well.
+    **A write that fails**, on a full disk for instance, or a file that falls 100 000 lines
+    behind, does not stop the training: one line is logged, recording goes on in memory
+    alone, and `close` raises the error. An event that is reported after `close` is kept in
+    memory alone as well.
 
     Args:
         path: The file to write, one line per event; missing folders are made. A timeline
@@ -146,9 +145,8 @@ class Timeline:
         keep = check.integer("Timeline", "keep", keep, low=1)
         self._lock = threading.Lock()
         self._events: deque[Event] = deque(maxlen=keep)
-        self._error: OSError | None = None
         self._path = None if path is None else _as_path("Timeline", path)
-        self._file = None if self._path is None else _open(self._path)
+        self._writer = None if self._path is None else LineWriter(_open(self._path), repr(self))
         self._began = time.perf_counter()
 
     def __repr__(self) -> str:
@@ -192,25 +190,29 @@ class Timeline:
             at = time.perf_counter() - self._began
             event: Event = cast(Any, kind)(**values, at=at)
             self._events.append(event)
-            if self._file is not None and self._error is None:
-                self._write(self._file, _to_line(event))
+            if self._writer is not None:
+                self._writer.put(_to_line(event))
 
-    def close(self) -> None:
-        """Closes the file. Calling it again does nothing.
+    def flush(self) -> None:
+        """Waits until the file has what was reported so far.
 
         Raises:
-            OSError: A line could not be written: the first such error.
+            OSError: A line could not be written, or the file takes nothing for 10 s.
+        """
+        writer = self._writer
+        if writer is not None:
+            writer.flush()
+
+    def close(self) -> None:
+        """Writes what is left and closes the file. Calling it again does nothing.
+
+        Raises:
+            OSError: As in `flush`: the first such error.
         """
         with self._lock:
-            file, self._file = self._file, None
-            if file is None:
-                return
-            try:
-                file.close()
-            except OSError as error:
-                self._error = self._error or error
-            if self._error is not None:
-                raise self._error
+            writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
 
     def __enter__(self) -> Self:
         return self
@@ -256,20 +258,6 @@ class Timeline:
         """
         path = _as_path("Timeline.read", path)
         return _parse("Timeline.read", path, path.read_bytes())[0]
-
-    def _write(self, file: FileIO, line: bytes) -> None:
-        rest = line
-        try:
-            while rest:  # a disk that becomes full takes a part
-                written = file.write(rest)
-                if not written:
-                    raise BlockingIOError(errno.EAGAIN, "the file takes nothing")
-                rest = rest[written:]
-        except OSError as error:
-            self._error = error
-            logger.warning(
-                "elche: %r could not be written, events are kept in memory only: %s", self, error
-            )
 
 
 def _as_path(where: str, path: object) -> Path:

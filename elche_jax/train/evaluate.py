@@ -182,8 +182,9 @@ def predict(
 ) -> PyTree:
     """Applies a model to data on all devices; the outputs come in the order of the data.
 
-    Programs and measured speeds are kept for the last functions used, as long as it is the
-    same function object, on the same devices.
+    Programs and measured speeds are kept for the last 8 functions used, as long as it is
+    the same function object, on the same devices; `clear_predict_cache` lets them go. Data
+    are not kept on the devices.
 
     Args:
         apply_fn: `apply_fn(params, batch)`, with model state
@@ -224,12 +225,23 @@ def predict(
     reading = Reading(batch_size, mask_key, placement, window_bytes)
     blocks: list[list[np.ndarray]] = []
     structure = None
-    for window, calls in sweep.results(params, model_state, data, reading):
-        rows = _rows(window, calls, len(sweep.devices))
-        structure = jax.tree.structure(rows)
-        blocks.append(jax.tree.leaves(rows))
+    try:
+        for window, calls in sweep.results(params, model_state, data, reading):
+            rows = _rows(window, calls, len(sweep.devices))
+            structure = jax.tree.structure(rows)
+            blocks.append(jax.tree.leaves(rows))
+    finally:
+        sweep.release()
     assert structure is not None  # data without examples are an error
     return structure.unflatten([np.concatenate(parts) for parts in zip(*blocks, strict=True)])
+
+
+def clear_predict_cache() -> None:
+    """Lets go of the programs and speeds that `predict` keeps.
+
+    JAX has caches of its own, which hold functions longer: `jax.clear_caches`.
+    """
+    _kept_sweep.cache_clear()
 
 
 class _Same:

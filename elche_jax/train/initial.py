@@ -10,7 +10,7 @@ import optax
 
 from elche_jax import _check as check
 from elche_jax.engine.loss import describe
-from elche_jax.engine.replicas import is_key, replicate
+from elche_jax.engine.replicas import is_key, is_stacked, replicate
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.trainable import Selection
 
@@ -66,11 +66,9 @@ def check_params(trained: PyTree, frozen: PyTree) -> None:
 
 
 def check_one_copy(where: str, argument: str, tree: PyTree) -> None:
-    """Raises where arrays hold the copies of several devices, as those of a state do."""
+    """Raises where arrays hold one entry per device, as those of a state do."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if not isinstance(leaf, jax.Array) or leaf.is_fully_replicated:
-            continue
-        if leaf.shape[:1] == (len(leaf.sharding.device_set),):
+        if is_stacked(leaf) and not leaf.is_fully_replicated:  # on one device who knows
             name = jax.tree_util.keystr(path) or argument
             rule = "be one copy"
             got = f"leaf {name} with those of {leaf.shape[0]} devices"
@@ -132,7 +130,7 @@ def check_optimizer(
         )
 
 
-def check_buffers(state: Any) -> None:
+def check_buffers(state: Any, where: str = "train") -> None:
     """Raises where a state cannot be handed to the devices, which may take its buffers.
 
     What JAX says of a buffer that is gone or given twice is not for a person to read, and
@@ -142,14 +140,14 @@ def check_buffers(state: Any) -> None:
     kinds = set(map(type, arrays))  # every window asks: one question per kind, not per leaf
     if not isinstance(state, TrainState) or not all(issubclass(kind, jax.Array) for kind in kinds):
         raise TypeError(
-            "train: state must be a TrainState on the devices (TrainStep.init, or "
+            f"{where}: state must be a TrainState on the devices (TrainStep.init, or "
             f"replicate(state, train.devices)), got {type(state).__name__}"
             f"{' with host arrays' if isinstance(state, TrainState) else ''}."
         )
     if any(leaf.is_deleted() for leaf in arrays):
         name = _first(state, lambda leaf: leaf.is_deleted())
         raise ValueError(
-            f"train: state must be the one the last call returned, got leaf {name} whose "
+            f"{where}: state must be the one the last call returned, got leaf {name} whose "
             "buffer was given up. Write `state, metrics = train(state, window)`; what is to "
             "be used again must be copied first (jnp.copy)."
         )
@@ -157,7 +155,7 @@ def check_buffers(state: Any) -> None:
         seen: set[int] = set()
         name = _first(state, lambda leaf: id(leaf) in seen or seen.add(id(leaf)))
         raise ValueError(
-            f"train: every leaf of state must be an array of its own, got leaf {name}, which is "
+            f"{where}: every leaf of state must be an array of its own, got leaf {name}, which is "
             "in the state twice. Copy it: jnp.copy."
         )
 

@@ -7,6 +7,7 @@ machine to machine. Counted in microbatches or examples it does not.
 
 import functools
 import inspect
+import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ import numpy as np
 import optax
 
 from elche_jax import _check as check
+
+logger = logging.getLogger("elche_jax")
 
 Unit = Literal["microbatches", "examples"]
 Rule = Literal["none", "linear", "sqrt"]
@@ -74,7 +77,7 @@ def schedule_by_work(
         does not return one number.
 
     Raises:
-        TypeError: `factory` is not callable.
+        TypeError: `factory` is not callable, or takes `*args` or `**kwargs`.
         ValueError: `unit` is another one; `factory` has no argument of a name in
             `static_args`.
 
@@ -105,8 +108,16 @@ def schedule_by_work(
         )  # fmt: skip
     _one_of("schedule_by_work", "unit", unit, UNITS)
     static = {static_args} if isinstance(static_args, str) else set(static_args)
-    inject = optax.inject_hyperparams(factory, static, jnp.float32)
     signature = inspect.signature(factory)
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+        raise TypeError(
+            check.message(
+                "schedule_by_work", "factory", "name all its arguments", f"one of {signature}",
+                "Wrap it: lambda learning_rate: factory(learning_rate=learning_rate).",
+            )
+        )  # fmt: skip
+    inject = optax.inject_hyperparams(factory, static, jnp.float32)
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
@@ -114,6 +125,12 @@ def schedule_by_work(
         bound.apply_defaults()
         for name in bound.arguments.keys() - static:
             bound.arguments[name] = _hyperparameter(name, bound.arguments[name], unit)
+        if not any(isinstance(value, _ByWork) for value in bound.arguments.values()):
+            logger.warning(
+                "elche: schedule_by_work has no effect: none of the arguments of %s is a "
+                "schedule; one inside it still counts updates.",
+                getattr(factory, "__name__", repr(factory)),
+            )
         return inject(*bound.args, **bound.kwargs)
 
     return make

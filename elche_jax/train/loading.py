@@ -43,6 +43,10 @@ class Loading:
             self._unread = source
         return source
 
+    def release(self) -> None:
+        """Gives back the memory of the data kept on the devices."""
+        self._resident = None
+
     def placement(
         self, placement: str, source: Source, window_bytes: int, microbatch: PyTree
     ) -> Placement:

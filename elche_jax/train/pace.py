@@ -63,6 +63,7 @@ class Pace:
         hint: Log one line when devices of one kind turn out to be unequally fast, and the
             cadence makes nothing of it.
         timeline: Told of every window, or None.
+        owner: Whose `cadence_state` it is, for messages.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Pace:
         world_size: int,
         hint: bool,
         timeline: Recorder | None = None,
+        owner: str = "TrainStep",
     ):
         self._lock = threading.Lock()
         self._scheduler = scheduler
@@ -80,6 +82,7 @@ class Pace:
         self._history = array("q")
         self._hint = hint and world_size > 1 and not self.adaptive
         self.timeline = timeline
+        self._where = f"{owner}.cadence_state"
 
     @property
     def adaptive(self) -> bool:
@@ -141,7 +144,7 @@ class Pace:
         """Takes a state that was saved."""
         if not isinstance(state, Mapping | SchedulerState):
             raise TypeError(
-                "TrainStep.cadence_state: the value must be a SchedulerState or the dict its "
+                f"{self._where}: the value must be a SchedulerState or the dict its "
                 f"to_dict gave, got {type(state).__name__}."
             )
         if isinstance(state, SchedulerState):
@@ -155,7 +158,7 @@ class Pace:
             self._state = state
 
     def _check_numbers(self, name: str, values: tuple[Any, ...]) -> None:
-        where = "TrainStep.cadence_state"
+        where = self._where
         if len(values) != self._world_size:
             raise ValueError(
                 f"{where}: {name} must have one entry per device ({self._world_size}), got "

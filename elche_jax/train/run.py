@@ -138,7 +138,7 @@ class Run:
                 return
             if cursor.microbatch == begun == 0:
                 raise ValueError(
-                    f"windows: data must hold at least one microbatch per epoch, epoch "
+                    f"data must hold at least one microbatch per epoch, epoch "
                     f"{cursor.epoch} has none. An iterator can be used for one epoch only."
                 )
             cursor = cursor.next_epoch()

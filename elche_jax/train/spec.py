@@ -23,23 +23,23 @@ def check_data_plan(
     if isinstance(source, IterableSource):
         if source.once and epochs != 1:
             raise ValueError(
-                f"windows: an iterator can be used for one epoch only, got epochs={epochs}. "
+                f"data: an iterator can be used for one epoch only, got epochs={epochs}. "
                 "Pass an object whose __iter__ starts anew."
             )
         first = microbatch_size(source.peek(), 0)
         if batch_size is not None and batch_size != first:
             raise ValueError(
-                f"windows: batch_size must be that of the iterator's microbatches "
+                f"data: batch_size must be that of the iterator's microbatches "
                 f"({first}), got {batch_size}. Leave it out."
             )
         return first
     todo = ""
     if batch_size is None and isinstance(source, ArraySource) and isinstance(source.tree, list):
         todo = "A list is a pytree; to use it as microbatches, pass iter(list)."
-    size = check.integer("windows", "batch_size", batch_size, low=1, todo=todo)
+    size = check.integer("data", "batch_size", batch_size, low=1, todo=todo)
     if size > source.size and drop_last:
         raise ValueError(
-            f"windows: batch_size must be at most the number of examples ({source.size}) "
+            f"data: batch_size must be at most the number of examples ({source.size}) "
             f"with drop_last=True, got {size}. Lower it, or pass drop_last=False."
         )
     return size
@@ -58,12 +58,12 @@ def microbatch_shapes(source: Source, batch_size: int) -> PyTree:
         dtype = leaf.dtype
         if not any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_)):
             raise TypeError(
-                f"windows: every leaf of data must be an array of numbers, leaf "
+                f"data: every leaf must be an array of numbers, leaf "
                 f"{jax.tree_util.keystr(path) or 'data'} is of dtype {dtype}. Encode it first."
             )
         if not dtype.isnative:
             raise TypeError(
-                f"windows: every leaf of data must be in this machine's byte order, leaf "
+                f"data: every leaf must be in this machine's byte order, leaf "
                 f"{jax.tree_util.keystr(path) or 'data'} is of dtype {dtype.str}. Convert it "
                 "with astype(dtype.newbyteorder('='))."
             )
@@ -79,6 +79,6 @@ def check_window_bytes(window_bytes: int, microbatch: PyTree) -> None:
     size = sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
     if window_bytes < size:
         raise ValueError(
-            f"windows: window_bytes must hold at least one microbatch ({size} bytes), got "
+            f"data: window_bytes must hold at least one microbatch ({size} bytes), got "
             f"{window_bytes}. Raise it, or lower batch_size."
         )

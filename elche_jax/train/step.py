@@ -154,6 +154,7 @@ class TrainStep:
         """Makes the replicated training state, and begins a new run.
 
         Records and `counts_history` start anew; what the cadence knows of the speeds stays.
+        What the run before has kept on the devices for its sums is given back.
 
         Args:
             params: Parameters, a pytree of float arrays. Copied.
@@ -169,7 +170,11 @@ class TrainStep:
             TypeError: A leaf of `params` that is trained is not a float array; `rng` is
                 neither; a rule of `merge` does not fit its leaf.
             ValueError: `trainable` or `merge` do not fit.
+            NonFiniteError: Of windows of the run before, which the loop left early.
         """
+        self._settle()
+        for runner in self._runners.values():
+            runner.release()
         check_one_copy("TrainStep.init", "params", params)
         check_one_copy("TrainStep.init", "model_state", model_state)
         check_model_state(model_state)
@@ -260,10 +265,7 @@ class TrainStep:
             )
         if mask_key is not None and not isinstance(mask_key, str):
             raise TypeError(f"windows: mask_key must be a string, got {type(mask_key).__name__}.")
-        if self._last_run is not None:
-            last, self._last_run = self._last_run, None
-            last.settle()
-            del last  # with it goes what it held on the devices
+        self._settle()
         source = self._loading.source(data)
         size = check_data_plan(source, batch_size, epochs, drop_last)
         microbatch = microbatch_shapes(source, size)
@@ -345,6 +347,12 @@ class TrainStep:
             self.skipped, exchange, frozen,
         )  # fmt: skip
 
+    def _settle(self) -> None:
+        """Lets go of the last run; raises what the loop has not heard of it."""
+        last, self._last_run = self._last_run, None
+        if last is not None:
+            last.settle()
+
     def _exchanged(self, initial: "Initial") -> tuple[int, int]:
         """Bytes of float32 that each device exchanges, and that frozen parameters save."""
         if len(self.devices) == 1:
@@ -390,8 +398,9 @@ class TrainStep:
             )
         names = tuple(sorted(form.aux))
         leaves, structure = jax.tree.flatten(shapes)
-        known = (
-            loss_fn, impl, form.form, names, structure, initial.selection, initial.merge,
+        known = (  # without the function itself, the same in all calls, which may have no hash
+            mask_key, loss_fn.has_model_state, impl, form.form, names, structure,
+            initial.selection, initial.merge,
             tuple((x.shape, x.dtype) for x in leaves),
         )  # fmt: skip
         if known not in self._runners:

@@ -101,7 +101,7 @@ class Sweep:
         self._where, self._fn, self._make, self._emulate = where, fn, make, emulate
         if cadence is None:
             cadence = WindowTime() if len(self.devices) > 1 else FixedTotal(ONE_DEVICE)
-        self._pace = Pace(Scheduler(cadence), len(self.devices), hint=False)
+        self._pace = Pace(Scheduler(cadence), len(self.devices), hint=False, owner="EvalStep")
         self._group = Group(self.devices, tuple(range(len(self.devices))))
         self._cache = CompileCache()
         self._runners: dict[Any, tuple[SweepRunner, Task]] = {}
@@ -111,6 +111,10 @@ class Sweep:
     def pace(self) -> Pace:
         """What is known of the speeds."""
         return self._pace
+
+    def release(self) -> None:
+        """Gives back the memory of data that were kept on the devices."""
+        self._loading.release()
 
     def report(self) -> RunReport:
         """What was measured in the last sweep."""
@@ -190,7 +194,7 @@ class Sweep:
                 f"{self._where}: model_state must be left out with a TrainState, which has its "
                 f"own, got a {type(model_state).__name__}."
             )
-        check_buffers(params)
+        check_buffers(params, self._where)
         if params.step.ndim == 0:
             raise ValueError(
                 f"{self._where}: a TrainState must be replicated over the devices, got one copy. "

@@ -160,18 +160,18 @@ class Odd:
     [
         (
             {"x": np.zeros(3, np.float32), "m": np.int32(0)},
-            r"windows: every microbatch of data must have the structure of the first one "
+            r"data: every microbatch must have the structure of the first one "
             r"\(PyTreeDef\({'n': \*, 'x': \*}\)\), microbatch 4 has "
             r"PyTreeDef\({'m': \*, 'x': \*}\)\.",
         ),
         (
             {"x": np.zeros(4, np.float32), "n": np.int32(0)},
-            r"windows: every microbatch of data must have the shapes and dtypes of the "
+            r"data: every microbatch must have the shapes and dtypes of the "
             r"first one \(\(1, 3\), float32\), microbatch 4 has \(1, 4\), float32\.",
         ),
         (
             {"x": np.zeros(3, np.float32), "n": 0.5},
-            r"windows: every microbatch of data must have the shapes and dtypes of the "
+            r"data: every microbatch must have the shapes and dtypes of the "
             r"first one \(\(1,\), int32\), microbatch 4 has \(1,\), float32\.",
         ),
     ],
@@ -255,7 +255,7 @@ def test_only_arrays_can_be_resident(source):
     assert choose_placement("stream", source, [GPU], 10**9) == "stream"
     with pytest.raises(
         ValueError,
-        match=r"^windows: placement='resident' needs data that is a pytree of arrays, got a "
+        match=r"^data: placement='resident' needs data that is a pytree of arrays, got a "
         rf"{type(source).__name__}\. Use placement='stream'\.$",
     ):
         choose_placement("resident", source, [GPU], 10**9)
@@ -264,6 +264,6 @@ def test_only_arrays_can_be_resident(source):
 def test_another_placement_is_an_error():
     with pytest.raises(
         ValueError,
-        match=r"^windows: placement must be 'auto', 'resident' or 'stream', got 'gpu'\.$",
+        match=r"^data: placement must be 'auto', 'resident' or 'stream', got 'gpu'\.$",
     ):
         choose_placement("gpu", DATA, [GPU], None)

@@ -125,7 +125,7 @@ def test_index_fills_the_last_microbatch_with_its_first_example(size, batch):
 def test_a_cursor_beyond_the_epoch_is_an_error(kind):
     with pytest.raises(
         ValueError,
-        match=r"^windows: cursor.microbatch must lie within the epoch \(4 microbatches\), "
+        match=r"^data: cursor.microbatch must lie within the epoch \(4 microbatches\), "
         r"got 5\. Resume with the data and batch_size it came from\.$",
     ):
         open_epoch(
@@ -181,7 +181,7 @@ def test_a_short_microbatch_in_the_middle_is_an_error(drop_last):
     reader = IterableReader(IterableSource([np.zeros(3), np.zeros(2), np.zeros(3)]), 3, drop_last)
     with pytest.raises(
         ValueError,
-        match=r"^windows: only the last microbatch of an iterator may be smaller, but "
+        match=r"^data: only the last microbatch of an iterator may be smaller, but "
         r"microbatch 1 had 2 examples of 3 and another one came\.$",
     ):
         reader.available(0, 9)
@@ -191,7 +191,7 @@ def test_a_larger_microbatch_is_an_error():
     reader = IterableReader(IterableSource([np.zeros(3), np.zeros(4)]), 3, drop_last=True)
     with pytest.raises(
         ValueError,
-        match=r"^windows: every microbatch must have 3 examples, microbatch 1 has 4\.$",
+        match=r"^data: every microbatch must have 3 examples, microbatch 1 has 4\.$",
     ):
         reader.available(0, 2)
 
@@ -233,7 +233,7 @@ def test_skipping_holds_one_microbatch_at_a_time():
 def test_a_microbatch_without_a_common_axis_is_an_error(item, shapes):
     with pytest.raises(
         ValueError,
-        match=r"^windows: the leaves of a microbatch must have one common, non-empty "
+        match=r"^data: the leaves of a microbatch must have one common, non-empty "
         rf"leading axis, microbatch 4 has shapes {shapes}\.$",
     ):
         microbatch_size(item, 4)

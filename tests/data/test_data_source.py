@@ -15,7 +15,7 @@ from elche_jax.data.source import (
 )
 
 FORMS = (
-    r"^windows: data must be a pytree of arrays, a map-style dataset \(__len__ and "
+    r"^data must be a pytree of arrays, a map-style dataset \(__len__ and "
     r"__getitem__\) or an iterable of microbatches, got "
 )
 
@@ -107,7 +107,7 @@ def test_stack_copies_even_one_example():
 def test_examples_of_another_structure_are_an_error():
     with pytest.raises(
         ValueError,
-        match=r"^windows: every example of data must have one structure "
+        match=r"^data: every example must have one structure "
         r"\(PyTreeDef\({'x': \*}\)\), example 2 of a block has "
         r"PyTreeDef\({'y': \*}\)\.$",
     ):
@@ -117,7 +117,7 @@ def test_examples_of_another_structure_are_an_error():
 def test_examples_of_another_shape_or_dtype_are_an_error():
     with pytest.raises(
         ValueError,
-        match=r"^windows: every example of data must have one shape and dtype "
+        match=r"^data: every example must have one shape and dtype "
         r"\(\(2,\), float64\), example 1 of a block has \(3,\), float64\.$",
     ):
         stack([{"x": np.zeros(2)}, {"x": np.zeros(3)}])
@@ -128,7 +128,7 @@ def test_examples_of_another_shape_or_dtype_are_an_error():
 def test_a_scalar_leaf_is_an_error():
     with pytest.raises(
         ValueError,
-        match=r"^windows: every leaf of data must have a leading axis of examples, leaf "
+        match=r"^data: every leaf must have a leading axis of examples, leaf "
         r"\['y'\] is a scalar\.$",
     ):
         as_source({"x": np.zeros(3), "y": np.float32(1)})
@@ -139,7 +139,7 @@ def test_a_scalar_leaf_is_an_error():
 def test_leaves_of_different_length_are_an_error():
     with pytest.raises(
         ValueError,
-        match=r"^windows: all leaves of data must have the same number of examples, got "
+        match=r"^data: all leaves must have the same number of examples, got "
         r"{\"\['x'\]\": 3, \"\['y'\]\": 4}\.$",
     ):
         as_source({"x": np.zeros(3), "y": np.zeros(4)})
@@ -147,9 +147,7 @@ def test_leaves_of_different_length_are_an_error():
 
 @pytest.mark.parametrize("data", [np.zeros((0, 3)), {"x": np.zeros(0)}, Squares(0)])
 def test_empty_data_is_an_error(data):
-    with pytest.raises(
-        ValueError, match=r"^windows: data must hold at least one example, got 0\.$"
-    ):
+    with pytest.raises(ValueError, match=r"^data must hold at least one example, got 0\.$"):
         as_source(data)
 
 
@@ -157,7 +155,7 @@ def test_empty_data_is_an_error(data):
 def test_an_empty_iterator_is_an_error(empty):
     with pytest.raises(
         ValueError,
-        match=r"^windows: data must hold at least one microbatch, the iterator is empty\.$",
+        match=r"^data must hold at least one microbatch, the iterator is empty\.$",
     ):
         as_source(empty).peek()
 

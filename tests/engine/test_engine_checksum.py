@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 import elche_jax as elche
 from elche_jax.engine.checksum import _mix, checksums, differing
@@ -77,6 +77,19 @@ def test_swapped_elements_show(data):
     other[[i, j]] = other[[j, i]]
     found = differing(checksums([stacked([row, other], jax.devices()[:2])], jax.devices()[:2]))
     assert found == ([(0, 1)] if row[i] != row[j] else [])
+
+
+@given(word=st.integers(0, 2**32 - 1))
+@example(word=0)
+@example(word=2**32 - 1)
+def test_words_can_be_had_back(word):
+    """So no two words are mixed alike: each step is undone by itself or an odd inverse."""
+    mixed = int(_mix(jnp.uint32(word)))
+    mixed ^= mixed >> 16
+    mixed = mixed * pow(0x846CA68B, -1, 2**32) % 2**32
+    mixed ^= mixed >> 15 ^ mixed >> 30
+    mixed = mixed * pow(0x7FEB352D, -1, 2**32) % 2**32
+    assert mixed ^ mixed >> 16 == word
 
 
 def test_changes_that_cancel_in_plain_sums_show():

@@ -84,6 +84,19 @@ def test_a_scalar_with_a_mask_counts_as_its_valid_share(valid):
     assert_close(grads, gradient(slice(valid)) / SIZE)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_weight_that_rounds_counts_is_refused(dtype):
+    def loss_fn(params, batch, rng):
+        return Weighted(errors(params, batch).mean(), jnp.ones(SIZE, dtype).sum())
+
+    with pytest.raises(
+        TypeError,
+        match=rf"^loss_fn: Weighted\.weight must be an integer, a bool or a float of at least 32 "
+        rf"bits, as {dtype} rounds counts, got an array of shape \(\) and dtype {dtype}\. Sum ",
+    ):
+        inspect(loss_fn)
+
+
 @pytest.mark.parametrize("valid", [1, 3, SIZE])
 def test_a_vector_counts_as_its_valid_examples(valid):
     def loss_fn(params, batch, rng):
@@ -374,12 +387,12 @@ def test_a_mask_needs_a_dict_and_a_name_of_its_own():
     masked = LossFn(lambda p, b, r: b[0].sum(), mask_key="y")
     with pytest.raises(
         TypeError,
-        match=r"^windows: mask_key needs microbatches that are dicts, got a tuple of 2\.$",
+        match=r"^data: mask_key needs microbatches that are dicts, got a tuple of 2\.$",
     ):
         inspect_loss(masked, params, None, (batch["x"], batch["y"]), KEY)
     with pytest.raises(
         ValueError,
-        match=r"^windows: mask_key must be a name of its own, got 'y', an entry of data\. "
+        match=r"^data: mask_key must be a name of its own, got 'y', an entry of data\. "
         r"Choose another name\.$",
     ):
         inspect_loss(masked, params, None, batch, KEY)

@@ -112,6 +112,15 @@ def test_what_is_not_stacked_is_an_error(function, leaf, got):
         function({"w": leaf})
 
 
+@pytest.mark.parametrize("function", [unreplicate, check_replicas])
+@pytest.mark.parametrize("axes", [(), (None, "x")])
+def test_as_many_rows_as_devices_are_no_copies(function, axes):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    layout = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+    with pytest.raises(ValueError, match=r"must be a stacked array .* ArrayImpl of shape \(2, 4\)"):
+        function(jax.device_put(np.ones((2, 4)), layout))
+
+
 def test_unreplicating_twice_is_an_error():
     copies = replicate({"w": np.ones((2, 3))}, jax.devices()[:2])
     with pytest.raises(ValueError, match=r"^unreplicate: every leaf must be a stacked"):

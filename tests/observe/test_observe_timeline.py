@@ -1,6 +1,7 @@
 """The timeline: what goes in comes out, whatever happens to the file and the process."""
 
 import errno
+import gc
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from elche_jax.observe import timeline as module
+from elche_jax.observe import line_writer, timeline as module
 from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.report import limit_share
 from elche_jax.observe.timeline import EVENTS, Event, SkipEvent, Timeline, WindowEvent
@@ -115,6 +116,7 @@ def test_what_is_written_is_read(tmp_path, entries):
     path.unlink(missing_ok=True)
     with Timeline(path) as timeline:
         fill(timeline, entries)
+        timeline.flush()
         assert Timeline.read(path) == timeline.events, "before it is closed"
     assert Timeline.read(path) == timeline.events
     assert len(timeline.events) == len(entries)
@@ -203,11 +205,12 @@ timeline = Timeline(sys.argv[1])
 for window in range(10**9):
     timeline.add(SkipEvent, window=window, epoch=0, reason="x" * 5000)
     if window == 100:
+        timeline.flush()
         print("ready", flush=True)
 """
 
 
-def test_after_a_kill_everything_reported_is_there(tmp_path):
+def test_after_a_kill_everything_flushed_is_there(tmp_path):
     path = tmp_path / "run.jsonl"
     with subprocess.Popen(
         [sys.executable, "-c", KILLED, str(path)],
@@ -295,6 +298,8 @@ def test_a_full_disk_does_not_stop_the_recording(caplog):
     for window in range(3):
         skip(timeline, window)
     assert [event.window for event in timeline.events] == [0, 1, 2]
+    with pytest.raises(OSError, match="No space left"):
+        timeline.flush()
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("elche: Timeline('/dev/full') could not be written, events are kept in")
     with pytest.raises(OSError, match="No space left"):
@@ -305,9 +310,7 @@ def test_a_full_disk_does_not_stop_the_recording(caplog):
 class Disk:
     """A file that takes so many bytes at a time; an error or None is what it answers."""
 
-    def __init__(self, timeline, *answers):
-        timeline._file.close()
-        timeline._file = self
+    def __init__(self, *answers):
         self.answers, self.content, self.closed = list(answers), b"", False
 
     def write(self, data):
@@ -325,26 +328,34 @@ class Disk:
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_line_that_takes_several_writes(tmp_path, caplog):
-    timeline = Timeline(tmp_path / "run.jsonl")
-    disk = Disk(timeline, 7, 10, 1)
+def on(disk, monkeypatch):
+    monkeypatch.setattr(module, "_open", lambda path: disk)
+    return Timeline("run.jsonl")
+
+
+def test_a_line_that_takes_several_writes(tmp_path, caplog, monkeypatch):
+    disk = Disk(7, 10, 1)
+    timeline = on(disk, monkeypatch)
     skip(timeline, 0)
     skip(timeline, 1)
+    timeline.flush()
     (tmp_path / "run.jsonl").write_bytes(disk.content)
     assert Timeline.read(tmp_path / "run.jsonl") == timeline.events
     with pytest.raises(OSError, match="Input/output error"):  # of closing itself
         timeline.close()
-    assert disk.closed and not caplog.records
+    assert disk.closed and len(caplog.records) == 1
 
 
 @pytest.mark.parametrize(
     ("answer", "text"), [(NO_SPACE, "No space left"), (None, "the file takes nothing")]
 )
-def test_nothing_is_written_behind_a_torn_line(tmp_path, caplog, answer, text):
-    timeline = Timeline(tmp_path / "run.jsonl")
-    disk = Disk(timeline, 1000, 20, answer)  # a line, a part of one, and then no more
+def test_nothing_is_written_behind_a_torn_line(tmp_path, caplog, monkeypatch, answer, text):
+    disk = Disk(1000, 20, answer)  # a line, a part of one, and then no more
+    timeline = on(disk, monkeypatch)
     for window in range(4):
         skip(timeline, window)
+    with pytest.raises(OSError, match=text):
+        timeline.flush()
     (tmp_path / "run.jsonl").write_bytes(disk.content)
     assert disk.content.count(b"\n") == 1 and not disk.content.endswith(b"\n")
     assert Timeline.read(tmp_path / "run.jsonl") == timeline.events[:1]
@@ -368,6 +379,96 @@ def test_the_loops_own_error_comes_first():
         raise KeyError("the loop's own")
     (note,) = caught.value.__notes__
     assert note.startswith("Besides, Timeline('/dev/full') could not be written: [Errno 28]")
+
+
+# a file that is slow
+
+
+class Slow(Disk):
+    """A file that takes nothing until it is let go."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self.go = threading.Event(), threading.Event()
+
+    def write(self, data):
+        self.asked.set()
+        self.go.wait()
+        return super().write(data)
+
+    def close(self):
+        self.closed = True
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "elche-timeline"]
+
+
+def test_whoever_reports_does_not_wait_for_the_file(tmp_path, monkeypatch):
+    disk = Slow()
+    with on(disk, monkeypatch) as timeline:
+        for window in range(50):
+            skip(timeline, window)  # would wait here for ever
+        assert disk.asked.wait(10) and not disk.content and len(timeline.events) == 50
+        disk.go.set()
+    assert disk.closed and disk.content.count(b"\n") == 50
+    assert not threads()
+
+
+def test_close_gives_up_on_a_file_that_takes_nothing(monkeypatch, caplog):
+    monkeypatch.setattr(line_writer, "PATIENCE_S", 0.05)
+    disk = Slow()
+    timeline = on(disk, monkeypatch)
+    skip(timeline, 0)
+    with pytest.raises(OSError, match=r"the file has taken nothing for 0\.05 s"):
+        timeline.flush()
+    skip(timeline, 1)
+    with pytest.raises(OSError, match="the file has taken nothing"):
+        timeline.close()
+    assert len(timeline.events) == 2 and len(caplog.records) == 1
+    (thread,) = threads()
+    disk.go.set()  # the thread ends as soon as the file goes on
+    thread.join(10)
+    assert disk.closed and not thread.is_alive() and disk.content.count(b"\n") == 1
+
+
+def test_a_file_that_falls_far_behind_is_given_up(monkeypatch, caplog):
+    monkeypatch.setattr(line_writer, "BACKLOG", 3)
+    disk = Slow()
+    timeline = on(disk, monkeypatch)
+    skip(timeline, 0)
+    assert disk.asked.wait(10)
+    for window in range(1, 9):
+        skip(timeline, window)
+    assert len(timeline.events) == 9 and len(caplog.records) == 1
+    disk.go.set()
+    with pytest.raises(OSError, match="3 lines wait for a file that is too slow"):
+        timeline.close()
+    assert disk.content.count(b"\n") == 1 and not threads()
+
+
+def test_one_that_is_forgotten_still_writes_and_ends(tmp_path):
+    timeline = Timeline(tmp_path / "run.jsonl")
+    skip(timeline, 0)
+    del timeline
+    gc.collect()
+    assert len(Timeline.read(tmp_path / "run.jsonl")) == 1 and not threads()
+
+
+FORGOTTEN = """
+import sys
+from elche_jax.observe.timeline import SkipEvent, Timeline
+timeline = Timeline(sys.argv[1])
+for window in range(1000):
+    timeline.add(SkipEvent, window=window, epoch=0, reason="x")
+"""
+
+
+def test_the_end_of_the_interpreter_waits_for_the_file(tmp_path):
+    path = tmp_path / "run.jsonl"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", FORGOTTEN, str(path)], env=env, check=True, timeout=60)
+    assert len(Timeline.read(path)) == 1000
 
 
 # the end

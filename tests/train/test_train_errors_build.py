@@ -160,7 +160,9 @@ def test_config_policy():
 
 
 def test_config_max_grad_norm():
-    with pytest.raises(ValueError, match=r"DDPConfig: max_grad_norm must be above 0, got -1"):
+    with pytest.raises(
+        ValueError, match=r"DDPConfig: max_grad_norm must be at least 1e-30, got -1"
+    ):
         elche.DDPConfig(max_grad_norm=-1)
 
 

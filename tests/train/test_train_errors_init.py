@@ -38,6 +38,28 @@ def test_a_copy_of_one_device_is():
     assert np.asarray(build().init(copy).params["w"]).shape == (2, 3)
 
 
+def test_parameters_that_are_laid_out_over_devices_otherwise_are_one_copy():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    columns = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
+    w = jax.device_put(np.arange(8, dtype="float32").reshape(2, 4), columns)
+    state = build().init({"w": w})
+    np.testing.assert_array_equal(elche.unreplicate(state.params)["w"], w)
+
+
+def test_a_loss_that_has_no_hash():
+    class Loss(dict):
+        __hash__ = None
+
+        def __call__(self, params, batch, rng):
+            return loss_fn(params, batch, rng)
+
+    train = build(Loss())
+    state = train.init(PARAMS)
+    for window in train.windows(DATA, 4, shuffle=False):
+        state, _ = train(state, window)
+    np.testing.assert_allclose(elche.unreplicate(state.params)["w"], 0.9, rtol=1e-6)
+
+
 def test_merge_without_model_state():
     with pytest.raises(
         ValueError, match=r"model_state must be given where .* got None and merge='pooled'\. Pass"

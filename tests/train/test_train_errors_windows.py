@@ -43,7 +43,7 @@ def test_windows_before_init():
         (jax.random.split(jax.random.key(0), 20), 4, TypeError, r"leaf data is of dtype key<fry>"),
         (
             {"x": np.ones((20, 3), "float32"), "id": np.full(20, 2**31)}, 4, ValueError,
-            r"integers of data must fit int32, which JAX makes of int64, got 2147483648\. Encode",
+            r"data: integers must fit int32, which JAX makes of int64, got 2147483648\. Encode",
         ),
         (iter([]), None, ValueError, r"at least one microbatch, the iterator is empty"),
     ],

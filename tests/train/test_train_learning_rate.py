@@ -319,6 +319,29 @@ def test_in_a_training_step(world, unit):
     assert done == {"microbatches": 46, "examples": 180}
 
 
+def test_arguments_without_a_schedule_are_noticed(caplog):
+    schedule_by_work(optax.sgd)(learning_rate=optax.linear_schedule(1.0, 0.0, 10))
+    assert not caplog.records
+    schedule_by_work(optax.sgd)(learning_rate=0.1)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "elche: schedule_by_work has no effect: none of the arguments of sgd is a schedule; one "
+        "inside it still counts updates."
+    )
+
+
+@pytest.mark.parametrize(
+    "factory", [lambda *rates: optax.sgd(*rates), lambda **rates: optax.sgd(**rates)]
+)
+def test_a_factory_that_does_not_name_its_arguments(factory):
+    with pytest.raises(
+        TypeError,
+        match=r"^schedule_by_work: factory must name all its arguments, got one of \(\*+rates\)\. "
+        r"Wrap it: lambda learning_rate: factory\(learning_rate=learning_rate\)\.$",
+    ):
+        schedule_by_work(factory)
+
+
 @pytest.mark.parametrize("unit", ["microbatches", "examples"])
 def test_an_update_without_the_work(unit):
     sgd = schedule_by_work(optax.sgd, unit=unit)(learning_rate=COSINE)

@@ -277,6 +277,34 @@ def test_resident_data_are_not_held_by_the_run_before(monkeypatch):
     assert len(placed) == 3
 
 
+def test_init_gives_back_the_sums_of_the_run_before():
+    train = build(cadence=elche.FixedTotal(4))
+    params = {"w": np.ones((3, 50_001), "float32")}
+    state = train.init(params)
+    for window in train.windows(data(), 4):
+        state, _ = train(state, window)
+    del state, window
+
+    def large():
+        gc.collect()
+        return [x for x in jax.live_arrays() if x.size == 2 * 3 * 50_001]
+
+    assert large(), "the accumulator"
+    train.init({"w": np.ones(3, "float32")})
+    assert not large()
+
+
+def test_a_run_left_early_is_heard_of_before_the_next_one():
+    train = build(loss=lambda params, batch, rng: (params["w"] * jnp.inf).sum())
+    state = train.init(PARAMS)
+    with pytest.raises(elche.NonFiniteError, match=r"^train: .* those of window 0 "):
+        for window in train.windows(data(), 4):
+            train(state, window)
+            break
+        train.init(PARAMS)
+    train.init(PARAMS)  # it was told
+
+
 def test_window_bytes_are_those_of_streamed_data():
     train = build(2)
     train.init(PARAMS)

@@ -1,6 +1,7 @@
 """Inference: outputs in the order of the data, programs kept from call to call."""
 
 import functools
+import gc
 from dataclasses import dataclass
 
 import flax.linen as nn
@@ -16,7 +17,8 @@ from test_contract_no_stall import CompileCount
 
 import elche_jax as elche
 from elche_jax.lab import EmulatedSpeeds, ExtraWork
-from elche_jax.train.evaluate import _kept_sweep, _Same
+from elche_jax.train.evaluate import _kept_sweep, _Same, clear_predict_cache
+from elche_jax.train.sweep import Sweep
 
 DEVICES = jax.devices()
 PARAMS = {"w": np.float32(1.5)}
@@ -199,6 +201,36 @@ def test_the_same_function_is_kept(make):
     for _ in range(3):
         np.testing.assert_array_equal(elche.predict(fn, None, x, 2, **OPTIONS), x + 1)
     assert sweep_of(fn, **OPTIONS).report().compile_misses == 1
+
+
+def double(params, x):
+    return x * params
+
+
+def test_what_is_kept_can_be_let_go():
+    def sweeps():
+        gc.collect()
+        return {id(each) for each in gc.get_objects() if isinstance(each, Sweep)}
+
+    clear_predict_cache()
+    before = sweeps()
+    elche.predict(double, np.float32(2), jnp.arange(8.0), 4, devices=jax.devices()[:2])
+    assert len(sweeps() - before) == 1
+    clear_predict_cache()
+    assert not sweeps() - before
+
+
+def test_data_are_not_kept_on_the_devices():
+    x = jnp.arange(2.0**16 + 4)
+    before = {id(array) for array in jax.live_arrays()}
+    for _ in range(2):
+        rows = elche.predict(
+            double, np.float32(2), x, 4, devices=jax.devices()[:2], placement="resident"
+        )
+    np.testing.assert_array_equal(rows, 2 * np.asarray(x))
+    gc.collect()
+    new = [array for array in jax.live_arrays() if id(array) not in before]
+    assert max((array.size for array in new), default=0) < x.size
 
 
 def test_functions_that_are_alike_and_not_the_same():

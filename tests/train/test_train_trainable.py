@@ -168,6 +168,22 @@ def test_choices_that_do_not_fit(trainable, error, message):
         train.init(PARAMS)
 
 
+@pytest.mark.parametrize(
+    ("trainable", "message"),
+    [
+        (([True, True], False), r"trainable\[0\] has 2 entries where params\[0\] has 1"),
+        ((True,), r"trainable has 1 entries where params has 2"),
+        ((True, {"c": False}), r"in params\[1\] 'c' is not there \(params\[1\] has 'b'\)"),
+        (([False], [True]), r"trainable\[1\] is a list where params\[1\] is a dict"),
+    ],
+)
+def test_choices_that_do_not_fit_sequences(trainable, message):
+    params = ([np.ones(2, "f")], {"b": np.ones(2, "f")})
+    train = elche.build_train_step(loss_fn, optax.sgd(0.1), trainable=trainable)
+    with pytest.raises(ValueError, match=rf"^TrainStep.init: .*, but {message}\.$"):
+        train.init(params)
+
+
 def test_a_frozen_leaf_that_is_no_array():
     with pytest.raises(TypeError, match=r"must be an array, frozen leaf \['n'\] is a float"):
         elche.build_train_step(loss_fn, optax.sgd(0.1), trainable={"n": False, "w": True}).init(
