@@ -3,14 +3,28 @@
 import elche_jax as elche
 """
 
+from elche_jax.averaging.guards import (
+    Divergence as Divergence,
+    Guard as Guard,
+    LevelGuard as LevelGuard,
+    NoGuard as NoGuard,
+    TrendGuard as TrendGuard,
+)
+from elche_jax.averaging.rules import (
+    DiLoCo as DiLoCo,
+    ParameterAveraging as ParameterAveraging,
+)
 from elche_jax.cadence import (
     HOLD_GROWTH as HOLD_GROWTH,
+    QSR as QSR,
     STABLE as STABLE,
+    AdaComm as AdaComm,
     Balanced as Balanced,
     Cadence as Cadence,
     ElChe as ElChe,
     EveryBatch as EveryBatch,
     FixedTotal as FixedTotal,
+    PostLocal as PostLocal,
     Replay as Replay,
     Verdict as Verdict,
     WindowReport as WindowReport,

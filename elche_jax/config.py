@@ -147,9 +147,9 @@ class DDPConfig:
             balanced = self._balanced(world_size)
             balanced.init(world_size)  # checks the hint
             return balanced
-        self._elche().init(world_size)  # checks the hint, used or not
+        self.elche().init(world_size)  # checks the hint, used or not
         unlike = self.policy == "cadence" or (self.policy == "auto" and kinds > 1)
-        return self._elche() if unlike else EveryBatch()
+        return self.elche() if unlike else EveryBatch()
 
     def cadence_knobs(self) -> list[str]:
         """The knobs of the cadence that differ from their defaults, as `name=value`."""
@@ -168,7 +168,7 @@ class DDPConfig:
             plain["speed_hint"] = checked_hint(where, self.speed_hint)
         for name, value in plain.items():
             object.__setattr__(self, name, value)
-        self._elche()  # checks the others
+        self.elche()  # checks the others
         if self.max_anchor == 0:
             self._check_balancer()
         elif self.total is not None:
@@ -199,7 +199,8 @@ class DDPConfig:
         floor = min(Balanced.min_ratio, 0.5 / world_size)
         return Balanced(total, min_ratio=floor, speed_hint=self.speed_hint)
 
-    def _elche(self) -> ElChe:
+    def elche(self) -> ElChe:
+        """The cadence `ElChe` with these knobs."""
         # No ceiling was asked for, so none may lower the anchor that was.
         highest = self.max_anchor or max(ElChe.max_anchor, self.anchor)
         return ElChe(

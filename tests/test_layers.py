@@ -23,7 +23,17 @@ BELOW = {
     "data": {"_check", "cadence"},
     "engine": {"_check", "cadence", "data"},
     "distributed": {"_check", "cadence", "data", "engine"},
-    "train": {"_check", "cadence", "config", "data", "distributed", "engine", "observe"},
+    "averaging": {"_check", "cadence", "data", "engine"},
+    "train": {
+        "_check",
+        "averaging",
+        "cadence",
+        "config",
+        "data",
+        "distributed",
+        "engine",
+        "observe",
+    },
     "lab": {"_check", "cadence", "data", "distributed", "engine", "observe"},
 }
 BELOW["cli"] = set(BELOW)

@@ -11,6 +11,8 @@ Example:
     (10, 30)
 """
 
+from elche_jax.cadence.adacomm import AdaComm, AdaCommState
+from elche_jax.cadence.anchor_rule import AnchorRule, AnchorRuleState
 from elche_jax.cadence.apportion import apportion, clamp_counts, shard_sizes
 from elche_jax.cadence.balanced import Balanced, BalancedState
 from elche_jax.cadence.base import (
@@ -26,6 +28,8 @@ from elche_jax.cadence.base import (
 from elche_jax.cadence.elche import ElChe, ElCheState
 from elche_jax.cadence.every_batch import EveryBatch, EveryBatchState
 from elche_jax.cadence.fixed_total import FixedTotal, FixedTotalState
+from elche_jax.cadence.post_local import PostLocal
+from elche_jax.cadence.qsr import QSR
 from elche_jax.cadence.replay import Replay, ReplayState
 from elche_jax.cadence.scheduler import Scheduler, SchedulerState
 from elche_jax.cadence.shift import Shift, ShiftState
@@ -33,7 +37,12 @@ from elche_jax.cadence.window_time import WindowTime, WindowTimeState
 
 __all__ = [
     "HOLD_GROWTH",
+    "QSR",
     "STABLE",
+    "AdaComm",
+    "AdaCommState",
+    "AnchorRule",
+    "AnchorRuleState",
     "Balanced",
     "BalancedState",
     "Cadence",
@@ -44,6 +53,7 @@ __all__ = [
     "EveryBatchState",
     "FixedTotal",
     "FixedTotalState",
+    "PostLocal",
     "Replay",
     "ReplayState",
     "Scheduler",

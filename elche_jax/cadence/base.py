@@ -27,6 +27,9 @@ class WindowReport:
         sync_ms: Cost of the synchronisation in milliseconds: the smallest wait
             over the devices, finite and not negative.
 
+        loss: Mean loss of the window, for cadences that follow it (`AdaComm`); or
+            ``None``.
+
     Raises:
         TypeError: If an entry is not a number, or a count not an integer.
         ValueError: If a number is negative or not finite, the two sequences
@@ -34,12 +37,13 @@ class WindowReport:
 
     Example:
         >>> WindowReport(wall_ms=[120, 60.0], counts=[4, 4], sync_ms=3)
-        WindowReport(wall_ms=(120.0, 60.0), counts=(4, 4), sync_ms=3.0)
+        WindowReport(wall_ms=(120.0, 60.0), counts=(4, 4), sync_ms=3.0, loss=None)
     """
 
     wall_ms: Sequence[float]
     counts: Sequence[int]
     sync_ms: float
+    loss: float | None = None
 
     def __post_init__(self) -> None:
         where = "WindowReport"
@@ -55,6 +59,8 @@ class WindowReport:
         object.__setattr__(self, "wall_ms", wall_ms)
         object.__setattr__(self, "counts", counts)
         object.__setattr__(self, "sync_ms", sync_ms)
+        if self.loss is not None:
+            object.__setattr__(self, "loss", check.real(where, "loss", self.loss))
 
 
 Action = Literal["stable", "hold_growth", "nudge_down"]

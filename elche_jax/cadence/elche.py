@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, cast
+from typing import ClassVar, TypeVar, cast
 
 import numpy as np
 
@@ -57,7 +57,7 @@ class ElCheState(State):
         return self.anchor * max(known) if known else None
 
 
-def _ceil(value: float) -> int:
+def round_up(value: float) -> int:
     """Round up, but not for the rounding error of a product (100 * 0.07)."""
     return math.ceil(value * (1.0 - 1e-12))
 
@@ -65,6 +65,49 @@ def _ceil(value: float) -> int:
 def _round(value: float) -> int:
     """Round half away from zero (of positive numbers)."""
     return math.floor(value + 0.5)
+
+
+S = TypeVar("S", bound=ElCheState)
+
+
+def recount(
+    state: S,
+    anchor: int,
+    ms: FloatArray,
+    max_batch_diff: int | None = None,
+    dead_zone: int = DEAD_ZONE_PERCENT,
+) -> S:
+    """Return the state with this anchor and these times, and counts that follow them.
+
+    Args:
+        state: The state so far; it stays as it is.
+        anchor: Count of the slowest device, at least 1.
+        ms: Milliseconds per microbatch, NaN where never measured; then counts keep
+            their proportions.
+        max_batch_diff: Largest change of a count, or ``None``.
+        dead_zone: Percent of a count that a change must exceed.
+
+    Example:
+        >>> import numpy as np
+        >>> recount(ElChe().init(2), 10, np.array([30.0, 10.0])).counts
+        (10, 30)
+    """
+    now = np.array(state.counts, dtype=np.float64)
+    slow_ms = ms.max()  # NaN as soon as one device was never measured
+    known = not math.isnan(slow_ms)
+    with np.errstate(over="ignore"):
+        ideal = anchor * slow_ms / ms if known else now * (anchor / state.anchor)
+    ideal = np.minimum(np.maximum(np.floor(ideal + 0.5), 1.0), _COUNT_CEILING)
+    if state.calibrated:
+        change = ideal - now
+        # In whole numbers, so that exactly 10 % does not depend on rounding.
+        moves = np.abs(change) * 100 > now * dead_zone
+        if max_batch_diff is not None:
+            most = float(max_batch_diff)
+            change = np.minimum(np.maximum(change, -most), most)
+        ideal = np.where(moves, now + change, now)
+    counts = tuple(ideal.astype(np.int64).tolist())
+    return replace(state, anchor=anchor, counts=counts, ms_per_batch=as_times(ms), calibrated=known)
 
 
 @dataclass(frozen=True)
@@ -219,7 +262,7 @@ class ElChe:
         check_update("ElChe.update", len(state.counts), report, verdict)
         anchor = self._next_anchor(state.anchor, report, verdict)
         ms = update_ms(state.ms_per_batch, report)
-        return self._recount(state, anchor, ms)
+        return recount(state, anchor, ms, self.max_batch_diff)
 
     def nudge_anchor_down(self, state: ElCheState, factor: float = 0.5) -> ElCheState:
         """Return the state with the anchor multiplied by ``factor``, rounded up.
@@ -243,8 +286,8 @@ class ElChe:
         """
         where = "ElChe.nudge_anchor_down"
         factor = check.real(where, "factor", factor, above=0, high=1)
-        anchor = max(1, _ceil(state.anchor * factor))
-        return self._recount(state, anchor, as_array(state.ms_per_batch))
+        anchor = max(1, round_up(state.anchor * factor))
+        return recount(state, anchor, as_array(state.ms_per_batch), self.max_batch_diff)
 
     def recalibrate(self, state: ElCheState) -> ElCheState:
         """Return the state with the time estimates forgotten.
@@ -304,38 +347,19 @@ class ElChe:
         """
         if not state.calibrated:
             return state
-        return self._recount(state, state.anchor, as_array(state.ms_per_batch), dead_zone=0)
+        ms = as_array(state.ms_per_batch)
+        return recount(state, state.anchor, ms, self.max_batch_diff, dead_zone=0)
 
     def _next_anchor(self, anchor: int, report: WindowReport, verdict: Verdict) -> int:
         if verdict.action == "nudge_down":
             factor = cast(float, verdict.factor)
-            return min(max(1, _ceil(anchor * factor)), self.max_anchor)
+            return min(max(1, round_up(anchor * factor)), self.max_anchor)
         wall_ms = max(report.wall_ms)
         overhead = report.sync_ms / wall_ms if wall_ms > 0 else self.overhead_target
         if overhead > self.overhead_target:
             if verdict.action == "stable":
                 raised = min(anchor * overhead / self.overhead_target, _COUNT_CEILING)
-                anchor = max(_ceil(raised), self.min_anchor)
+                anchor = max(round_up(raised), self.min_anchor)
         elif overhead < self.overhead_target / 2 and anchor > self.min_anchor:
             anchor -= 1
         return min(anchor, self.max_anchor)
-
-    def _recount(
-        self, state: ElCheState, anchor: int, ms: FloatArray, dead_zone: int = DEAD_ZONE_PERCENT
-    ) -> ElCheState:
-        now = np.array(state.counts, dtype=np.float64)
-        slow_ms = ms.max()  # NaN as soon as one device was never measured
-        known = not math.isnan(slow_ms)
-        with np.errstate(over="ignore"):
-            ideal = anchor * slow_ms / ms if known else now * (anchor / state.anchor)
-        ideal = np.minimum(np.maximum(np.floor(ideal + 0.5), 1.0), _COUNT_CEILING)
-        if state.calibrated:
-            change = ideal - now
-            # In whole numbers, so that exactly 10 % does not depend on rounding.
-            moves = np.abs(change) * 100 > now * dead_zone
-            if self.max_batch_diff is not None:
-                most = float(self.max_batch_diff)
-                change = np.minimum(np.maximum(change, -most), most)
-            ideal = np.where(moves, now + change, now)
-        counts = tuple(ideal.astype(np.int64).tolist())
-        return ElCheState(anchor, counts, as_times(ms), known)

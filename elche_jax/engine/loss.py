@@ -224,6 +224,24 @@ def microbatch_terms(
     return mean, (weight, metrics, new_state)
 
 
+def check_weight(name: str, weight: Any) -> None:
+    """Raises where a scalar weight is of a type that rounds counts.
+
+    Args:
+        name: Where it comes from, for the message.
+        weight: The weight, or its shape.
+
+    Raises:
+        TypeError: It is a float of 16 bits or less.
+    """
+    dtype = weight.dtype
+    if weight.shape == () and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
+        raise TypeError(
+            f"{name} must be an integer, a bool or a float of at least 32 bits, as {dtype} rounds "
+            f"counts, got {describe(weight)}. Sum masks with mask.sum(dtype=jnp.float32)."
+        )
+
+
 def batch_size_of(batch: PyTree) -> int:
     """Length of the leading axis of a microbatch."""
     return int(jax.tree.leaves(batch)[0].shape[0])
@@ -256,13 +274,7 @@ def _form_of(loss: Any, size: int) -> Form:
                 raise TypeError(f"loss_fn: Weighted.{name} must be a scalar, got {describe(part)}.")
         if not jnp.issubdtype(loss.loss.dtype, jnp.floating):
             raise TypeError(f"loss_fn: Weighted.loss must be a float, got {describe(loss.loss)}.")
-        weight = loss.weight.dtype
-        if jnp.issubdtype(weight, jnp.floating) and weight.itemsize < 4:
-            raise TypeError(
-                f"loss_fn: Weighted.weight must be an integer, a bool or a float of at least 32 "
-                f"bits, as {weight} rounds counts, got {describe(loss.weight)}. Sum masks with "
-                "mask.sum(dtype=jnp.float32)."
-            )
+        check_weight("loss_fn: Weighted.weight", loss.weight)
         return "weighted"
     if not hasattr(loss, "shape"):
         hint = ""

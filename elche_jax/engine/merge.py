@@ -10,6 +10,7 @@ With `b` the state before the window, `x[d]` that of device `d` after it and
 | `"pooled"` | a `mean` as above; its `var`: `sum_d w[d] * (var[d] + (mean[d] - mean)**2)` |
 | `"max"` | the largest `x[d]` |
 | `"first"` | `x[d]` of the lowest rank that worked |
+| `"keep"` | `x[d]` stays on device `d`; with averaging in parameter space only |
 
 Devices without work in the window have no say. Changes are exchanged, not values: what no
 device changed stays bit for bit.
@@ -30,7 +31,7 @@ from elche_jax.engine.spread import spread
 PyTree = Any
 Merge = Callable[[str, Any], str] | PyTree
 
-RULES = ("auto", "mean", "pooled", "max", "first")
+RULES = ("auto", "mean", "pooled", "max", "first", "keep")
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class MergeRules:
     mean_of: tuple[int | None, ...]
 
 
-def resolve_merge(merge: Merge | None, model_state: PyTree) -> MergeRules:
+def resolve_merge(merge: Merge | None, model_state: PyTree, may_keep: bool = False) -> MergeRules:
     """Brings the user's rules to one rule per leaf.
 
     Args:
@@ -55,6 +56,7 @@ def resolve_merge(merge: Merge | None, model_state: PyTree) -> MergeRules:
             model state, where one rule may stand for a whole subtree; or None, which is
             "auto": the mean of floats, the maximum of the rest.
         model_state: Shapes of the model state.
+        may_keep: Whether replicas may differ, so that `"keep"` is a rule.
 
     Raises:
         TypeError: A rule does not fit the leaf's dtype.
@@ -66,7 +68,10 @@ def resolve_merge(merge: Merge | None, model_state: PyTree) -> MergeRules:
         given = [merge(jax.tree_util.keystr(path), leaf) for path, leaf in named]
     else:
         given = spread("merge", "model_state", "auto" if merge is None else merge, model_state)
-    rules = [_checked(rule, path, leaf) for rule, (path, leaf) in zip(given, named, strict=True)]
+    known = RULES if may_keep else RULES[:-1]
+    rules = [
+        _checked(rule, known, path, leaf) for rule, (path, leaf) in zip(given, named, strict=True)
+    ]
     return MergeRules(tuple(rules), _pairs(rules, named))
 
 
@@ -85,7 +90,7 @@ def changes(rules: MergeRules, new: PyTree, old: PyTree, weight: Any) -> dict[in
     after, before = jax.tree.leaves(new), jax.tree.leaves(old)
     named = zip(range(len(after)), rules.rules, strict=True)  # a rule for every leaf
     means = [i for i, rule in named if rule in ("mean", "pooled")]
-    return {i: _weighted(_wide(after[i]) - _wide(before[i]), weight) for i in means}
+    return {i: _weighted(_wide(after[i]) - _start(_wide(before[i])), weight) for i in means}
 
 
 def merged(
@@ -108,11 +113,13 @@ def merged(
     for i, rule in enumerate(rules.rules):
         if rule == "max":
             leaves[i] = _maximum(after[i], worked)
+        elif rule == "keep":
+            leaves[i] = after[i]
         elif rule == "first":
             leaves[i] = broadcast_from(after[i], _first_that(worked), AXIS)
         else:
             move = moves[i] / total + (spreads[i] / total if i in spreads else 0)
-            leaves[i] = before[i] + move.astype(before[i].dtype)
+            leaves[i] = _start(before[i]) + move.astype(before[i].dtype)
     return jax.tree.unflatten(structure, leaves)
 
 
@@ -127,9 +134,14 @@ def _spreads(
     spreads = {}
     for i, mean in enumerate(rules.mean_of):
         if mean is not None:
-            middle = _wide(before[mean]) + moves[mean] / total
+            middle = _start(_wide(before[mean])) + moves[mean] / total
             spreads[i] = _weighted((_wide(after[mean]) - middle) ** 2, weight)
     return packed_psum(spreads, AXIS) if spreads else {}
+
+
+def _start(before: Any) -> Any:
+    """What changes are counted from: the state before, or 0 where that was not finite."""
+    return jnp.where(jnp.isfinite(before), before, 0)
 
 
 def _weighted(value: Any, weight: Any) -> Any:
@@ -153,11 +165,11 @@ def _first_that(worked: Any) -> Any:
     return jax.lax.pmin(jnp.where(worked, rank, jnp.iinfo(jnp.int32).max), AXIS)
 
 
-def _checked(rule: Any, path: Any, leaf: Any) -> str:
+def _checked(rule: Any, known: tuple[str, ...], path: Any, leaf: Any) -> str:
     name = jax.tree_util.keystr(path) or "model_state"
-    if rule not in RULES:
+    if rule not in known:
         raise ValueError(
-            f"TrainStep.init: merge must be one of {', '.join(map(repr, RULES))} for every leaf of "
+            f"TrainStep.init: merge must be one of {', '.join(map(repr, known))} for every leaf of "
             f"model_state, got {rule!r} for leaf {name}."
         )
     if rule == "auto":

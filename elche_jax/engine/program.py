@@ -11,7 +11,7 @@ and takes the optimizer step, alike on every device.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,39 +19,14 @@ import optax
 
 from elche_jax.engine.exchange import packed_psum, psum_bfloat16
 from elche_jax.engine.fetch import Orders, Payload
-from elche_jax.engine.loss import Form, LossFn, batch_size_of, microbatch_terms
+from elche_jax.engine.loop import LoopHook, run_loop
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.merge import MergeRules, changes, merged
-from elche_jax.engine.precision import Precision, adjust
+from elche_jax.engine.microbatch import Microbatches, all_finite, clip, floats
+from elche_jax.engine.precision import adjust
 from elche_jax.engine.state import TrainState
-from elche_jax.engine.trainable import Selection
 
 PyTree = Any
-Body = Callable[[Any, PyTree], PyTree]
-
-
-class LoopHook(Protocol):
-    """What emulation puts round the loop over microbatches."""
-
-    def check(self, world_size: int) -> None:
-        """Raises `ValueError` where it does not fit the number of devices."""
-        ...
-
-    def begin(self, device: Any, step: Any, fresh: Any) -> Any:
-        """Before the loop; gives a float32 scalar zero that the loop depends on."""
-        ...
-
-    def around(self, body: Body, device: Any, i: Any, carry: PyTree) -> PyTree:
-        """Runs one microbatch; gives the new carry."""
-        ...
-
-    def end(self, device: Any, count: Any, carry: PyTree) -> Any:
-        """After the loop; gives a float32 scalar zero that the results depend on."""
-        ...
-
-    def settle(self) -> None:
-        """After the dispatch, on the host: raises what could not be raised in the program."""
-        ...
 
 
 @jax.tree_util.register_dataclass
@@ -87,42 +62,40 @@ class Program:
     """The two functions of a window, per device; traced, no state of their own.
 
     Attributes:
-        loss_fn: The user's loss.
-        form: Its form.
-        metrics: Names of the auxiliary metrics.
+        work: The gradient of a microbatch.
         tx: The optax optimizer.
         world_size: Number of devices.
-        key_impl: Name of the PRNG implementation of the run's key.
         max_grad_norm: Clips each device's mean gradient before the exchange; or None.
         drop_nonfinite: Drop the update of a window that is not finite.
-        selection: Which parameters are trained.
         merge: How model state is merged.
-        precision: What the loss is computed in.
         exchange_dtype: Type of the gradients on the wire.
         hook: Emulation, or None.
     """
 
-    loss_fn: LossFn
-    form: Form
-    metrics: tuple[str, ...]
+    work: Microbatches
     tx: optax.GradientTransformation
     world_size: int
-    key_impl: str
     max_grad_norm: float | None = None
     drop_nonfinite: bool = True
-    selection: Selection = field(default_factory=Selection)
     merge: MergeRules = field(default_factory=lambda: MergeRules((), ()))
-    precision: Precision = field(default_factory=Precision)
     exchange_dtype: str = "float32"
     hook: LoopHook | None = None
 
-    def zeros(self, params: PyTree, model_state: PyTree) -> Sums:
+    def reads(self, state: TrainState) -> TrainState:
+        """What accumulating reads: every argument costs the thread that dispatches."""
+        return state.replace(opt_state=None)
+
+    def replicated(self, state: TrainState) -> TrainState:
+        """What of a state must be the same on all devices: all of it."""
+        return state
+
+    def zeros(self, state: TrainState) -> Sums:
         """Sums of no microbatch."""
         zero = jnp.zeros((), jnp.float32)
-        trained, _ = self.selection.split(params)
+        trained, _ = self.work.selection.split(state.params)
         grads = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
-        metrics = dict.fromkeys(self.metrics, zero)
-        return Sums(grads, zero, zero, zero, zero, metrics, model_state)
+        metrics = dict.fromkeys(self.work.metrics, zero)
+        return Sums(grads, zero, zero, zero, zero, metrics, state.model_state)
 
     def accumulate(
         self, state: TrainState, sums: Sums, payload: Payload, orders: Orders
@@ -133,7 +106,7 @@ class Program:
             `((sums, token), None)`; the token is small and never donated, so that a
             thread can wait for it.
         """
-        start = self.zeros(state.params, state.model_state)
+        start = self.zeros(state)
         fresh = orders.fresh
         sums = jax.tree.map(lambda a, b: jnp.where(fresh, a, b), start, sums)
         sums, token = self._loop(state, sums, payload, orders)
@@ -145,7 +118,7 @@ class Program:
         Returns:
             The new state, whether this device's own sums are finite, and the metrics.
         """
-        trained, frozen = self.selection.split(state.params)
+        trained, frozen = self.work.selection.split(state.params)
         total, own, finite = self._exchange(self._clip(sums), state.model_state)
         worked = total.weight > 0  # else nothing was counted: a window without effect
         scale = jnp.where(worked, 1.0 / total.weight, 0.0)
@@ -155,8 +128,8 @@ class Program:
             grads, state.opt_state, trained, value=total.loss * scale, grad=grads,
             microbatches=state.microbatches, examples=state.examples,
         )  # fmt: skip
-        params = self.selection.join(optax.apply_updates(trained, updates), frozen)
-        finite &= ~worked | _all_finite((_floats(total.model_state), updates))
+        params = self.work.selection.join(optax.apply_updates(trained, updates), frozen)
+        finite &= ~worked | all_finite((floats(total.model_state), updates))
         good = (finite | (not self.drop_nonfinite)) & worked
         kept = (state.params, state.opt_state, state.model_state)
         made = (params, opt_state, total.model_state)
@@ -182,7 +155,7 @@ class Program:
         self, state: TrainState, payload: Payload, orders: Orders, single: bool
     ) -> tuple[TrainState, Any, dict[str, Any]]:
         """Both at once, for one device; `single` says the window is one microbatch."""
-        sums = self.zeros(state.params, state.model_state)
+        sums = self.zeros(state)
         if single and self.hook is None:
             sums = self._body(state, payload, orders)(jnp.int32(0), sums)
         else:
@@ -193,75 +166,31 @@ class Program:
         self, state: TrainState, sums: Sums, payload: Payload, orders: Orders
     ) -> tuple[Sums, Any]:
         body = self._body(state, payload, orders)
-        if self.hook is None:
-            sums = jax.lax.fori_loop(0, orders.count, body, sums)
-            return sums, sums.weight
-        hook = self.hook
-        device = jnp.int32(0) if self.world_size == 1 else jax.lax.axis_index(AXIS)
-        zero = hook.begin(device, state.step, orders.fresh)
-        sums = sums.replace(loss=sums.loss + zero)
-        sums = jax.lax.fori_loop(
-            0, orders.count, lambda i, carry: hook.around(body, device, i, carry), sums
-        )
-        zero = hook.end(device, orders.count, sums)
-        return sums.replace(loss=sums.loss + zero), sums.weight + zero
+        return run_loop(self.hook, self.world_size, state.step, orders, body, sums)
 
-    def _body(self, state: TrainState, payload: Payload, orders: Orders) -> Body:
-        scale = self.precision.scale_of(state.loss_scale)
-        trained, frozen = self.selection.split(state.params)
-        cast = self.precision.cast
-
-        def terms(trained: PyTree, model_state: PyTree, batch: PyTree, valid: Any, rng: Any) -> Any:
-            params = cast(self.selection.join(trained, frozen))
-            loss, aux = microbatch_terms(
-                self.loss_fn, self.form, params, model_state, cast(batch), valid, rng
-            )
-            return (loss if scale is None else loss * scale), (loss, aux)
-
-        gradient = jax.grad(terms, has_aux=True)
-        key = jax.random.wrap_key_data(state.key, impl=self.key_impl)
+    def _body(
+        self, state: TrainState, payload: Payload, orders: Orders
+    ) -> Callable[[Any, Sums], Sums]:
+        trained, _ = self.work.selection.split(state.params)
+        gradient = self.work.gradient(state, payload, orders)
 
         def body(i: Any, sums: Sums) -> Sums:
-            place = orders.start + i
-            batch = payload.fetch(i, orders.count)
-            # The gradient's code must not depend on where the microbatch came from, so
-            # that every capacity and placement gives the same bits.
-            batch = jax.lax.optimization_barrier(batch)
-            valid = orders.valid(place, batch_size_of(batch))
-            rng = jax.random.fold_in(key, state.microbatches + place)
-            grads, (loss, (weight, metrics, model_state)) = gradient(
-                trained, sums.model_state, batch, valid, rng
-            )
-            if self.form == "weighted":  # weight 0: nothing, even where it is not a number
-                kept = (jax.tree.map(jnp.zeros_like, grads), sums.model_state)
-                grads, model_state = jax.tree.map(
-                    lambda new, old: jnp.where(weight > 0, new, old), (grads, model_state), kept
-                )
-
-            def add(total: Any, grad: Any) -> Any:
-                grad = grad.astype(jnp.float32)
-                return total + (grad if scale is None else grad / scale) * weight
-
+            own = gradient(i, trained, sums.model_state)
             return Sums(
-                jax.tree.map(add, sums.grads, grads),
-                sums.loss + loss * weight,
-                sums.weight + weight,
+                jax.tree.map(lambda total, g: total + g * own.weight, sums.grads, own.grads),
+                sums.loss + own.loss * own.weight,
+                sums.weight + own.weight,
                 sums.count + 1,
-                sums.examples + valid.astype(jnp.float32),
-                {name: sums.metrics[name] + metrics[name] for name in self.metrics},
-                model_state,
+                sums.examples + own.valid.astype(jnp.float32),
+                {name: sums.metrics[name] + own.metrics[name] for name in self.work.metrics},
+                own.model_state,
             )
 
         return body
 
     def _clip(self, sums: Sums) -> Sums:
-        if self.max_grad_norm is None:
-            return sums
-        norm = optax.tree.norm(sums.grads) / jnp.where(sums.weight > 0, sums.weight, 1.0)
-        # a norm that overflows must not turn the gradient into zeros
-        factor = jnp.minimum(1.0, self.max_grad_norm / jnp.maximum(norm, 1e-30))
-        factor = jnp.where(jnp.isfinite(norm), factor, jnp.nan)
-        return sums.replace(grads=jax.tree.map(lambda g: g * factor, sums.grads))
+        weight = jnp.where(sums.weight > 0, sums.weight, 1.0)
+        return sums.replace(grads=clip(sums.grads, self.max_grad_norm, weight))
 
     def _exchange(self, sums: Sums, before: PyTree) -> tuple[Sums, Any, Any]:
         """Sums over the devices, and model state merged.
@@ -270,9 +199,9 @@ class Program:
             The sums; whether this device's own are finite; and whether all are, with
             what they sum up to.
         """
-        own = _all_finite((sums.grads, sums.loss, sums.weight))
+        own = all_finite((sums.grads, sums.loss, sums.weight))
         # a device without work has the state of before, which is no news
-        own &= ~(sums.weight > 0) | _all_finite((sums.weight, _floats(sums.model_state)))
+        own &= ~(sums.weight > 0) | all_finite((sums.weight, floats(sums.model_state)))
         if self.world_size == 1:
             return sums, own, own
         grads, state = sums.grads, sums.model_state
@@ -286,12 +215,4 @@ class Program:
             grads, small, moved, bad = packed_psum((grads, small, moved, bad), AXIS)
         state = merged(self.merge, state, before, sums.weight, moved, small.weight)
         total = small.replace(grads=grads, model_state=state)
-        return total, own, (bad == 0) & _all_finite((grads, small.loss, small.weight))
-
-
-def _all_finite(tree: PyTree) -> Any:
-    return jnp.all(jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]))
-
-
-def _floats(tree: PyTree) -> list[Any]:
-    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+        return total, own, (bad == 0) & all_finite((grads, small.loss, small.weight))

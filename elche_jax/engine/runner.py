@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import Group
 from elche_jax.engine.fetch import Orders, Payload
 from elche_jax.engine.mapped import Mapped
-from elche_jax.engine.program import Program, Sums
 from elche_jax.engine.replicas import replicate
 from elche_jax.engine.state import TrainState
 
@@ -38,10 +37,47 @@ class Call:
     ranges: tuple[Range, ...]
 
 
+class WindowProgram(Protocol):
+    """What a device computes in a window; `elche_jax.engine.program.Program` is one.
+
+    Its *sums* are what it carries from one call of a window to the next.
+    """
+
+    def reads(self, state: TrainState) -> TrainState:
+        """What accumulating reads: every argument costs the thread that dispatches."""
+        ...
+
+    def replicated(self, state: TrainState) -> TrainState:
+        """What of a state must be the same on all devices, the rest being None."""
+        ...
+
+    def zeros(self, state: TrainState) -> PyTree:
+        """The sums before the first microbatch of a window."""
+        ...
+
+    def accumulate(
+        self, state: TrainState, sums: Any, /, payload: Payload, orders: Orders
+    ) -> tuple[tuple[Any, Any], None]:
+        """Runs `orders.count` microbatches; gives `((sums, token), None)`."""
+        ...
+
+    def combine(self, state: TrainState, sums: Any, /) -> tuple[TrainState, Any, dict[str, Any]]:
+        """Ends the window; gives the new state, whether the device's own part of it was
+        finite, and the metrics."""
+        ...
+
+    def window(
+        self, state: TrainState, payload: Payload, orders: Orders, single: bool
+    ) -> tuple[TrainState, Any, dict[str, Any]]:
+        """Both at once, for one device; `single` says the window is one microbatch."""
+        ...
+
+
 class Runner:
     """Compiles and launches the programs of one group; owns the gradient accumulator.
 
-    `state` is the shapes of the stacked state; `capacities` holds, by the layout of the
+    `state` is the shapes of the stacked state; `replicated(state)` what of a state must be
+    the same on all devices; `capacities` holds, by the layout of the
     data, the capacities compiled or asked for.
 
     Only the thread that trains may call `run`. `prepare` may be called by any.
@@ -53,7 +89,9 @@ class Runner:
         state: Shapes of the stacked state.
     """
 
-    def __init__(self, program: Program, group: Group, cache: CompileCache, state: TrainState):
+    def __init__(
+        self, program: WindowProgram, group: Group, cache: CompileCache, state: TrainState
+    ):
         self.group = group
         self._program, self._cache = program, cache
         self.state = state
@@ -68,8 +106,10 @@ class Runner:
             for single in (True, False)
         }
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
-        self._sums_shape = jax.eval_shape(program.zeros, one.params, one.model_state)
-        self._sums: Sums | None = None
+        self._read_shape = program.reads(state)
+        self.replicated = program.replicated
+        self._sums_shape = jax.eval_shape(program.zeros, one)
+        self._sums: PyTree = None
         self._several = False
         self.capacities: dict[Hashable, set[int]] = {}
 
@@ -96,10 +136,10 @@ class Runner:
             (state, own), metrics = fused(state, calls[0].payload, calls[0].orders)
             return state, metrics, own
         combine = self._cache.get(*self._combine_program())
-        read, token = _without_optimizer(state), None
+        read, token = self._program.reads(state), None
         for call in calls:
             accumulate = self._cache.get(*self._accumulate_program(call.payload))
-            sums, self._sums = self._sums or self._zero_sums(), None
+            sums, self._sums = self._zero_sums() if self._sums is None else self._sums, None
             (sums, token), _ = accumulate(read, sums, call.payload, call.orders)
             self._sums = sums
         assert token is not None  # a window has at least one call
@@ -123,7 +163,7 @@ class Runner:
     def _accumulate_program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
         key = ("accumulate", self._number, signature(payload))
         return key, lambda: self._accumulate.compile(
-            _without_optimizer(self.state), self._sums_shapes(), payload, self._orders()
+            self._read_shape, self._sums_shapes(), payload, self._orders()
         )
 
     def _combine_program(self) -> tuple[Hashable, Callable[[], Any]]:
@@ -136,7 +176,7 @@ class Runner:
         key = ("window", self._number, signature(payload))
         return key, lambda: self._fused[single].compile(self.state, payload, self._orders())
 
-    def _sums_shapes(self) -> Sums:
+    def _sums_shapes(self) -> PyTree:
         n = self.group.world_size
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), self._sums_shape
@@ -145,29 +185,28 @@ class Runner:
     def _orders(self) -> Orders:
         return Orders(jax.ShapeDtypeStruct((self.group.world_size, 5), jnp.int32))
 
-    def _zero_sums(self) -> Sums:
-        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._sums_shape)
-        return replicate(zeros, self.group.devices)
+    def _zero_sums(self) -> PyTree:
+        return replicate(jax.tree.map(_zeros, self._sums_shape), self.group.devices)
 
 
 _NUMBERS = count()
 
 
-def _combine(program: Program, state: TrainState, sums: Sums) -> tuple[Any, dict[str, Any]]:
+def _combine(program: WindowProgram, state: TrainState, sums: PyTree) -> tuple[Any, dict[str, Any]]:
     state, own, metrics = program.combine(state, sums)
     return (state, own), metrics
 
 
 def _window(
-    program: Program, single: bool, state: TrainState, payload: Payload, orders: Orders
+    program: WindowProgram, single: bool, state: TrainState, payload: Payload, orders: Orders
 ) -> tuple[Any, dict[str, Any]]:
     state, own, metrics = program.window(state, payload, orders, single)
     return (state, own), metrics
 
 
-def _without_optimizer(state: TrainState) -> TrainState:
-    """What accumulating reads: every argument costs the thread that dispatches."""
-    return state.replace(opt_state=None)
+def _zeros(like: jax.ShapeDtypeStruct) -> Any:
+    is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
+    return (jnp if is_key else np).zeros(like.shape, like.dtype)
 
 
 def abstract(tree: PyTree) -> PyTree:

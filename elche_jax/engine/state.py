@@ -23,6 +23,7 @@ class TrainState:
         examples: Valid examples used so far, int32.
         step: Windows so far, int32; those whose update was dropped count too.
         loss_scale: Dynamic scale of the loss, or None.
+        averaging: State of `averaging=DiLoCo(...)`, or None.
     """
 
     params: PyTree
@@ -33,6 +34,7 @@ class TrainState:
     examples: jax.Array
     step: jax.Array
     loss_scale: PyTree = None
+    averaging: PyTree = None
 
     def replace(self, **changes: Any) -> "TrainState":
         """A copy with some fields changed."""

@@ -16,9 +16,9 @@ from elche_jax.data.split import piece_lengths
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import Group
 from elche_jax.engine.fetch import Orders, Payload
-from elche_jax.engine.loss import Weighted, batch_size_of, check_takes, describe
+from elche_jax.engine.loop import LoopHook
+from elche_jax.engine.loss import Weighted, batch_size_of, check_takes, check_weight, describe
 from elche_jax.engine.mapped import AXIS, Mapped
-from elche_jax.engine.program import LoopHook
 from elche_jax.engine.runner import Call, abstract, signature
 
 PyTree = Any
@@ -254,6 +254,8 @@ def _check_metric(name: str, value: Any, size: int, ragged: bool) -> tuple[int, 
             f"metric_fn: metric {name!r} must be of real numbers or bools, got "
             f"{' and '.join(map(describe, parts))}."
         )
+    if isinstance(value, Weighted):
+        check_weight(f"metric_fn: the weight of metric {name!r}", value.weight)
     if known[0] != known[-1]:
         raise TypeError(
             f"metric_fn: metric {name!r} must have a weight of the shape of its value "

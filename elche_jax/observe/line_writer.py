@@ -1,7 +1,9 @@
 """Lines to a file from a thread of its own: a slow disk or pipe holds up nobody."""
 
+import atexit
 import errno
 import logging
+import os
 import threading
 import weakref
 from collections import deque
@@ -13,15 +15,17 @@ BACKLOG = 100_000
 """Lines that may wait for the file; more than that, and it is given up as too slow."""
 
 PATIENCE_S = 10.0
-"""How long `flush` and `close` wait for a file that takes nothing."""
+"""How long to wait for a file that takes nothing."""
 
 
 class LineWriter:
     """Writes lines in the order in which they were put, each whole and without a buffer.
 
-    A write that fails is logged once; the file then gets nothing more, and `close`
-    raises the error. Left without `close`, the thread writes what is there and ends;
-    the end of the interpreter waits for it, up to `PATIENCE_S`.
+    After a write that fails the file gets nothing more; `say` logs it once, and `close`
+    raises the error. Left without `close`, the thread writes what is there and ends; the
+    end of the interpreter waits for it as long as the file takes something.
+
+    A process that was forked off has no such thread: what it puts fails.
 
     Args:
         file: The file, opened for writing; it is closed at the end.
@@ -30,99 +34,143 @@ class LineWriter:
 
     def __init__(self, file: FileIO, name: str):
         self._shared = _Shared(file, name)
-        thread = threading.Thread(
+        self._thread = threading.Thread(
             target=_write_all, args=(self._shared,), name="elche-timeline", daemon=True
         )
-        thread.start()
-        self._finish = weakref.finalize(self, _end, self._shared, thread)
+        self._thread.start()
+        self._finish = weakref.finalize(self, _end, self._shared, self._thread)
 
     def put(self, line: bytes) -> None:
         """Hands a line over; does not wait."""
-        with self._shared.changed:
-            if self._shared.error is not None or self._shared.ending:
-                return
-            if len(self._shared.lines) >= BACKLOG:
-                text = f"{BACKLOG} lines wait for a file that is too slow"
-                self._shared.fail(OSError(errno.EAGAIN, text))
-                return
-            self._shared.lines.append(line)
-            self._shared.put += 1
-            self._shared.changed.notify_all()
+        self._shared.put(line)
+
+    def say(self) -> None:
+        """Logs that the file was given up, once; not to be called under a lock."""
+        self._shared.say()
 
     def flush(self) -> None:
-        """Waits until the file has the lines put so far, or a write has failed.
+        """Waits until the file has the lines put so far.
 
         Raises:
-            OSError: A line could not be written, or the file takes nothing for `PATIENCE_S`.
+            OSError: A line could not be written, or the file takes nothing for
+                `PATIENCE_S`; then it gets them later, if it goes on.
         """
-        with self._shared.changed:
-            self._wait(self._shared.put)
-            if self._shared.error is not None:
-                raise self._shared.error
+        moving = self._shared.wait()
+        self._shared.raise_error()
+        if not moving:
+            raise _stuck()
 
     def close(self) -> None:
         """Writes what is left, ends the thread and closes the file.
 
-        A thread that a file holds up cannot be interrupted. It is given `PATIENCE_S`, and
-        ends by itself as soon as the file goes on.
+        A thread that a file holds up cannot be interrupted. After `PATIENCE_S` without a
+        line it is left alone, and ends by itself as soon as the file goes on. Where the
+        wait is interrupted, `close` may be called again.
 
         Raises:
             OSError: As in `flush`: the first such error.
         """
-        with self._shared.changed:
-            self._wait(self._shared.put)
-        self._finish()
-        if self._shared.error is not None:
-            raise self._shared.error
+        moving = self._shared.wait()
+        if not moving:
+            self._shared.fail(_stuck())
+        self._shared.end()
+        if moving and not self._shared.elsewhere:
+            self._thread.join(PATIENCE_S)
+        self._finish.detach()
+        self._shared.say()
+        self._shared.raise_error()
 
-    def _wait(self, lines: int) -> None:
-        shared = self._shared
-        while shared.written < lines and shared.error is None:
-            moved = shared.changed.wait_for(
-                lambda before=shared.written: shared.error or shared.written > before, PATIENCE_S
-            )
-            if not moved:
-                text = f"the file has taken nothing for {PATIENCE_S:g} s"
-                shared.fail(OSError(errno.ETIMEDOUT, text))
+
+def _stuck() -> OSError:
+    return OSError(errno.ETIMEDOUT, f"the file has taken nothing for {PATIENCE_S:g} s")
 
 
 class _Shared:
     """What the writer and its thread share; `changed` guards it."""
 
     def __init__(self, file: FileIO, name: str):
-        self.file, self.name = file, name
+        self.file, self._name = file, name
         self.changed = threading.Condition(threading.RLock())
-        self.lines: deque[bytes] = deque()
-        self.put = self.written = 0
-        self.ending = False
-        self.error: OSError | None = None
+        self._lines: deque[bytes] = deque()
+        self._put = self._written = 0
+        self._ending = self._said = False
+        self._error: OSError | None = None
+        self._process = os.getpid()
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether this process was forked off, and has no thread that writes."""
+        return os.getpid() != self._process
+
+    def put(self, line: bytes) -> None:
+        if self.elsewhere:
+            if self._error is None:
+                text = "the process that opened it has been forked, and this is the other one"
+                self._error = OSError(errno.EBADF, text)
+            return
+        with self.changed:
+            if self._error is not None or self._ending:
+                return
+            if len(self._lines) >= BACKLOG:
+                text = f"{BACKLOG} lines wait for a file that is too slow"
+                self.fail(OSError(errno.EAGAIN, text))
+                return
+            self._lines.append(line)
+            self._put += 1
+            self.changed.notify_all()
 
     def next(self) -> bytes | None:
         """The next line; None when there are no more."""
         with self.changed:
-            self.changed.wait_for(lambda: self.lines or self.ending or self.error)
-            return self.lines.popleft() if self.lines and self.error is None else None
+            self.changed.wait_for(lambda: self._lines or self._ending or self._error)
+            return self._lines.popleft() if self._lines and self._error is None else None
 
     def wrote(self) -> None:
         with self.changed:
-            self.written += 1
+            self._written += 1
             self.changed.notify_all()
+
+    def wait(self) -> bool:
+        """Waits until all lines put so far are written; False where nothing moves."""
+        if self.elsewhere:
+            return True
+        with self.changed:
+            lines = self._put
+            while self._written < lines and self._error is None:
+                moved = self.changed.wait_for(
+                    lambda before=self._written: self._error or self._written > before, PATIENCE_S
+                )
+                if not moved:
+                    return False
+            return True
 
     def fail(self, error: OSError) -> None:
-        """The file is given up: notes why, and says it once."""
+        """The file is given up."""
         with self.changed:
-            if self.error is not None:
-                return
-            self.error = error
-            self.lines.clear()
-            self.changed.notify_all()
+            if self._error is None:
+                self._error = error
+                self._lines.clear()
+                self.changed.notify_all()
+
+    def say(self) -> None:
+        if self._error is None or self._said:
+            return
+        self._said = True
         logger.warning(
-            "elche: %s could not be written, events are kept in memory only: %s", self.name, error
+            "elche: %s could not be written, events are kept in memory only: %s",
+            self._name,
+            self._error,
         )
 
+    def raise_error(self) -> None:
+        if self._error is not None:  # a new one, as an error keeps what it was raised through
+            raise type(self._error)(*self._error.args)
+
     def end(self) -> None:
+        if self.elsewhere:
+            return
         with self.changed:
-            self.ending = True
+            self._ending = True
             self.changed.notify_all()
 
 
@@ -138,6 +186,7 @@ def _write_all(shared: _Shared) -> None:
         shared.file.close()
     except OSError as error:
         shared.fail(error)
+    shared.say()
 
 
 def _write(file: FileIO, line: bytes) -> None:
@@ -150,6 +199,20 @@ def _write(file: FileIO, line: bytes) -> None:
 
 
 def _end(shared: _Shared, thread: threading.Thread) -> None:
+    """Nobody holds the writer any more: it ends when all is written."""
     shared.end()
-    if thread is not threading.current_thread():
+    if threading.main_thread().is_alive():  # the end of the interpreter waits for it
+        if thread.is_alive():
+            atexit.register(_drain, shared, thread)
+    else:
+        _drain(shared, thread)
+
+
+def _drain(shared: _Shared, thread: threading.Thread) -> None:
+    if shared.elsewhere:
+        return
+    if shared.wait():
         thread.join(PATIENCE_S)
+    else:
+        shared.fail(_stuck())
+    shared.say()

@@ -91,7 +91,30 @@ class SkipEvent(Event):
     at: float
 
 
-EVENTS: Final[Mapping[str, type[Event]]] = {"window": WindowEvent, "skip": SkipEvent}
+@dataclass(frozen=True, slots=True)
+class VerdictEvent(Event):
+    """What a guard's verdict told the cadence: every *nudge down*, and every change.
+
+    Attributes:
+        window: Number of the window after which it was given.
+        epoch: Its epoch.
+        action: `"stable"`, `"hold_growth"` or `"nudge_down"`.
+        factor: What the anchor was to be multiplied by; 1 but for `"nudge_down"`.
+        at: Seconds since the timeline began, at which it was reported.
+    """
+
+    window: int
+    epoch: int
+    action: str
+    factor: float
+    at: float
+
+
+EVENTS: Final[Mapping[str, type[Event]]] = {
+    "window": WindowEvent,
+    "skip": SkipEvent,
+    "verdict": VerdictEvent,
+}
 """The events by the name they have in a file."""
 
 _NAMES: Final[Mapping[type[Event], str]] = {kind: name for name, kind in EVENTS.items()}
@@ -190,14 +213,18 @@ class Timeline:
             at = time.perf_counter() - self._began
             event: Event = cast(Any, kind)(**values, at=at)
             self._events.append(event)
-            if self._writer is not None:
-                self._writer.put(_to_line(event))
+            writer = self._writer
+            if writer is not None:
+                writer.put(_to_line(event))
+        if writer is not None:
+            writer.say()
 
     def flush(self) -> None:
         """Waits until the file has what was reported so far.
 
         Raises:
-            OSError: A line could not be written, or the file takes nothing for 10 s.
+            OSError: A line could not be written, or the file takes nothing for 10 s; then
+                the lines are written when it goes on.
         """
         writer = self._writer
         if writer is not None:
@@ -209,10 +236,15 @@ class Timeline:
         Raises:
             OSError: As in `flush`: the first such error.
         """
-        with self._lock:
-            writer, self._writer = self._writer, None
-        if writer is not None:
+        writer = self._writer
+        if writer is None:
+            return
+        try:
             writer.close()
+        except OSError:
+            self._writer = None
+            raise
+        self._writer = None  # not where it was interrupted: then it may be closed again
 
     def __enter__(self) -> Self:
         return self

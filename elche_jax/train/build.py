@@ -7,14 +7,17 @@ from typing import Any
 import jax
 import optax
 
+from elche_jax.averaging.guards import Guard, TrendGuard
+from elche_jax.averaging.rules import Averaging
 from elche_jax.cadence import Cadence, EveryBatch
 from elche_jax.config import DDPConfig
 from elche_jax.engine.devices import check_one_kind, select_devices
+from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.loss import LossFn
 from elche_jax.engine.merge import Merge
 from elche_jax.engine.precision import Precision, first_scale
-from elche_jax.engine.program import LoopHook
 from elche_jax.engine.trainable import Trainable
+from elche_jax.train.averaging import cadence_of, check_averaging
 from elche_jax.train.finite import MAX_SKIPS, FinitePolicy
 from elche_jax.train.options import Options
 from elche_jax.train.parts import check_parts
@@ -36,6 +39,8 @@ def build_train_step(
     trainable: Trainable | None = None,
     merge: Merge | None = None,
     loss_scale: Any = None,
+    averaging: Averaging | None = None,
+    guard: Guard | None = None,
     emulate: LoopHook | None = None,
 ) -> TrainStep:
     """Builds a training step over the devices of this machine.
@@ -78,6 +83,12 @@ def build_train_step(
             divided by: a number, or a `flax.training.dynamic_scale.DynamicScale`, which
             a window that is not finite lowers; such a window is dropped as under
             `"skip"`. For float16.
+        averaging: None: gradients are combined, as above. `ParameterAveraging(...)` or
+            `DiLoCo(...)`: every device takes `counts[d]` optimizer steps of its own, one
+            per microbatch, then parameters are joined.
+        guard: Tells the cadence, with `averaging`, where the devices drift too far apart:
+            `TrendGuard` (None), `LevelGuard`, `NoGuard`, or an object with a method
+            `verdict(history)`.
         emulate: Makes devices slower on purpose, see `elche_jax.lab`.
 
     Returns:
@@ -127,6 +138,14 @@ def build_train_step(
     if emulate is not None:
         emulate.check(len(chosen))
     config = config or DDPConfig()
+    check_averaging(
+        averaging, guard=guard, cadence=cadence, config=config, nonfinite=nonfinite,
+        dynamic_scale=dynamic is not None,
+    )  # fmt: skip
+    if averaging is not None and cadence is None:
+        cadence = cadence_of(averaging, config, len(chosen))
+    if averaging is not None and guard is None:
+        guard = TrendGuard()
     rule = cadence or config.cadence_for(len(chosen), kinds=1)
     unused = [knob for knob in config.cadence_knobs() if not knob.startswith("policy")]
     if unused and len(chosen) > 1 and isinstance(rule, EveryBatch):
@@ -145,7 +164,7 @@ def build_train_step(
         )
     options = Options(
         config.max_grad_norm, finite, trainable, merge, Precision(config.compute_dtype, scale),
-        dynamic, config.exchange_dtype, config.verify_every, config.timeline,
+        dynamic, config.exchange_dtype, averaging, guard, config.verify_every, config.timeline,
         hint=cadence is None and config.policy == "auto", emulate=emulate,
     )  # fmt: skip
     return TrainStep(LossFn(loss_fn, has_aux=has_aux), optimizer, chosen, rule, options)

@@ -11,7 +11,7 @@ from elche_jax.cadence import Cadence
 from elche_jax.cadence.scheduler import SchedulerState
 from elche_jax.data.split import piece_lengths
 from elche_jax.engine.devices import select_devices
-from elche_jax.engine.program import LoopHook
+from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.sweep import (
     Apply,
     BatchFn,
@@ -184,7 +184,8 @@ def predict(
 
     Programs and measured speeds are kept for the last 8 functions used, as long as it is
     the same function object, on the same devices; `clear_predict_cache` lets them go. Data
-    are not kept on the devices.
+    are not kept, but for an iterator that a call that failed has looked into: the next call
+    goes on with its first microbatch.
 
     Args:
         apply_fn: `apply_fn(params, batch)`, with model state

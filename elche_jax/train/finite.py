@@ -1,5 +1,6 @@
 """What happens to windows whose gradients are not finite."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ import numpy as np
 
 from elche_jax import _check as check
 from elche_jax.train.pace import Measured
+
+logger = logging.getLogger("elche_jax")
 
 NONFINITE = ("raise", "skip", "ignore")
 
@@ -67,21 +70,74 @@ class FinitePolicy:
         return self.action != "ignore"
 
 
-class FiniteWatch:
-    """Counts dropped windows, and says when it is too much.
+@dataclass(frozen=True)
+class Wording:
+    """What is said of windows that are not finite.
 
     Attributes:
-        skipped: Windows dropped so far.
+        rule: What must be finite, and what came of it.
+        many: What happened in too many windows in a row.
+        together: Said where no single device is to blame.
+        event: The reason in the timeline.
+    """
+
+    rule: str
+    many: str
+    together: str
+    event: str
+
+
+GRADIENTS = Wording(
+    "loss, gradient, weight, update and model state of every window must be finite, those of "
+    "{name} were not: {culprits}. Its update was dropped; look at the data, lower the learning "
+    "rate, or pass nonfinite='skip' to drop such windows and go on.",
+    "{most} windows in a row were dropped as not finite (max_skips), the last one {name}: "
+    "{culprits}. Look at the data, lower the learning rate, or raise max_skips.",
+    "each device's sums were, what they combine to was not",
+    "not finite",
+)
+
+AVERAGES = Wording(
+    "loss, weight, parameters and model state of every device must be finite after its steps, "
+    "those of {name} were not: {culprits}. The others were averaged without; look at the data, "
+    "lower the learning rate, or pass nonfinite='skip' to leave such devices out and go on.",
+    "in {most} windows in a row a device was left out of the average as not finite (max_skips), "
+    "the last one {name}: {culprits}. Look at the data, lower the learning rate, or raise "
+    "max_skips.",
+    "no device",
+    "left out: not finite",
+)
+
+
+class FiniteWatch:
+    """Counts windows that were not finite, and says when it is too much.
+
+    Attributes:
+        skipped: Windows that were dropped, or averaged without some device, so far.
+        left_out: For every device the windows in which it was not finite, where that is
+            known: under averaging, and of windows an error was raised for.
 
     Args:
         policy: The user's choice.
         devices: The devices, in rank order.
+        wording: What is said.
     """
 
-    def __init__(self, policy: FinitePolicy, devices: Sequence[jax.Device]):
-        self._policy, self._devices = policy, devices
+    def __init__(
+        self,
+        policy: FinitePolicy,
+        devices: Sequence[jax.Device],
+        wording: Wording = GRADIENTS,
+    ):
+        self._policy, self._devices, self._wording = policy, devices, wording
         self.skipped = 0
+        self.left_out = [0] * len(devices)
         self._in_a_row = 0
+
+    @property
+    def event(self) -> str:
+        """Why such a window counts as skipped, for the timeline."""
+        return self._wording.event
 
     def see(self, measured: Measured, finite: bool, own: jax.Array) -> NonFiniteError | None:
         """Takes note of a window; gives the error to raise, if it is time for one.
@@ -96,40 +152,47 @@ class FiniteWatch:
             return None
         self.skipped += 1
         self._in_a_row += 1
-        if self._policy.action == "raise":
-            return self._error(
-                measured,
-                own,
-                "train: loss, gradient, weight, update and model state of every window must be "
-                "finite, those of {name} were not: {culprits}. Its update was dropped; look at "
-                "the data, lower the learning rate, or pass nonfinite='skip' to drop such windows "
-                "and go on.",
-            )
-        if self._in_a_row == self._policy.max_skips:
+        raises = self._policy.action == "raise"
+        too_many = self._in_a_row == self._policy.max_skips
+        if not raises and not too_many and self._wording is GRADIENTS:
+            return None
+        bad = self._culprits(measured, own)
+        if raises:
+            return self._error(measured, bad, self._wording.rule)
+        if too_many:
             self._in_a_row = 0  # whoever goes on hears of the next ones too
-            return self._error(
-                measured,
-                own,
-                f"train: {self._policy.max_skips} windows in a row were dropped as not finite "
-                "(max_skips), the last one {name}: {culprits}. Look at the data, lower the "
-                "learning rate, or raise max_skips.",
-            )
+            return self._error(measured, bad, self._wording.many)
+        logger.warning(
+            "elche: %s was left out of the average of %s, as it was not finite.",
+            self._names(bad),
+            _name(measured),
+        )
         return None
 
-    def _error(self, measured: Measured, own: jax.Array, text: str) -> NonFiniteError:
-        """The error, with the devices whose own sums were not finite, and their work."""
+    def _culprits(self, measured: Measured, own: jax.Array) -> dict[int, range]:
+        """The devices that were not finite, and their work."""
         ends = np.cumsum(measured.counts) + measured.first
-        bad = {
-            rank: range(int(ends[rank]) - measured.counts[rank], int(ends[rank]))
-            for rank in np.flatnonzero(~np.asarray(own)).tolist()
+        ranks = np.flatnonzero(~np.asarray(own)).tolist()
+        for rank in ranks:
+            self.left_out[rank] += 1
+        return {
+            rank: range(int(ends[rank]) - measured.counts[rank], int(ends[rank])) for rank in ranks
         }
-        culprits = "; ".join(
+
+    def _names(self, bad: dict[int, range]) -> str:
+        return "; ".join(
             f"device {rank} ({self._devices[rank]}), microbatches {work.start} to {work.stop - 1} "
             "of the epoch"
             for rank, work in bad.items()
         )
-        name = f"window {measured.window} (epoch {measured.epoch}, counts {measured.counts})"
-        text = text.format(
-            name=name, culprits=culprits or "each device's sums were, what they combine to was not"
+
+    def _error(self, measured: Measured, bad: dict[int, range], text: str) -> NonFiniteError:
+        culprits = self._names(bad) or self._wording.together
+        text = "train: " + text.format(
+            name=_name(measured), culprits=culprits, most=self._policy.max_skips
         )
         return NonFiniteError(text, measured.window, measured.epoch, bad)
+
+
+def _name(measured: Measured) -> str:
+    return f"window {measured.window} (epoch {measured.epoch}, counts {measured.counts})"

@@ -9,6 +9,8 @@ import numpy as np
 import optax
 
 from elche_jax import _check as check
+from elche_jax.averaging.rules import Averaging
+from elche_jax.averaging.state import initial_averaging
 from elche_jax.engine.loss import describe
 from elche_jax.engine.replicas import is_key, is_stacked, replicate
 from elche_jax.engine.state import TrainState
@@ -25,6 +27,7 @@ def initial_state(
     devices: Sequence[jax.Device],
     selection: Selection,
     loss_scale: Any,
+    averaging: Averaging | None,
 ) -> TrainState:
     """Makes the replicated state before the first window; see `TrainStep.init`."""
     trained, frozen = selection.split(params)
@@ -40,6 +43,7 @@ def initial_state(
         examples=jnp.int32(0),
         step=jnp.int32(0),
         loss_scale=loss_scale,
+        averaging=initial_averaging(averaging, trained),
     )
     return replicate(state, devices)
 

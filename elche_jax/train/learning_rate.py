@@ -127,8 +127,8 @@ def schedule_by_work(
             bound.arguments[name] = _hyperparameter(name, bound.arguments[name], unit)
         if not any(isinstance(value, _ByWork) for value in bound.arguments.values()):
             logger.warning(
-                "elche: schedule_by_work has no effect: none of the arguments of %s is a "
-                "schedule; one inside it still counts updates.",
+                "elche: schedule_by_work was given no schedule among the arguments of %s, so "
+                "that none counts work; one inside it still counts updates.",
                 getattr(factory, "__name__", repr(factory)),
             )
         return inject(*bound.args, **bound.kwargs)

@@ -44,8 +44,10 @@ class Loading:
         return source
 
     def release(self) -> None:
-        """Gives back the memory of the data kept on the devices."""
+        """Lets go of the data: those on the devices, and an iterator that was read."""
         self._resident = None
+        if self._unread is not None and not self._unread.peeked:
+            self._unread = None
 
     def placement(
         self, placement: str, source: Source, window_bytes: int, microbatch: PyTree

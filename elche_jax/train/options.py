@@ -3,10 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from elche_jax.averaging.guards import Guard
+from elche_jax.averaging.rules import Averaging
 from elche_jax.config import Recorder
+from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.merge import Merge
 from elche_jax.engine.precision import Precision
-from elche_jax.engine.program import LoopHook
 from elche_jax.engine.trainable import Trainable
 from elche_jax.train.finite import FinitePolicy
 
@@ -23,6 +25,8 @@ class Options:
         precision: What the loss is computed in.
         loss_scale: The first dynamic scale of the loss, or None.
         exchange_dtype: Type of the gradients on the wire.
+        averaging: How the devices' own steps are joined; None for gradients.
+        guard: Opinions on how far the devices drift apart; or None.
         verify_every: Windows between two comparisons of the replicas; None for never.
         timeline: Told of every window; or None.
         hint: Log one line when devices of one kind turn out to be unequally fast.
@@ -36,6 +40,8 @@ class Options:
     precision: Precision = field(default_factory=Precision)
     loss_scale: Any = None
     exchange_dtype: str = "float32"
+    averaging: Averaging | None = None
+    guard: Guard | None = None
     verify_every: int | None = None
     timeline: Recorder | None = None
     hint: bool = False

@@ -10,16 +10,17 @@ from array import array
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from statistics import median
 from typing import Any
 
 from elche_jax import _check as check
-from elche_jax.cadence import WindowReport
+from elche_jax.cadence import STABLE, Verdict, WindowReport
 from elche_jax.cadence.scheduler import Scheduler, SchedulerState
 from elche_jax.config import Recorder
 from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.report import imbalance
-from elche_jax.observe.timeline import SkipEvent
+from elche_jax.observe.timeline import SkipEvent, VerdictEvent
 from elche_jax.train import speeds
 
 logger = logging.getLogger("elche_jax")
@@ -82,12 +83,18 @@ class Pace:
         self._history = array("q")
         self._hint = hint and world_size > 1 and not self.adaptive
         self.timeline = timeline
+        self._told = STABLE
         self._where = f"{owner}.cadence_state"
 
     @property
     def adaptive(self) -> bool:
         """Whether plans depend on reports."""
         return getattr(self._scheduler.cadence, "adaptive", True)
+
+    @property
+    def uses_loss(self) -> bool:
+        """Whether the cadence follows the loss."""
+        return getattr(self._scheduler.cadence, "uses_loss", False)
 
     @property
     def windows(self) -> int:
@@ -208,16 +215,30 @@ class Pace:
         with self._lock:
             self._history.extend(counts)
 
-    def measured(self, record: WindowRecord) -> None:
-        """Takes a window's times; feeds the cadence where they are steady."""
+    def measured(
+        self, record: WindowRecord, verdict: Verdict = STABLE, loss: float | None = None
+    ) -> None:
+        """Takes a window's times; feeds the cadence where they are steady.
+
+        Args:
+            record: The times.
+            verdict: The guard's opinion.
+            loss: The window's mean loss, for a cadence that uses it.
+        """
         if self.timeline is not None:  # not under the lock: it may write to a disk
             self.timeline.window(record)
+            if verdict.action == "nudge_down" or verdict != self._told:
+                self.timeline.add(
+                    VerdictEvent, window=record.window, epoch=record.epoch,
+                    action=verdict.action, factor=verdict.factor or 1.0,
+                )  # fmt: skip
+        self._told = verdict
         with self._lock:
             self._records.append(record)
             scripted = self._scheduler.scripted is not None
-            if record.steady and record.busy_ms and not scripted:
-                report = WindowReport(record.busy_ms, record.counts, record.sync_ms)
-                self._state = self._scheduler.update(self._state, report)
+            if record.steady and record.busy_ms and not scripted and not _broken(loss):
+                report = WindowReport(record.busy_ms, record.counts, record.sync_ms, loss)
+                self._state = self._scheduler.update(self._state, report, verdict)
             if self._hint:
                 self._give_hint()
 
@@ -241,3 +262,7 @@ class Pace:
                 "idles; cadence=ElChe() or FixedTotal(n) would use it.",
                 100 * idle,
             )
+
+
+def _broken(loss: float | None) -> bool:
+    return loss is not None and not isfinite(loss)

@@ -3,14 +3,14 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
-from elche_jax.cadence import clamp_counts
+from elche_jax.cadence import STABLE, clamp_counts
 from elche_jax.data.order import Cursor
 from elche_jax.data.reader import Reader
 from elche_jax.engine.replicas import ReplicaMismatch, mismatch
@@ -19,6 +19,7 @@ from elche_jax.engine.timing import ENDS, Stopwatch, WindowTimes
 from elche_jax.observe.records import WindowRecord
 from elche_jax.train.feed import Feed
 from elche_jax.train.finite import FiniteWatch
+from elche_jax.train.guarding import GuardWatch
 from elche_jax.train.pace import Measured, Pace
 
 IN_FLIGHT = 2
@@ -59,12 +60,14 @@ class Flying:
         finite: Whether it was finite, on the devices.
         own: The same of each device's own sums.
         sums: Checksums of the state after it, or None.
+        metrics: The window's metrics, on the devices.
     """
 
     measured: Measured
     finite: Any
     own: jax.Array
     sums: jax.Array | None
+    metrics: Mapping[str, Any]
 
 
 class Run:
@@ -83,6 +86,7 @@ class Run:
         watch: Told of every window whether it was finite.
         runner: What runs the windows; for whoever made the run.
         combines: Whether the devices synchronise at the end of a window.
+        guard: Told of every window how far the devices drifted apart; or None.
     """
 
     def __init__(
@@ -94,10 +98,11 @@ class Run:
         watch: FiniteWatch,
         runner: Any,
         combines: bool = True,
+        guard: GuardWatch | None = None,
     ):
         self._feed, self._pace = feed, pace
         self._start, self._epochs = start, epochs
-        self._watch, self.runner = watch, runner
+        self._watch, self._guard, self.runner = watch, guard, runner
         # without a synchronisation devices end apart, and the CPU's runtime starts a
         # program on all of them at once
         self._lockstep = not combines and feed.devices[0].platform == "cpu"
@@ -227,6 +232,7 @@ class Run:
         finite: Any,
         token: jax.Array,
         sums: jax.Array | None = None,
+        metrics: Mapping[str, Any] | None = None,
     ) -> None:
         """After the dispatch: hands the window to the threads that time it.
 
@@ -238,6 +244,7 @@ class Run:
             token: Ready where a device is done; its entries say whether what the
                 device itself had summed is finite.
             sums: Checksums of the new state, where they were asked for.
+            metrics: The window's metrics; arrays that nobody gives up.
         """
         self._pace.dispatched(window.counts)
         first = window.cursor.microbatch - sum(window.counts)
@@ -247,7 +254,7 @@ class Run:
         with self._changed:
             if self._closed:
                 return
-            self._flying[self._dispatches] = Flying(measured, finite, token, sums)
+            self._flying[self._dispatches] = Flying(measured, finite, token, sums, metrics or {})
         if self._feed.world_size == 1:
             self._tokens.append((self._dispatches, at, token))
         elif self.stopwatch is not None:
@@ -267,6 +274,11 @@ class Run:
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._closed or not self._flying)
         self.check()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
 
     def settle(self) -> None:
         """A new run begins: raises what the windows in flight at the close have brought."""
@@ -305,7 +317,12 @@ class Run:
         ENDS.note(self._feed.devices, times.combined)
         if flying is None:  # the run was closed
             return
-        self._pace.measured(_record(flying.measured, times, free))
+        verdict, loss = STABLE, None
+        if self._guard is not None:
+            verdict = self._guard.see(flying.measured, flying.metrics)
+        if self._pace.uses_loss and "loss" in flying.metrics:
+            loss = float(np.asarray(flying.metrics["loss"]))
+        self._pace.measured(_record(flying.measured, times, free), verdict, loss)
         self._verify(flying)
         with self._changed:
             self._flying.pop(times.window, None)
@@ -317,10 +334,12 @@ class Run:
         skipped = self._watch.skipped
         error: Exception | None = self._watch.see(flying.measured, finite, flying.own)
         if self._watch.skipped > skipped:
-            self._pace.skipped(flying.measured, "not finite")
+            self._pace.skipped(flying.measured, self._watch.event)
         if flying.sums is not None and error is None:
             where = f"train: after window {flying.measured.window}"
-            text = mismatch(where, self.runner.state, self._feed.devices, flying.sums)
+            text = mismatch(
+                where, self.runner.replicated(self.runner.state), self._feed.devices, flying.sums
+            )
             error = None if text is None else ReplicaMismatch(text)
         if error is not None:
             self.failed(error)

@@ -3,12 +3,15 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import optax
 
 from elche_jax import _check as check
+from elche_jax.averaging.guards import Divergence
+from elche_jax.averaging.program import LocalProgram, average
 from elche_jax.cadence import Cadence
 from elche_jax.cadence.scheduler import Scheduler, SchedulerState
 from elche_jax.data.order import Cursor
@@ -17,15 +20,19 @@ from elche_jax.engine.checksum import checksums
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import group_devices
 from elche_jax.engine.loss import LossFn, inspect_loss
+from elche_jax.engine.mapped import Mapped
 from elche_jax.engine.merge import MergeRules, resolve_merge
+from elche_jax.engine.microbatch import Microbatches
 from elche_jax.engine.program import Program
-from elche_jax.engine.runner import Runner
+from elche_jax.engine.replicas import unreplicate
+from elche_jax.engine.runner import Runner, WindowProgram
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.trainable import Selection, select_trainable
 from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.report import RunReport, make_report
 from elche_jax.train.feed import DataPlan
-from elche_jax.train.finite import FiniteWatch
+from elche_jax.train.finite import AVERAGES, GRADIENTS, FiniteWatch
+from elche_jax.train.guarding import GuardWatch
 from elche_jax.train.initial import (
     check_buffers,
     check_model_state,
@@ -75,13 +82,15 @@ class TrainStep:
         self._groups = group_devices(devices)  # one: build_train_step sees to it
         self._options = options
         self._pace = Pace(Scheduler(cadence), len(devices), options.hint, options.timeline)
-        self._watch = FiniteWatch(options.finite, devices)
+        self._watch = _finite_watch(options, devices)
+        self._guard = GuardWatch(options.guard, devices) if options.guard else None
         self._cache = CompileCache()
         self._runners: dict[Any, Runner] = {}
         self._last_run: Run | None = None
         self._initial: Initial | None = None
         self._loading = Loading(devices)
         self._verified = False
+        self._average: Mapped | None = None
 
     @property
     def world_size(self) -> int:
@@ -147,8 +156,20 @@ class TrainStep:
 
     @property
     def skipped(self) -> int:
-        """Windows whose update was dropped as not finite, among those that are over."""
+        """Windows that were not finite, among those that are over: their update was
+        dropped, or, under `averaging`, some device was left out."""
         return self._watch.skipped
+
+    @property
+    def left_out(self) -> tuple[int, ...]:
+        """Windows from whose average each device was left out as not finite."""
+        return tuple(self._watch.left_out)
+
+    @property
+    def divergence(self) -> list[Divergence]:
+        """How far the devices were apart at the end of the last 64 windows, oldest first;
+        empty without `averaging`."""
+        return self._guard.history if self._guard is not None else []
 
     def init(self, params: PyTree, *, model_state: PyTree = None, rng: Any = 0) -> TrainState:
         """Makes the replicated training state, and begins a new run.
@@ -170,9 +191,11 @@ class TrainStep:
             TypeError: A leaf of `params` that is trained is not a float array; `rng` is
                 neither; a rule of `merge` does not fit its leaf.
             ValueError: `trainable` or `merge` do not fit.
-            NonFiniteError: Of windows of the run before, which the loop left early.
+            NonFiniteError, ReplicaMismatch: Of windows of the run before, which the loop
+                left early, where that run is closed; else the next `windows` raises it.
         """
-        self._settle()
+        if self._last_run is not None and self._last_run.closed:
+            self._settle()
         for runner in self._runners.values():
             runner.release()
         check_one_copy("TrainStep.init", "params", params)
@@ -184,13 +207,18 @@ class TrainStep:
                 f"got None and merge={self._options.merge!r}. Pass model_state, or leave merge out."
             )
         selection = select_trainable(self._options.trainable, params)
-        merge = resolve_merge(self._options.merge, jax.eval_shape(lambda: model_state))
+        merge = resolve_merge(
+            self._options.merge,
+            jax.eval_shape(lambda: model_state),
+            may_keep=self._options.averaging is not None,
+        )
         state = initial_state(
             self._optimizer, params, model_state, rng, self.devices, selection,
-            self._options.loss_scale,
+            self._options.loss_scale, self._options.averaging,
         )  # fmt: skip
         self._initial = Initial(shapes_of(state), key_impl_of(rng), selection, merge)
-        self._watch = FiniteWatch(self._options.finite, self.devices)
+        self._watch = _finite_watch(self._options, self.devices)
+        self._guard = GuardWatch(self._options.guard, self.devices) if self._guard else None
         self._pace.restart()
         return state
 
@@ -274,7 +302,7 @@ class TrainStep:
         plan = DataPlan(source, size, seed, shuffle, drop_last, where, window_bytes, microbatch)
         feed = self._loading.feed(plan, runner, self._pace.adaptive, self._pace.largest)
         start = cursor or Cursor(window=self._pace.windows)
-        run = Run(feed, self._pace, start, epochs, self._watch, runner)
+        run = Run(feed, self._pace, start, epochs, self._watch, runner, guard=self._guard)
         self._last_run = run
         return Windows(run, len(self.devices))
 
@@ -334,10 +362,36 @@ class TrainStep:
             raise
         steady = self._cache.stats.misses == misses
         sums = self._checksums(state, window)
-        run.dispatched(window, at, steady, metrics["finite"], token, sums)
+        run.dispatched(window, at, steady, metrics["finite"], token, sums, metrics)
         if self._options.emulate is not None:
             self._options.emulate.settle()
         return state, dict(metrics)  # the run reads its own when the window is over
+
+    def average(self, state: TrainState) -> PyTree:
+        """One set of parameters of a state, whatever the devices' copies are.
+
+        Where they are alike, as in gradient mode, it is `unreplicate(state.params)`. With
+        `DiLoCo(fragments=...)` they differ between exchanges: arrays are averaged by the
+        steps since their last one.
+
+        Args:
+            state: A state of this training step; it stays as it is.
+
+        Returns:
+            Parameters, leaves of one device's shape.
+
+        Raises:
+            TypeError: `state` is no training state on the devices.
+            ValueError: A leaf of it was given up in an earlier call.
+        """
+        check_buffers(state, "TrainStep.average")
+        averaging = self._options.averaging
+        if averaging is None or self._initial is None:
+            return unreplicate(state.params)
+        if self._average is None:
+            mean = partial(average, averaging, self._initial.selection, len(self.devices))
+            self._average = Mapped(mean, self.devices, donate=())
+        return unreplicate(self._average(state)[0])
 
     def report(self) -> RunReport:
         """What was measured so far: speeds, counts, busy shares, compiles."""
@@ -368,7 +422,19 @@ class TrainStep:
         if every is None or len(self.devices) == 1 or (self._verified and window.index % every):
             return None
         self._verified = True
-        return checksums(state, self.devices)
+        return checksums(window.run.runner.replicated(state), self.devices)
+
+    def _program(self, work: Microbatches, merge: MergeRules) -> WindowProgram:
+        options, size = self._options, len(self.devices)
+        if options.averaging is not None:
+            return LocalProgram(
+                work, self._optimizer, options.averaging, size, merge, options.max_grad_norm,
+                options.emulate,
+            )  # fmt: skip
+        return Program(
+            work, self._optimizer, size, options.max_grad_norm, options.finite.drops, merge,
+            options.exchange_dtype, options.emulate,
+        )  # fmt: skip
 
     def _runner(
         self, microbatch: PyTree, mask_key: str | None, source: Any, size: int, drop_last: bool
@@ -404,10 +470,14 @@ class TrainStep:
             tuple((x.shape, x.dtype) for x in leaves),
         )  # fmt: skip
         if known not in self._runners:
-            program = Program(
-                loss_fn, form.form, names, self._optimizer, len(self.devices), impl,
-                options.max_grad_norm, options.finite.drops, initial.selection, initial.merge,
-                options.precision, options.exchange_dtype, options.emulate,
-            )  # fmt: skip
+            work = Microbatches(
+                loss_fn, form.form, names, impl, initial.selection, options.precision
+            )
+            program = self._program(work, initial.merge)
             self._runners[known] = Runner(program, self._groups[0], self._cache, shapes)
         return self._runners[known]
+
+
+def _finite_watch(options: Options, devices: tuple[jax.Device, ...]) -> FiniteWatch:
+    wording = GRADIENTS if options.averaging is None else AVERAGES
+    return FiniteWatch(options.finite, devices, wording)

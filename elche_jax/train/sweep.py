@@ -19,8 +19,8 @@ from elche_jax.data.order import Cursor
 from elche_jax.data.source import IterableSource
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import Group, check_one_kind, select_devices
+from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.loss import check_mask_key
-from elche_jax.engine.program import LoopHook
 from elche_jax.engine.replicas import devices_of, replicate
 from elche_jax.engine.runner import signature
 from elche_jax.engine.state import TrainState

@@ -16,6 +16,7 @@ from elche_jax.engine.loss import (
     inspect_loss,
     microbatch_terms,
 )
+from elche_jax.engine.microbatch import Microbatches
 from elche_jax.engine.program import Program
 from elche_jax.engine.state import TrainState
 
@@ -177,17 +178,16 @@ def test_model_state_is_handed_on():
 
 def accumulate(loss_fn, numbers, has_aux=False):
     """Sums of a program over microbatches of one example each, on one device."""
-    program = Program(
-        LossFn(loss_fn, has_aux=has_aux), "weighted", ("acc",) if has_aux else (),
-        optax.sgd(0.1), world_size=1, key_impl="threefry2x32",
-    )  # fmt: skip
+    metrics = ("acc",) if has_aux else ()
+    work = Microbatches(LossFn(loss_fn, has_aux=has_aux), "weighted", metrics, "threefry2x32")
+    program = Program(work, optax.sgd(0.1), world_size=1)
     params = {"w": jnp.float32(3)}
     zero = jnp.int32(0)
     state = TrainState(params, (), None, jax.random.key_data(KEY), zero, zero, zero)
     rows = jnp.array(numbers, jnp.float32)[:, None]
     pieces = Pieces(({"x": rows[:2]}, {"x": rows[2:]}))
     orders = Orders(jnp.array([3, 0, 1, -1, 0], jnp.int32))
-    (sums, _), _ = jax.jit(program.accumulate)(state, program.zeros(params, None), pieces, orders)
+    (sums, _), _ = jax.jit(program.accumulate)(state, program.zeros(state), pieces, orders)
     return sums
 
 

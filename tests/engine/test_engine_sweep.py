@@ -327,6 +327,11 @@ ONE = r"metric 'm' must be a scalar, an array of one entry per example \(4\), or
             {"m": elche.Weighted(VALUES, VALUES * 1j)},
             r"metric 'm' must be of real .* dtype float32 and an array .* dtype complex64\.$",
         ),
+        (
+            {"m": elche.Weighted(np.float32(1), jnp.bfloat16(3))},
+            r"the weight of metric 'm' must be an integer, a bool or a float of at least 32 bits, "
+            r"as bfloat16 rounds counts, got an array of shape \(\) and dtype bfloat16\. Sum mas",
+        ),
     ],
 )
 def test_what_is_no_metric(value, message):

@@ -15,6 +15,7 @@ from elche_jax.data.split import Range
 from elche_jax.engine.fetch import Orders, Pieces
 from elche_jax.engine.loss import LossFn
 from elche_jax.engine.mapped import AXIS, Mapped, stacked_sharding
+from elche_jax.engine.microbatch import Microbatches
 from elche_jax.engine.program import Program
 from elche_jax.engine.replicas import replicate
 from elche_jax.engine.state import TrainState
@@ -302,16 +303,13 @@ def loss_fn(params, batch, rng):
 def sums_of(hook, world_size, counts):
     """A program's sums over a window of random data, one row per device."""
     devices = jax.devices()[:world_size]
-    program = Program(
-        LossFn(loss_fn, has_aux=True), "vector", ("error",), optax.sgd(0.1),
-        world_size, "threefry2x32", hook=hook,
-    )  # fmt: skip
+    work = Microbatches(LossFn(loss_fn, has_aux=True), "vector", ("error",), "threefry2x32")
+    program = Program(work, optax.sgd(0.1), world_size, hook=hook)
     params = {"w": np.linspace(-1, 1, 4, dtype=np.float32)}
     key = np.asarray(jax.random.key_data(jax.random.key(3)))
-    state = replicate(
-        TrainState(params, (), None, key, np.int32(11), np.int32(0), np.int32(0)), devices
-    )
-    zeros = jax.eval_shape(program.zeros, params, None)
+    one = TrainState(params, (), None, key, np.int32(11), np.int32(0), np.int32(0))
+    state = replicate(one, devices)
+    zeros = jax.eval_shape(program.zeros, one)
     sums = replicate(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), zeros), devices)
     rng = np.random.default_rng(0)
     pieces = Pieces(

@@ -3,11 +3,13 @@
 import errno
 import gc
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
@@ -447,12 +449,175 @@ def test_a_file_that_falls_far_behind_is_given_up(monkeypatch, caplog):
     assert disk.content.count(b"\n") == 1 and not threads()
 
 
+def test_a_flush_that_gives_up_waiting_does_not_give_up_the_file(monkeypatch, caplog):
+    monkeypatch.setattr(line_writer, "PATIENCE_S", 0.05)
+    disk = Slow()
+    timeline = on(disk, monkeypatch)
+    skip(timeline, 0)
+    with pytest.raises(OSError, match="the file has taken nothing"):
+        timeline.flush()
+    disk.go.set()
+    monkeypatch.setattr(line_writer, "PATIENCE_S", 10.0)
+    skip(timeline, 1)
+    timeline.close()
+    assert disk.content.count(b"\n") == 2 and not caplog.records
+
+
+def test_a_close_that_was_interrupted_may_be_repeated(monkeypatch):
+    disk = Slow()
+    timeline = on(disk, monkeypatch)
+    skip(timeline, 0)
+    assert disk.asked.wait(10)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Condition, "wait_for", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            timeline.close()
+    disk.go.set()
+    timeline.close()
+    assert disk.content.count(b"\n") == 1 and disk.closed and not threads()
+
+
+def _interrupted(condition, predicate, timeout=None):
+    raise KeyboardInterrupt
+
+
 def test_one_that_is_forgotten_still_writes_and_ends(tmp_path):
     timeline = Timeline(tmp_path / "run.jsonl")
     skip(timeline, 0)
+    writing = threads()
     del timeline
     gc.collect()
+    for thread in writing:
+        thread.join(10)
     assert len(Timeline.read(tmp_path / "run.jsonl")) == 1 and not threads()
+
+
+@full_disk
+def test_an_error_does_not_hold_what_it_was_raised_through(caplog):
+    timeline = Timeline(FULL)
+
+    def training():
+        state = Disk()
+        skip(timeline, 0)
+        with pytest.raises(OSError, match="No space left"):
+            timeline.flush()
+        return weakref.ref(state)
+
+    state = training()
+    gc.collect()
+    assert state() is None
+    with pytest.raises(OSError, match="No space left"):
+        timeline.close()
+
+
+def test_a_log_that_reports_to_the_timeline_does_not_hang(monkeypatch):
+    monkeypatch.setattr(line_writer, "BACKLOG", 1)
+    disk = Slow()
+    timeline = on(disk, monkeypatch)
+    handler = logging.Handler()
+    handler.emit = lambda record: skip(timeline, 99)
+    log = logging.getLogger("elche_jax")
+    log.addHandler(handler)
+    try:
+        skip(timeline, 0)
+        assert disk.asked.wait(10)
+        for window in range(1, 5):
+            skip(timeline, window)
+    finally:
+        log.removeHandler(handler)
+        disk.go.set()
+    assert [event.window for event in timeline.events] == [0, 1, 2, 99, 3, 4]
+    with pytest.raises(OSError, match="1 lines wait"):
+        timeline.close()
+
+
+FORKED = """
+import os, sys
+from elche_jax.observe.timeline import SkipEvent, Timeline
+timeline = Timeline(sys.argv[1])
+timeline.add(SkipEvent, window=0, epoch=0, reason="parent")
+timeline.flush()
+child = os.fork()
+timeline.add(SkipEvent, window=1, epoch=0, reason="child" if child == 0 else "parent")
+if child == 0:
+    try:
+        timeline.close()
+    except OSError as error:
+        print(error)
+    sys.exit(3)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+timeline.close()
+"""
+
+
+def test_a_forked_process_says_that_it_cannot_write(tmp_path):
+    path = tmp_path / "run.jsonl"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, str(path)], env=env, check=True, timeout=60,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert "the process that opened it has been forked" in done.stdout
+    assert "could not be written, events are kept in memory only" in done.stderr
+    assert [event.reason for event in Timeline.read(path)] == ["parent", "parent"]
+
+
+STUCK = """
+import os, sys, threading
+from elche_jax.observe import line_writer
+from elche_jax.observe.timeline import SkipEvent, Timeline
+line_writer.PATIENCE_S = 0.3
+reader = threading.Thread(target=lambda: os.open(sys.argv[1], os.O_RDONLY))
+reader.start()
+timeline = Timeline(sys.argv[1])  # a pipe that nobody drains
+for window in range(2000):
+    timeline.add(SkipEvent, window=window, epoch=0, reason="x" * 100)
+"""
+
+
+def test_the_end_of_the_interpreter_says_what_could_not_be_written(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK, str(pipe)], env=env, timeout=60, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert "the file has taken nothing for 0.3 s" in done.stderr
+
+
+CYCLE = """
+import gc, sys, time
+from elche_jax.observe import timeline as module
+from elche_jax.observe.timeline import SkipEvent, Timeline
+gc.disable()
+
+class Disk:
+    lines = 0
+    def write(self, data):
+        gc.collect()  # in the writer's own thread
+        time.sleep(0.01)
+        Disk.lines += 1
+        open(sys.argv[1], "w").write(str(Disk.lines))
+        return len(data)
+    def close(self):
+        pass
+
+module._open = lambda path: Disk()
+timeline = Timeline("x")
+timeline.itself = timeline
+for window in range(50):
+    timeline.add(SkipEvent, window=window, epoch=0, reason="x")
+del timeline
+"""
+
+
+def test_a_timeline_collected_in_its_own_thread_is_still_written_whole(tmp_path):
+    path = tmp_path / "lines"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", CYCLE, str(path)], env=env, check=True, timeout=60)
+    assert path.read_text() == "50"
 
 
 FORGOTTEN = """
@@ -524,7 +689,8 @@ def test_what_is_no_event():
         timeline.window({"window": 3})
     for kind in ("skip", Event, WindowRecord, []):
         with pytest.raises(
-            ValueError, match=r"^Timeline\.add: kind must be one of WindowEvent, SkipEvent, got "
+            ValueError,
+            match=r"^Timeline\.add: kind must be one of WindowEvent, SkipEvent, Verdict",
         ):
             timeline.add(kind, window=3)
     with pytest.raises(TypeError, match=r"missing 1 required .* 'reason'"):

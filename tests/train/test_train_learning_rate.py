@@ -325,8 +325,8 @@ def test_arguments_without_a_schedule_are_noticed(caplog):
     schedule_by_work(optax.sgd)(learning_rate=0.1)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "elche: schedule_by_work has no effect: none of the arguments of sgd is a schedule; one "
-        "inside it still counts updates."
+        "elche: schedule_by_work was given no schedule among the arguments of sgd, so that none "
+        "counts work; one inside it still counts updates."
     )
 
 

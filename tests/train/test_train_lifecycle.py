@@ -305,6 +305,17 @@ def test_a_run_left_early_is_heard_of_before_the_next_one():
     train.init(PARAMS)  # it was told
 
 
+def test_a_run_that_is_still_open_is_heard_of_after_init():
+    train = build(loss=lambda params, batch, rng: (params["w"] * jnp.inf).sum())
+    state = train.init(PARAMS)
+    windows = train.windows(data(), 4)
+    train(state, next(windows))
+    train.init(PARAMS)
+    windows.close()
+    with pytest.raises(elche.NonFiniteError, match=r"^train: .* those of window 0 "):
+        train.windows(data(), 4)
+
+
 def test_window_bytes_are_those_of_streamed_data():
     train = build(2)
     train.init(PARAMS)

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import weakref
 from dataclasses import dataclass
 
 import flax.linen as nn
@@ -231,6 +232,21 @@ def test_data_are_not_kept_on_the_devices():
     gc.collect()
     new = [array for array in jax.live_arrays() if id(array) not in before]
     assert max((array.size for array in new), default=0) < x.size
+
+
+def test_an_iterator_that_was_read_is_let_go():
+    class Microbatches:
+        def __iter__(self):
+            return iter([np.ones(4, "f"), np.ones(4, "f")])
+
+    source = Microbatches()
+    gone = weakref.ref(source)
+    iterator = iter(source)
+    elche.predict(double, np.float32(2), source, devices=jax.devices()[:2])
+    elche.predict(double, np.float32(2), iterator, devices=jax.devices()[:2])
+    del source, iterator
+    gc.collect()
+    assert gone() is None
 
 
 def test_functions_that_are_alike_and_not_the_same():

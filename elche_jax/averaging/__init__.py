@@ -1,0 +1,1 @@
+"""Averaging in parameter space: devices take optimizer steps of their own, then join."""

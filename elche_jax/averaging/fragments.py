@@ -1,0 +1,37 @@
+"""Which arrays are exchanged in which window."""
+
+from collections.abc import Sequence
+
+from elche_jax import _check as check
+
+
+def assign_fragments(sizes: Sequence[int], fragments: int) -> tuple[tuple[int, ...], ...]:
+    """Shares arrays out into parts of about the same size.
+
+    The largest array that is left goes to the smallest part, ties to the first.
+
+    Args:
+        sizes: Elements of every array.
+        fragments: Number of parts.
+
+    Returns:
+        For every part the numbers of its arrays, ascending; none is empty.
+
+    Raises:
+        ValueError: There are more parts than arrays.
+
+    Example:
+        >>> from elche_jax.averaging.fragments import assign_fragments
+        >>> assign_fragments([4, 100, 90, 5], 2)
+        ((1,), (0, 2, 3))
+    """
+    if fragments > len(sizes):
+        rule = f"be at most the number of arrays that are trained ({len(sizes)})"
+        raise ValueError(check.message("DiLoCo", "fragments", rule, fragments))
+    parts: list[list[int]] = [[] for _ in range(fragments)]
+    loads = [0] * fragments
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        lightest = min(range(fragments), key=lambda p: (loads[p], len(parts[p])))
+        parts[lightest].append(i)
+        loads[lightest] += sizes[i]
+    return tuple(tuple(sorted(part)) for part in parts)

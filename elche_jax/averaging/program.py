@@ -1,0 +1,337 @@
+"""What a device computes in a window of its own optimizer steps, and how windows end.
+
+`accumulate` takes the steps, without a collective; `combine` joins what the devices have
+made of the common parameters. See `elche_jax.averaging.rules` for the equations.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from elche_jax.averaging.fragments import assign_fragments
+from elche_jax.averaging.join import (
+    Join,
+    Joined,
+    Share,
+    distances,
+    mean,
+    pick,
+    put,
+    share_of,
+    switch,
+)
+from elche_jax.averaging.rules import Averaging
+from elche_jax.averaging.state import AveragingState
+from elche_jax.engine.exchange import packed_psum
+from elche_jax.engine.fetch import Orders, Payload
+from elche_jax.engine.loop import LoopHook, run_loop
+from elche_jax.engine.mapped import AXIS
+from elche_jax.engine.merge import MergeRules, changes, merged
+from elche_jax.engine.microbatch import Microbatches, all_finite, clip, floats
+from elche_jax.engine.state import TrainState
+from elche_jax.engine.trainable import Selection
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Walk:
+    """What a device carries through its steps of a window.
+
+    Attributes:
+        trained: Its parameters, those that are trained.
+        opt_state: State of its optimizer.
+        model_state: Its model state.
+        loss: Sum of `weight * loss`, float32.
+        weight: Sum of the weights, float32.
+        count: Number of microbatches, float32.
+        examples: Number of valid examples, float32.
+        metrics: Sums of `weight * metric`, float32.
+    """
+
+    trained: PyTree
+    opt_state: PyTree
+    model_state: PyTree
+    loss: Any
+    weight: Any
+    count: Any
+    examples: Any
+    metrics: dict[str, Any]
+
+    def replace(self, **changes: Any) -> "Walk":
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class LocalProgram:
+    """The functions of a window of local steps, per device; traced, no state of their own.
+
+    Attributes:
+        work: The gradient of a microbatch.
+        tx: The optax optimizer of each device.
+        averaging: How parameters are joined.
+        world_size: Number of devices.
+        merge: How model state is merged.
+        max_grad_norm: Clips the gradient of every microbatch; or None.
+        hook: Emulation, or None.
+    """
+
+    work: Microbatches
+    tx: optax.GradientTransformation
+    averaging: Averaging
+    world_size: int
+    merge: MergeRules
+    max_grad_norm: float | None = None
+    hook: LoopHook | None = None
+
+    def reads(self, state: TrainState) -> TrainState:
+        """What the steps begin with."""
+        return state.replace(averaging=None)
+
+    def replicated(self, state: TrainState) -> TrainState:
+        """What of a state must be the same on all devices, the rest being None."""
+        if self.averaging.optimizer_state == "keep":
+            state = state.replace(opt_state=None)
+        if self.averaging.fragments > 1:
+            state = state.replace(params=None)
+        if isinstance(state.averaging, AveragingState):
+            state = state.replace(averaging=state.averaging.replicated)
+        leaves = jax.tree.leaves(state.model_state)
+        kept = zip(leaves, self.merge.rules, strict=True)
+        return state.replace(model_state=[leaf for leaf, rule in kept if rule != "keep"])
+
+    def zeros(self, state: TrainState) -> Walk:
+        """Before the first step."""
+        zero = jnp.zeros((), jnp.float32)
+        trained, _ = self.work.selection.split(state.params)
+        metrics = dict.fromkeys(self.work.metrics, zero)
+        return Walk(trained, state.opt_state, state.model_state, zero, zero, zero, zero, metrics)
+
+    def accumulate(
+        self, state: TrainState, walk: Walk, payload: Payload, orders: Orders
+    ) -> tuple[tuple[Walk, Any], None]:
+        """Takes `orders.count` steps; gives `((walk, token), None)`."""
+        fresh = orders.fresh
+        walk = jax.tree.map(lambda a, b: jnp.where(fresh, a, b), self.zeros(state), walk)
+        walk, token = self._loop(state, walk, payload, orders)
+        return (walk, token), None
+
+    def window(
+        self, state: TrainState, payload: Payload, orders: Orders, single: bool
+    ) -> tuple[TrainState, Any, dict[str, Any]]:
+        """Both at once, for one device; `single` says the window is one microbatch."""
+        walk = self.zeros(state)
+        if single and self.hook is None:
+            walk = self._body(state, payload, orders)(jnp.int32(0), walk)
+        else:
+            walk, _ = self._loop(state, walk, payload, orders)
+        return self.combine(state, walk)
+
+    def combine(self, state: TrainState, walk: Walk) -> tuple[TrainState, Any, dict[str, Any]]:
+        """Joins the devices.
+
+        Returns:
+            The new state, whether this device's own part was finite, and the metrics.
+        """
+        own = all_finite((walk.trained, walk.loss, walk.weight, *floats(walk.model_state)))
+        share = share_of(walk.count, own, self.averaging.exponent, state.step, self.world_size)
+        trained, frozen = self.work.selection.split(state.params)
+        new, extra, said = self._join(state, trained, walk, own, share)
+        made = (
+            self.work.selection.join(new, frozen),
+            self._optimizer_state(state, walk, new, own, share),
+            self._merged(self.merge, walk.model_state, state.model_state, share),
+            extra,
+        )
+        kept = (state.params, state.opt_state, state.model_state, state.averaging)
+        good = share.good  # else no device has anything to give
+        made = jax.tree.map(lambda a, b: jnp.where(good, a, b), made, kept)
+        metrics, totals = self._metrics(walk, own)
+        params, opt_state, model_state, extra = made
+        state = state.replace(
+            params=params,
+            opt_state=opt_state,
+            model_state=model_state,
+            averaging=extra,
+            microbatches=state.microbatches + totals["count"].astype(jnp.int32),
+            examples=state.examples + totals["examples"].astype(jnp.int32),
+            step=state.step + 1,
+        )
+        return state, own, metrics | said
+
+    def _loop(
+        self, state: TrainState, walk: Walk, payload: Payload, orders: Orders
+    ) -> tuple[Walk, Any]:
+        body = self._body(state, payload, orders)
+        return run_loop(self.hook, self.world_size, state.step, orders, body, walk)
+
+    def _body(
+        self, state: TrainState, payload: Payload, orders: Orders
+    ) -> Callable[[Any, Walk], Walk]:
+        gradient = self.work.gradient(state, payload, orders)
+        tx = optax.with_extra_args_support(self.tx)
+
+        def body(i: Any, walk: Walk) -> Walk:
+            own = gradient(i, walk.trained, walk.model_state)
+            grads = clip(own.grads, self.max_grad_norm)
+            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, walk.trained)
+            # the work done is that before the window: within it nobody knows the others'
+            updates, opt_state = tx.update(
+                grads, walk.opt_state, walk.trained, value=own.loss, grad=grads,
+                microbatches=state.microbatches, examples=state.examples,
+            )  # fmt: skip
+            trained = optax.apply_updates(walk.trained, updates)
+            if self.work.form == "weighted":  # no weight, no step
+                trained, opt_state = jax.tree.map(
+                    lambda new, old: jnp.where(own.weight > 0, new, old),
+                    (trained, opt_state),
+                    (walk.trained, walk.opt_state),
+                )
+            return Walk(
+                trained,
+                opt_state,
+                own.model_state,
+                walk.loss + own.loss * own.weight,
+                walk.weight + own.weight,
+                walk.count + 1,
+                walk.examples + own.valid.astype(jnp.float32),
+                {name: walk.metrics[name] + own.metrics[name] for name in self.work.metrics},
+            )
+
+        return body
+
+    # -- the end of a window ---------------------------------------------------------
+
+    def _join(
+        self, state: TrainState, trained: PyTree, walk: Walk, own: Any, share: Share
+    ) -> tuple[PyTree, AveragingState | None, dict[str, Any]]:
+        """The new trained parameters and averaging state, and what there is to say."""
+        before, structure = jax.tree.flatten(trained)
+        mine = jax.tree.leaves(walk.trained)
+        join = Join(self.averaging, self.world_size)
+        kept = state.averaging
+        if kept is None:
+            joined = join(before, mine, None, [], share)
+            return structure.unflatten(joined.params), None, self._said(joined, own, share)
+        parts = assign_fragments([leaf.size for leaf in before], self.averaging.fragments)
+        steps = kept.steps + walk.count
+        several = len(parts) > 1
+        base = kept.base if several else before
+
+        def part(number: int) -> Callable[..., Any]:
+            members = parts[number]
+
+            def run(base: Any, mine: Any, outer: Any, error: Any, steps: Any) -> Any:
+                exponent, size = self.averaging.exponent, self.world_size
+                mine_share = share_of(steps[number], own, exponent, state.step, size)
+                joined = join(
+                    pick(base, members), pick(mine, members), outer[number],
+                    pick(error, members) if error else [], mine_share,
+                )  # fmt: skip
+                if several:  # the rest of a device that is left out begins anew, too
+                    mine = [jnp.where(own, y, x) for x, y in zip(base, mine, strict=True)]
+                    steps = jnp.where(own, steps, 0)
+                outer = (*outer[:number], joined.outer, *outer[number + 1 :])
+                return (
+                    put(mine, members, joined.params),
+                    put(base if several else [], members, joined.params),
+                    outer,
+                    put(error, members, joined.error),
+                    steps.at[number].set(0),
+                    self._said(joined, own, mine_share),
+                )
+
+            return run
+
+        which = state.step % len(parts)
+        branches = [part(number) for number in range(len(parts))]
+        params, base, outer, error, steps, said = switch(
+            which, branches, base, mine, kept.outer, kept.error, steps
+        )
+        return structure.unflatten(params), AveragingState(outer, base, steps, error), said
+
+    def _said(self, joined: Joined, own: Any, share: Share) -> dict[str, Any]:
+        """Metrics of the synchronisation; those of devices have shape `(devices,)`."""
+        numbers = jnp.where(own, joined.numbers, jnp.nan)
+        row = jnp.concatenate([numbers, share.own[None]])
+        rows = jax.lax.all_gather(row, AXIS) if self.world_size > 1 else row[None]
+        *sums, shares = rows.T
+        workers = 1 / jnp.where(share.good, (shares**2).sum(), 1)
+        sent = jnp.float32(joined.sent)
+        return distances(sums) | {"share": shares, "workers": workers, "exchange_bytes": sent}
+
+    def _optimizer_state(
+        self, state: TrainState, walk: Walk, new: PyTree, own: Any, share: Share
+    ) -> PyTree:
+        how = self.averaging.optimizer_state
+        if how == "reset":
+            return self.tx.init(new)
+        if how == "keep":
+            return jax.tree.map(
+                lambda a, b: jnp.where(own, a, b), walk.opt_state, self.tx.init(new)
+            )
+        rules = _rules_of(state.opt_state)
+        return self._merged(rules, walk.opt_state, state.opt_state, share)
+
+    def _merged(self, rules: MergeRules, new: PyTree, old: PyTree, share: Share) -> PyTree:
+        if self.world_size == 1:
+            return new
+        moved = packed_psum(changes(rules, new, old, share.own), AXIS)
+        return merged(rules, new, old, share.own, moved, jnp.float32(1))
+
+    def _metrics(self, walk: Walk, own: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The metrics of the window, and sums over the devices."""
+        seen = {"loss": walk.loss, "weight": walk.weight, "metrics": walk.metrics}
+        sums = jax.tree.map(lambda x: jnp.where(own, x, 0), seen)
+        bad = (~own).astype(jnp.float32)
+        sums |= {"count": walk.count, "examples": walk.examples, "bad": bad}
+        totals = packed_psum(sums, AXIS) if self.world_size > 1 else sums
+        scale = jnp.where(totals["weight"] > 0, 1 / totals["weight"], 0)
+        metrics = {name: value * scale for name, value in totals["metrics"].items()}
+        metrics |= {
+            "loss": totals["loss"] * scale,
+            "weight": totals["weight"],
+            "finite": totals["bad"] == 0,
+        }
+        return metrics, totals
+
+
+def average(
+    averaging: Averaging, selection: Selection, world_size: int, state: TrainState
+) -> tuple[PyTree, None]:
+    """The devices' parameters as one, whether or not a synchronisation is due.
+
+    Arrays are averaged by the steps since their last exchange; without any, they are
+    alike.
+    """
+    trained, frozen = selection.split(state.params)
+    kept: AveragingState | None = state.averaging
+    if kept is None or not kept.base or world_size == 1:
+        return state.params, None
+    leaves, structure = jax.tree.flatten(trained)
+    parts = assign_fragments([leaf.size for leaf in leaves], averaging.fragments)
+    for number, members in enumerate(parts):
+        everyone = jnp.bool_(True)
+        steps, exponent = kept.steps[number], averaging.exponent
+        share = share_of(steps, everyone, exponent, state.step, world_size)
+        base, own = pick(kept.base, members), pick(leaves, members)
+        leaves = put(leaves, members, mean(base, own, share))
+    return selection.join(structure.unflatten(leaves), frozen), None
+
+
+def _rules_of(opt_state: PyTree) -> MergeRules:
+    """Floats are averaged, keys are the first device's, all else is the maximum."""
+
+    def rule(leaf: Any) -> str:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return "first"
+        return "mean" if jnp.issubdtype(leaf.dtype, jnp.floating) else "max"
+
+    rules = tuple(map(rule, jax.tree.leaves(opt_state)))
+    return MergeRules(rules, (None,) * len(rules))

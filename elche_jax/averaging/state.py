@@ -1,0 +1,62 @@
+"""What averaging adds to the training state."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from elche_jax.averaging.fragments import assign_fragments
+from elche_jax.averaging.rules import Averaging
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AveragingState:
+    """State of `DiLoCo`; leaves are stacked like those of the training state.
+
+    Attributes:
+        outer: State of the outer optimizer, one per fragment.
+        base: The parameters of the last exchange, in the order of the leaves that are
+            trained; empty with one fragment, where they are the training state's own.
+        steps: This device's steps since the last exchange of every fragment, float32,
+            `(fragments,)`.
+        error: What this device's differences have lost to compression, float32, in the
+            order of the leaves that are trained; empty unless `compression="int8"`.
+    """
+
+    outer: tuple[PyTree, ...]
+    base: list[Any]
+    steps: Any
+    error: list[Any]
+
+    @property
+    def replicated(self) -> "AveragingState":
+        """The part that must be the same on all devices; the rest is None."""
+        return replace(self, steps=None, error=[])
+
+
+def initial_averaging(averaging: Averaging | None, trained: PyTree) -> AveragingState | None:
+    """The state before the first window, of one device; None where there is none.
+
+    Args:
+        averaging: The rule.
+        trained: Parameters that are trained.
+
+    Raises:
+        ValueError: There are more fragments than arrays.
+    """
+    if averaging is None or averaging.outer is None:
+        return None
+    leaves = jax.tree.leaves(trained)
+    parts = assign_fragments([leaf.size for leaf in leaves], averaging.fragments)
+    several = len(parts) > 1
+    int8 = averaging.compression == "int8"
+    return AveragingState(
+        outer=tuple(averaging.outer.init([jnp.asarray(leaves[i]) for i in part]) for part in parts),
+        base=leaves if several else [],
+        steps=jnp.zeros((len(parts),), jnp.float32),
+        error=[jnp.zeros(leaf.shape, jnp.float32) for leaf in leaves] if int8 else [],
+    )

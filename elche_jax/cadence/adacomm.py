@@ -1,0 +1,100 @@
+"""AdaComm: windows shrink as the loss falls."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar, cast
+
+from elche_jax import _check as check
+from elche_jax.cadence.anchor_rule import AnchorRule, AnchorRuleState
+from elche_jax.cadence.base import WindowReport
+
+
+@dataclass(frozen=True)
+class AdaCommState(AnchorRuleState):
+    """State of `AdaComm`: plain numbers.
+
+    Attributes:
+        first_loss: Mean loss of the first interval, ``None`` until it is over.
+        sum_loss: Sum of the losses of this interval.
+        losses: Number of them.
+        rule: The anchor that the rule wants, 0 before the first interval is over.
+    """
+
+    first_loss: float | None = None
+    sum_loss: float = 0.0
+    losses: int = 0
+    rule: int = 0
+
+
+@dataclass(frozen=True)
+class AdaComm(AnchorRule):
+    """Adaptive communication (Wang and Joshi 2019, arXiv:1810.08313).
+
+    Every ``interval`` windows, with ``F`` the mean loss of the last interval and ``F0``
+    that of the first,
+
+        new    = ceil(sqrt(F / F0) * anchor)
+        anchor = new                              if that is below the one in force
+        anchor = max(1, ceil(shrink * in force))  else
+
+    Rare synchronisation is fast at first, and costs accuracy towards the end.
+
+    Attributes:
+        anchor: First count of the slowest device, at least 1.
+        interval: Windows between two changes, at least 1.
+        shrink: What the anchor is multiplied by where the loss does not fall enough, in
+            ``(0, 1]``.
+
+    Raises:
+        TypeError: If an argument is of the wrong type.
+        ValueError: If an argument is out of range; in ``update``, if the report has no
+            loss, or a negative one.
+
+    Example:
+        >>> rule = AdaComm(anchor=16, interval=1)
+        >>> state = rule.init(2)
+        >>> for loss in (4.0, 1.0):
+        ...     state = rule.update(state, WindowReport((9.0, 9.0), state.counts, 0.1, loss))
+        >>> state.counts
+        (8, 8)
+    """
+
+    state_type: ClassVar[type[AnchorRuleState]] = AdaCommState
+    uses_loss: ClassVar[bool] = True
+
+    anchor: int = 16
+    interval: int = 10
+    shrink: float = 0.5
+
+    def __post_init__(self) -> None:
+        checked = {
+            "anchor": check.integer("AdaComm", "anchor", self.anchor, low=1),
+            "interval": check.integer("AdaComm", "interval", self.interval, low=1),
+            "shrink": check.real("AdaComm", "shrink", self.shrink, above=0, high=1),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    def wanted(self, state: AnchorRuleState) -> int:
+        """Return the anchor of this interval."""
+        return cast(AdaCommState, state).rule or self.anchor
+
+    def counted(self, state: AnchorRuleState, report: WindowReport) -> AdaCommState:  # type: ignore[override]
+        """Return the state with a window, and its loss, counted in."""
+        if report.loss is None or report.loss < 0:
+            rule = "have a loss, not negative"
+            raise ValueError(check.message("AdaComm.update", "report", rule, report.loss))
+        state = cast(AdaCommState, super().counted(state, report))
+        total, losses = state.sum_loss + report.loss, state.losses + 1
+        if losses < self.interval:
+            return replace(state, sum_loss=total, losses=losses)
+        mean = total / losses
+        first = mean if state.first_loss is None else state.first_loss
+        rule = state.rule or self.anchor
+        if state.first_loss is not None:
+            rule = self._next(rule, mean, first)
+        return replace(state, first_loss=first, sum_loss=0.0, losses=0, rule=rule)
+
+    def _next(self, rule: int, loss: float, first: float) -> int:
+        new = math.ceil(math.sqrt(loss / first) * self.anchor) if first > 0 else rule
+        return max(1, new if new < rule else math.ceil(self.shrink * rule))

@@ -1,0 +1,66 @@
+"""PostLocal: a synchronisation per microbatch first, windows of local steps later."""
+
+from dataclasses import dataclass, replace
+
+from elche_jax import _check as check
+from elche_jax.cadence.anchor_rule import AnchorRule, AnchorRuleState
+from elche_jax.cadence.base import STABLE, Verdict, WindowReport
+
+
+@dataclass(frozen=True)
+class PostLocal(AnchorRule):
+    """Post-local SGD (Lin et al. 2020, arXiv:1808.07217): local steps after a switch.
+
+    The first ``switch`` windows are one microbatch on every device, whatever their
+    speeds; with SGD, with momentum too where ``optimizer_state="average"``, that is what
+    combining gradients does. Later windows have ``anchor`` microbatches on the slowest
+    device and more on the others.
+
+    Attributes:
+        switch: Windows before the switch, at least 0.
+        anchor: Count of the slowest device after it, at least 1.
+
+    Raises:
+        TypeError: If an argument is not an integer.
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> rule = PostLocal(switch=2, anchor=8)
+        >>> state = rule.init(2)
+        >>> for _ in range(2):
+        ...     print(state.counts)
+        ...     state = rule.update(state, WindowReport((6.0, 2.0), state.counts, 0.1))
+        (1, 1)
+        (1, 1)
+        >>> state.counts
+        (8, 24)
+    """
+
+    switch: int
+    anchor: int = 10
+
+    def __post_init__(self) -> None:
+        switch = check.integer("PostLocal", "switch", self.switch, low=0)
+        object.__setattr__(self, "switch", switch)
+        anchor = check.integer("PostLocal", "anchor", self.anchor, low=1)
+        object.__setattr__(self, "anchor", anchor)
+
+    def wanted(self, state: AnchorRuleState) -> int:
+        """Return 1 before the switch, the anchor after it."""
+        return 1 if state.windows < self.switch else self.anchor
+
+    def update(
+        self, state: AnchorRuleState, report: WindowReport, verdict: Verdict = STABLE
+    ) -> AnchorRuleState:
+        """Return the state for the next window, see `AnchorRule.update`.
+
+        Example:
+            >>> rule = PostLocal(switch=9)
+            >>> rule.update(rule.init(2), WindowReport((6.0, 2.0), (1, 1), 0.1)).counts
+            (1, 1)
+        """
+        new = super().update(state, report, verdict)
+        if new.windows >= self.switch:
+            return new
+        # the first counts by speed must not wait for the dead zone
+        return replace(new, counts=(1,) * len(new.counts), calibrated=False)

@@ -1,0 +1,89 @@
+"""The loop over a device's microbatches, and what emulation may put round it."""
+
+from collections.abc import Callable
+from typing import Any, Protocol, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from elche_jax.engine.fetch import Orders
+from elche_jax.engine.mapped import AXIS
+
+PyTree = Any
+Body = Callable[[Any, PyTree], PyTree]
+
+
+class LoopHook(Protocol):
+    """What emulation puts round the loop over microbatches."""
+
+    def check(self, world_size: int) -> None:
+        """Raises `ValueError` where it does not fit the number of devices."""
+        ...
+
+    def begin(self, device: Any, step: Any, fresh: Any) -> Any:
+        """Before the loop; gives a float32 scalar zero that the loop depends on."""
+        ...
+
+    def around(self, body: Body, device: Any, i: Any, carry: PyTree) -> PyTree:
+        """Runs one microbatch; gives the new carry."""
+        ...
+
+    def end(self, device: Any, count: Any, carry: PyTree) -> Any:
+        """After the loop; gives a float32 scalar zero that the results depend on."""
+        ...
+
+    def settle(self) -> None:
+        """After the dispatch, on the host: raises what could not be raised in the program."""
+        ...
+
+
+class Carry(Protocol):
+    """What the loop carries: a pytree with a sum of losses and one of weights."""
+
+    @property
+    def loss(self) -> Any: ...
+
+    @property
+    def weight(self) -> Any: ...
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed."""
+        ...
+
+
+C = TypeVar("C", bound=Carry)
+
+
+def run_loop(
+    hook: LoopHook | None,
+    world_size: int,
+    step: Any,
+    orders: Orders,
+    body: Callable[[Any, C], C],
+    carry: C,
+) -> tuple[C, Any]:
+    """Runs `orders.count` microbatches.
+
+    Args:
+        hook: Emulation, or None.
+        world_size: Number of devices.
+        step: Number of the window.
+        orders: How many microbatches.
+        body: Runs one, `body(i, carry) -> carry`.
+        carry: What the first one gets.
+
+    Returns:
+        What the last one gave, and a token: a small array that is there when the loop is
+        over.
+    """
+    if hook is None:
+        carry = jax.lax.fori_loop(0, orders.count, body, carry)
+        return carry, carry.weight
+    device = jnp.int32(0) if world_size == 1 else jax.lax.axis_index(AXIS)
+    zero = hook.begin(device, step, orders.fresh)
+    carry = carry.replace(loss=carry.loss + zero)
+    carry = jax.lax.fori_loop(
+        0, orders.count, lambda i, carry: hook.around(body, device, i, carry), carry
+    )
+    zero = hook.end(device, orders.count, carry)
+    return carry.replace(loss=carry.loss + zero), carry.weight + zero

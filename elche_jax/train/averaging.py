@@ -1,0 +1,75 @@
+"""What averaging in parameter space goes with, and how it chooses the cadence."""
+
+from typing import Any
+
+from elche_jax import _check as check
+from elche_jax.averaging.guards import Guard
+from elche_jax.averaging.rules import Averaging, DiLoCo, ParameterAveraging
+from elche_jax.cadence import Cadence, ElChe, FixedTotal
+from elche_jax.config import DDPConfig
+
+WHERE = "build_train_step"
+
+
+def check_averaging(
+    averaging: Averaging | None,
+    *,
+    guard: Guard | None,
+    cadence: Cadence[Any] | None,
+    config: DDPConfig,
+    nonfinite: str,
+    dynamic_scale: bool,
+) -> None:
+    """Checks that what was asked for goes together.
+
+    Raises:
+        TypeError: `averaging` is no rule, or `guard` no guard.
+        ValueError: Something contradicts it.
+    """
+    if guard is not None and (isinstance(guard, type) or not isinstance(guard, Guard)):
+        rule, todo = "be a guard such as TrendGuard()", "It needs a method verdict(history)."
+        raise TypeError(check.message(WHERE, "guard", rule, check.describe(guard), todo))
+    if averaging is None:
+        if guard is not None:
+            rule = "be None without averaging, as replicas that are alike do not drift apart"
+            raise ValueError(check.message(WHERE, "guard", rule, type(guard).__name__))
+        return
+    if not isinstance(averaging, ParameterAveraging | DiLoCo):
+        rule = "be ParameterAveraging(...), DiLoCo(...) or None"
+        got = check.describe(averaging)
+        raise TypeError(check.message(WHERE, "averaging", rule, got))
+    name = type(averaging).__name__
+    if nonfinite == "ignore":
+        rule = f"be 'raise' or 'skip' with averaging={name}, which leaves such devices out"
+        raise ValueError(check.message(WHERE, "nonfinite", rule, repr(nonfinite)))
+    if dynamic_scale:
+        rule = f"be a number with averaging={name}, whose devices step on their own"
+        raise ValueError(check.message(WHERE, "loss_scale", rule, "a DynamicScale"))
+    if config.exchange_dtype != "float32":
+        rule = f"be 'float32' with averaging={name}"
+        todo = "Pass averaging=DiLoCo(..., compression='bfloat16')."
+        got = repr(config.exchange_dtype)
+        raise ValueError(check.message("DDPConfig", "exchange_dtype", rule, got, todo))
+    chosen = config.cadence_knobs() if cadence is None else [type(cadence).__name__]
+    if averaging.inner_steps is not None and chosen:
+        rule = f"be None where the cadence is chosen ({', '.join(chosen)})"
+        got, todo = averaging.inner_steps, "Leave out one of the two."
+        raise ValueError(check.message("DiLoCo", "inner_steps", rule, got, todo))
+
+
+def cadence_of(averaging: Averaging, config: DDPConfig, world_size: int) -> Cadence[Any] | None:
+    """The cadence that a rule asks for; None where the config's own is to be used.
+
+    Args:
+        averaging: The rule.
+        config: The knobs.
+        world_size: Number of devices.
+    """
+    if averaging.inner_steps is not None:
+        anchor = averaging.inner_steps // averaging.fragments
+        return ElChe(anchor, max_anchor=anchor) if world_size > 1 else FixedTotal(anchor)
+    if config.policy != "auto" or config.max_anchor == 0:
+        return None
+    if world_size > 1:
+        return config.elche()
+    return None if averaging.outer is None else FixedTotal(config.anchor)

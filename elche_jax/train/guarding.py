@@ -1,0 +1,68 @@
+"""The guard at work: reads how far the devices drifted apart, and tells the cadence."""
+
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from elche_jax.averaging.guards import HISTORY, Divergence, Guard, judge
+from elche_jax.cadence import STABLE, Verdict
+from elche_jax.train.pace import Measured
+
+logger = logging.getLogger("elche_jax")
+
+OWNS = 0.9
+"""Share of the average above which one device owns it."""
+
+
+class GuardWatch:
+    """Keeps the divergence of the last windows, and asks the guard.
+
+    Args:
+        guard: The guard; None: nobody is asked.
+        devices: The devices, in rank order.
+    """
+
+    def __init__(self, guard: Guard | None, devices: Sequence[jax.Device]):
+        self._guard, self._devices = guard, devices
+        self._history: deque[Divergence] = deque(maxlen=HISTORY)
+        self._warned = len(devices) < 2
+
+    @property
+    def history(self) -> list[Divergence]:
+        """The last windows, oldest first."""
+        return list(self._history)
+
+    def see(self, measured: Measured, metrics: Mapping[str, Any]) -> Verdict:
+        """Takes note of a window that is over; gives what the cadence is to be told."""
+        if self._guard is None:
+            return STABLE
+
+        def read(name: str) -> tuple[float, ...]:
+            return tuple(np.asarray(metrics[name]).tolist())
+
+        seen = Divergence(
+            measured.window, measured.counts, read("distance"), read("update_norm"),
+            read("cosine"), read("share"),
+        )  # fmt: skip
+        self._history.append(seen)
+        self._warn(seen)
+        return judge(self._guard, self.history)
+
+    def _warn(self, seen: Divergence) -> None:
+        largest = max(seen.share)
+        if self._warned or largest <= OWNS:
+            return
+        self._warned = True
+        rank = seen.share.index(largest)
+        logger.warning(
+            "elche: device %d (%s) has a share of %.0f %% in the average of window %d; the others' "
+            "steps hardly count. A lower exponent gives them more.",
+            rank,
+            self._devices[rank],
+            100 * largest,
+            seen.window,
+        )

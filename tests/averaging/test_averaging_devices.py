@@ -1,0 +1,229 @@
+"""Devices that are left out, states that differ on purpose, and one set of parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from reference import BATCH, LEAVES, Outer, data, loss_fn, params, run
+from test_averaging_golden import NESTEROV, PARTS, THREE, TX, assert_history, train_on
+
+import elche_jax as elche
+from elche_jax.observe.timeline import SkipEvent, Timeline
+
+BAD = (4, 1)  # window and device
+FIRST_OF_BAD = sum(map(sum, THREE[:4])) + THREE[4][0]  # its first microbatch
+
+
+def poisoned(microbatches=(FIRST_OF_BAD,)):
+    """A loss that is not a number for some microbatches; data that number them."""
+    rows = data()
+    rows["at"] = np.arange(len(rows["x"]), dtype="int32") // BATCH
+
+    def loss(p, batch, rng):
+        bad = jnp.isin(batch["at"][0], jnp.array(microbatches))
+        return loss_fn(p, batch, rng) * jnp.where(bad, jnp.nan, 1.0)
+
+    return {"loss": loss, "rows": rows}
+
+
+@pytest.mark.parametrize("how", ["average", "keep", "reset"])
+@pytest.mark.parametrize("diloco", [False, True])
+def test_a_device_that_is_not_finite_is_left_out_and_comes_back(diloco, how, caplog):
+    if diloco:
+        rule = elche.DiLoCo(outer=optax.sgd(**NESTEROV), optimizer_state=how)
+    else:
+        rule = elche.ParameterAveraging(optimizer_state=how)
+    timeline = Timeline()
+    history, metrics, state, train = train_on(
+        rule, THREE, nonfinite="skip", config=elche.DDPConfig(timeline=timeline), **poisoned()
+    )
+    outer = Outer(0.7, 0.9, True) if diloco else None
+    assert_history(history, run(THREE, outer=outer, optimizer_state=how, lost=[BAD]))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(history))
+    shares = metrics[4]["share"]
+    np.testing.assert_allclose(shares, [5 / 7, 0, 2 / 7], rtol=1e-6)
+    assert [bool(said["finite"]) for said in metrics] == [window != 4 for window in range(10)]
+    assert all(np.isfinite(said["loss"]) for said in metrics)
+    assert (train.skipped, train.left_out) == (1, (0, 1, 0))
+    (said,) = [r.getMessage() for r in caplog.records if "left out" in r.getMessage()]
+    first = FIRST_OF_BAD
+    assert said == (
+        f"elche: device 1 ({jax.devices()[1]}), microbatches {first} to {first + 1} of the epoch "
+        "was left out of the average of window 4 (epoch 0, counts (5, 2, 2)), as it was not finite."
+    )
+    (event,) = [event for event in timeline.events if isinstance(event, SkipEvent)]
+    assert (event.window, event.reason) == (4, "left out: not finite")
+    elche.check_replicas(state.params)
+
+
+@pytest.mark.parametrize("fragments", [2, 3])
+def test_a_device_that_is_left_out_begins_anew_in_all_fragments(fragments):
+    rule = elche.DiLoCo(outer=optax.sgd(**NESTEROV), fragments=fragments)
+    history, _, _, _ = train_on(rule, THREE, nonfinite="skip", **poisoned())
+    want = run(
+        THREE, outer=Outer(0.7, 0.9, True), optimizer_state="keep", parts=PARTS[fragments],
+        lost=[BAD],
+    )  # fmt: skip
+    assert_history(history, want)
+
+
+def test_it_is_an_error_unless_told_otherwise():
+    with pytest.raises(
+        elche.NonFiniteError,
+        match=rf"^train: loss, weight, parameters and model state of every device must be finite "
+        rf"after its steps, those of window 4 \(epoch 0, counts \(5, 2, 2\)\) were not: device 1 "
+        rf"\(.*\), microbatches {FIRST_OF_BAD} to .*\. The others were averaged without; look at",
+    ) as caught:
+        train_on(elche.ParameterAveraging(), THREE, **poisoned())
+    assert caught.value.microbatches == {1: range(FIRST_OF_BAD, FIRST_OF_BAD + 2)}
+
+
+def test_windows_in_a_row_raise():
+    rule = elche.ParameterAveraging()
+    with pytest.raises(
+        elche.NonFiniteError, match=r"^train: in 2 windows in a row a device was left out of .*"
+    ):
+        train_on(rule, [(2, 2)] * 9, nonfinite="skip", max_skips=2, **poisoned(range(4, 99, 4)))
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_window_in_which_no_device_is_finite_changes_nothing(world):
+    counts = [(2,) * world] * 4
+    bad = range(2 * world, 4 * world)
+    rule = elche.DiLoCo(outer=optax.sgd(**NESTEROV), optimizer_state="average")
+    history, metrics, state, _ = train_on(rule, counts, nonfinite="skip", **poisoned(bad))
+    for name in LEAVES:
+        assert history[1][name].tobytes() == history[0][name].tobytes()
+        assert history[2][name].tobytes() != history[1][name].tobytes()
+    assert metrics[1]["share"].tolist() == [0.0] * world
+    assert int(elche.unreplicate(state.step)) == 4
+    assert int(elche.unreplicate(state.microbatches)) == 8 * world
+
+
+def test_what_is_kept_apart_is_not_compared():
+    """verify_every looks at what must be alike, and only at that."""
+    config = elche.DDPConfig(verify_every=1)
+    for rule in (
+        elche.ParameterAveraging(optimizer_state="keep"),
+        elche.DiLoCo(outer=optax.sgd(0.5), fragments=2, compression="int8"),
+    ):
+        train_on(rule, THREE, config=config)
+    train = elche.build_train_step(
+        loss_fn, TX, devices=jax.devices()[:3], averaging=elche.ParameterAveraging(),
+        cadence=elche.Replay(THREE), config=config,
+    )  # fmt: skip
+    state = train.init(params())
+    w = np.array(state.params["w"])
+    w[2] += 1
+    shards = [jax.device_put(row[None], d) for row, d in zip(w, train.devices, strict=True)]
+    w = jax.make_array_from_single_device_arrays(w.shape, state.params["w"].sharding, shards)
+    frozen = elche.build_train_step(
+        loss_fn, TX, devices=jax.devices()[:3], averaging=elche.ParameterAveraging(),
+        cadence=elche.Replay(THREE), config=config, trainable={"b": True, "v": True, "w": False},
+    )  # fmt: skip
+    state = frozen.init(params())
+    state = state.replace(params=state.params | {"w": w})
+    with (
+        pytest.raises(elche.ReplicaMismatch, match=r"\.params\['w'\] on .* differs"),
+        frozen.windows(data(), BATCH) as windows,
+    ):
+        for window in windows:
+            state, _ = frozen(state, window)
+
+
+def test_average_gives_one_set_of_parameters():
+    rule = elche.DiLoCo(outer=optax.sgd(**NESTEROV), fragments=3)
+    history, _, state, train = train_on(rule, THREE)
+    got = jax.device_get(train.average(state))
+    last = history[-1]
+    # window 9 exchanged w; v was exchanged in 7 (counts since then: 8, 9), b in 8 (9)
+    base = jax.device_get(elche.unreplicate(state.averaging.base))
+    since = {"b": np.array(THREE[9]), "v": np.array(THREE[8]) + THREE[9]}
+    np.testing.assert_allclose(got["w"], last["w"][0], rtol=1e-6)
+    for at, name in enumerate(("b", "v")):
+        share = since[name] / since[name].sum()
+        differences = base[at] - last[name].astype(np.float64)
+        want = base[at] - np.tensordot(share, differences, axes=1)
+        np.testing.assert_allclose(got[name], want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rule", [None, elche.ParameterAveraging()])
+def test_average_of_replicas_is_one_of_them(rule):
+    _, _, state, train = train_on(rule, THREE)
+    for a, b in zip(
+        jax.tree.leaves(train.average(state)), jax.tree.leaves(elche.unreplicate(state.params)),
+        strict=True,
+    ):  # fmt: skip
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+# model state and optimizer state
+
+
+def with_state(p, model_state, batch, rng):
+    mean, var = batch["x"].mean(), batch["x"].var()
+    key = jax.random.split(jax.random.wrap_key_data(model_state["key"]))[0]
+    new = {
+        "mean": 0.5 * model_state["mean"] + 0.5 * mean,
+        "var": 0.5 * model_state["var"] + 0.5 * var,
+        "steps": model_state["steps"] + 1,
+        "key": jax.random.key_data(key),
+    }
+    return loss_fn(p, batch, rng), new
+
+
+def test_every_leaf_of_model_state_has_its_rule():
+    train = elche.build_train_step(
+        with_state, TX, devices=jax.devices()[:2], averaging=elche.ParameterAveraging(),
+        cadence=elche.Replay([(3, 1)]),
+        merge={"mean": "pooled", "var": "pooled", "steps": "max", "key": "keep"},
+    )  # fmt: skip
+    keys = np.asarray(jax.random.key_data(jax.random.key(7)))
+    state = train.init(params(), model_state={
+        "mean": np.float32(0), "var": np.float32(1), "steps": np.int32(0), "key": keys,
+    })  # fmt: skip
+    for window in train.windows(data(), BATCH, shuffle=False):
+        state, _ = train(state, window)
+        break
+    got = jax.device_get(state.model_state)
+    mean, var, x = np.zeros(2), np.ones(2), data()["x"].astype(np.float64)
+    for at, device in enumerate((0, 0, 0, 1)):
+        rows = x[at * BATCH : (at + 1) * BATCH]
+        mean[device] = 0.5 * mean[device] + 0.5 * rows.mean()
+        var[device] = 0.5 * var[device] + 0.5 * rows.var()
+    share = np.array([0.75, 0.25])
+    pooled = share @ mean
+    np.testing.assert_allclose(got["mean"], pooled, rtol=1e-5)
+    np.testing.assert_allclose(got["var"], share @ (var + (mean - pooled) ** 2), rtol=1e-5)
+    assert got["steps"].tolist() == [3, 3]
+    key = jax.random.key(7)
+    walked = [key]
+    for _ in range(3):
+        walked.append(jax.random.split(walked[-1])[0])
+    for device, steps in enumerate((3, 1)):
+        np.testing.assert_array_equal(got["key"][device], jax.random.key_data(walked[steps]))
+
+
+def test_keep_is_no_rule_of_gradients():
+    train = elche.build_train_step(with_state, TX, devices=jax.devices()[:2], merge="keep")
+    with pytest.raises(ValueError, match=r"merge must be one of .*'first' for every .* got 'keep'"):
+        train.init(params(), model_state={"mean": np.float32(0)})
+
+
+def test_optimizer_states_are_averaged_leaf_by_leaf():
+    """Adam's moments by weight, its counter the maximum, an infinity as it is."""
+    tx = optax.chain(optax.scale_by_adam(), optax.contrib.reduce_on_plateau(), optax.scale(-0.01))
+    _, _, state, _ = train_on(elche.ParameterAveraging(), [(3, 1)], tx=tx)
+    adam, plateau, _ = jax.device_get(state.opt_state)
+    moments = {}
+    for device, counts in enumerate([(3,), (1,)]):
+        rows = {n: leaf[3 * device * BATCH :] for n, leaf in data().items()}
+        _, _, alone, _ = train_on(None, [(1,)] * counts[0], tx=tx, rows=rows)
+        moments[device] = jax.device_get(elche.unreplicate(alone.opt_state))
+    assert adam.count.tolist() == [3, 3]
+    for name in LEAVES:
+        want = 0.75 * moments[0][0].mu[name] + 0.25 * moments[1][0].mu[name]
+        np.testing.assert_allclose(adam.mu[name][0], want, rtol=1e-5)
+    want = 0.75 * moments[0][1].best_value + 0.25 * moments[1][1].best_value
+    np.testing.assert_allclose(plateau.best_value, want, rtol=1e-5)

@@ -1,0 +1,184 @@
+"""Ten windows of every rule against NumPy float64, and rules that must agree."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from reference import BATCH, LEARNING_RATE, LEAVES, MOMENTUM, Outer, data, loss_fn, params, run
+
+import elche_jax as elche
+
+COUNTS = [(3, 1), (2, 2), (4, 1), (1, 3), (5, 2), (3, 1), (1, 1), (6, 2), (2, 0), (3, 2)]
+THREE = [(3, 1, 2), (2, 2, 1), (4, 0, 1), (1, 3, 2), (5, 2, 2), (3, 1, 1), (1, 1, 1), (0, 2, 6),
+         (2, 1, 3), (3, 2, 1)]  # fmt: skip
+NESTEROV = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
+TX = optax.sgd(LEARNING_RATE, momentum=MOMENTUM)
+
+
+def train_on(averaging, counts, *, tx=TX, loss=loss_fn, rows=None, **options):
+    """Each device's parameters after every window, the metrics, and the rest."""
+    train = elche.build_train_step(
+        loss, tx, devices=jax.devices()[: len(counts[0])], averaging=averaging,
+        cadence=elche.Replay(counts), **options,
+    )  # fmt: skip
+    state, history, metrics = train.init(params()), [], []
+    with train.windows(rows or data(), BATCH, shuffle=False) as windows:
+        for window in windows:
+            assert window.counts == counts[window.index]
+            state, said = train(state, window)
+            history.append(jax.device_get(state.params))
+            metrics.append(jax.device_get(said))
+            if len(history) == len(counts):
+                break
+    return history, metrics, state, train
+
+
+def assert_history(got, want, rtol=2e-5, atol=1e-6):
+    assert len(got) == len(want)
+    for stacked, devices in zip(got, want, strict=True):
+        for rank, mine in enumerate(devices):
+            for name in LEAVES:
+                np.testing.assert_allclose(stacked[name][rank], mine[name], rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("counts", [COUNTS, THREE], ids=["two", "three"])
+@pytest.mark.parametrize("how", ["average", "keep", "reset"])
+@pytest.mark.parametrize("exponent", [1.0, 0.0, 2.0, -0.5])
+def test_parameter_averaging(how, exponent, counts):
+    rule = elche.ParameterAveraging(exponent=exponent, optimizer_state=how)
+    history, metrics, state, _ = train_on(rule, counts)
+    want = run(counts, exponent=exponent, optimizer_state=how)
+    assert_history(history, want)
+    elche.check_replicas(state.params)
+    for said, each in zip(metrics, counts, strict=True):
+        powers = np.array([float(c) ** exponent if c else 0.0 for c in each])
+        shares = powers / powers.sum()
+        np.testing.assert_allclose(said["share"], shares, rtol=1e-6)
+        np.testing.assert_allclose(said["workers"], 1 / (shares**2).sum(), rtol=1e-6)
+
+
+def test_an_exponent_that_follows_a_schedule():
+    schedule = optax.linear_schedule(2.0, 0.0, 8)
+    rule = elche.ParameterAveraging(exponent=schedule)
+    _, metrics, _, _ = train_on(rule, COUNTS)
+    for window, (said, each) in enumerate(zip(metrics, COUNTS, strict=True)):
+        powers = np.array([c ** (2 - min(window, 8) / 4) if c else 0.0 for c in each])
+        np.testing.assert_allclose(said["share"], powers / powers.sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("counts", [COUNTS, THREE], ids=["two", "three"])
+@pytest.mark.parametrize("how", ["average", "keep", "reset"])
+def test_diloco_with_nesterov(how, counts):
+    rule = elche.DiLoCo(outer=optax.sgd(**NESTEROV), optimizer_state=how)
+    history, _, state, _ = train_on(rule, counts)
+    assert_history(history, run(counts, outer=Outer(0.7, 0.9, True), optimizer_state=how))
+    elche.check_replicas(state.params)
+    elche.check_replicas(state.averaging.outer)
+
+
+# of sizes 1, 2 and 3 the largest goes to the first part
+PARTS = {1: (LEAVES,), 2: (("w",), ("b", "v")), 3: (("w",), ("v",), ("b",))}
+
+
+@pytest.mark.parametrize("fragments", PARTS)
+@pytest.mark.parametrize("counts", [COUNTS, THREE], ids=["two", "three"])
+def test_fragments(counts, fragments):
+    rule = elche.DiLoCo(outer=optax.sgd(**NESTEROV), fragments=fragments)
+    history, metrics, state, _ = train_on(rule, counts)
+    want = run(counts, outer=Outer(0.7, 0.9, True), optimizer_state="keep", parts=PARTS[fragments])
+    assert_history(history, want)
+    sizes = {"b": 1, "v": 2, "w": 3}
+    for window, said in enumerate(metrics):
+        part = PARTS[fragments][window % fragments]
+        assert said["exchange_bytes"] == 4 * sum(sizes[name] for name in part)
+    if fragments > 1:
+        elche.check_replicas(state.averaging.base)
+        with pytest.raises(elche.ReplicaMismatch):
+            elche.check_replicas(state.params)
+
+
+def test_int8_with_error_feedback():
+    rule = elche.DiLoCo(outer=optax.sgd(**NESTEROV), compression="int8")
+    history, metrics, state, _ = train_on(rule, THREE)
+    want = run(THREE, outer=Outer(0.7, 0.9, True), optimizer_state="keep", int8=True)
+    assert_history(history, want, rtol=1e-4)
+    assert all(said["exchange_bytes"] == 6 + 4 * 3 for said in metrics)
+    exact = run(THREE, outer=Outer(0.7, 0.9, True), optimizer_state="keep")
+    with pytest.raises(AssertionError):  # compression does show
+        assert_history(history, exact, rtol=1e-4)
+    assert_history(history, exact, rtol=0.1)
+    elche.check_replicas(state.params)
+
+
+def test_bfloat16_on_the_wire():
+    rule = elche.DiLoCo(outer=optax.sgd(1.0), compression="bfloat16")
+    history, metrics, _, _ = train_on(rule, THREE)
+    assert all(said["exchange_bytes"] == 2 * 6 for said in metrics)
+    want = run(THREE, optimizer_state="keep")
+    assert_history(history, want, rtol=0.02, atol=0.01)
+    with pytest.raises(AssertionError):
+        assert_history(history, want, rtol=1e-5)
+
+
+# rules that must agree
+
+
+@pytest.mark.parametrize("how", ["average", "keep", "reset"])
+@pytest.mark.parametrize("tx", [TX, optax.adamw(0.01)], ids=["sgd", "adamw"])
+def test_diloco_with_sgd_of_rate_1_is_parameter_averaging_bit_for_bit(how, tx):
+    ours, _, first, _ = train_on(elche.ParameterAveraging(optimizer_state=how), THREE, tx=tx)
+    other, _, second, _ = train_on(
+        elche.DiLoCo(outer=optax.sgd(1.0), optimizer_state=how), THREE, tx=tx
+    )
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(other), strict=True):
+        assert a.tobytes() == b.tobytes()
+    for a, b in zip(*map(jax.tree.leaves, (first.opt_state, second.opt_state)), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [elche.ParameterAveraging(), elche.ParameterAveraging(0.0, "keep"),
+     elche.DiLoCo(outer=optax.sgd(1.0)), elche.DiLoCo(outer=optax.sgd(1.0), compression="int8")],
+    ids=["average", "keep", "diloco", "int8"],
+)  # fmt: skip
+def test_one_device_is_plain_training_bit_for_bit(rule):
+    tx = optax.adamw(0.01)
+    history, _, _, _ = train_on(rule, [(1,)] * 20, tx=tx)
+
+    @jax.jit
+    def step(p, opt_state, batch):
+        updates, opt_state = tx.update(jax.grad(loss_fn)(p, batch, None), opt_state, p)
+        return optax.apply_updates(p, updates), opt_state
+
+    p, opt_state, rows = params(), tx.init(params()), data()
+    for window, got in enumerate(history):
+        batch = {name: leaf[window * BATCH : (window + 1) * BATCH] for name, leaf in rows.items()}
+        p, opt_state = step(p, opt_state, batch)
+        for name in LEAVES:
+            assert got[name][0].tobytes() == np.asarray(p[name]).tobytes()
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(LEARNING_RATE), TX], ids=["plain", "momentum"])
+@pytest.mark.parametrize(
+    "rule", [elche.ParameterAveraging(), elche.DiLoCo(outer=optax.sgd(1.0))], ids=["pa", "diloco"]
+)
+def test_windows_of_one_microbatch_are_gradient_mode(tx, rule):
+    """Of SGD: with the state averaged, or kept where it is the same as averaged, none."""
+    if rule.optimizer_state == "keep" and tx is TX:
+        rule = elche.DiLoCo(outer=optax.sgd(1.0), optimizer_state="average")
+    ones = [(1, 1, 1)] * 15
+    averaged, _, _, _ = train_on(rule, ones, tx=tx)
+    gradients, _, _, _ = train_on(None, ones, tx=tx)
+    for a, b in zip(averaged, gradients, strict=True):
+        for name in LEAVES:
+            np.testing.assert_allclose(a[name], b[name], rtol=2e-5, atol=1e-6)
+
+
+def test_what_no_device_changes_stays_to_the_last_bit():
+    def loss(p, batch, rng):
+        return loss_fn(p | {"v": jax.lax.stop_gradient(p["v"])}, batch, rng)
+
+    history, _, _, _ = train_on(elche.ParameterAveraging(), THREE, loss=loss)
+    for got in history:
+        assert (got["v"] == np.float32(0.5)).all()
