@@ -5,7 +5,7 @@ made of the common parameters. See `elche_jax.averaging.rules` for the equations
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -52,6 +52,7 @@ class Walk:
         count: Number of microbatches, float32.
         examples: Number of valid examples, float32.
         metrics: Sums of `weight * metric`, float32.
+        extra: What a rule keeps besides, see `LocalProgram.begun`.
     """
 
     trained: PyTree
@@ -62,6 +63,7 @@ class Walk:
     count: Any
     examples: Any
     metrics: dict[str, Any]
+    extra: dict[str, Any] = field(default_factory=dict)
 
     def replace(self, **changes: Any) -> "Walk":
         """A copy with some fields changed."""
@@ -117,20 +119,24 @@ class LocalProgram:
         self, state: TrainState, walk: Walk, payload: Payload, orders: Orders
     ) -> tuple[tuple[Walk, Any], None]:
         """Takes `orders.count` steps; gives `((walk, token), None)`."""
-        fresh = orders.fresh
-        walk = jax.tree.map(lambda a, b: jnp.where(fresh, a, b), self.zeros(state), walk)
-        walk, token = self._loop(state, walk, payload, orders)
+        walk = self.begun(state, walk, orders)
+        walk, token = self.loop(state, walk, payload, orders)
         return (walk, token), None
+
+    def begun(self, state: TrainState, walk: Walk, orders: Orders) -> Walk:
+        """The walk to go on with: in the first call of a window that of no step."""
+        fresh = orders.fresh
+        return jax.tree.map(lambda a, b: jnp.where(fresh, a, b), self.zeros(state), walk)
 
     def window(
         self, state: TrainState, payload: Payload, orders: Orders, single: bool
     ) -> tuple[TrainState, Any, dict[str, Any]]:
         """Both at once, for one device; `single` says the window is one microbatch."""
-        walk = self.zeros(state)
+        walk = self.begun(state, self.zeros(state), orders)
         if single and self.hook is None:
             walk = self._body(state, payload, orders)(jnp.int32(0), walk)
         else:
-            walk, _ = self._loop(state, walk, payload, orders)
+            walk, _ = self.loop(state, walk, payload, orders)
         return self.combine(state, walk)
 
     def combine(self, state: TrainState, walk: Walk) -> tuple[TrainState, Any, dict[str, Any]]:
@@ -152,7 +158,7 @@ class LocalProgram:
         kept = (state.params, state.opt_state, state.model_state, state.averaging)
         good = share.good  # else no device has anything to give
         made = jax.tree.map(lambda a, b: jnp.where(good, a, b), made, kept)
-        metrics, totals = self._metrics(walk, own)
+        totals = self.summed(seen(walk, own))
         params, opt_state, model_state, extra = made
         state = state.replace(
             params=params,
@@ -163,9 +169,10 @@ class LocalProgram:
             examples=state.examples + totals["examples"].astype(jnp.int32),
             step=state.step + 1,
         )
-        return state, own, metrics | said
+        said["exchange_bytes"] += self._other_bytes(state)
+        return state, own, self.means(totals) | said
 
-    def _loop(
+    def loop(
         self, state: TrainState, walk: Walk, payload: Payload, orders: Orders
     ) -> tuple[Walk, Any]:
         body = self._body(state, payload, orders)
@@ -202,6 +209,7 @@ class LocalProgram:
                 walk.count + 1,
                 walk.examples + own.valid.astype(jnp.float32),
                 {name: walk.metrics[name] + own.metrics[name] for name in self.work.metrics},
+                walk.extra,
             )
 
         return body
@@ -218,7 +226,7 @@ class LocalProgram:
         kept = state.averaging
         if kept is None:
             joined = join(before, mine, None, [], share)
-            return structure.unflatten(joined.params), None, self._said(joined, own, share)
+            return structure.unflatten(joined.params), None, self.said(joined, own, share)
         parts = assign_fragments([leaf.size for leaf in before], self.averaging.fragments)
         steps = kept.steps + walk.count
         several = len(parts) > 1
@@ -244,7 +252,7 @@ class LocalProgram:
                     outer,
                     put(error, members, joined.error),
                     steps.at[number].set(0),
-                    self._said(joined, own, mine_share),
+                    self.said(joined, own, mine_share),
                 )
 
             return run
@@ -256,7 +264,7 @@ class LocalProgram:
         )
         return structure.unflatten(params), AveragingState(outer, base, steps, error), said
 
-    def _said(self, joined: Joined, own: Any, share: Share) -> dict[str, Any]:
+    def said(self, joined: Joined, own: Any, share: Share) -> dict[str, Any]:
         """Metrics of the synchronisation; those of devices have shape `(devices,)`."""
         numbers = jnp.where(own, joined.numbers, jnp.nan)
         row = jnp.concatenate([numbers, share.own[None]])
@@ -279,27 +287,43 @@ class LocalProgram:
         rules = _rules_of(state.opt_state)
         return self._merged(rules, walk.opt_state, state.opt_state, share)
 
+    def _other_bytes(self, state: TrainState) -> int:
+        """Bytes that a device puts in besides its parameters."""
+        if self.world_size == 1:
+            return 0
+        rules = list(zip(jax.tree.leaves(state.model_state), self.merge.rules, strict=True))
+        if self.averaging.optimizer_state == "average":
+            opt_state = state.opt_state
+            rules += zip(jax.tree.leaves(opt_state), _rules_of(opt_state).rules, strict=True)
+        return sum(4 * leaf.size for leaf, rule in rules if rule != "keep")
+
     def _merged(self, rules: MergeRules, new: PyTree, old: PyTree, share: Share) -> PyTree:
         if self.world_size == 1:
             return new
         moved = packed_psum(changes(rules, new, old, share.own), AXIS)
         return merged(rules, new, old, share.own, moved, jnp.float32(1))
 
-    def _metrics(self, walk: Walk, own: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The metrics of the window, and sums over the devices."""
-        seen = {"loss": walk.loss, "weight": walk.weight, "metrics": walk.metrics}
-        sums = jax.tree.map(lambda x: jnp.where(own, x, 0), seen)
-        bad = (~own).astype(jnp.float32)
-        sums |= {"count": walk.count, "examples": walk.examples, "bad": bad}
-        totals = packed_psum(sums, AXIS) if self.world_size > 1 else sums
+    def summed(self, sums: dict[str, Any]) -> dict[str, Any]:
+        """Sums over the devices."""
+        return packed_psum(sums, AXIS) if self.world_size > 1 else sums
+
+    def means(self, totals: dict[str, Any]) -> dict[str, Any]:
+        """The metrics of a window, from what all devices have seen of it."""
         scale = jnp.where(totals["weight"] > 0, 1 / totals["weight"], 0)
         metrics = {name: value * scale for name, value in totals["metrics"].items()}
-        metrics |= {
+        return metrics | {
             "loss": totals["loss"] * scale,
             "weight": totals["weight"],
             "finite": totals["bad"] == 0,
         }
-        return metrics, totals
+
+
+def seen(walk: Walk, own: Any) -> dict[str, Any]:
+    """What a device has seen of a window; of one that was left out only its work."""
+    sums = {"loss": walk.loss, "weight": walk.weight, "metrics": walk.metrics}
+    sums = jax.tree.map(lambda x: jnp.where(own, x, 0), sums)
+    bad = (~own).astype(jnp.float32)
+    return sums | {"count": walk.count, "examples": walk.examples, "bad": bad}
 
 
 def average(

@@ -37,10 +37,15 @@ class ParameterAveraging:
         optimizer_state: `"average"` joins it like the parameters (numbers that are no
             floats, step counters say, take the maximum), `"keep"` leaves each device its
             own, `"reset"` begins anew after every window.
+        delay: 0: devices wait for the exchange at the end of a window. 1: the exchange of
+            a window goes on during the next one's steps, and its result is applied at the
+            end of that one as a correction, see `elche_jax.averaging.delayed`; only with
+            `optimizer_state="keep"`. Metrics are then those of the window before.
 
     Raises:
         TypeError: `exponent` is neither a number nor callable.
-        ValueError: `exponent` is not finite, `optimizer_state` another word.
+        ValueError: `exponent` is not finite, `optimizer_state` another word, `delay` not
+            0 or 1.
 
     Example:
         >>> import optax
@@ -56,6 +61,7 @@ class ParameterAveraging:
 
     exponent: Exponent = 1.0
     optimizer_state: OptimizerState = "average"
+    delay: int = 0
 
     def __post_init__(self) -> None:
         _check_common(type(self).__name__, self)
@@ -95,6 +101,7 @@ class DiLoCo:
         fragments: Parts of the parameters, at least 1 and at most the number of arrays
             that are trained; above 1 only with `optimizer_state="keep"`.
         compression: `"bfloat16"`, `"int8"`, or None for float32.
+        delay: See `ParameterAveraging`; only with one fragment.
 
     Raises:
         TypeError: `outer` is no optax optimizer, or a number is of another type.
@@ -114,6 +121,7 @@ class DiLoCo:
     optimizer_state: OptimizerState = "keep"
     fragments: int = 1
     compression: Compression | None = None
+    delay: int = 0
 
     def __post_init__(self) -> None:
         where = type(self).__name__
@@ -144,6 +152,13 @@ Averaging = ParameterAveraging | DiLoCo
 def _check_common(where: str, rule: Averaging) -> None:
     if not callable(rule.exponent):
         object.__setattr__(rule, "exponent", check.real(where, "exponent", rule.exponent))
+    object.__setattr__(rule, "delay", check.integer(where, "delay", rule.delay, low=0, high=1))
     if rule.optimizer_state not in OPTIMIZER_STATES:
         must = f"be one of {', '.join(map(repr, OPTIMIZER_STATES))}"
         raise ValueError(check.message(where, "optimizer_state", must, repr(rule.optimizer_state)))
+    if rule.delay and rule.optimizer_state != "keep":
+        must = "be 'keep' with delay=1, whose exchange is of parameters only"
+        raise ValueError(check.message(where, "optimizer_state", must, repr(rule.optimizer_state)))
+    if rule.delay and rule.fragments > 1:
+        must, todo = "be 1 with delay=1", "Choose one of the two."
+        raise ValueError(check.message(where, "fragments", must, rule.fragments, todo))

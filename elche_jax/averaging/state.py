@@ -20,7 +20,8 @@ class AveragingState:
     Attributes:
         outer: State of the outer optimizer, one per fragment.
         base: The parameters of the last exchange, in the order of the leaves that are
-            trained; empty with one fragment, where they are the training state's own.
+            trained; empty where they are the training state's own, as with one fragment
+            and without delay.
         steps: This device's steps since the last exchange of every fragment, float32,
             `(fragments,)`.
         error: What this device's differences have lost to compression, float32, in the
@@ -48,15 +49,21 @@ def initial_averaging(averaging: Averaging | None, trained: PyTree) -> Averaging
     Raises:
         ValueError: There are more fragments than arrays.
     """
-    if averaging is None or averaging.outer is None:
+    if averaging is None or (averaging.outer is None and not averaging.delay):
         return None
     leaves = jax.tree.leaves(trained)
     parts = assign_fragments([leaf.size for leaf in leaves], averaging.fragments)
-    several = len(parts) > 1
+    apart = len(parts) > 1 or averaging.delay
     int8 = averaging.compression == "int8"
     return AveragingState(
-        outer=tuple(averaging.outer.init([jnp.asarray(leaves[i]) for i in part]) for part in parts),
-        base=leaves if several else [],
+        outer=tuple(_init_outer(averaging, [leaves[i] for i in part]) for part in parts),
+        base=leaves if apart else [],
         steps=jnp.zeros((len(parts),), jnp.float32),
         error=[jnp.zeros(leaf.shape, jnp.float32) for leaf in leaves] if int8 else [],
     )
+
+
+def _init_outer(averaging: Averaging, leaves: list[Any]) -> PyTree:
+    if averaging.outer is None:
+        return ()
+    return averaging.outer.init([jnp.asarray(leaf) for leaf in leaves])

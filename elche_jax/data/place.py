@@ -130,13 +130,26 @@ class Placer:
         return self.rows(numbers)
 
     def orders(
-        self, ranges: Sequence[Range], first: int, fresh: bool, partial: Partial | None
+        self,
+        ranges: Sequence[Range],
+        first: int,
+        fresh: bool,
+        partial: Partial | None,
+        totals: tuple[int, int],
     ) -> Any:
-        """What each device is to do in one call, `(world_size, 5)`, int32."""
+        """What each device is to do in one call, `(world_size, 7)`, int32.
+
+        Args:
+            ranges: Microbatches of each device, as places in the window.
+            first: Number of the window's first microbatch in the epoch.
+            fresh: Whether it is the first call of the window.
+            partial: The microbatch of the epoch that has fewer valid examples.
+            totals: Microbatches and valid examples of the window.
+        """
         place, valid = -1, 0
         if partial is not None:
             place, valid = partial.microbatch - first, partial.valid
-        numbers = [(r.count, r.start, int(fresh), place, valid) for r in ranges]
+        numbers = [(r.count, r.start, int(fresh), place, valid, *totals) for r in ranges]
         return self.rows(np.array(numbers, np.int32))
 
     def rows(self, array: np.ndarray) -> Any:

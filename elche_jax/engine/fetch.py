@@ -8,7 +8,7 @@ Two layouts of the data of one call, both with everything the loop needs on the 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -82,11 +82,14 @@ class Orders:
     """What a device is to do in one call.
 
     Attributes:
-        numbers: int32, shape `(5,)`: `count`, microbatches to run; `start`, place of the
+        numbers: int32, shape `(7,)`: `count`, microbatches to run; `start`, place of the
             first one in the window; `fresh`, 1 in the first call of a window;
             `partial`, place of the microbatch with fewer valid examples, or -1;
-            `valid`, its number of valid examples.
+            `valid`, its number of valid examples; microbatches and valid examples of the
+            window over all devices.
     """
+
+    WIDTH: ClassVar[int] = 7
 
     numbers: Any
 
@@ -101,6 +104,11 @@ class Orders:
     @property
     def fresh(self) -> Any:
         return self.numbers[2] > 0
+
+    @property
+    def totals(self) -> tuple[Any, Any]:
+        """Microbatches and valid examples of the window over all devices."""
+        return self.numbers[5], self.numbers[6]
 
     def valid(self, place: Any, batch_size: int) -> Any:
         """Number of valid examples of the microbatch at `place` in the window."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +73,17 @@ class WindowProgram(Protocol):
         ...
 
 
+@runtime_checkable
+class Overlaps(Protocol):
+    """A program that can run the end of a window together with its last call."""
+
+    def last_call(
+        self, state: TrainState, sums: Any, /, payload: Payload, orders: Orders
+    ) -> tuple[tuple[TrainState, Any, Any], dict[str, Any]]:
+        """Gives `((state, sums, own), metrics)`, see `WindowProgram.combine`."""
+        ...
+
+
 class Runner:
     """Compiles and launches the programs of one group; owns the gradient accumulator.
 
@@ -105,6 +116,9 @@ class Runner:
             single: Mapped(partial(_window, program, single), devices, donate=(0,))
             for single in (True, False)
         }
+        self._last = None
+        if isinstance(program, Overlaps) and len(devices) > 1:
+            self._last = Mapped(program.last_call, devices, donate=(0, 1))
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
         self._read_shape = program.reads(state)
         self.replicated = program.replicated
@@ -114,7 +128,11 @@ class Runner:
         self.capacities: dict[Hashable, set[int]] = {}
 
     def run(
-        self, state: TrainState, calls: Sequence[Call], accumulating: Accumulating
+        self,
+        state: TrainState,
+        calls: Sequence[Call],
+        accumulating: Accumulating,
+        overlap: bool = False,
     ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
         """Dispatches a window; does not wait for it.
 
@@ -122,6 +140,8 @@ class Runner:
             state: Stacked state; its buffers are given up.
             calls: The calls of the accumulating program, in order.
             accumulating: Told the token of the accumulation, before the combine is launched.
+            overlap: Run the last call and the combine as one program, where there is one;
+                then nobody knows when the accumulation alone was done.
 
         Returns:
             The new state, the metrics, and the token of the combine.
@@ -135,17 +155,31 @@ class Runner:
             fused = self._cache.get(*self._window_program(calls[0].payload))
             (state, own), metrics = fused(state, calls[0].payload, calls[0].orders)
             return state, metrics, own
-        combine = self._cache.get(*self._combine_program())
+        last: Call | None = None
+        if overlap and self._last is not None:
+            *calls, last = calls
         read, token = self._program.reads(state), None
         for call in calls:
             accumulate = self._cache.get(*self._accumulate_program(call.payload))
             sums, self._sums = self._zero_sums() if self._sums is None else self._sums, None
             (sums, token), _ = accumulate(read, sums, call.payload, call.orders)
             self._sums = sums
+        if last is not None:
+            return self._run_last(state, last, accumulating)
         assert token is not None  # a window has at least one call
+        combine = self._cache.get(*self._combine_program())
         if self.group.world_size > 1:
             accumulating(token)
         (state, end), metrics = combine(state, self._sums)
+        return state, metrics, end
+
+    def _run_last(
+        self, state: TrainState, call: Call, accumulating: Accumulating
+    ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
+        program = self._cache.get(*self._last_program(call.payload))
+        sums, self._sums = self._zero_sums() if self._sums is None else self._sums, None
+        (state, self._sums, end), metrics = program(state, sums, call.payload, call.orders)
+        accumulating(end)
         return state, metrics, end
 
     def release(self) -> None:
@@ -153,12 +187,17 @@ class Runner:
         self._sums = None
 
     def ready(self, payload: Payload) -> bool:
-        """Whether the accumulating program for data of these shapes is compiled."""
-        return self._cache.ready(self._accumulate_program(payload)[0])
+        """Whether the programs for data of these shapes are compiled."""
+        return all(self._cache.ready(key) for key, _ in self._programs(payload))
 
     def prepare(self, payload: Payload) -> None:
-        """Compiles the accumulating program for data of these shapes, in background."""
-        self._cache.prepare(*self._accumulate_program(abstract(payload)))
+        """Compiles the programs for data of these shapes, in background."""
+        for key, build in self._programs(abstract(payload)):
+            self._cache.prepare(key, build)
+
+    def _programs(self, payload: Payload) -> list[tuple[Hashable, Callable[[], Any]]]:
+        programs = [self._accumulate_program(payload)]
+        return programs if self._last is None else [*programs, self._last_program(payload)]
 
     def _accumulate_program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
         key = ("accumulate", self._number, signature(payload))
@@ -176,6 +215,12 @@ class Runner:
         key = ("window", self._number, signature(payload))
         return key, lambda: self._fused[single].compile(self.state, payload, self._orders())
 
+    def _last_program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
+        key = ("last", self._number, signature(payload))
+        last = self._last
+        assert last is not None
+        return key, lambda: last.compile(self.state, self._sums_shapes(), payload, self._orders())
+
     def _sums_shapes(self) -> PyTree:
         n = self.group.world_size
         return jax.tree.map(
@@ -183,7 +228,7 @@ class Runner:
         )
 
     def _orders(self) -> Orders:
-        return Orders(jax.ShapeDtypeStruct((self.group.world_size, 5), jnp.int32))
+        return Orders(jax.ShapeDtypeStruct((self.group.world_size, Orders.WIDTH), jnp.int32))
 
     def _zero_sums(self) -> PyTree:
         return replicate(jax.tree.map(_zeros, self._sums_shape), self.group.devices)

@@ -172,7 +172,7 @@ class SweepRunner:
         self._cache.prepare(*self._program(abstract(payload)))
 
     def _program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
-        orders = Orders(jax.ShapeDtypeStruct((self.group.world_size, 5), jnp.int32))
+        orders = Orders(jax.ShapeDtypeStruct((self.group.world_size, Orders.WIDTH), jnp.int32))
         key = ("sweep", self._number, signature(payload))
         return key, lambda: self._mapped.compile(self._variables, payload, orders)
 

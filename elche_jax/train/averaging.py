@@ -10,6 +10,12 @@ from elche_jax.config import DDPConfig
 
 WHERE = "build_train_step"
 
+MEASURED_FIRST = 6
+"""Windows at the start of a run whose exchange does not overlap, so that it is measured."""
+
+MEASURE_EVERY = 6
+"""With `delay=1` every so many windows do not overlap, so that speeds stay known."""
+
 
 def check_averaging(
     averaging: Averaging | None,
@@ -73,3 +79,19 @@ def cadence_of(averaging: Averaging, config: DDPConfig, world_size: int) -> Cade
     if world_size > 1:
         return config.elche()
     return None if averaging.outer is None else FixedTotal(config.anchor)
+
+
+def overlaps(averaging: Averaging | None, world_size: int, windows: int) -> bool:
+    """Whether the exchange of the window before goes on during the next window's steps.
+
+    In such a window nobody knows when a device was done with its own steps, so that some
+    are left out.
+
+    Args:
+        averaging: The rule.
+        world_size: Number of devices.
+        windows: Windows of the run so far.
+    """
+    if averaging is None or not averaging.delay or world_size == 1:
+        return False
+    return windows >= MEASURED_FIRST and windows % MEASURE_EVERY > 0

@@ -127,6 +127,7 @@ class Feed:
             Number of valid examples, and the calls.
         """
         capacity = self.capacity(max(counts))
+        totals = sum(counts), self._examples(first, sum(counts), reader)
         calls = []
         for ranges in split_window(counts, capacity):
             payload: Payload
@@ -138,9 +139,9 @@ class Feed:
                 assert isinstance(reader, IndexedReader)  # resident data is an array
                 index = self._placer.index(reader, first, ranges, capacity)
                 payload = Rows(self._resident, index)
-            orders = self._placer.orders(ranges, first, not calls, reader.partial)
+            orders = self._placer.orders(ranges, first, not calls, reader.partial, totals)
             calls.append(Call(payload, Orders(orders), ranges))
-        return self._examples(first, sum(counts), reader), tuple(calls)
+        return totals[1], tuple(calls)
 
     def capacity(self, count: int) -> int:
         """The capacity for a window whose largest count is this.

@@ -57,7 +57,7 @@ class Flying:
 
     Attributes:
         measured: What its record needs besides the times.
-        finite: Whether it was finite, on the devices.
+        finite: Whether it was finite, or for each device whether it was; on the devices.
         own: The same of each device's own sums.
         sums: Checksums of the state after it, or None.
         metrics: The window's metrics, on the devices.
@@ -67,7 +67,7 @@ class Flying:
     finite: Any
     own: jax.Array
     sums: jax.Array | None
-    metrics: Mapping[str, Any]
+    metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Run:
@@ -240,7 +240,7 @@ class Run:
             window: The window.
             at: When its dispatch began.
             steady: Whether nothing was compiled for it.
-            finite: Whether it is finite: a bool, on the devices.
+            finite: Whether it is finite: a bool, or one per device, on the devices.
             token: Ready where a device is done; its entries say whether what the
                 device itself had summed is finite.
             sums: Checksums of the new state, where they were asked for.
@@ -330,7 +330,7 @@ class Run:
             self._changed.notify_all()
 
     def _verify(self, flying: "Flying") -> None:
-        finite = bool(np.asarray(flying.finite))
+        finite = bool(np.asarray(flying.finite).all())
         skipped = self._watch.skipped
         error: Exception | None = self._watch.see(flying.measured, finite, flying.own)
         if self._watch.skipped > skipped:

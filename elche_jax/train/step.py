@@ -10,6 +10,7 @@ import jax
 import optax
 
 from elche_jax import _check as check
+from elche_jax.averaging.delayed import DelayedProgram
 from elche_jax.averaging.guards import Divergence
 from elche_jax.averaging.program import LocalProgram, average
 from elche_jax.cadence import Cadence
@@ -30,6 +31,7 @@ from elche_jax.engine.state import TrainState
 from elche_jax.engine.trainable import Selection, select_trainable
 from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.report import RunReport, make_report
+from elche_jax.train.averaging import overlaps
 from elche_jax.train.feed import DataPlan
 from elche_jax.train.finite import AVERAGES, GRADIENTS, FiniteWatch
 from elche_jax.train.guarding import GuardWatch
@@ -345,11 +347,12 @@ class TrainStep:
                 "step's."
             )
         run.dispatching(window)
+        overlap = overlaps(self._options.averaging, len(self.devices), self._pace.windows)
         misses = self._cache.stats.misses
         at = time.perf_counter()
         try:
             state, metrics, token = run.runner.run(
-                state, window.calls, lambda token: run.accumulating(at, token)
+                state, window.calls, lambda token: run.accumulating(at, token), overlap
             )
         except BaseException as error:
             run.given_up()
@@ -360,9 +363,12 @@ class TrainStep:
                     f"got another: {differs}. Was it made for another model or optimizer?"
                 ) from error
             raise
-        steady = self._cache.stats.misses == misses
+        # of windows that overlap nobody knows the devices' own times
+        steady = self._cache.stats.misses == misses and not overlap
         sums = self._checksums(state, window)
-        run.dispatched(window, at, steady, metrics["finite"], token, sums, metrics)
+        delayed = self._options.averaging is not None and self._options.averaging.delay
+        finite = token if delayed else metrics["finite"]  # those metrics are of the window before
+        run.dispatched(window, at, steady, finite, token, sums, metrics)
         if self._options.emulate is not None:
             self._options.emulate.settle()
         return state, dict(metrics)  # the run reads its own when the window is over
@@ -427,7 +433,8 @@ class TrainStep:
     def _program(self, work: Microbatches, merge: MergeRules) -> WindowProgram:
         options, size = self._options, len(self.devices)
         if options.averaging is not None:
-            return LocalProgram(
+            kind = DelayedProgram if options.averaging.delay else LocalProgram
+            return kind(
                 work, self._optimizer, options.averaging, size, merge, options.max_grad_norm,
                 options.emulate,
             )  # fmt: skip

@@ -7,6 +7,7 @@ import pytest
 from reference import BATCH, LEARNING_RATE, LEAVES, MOMENTUM, Outer, data, loss_fn, params, run
 
 import elche_jax as elche
+from elche_jax.train import averaging as choice
 
 COUNTS = [(3, 1), (2, 2), (4, 1), (1, 3), (5, 2), (3, 1), (1, 1), (6, 2), (2, 0), (3, 2)]
 THREE = [(3, 1, 2), (2, 2, 1), (4, 0, 1), (1, 3, 2), (5, 2, 2), (3, 1, 1), (1, 1, 1), (0, 2, 6),
@@ -15,14 +16,16 @@ NESTEROV = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
 TX = optax.sgd(LEARNING_RATE, momentum=MOMENTUM)
 
 
-def train_on(averaging, counts, *, tx=TX, loss=loss_fn, rows=None, **options):
+def train_on(averaging, counts, *, tx=TX, loss=loss_fn, rows=None, window_bytes=2**28, **options):
     """Each device's parameters after every window, the metrics, and the rest."""
     train = elche.build_train_step(
         loss, tx, devices=jax.devices()[: len(counts[0])], averaging=averaging,
         cadence=elche.Replay(counts), **options,
     )  # fmt: skip
     state, history, metrics = train.init(params()), [], []
-    with train.windows(rows or data(), BATCH, shuffle=False) as windows:
+    with train.windows(
+        rows or data(), BATCH, shuffle=False, placement="stream", window_bytes=window_bytes
+    ) as windows:
         for window in windows:
             assert window.counts == counts[window.index]
             state, said = train(state, window)
@@ -182,3 +185,44 @@ def test_what_no_device_changes_stays_to_the_last_bit():
     history, _, _, _ = train_on(elche.ParameterAveraging(), THREE, loss=loss)
     for got in history:
         assert (got["v"] == np.float32(0.5)).all()
+
+
+# delay
+
+
+@pytest.mark.parametrize("counts", [COUNTS, THREE], ids=["two", "three"])
+@pytest.mark.parametrize("exponent", [1.0, 0.0])
+def test_delay_of_the_average(counts, exponent):
+    rule = elche.ParameterAveraging(exponent=exponent, optimizer_state="keep", delay=1)
+    history, metrics, state, _ = train_on(rule, counts)
+    assert_history(history, run(counts, exponent=exponent, optimizer_state="keep", delay=1))
+    elche.check_replicas(state.averaging.base)
+    for said, before in zip(metrics[1:], counts, strict=False):
+        powers = np.array([float(c) ** exponent if c else 0.0 for c in before])
+        np.testing.assert_allclose(said["share"], powers / powers.sum(), rtol=1e-6)
+        assert said["weight"] == sum(before)
+
+
+@pytest.mark.parametrize("counts", [COUNTS, THREE], ids=["two", "three"])
+def test_delay_of_diloco(counts):
+    rule = elche.DiLoCo(outer=optax.sgd(**NESTEROV), delay=1)
+    history, _, state, _ = train_on(rule, counts)
+    want = run(counts, outer=Outer(0.7, 0.9, True), optimizer_state="keep", delay=1)
+    assert_history(history, want)
+    elche.check_replicas(state.averaging.base)
+    elche.check_replicas(state.averaging.outer)
+
+
+@pytest.mark.parametrize("window_bytes", [2**28, 120], ids=["one call", "several calls"])
+def test_windows_that_overlap_give_the_same_bits(monkeypatch, window_bytes):
+    """Which windows do depends on how many there were: 6 to 11 do not, or all do not."""
+    counts = THREE + THREE
+    rule = elche.DiLoCo(outer=optax.sgd(**NESTEROV), delay=1)
+    seen = []
+    for every in (1, 6):
+        monkeypatch.setattr(choice, "MEASURE_EVERY", every)
+        seen.append(train_on(rule, counts, window_bytes=window_bytes))
+    (plain, first, _, _), (overlapped, second, _, train) = seen
+    for a, b in zip(*map(jax.tree.leaves, ((plain, first), (overlapped, second))), strict=True):
+        assert a.tobytes() == b.tobytes()
+    assert [r.steady for r in train.records][7:] == [w % 6 == 0 for w in range(7, 20)]

@@ -61,7 +61,7 @@ class Setup:
             else:
                 index = self.placer.index(self.reader, first, ranges, capacity)
                 payload = Rows(self.data, index)
-            orders = self.placer.orders(ranges, first, number == 0, self.reader.partial)
+            orders = self.placer.orders(ranges, first, number == 0, self.reader.partial, (0, 0))
             yield Call(payload, Orders(orders), ranges)
 
     def run(self, counts, capacity, first=0):

@@ -330,7 +330,7 @@ def sums_of(hook, world_size, counts):
     starts = np.cumsum([0, *counts[:-1]]).tolist()
     ranges = [Range(*share) for share in zip(starts, counts, strict=True)]
     placer = Placer(devices, stacked_sharding(devices))
-    orders = Orders(placer.orders(ranges, 0, True, None))
+    orders = Orders(placer.orders(ranges, 0, True, None, (0, 0)))
     args = (state, sums, pieces, orders)
     (sums, _), _ = Mapped(program.accumulate, devices, donate=()).compile(*args)(*args)
     return jax.tree.map(np.asarray, sums)

@@ -1,0 +1,204 @@
+"""Accuracy against bytes and time: gradients, averaging, DiLoCo, streaming, int8.
+
+    python benchmarks/averaging.py [--microbatches 22000] [--seeds 3] [--plot FILE] [--out FILE]
+
+A character model learns the standard library's own sources on four emulated devices whose
+microbatches last 2.5, 2.5, 5 and 10 ms. Every method sees the same number of microbatches
+and takes the same inner optimizer. The loss is that of held-out text, in nats per
+character, with the parameters that `train.average` gives at the end.
+"""
+
+import setup_devices  # noqa: I001,F401  (first: it sets the devices)
+
+import argparse
+import json
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean, stdev
+
+import jax
+import numpy as np
+import optax
+
+import elche_jax as elche
+from elche_jax.lab import EmulatedSpeeds
+
+FLEET = [2.5, 2.5, 5.0, 10.0]
+BATCH, CONTEXT, VOCABULARY, WIDTH = 16, 16, 96, 96
+INNER_STEPS = 50
+NESTEROV = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
+
+
+def text(characters: int) -> np.ndarray:
+    """The first characters of the standard library's modules, as numbers below 96."""
+    folder, parts, size = Path(sysconfig.get_path("stdlib")), [], 0
+    for path in sorted(folder.glob("*.py")):
+        parts.append(path.read_text(encoding="utf-8", errors="ignore"))
+        size += len(parts[-1])
+        if size >= characters:
+            break
+    codes = np.frombuffer("".join(parts).encode("ascii", "replace"), np.uint8)[:characters]
+    return np.where(codes == 10, 95, np.clip(codes.astype(np.int32) - 32, 0, 94)).astype(np.int32)
+
+
+def examples(codes: np.ndarray, starts: np.ndarray) -> dict[str, np.ndarray]:
+    """Contexts and the characters that follow them."""
+    places = starts[:, None] + np.arange(CONTEXT)
+    return {"x": codes[places], "y": codes[starts + CONTEXT]}
+
+
+def first_params(seed: int) -> dict:
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> np.ndarray:
+        return (rng.normal(size=shape) / np.sqrt(shape[0])).astype("float32")
+
+    return {
+        "embed": normal(VOCABULARY, 16),
+        "hidden": {"w": normal(CONTEXT * 16, WIDTH), "b": np.zeros(WIDTH, "float32")},
+        "out": {"w": normal(WIDTH, VOCABULARY), "b": np.zeros(VOCABULARY, "float32")},
+    }
+
+
+def losses(params, batch):
+    seen = params["embed"][batch["x"]].reshape(len(batch["x"]), -1)
+    hidden = jax.nn.relu(seen @ params["hidden"]["w"] + params["hidden"]["b"])
+    logits = hidden @ params["out"]["w"] + params["out"]["b"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+
+
+def loss_fn(params, batch, rng):
+    return losses(params, batch).mean()
+
+
+def methods() -> dict[str, Callable[[], dict]]:
+    """Options of `build_train_step` by the name of the method."""
+    outer = optax.sgd(**NESTEROV)
+    fixed = elche.ElChe(INNER_STEPS, max_anchor=INNER_STEPS)
+    average = elche.ParameterAveraging(optimizer_state="keep")
+    return {
+        "gradients, every microbatch": lambda: {"cadence": elche.EveryBatch()},
+        "gradients, ElChe": lambda: {"cadence": elche.ElChe()},
+        "ParameterAveraging": lambda: {"averaging": average, "cadence": fixed},
+        "DiLoCo": lambda: {"averaging": elche.DiLoCo(outer, INNER_STEPS)},
+        "DiLoCo, 5 fragments": lambda: {"averaging": elche.DiLoCo(outer, INNER_STEPS, fragments=5)},
+        "DiLoCo, int8": lambda: {"averaging": elche.DiLoCo(outer, INNER_STEPS, compression="int8")},
+        "DiLoCo, delay=1": lambda: {"averaging": elche.DiLoCo(outer, INNER_STEPS, delay=1)},
+    }
+
+
+def run(options: dict, data: dict, held_out: dict, microbatches: int, seed: int) -> dict:
+    """Trains with one method; gives loss, bytes, windows and seconds."""
+    tx = optax.adam(optax.cosine_decay_schedule(2e-3, 20 * microbatches))
+    if "averaging" in options:
+        options = {**options, "guard": elche.NoGuard()}
+    train = elche.build_train_step(
+        loss_fn, tx, devices=jax.devices()[: len(FLEET)], emulate=EmulatedSpeeds(FLEET), **options
+    )
+    state = train.init(first_params(seed))
+    sent, begun, left = 0.0, 0.0, microbatches
+    per_window = train.report().exchange_bytes
+    said = []
+    for window in train.windows(data, BATCH, seed=seed):
+        state, metrics = train(state, window)
+        said.append(metrics.get("exchange_bytes", per_window))
+        if window.index == 1:  # what is compiled once is not counted
+            jax.block_until_ready(state)
+            begun, left = time.perf_counter(), microbatches - sum(window.counts)
+    jax.block_until_ready(state)
+    seconds = time.perf_counter() - begun
+    sent = sum(float(each) for each in said)
+    params = jax.device_get(train.average(state))
+    held = float(jax.jit(lambda p, b: losses(p, b).mean())(params, held_out))
+    limit = sum(1 / ms for ms in FLEET)
+    used = left - sum(train.counts_history[0])
+    return {
+        "loss": held, "bytes": sent, "windows": len(said), "seconds": seconds,
+        "share": used / (1e3 * seconds) / limit,
+    }  # fmt: skip
+
+
+def measure(microbatches: int, seeds: int) -> dict[str, list[dict]]:
+    codes = text(2_000_000)
+    rng = np.random.default_rng(0)
+    border = len(codes) * 9 // 10
+    train_at = rng.integers(0, border - CONTEXT - 1, microbatches * BATCH)
+    held_at = rng.integers(border, len(codes) - CONTEXT - 1, 20_000)
+    data, held_out = examples(codes, train_at), examples(codes, held_at)
+    found: dict[str, list[dict]] = {name: [] for name in methods()}
+    for seed in range(seeds):  # in turns, as the machine's speed changes
+        for name, options in methods().items():
+            found[name].append(run(options(), data, held_out, microbatches, seed))
+            one = found[name][-1]
+            print(f"seed {seed} {name:30} " + "  ".join(f"{k} {v:.5g}" for k, v in one.items()),
+                  flush=True)  # fmt: skip
+    return found
+
+
+def summary(found: dict[str, list[dict]]) -> str:
+    """The table for the docs."""
+    base = found["gradients, every microbatch"]
+    lines = [
+        "| method | loss | against gradients | bytes per device | times fewer | seconds | "
+        "share of the limit |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, runs in found.items():
+        loss = [each["loss"] for each in runs]
+        ratio = mean(a["loss"] / b["loss"] for a, b in zip(runs, base, strict=True))
+        spread = f" ± {stdev(loss):.4f}" if len(loss) > 1 else ""
+        sent = mean(each["bytes"] for each in runs)
+        fewer = mean(each["bytes"] for each in base) / sent
+        seconds = mean(each["seconds"] for each in runs)
+        share = mean(each["share"] for each in runs)
+        lines.append(
+            f"| {name} | {mean(loss):.4f}{spread} | {100 * (ratio - 1):+.1f} % | "
+            f"{sent / 1e6:.2f} MB | {fewer:.0f} | {seconds:.1f} | {share:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(found: dict[str, list[dict]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    for name, runs in found.items():
+        for axis, key in zip(axes, ("bytes", "seconds"), strict=True):
+            axis.plot([r[key] for r in runs], [r["loss"] for r in runs], "o", label=name)
+    axes[0].set_xscale("log")
+    axes[0].set_xlabel("bytes exchanged per device")
+    axes[1].set_xlabel("seconds")
+    axes[0].set_ylabel("held-out loss, nats per character")
+    axes[1].legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--microbatches", type=int, default=22_000)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/out/averaging.json"))
+    args = parser.parse_args()
+    found = measure(args.microbatches, args.seeds)
+    print(f"jax {jax.__version__}\n\n{summary(found)}")
+    base, diloco = (found[n] for n in ("gradients, every microbatch", "DiLoCo"))
+    worse = mean(a["loss"] / b["loss"] for a, b in zip(diloco, base, strict=True)) - 1
+    fewer = mean(b["bytes"] / a["bytes"] for a, b in zip(diloco, base, strict=True))
+    good = worse <= 0.02 and fewer >= 50
+    print(f"\nDiLoCo: {fewer:.0f} times fewer bytes (asked 50), loss {100 * worse:+.1f} % "
+          f"(asked +2 %): {'ok' if good else 'FALLS SHORT'}")  # fmt: skip
+    if args.plot:
+        plot(found, args.plot)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

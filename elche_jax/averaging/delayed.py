@@ -1,0 +1,217 @@
+"""Averaging with `delay=1`: nobody waits for the exchange.
+
+A window's exchange is of the parameters that it begins with, which the window before has
+made, and so needs nothing of its steps. It is launched before them and applied after:
+
+    y[d](t)  this device's parameters at the end of window t
+    z[d]     where its steps of window t + 1 lead, from y[d](t)
+    x(t + 1) what the exchange of window t makes of x(t) and the y[d](t)
+
+    y[d](t + 1) = z[d] + (x(t + 1) - y[d](t))
+
+Each device goes on from its own parameters and is corrected one window late; replicas
+differ by one window's steps. Shares are those of window t, whose metrics are reported with
+window t + 1.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from elche_jax.averaging.join import Join, share_of
+from elche_jax.averaging.program import LocalProgram, Walk, seen
+from elche_jax.averaging.state import AveragingState
+from elche_jax.engine.exchange import packed_psum
+from elche_jax.engine.fetch import Orders, Payload
+from elche_jax.engine.mapped import AXIS
+from elche_jax.engine.merge import changes, merged
+from elche_jax.engine.microbatch import all_finite, floats
+from elche_jax.engine.state import TrainState
+
+PyTree = Any
+
+
+class Exchanged(NamedTuple):
+    """What the exchange of the window before has brought.
+
+    Attributes:
+        base: The parameters that are trained, the same on all devices.
+        correction: What this device's are to be moved by, float32.
+        outer: State of the outer optimizer.
+        error: What this device's differences have lost to compression.
+        model_state: The merged model state.
+        metrics: Metrics of the window before.
+    """
+
+    base: list[Any]
+    correction: list[Any]
+    outer: tuple[Any, ...]
+    error: list[Any]
+    model_state: PyTree
+    metrics: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DelayedProgram(LocalProgram):
+    """The functions of a window whose exchange is that of the window before."""
+
+    def zeros(self, state: TrainState) -> Walk:
+        """Before the first step."""
+        walk = super().zeros(state)
+        before = {"loss": walk.loss, "weight": walk.weight, "metrics": walk.metrics}
+        none = jnp.zeros((), jnp.int32)
+        return walk.replace(
+            extra={"total": none, "examples": none, "before": before | {"count": walk.count}}
+        )
+
+    def begun(self, state: TrainState, walk: Walk, orders: Orders) -> Walk:
+        """The walk to go on with; in the first call of a window it keeps the sums of the
+        window before, which the exchange reports, and learns the work of all devices."""
+        fresh, start = orders.fresh, self.zeros(state)
+        old = {"loss": walk.loss, "weight": walk.weight, "metrics": walk.metrics}
+        total, examples = orders.totals
+        start = start.replace(
+            extra={"total": total, "examples": examples, "before": old | {"count": walk.count}}
+        )
+        return jax.tree.map(lambda a, b: jnp.where(fresh, a, b), start, walk)
+
+    def combine(self, state: TrainState, walk: Walk) -> tuple[TrainState, Any, dict[str, Any]]:
+        """Exchanges and corrects, one after the other."""
+        new, own, metrics = self._apply(state, walk, self._exchange(state, walk.extra["before"]))
+        if self.world_size == 1:  # which waits for nobody, and keeps no sums between windows
+            metrics |= self.means(seen(walk, own))
+        return new, own, metrics
+
+    def last_call(
+        self, state: TrainState, walk: Walk, payload: Payload, orders: Orders
+    ) -> tuple[tuple[TrainState, Walk, Any], dict[str, Any]]:
+        """The window's last call and its end in one program, so that they may overlap.
+
+        Returns:
+            `((state, walk, whether this device's own part was finite), metrics)`.
+        """
+        walk = self.begun(state, walk, orders)
+        exchanged = self._exchange(state, walk.extra["before"])
+        walk, _ = self.loop(state, walk, payload, orders)
+        walk, exchanged = jax.lax.optimization_barrier((walk, exchanged))
+        state, own, metrics = self._apply(state, walk, exchanged)
+        return (state, walk, own), metrics
+
+    def replicated(self, state: TrainState) -> TrainState:
+        """What of a state must be the same on all devices, the rest being None."""
+        return super().replicated(state).replace(params=None, model_state=None)
+
+    def _exchange(self, state: TrainState, before: dict[str, Any]) -> Exchanged:
+        kept: AveragingState = state.averaging
+        trained, _ = self.work.selection.split(state.params)
+        own = jax.tree.leaves(trained)
+        size = self.world_size
+        # of a device that was left out there is nothing: it has no steps
+        share = share_of(
+            kept.steps[0], jnp.bool_(True), self.averaging.exponent, state.step - 1, size
+        )
+        join = Join(self.averaging, size)
+        joined = join(kept.base, own, kept.outer[0], kept.error, share)
+        made = (joined.params, joined.outer, joined.error)
+        base, outer, error = jax.tree.map(
+            lambda new, old: jnp.where(share.good, new, old),
+            made,
+            (kept.base, kept.outer[0], kept.error),
+        )
+        correction = [
+            jnp.where(share.good, x.astype(jnp.float32) - y.astype(jnp.float32), 0)
+            for x, y in zip(base, own, strict=True)
+        ]
+        model_state = self._merge_before(state, share.own, share.good)
+        # a device that had work and has no steps was left out
+        left_out = (before["count"] > 0) & (kept.steps[0] == 0)
+        sums = jax.tree.map(lambda x: jnp.where(left_out, 0, x), before)
+        totals = self.summed(sums | {"bad": left_out.astype(jnp.float32)})
+        metrics = self.means(totals) | self.said(joined, ~left_out, share)
+        return Exchanged(base, correction, (outer,), error, model_state, metrics)
+
+    def _merge_before(self, state: TrainState, share: Any, good: Any) -> PyTree:
+        """The devices' model states at the end of the window before as one."""
+        now = state.model_state
+        if self.world_size == 1 or not jax.tree.leaves(now):
+            return now
+        # changes are counted from nothing, as there is no common state that they began with
+        nothing = jax.tree.map(jnp.zeros_like, now)
+        moved = packed_psum(changes(self.merge, now, nothing, share), AXIS)
+        together = merged(self.merge, now, nothing, share, moved, jnp.float32(1))
+        return jax.tree.map(lambda new, old: jnp.where(good, new, old), together, now)
+
+    def _apply(
+        self, state: TrainState, walk: Walk, exchanged: Exchanged
+    ) -> tuple[TrainState, Any, dict[str, Any]]:
+        own = all_finite((walk.trained, walk.loss, walk.weight, *floats(walk.model_state)))
+        leaves, structure = jax.tree.flatten(walk.trained)
+        corrected = [
+            jnp.where(own, (z.astype(jnp.float32) + move).astype(z.dtype), x)
+            for z, move, x in zip(leaves, exchanged.correction, exchanged.base, strict=True)
+        ]
+        trained = structure.unflatten(corrected)
+        _, frozen = self.work.selection.split(state.params)
+        opt_state = jax.tree.map(
+            lambda new, anew: jnp.where(own, new, anew), walk.opt_state, self.tx.init(trained)
+        )
+        kept = AveragingState(
+            outer=exchanged.outer,
+            base=exchanged.base,
+            steps=jnp.where(own, walk.count, 0)[None],
+            error=exchanged.error,
+        )
+        state = state.replace(
+            params=self.work.selection.join(trained, frozen),
+            opt_state=opt_state,
+            model_state=self._model_state(state, walk, own, exchanged.model_state),
+            averaging=kept,
+            microbatches=state.microbatches + walk.extra["total"],
+            examples=state.examples + walk.extra["examples"],
+            step=state.step + 1,
+        )
+        return state, own, exchanged.metrics
+
+    def _model_state(self, state: TrainState, walk: Walk, own: Any, together: PyTree) -> PyTree:
+        """Model states are corrected by rule, variances by a factor, so that they stay
+        above 0; what is the maximum stays the maximum."""
+        before, structure = jax.tree.flatten(state.model_state)
+        after, common = jax.tree.leaves(walk.model_state), jax.tree.leaves(together)
+        leaves = []
+        for i, rule in enumerate(self.merge.rules):
+            leaf = _CORRECT[rule if self.merge.mean_of[i] is None else "variance"](
+                after[i], common[i], before[i]
+            )
+            leaves.append(jnp.where(own, leaf, common[i]))
+        return structure.unflatten(leaves)
+
+
+def _move(z: Any, x: Any, y: Any) -> Any:
+    return (z + (x - y)).astype(z.dtype)
+
+
+def _scale(z: Any, x: Any, y: Any) -> Any:
+    return (z * jnp.where(y > 0, x / jnp.where(y > 0, y, 1), 1)).astype(z.dtype)
+
+
+def _stay(z: Any, x: Any, y: Any) -> Any:
+    del x, y
+    return z
+
+
+def _largest(z: Any, x: Any, y: Any) -> Any:
+    del y
+    return jnp.maximum(z, x) if z.dtype != jnp.bool_ else z | x
+
+
+_CORRECT: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "mean": _move,
+    "pooled": _move,
+    "variance": _scale,
+    "max": _largest,
+    "first": _stay,
+    "keep": _stay,
+}

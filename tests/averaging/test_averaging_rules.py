@@ -1,0 +1,325 @@
+"""What rules accept, what they go with, and laws of shares, fragments and the wire."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import assume, given, settings, strategies as st
+from reference import BATCH, data, loss_fn, params
+
+import elche_jax as elche
+from elche_jax.averaging.fragments import assign_fragments
+from elche_jax.averaging.join import share_of
+from elche_jax.averaging.wire import sum_differences, wire_bytes
+from elche_jax.engine.mapped import AXIS
+
+SGD = optax.sgd(0.1)
+
+
+def build(averaging=None, world=2, **options):
+    return elche.build_train_step(
+        loss_fn, SGD, devices=jax.devices()[:world], averaging=averaging, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: elche.ParameterAveraging(float("nan")), ValueError,
+         r"ParameterAveraging: exponent must be finite, got nan\.$"),
+        (lambda: elche.ParameterAveraging("1"), TypeError,
+         r"ParameterAveraging: exponent must be a number, got '1' "),
+        (lambda: elche.ParameterAveraging(optimizer_state="drop"), ValueError,
+         r"ParameterAveraging: optimizer_state must be one of 'average', 'keep', 'reset', got 'dr"),
+        (lambda: elche.ParameterAveraging(optimizer_state="keep", delay=-1), ValueError,
+         r"ParameterAveraging: delay must be at least 0, got -1\.$"),
+        (lambda: elche.ParameterAveraging(optimizer_state="keep", delay=2), ValueError,
+         r"ParameterAveraging: delay must be at most 1, got 2\.$"),
+        (lambda: elche.ParameterAveraging(delay=1), ValueError,
+         r"ParameterAveraging: optimizer_state must be 'keep' with delay=1, .* got 'average'\.$"),
+        (lambda: elche.DiLoCo(0.7), TypeError,
+         r"DiLoCo: outer must be an optax optimizer, got 0\.7 \(float\)\. Pass optax\.sgd\(0\.7, "),
+        (lambda: elche.DiLoCo(SGD, 0), ValueError, r"DiLoCo: inner_steps must be at least 1, got"),
+        (lambda: elche.DiLoCo(SGD, exponent=float("inf")), ValueError,
+         r"DiLoCo: exponent must be finite, got inf\.$"),
+        (lambda: elche.DiLoCo(SGD, fragments=0), ValueError,
+         r"DiLoCo: fragments must be at least 1, got 0\.$"),
+        (lambda: elche.DiLoCo(SGD, 5, fragments=2), ValueError,
+         r"DiLoCo: inner_steps must be a multiple of fragments \(2\), got 5\.$"),
+        (lambda: elche.DiLoCo(SGD, fragments=2, optimizer_state="reset"), ValueError,
+         r"DiLoCo: optimizer_state must be 'keep' with fragments=2, .* got 'reset'\.$"),
+        (lambda: elche.DiLoCo(SGD, fragments=2, delay=1), ValueError,
+         r"DiLoCo: fragments must be 1 with delay=1, got 2\. Choose one of the two\.$"),
+        (lambda: elche.DiLoCo(SGD, compression="int4"), ValueError,
+         r"DiLoCo: compression must be one of None, 'bfloat16', 'int8', got 'int4'\.$"),
+    ],
+)  # fmt: skip
+def test_rules_that_are_none(make, kind, message):
+    with pytest.raises(kind, match="^" + message):
+        make()
+
+
+RULE = elche.ParameterAveraging()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"averaging": elche.ParameterAveraging}, TypeError,
+         r"build_train_step: averaging must be ParameterAveraging\(\.\.\.\), DiLoCo\(\.\.\.\) or"),
+        ({"averaging": RULE, "nonfinite": "ignore"}, ValueError,
+         r"build_train_step: nonfinite must be 'raise' or 'skip' with averaging=ParameterAverag"),
+        ({"averaging": RULE, "config": elche.DDPConfig(exchange_dtype="bfloat16")}, ValueError,
+         r"DDPConfig: exchange_dtype must be 'float32' with averaging=ParameterAveraging, got 'bf"),
+        ({"averaging": elche.DiLoCo(SGD, 5), "cadence": elche.FixedTotal(4)}, ValueError,
+         r"DiLoCo: inner_steps must be None where the cadence is chosen \(FixedTotal\), got 5\. "),
+        ({"averaging": elche.DiLoCo(SGD, 5), "config": elche.DDPConfig(anchor=3)}, ValueError,
+         r"DiLoCo: inner_steps must be None where the cadence is chosen \(anchor=3\), got 5\. "),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together(options, kind, message):
+    with pytest.raises(kind, match="^" + message):
+        build(**options)
+
+
+def test_a_scale_that_devices_would_find_apart():
+    from flax.training.dynamic_scale import DynamicScale
+
+    with pytest.raises(
+        ValueError, match=r"loss_scale must be a number with averaging=DiLoCo, whose devices step"
+    ):
+        build(elche.DiLoCo(SGD), loss_scale=DynamicScale())
+
+
+def test_more_fragments_than_arrays():
+    with pytest.raises(
+        ValueError, match=r"^DiLoCo: fragments must be at most the number of arrays .* \(3\), got 4"
+    ):
+        build(elche.DiLoCo(SGD, fragments=4)).init(params())
+
+
+def test_a_state_of_another_rule_is_named():
+    state = build(elche.DiLoCo(optax.sgd(0.7))).init(params())
+    train = build(elche.DiLoCo(optax.sgd(0.7, momentum=0.9)))
+    train.init(params())
+    window = next(train.windows(data(), BATCH))
+    with pytest.raises(ValueError, match=r"^train: state must have the shapes of the one .* made"):
+        train(state, window)
+
+
+@pytest.mark.parametrize(
+    ("rule", "world", "config", "cadence"),
+    [
+        (elche.DiLoCo(SGD, 50), 4, None, elche.ElChe(50, max_anchor=50)),
+        (elche.DiLoCo(SGD, 50, fragments=5), 4, None, elche.ElChe(10, max_anchor=10)),
+        (elche.DiLoCo(SGD, 50), 1, None, elche.FixedTotal(50)),
+        (elche.DiLoCo(SGD), 2, None, elche.ElChe()),
+        (elche.DiLoCo(SGD), 1, None, elche.FixedTotal(10)),
+        (RULE, 2, None, elche.ElChe()),
+        (RULE, 1, None, elche.EveryBatch()),
+        (RULE, 2, elche.DDPConfig(policy="sync"), elche.EveryBatch()),
+        (RULE, 2, elche.DDPConfig(anchor=4), elche.ElChe(4)),
+        (RULE, 2, elche.DDPConfig(max_anchor=0, anchor=2),
+         elche.Balanced(4, min_ratio=0.05)),
+    ],
+)  # fmt: skip
+def test_the_cadence_of_a_rule(rule, world, config, cadence):
+    assert build(rule, world, config=config)._pace._scheduler.cadence == cadence
+
+
+# laws
+
+
+@given(
+    counts=st.lists(st.integers(0, 10**6), min_size=1, max_size=4),
+    exponent=st.floats(-40, 40) | st.sampled_from([0.0, 1.0]),
+    schedule=st.booleans(),
+    bad=st.sets(st.integers(0, 3)),
+)
+@settings(max_examples=60, deadline=None)
+def test_shares_are_those_of_float64(counts, exponent, schedule, bad):
+    ok = np.array([rank not in bad for rank in range(len(counts))])
+    worked = ok & (np.array(counts) > 0)
+    power = (lambda window: exponent) if schedule else exponent
+    got = jax.vmap(lambda c, k: share_of(c, k, power, jnp.int32(0), len(counts)), axis_name=AXIS)(
+        jnp.array(counts, jnp.float32), jnp.array(ok)
+    )
+    assert got.good.tolist() == [bool(worked.any())] * len(counts)
+    if not worked.any():
+        assert got.own.tolist() == [0.0] * len(counts)
+        return
+    logs = np.where(worked, exponent * np.log(np.maximum(counts, 1)), -np.inf)
+    raw = np.exp(logs - logs.max())
+    np.testing.assert_allclose(got.own, raw / raw.sum(), rtol=2e-4, atol=1e-30)
+    np.testing.assert_allclose(got.own.sum(), 1, rtol=1e-6)
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=30), st.integers(1, 30))
+def test_fragments_share_the_arrays_out(sizes, fragments):
+    assume(fragments <= len(sizes))
+    parts = assign_fragments(sizes, fragments)
+    assert sorted(i for part in parts for i in part) == list(range(len(sizes)))
+    assert all(parts) and len(parts) == fragments
+    loads = [sum(sizes[i] for i in part) for part in parts]
+    # the bound of the greedy rule: no part is above the mean by more than one array
+    assert max(loads) <= sum(sizes) / fragments + max(sizes)
+
+
+trees = st.lists(
+    st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=6), min_size=1, max_size=3
+)
+
+
+@given(trees, st.lists(st.integers(0, 5), min_size=2, max_size=4), st.integers(0, 2**31))
+@settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize("compression", [None, "bfloat16", "int8"])
+def test_the_wire_sums_what_devices_send(compression, leaves, steps, seed):
+    assume(sum(steps) > 0)
+    rng = np.random.default_rng(seed)
+    rows = [np.outer(rng.normal(size=len(steps)), leaf).astype("float32") for leaf in leaves]
+    error = [np.zeros_like(row) for row in rows] if compression == "int8" else []
+    share = np.float32(steps) / np.float32(sum(steps))
+    sums, lost = jax.vmap(
+        lambda x, e, s: sum_differences(x, e, s, compression, AXIS, len(steps)), axis_name=AXIS
+    )(rows, error, share)
+    for i, row in enumerate(rows):
+        exact = share.astype(np.float64) @ row
+        largest = np.abs(row).max(axis=1)
+        if compression == "int8":  # half a level of each device
+            bound = share @ (largest / 127) * 0.51
+        elif compression == "bfloat16":  # twice rounded, by 2**-8 of its size
+            bound = 2 * 2.0**-8 * (share @ largest)
+        else:
+            bound = 1e-6 * (share @ largest)
+        for rank in range(len(steps)):
+            assert (np.abs(np.asarray(sums[i][rank]) - exact) <= bound + 1e-30).all()
+            assert np.asarray(sums[i][rank]).tobytes() == np.asarray(sums[i][0]).tobytes()
+        if compression == "int8":
+            kept = np.asarray(lost[i])
+            for rank, step in enumerate(steps):
+                if step == 0:  # nothing was sent, so nothing was lost
+                    assert not kept[rank].any()
+                else:
+                    assert (np.abs(kept[rank]) <= largest[rank] / 127 * 0.51 + 1e-30).all()
+
+
+def test_what_a_device_that_has_no_share_holds_is_not_read():
+    rows = [jnp.array([[1.0, 2.0], [jnp.nan, jnp.inf]])]
+    for compression in (None, "int8"):
+        error = [jnp.zeros((2, 2))] if compression else []
+        sums, _ = jax.vmap(
+            lambda x, e, s, c=compression: sum_differences(x, e, s, c, AXIS, 2), axis_name=AXIS
+        )(rows, error, jnp.array([1.0, 0.0]))
+        np.testing.assert_allclose(sums[0], [[1, 2], [1, 2]], rtol=1e-2)
+
+
+def test_bytes():
+    leaves = [np.zeros((3, 5)), np.zeros(7)]
+    assert [wire_bytes(leaves, each) for each in (None, "bfloat16", "int8")] == [88, 44, 30]
+
+
+def test_bytes_of_all_that_is_exchanged():
+    """Parameters, Adam's two moments and its counter, and model state but for what is kept."""
+
+    def loss(p, model_state, batch, rng):
+        return loss_fn(p, batch, rng), model_state
+
+    state = {"mean": np.zeros(4, "f"), "steps": np.int32(0), "own": np.zeros(9, "f")}
+    for how, sent in (("average", 4 * (6 + 12 + 1 + 4 + 1)), ("keep", 4 * (6 + 4 + 1))):
+        train = elche.build_train_step(
+            loss, optax.adam(0.1), devices=jax.devices()[:2], cadence=elche.FixedTotal(2),
+            averaging=elche.ParameterAveraging(optimizer_state=how),
+            merge=lambda path, leaf: "keep" if "own" in path else "auto",
+        )  # fmt: skip
+        one = train.init(params(), model_state=state)
+        for window in train.windows(data(), BATCH):
+            _, metrics = train(one, window)
+            break
+        assert metrics["exchange_bytes"] == sent
+
+
+# windows whose exchange is late
+
+
+def with_statistics(p, model_state, batch, rng):
+    mean, var = batch["x"].mean(), batch["x"].var()
+    new = {
+        "bn": {
+            "mean": 0.5 * model_state["bn"]["mean"] + 0.5 * mean,
+            "var": 0.5 * model_state["bn"]["var"] + 0.5 * var,
+        },
+        "steps": model_state["steps"] + 1,
+    }
+    return loss_fn(p, batch, rng), new
+
+
+def test_model_state_is_corrected_late_too():
+    counts = [(3, 1), (1, 2), (2, 2)]
+    train = elche.build_train_step(
+        with_statistics, SGD, devices=jax.devices()[:2], cadence=elche.Replay(counts),
+        averaging=elche.ParameterAveraging(optimizer_state="keep", delay=1),
+        merge={"bn": "pooled", "steps": "max"},
+    )  # fmt: skip
+    state = train.init(
+        params(),
+        model_state={"bn": {"mean": np.float32(0), "var": np.float32(1)}, "steps": np.int32(0)},
+    )
+    mean, var, steps = np.zeros(2), np.ones(2), np.zeros(2, int)
+    x, at, before = data()["x"].astype(np.float64), 0, None
+    for window in train.windows(data(), BATCH, shuffle=False):
+        state, _ = train(state, window)
+        start = mean.copy(), var.copy(), steps.copy()
+        for device, count in enumerate(counts[window.index]):
+            for _ in range(count):
+                rows = x[at * BATCH : (at + 1) * BATCH]
+                mean[device] = 0.5 * mean[device] + 0.5 * rows.mean()
+                var[device] = 0.5 * var[device] + 0.5 * rows.var()
+                steps[device] += 1
+                at += 1
+        if before is not None:
+            share = np.array(before) / sum(before)
+            pooled = share @ start[0]
+            spread = share @ (start[1] + (start[0] - pooled) ** 2)
+            mean, var = mean + (pooled - start[0]), var * spread / start[1]
+            steps = np.maximum(steps, start[2].max())
+        before = counts[window.index]
+        got = jax.device_get(state.model_state)
+        np.testing.assert_allclose(got["bn"]["mean"], mean, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(got["bn"]["var"], var, rtol=1e-4)
+        assert got["steps"].tolist() == steps.tolist()
+        if window.index == 2:
+            break
+    assert int(elche.unreplicate(state.microbatches)) == 11
+    assert int(elche.unreplicate(state.examples)) == 11 * BATCH
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_device_that_is_left_out_of_a_late_exchange(world):
+    """Its window's steps are gone, and nobody sees a number that is none."""
+    from test_averaging_devices import poisoned
+
+    counts = [(2,) * world] * 8
+    train = elche.build_train_step(
+        poisoned([4 * world])["loss"], SGD, devices=jax.devices()[:world], nonfinite="skip",
+        cadence=elche.Replay(counts), averaging=elche.DiLoCo(optax.sgd(0.7), delay=1),
+    )  # fmt: skip
+    state, said = train.init(params()), []
+    with train.windows(poisoned()["rows"], BATCH, shuffle=False) as windows:
+        for window in windows:
+            state, metrics = train(state, window)
+            said.append(metrics)
+            assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
+            if window.index == 2:
+                base = elche.unreplicate(state.averaging.base)
+                mine = jax.tree.leaves(jax.tree.map(lambda x: x[0], state.params))
+                for a, b in zip(base, mine, strict=True):
+                    np.testing.assert_array_equal(a, b)
+            if window.index == 7:
+                break
+    assert train.left_out == (1,) + (0,) * (world - 1) and train.skipped == 1
+    others = world - 1
+    told = 3 if others else 2  # one device knows at once
+    assert [bool(m["finite"]) for m in said] == [window != told for window in range(8)]
+    want = [0.0] + [1 / others] * others if others else [0.0]
+    np.testing.assert_allclose(said[3]["share"], want, rtol=1e-6)
