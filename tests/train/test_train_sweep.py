@@ -242,7 +242,7 @@ def test_when_a_device_begins_its_next_window(combines, platform, busy, monkeypa
     devices = [Kind("a", platform), Kind("b", platform)]
     feed = SimpleNamespace(devices=devices, world_size=2)
     pace, measured = Pace(Scheduler(elche.EveryBatch()), 2, hint=False), []
-    monkeypatch.setattr(pace, "measured", measured.append)
+    monkeypatch.setattr(pace, "measured", lambda record, *_: measured.append(record))
     monkeypatch.setattr("elche_jax.train.run.ENDS", Ends())
     watch = FiniteWatch(FinitePolicy("ignore"), devices)
     run = Run(feed, pace, elche.Cursor(), 1, watch, None, combines)
