@@ -9,8 +9,8 @@ from elche_jax.cadence import Balanced, Cadence, ElChe, EveryBatch
 from elche_jax.cadence.apportion import MAX_TOTAL
 from elche_jax.cadence.hint import checked_hint
 
-Policy = Literal["auto", "sync", "cadence"]
-POLICIES = ("auto", "sync", "cadence")
+Policy = Literal["auto", "sync", "cadence", "async"]
+POLICIES = ("auto", "sync", "cadence", "async")
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 EXCHANGE_DTYPES = ("float32", "bfloat16")
 CADENCE_KNOBS = (
@@ -48,8 +48,9 @@ class DDPConfig:
     Attributes:
         policy: `"auto"`: `"cadence"` where the devices are of several kinds, `"sync"`
             where they are alike. `"sync"`: one microbatch per device and window.
-            `"cadence"`: `ElChe` sizes the windows. With one device there is no cadence:
-            every microbatch is a step.
+            `"cadence"`: `ElChe` sizes the windows. `"async"`: the same, and nobody waits
+            for the exchange of a window: `delay=1`, only with averaging. With one device
+            there is no cadence: every microbatch is a step.
         anchor: First count of the slowest device, at least 1, see `ElChe`. With
             `max_anchor=0` the mean count of a device, where `total` is not given.
         overhead_target: Share of a window that synchronising may cost, in
@@ -148,7 +149,7 @@ class DDPConfig:
             balanced.init(world_size)  # checks the hint
             return balanced
         self.elche().init(world_size)  # checks the hint, used or not
-        unlike = self.policy == "cadence" or (self.policy == "auto" and kinds > 1)
+        unlike = self.policy in ("cadence", "async") or (self.policy == "auto" and kinds > 1)
         return self.elche() if unlike else EveryBatch()
 
     def cadence_knobs(self) -> list[str]:

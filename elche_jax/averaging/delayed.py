@@ -22,13 +22,13 @@ import jax
 import jax.numpy as jnp
 
 from elche_jax.averaging.join import Join, share_of
-from elche_jax.averaging.program import LocalProgram, Walk, seen
+from elche_jax.averaging.program import LocalProgram, Walk, finite, other_bytes, seen
 from elche_jax.averaging.state import AveragingState
 from elche_jax.engine.exchange import packed_psum
 from elche_jax.engine.fetch import Orders, Payload
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.merge import changes, merged
-from elche_jax.engine.microbatch import all_finite, floats
+from elche_jax.engine.microbatch import all_finite
 from elche_jax.engine.state import TrainState
 
 PyTree = Any
@@ -44,6 +44,7 @@ class Exchanged(NamedTuple):
         error: What this device's differences have lost to compression.
         model_state: The merged model state.
         metrics: Metrics of the window before.
+        fine: Whether the parameters it made are finite; else they are not taken.
     """
 
     base: list[Any]
@@ -52,6 +53,7 @@ class Exchanged(NamedTuple):
     error: list[Any]
     model_state: PyTree
     metrics: dict[str, Any]
+    fine: Any
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ class DelayedProgram(LocalProgram):
 
     def replicated(self, state: TrainState) -> TrainState:
         """What of a state must be the same on all devices, the rest being None."""
-        return super().replicated(state).replace(params=None, model_state=None)
+        _, frozen = self.work.selection.split(state.params)
+        return super().replicated(state).replace(params=frozen, model_state=None)
 
     def _exchange(self, state: TrainState, before: dict[str, Any]) -> Exchanged:
         kept: AveragingState = state.averaging
@@ -116,22 +119,26 @@ class DelayedProgram(LocalProgram):
         join = Join(self.averaging, size)
         joined = join(kept.base, own, kept.outer[0], kept.error, share)
         made = (joined.params, joined.outer, joined.error)
+        fine = all_finite(joined.params)
+        good = share.good & fine
         base, outer, error = jax.tree.map(
-            lambda new, old: jnp.where(share.good, new, old),
+            lambda new, old: jnp.where(good, new, old),
             made,
             (kept.base, kept.outer[0], kept.error),
         )
         correction = [
-            jnp.where(share.good, x.astype(jnp.float32) - y.astype(jnp.float32), 0)
+            jnp.where(good, x.astype(jnp.float32) - y.astype(jnp.float32), 0)
             for x, y in zip(base, own, strict=True)
         ]
-        model_state = self._merge_before(state, share.own, share.good)
+        model_state = self._merge_before(state, share.own, good)
         # a device that had work and has no steps was left out
         left_out = (before["count"] > 0) & (kept.steps[0] == 0)
         sums = jax.tree.map(lambda x: jnp.where(left_out, 0, x), before)
         totals = self.summed(sums | {"bad": left_out.astype(jnp.float32)})
+        totals["bad"] += ~fine
         metrics = self.means(totals) | self.said(joined, ~left_out, share)
-        return Exchanged(base, correction, (outer,), error, model_state, metrics)
+        metrics["exchange_bytes"] += other_bytes(self.averaging, self.merge, state, size)
+        return Exchanged(base, correction, (outer,), error, model_state, metrics, fine)
 
     def _merge_before(self, state: TrainState, share: Any, good: Any) -> PyTree:
         """The devices' model states at the end of the window before as one."""
@@ -147,7 +154,7 @@ class DelayedProgram(LocalProgram):
     def _apply(
         self, state: TrainState, walk: Walk, exchanged: Exchanged
     ) -> tuple[TrainState, Any, dict[str, Any]]:
-        own = all_finite((walk.trained, walk.loss, walk.weight, *floats(walk.model_state)))
+        own = finite(state, walk)
         leaves, structure = jax.tree.flatten(walk.trained)
         corrected = [
             jnp.where(own, (z.astype(jnp.float32) + move).astype(z.dtype), x)
@@ -161,7 +168,7 @@ class DelayedProgram(LocalProgram):
         kept = AveragingState(
             outer=exchanged.outer,
             base=exchanged.base,
-            steps=jnp.where(own, walk.count, 0)[None],
+            steps=jnp.where(own, walk.steps, 0)[None],
             error=exchanged.error,
         )
         state = state.replace(
@@ -173,7 +180,7 @@ class DelayedProgram(LocalProgram):
             examples=state.examples + walk.extra["examples"],
             step=state.step + 1,
         )
-        return state, own, exchanged.metrics
+        return state, own & exchanged.fine, exchanged.metrics
 
     def _model_state(self, state: TrainState, walk: Walk, own: Any, together: PyTree) -> PyTree:
         """Model states are corrected by rule, variances by a factor, so that they stay
@@ -190,11 +197,13 @@ class DelayedProgram(LocalProgram):
 
 
 def _move(z: Any, x: Any, y: Any) -> Any:
-    return (z + (x - y)).astype(z.dtype)
+    move = x - y
+    return jnp.where(jnp.isfinite(move), z + move, z).astype(z.dtype)
 
 
 def _scale(z: Any, x: Any, y: Any) -> Any:
-    return (z * jnp.where(y > 0, x / jnp.where(y > 0, y, 1), 1)).astype(z.dtype)
+    factor = x / jnp.where(y > 0, y, 1)
+    return jnp.where((y > 0) & jnp.isfinite(factor), z * factor, z).astype(z.dtype)
 
 
 def _stay(z: Any, x: Any, y: Any) -> Any:

@@ -116,13 +116,9 @@ class Join:
         new = middle
         if self.averaging.outer is not None:
             tx = optax.with_extra_args_support(self.averaging.outer)
-            grads = [d.astype(leaf.dtype) for d, leaf in zip(delta, base, strict=True)]
-            updates, outer = tx.update(grads, outer, base)
+            updates, outer = tx.update(delta, outer, x)  # in float32 whatever the parameters
             leaves = jax.tree.leaves(updates)
-            new = [
-                m + (u.astype(jnp.float32) + d)
-                for m, u, d in zip(middle, leaves, delta, strict=True)
-            ]
+            new = [m + (u + d) for m, u, d in zip(middle, leaves, delta, strict=True)]
         numbers = _distances(differences, y, new, delta)
         params = [a.astype(leaf.dtype) for a, leaf in zip(new, base, strict=True)]
         return Joined(params, outer, error, numbers, sent)

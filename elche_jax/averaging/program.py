@@ -50,6 +50,7 @@ class Walk:
         loss: Sum of `weight * loss`, float32.
         weight: Sum of the weights, float32.
         count: Number of microbatches, float32.
+        steps: Number of optimizer steps, float32: microbatches that had a weight.
         examples: Number of valid examples, float32.
         metrics: Sums of `weight * metric`, float32.
         extra: What a rule keeps besides, see `LocalProgram.begun`.
@@ -61,6 +62,7 @@ class Walk:
     loss: Any
     weight: Any
     count: Any
+    steps: Any
     examples: Any
     metrics: dict[str, Any]
     extra: dict[str, Any] = field(default_factory=dict)
@@ -101,7 +103,7 @@ class LocalProgram:
         if self.averaging.optimizer_state == "keep":
             state = state.replace(opt_state=None)
         if self.averaging.fragments > 1:
-            state = state.replace(params=None)
+            state = state.replace(params=self.work.selection.split(state.params)[1])
         if isinstance(state.averaging, AveragingState):
             state = state.replace(averaging=state.averaging.replicated)
         leaves = jax.tree.leaves(state.model_state)
@@ -113,7 +115,9 @@ class LocalProgram:
         zero = jnp.zeros((), jnp.float32)
         trained, _ = self.work.selection.split(state.params)
         metrics = dict.fromkeys(self.work.metrics, zero)
-        return Walk(trained, state.opt_state, state.model_state, zero, zero, zero, zero, metrics)
+        return Walk(
+            trained, state.opt_state, state.model_state, zero, zero, zero, zero, zero, metrics
+        )
 
     def accumulate(
         self, state: TrainState, walk: Walk, payload: Payload, orders: Orders
@@ -145,8 +149,13 @@ class LocalProgram:
         Returns:
             The new state, whether this device's own part was finite, and the metrics.
         """
-        own = all_finite((walk.trained, walk.loss, walk.weight, *floats(walk.model_state)))
-        share = share_of(walk.count, own, self.averaging.exponent, state.step, self.world_size)
+        own = finite(state, walk)
+        # a device that is left out goes on from what it began the window with
+        model_state = jax.tree.map(
+            lambda new, old: jnp.where(own, new, old), walk.model_state, state.model_state
+        )
+        walk = walk.replace(model_state=model_state)
+        share = share_of(walk.steps, own, self.averaging.exponent, state.step, self.world_size)
         trained, frozen = self.work.selection.split(state.params)
         new, extra, said = self._join(state, trained, walk, own, share)
         made = (
@@ -156,9 +165,11 @@ class LocalProgram:
             extra,
         )
         kept = (state.params, state.opt_state, state.model_state, state.averaging)
-        good = share.good  # else no device has anything to give
+        fine = all_finite(new)  # the outer optimizer may make of finite differences what is not
+        good = share.good & fine  # else no device has anything to give
         made = jax.tree.map(lambda a, b: jnp.where(good, a, b), made, kept)
         totals = self.summed(seen(walk, own))
+        totals["bad"] += ~fine
         params, opt_state, model_state, extra = made
         state = state.replace(
             params=params,
@@ -169,7 +180,7 @@ class LocalProgram:
             examples=state.examples + totals["examples"].astype(jnp.int32),
             step=state.step + 1,
         )
-        said["exchange_bytes"] += self._other_bytes(state)
+        said["exchange_bytes"] += other_bytes(self.averaging, self.merge, state, self.world_size)
         return state, own, self.means(totals) | said
 
     def loop(
@@ -207,6 +218,7 @@ class LocalProgram:
                 walk.loss + own.loss * own.weight,
                 walk.weight + own.weight,
                 walk.count + 1,
+                walk.steps + (1 if self.work.form != "weighted" else own.weight > 0),
                 walk.examples + own.valid.astype(jnp.float32),
                 {name: walk.metrics[name] + own.metrics[name] for name in self.work.metrics},
                 walk.extra,
@@ -228,7 +240,7 @@ class LocalProgram:
             joined = join(before, mine, None, [], share)
             return structure.unflatten(joined.params), None, self.said(joined, own, share)
         parts = assign_fragments([leaf.size for leaf in before], self.averaging.fragments)
-        steps = kept.steps + walk.count
+        steps = kept.steps + walk.steps
         several = len(parts) > 1
         base = kept.base if several else before
 
@@ -287,16 +299,6 @@ class LocalProgram:
         rules = _rules_of(state.opt_state)
         return self._merged(rules, walk.opt_state, state.opt_state, share)
 
-    def _other_bytes(self, state: TrainState) -> int:
-        """Bytes that a device puts in besides its parameters."""
-        if self.world_size == 1:
-            return 0
-        rules = list(zip(jax.tree.leaves(state.model_state), self.merge.rules, strict=True))
-        if self.averaging.optimizer_state == "average":
-            opt_state = state.opt_state
-            rules += zip(jax.tree.leaves(opt_state), _rules_of(opt_state).rules, strict=True)
-        return sum(4 * leaf.size for leaf, rule in rules if rule != "keep")
-
     def _merged(self, rules: MergeRules, new: PyTree, old: PyTree, share: Share) -> PyTree:
         if self.world_size == 1:
             return new
@@ -312,10 +314,41 @@ class LocalProgram:
         scale = jnp.where(totals["weight"] > 0, 1 / totals["weight"], 0)
         metrics = {name: value * scale for name, value in totals["metrics"].items()}
         return metrics | {
-            "loss": totals["loss"] * scale,
+            "loss": jnp.where(scale > 0, totals["loss"] * scale, jnp.nan),
             "weight": totals["weight"],
             "finite": totals["bad"] == 0,
         }
+
+
+def finite(state: TrainState, walk: Walk) -> Any:
+    """Whether what a device has made of a state is finite, where the state itself was."""
+
+    def broken(new: Any, old: Any) -> Any:
+        return jnp.any(~jnp.isfinite(new) & jnp.isfinite(old))
+
+    after, before = (floats((x.opt_state, x.model_state)) for x in (walk, state))
+    worse = [broken(new, old) for new, old in zip(after, before, strict=True)]
+    own = all_finite((walk.trained, walk.loss, walk.weight))
+    return own & ~jnp.any(jnp.stack([jnp.bool_(False), *worse]))
+
+
+def other_bytes(averaging: Averaging, merge: MergeRules, state: TrainState, world_size: int) -> int:
+    """Bytes that a device puts in for a window besides its parameters.
+
+    Args:
+        averaging: The rule.
+        merge: How model state is merged.
+        state: The state of one device, or its shapes.
+        world_size: Number of devices.
+    """
+    if world_size == 1:
+        return 0
+    named = list(zip(jax.tree.leaves(state.model_state), merge.rules, merge.mean_of, strict=True))
+    sent = sum(leaf.size for leaf, rule, _ in named if rule != "keep")
+    sent += sum(leaf.size for leaf, _, mean in named if mean is not None)  # twice
+    if averaging.optimizer_state == "average":
+        sent += sum(leaf.size for leaf in jax.tree.leaves(state.opt_state))
+    return 4 * sent
 
 
 def seen(walk: Walk, own: Any) -> dict[str, Any]:

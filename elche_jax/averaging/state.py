@@ -66,4 +66,4 @@ def initial_averaging(averaging: Averaging | None, trained: PyTree) -> Averaging
 def _init_outer(averaging: Averaging, leaves: list[Any]) -> PyTree:
     if averaging.outer is None:
         return ()
-    return averaging.outer.init([jnp.asarray(leaf) for leaf in leaves])
+    return averaging.outer.init([jnp.asarray(leaf, jnp.float32) for leaf in leaves])

@@ -24,6 +24,7 @@ from elche_jax.cadence.base import (
     Verdict,
     WindowReport,
     nudge_down,
+    stronger,
 )
 from elche_jax.cadence.elche import ElChe, ElCheState
 from elche_jax.cadence.every_batch import EveryBatch, EveryBatchState
@@ -69,4 +70,5 @@ __all__ = [
     "clamp_counts",
     "nudge_down",
     "shard_sizes",
+    "stronger",
 ]

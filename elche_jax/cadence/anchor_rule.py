@@ -15,7 +15,7 @@ class AnchorRuleState(ElCheState):
     """State of a cadence whose rule sets the anchor: plain numbers.
 
     Attributes:
-        windows: Windows reported so far.
+        windows: Windows so far, those included whose times are not known.
         steps: Sum over them of the largest count: what an optimizer's counter of steps
             shows where the devices' counters are joined by their maximum.
         ceiling: What a guard has nudged the anchor down to; rises by 1 with every stable
@@ -43,6 +43,7 @@ class AnchorRule(ABC):
     """
 
     state_type: ClassVar[type[AnchorRuleState]] = AnchorRuleState
+    counts_windows: ClassVar[bool] = True
 
     @abstractmethod
     def wanted(self, state: AnchorRuleState) -> int:

@@ -132,6 +132,22 @@ def nudge_down(factor: float = 0.5) -> Verdict:
     return Verdict("nudge_down", factor)
 
 
+def stronger(one: Verdict, other: Verdict) -> Verdict:
+    """Return the verdict that asks for less, the first where they ask for the same.
+
+    Example:
+        >>> stronger(HOLD_GROWTH, nudge_down(0.9)).action
+        'nudge_down'
+    """
+
+    def rank(verdict: Verdict) -> float:
+        if verdict.action == "nudge_down":
+            return cast(float, verdict.factor)
+        return 2.0 if verdict.action == "hold_growth" else 3.0
+
+    return other if rank(other) < rank(one) else one
+
+
 def _to_lists(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_to_lists(entry) for entry in cast(tuple[Any, ...], value)]

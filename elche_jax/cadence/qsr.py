@@ -30,7 +30,10 @@ class QSR(AnchorRule):
         learning_rate: The optimizer's learning rate: a number above 0, or its schedule, a
             function of the number of optimizer steps. Steps are counted as
             ``AnchorRuleState.steps``.
-        max_anchor: Largest anchor, at least ``base``.
+        max_anchor: Largest anchor, at least ``base``. In the paper there is none.
+        warmup: Steps of the learning rate's warm-up, at least 0; until they are over the
+            rate after them counts, as a small rate of the beginning asks for no long
+            window.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -50,12 +53,15 @@ class QSR(AnchorRule):
     alpha: float
     base: int
     learning_rate: float | Callable[[int], float]
-    max_anchor: int = CEILING
+    max_anchor: int = 1000
+    warmup: int = 0
 
     def __post_init__(self) -> None:
         alpha = check.real("QSR", "alpha", self.alpha, above=0)
         base = check.integer("QSR", "base", self.base, low=1)
         most = check.integer("QSR", "max_anchor", self.max_anchor, low=base, high=CEILING)
+        warmup = check.integer("QSR", "warmup", self.warmup, low=0)
+        object.__setattr__(self, "warmup", warmup)
         for name, value in {"alpha": alpha, "base": base, "max_anchor": most}.items():
             object.__setattr__(self, name, value)
         if not callable(self.learning_rate):
@@ -66,8 +72,9 @@ class QSR(AnchorRule):
         """Return the anchor for the learning rate after these steps."""
         rate = self.learning_rate
         if callable(rate):
-            rate = float(rate(state.steps))
-            check.real("QSR", f"learning_rate({state.steps})", rate, low=0)
+            step = max(state.steps, self.warmup)
+            rate = float(rate(step))
+            check.real("QSR", f"learning_rate({step})", rate, low=0)
         ratio = self.alpha / rate if rate > 0 else math.inf
         grown = ratio**2 if ratio < 2**16 else math.inf
         grown = min(grown * (1 + ROUNDING), CEILING)

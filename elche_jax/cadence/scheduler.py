@@ -262,6 +262,39 @@ class Scheduler:
         settled = state.settled or measured_plan
         return SchedulerState(cadence, shift, state.shifts + shifted, settled, agreed)
 
+    @cached_property
+    def counts_windows(self) -> bool:
+        """Whether the cadence counts windows, so that it must hear of those, too, whose
+        times are not known."""
+        return getattr(self.cadence, "counts_windows", False)
+
+    def passed(
+        self,
+        state: SchedulerState,
+        counts: tuple[int, ...],
+        loss: float | None = None,
+        verdict: Verdict = STABLE,
+    ) -> SchedulerState:
+        """Return the state after a window whose times are not known.
+
+        Args:
+            state: The state so far; it stays as it is.
+            counts: Microbatches each device ran.
+            loss: Mean loss of the window, or ``None``.
+            verdict: The guard's opinion.
+
+        Returns:
+            The next state; the estimates stay.
+
+        Example:
+            >>> from elche_jax.cadence import PostLocal
+            >>> scheduler = Scheduler(PostLocal(switch=1, anchor=8))
+            >>> scheduler.passed(scheduler.init(2), (1, 1)).counts
+            (8, 8)
+        """
+        report = WindowReport((0.0,) * len(counts), counts, 0.0, loss)
+        return replace(state, cadence=self.cadence.update(state.cadence, report, verdict))
+
     def from_dict(self, values: Mapping[str, Any]) -> SchedulerState:
         """Return the state that ``to_dict`` was called on.
 

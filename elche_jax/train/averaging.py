@@ -1,12 +1,20 @@
 """What averaging in parameter space goes with, and how it chooses the cadence."""
 
+from dataclasses import replace
 from typing import Any
+
+import jax
 
 from elche_jax import _check as check
 from elche_jax.averaging.guards import Guard
+from elche_jax.averaging.program import other_bytes
 from elche_jax.averaging.rules import Averaging, DiLoCo, ParameterAveraging
+from elche_jax.averaging.wire import wire_bytes
 from elche_jax.cadence import Cadence, ElChe, FixedTotal
 from elche_jax.config import DDPConfig
+from elche_jax.engine.merge import MergeRules
+from elche_jax.engine.state import TrainState
+from elche_jax.engine.trainable import Selection
 
 WHERE = "build_train_step"
 
@@ -39,6 +47,10 @@ def check_averaging(
         if guard is not None:
             rule = "be None without averaging, as replicas that are alike do not drift apart"
             raise ValueError(check.message(WHERE, "guard", rule, type(guard).__name__))
+        if config.policy == "async":
+            rule = "be 'auto', 'sync' or 'cadence' without averaging: gradients are never late"
+            todo = "Pass averaging=ParameterAveraging(optimizer_state='keep'), say."
+            raise ValueError(check.message("DDPConfig", "policy", rule, "'async'", todo))
         return
     if not isinstance(averaging, ParameterAveraging | DiLoCo):
         rule = "be ParameterAveraging(...), DiLoCo(...) or None"
@@ -61,6 +73,17 @@ def check_averaging(
         rule = f"be None where the cadence is chosen ({', '.join(chosen)})"
         got, todo = averaging.inner_steps, "Leave out one of the two."
         raise ValueError(check.message("DiLoCo", "inner_steps", rule, got, todo))
+
+
+def resolve_averaging(averaging: Averaging | None, config: DDPConfig) -> Averaging | None:
+    """The rule under a policy: `"async"` makes exchanges late.
+
+    Raises:
+        ValueError: The rule cannot be late, see `ParameterAveraging`.
+    """
+    if averaging is None or config.policy != "async":
+        return averaging
+    return replace(averaging, delay=1)
 
 
 def cadence_of(averaging: Averaging, config: DDPConfig, world_size: int) -> Cadence[Any] | None:
@@ -95,3 +118,19 @@ def overlaps(averaging: Averaging | None, world_size: int, windows: int) -> bool
     if averaging is None or not averaging.delay or world_size == 1:
         return False
     return windows >= MEASURED_FIRST and windows % MEASURE_EVERY > 0
+
+
+def sent_bytes(
+    averaging: Averaging, selection: Selection, merge: MergeRules, state: TrainState
+) -> int:
+    """Bytes that a device puts in for a window, with fragments on average.
+
+    Args:
+        averaging: The rule.
+        selection: Which parameters are trained.
+        merge: How model state is merged.
+        state: Shapes of the state of one device, of several.
+    """
+    leaves = jax.tree.leaves(selection.split(state.params)[0])
+    parameters = wire_bytes(leaves, averaging.compression) // averaging.fragments
+    return parameters + other_bytes(averaging, merge, state, 2)

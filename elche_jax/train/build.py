@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from elche_jax.averaging.guards import Guard, TrendGuard
+from elche_jax.averaging.guards import Guard, NoGuard, TrendGuard
 from elche_jax.averaging.rules import Averaging
 from elche_jax.cadence import Cadence, EveryBatch
 from elche_jax.config import DDPConfig
@@ -17,7 +17,7 @@ from elche_jax.engine.loss import LossFn
 from elche_jax.engine.merge import Merge
 from elche_jax.engine.precision import Precision, first_scale
 from elche_jax.engine.trainable import Trainable
-from elche_jax.train.averaging import cadence_of, check_averaging
+from elche_jax.train.averaging import cadence_of, check_averaging, resolve_averaging
 from elche_jax.train.finite import MAX_SKIPS, FinitePolicy
 from elche_jax.train.options import Options
 from elche_jax.train.parts import check_parts
@@ -87,8 +87,9 @@ def build_train_step(
             `DiLoCo(...)`: every device takes `counts[d]` optimizer steps of its own, one
             per microbatch, then parameters are joined.
         guard: Tells the cadence, with `averaging`, where the devices drift too far apart:
-            `TrendGuard` (None), `LevelGuard`, `NoGuard`, or an object with a method
-            `verdict(history)`.
+            `TrendGuard`, `LevelGuard`, `NoGuard`, or an object with a method
+            `verdict(history)`. None: `TrendGuard()`, and `NoGuard()` where `inner_steps`
+            fixes the windows.
         emulate: Makes devices slower on purpose, see `elche_jax.lab`.
 
     Returns:
@@ -142,10 +143,11 @@ def build_train_step(
         averaging, guard=guard, cadence=cadence, config=config, nonfinite=nonfinite,
         dynamic_scale=dynamic is not None,
     )  # fmt: skip
+    averaging = resolve_averaging(averaging, config)
     if averaging is not None and cadence is None:
         cadence = cadence_of(averaging, config, len(chosen))
     if averaging is not None and guard is None:
-        guard = TrendGuard()
+        guard = TrendGuard() if averaging.inner_steps is None else NoGuard()
     rule = cadence or config.cadence_for(len(chosen), kinds=1)
     unused = [knob for knob in config.cadence_knobs() if not knob.startswith("policy")]
     if unused and len(chosen) > 1 and isinstance(rule, EveryBatch):

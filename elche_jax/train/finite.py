@@ -104,7 +104,7 @@ AVERAGES = Wording(
     "in {most} windows in a row a device was left out of the average as not finite (max_skips), "
     "the last one {name}: {culprits}. Look at the data, lower the learning rate, or raise "
     "max_skips.",
-    "no device",
+    "no device, but what they were joined to",
     "left out: not finite",
 )
 

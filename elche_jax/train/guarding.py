@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from elche_jax.averaging.guards import HISTORY, Divergence, Guard, judge
+from elche_jax.averaging.rules import Averaging
 from elche_jax.cadence import STABLE, Verdict
 from elche_jax.train.pace import Measured
 
@@ -24,9 +25,12 @@ class GuardWatch:
     Args:
         guard: The guard; None: nobody is asked.
         devices: The devices, in rank order.
+        late: Whether a window's metrics are those of the window before.
     """
 
-    def __init__(self, guard: Guard | None, devices: Sequence[jax.Device]):
+    def __init__(self, guard: Guard | None, devices: Sequence[jax.Device], late: bool = False):
+        self._late = late
+        self._before: Measured | None = None
         self._guard, self._devices = guard, devices
         self._history: deque[Divergence] = deque(maxlen=HISTORY)
         self._warned = len(devices) < 2
@@ -40,6 +44,11 @@ class GuardWatch:
         """Takes note of a window that is over; gives what the cadence is to be told."""
         if self._guard is None:
             return STABLE
+        if self._late:
+            self._before, now = measured, self._before
+            if now is None:  # the first window has none before it
+                return STABLE
+            measured = now
 
         def read(name: str) -> tuple[float, ...]:
             return tuple(np.asarray(metrics[name]).tolist())
@@ -66,3 +75,12 @@ class GuardWatch:
             100 * largest,
             seen.window,
         )
+
+
+def guard_watch(
+    guard: Guard | None, averaging: Averaging | None, devices: Sequence[jax.Device]
+) -> GuardWatch | None:
+    """The guard at work; None in gradient mode."""
+    if averaging is None:
+        return None
+    return GuardWatch(guard, devices, late=bool(averaging.delay))

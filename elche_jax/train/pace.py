@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from elche_jax import _check as check
-from elche_jax.cadence import STABLE, Verdict, WindowReport
+from elche_jax.cadence import STABLE, Verdict, WindowReport, stronger
 from elche_jax.cadence.scheduler import Scheduler, SchedulerState
 from elche_jax.config import Recorder
 from elche_jax.observe.records import WindowRecord
@@ -83,7 +83,7 @@ class Pace:
         self._history = array("q")
         self._hint = hint and world_size > 1 and not self.adaptive
         self.timeline = timeline
-        self._told = STABLE
+        self._told = self._owed = STABLE
         self._where = f"{owner}.cadence_state"
 
     @property
@@ -235,12 +235,22 @@ class Pace:
         self._told = verdict
         with self._lock:
             self._records.append(record)
-            scripted = self._scheduler.scripted is not None
-            if record.steady and record.busy_ms and not scripted and not _broken(loss):
-                report = WindowReport(record.busy_ms, record.counts, record.sync_ms, loss)
-                self._state = self._scheduler.update(self._state, report, verdict)
+            self._owed = stronger(self._owed, verdict)
+            if self._scheduler.scripted is None and not _broken(loss):
+                self._report(record, loss)
             if self._hint:
                 self._give_hint()
+
+    def _report(self, record: WindowRecord, loss: float | None) -> None:
+        """Tells the cadence of a window, and what guards have said since it was told last."""
+        if record.steady and record.busy_ms:
+            report = WindowReport(record.busy_ms, record.counts, record.sync_ms, loss)
+            self._state = self._scheduler.update(self._state, report, self._owed)
+        elif self._scheduler.counts_windows:
+            self._state = self._scheduler.passed(self._state, record.counts, loss, self._owed)
+        else:
+            return
+        self._owed = STABLE
 
     def skipped(self, measured: Measured, reason: str) -> None:
         """Notes that a window's update was dropped, and why."""

@@ -31,10 +31,10 @@ from elche_jax.engine.state import TrainState
 from elche_jax.engine.trainable import Selection, select_trainable
 from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.report import RunReport, make_report
-from elche_jax.train.averaging import overlaps
+from elche_jax.train.averaging import overlaps, sent_bytes
 from elche_jax.train.feed import DataPlan
 from elche_jax.train.finite import AVERAGES, GRADIENTS, FiniteWatch
-from elche_jax.train.guarding import GuardWatch
+from elche_jax.train.guarding import guard_watch
 from elche_jax.train.initial import (
     check_buffers,
     check_model_state,
@@ -85,7 +85,7 @@ class TrainStep:
         self._options = options
         self._pace = Pace(Scheduler(cadence), len(devices), options.hint, options.timeline)
         self._watch = _finite_watch(options, devices)
-        self._guard = GuardWatch(options.guard, devices) if options.guard else None
+        self._guard = guard_watch(options.guard, options.averaging, devices)
         self._cache = CompileCache()
         self._runners: dict[Any, Runner] = {}
         self._last_run: Run | None = None
@@ -220,7 +220,8 @@ class TrainStep:
         )  # fmt: skip
         self._initial = Initial(shapes_of(state), key_impl_of(rng), selection, merge)
         self._watch = _finite_watch(self._options, self.devices)
-        self._guard = GuardWatch(self._options.guard, self.devices) if self._guard else None
+        self._guard = guard_watch(self._options.guard, self._options.averaging, self.devices)
+        self._average = None
         self._pace.restart()
         return state
 
@@ -419,6 +420,10 @@ class TrainStep:
             return 0, 0
         trained, frozen = initial.selection.split(initial.shapes.params)
         sizes = [sum(x.size for x in jax.tree.leaves(part)) for part in (trained, frozen)]
+        averaging = self._options.averaging
+        if averaging is not None:
+            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), initial.shapes)
+            return sent_bytes(averaging, initial.selection, initial.merge, one), 0
         return 4 * sizes[0] // len(self.devices), 4 * sizes[1] // len(self.devices)
 
     def _checksums(self, state: TrainState, window: Window) -> jax.Array | None:

@@ -227,3 +227,148 @@ def test_optimizer_states_are_averaged_leaf_by_leaf():
         np.testing.assert_allclose(adam.mu[name][0], want, rtol=1e-5)
     want = 0.75 * moments[0][1].best_value + 0.25 * moments[1][1].best_value
     np.testing.assert_allclose(plateau.best_value, want, rtol=1e-5)
+
+
+def test_a_device_that_is_left_out_goes_on_from_the_model_state_it_had():
+    """Also where each device keeps its own: a NaN in it would leave the device out for good."""
+    poison = poisoned()
+
+    def loss(p, model_state, batch, rng):
+        value = poison["loss"](p, batch, rng)
+        return value, {"mine": model_state["mean"] * 0 + value, "mean": model_state["mean"] + 1}
+
+    train = elche.build_train_step(
+        loss, TX, devices=jax.devices()[:3], averaging=elche.ParameterAveraging(),
+        cadence=elche.Replay(THREE), nonfinite="skip",
+        merge=lambda path, leaf: "keep" if "mine" in path else "mean",
+    )  # fmt: skip
+    start = {"mine": np.float32(0), "mean": np.float32(0)}
+    state = train.init(params(), model_state=start)
+    with train.windows(poison["rows"], BATCH, shuffle=False) as windows:
+        for window in windows:
+            before = np.asarray(state.model_state["mine"])
+            state, _ = train(state, window)
+            if window.index == BAD[0]:
+                assert np.asarray(state.model_state["mine"])[BAD[1]] == before[BAD[1]]
+            if window.index == 9:
+                break
+    assert train.left_out == (0, 1, 0)
+    assert np.isfinite(np.asarray(state.model_state["mine"])).all()
+
+
+def test_an_outer_optimizer_that_makes_no_number_is_noticed_and_changes_nothing():
+    def update(grads, state, params=None):
+        return jax.tree.map(lambda g: jnp.full_like(g, jnp.nan), grads), state
+
+    outer = optax.GradientTransformation(lambda p: optax.EmptyState(), update)
+    for delay in (0, 1):
+        train = elche.build_train_step(
+            loss_fn, TX, devices=jax.devices()[:2], averaging=elche.DiLoCo(outer, delay=delay),
+            cadence=elche.Replay([(2, 1)] * 9),
+        )  # fmt: skip
+        state = train.init(params())
+        with (
+            pytest.raises(elche.NonFiniteError, match=r"were not: (no device, but what they|dev)"),
+            train.windows(data(), BATCH) as windows,
+        ):
+            for window in windows:
+                state, _ = train(state, window)
+        assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state.params))
+
+
+def test_an_optimizer_state_that_is_not_finite_leaves_a_device_out():
+    def update(grads, state, params=None):
+        bad = jnp.where(grads["b"] > 1e3, jnp.inf, 0.0)
+        return jax.tree.map(lambda g: -0.01 * jnp.tanh(g), grads), state + bad
+
+    tx = optax.GradientTransformation(lambda p: jnp.float32(0), update)
+    rows = data()
+    rows["y"][BATCH * 9 : BATCH * 10] -= 1e4  # of device 0 in window 2
+    history, _, state, train = train_on(
+        elche.ParameterAveraging(), [(2, 2)] * 5, tx=tx, rows=rows, nonfinite="skip"
+    )
+    assert train.left_out == (1, 0)
+    assert np.asarray(state.opt_state).tolist() == [0.0, 0.0]
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(history))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_parameters_of_16_bits_are_joined_in_float32(dtype):
+    """Bit for bit as ParameterAveraging, and on one device as plain training."""
+    small = jax.tree.map(lambda x: jnp.asarray(x, dtype), params())
+    for world, counts in ((2, [(2, 1)] * 4), (1, [(1,)] * 6)):
+        seen = []
+        for rule in (
+            elche.ParameterAveraging(optimizer_state="keep"), elche.DiLoCo(optax.sgd(1.0)),
+        ):  # fmt: skip
+            train = elche.build_train_step(
+                loss_fn, optax.sgd(0.01), devices=jax.devices()[:world], averaging=rule,
+                cadence=elche.Replay(counts),
+            )  # fmt: skip
+            state = train.init(small)
+            for window in train.windows(data(), BATCH, shuffle=False):
+                state, _ = train(state, window)
+                if window.index == len(counts) - 1:
+                    break
+            seen.append(jax.device_get(state.params))
+        for a, b in zip(*map(jax.tree.leaves, seen), strict=True):
+            assert a.dtype == dtype and a.tobytes() == b.tobytes()
+
+
+def test_microbatches_without_weight_are_no_steps():
+    """A device that had none but such has no say in the average."""
+
+    def loss(p, batch, rng):
+        return elche.Weighted(loss_fn(p, batch, rng), batch["weight"].sum())
+
+    rows = data()
+    rows["weight"] = np.ones(len(rows["x"]), "float32")
+    rows["weight"][2 * BATCH : 4 * BATCH] = 0  # all of device 1 in window 0
+    _, metrics, _, _ = train_on(elche.ParameterAveraging(), [(2, 2), (2, 2)], loss=loss, rows=rows)
+    assert [m["share"].tolist() for m in metrics] == [[1.0, 0.0], [0.5, 0.5]]
+
+
+def test_frozen_parameters_are_compared_with_fragments_too():
+    counts = [(1, 1)] * 4
+    for rule in (
+        elche.DiLoCo(optax.sgd(1.0), fragments=2), elche.DiLoCo(optax.sgd(1.0), delay=1),
+    ):  # fmt: skip
+        train = elche.build_train_step(
+            loss_fn, TX, devices=jax.devices()[:2], averaging=rule, cadence=elche.Replay(counts),
+            config=elche.DDPConfig(verify_every=1), trainable={"b": True, "v": True, "w": False},
+        )  # fmt: skip
+        state = train.init(params())
+        shards = [
+            jax.device_put(np.full((1, 3), rank, "f"), d) for rank, d in enumerate(train.devices)
+        ]
+        w = jax.make_array_from_single_device_arrays((2, 3), state.params["w"].sharding, shards)
+        state = state.replace(params=state.params | {"w": w})
+        with (
+            pytest.raises(elche.ReplicaMismatch, match=r"\.params\['w'\] on .* differs"),
+            train.windows(data(), BATCH) as windows,
+        ):
+            for window in windows:
+                state, _ = train(state, window)
+
+
+def test_another_model_after_average():
+    train = elche.build_train_step(
+        loss_fn, TX, devices=jax.devices()[:2], averaging=elche.DiLoCo(optax.sgd(1.0), fragments=2),
+        trainable=lambda path, leaf: leaf.size > 1,
+    )  # fmt: skip
+    train.average(train.init(params()))
+    other = {"b": np.ones(2, "f"), "v": np.float32(1), "w": np.ones(3, "f")}
+    got = train.average(train.init(other))
+    for name, leaf in other.items():
+        np.testing.assert_array_equal(got[name], leaf)
+
+
+def test_the_report_says_what_is_sent():
+    for rule, want in (
+        (elche.ParameterAveraging(), 4 * (6 + 6)),  # momentum, too
+        (elche.DiLoCo(optax.sgd(1.0), fragments=3), 8),
+        (elche.DiLoCo(optax.sgd(1.0), compression="int8"), 6 + 4 * 3),
+    ):
+        _, metrics, _, train = train_on(rule, [(1, 1)] * 3)
+        assert train.report().exchange_bytes == want
+        assert np.mean([m["exchange_bytes"] for m in metrics]) == want

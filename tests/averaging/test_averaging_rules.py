@@ -128,6 +128,21 @@ def test_the_cadence_of_a_rule(rule, world, config, cadence):
     assert build(rule, world, config=config)._pace._scheduler.cadence == cadence
 
 
+def test_the_policy_async_makes_exchanges_late():
+    config = elche.DDPConfig(policy="async")
+    train = build(elche.ParameterAveraging(optimizer_state="keep"), config=config)
+    assert train._options.averaging == elche.ParameterAveraging(optimizer_state="keep", delay=1)
+    assert train._pace._scheduler.cadence == elche.ElChe()
+    with pytest.raises(
+        ValueError, match=r"^ParameterAveraging: optimizer_state must be 'keep' with delay=1, .*"
+    ):
+        build(RULE, config=config)
+    with pytest.raises(
+        ValueError, match=r"^DDPConfig: policy must be 'auto', 'sync' or 'cadence' without averag"
+    ):
+        build(config=config)
+
+
 # laws
 
 

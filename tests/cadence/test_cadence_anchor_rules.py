@@ -190,3 +190,24 @@ def test_errors(make, kind, message):
 def test_a_loss_in_a_report_is_a_finite_number():
     with pytest.raises(ValueError, match=r"^WindowReport: loss must be finite, got nan\.$"):
         WindowReport([1.0], [1], 0.0, math.nan)
+
+
+def test_a_warm_up_asks_for_no_long_window():
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, 100, 1000)
+    assert QSR(0.2, 2, schedule).init(2).anchor == 1000
+    rule = QSR(0.2, 2, schedule, warmup=100)
+    state = rule.init(2)
+    for _ in range(20):
+        assert state.anchor == 4
+        state = rule.update(state, report(state.counts, ms=(1.0, 1.0)))
+    with pytest.raises(ValueError, match=r"^QSR: warmup must be at least 0, got -1\.$"):
+        QSR(0.1, 1, 0.1, warmup=-1)
+
+
+def test_windows_without_times_count_and_leave_the_estimates():
+    scheduler = Scheduler(PostLocal(switch=2, anchor=4))
+    state = scheduler.update(scheduler.init(3), report((1, 1, 1)))
+    known = state.cadence.ms_per_batch
+    state = scheduler.passed(state, (1, 1, 1))
+    assert state.cadence.windows == 2 and state.cadence.ms_per_batch == known
+    assert state.counts == (8, 4, 16)

@@ -1,0 +1,102 @@
+"""Accuracy on the digits under every policy of averaging, and with gradients.
+
+    python benchmarks/policies.py [--epochs 30] [--seeds 5] [--out FILE]
+
+Four emulated devices of 1, 1, 2 and 4 ms per microbatch. The seed is that of the first
+parameters, of the order of the examples and of the split into training and test.
+"""
+
+import setup_devices  # noqa: I001,F401  (first: it sets the devices)
+
+import argparse
+import json
+from pathlib import Path
+from statistics import mean, stdev
+
+import jax
+import numpy as np
+import optax
+from baselines import mlp_loss
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+import elche_jax as elche
+from elche_jax.lab import EmulatedSpeeds
+
+FLEET = [1.0, 1.0, 2.0, 4.0]
+BATCH, WIDTH = 8, 64
+AVERAGE = elche.ParameterAveraging(optimizer_state="keep")
+POLICIES = {
+    "gradients, sync": {"config": elche.DDPConfig(policy="sync")},
+    "gradients, cadence": {"config": elche.DDPConfig(policy="cadence")},
+    "averaging, sync": {"config": elche.DDPConfig(policy="sync"), "averaging": AVERAGE},
+    "averaging, cadence": {"config": elche.DDPConfig(policy="cadence"), "averaging": AVERAGE},
+    "averaging, async": {"config": elche.DDPConfig(policy="async"), "averaging": AVERAGE},
+}
+
+
+def first_params(seed: int) -> dict:
+    rng = np.random.default_rng(seed)
+    shapes = [(64, WIDTH), (WIDTH, 10)]
+    return {
+        f"layer{i}": {
+            "w": (rng.normal(size=shape) * np.sqrt(2 / shape[0])).astype("float32"),
+            "b": np.zeros(shape[1], "float32"),
+        }
+        for i, shape in enumerate(shapes)
+    }
+
+
+def outputs(params, x):
+    hidden = jax.nn.relu(x @ params["layer0"]["w"] + params["layer0"]["b"])
+    return hidden @ params["layer1"]["w"] + params["layer1"]["b"]
+
+
+def accuracy(options: dict, epochs: int, seed: int) -> tuple[float, int]:
+    """Of the test set after training; and the number of windows."""
+    x, y = load_digits(return_X_y=True)
+    parts = train_test_split(
+        (x / 16).astype("float32"), y.astype("int32"), test_size=0.25, random_state=seed, stratify=y
+    )
+    tx = elche.schedule_by_work(optax.adam)(
+        learning_rate=optax.cosine_decay_schedule(3e-3, epochs * len(parts[0]) // BATCH)
+    )
+    train = elche.build_train_step(
+        mlp_loss, tx, devices=jax.devices()[: len(FLEET)], emulate=EmulatedSpeeds(FLEET), **options
+    )
+    state = train.init(first_params(seed))
+    windows = train.windows({"x": parts[0], "y": parts[2]}, BATCH, epochs=epochs, seed=seed)
+    for window in windows:
+        state, _ = train(state, window)
+    params = jax.device_get(train.average(state))
+    right = np.asarray(outputs(params, parts[1])).argmax(axis=1) == parts[3]
+    return float(right.mean()), window.index + 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/out/policies.json"))
+    args = parser.parse_args()
+    found: dict[str, list[tuple[float, int]]] = {name: [] for name in POLICIES}
+    for seed in range(args.seeds):
+        for name, options in POLICIES.items():
+            found[name].append(accuracy(options, args.epochs, seed))
+    print(f"jax {jax.__version__}\n\n| policy | test accuracy | windows |\n|---|---|---|")
+    for name, runs in found.items():
+        rates = [100 * rate for rate, _ in runs]
+        spread = stdev(rates) if len(rates) > 1 else 0.0
+        windows = mean(windows for _, windows in runs)
+        print(f"| {name} | {mean(rates):.2f} % ± {spread:.2f} | {windows:.0f} |")
+    base = [rate for rate, _ in found["gradients, sync"]]
+    for name, runs in found.items():
+        rates = [rate for rate, _ in runs]
+        pairs = [a - b for a, b in zip(rates, base, strict=True)]
+        print(f"{name}: {100 * mean(pairs):+.2f} points, seed by seed against gradients, sync")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
