@@ -5,7 +5,8 @@
 A character model learns the standard library's own sources on four emulated devices whose
 microbatches last 1.25, 1.25, 2.5 and 5 ms. Every method sees the same number of microbatches
 with Adam, whose learning rate falls to 0 over them; its first value is the best of 0.003, 0.005
-and 0.01 on seed 0, found for every family of methods by itself. The loss is that of held-out
+and 0.01 on seed 0, found for every family of methods by itself; the outer optimizer, too, is
+one of the best of some tried on seed 0, which is thus no fair seed. The loss is that of held-out
 text, in nats per character, with the parameters that `train.average` gives at the end.
 """
 
