@@ -105,7 +105,7 @@ def run(rate: float, options: dict, data: dict, held_out: dict, seed: int) -> di
         loss_fn, tx, devices=jax.devices()[: len(FLEET)], emulate=EmulatedSpeeds(FLEET), **options
     )
     state = train.init(first_params(seed))
-    sent, begun, left = 0.0, 0.0, microbatches
+    begun, left = 0.0, microbatches
     per_window = train.report().exchange_bytes
     said = []
     for window in train.windows(data, BATCH, seed=seed):

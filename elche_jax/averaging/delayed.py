@@ -63,21 +63,15 @@ class DelayedProgram(LocalProgram):
     def zeros(self, state: TrainState) -> Walk:
         """Before the first step."""
         walk = super().zeros(state)
-        before = {"loss": walk.loss, "weight": walk.weight, "metrics": walk.metrics}
         none = jnp.zeros((), jnp.int32)
-        return walk.replace(
-            extra={"total": none, "examples": none, "before": before | {"count": walk.count}}
-        )
+        return walk.replace(extra={"total": none, "examples": none, "before": walk.sums})
 
     def begun(self, state: TrainState, walk: Walk, orders: Orders) -> Walk:
         """The walk to go on with; in the first call of a window it keeps the sums of the
         window before, which the exchange reports, and learns the work of all devices."""
-        fresh, start = orders.fresh, self.zeros(state)
-        old = {"loss": walk.loss, "weight": walk.weight, "metrics": walk.metrics}
-        total, examples = orders.totals
-        start = start.replace(
-            extra={"total": total, "examples": examples, "before": old | {"count": walk.count}}
-        )
+        fresh, (total, examples) = orders.fresh, orders.totals
+        extra = {"total": total, "examples": examples, "before": walk.sums}
+        start = self.zeros(state).replace(extra=extra)
         return jax.tree.map(lambda a, b: jnp.where(fresh, a, b), start, walk)
 
     def combine(self, state: TrainState, walk: Walk) -> tuple[TrainState, Any, dict[str, Any]]:
@@ -221,6 +215,5 @@ _CORRECT: dict[str, Callable[[Any, Any, Any], Any]] = {
     "pooled": _move,
     "variance": _scale,
     "max": _largest,
-    "first": _stay,
     "keep": _stay,
 }

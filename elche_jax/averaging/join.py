@@ -66,7 +66,7 @@ class Joined(NamedTuple):
         params: The new parameters, the same on all devices, in their dtypes.
         outer: The outer optimizer's state.
         error: What this device's differences have lost to compression.
-        numbers: `Distances` of this device, float32, shape `(5,)`.
+        numbers: What `distances` is made of, float32, shape `(5,)`.
         sent: Bytes this device has put in.
     """
 
@@ -132,7 +132,7 @@ def mean(base: Leaves, own: Leaves, share: Share) -> Leaves:
 
 
 def _distances(differences: Leaves, own: Leaves, new: Leaves, delta: Leaves) -> Any:
-    """Sums of squares and products, for `Distances`."""
+    """Sums of squares and products, for `distances`."""
     return jnp.stack(
         [
             _dot(_minus(own, new), _minus(own, new)),

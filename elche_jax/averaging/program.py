@@ -67,6 +67,12 @@ class Walk:
     metrics: dict[str, Any]
     extra: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def sums(self) -> dict[str, Any]:
+        """What there is to report of it."""
+        named = {"loss": self.loss, "weight": self.weight, "metrics": self.metrics}
+        return named | {"count": self.count, "examples": self.examples}
+
     def replace(self, **changes: Any) -> "Walk":
         """A copy with some fields changed."""
         return replace(self, **changes)
@@ -353,10 +359,9 @@ def other_bytes(averaging: Averaging, merge: MergeRules, state: TrainState, worl
 
 def seen(walk: Walk, own: Any) -> dict[str, Any]:
     """What a device has seen of a window; of one that was left out only its work."""
-    sums = {"loss": walk.loss, "weight": walk.weight, "metrics": walk.metrics}
-    sums = jax.tree.map(lambda x: jnp.where(own, x, 0), sums)
-    bad = (~own).astype(jnp.float32)
-    return sums | {"count": walk.count, "examples": walk.examples, "bad": bad}
+    sums = jax.tree.map(lambda x: jnp.where(own, x, 0), walk.sums)
+    work = {"count": walk.count, "examples": walk.examples}
+    return sums | work | {"bad": (~own).astype(jnp.float32)}
 
 
 def average(

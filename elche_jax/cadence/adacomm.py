@@ -79,7 +79,7 @@ class AdaComm(AnchorRule):
         """Return the anchor of this interval."""
         return cast(AdaCommState, state).rule or self.anchor
 
-    def counted(self, state: AnchorRuleState, report: WindowReport) -> AdaCommState:  # type: ignore[override]
+    def counted(self, state: AnchorRuleState, report: WindowReport) -> AdaCommState:
         """Return the state with a window, and its loss, counted in."""
         if report.loss is None or report.loss < 0:
             rule = "have a loss, not negative"

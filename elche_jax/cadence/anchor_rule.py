@@ -6,8 +6,8 @@ from typing import ClassVar, TypeVar, cast
 
 from elche_jax import _check as check
 from elche_jax.cadence.base import STABLE, Verdict, WindowReport, check_update
-from elche_jax.cadence.elche import ElCheState, recount, round_up
-from elche_jax.cadence.estimate import as_array, update_ms
+from elche_jax.cadence.elche import ElCheState, forget, recount, refit, round_up
+from elche_jax.cadence.estimate import update_ms
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class AnchorRule(ABC):
         ms = update_ms(state.ms_per_batch, report)
         return replace(recount(state, anchor, ms), ceiling=ceiling)
 
-    def counted(self, state: S, report: WindowReport) -> S:
+    def counted(self, state: AnchorRuleState, report: WindowReport) -> AnchorRuleState:
         """Return the state with a window counted in."""
         steps = state.steps + max(report.counts)
         return replace(state, windows=state.windows + 1, steps=steps)
@@ -128,8 +128,7 @@ class AnchorRule(ABC):
             >>> rule.recalibrate(rule.init(2)).ms_per_batch
             (None, None)
         """
-        unknown = (None,) * len(state.counts)
-        return replace(state, ms_per_batch=unknown, calibrated=False)
+        return forget(state)
 
     def replan(self, state: S) -> S:
         """Return the state with counts that fit the estimates, without dead zone.
@@ -146,9 +145,7 @@ class AnchorRule(ABC):
             >>> rule.replan(rule.init(2)) == rule.init(2)
             True
         """
-        if not state.calibrated:
-            return state
-        return recount(state, state.anchor, as_array(state.ms_per_batch), dead_zone=0)
+        return refit(state)
 
     def _obeying(self, state: AnchorRuleState, wanted: int, verdict: Verdict) -> tuple[int, int]:
         """The anchor and the ceiling under a verdict."""

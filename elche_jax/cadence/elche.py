@@ -110,6 +110,34 @@ def recount(
     return replace(state, anchor=anchor, counts=counts, ms_per_batch=as_times(ms), calibrated=known)
 
 
+def refit(state: S, max_batch_diff: int | None = None) -> S:
+    """Return the state with counts that fit its estimates, without dead zone.
+
+    Args:
+        state: The state so far; it stays as it is, and is returned where a device was
+            never measured.
+        max_batch_diff: Largest change of a count, or ``None``.
+
+    Example:
+        >>> refit(ElCheState(10, (10, 28), (3.0, 1.0), True)).counts
+        (10, 30)
+    """
+    if not state.calibrated:
+        return state
+    ms = as_array(state.ms_per_batch)
+    return recount(state, state.anchor, ms, max_batch_diff, dead_zone=0)
+
+
+def forget(state: S) -> S:
+    """Return the state as if no device had been measured; anchor and counts stay.
+
+    Example:
+        >>> forget(ElCheState(10, (10, 28), (3.0, 1.0), True)).ms_per_batch
+        (None, None)
+    """
+    return replace(state, ms_per_batch=(None,) * len(state.counts), calibrated=False)
+
+
 @dataclass(frozen=True)
 class ElChe:
     """Cadence for devices of different speed: counts proportional to speed.
@@ -307,8 +335,7 @@ class ElChe:
             >>> cadence.recalibrate(state).ms_per_batch
             (None, None)
         """
-        unknown = (None,) * len(state.counts)
-        return replace(state, ms_per_batch=unknown, calibrated=False)
+        return forget(state)
 
     def check_state(self, state: ElCheState) -> None:
         """Check that a stored state is of a cadence with these knobs.
@@ -345,10 +372,7 @@ class ElChe:
             >>> ElChe().replan(state).counts
             (10, 30)
         """
-        if not state.calibrated:
-            return state
-        ms = as_array(state.ms_per_batch)
-        return recount(state, state.anchor, ms, self.max_batch_diff, dead_zone=0)
+        return refit(state, self.max_batch_diff)
 
     def _next_anchor(self, anchor: int, report: WindowReport, verdict: Verdict) -> int:
         if verdict.action == "nudge_down":

@@ -86,6 +86,14 @@ def resolve_averaging(averaging: Averaging | None, config: DDPConfig) -> Averagi
     return replace(averaging, delay=1)
 
 
+def check_merge(averaging: Averaging | None, rules: MergeRules) -> None:
+    """Raises where a rule for model state cannot be followed one window late."""
+    if averaging is not None and averaging.delay and "first" in rules.rules:
+        rule = "be 'mean', 'pooled', 'max' or 'keep' with delay=1"
+        todo = "What is the first device's cannot be corrected later; 'keep' leaves each its own."
+        raise ValueError(check.message("TrainStep.init", "merge", rule, "'first'", todo))
+
+
 def cadence_of(averaging: Averaging, config: DDPConfig, world_size: int) -> Cadence[Any] | None:
     """The cadence that a rule asks for; None where the config's own is to be used.
 

@@ -1,6 +1,7 @@
 """The guard at work: reads how far the devices drifted apart, and tells the cadence."""
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,12 +24,13 @@ class GuardWatch:
     """Keeps the divergence of the last windows, and asks the guard.
 
     Args:
-        guard: The guard; None: nobody is asked.
+        guard: The guard.
         devices: The devices, in rank order.
         late: Whether a window's metrics are those of the window before.
     """
 
-    def __init__(self, guard: Guard | None, devices: Sequence[jax.Device], late: bool = False):
+    def __init__(self, guard: Guard, devices: Sequence[jax.Device], late: bool):
+        self._lock = threading.Lock()  # a watching thread writes, the user reads
         self._late = late
         self._before: Measured | None = None
         self._guard, self._devices = guard, devices
@@ -38,12 +40,11 @@ class GuardWatch:
     @property
     def history(self) -> list[Divergence]:
         """The last windows, oldest first."""
-        return list(self._history)
+        with self._lock:
+            return list(self._history)
 
     def see(self, measured: Measured, metrics: Mapping[str, Any]) -> Verdict:
         """Takes note of a window that is over; gives what the cadence is to be told."""
-        if self._guard is None:
-            return STABLE
         if self._late:
             self._before, now = measured, self._before
             if now is None:  # the first window has none before it
@@ -57,7 +58,8 @@ class GuardWatch:
             measured.window, measured.counts, read("distance"), read("update_norm"),
             read("cosine"), read("share"),
         )  # fmt: skip
-        self._history.append(seen)
+        with self._lock:
+            self._history.append(seen)
         self._warn(seen)
         return judge(self._guard, self.history)
 
@@ -81,6 +83,6 @@ def guard_watch(
     guard: Guard | None, averaging: Averaging | None, devices: Sequence[jax.Device]
 ) -> GuardWatch | None:
     """The guard at work; None in gradient mode."""
-    if averaging is None:
+    if averaging is None or guard is None:
         return None
     return GuardWatch(guard, devices, late=bool(averaging.delay))

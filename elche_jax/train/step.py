@@ -31,7 +31,7 @@ from elche_jax.engine.state import TrainState
 from elche_jax.engine.trainable import Selection, select_trainable
 from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.report import RunReport, make_report
-from elche_jax.train.averaging import overlaps, sent_bytes
+from elche_jax.train.averaging import check_merge, overlaps, sent_bytes
 from elche_jax.train.feed import DataPlan
 from elche_jax.train.finite import AVERAGES, GRADIENTS, FiniteWatch
 from elche_jax.train.guarding import guard_watch
@@ -214,6 +214,7 @@ class TrainStep:
             jax.eval_shape(lambda: model_state),
             may_keep=self._options.averaging is not None,
         )
+        check_merge(self._options.averaging, merge)
         state = initial_state(
             self._optimizer, params, model_state, rng, self.devices, selection,
             self._options.loss_scale, self._options.averaging,
@@ -423,8 +424,10 @@ class TrainStep:
         averaging = self._options.averaging
         if averaging is not None:
             one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), initial.shapes)
-            return sent_bytes(averaging, initial.selection, initial.merge, one), 0
-        return 4 * sizes[0] // len(self.devices), 4 * sizes[1] // len(self.devices)
+            sent = sent_bytes(averaging, initial.selection, initial.merge, one)
+        else:
+            sent = 4 * sizes[0] // len(self.devices)
+        return sent, 4 * sizes[1] // len(self.devices)
 
     def _checksums(self, state: TrainState, window: Window) -> jax.Array | None:
         """Launches checksums of the state where it is time for it: at the first window, so

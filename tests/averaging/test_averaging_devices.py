@@ -5,26 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from averaged import (
+    BAD,
+    FIRST_OF_BAD,
+    NESTEROV,
+    PARTS,
+    THREE,
+    TX,
+    assert_history,
+    poisoned,
+    train_on,
+)
 from reference import BATCH, LEAVES, Outer, data, loss_fn, params, run
-from test_averaging_golden import NESTEROV, PARTS, THREE, TX, assert_history, train_on
 
 import elche_jax as elche
 from elche_jax.observe.timeline import SkipEvent, Timeline
-
-BAD = (4, 1)  # window and device
-FIRST_OF_BAD = sum(map(sum, THREE[:4])) + THREE[4][0]  # its first microbatch
-
-
-def poisoned(microbatches=(FIRST_OF_BAD,)):
-    """A loss that is not a number for some microbatches; data that number them."""
-    rows = data()
-    rows["at"] = np.arange(len(rows["x"]), dtype="int32") // BATCH
-
-    def loss(p, batch, rng):
-        bad = jnp.isin(batch["at"][0], jnp.array(microbatches))
-        return loss_fn(p, batch, rng) * jnp.where(bad, jnp.nan, 1.0)
-
-    return {"loss": loss, "rows": rows}
 
 
 @pytest.mark.parametrize("how", ["average", "keep", "reset"])
@@ -109,27 +104,6 @@ def test_what_is_kept_apart_is_not_compared():
         elche.DiLoCo(outer=optax.sgd(0.5), fragments=2, compression="int8"),
     ):
         train_on(rule, THREE, config=config)
-    train = elche.build_train_step(
-        loss_fn, TX, devices=jax.devices()[:3], averaging=elche.ParameterAveraging(),
-        cadence=elche.Replay(THREE), config=config,
-    )  # fmt: skip
-    state = train.init(params())
-    w = np.array(state.params["w"])
-    w[2] += 1
-    shards = [jax.device_put(row[None], d) for row, d in zip(w, train.devices, strict=True)]
-    w = jax.make_array_from_single_device_arrays(w.shape, state.params["w"].sharding, shards)
-    frozen = elche.build_train_step(
-        loss_fn, TX, devices=jax.devices()[:3], averaging=elche.ParameterAveraging(),
-        cadence=elche.Replay(THREE), config=config, trainable={"b": True, "v": True, "w": False},
-    )  # fmt: skip
-    state = frozen.init(params())
-    state = state.replace(params=state.params | {"w": w})
-    with (
-        pytest.raises(elche.ReplicaMismatch, match=r"\.params\['w'\] on .* differs"),
-        frozen.windows(data(), BATCH) as windows,
-    ):
-        for window in windows:
-            state, _ = frozen(state, window)
 
 
 def test_average_gives_one_set_of_parameters():
@@ -328,27 +302,27 @@ def test_microbatches_without_weight_are_no_steps():
     assert [m["share"].tolist() for m in metrics] == [[1.0, 0.0], [0.5, 0.5]]
 
 
-def test_frozen_parameters_are_compared_with_fragments_too():
-    counts = [(1, 1)] * 4
-    for rule in (
-        elche.DiLoCo(optax.sgd(1.0), fragments=2), elche.DiLoCo(optax.sgd(1.0), delay=1),
-    ):  # fmt: skip
-        train = elche.build_train_step(
-            loss_fn, TX, devices=jax.devices()[:2], averaging=rule, cadence=elche.Replay(counts),
-            config=elche.DDPConfig(verify_every=1), trainable={"b": True, "v": True, "w": False},
-        )  # fmt: skip
-        state = train.init(params())
-        shards = [
-            jax.device_put(np.full((1, 3), rank, "f"), d) for rank, d in enumerate(train.devices)
-        ]
-        w = jax.make_array_from_single_device_arrays((2, 3), state.params["w"].sharding, shards)
-        state = state.replace(params=state.params | {"w": w})
-        with (
-            pytest.raises(elche.ReplicaMismatch, match=r"\.params\['w'\] on .* differs"),
-            train.windows(data(), BATCH) as windows,
-        ):
-            for window in windows:
-                state, _ = train(state, window)
+@pytest.mark.parametrize(
+    "rule",
+    [elche.ParameterAveraging(), elche.DiLoCo(optax.sgd(1.0), fragments=2),
+     elche.DiLoCo(optax.sgd(1.0), delay=1)],
+    ids=["plain", "fragments", "delay"],
+)  # fmt: skip
+def test_frozen_parameters_are_compared_whatever_the_rule(rule):
+    train = elche.build_train_step(
+        loss_fn, TX, devices=jax.devices()[:2], averaging=rule, cadence=elche.Replay([(1, 1)] * 4),
+        config=elche.DDPConfig(verify_every=1), trainable={"b": True, "v": True, "w": False},
+    )  # fmt: skip
+    state = train.init(params())
+    shards = [jax.device_put(np.full((1, 3), rank, "f"), d) for rank, d in enumerate(train.devices)]
+    w = jax.make_array_from_single_device_arrays((2, 3), state.params["w"].sharding, shards)
+    state = state.replace(params=state.params | {"w": w})
+    with (
+        pytest.raises(elche.ReplicaMismatch, match=r"\.params\['w'\] on .* differs"),
+        train.windows(data(), BATCH) as windows,
+    ):
+        for window in windows:
+            state, _ = train(state, window)
 
 
 def test_another_model_after_average():

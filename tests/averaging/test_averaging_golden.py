@@ -4,44 +4,11 @@ import jax
 import numpy as np
 import optax
 import pytest
-from reference import BATCH, LEARNING_RATE, LEAVES, MOMENTUM, Outer, data, loss_fn, params, run
+from averaged import COUNTS, NESTEROV, PARTS, THREE, TX, assert_history, train_on
+from reference import BATCH, LEARNING_RATE, LEAVES, Outer, data, loss_fn, params, run
 
 import elche_jax as elche
 from elche_jax.train import averaging as choice
-
-COUNTS = [(3, 1), (2, 2), (4, 1), (1, 3), (5, 2), (3, 1), (1, 1), (6, 2), (2, 0), (3, 2)]
-THREE = [(3, 1, 2), (2, 2, 1), (4, 0, 1), (1, 3, 2), (5, 2, 2), (3, 1, 1), (1, 1, 1), (0, 2, 6),
-         (2, 1, 3), (3, 2, 1)]  # fmt: skip
-NESTEROV = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
-TX = optax.sgd(LEARNING_RATE, momentum=MOMENTUM)
-
-
-def train_on(averaging, counts, *, tx=TX, loss=loss_fn, rows=None, window_bytes=2**28, **options):
-    """Each device's parameters after every window, the metrics, and the rest."""
-    train = elche.build_train_step(
-        loss, tx, devices=jax.devices()[: len(counts[0])], averaging=averaging,
-        cadence=elche.Replay(counts), **options,
-    )  # fmt: skip
-    state, history, metrics = train.init(params()), [], []
-    with train.windows(
-        rows or data(), BATCH, shuffle=False, placement="stream", window_bytes=window_bytes
-    ) as windows:
-        for window in windows:
-            assert window.counts == counts[window.index]
-            state, said = train(state, window)
-            history.append(jax.device_get(state.params))
-            metrics.append(jax.device_get(said))
-            if len(history) == len(counts):
-                break
-    return history, metrics, state, train
-
-
-def assert_history(got, want, rtol=2e-5, atol=1e-6):
-    assert len(got) == len(want)
-    for stacked, devices in zip(got, want, strict=True):
-        for rank, mine in enumerate(devices):
-            for name in LEAVES:
-                np.testing.assert_allclose(stacked[name][rank], mine[name], rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -85,10 +52,6 @@ def test_diloco_with_nesterov(how, counts):
     assert_history(history, run(counts, outer=Outer(0.7, 0.9, True), optimizer_state=how))
     elche.check_replicas(state.params)
     elche.check_replicas(state.averaging.outer)
-
-
-# of sizes 1, 2 and 3 the largest goes to the first part
-PARTS = {1: (LEAVES,), 2: (("w",), ("b", "v")), 3: (("w",), ("v",), ("b",))}
 
 
 @pytest.mark.parametrize("fragments", PARTS)

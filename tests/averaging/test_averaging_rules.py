@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from averaged import poisoned
 from hypothesis import assume, given, settings, strategies as st
 from reference import BATCH, data, loss_fn, params
 
@@ -309,11 +310,24 @@ def test_model_state_is_corrected_late_too():
     assert int(elche.unreplicate(state.examples)) == 11 * BATCH
 
 
+def test_a_rule_that_cannot_be_followed_late():
+    train = elche.build_train_step(
+        with_statistics, SGD, devices=jax.devices()[:2],
+        averaging=elche.ParameterAveraging(optimizer_state="keep", delay=1),
+        merge={"bn": "first", "steps": "max"},
+    )  # fmt: skip
+    start = {"bn": {"mean": np.float32(0), "var": np.float32(1)}, "steps": np.int32(0)}
+    with pytest.raises(
+        ValueError,
+        match=r"^TrainStep\.init: merge must be 'mean', 'pooled', 'max' or 'keep' with delay=1, "
+        r"got 'first'\. What is the first device's cannot be corrected later; 'keep' leaves each ",
+    ):
+        train.init(params(), model_state=start)
+
+
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_device_that_is_left_out_of_a_late_exchange(world):
     """Its window's steps are gone, and nobody sees a number that is none."""
-    from test_averaging_devices import poisoned
-
     counts = [(2,) * world] * 8
     train = elche.build_train_step(
         poisoned([4 * world])["loss"], SGD, devices=jax.devices()[:world], nonfinite="skip",
