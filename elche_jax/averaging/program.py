@@ -193,7 +193,7 @@ class LocalProgram:
         self, state: TrainState, walk: Walk, payload: Payload, orders: Orders
     ) -> tuple[Walk, Any]:
         body = self._body(state, payload, orders)
-        return run_loop(self.hook, self.world_size, state.step, orders, body, walk)
+        return run_loop(self.hook, state.step, orders, body, walk)
 
     def _body(
         self, state: TrainState, payload: Payload, orders: Orders

@@ -137,7 +137,7 @@ class Placer:
         partial: Partial | None,
         totals: tuple[int, int],
     ) -> Any:
-        """What each device is to do in one call, `(world_size, 7)`, int32.
+        """What each device is to do in one call, `(world_size, 8)`, int32.
 
         Args:
             ranges: Microbatches of each device, as places in the window.
@@ -149,7 +149,10 @@ class Placer:
         place, valid = -1, 0
         if partial is not None:
             place, valid = partial.microbatch - first, partial.valid
-        numbers = [(r.count, r.start, int(fresh), place, valid, *totals) for r in ranges]
+        numbers = [
+            (r.count, r.start, int(fresh), place, valid, *totals, rank)
+            for rank, r in enumerate(ranges)
+        ]
         return self.rows(np.array(numbers, np.int32))
 
     def rows(self, array: np.ndarray) -> Any:

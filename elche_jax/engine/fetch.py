@@ -82,14 +82,14 @@ class Orders:
     """What a device is to do in one call.
 
     Attributes:
-        numbers: int32, shape `(7,)`: `count`, microbatches to run; `start`, place of the
+        numbers: int32, shape `(8,)`: `count`, microbatches to run; `start`, place of the
             first one in the window; `fresh`, 1 in the first call of a window;
             `partial`, place of the microbatch with fewer valid examples, or -1;
             `valid`, its number of valid examples; microbatches and valid examples of the
-            window over all devices.
+            window over all devices; `rank` of the device.
     """
 
-    WIDTH: ClassVar[int] = 7
+    WIDTH: ClassVar[int] = 8
 
     numbers: Any
 
@@ -109,6 +109,10 @@ class Orders:
     def totals(self) -> tuple[Any, Any]:
         """Microbatches and valid examples of the window over all devices."""
         return self.numbers[5], self.numbers[6]
+
+    @property
+    def rank(self) -> Any:
+        return self.numbers[7]
 
     def valid(self, place: Any, batch_size: int) -> Any:
         """Number of valid examples of the microbatch at `place` in the window."""

@@ -4,10 +4,8 @@ from collections.abc import Callable
 from typing import Any, Protocol, Self, TypeVar
 
 import jax
-import jax.numpy as jnp
 
 from elche_jax.engine.fetch import Orders
-from elche_jax.engine.mapped import AXIS
 
 PyTree = Any
 Body = Callable[[Any, PyTree], PyTree]
@@ -56,7 +54,6 @@ C = TypeVar("C", bound=Carry)
 
 def run_loop(
     hook: LoopHook | None,
-    world_size: int,
     step: Any,
     orders: Orders,
     body: Callable[[Any, C], C],
@@ -66,7 +63,6 @@ def run_loop(
 
     Args:
         hook: Emulation, or None.
-        world_size: Number of devices.
         step: Number of the window.
         orders: How many microbatches.
         body: Runs one, `body(i, carry) -> carry`.
@@ -79,7 +75,7 @@ def run_loop(
     if hook is None:
         carry = jax.lax.fori_loop(0, orders.count, body, carry)
         return carry, carry.weight
-    device = jnp.int32(0) if world_size == 1 else jax.lax.axis_index(AXIS)
+    device = orders.rank
     zero = hook.begin(device, step, orders.fresh)
     carry = carry.replace(loss=carry.loss + zero)
     carry = jax.lax.fori_loop(

@@ -166,7 +166,7 @@ class Program:
         self, state: TrainState, sums: Sums, payload: Payload, orders: Orders
     ) -> tuple[Sums, Any]:
         body = self._body(state, payload, orders)
-        return run_loop(self.hook, self.world_size, state.step, orders, body, sums)
+        return run_loop(self.hook, state.step, orders, body, sums)
 
     def _body(
         self, state: TrainState, payload: Payload, orders: Orders

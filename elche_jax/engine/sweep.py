@@ -18,7 +18,7 @@ from elche_jax.engine.devices import Group
 from elche_jax.engine.fetch import Orders, Payload
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.loss import Weighted, batch_size_of, check_takes, check_weight, describe
-from elche_jax.engine.mapped import AXIS, Mapped
+from elche_jax.engine.mapped import Mapped
 from elche_jax.engine.runner import Call, abstract, signature
 
 PyTree = Any
@@ -74,13 +74,11 @@ class Score:
     Attributes:
         fn: Gives a dict of metrics.
         shapes: Shapes of the results: for every metric its sum, and the sum of its weights.
-        world_size: Number of devices.
         hook: Emulation, or None.
     """
 
     fn: BatchFn
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
-    world_size: int
     hook: LoopHook | None = None
 
     def call(
@@ -97,7 +95,7 @@ class Score:
             metrics = self.fn(variables, batch, mask)
             return {name: _add(sums[name], value, mask, valid) for name, value in metrics.items()}
 
-        return _run(self.hook, self.world_size, orders, body, start), None
+        return _run(self.hook, orders, body, start), None
 
 
 @dataclass(frozen=True)
@@ -109,12 +107,10 @@ class Apply:
 
     Attributes:
         fn: Gives a pytree of arrays, one entry per example.
-        world_size: Number of devices.
         hook: Emulation, or None.
     """
 
     fn: BatchFn
-    world_size: int
     hook: LoopHook | None = None
 
     def call(
@@ -136,7 +132,7 @@ class Apply:
             put = jax.lax.dynamic_update_index_in_dim
             return jax.tree.map(lambda all_, new: put(all_, new, i, 0), rows, outputs(i))
 
-        rows, token = _run(self.hook, self.world_size, orders, body, start)
+        rows, token = _run(self.hook, orders, body, start)
         return (tuple(_piece(rows, orders.count, n) for n in piece_lengths(capacity)), token), None
 
 
@@ -295,14 +291,12 @@ def _piece(rows: PyTree, total: Any, length: int) -> PyTree:
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, length), rows)
 
 
-def _run(
-    hook: LoopHook | None, world_size: int, orders: Orders, body: Any, start: PyTree
-) -> tuple[PyTree, Any]:
+def _run(hook: LoopHook | None, orders: Orders, body: Any, start: PyTree) -> tuple[PyTree, Any]:
     """The loop; gives its results, and a small token that needs them."""
     if hook is None:
         results = jax.lax.fori_loop(0, orders.count, body, start)
         return results, _touch(results)
-    device = jnp.int32(0) if world_size == 1 else jax.lax.axis_index(AXIS)
+    device = orders.rank
     zero = hook.begin(device, jnp.int32(0), orders.fresh)
     first, start = jax.lax.optimization_barrier((orders.count * 0 + zero.astype(jnp.int32), start))
     results = jax.lax.fori_loop(

@@ -161,7 +161,7 @@ def build_eval_step(
 
     def make(fn: BatchFn, variables: Variables, batch: PyTree, ragged: bool) -> Task:
         shapes = inspect_metrics(fn, variables, batch, ragged)
-        return Task(Score(fn, shapes, len(chosen), emulate))
+        return Task(Score(fn, shapes, emulate))
 
     return EvalStep(Sweep("build_eval_step", metric_fn, make, chosen, cadence, emulate))
 
@@ -270,7 +270,7 @@ def _kept_sweep(
     def make(fn: BatchFn, variables: Variables, batch: PyTree, ragged: bool) -> Task:
         outputs = jax.tree.leaves(inspect_outputs(fn, variables, batch))
         size = sum(x.size * x.dtype.itemsize for x in outputs)
-        return Task(Apply(fn, len(devices), emulate.value), size)
+        return Task(Apply(fn, emulate.value), size)
 
     return Sweep("predict", apply_fn.value, make, devices, cadence.value, emulate.value)
 

@@ -223,7 +223,7 @@ def test_orders_say_what_each_device_does(partial, expected, fresh):
     orders = a_placer(devices).orders(ranges, 100, fresh, partial, (5, 17))
     assert orders.dtype == np.int32
     np.testing.assert_array_equal(
-        orders, [[4, 0, int(fresh), *expected, 5, 17], [1, 4, int(fresh), *expected, 5, 17]]
+        orders, [[4, 0, int(fresh), *expected, 5, 17, 0], [1, 4, int(fresh), *expected, 5, 17, 1]]
     )
 
 

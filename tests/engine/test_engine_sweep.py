@@ -50,7 +50,7 @@ class Setup:
         self.variables = replicate(variables or Variables({"w": np.float32(2)}, None), self.devices)
         self.cache = CompileCache()
         group = Group(tuple(self.devices), tuple(range(world_size)))
-        self.runner = SweepRunner(make(world_size), group, self.cache, shapes_of(self.variables))
+        self.runner = SweepRunner(make, group, self.cache, shapes_of(self.variables))
 
     def calls(self, counts, capacity, first=0):
         for number, ranges in enumerate(split_window(counts, capacity)):
@@ -71,11 +71,11 @@ class Setup:
 
 
 def score(fn, shapes, hook=None):
-    return lambda world_size: Score(BatchFn(fn), shapes, world_size, hook)
+    return Score(BatchFn(fn), shapes, hook)
 
 
 def apply(fn, hook=None):
-    return lambda world_size: Apply(BatchFn(fn), world_size, hook)
+    return Apply(BatchFn(fn), hook)
 
 
 def doubled(params, batch):
@@ -398,7 +398,7 @@ def test_programs_are_compiled_once_for_each_capacity_and_ahead_where_asked_to()
 
 def test_two_functions_of_like_shapes_do_not_share_a_program():
     setup = Setup(score(doubled, (("x", ()),)), 1, 8)
-    program = Score(BatchFn(lambda params, batch: {"x": batch["x"]}), (("x", ()),), 1)
+    program = Score(BatchFn(lambda params, batch: {"x": batch["x"]}), (("x", ()),))
     other = SweepRunner(program, setup.runner.group, setup.cache, shapes_of(setup.variables))
     (call,) = setup.calls((2,), 3)
     assert setup.runner.run(setup.variables, call)[0]["x"][0] == 72
