@@ -13,6 +13,7 @@ Policy = Literal["auto", "sync", "cadence", "async"]
 POLICIES = ("auto", "sync", "cadence", "async")
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 EXCHANGE_DTYPES = ("float32", "bfloat16")
+EXCHANGES = ("device", "host")
 CADENCE_KNOBS = (
     "policy", "anchor", "overhead_target", "max_anchor", "total", "max_batch_diff", "speed_hint",
 )  # fmt: skip
@@ -49,7 +50,8 @@ class DDPConfig:
         policy: `"auto"`: `"cadence"` where the devices are of several kinds, `"sync"`
             where they are alike. `"sync"`: one microbatch per device and window.
             `"cadence"`: `ElChe` sizes the windows. `"async"`: the same, and nobody waits
-            for the exchange of a window: `delay=1`, only with averaging. With one device
+            for the exchange of a window: `delay=1`, only with averaging, and with a cadence
+            of your own, too. With one device
             there is no cadence: every microbatch is a step.
         anchor: First count of the slowest device, at least 1, see `ElChe`. With
             `max_anchor=0` the mean count of a device, where `total` is not given.
@@ -59,7 +61,9 @@ class DDPConfig:
             the first report on. None: 200, or `anchor` where that is larger. 0: the
             balancer, as above.
         max_batch_diff: Largest change of a count per window, at least 1, see `ElChe`;
-            None for no bound.
+            None for no bound. Under `"async"` with `exchange="host"` also the most
+            microbatches that a device may begin beyond the oldest window that some device
+            has not delivered.
         speed_hint: What is known of the speeds beforehand, in either form that `ElChe`
             takes; for the balancer, too.
         max_grad_norm: Clips each device's mean gradient to this global norm before the
@@ -76,6 +80,16 @@ class DDPConfig:
             None: `anchor` for each device. One device has no cadence, see `policy`, and
             thus no use for it.
         timeline: Records the run, a `Timeline`; None: nothing is recorded.
+        exchange: Where `averaging` averages. `"device"`: the devices among themselves.
+            `"host"`: every device delivers what it did when it is done, and no device
+            waits in a collective; one that is late is left out. Under `"async"` devices
+            then go on while a window is averaged.
+        exchange_timeout: Seconds after the first delivery of a window until a device is
+            late, above 0; with `exchange="host"`.
+        max_overshoot: Under `"async"` with `exchange="host"`: most microbatches that a
+            device may begin beyond the oldest window that is not averaged, at least 0 (a
+            window waits for the average of the one before); never more than three
+            windows. None: one window.
 
     Raises:
         ValueError: A knob is out of range, or contradicts another one.
@@ -102,6 +116,9 @@ class DDPConfig:
     verify_every: int | None = None
     total: int | None = None
     timeline: Recorder | None = None
+    exchange: str = "device"
+    exchange_timeout: float = 60.0
+    max_overshoot: int | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -113,6 +130,7 @@ class DDPConfig:
         if self.compute_dtype is not None:
             _check_one_of("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
         _check_one_of("exchange_dtype", self.exchange_dtype, EXCHANGE_DTYPES)
+        self._check_exchange()
         if self.verify_every is not None:
             check.integer("DDPConfig", "verify_every", self.verify_every, low=1)
         self._check_cadence()
@@ -175,6 +193,25 @@ class DDPConfig:
         elif self.total is not None:
             rule, todo = "be None unless max_anchor is 0", "Pass max_anchor=0 with it."
             raise ValueError(check.message(where, "total", rule, self.total, todo))
+
+    def _check_exchange(self) -> None:
+        where = "DDPConfig"
+        _check_one_of("exchange", self.exchange, EXCHANGES)
+        check.real(where, "exchange_timeout", self.exchange_timeout, above=0)
+        ahead = self.exchange == "host" and self.policy == "async"
+        if self.max_overshoot is not None:
+            check.integer(where, "max_overshoot", self.max_overshoot, low=0)
+            if not ahead:
+                rule = "be None unless exchange='host' and policy='async'"
+                todo = "Else no device runs ahead; leave it out."
+                raise ValueError(
+                    check.message(where, "max_overshoot", rule, self.max_overshoot, todo)
+                )
+        if self.exchange != "host" and self.exchange_timeout != 60.0:
+            rule, todo = "be left at 60.0 unless exchange='host'", "Leave it out."
+            raise ValueError(
+                check.message(where, "exchange_timeout", rule, self.exchange_timeout, todo)
+            )
 
     def _check_balancer(self) -> None:
         where = "DDPConfig"

@@ -27,7 +27,7 @@ from elche_jax.averaging.state import AveragingState
 from elche_jax.engine.exchange import packed_psum
 from elche_jax.engine.fetch import Orders, Payload
 from elche_jax.engine.mapped import AXIS
-from elche_jax.engine.merge import changes, merged
+from elche_jax.engine.merge import MergeRules, changes, merged
 from elche_jax.engine.microbatch import all_finite
 from elche_jax.engine.state import TrainState
 
@@ -182,12 +182,16 @@ class DelayedProgram(LocalProgram):
         before, structure = jax.tree.flatten(state.model_state)
         after, common = jax.tree.leaves(walk.model_state), jax.tree.leaves(together)
         leaves = []
-        for i, rule in enumerate(self.merge.rules):
-            leaf = _CORRECT[rule if self.merge.mean_of[i] is None else "variance"](
-                after[i], common[i], before[i]
-            )
+        for i in range(len(after)):
+            leaf = correct(self.merge, i)(after[i], common[i], before[i])
             leaves.append(jnp.where(own, leaf, common[i]))
         return structure.unflatten(leaves)
+
+
+def correct(rules: MergeRules, leaf: int) -> Callable[[Any, Any, Any], Any]:
+    """How a leaf of model state is corrected: by a function of the device's own, the
+    common one and that which the device had when it was exchanged."""
+    return _CORRECT["variance" if rules.mean_of[leaf] is not None else rules.rules[leaf]]
 
 
 def _move(z: Any, x: Any, y: Any) -> Any:

@@ -302,7 +302,7 @@ class LocalProgram:
             return jax.tree.map(
                 lambda a, b: jnp.where(own, a, b), walk.opt_state, self.tx.init(new)
             )
-        rules = _rules_of(state.opt_state)
+        rules = opt_rules(state.opt_state)
         return self._merged(rules, walk.opt_state, state.opt_state, share)
 
     def _merged(self, rules: MergeRules, new: PyTree, old: PyTree, share: Share) -> PyTree:
@@ -387,7 +387,7 @@ def average(
     return selection.join(structure.unflatten(leaves), frozen), None
 
 
-def _rules_of(opt_state: PyTree) -> MergeRules:
+def opt_rules(opt_state: PyTree) -> MergeRules:
     """Floats are averaged, keys are the first device's, all else is the maximum."""
 
     def rule(leaf: Any) -> str:

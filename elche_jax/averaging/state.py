@@ -20,8 +20,8 @@ class AveragingState:
     Attributes:
         outer: State of the outer optimizer, one per fragment.
         base: The parameters of the last exchange, in the order of the leaves that are
-            trained; empty where they are the training state's own, as with one fragment
-            and without delay.
+            trained; empty where they are the training state's own, as with one fragment,
+            without delay, and with an exchange on the devices.
         steps: This device's steps since the last exchange of every fragment, float32,
             `(fragments,)`.
         error: What this device's differences have lost to compression, float32, in the
@@ -39,21 +39,24 @@ class AveragingState:
         return replace(self, steps=None, error=[])
 
 
-def initial_averaging(averaging: Averaging | None, trained: PyTree) -> AveragingState | None:
+def initial_averaging(
+    averaging: Averaging | None, trained: PyTree, on_host: bool = False
+) -> AveragingState | None:
     """The state before the first window, of one device; None where there is none.
 
     Args:
         averaging: The rule.
         trained: Parameters that are trained.
+        on_host: Whether the exchange is on the host.
 
     Raises:
         ValueError: There are more fragments than arrays.
     """
-    if averaging is None or (averaging.outer is None and not averaging.delay):
+    if averaging is None or (averaging.outer is None and not averaging.delay and not on_host):
         return None
     leaves = jax.tree.leaves(trained)
     parts = assign_fragments([leaf.size for leaf in leaves], averaging.fragments)
-    apart = len(parts) > 1 or averaging.delay
+    apart = len(parts) > 1 or averaging.delay or on_host
     int8 = averaging.compression == "int8"
     return AveragingState(
         outer=tuple(_init_outer(averaging, [leaves[i] for i in part]) for part in parts),

@@ -11,6 +11,10 @@ PyTree = Any
 Body = Callable[[Any, PyTree], PyTree]
 
 
+Seconds = Callable[[int, int, int], float]
+"""`seconds(window, rank, count)`: how long so many microbatches last at least."""
+
+
 class LoopHook(Protocol):
     """What emulation puts round the loop over microbatches."""
 
@@ -28,6 +32,11 @@ class LoopHook(Protocol):
 
     def end(self, device: Any, count: Any, carry: PyTree) -> Any:
         """After the loop; gives a float32 scalar zero that the results depend on."""
+        ...
+
+    def on_host(self) -> Seconds | None:
+        """How long microbatches last, where all it does is wait, so that the host can do it
+        instead of the program; else None."""
         ...
 
     def settle(self) -> None:

@@ -64,6 +64,38 @@ class Mapped:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
+class Each:
+    """A function that each of several devices runs by itself; no collective in it.
+
+    Args:
+        fn: Function of one device's values, as for `Mapped`.
+        devices: The devices.
+        donate: Positions of arguments whose buffers the program may reuse.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., tuple[PyTree, PyTree]],
+        devices: Sequence[jax.Device],
+        donate: tuple[int, ...],
+    ):
+        self._devices = tuple(devices)
+        self._jitted = jax.jit(_on_one(fn), donate_argnums=donate)
+
+    def compile(self, rank: int, *args: PyTree) -> Callable[..., tuple[PyTree, PyTree]]:
+        """Compiles for one of the devices, for arguments of these shapes and dtypes.
+
+        Args:
+            rank: The device.
+            *args: Pytrees of arrays or `jax.ShapeDtypeStruct`, leaves `(1, ...)`.
+        """
+        sharding = SingleDeviceSharding(self._devices[rank])
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
+        )
+        return self._jitted.lower(*shapes).compile()
+
+
 def _on_one(fn: Callable[..., tuple[PyTree, PyTree]]) -> Callable[..., Any]:
     def on_one(*args: PyTree) -> tuple[PyTree, PyTree]:
         own: Any = jax.tree.map(lambda leaf: leaf[0], args)

@@ -17,6 +17,7 @@ from elche_jax.engine.fetch import Orders, Payload
 from elche_jax.engine.mapped import Mapped
 from elche_jax.engine.replicas import replicate
 from elche_jax.engine.state import TrainState
+from elche_jax.engine.timing import Stopwatch
 
 PyTree = Any
 Accumulating = Callable[[jax.Array], None]
@@ -35,6 +36,26 @@ class Call:
     payload: Payload
     orders: Orders
     ranges: tuple[Range, ...]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The dispatch of a window: in which run, and since when.
+
+    Attributes:
+        watch: What times the devices of the run.
+        number: Number of the dispatch in the run.
+        at: When it began, `time.perf_counter` seconds.
+    """
+
+    watch: Any
+    number: int
+    at: float
+
+    def __call__(self, token: Any) -> None:
+        """Hands over what is ready where a device has accumulated."""
+        if self.watch is not None:
+            self.watch.accumulating(self.number, self.at, token)
 
 
 class WindowProgram(Protocol):
@@ -108,7 +129,7 @@ class Runner:
         self.state = state
         # a number, as programs differ between runners even where all shapes agree; and
         # every window hashes it
-        self._number = next(_NUMBERS)
+        self._number = new_number()
         devices = group.devices
         self._accumulate = Mapped(program.accumulate, devices, donate=(1,))
         self._combine = Mapped(partial(_combine, program), devices, donate=(0,))
@@ -182,6 +203,10 @@ class Runner:
         accumulating(end)
         return state, metrics, end
 
+    def watch(self, done: Callable[..., None], failed: Callable[..., None]) -> Stopwatch:
+        """Makes what times the windows of a run; its threads end when it is closed."""
+        return Stopwatch(self.group.world_size, done, failed)
+
     def release(self) -> None:
         """Gives back the memory of the accumulator, which the next window makes anew."""
         self._sums = None
@@ -231,10 +256,15 @@ class Runner:
         return Orders(jax.ShapeDtypeStruct((self.group.world_size, Orders.WIDTH), jnp.int32))
 
     def _zero_sums(self) -> PyTree:
-        return replicate(jax.tree.map(_zeros, self._sums_shape), self.group.devices)
+        return replicate(jax.tree.map(zeros, self._sums_shape), self.group.devices)
 
 
 _NUMBERS = count()
+
+
+def new_number() -> int:
+    """A number that no runner has had before."""
+    return next(_NUMBERS)
 
 
 def _combine(program: WindowProgram, state: TrainState, sums: PyTree) -> tuple[Any, dict[str, Any]]:
@@ -249,7 +279,8 @@ def _window(
     return (state, own), metrics
 
 
-def _zeros(like: jax.ShapeDtypeStruct) -> Any:
+def zeros(like: jax.ShapeDtypeStruct) -> Any:
+    """An array of zeros, on the host where it can be."""
     is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
     return (jnp if is_key else np).zeros(like.shape, like.dtype)
 

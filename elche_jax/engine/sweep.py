@@ -20,6 +20,7 @@ from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.loss import Weighted, batch_size_of, check_takes, check_weight, describe
 from elche_jax.engine.mapped import Mapped
 from elche_jax.engine.runner import Call, abstract, signature
+from elche_jax.engine.timing import Stopwatch
 
 PyTree = Any
 
@@ -158,6 +159,10 @@ class SweepRunner:
         """Dispatches a call; gives its results and its token, stacked."""
         program = self._cache.get(*self._program(call.payload))
         return program(variables, call.payload, call.orders)[0]
+
+    def watch(self, done: Callable[..., None], failed: Callable[..., None]) -> Stopwatch:
+        """Makes what times the windows of a sweep; its threads end when it is closed."""
+        return Stopwatch(self.group.world_size, done, failed)
 
     def ready(self, payload: Payload) -> bool:
         """Whether the program for data of these shapes is compiled."""

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import ClassVar
 
 import jax
 
@@ -106,11 +107,16 @@ ENDS = Ends()
 class Stopwatch:
     """Watches the windows of one run with one thread per device.
 
+    Attributes:
+        late: Ranks of devices that get no work: none.
+
     Args:
         world_size: Number of devices.
         done: Called in one of the threads with the times of every window, in order.
         failed: Called with the exception when waiting for a device raised one.
     """
+
+    late: ClassVar[frozenset[int]] = frozenset()
 
     def __init__(
         self,
@@ -219,6 +225,12 @@ def _close(
     stop.set()
     for jobs in queues:
         jobs.put(None)
+    end_threads(threads)
+
+
+def end_threads(threads: Sequence[threading.Thread]) -> None:
+    """Waits half a second for threads that were told to end; those that still wait in the
+    runtime are waited for when the process ends, which would crash else."""
     deadline = time.monotonic() + 0.5
     others = [thread for thread in threads if thread is not threading.current_thread()]
     for thread in others:

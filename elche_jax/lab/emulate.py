@@ -221,11 +221,18 @@ class EmulatedSpeeds:
             self._interrupted.set()
         return _ZERO
 
+    def on_host(self) -> Callable[[int, int, int], float]:
+        """How long the first microbatches of a window last: the host can wait as well."""
+        return self._seconds
+
     def settle(self) -> None:
         """Raises the Ctrl-C that came while the program ran in the main thread."""
         if self._interrupted.is_set():
             self._interrupted.clear()
             raise KeyboardInterrupt
+
+    def _seconds(self, window: int, rank: int, count: int) -> float:
+        return sum(self._ms(window, rank, i) for i in range(count)) / 1e3
 
     def _ms(self, window: int, rank: int, microbatch: int) -> float:
         if callable(self.schedule):
@@ -287,6 +294,9 @@ class ExtraWork:
     def end(self, device: Any, count: Any, carry: PyTree) -> Any:
         """Nothing to wait for."""
         return jnp.zeros((), jnp.float32)
+
+    def on_host(self) -> None:
+        """The devices do work; no host can do it for them."""
 
     def settle(self) -> None:
         """Nothing is left open."""

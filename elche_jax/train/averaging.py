@@ -7,6 +7,7 @@ import jax
 
 from elche_jax import _check as check
 from elche_jax.averaging.guards import Guard
+from elche_jax.averaging.host.exchange import Limits
 from elche_jax.averaging.program import other_bytes
 from elche_jax.averaging.rules import Averaging, DiLoCo, ParameterAveraging
 from elche_jax.averaging.wire import wire_bytes
@@ -15,6 +16,8 @@ from elche_jax.config import DDPConfig
 from elche_jax.engine.merge import MergeRules
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.trainable import Selection
+from elche_jax.train.options import Options
+from elche_jax.train.run import IN_FLIGHT, LOOKAHEAD
 
 WHERE = "build_train_step"
 
@@ -51,12 +54,18 @@ def check_averaging(
             rule = "be 'auto', 'sync' or 'cadence' without averaging: gradients are never late"
             todo = "Pass averaging=ParameterAveraging(optimizer_state='keep'), say."
             raise ValueError(check.message("DDPConfig", "policy", rule, "'async'", todo))
+        if config.exchange == "host":
+            rule = "be 'device' without averaging: gradients stay on the devices"
+            todo = "Pass averaging=ParameterAveraging(), say."
+            raise ValueError(check.message("DDPConfig", "exchange", rule, "'host'", todo))
         return
     if not isinstance(averaging, ParameterAveraging | DiLoCo):
         rule = "be ParameterAveraging(...), DiLoCo(...) or None"
         got = check.describe(averaging)
         raise TypeError(check.message(WHERE, "averaging", rule, got))
     name = type(averaging).__name__
+    if config.exchange == "host":
+        _check_on_host(name, averaging, config)
     if nonfinite == "ignore":
         rule = f"be 'raise' or 'skip' with averaging={name}, which leaves such devices out"
         raise ValueError(check.message(WHERE, "nonfinite", rule, repr(nonfinite)))
@@ -75,21 +84,54 @@ def check_averaging(
         raise ValueError(check.message("DiLoCo", "inner_steps", rule, got, todo))
 
 
+def _check_on_host(name: str, averaging: Averaging, config: DDPConfig) -> None:
+    host, ahead = "exchange='host'", "exchange='host' and policy='async'"
+    needed: dict[str, tuple[Any, str]] = {
+        "delay": (0, host),
+        "fragments": (1, host),
+        "compression": (None, host),
+    }
+    if config.policy == "async":
+        needed["optimizer_state"] = ("keep", ahead)
+    for knob, (value, where) in needed.items():
+        got = getattr(averaging, knob)
+        if got != value:
+            rule, todo = f"be {value!r} with {where}", "Or exchange on the devices."
+            raise ValueError(check.message(name, knob, rule, repr(got), todo))
+
+
 def resolve_averaging(averaging: Averaging | None, config: DDPConfig) -> Averaging | None:
     """The rule under a policy: `"async"` makes exchanges late.
 
     Raises:
         ValueError: The rule cannot be late, see `ParameterAveraging`.
     """
-    if averaging is None or config.policy != "async":
+    if averaging is None or config.policy != "async" or config.exchange == "host":
         return averaging
     return replace(averaging, delay=1)
 
 
-def check_merge(averaging: Averaging | None, rules: MergeRules) -> None:
+def host_limits(config: DDPConfig, world_size: int) -> Limits | None:
+    """How an exchange on the host waits; None where there is none."""
+    if config.exchange != "host" or world_size == 1:
+        return None
+    ahead = config.policy == "async"
+    most = config.max_batch_diff if ahead else None
+    return Limits(config.exchange_timeout, ahead, config.max_overshoot, most)
+
+
+def in_flight(options: Options) -> int:
+    """Windows that may be dispatched and not over."""
+    host = options.host
+    return IN_FLIGHT if host is None or host.max_overshoot is None else LOOKAHEAD
+
+
+def check_merge(options: Options, rules: MergeRules) -> None:
     """Raises where a rule for model state cannot be followed one window late."""
-    if averaging is not None and averaging.delay and "first" in rules.rules:
-        rule = "be 'mean', 'pooled', 'max' or 'keep' with delay=1"
+    averaging, host = options.averaging, options.host
+    late = (averaging is not None and averaging.delay) or (host is not None and host.ahead)
+    if late and "first" in rules.rules:
+        rule = "be 'mean', 'pooled', 'max' or 'keep' where exchanges are late"
         todo = "What is the first device's cannot be corrected later; 'keep' leaves each its own."
         raise ValueError(check.message("TrainStep.init", "merge", rule, "'first'", todo))
 

@@ -17,7 +17,12 @@ from elche_jax.engine.loss import LossFn
 from elche_jax.engine.merge import Merge
 from elche_jax.engine.precision import Precision, first_scale
 from elche_jax.engine.trainable import Trainable
-from elche_jax.train.averaging import cadence_of, check_averaging, resolve_averaging
+from elche_jax.train.averaging import (
+    cadence_of,
+    check_averaging,
+    host_limits,
+    resolve_averaging,
+)
 from elche_jax.train.finite import MAX_SKIPS, FinitePolicy
 from elche_jax.train.options import Options
 from elche_jax.train.parts import check_parts
@@ -131,10 +136,13 @@ def build_train_step(
     finite = FinitePolicy(nonfinite, max_skips)
     chosen = select_devices(devices)
     check_one_kind("build_train_step", chosen)
-    if cadence is not None and config is not None and config.cadence_knobs():
+    knobs = [] if config is None else config.cadence_knobs()
+    if averaging is not None:  # then it says when the average is taken up, too
+        knobs = [knob for knob in knobs if knob != "policy='async'"]
+    if cadence is not None and knobs:
         raise ValueError(
             "build_train_step: cadence and config must not both choose the cadence, got "
-            f"{type(cadence).__name__} and {', '.join(config.cadence_knobs())}. Leave out one."
+            f"{type(cadence).__name__} and {', '.join(knobs)}. Leave out one."
         )
     if emulate is not None:
         emulate.check(len(chosen))
@@ -168,6 +176,7 @@ def build_train_step(
         config.max_grad_norm, finite, trainable, merge, Precision(config.compute_dtype, scale),
         dynamic, config.exchange_dtype, averaging, guard, config.verify_every, config.timeline,
         hint=cadence is None and config.policy == "auto", emulate=emulate,
+        host=host_limits(config, len(chosen)),
     )  # fmt: skip
     return TrainStep(LossFn(loss_fn, has_aux=has_aux), optimizer, chosen, rule, options)
 

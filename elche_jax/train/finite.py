@@ -139,7 +139,7 @@ class FiniteWatch:
         """Why such a window counts as skipped, for the timeline."""
         return self._wording.event
 
-    def see(self, measured: Measured, finite: bool, own: jax.Array) -> NonFiniteError | None:
+    def see(self, measured: Measured, finite: bool, own: Any) -> NonFiniteError | None:
         """Takes note of a window; gives the error to raise, if it is time for one.
 
         Args:
@@ -169,7 +169,19 @@ class FiniteWatch:
         )
         return None
 
-    def _culprits(self, measured: Measured, own: jax.Array) -> dict[int, range]:
+    def late(self, measured: Measured, ranks: Sequence[int]) -> None:
+        """Takes note of devices that were late for the average of a window."""
+        for rank in ranks:
+            self.left_out[rank] += 1
+            logger.warning(
+                "elche: device %d (%s) was left out of the average of %s, as it did not deliver "
+                "in time; it gets no work until it has.",
+                rank,
+                self._devices[rank],
+                _name(measured),
+            )
+
+    def _culprits(self, measured: Measured, own: Any) -> dict[int, range]:
         """The devices that were not finite, and their work."""
         ends = np.cumsum(measured.counts) + measured.first
         ranks = np.flatnonzero(~np.asarray(own)).tolist()

@@ -28,6 +28,7 @@ def initial_state(
     selection: Selection,
     loss_scale: Any,
     averaging: Averaging | None,
+    on_host: bool = False,
 ) -> TrainState:
     """Makes the replicated state before the first window; see `TrainStep.init`."""
     trained, frozen = selection.split(params)
@@ -43,7 +44,7 @@ def initial_state(
         examples=jnp.int32(0),
         step=jnp.int32(0),
         loss_scale=loss_scale,
-        averaging=initial_averaging(averaging, trained),
+        averaging=initial_averaging(averaging, trained, on_host),
     )
     return replicate(state, devices)
 

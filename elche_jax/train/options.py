@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elche_jax.averaging.guards import Guard
+from elche_jax.averaging.host.exchange import Limits
 from elche_jax.averaging.rules import Averaging
 from elche_jax.config import Recorder
 from elche_jax.engine.loop import LoopHook
@@ -31,6 +32,7 @@ class Options:
         timeline: Told of every window; or None.
         hint: Log one line when devices of one kind turn out to be unequally fast.
         emulate: Makes devices slower on purpose; or None.
+        host: How long an exchange on the host waits; None for one on the devices.
     """
 
     max_grad_norm: float | None = None
@@ -46,3 +48,4 @@ class Options:
     timeline: Recorder | None = None
     hint: bool = False
     emulate: LoopHook | None = None
+    host: Limits | None = None

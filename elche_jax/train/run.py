@@ -4,17 +4,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
 
+from elche_jax.averaging.host.exchange import HostExchange, Outcome
 from elche_jax.cadence import STABLE, clamp_counts
 from elche_jax.data.order import Cursor
 from elche_jax.data.reader import Reader
 from elche_jax.engine.replicas import ReplicaMismatch, mismatch
-from elche_jax.engine.runner import Call
+from elche_jax.engine.runner import Call, Launch
 from elche_jax.engine.timing import ENDS, Stopwatch, WindowTimes
 from elche_jax.observe.records import WindowRecord
 from elche_jax.train.feed import Feed
@@ -65,7 +66,7 @@ class Flying:
 
     measured: Measured
     finite: Any
-    own: jax.Array
+    own: Any
     sums: jax.Array | None
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
@@ -87,6 +88,7 @@ class Run:
         runner: What runs the windows; for whoever made the run.
         combines: Whether the devices synchronise at the end of a window.
         guard: Told of every window how far the devices drifted apart; or None.
+        in_flight: Windows that may be dispatched and not yet over.
     """
 
     def __init__(
@@ -99,9 +101,10 @@ class Run:
         runner: Any,
         combines: bool = True,
         guard: GuardWatch | None = None,
+        in_flight: int = IN_FLIGHT,
     ):
         self._feed, self._pace = feed, pace
-        self._start, self._epochs = start, epochs
+        self._start, self._epochs, self._in_flight = start, epochs, in_flight
         self._watch, self._guard, self.runner = watch, guard, runner
         # without a synchronisation devices end apart, and the CPU's runtime starts a
         # program on all of them at once
@@ -119,7 +122,7 @@ class Run:
         self._closed = False
         self._unseen: list[Flying] = []
         self._landing: int | None = None
-        self.stopwatch: Stopwatch | None = None
+        self.stopwatch: Stopwatch | HostExchange | None = None
 
     # -- the prefetch thread ---------------------------------------------------------
 
@@ -127,7 +130,7 @@ class Run:
         """Makes the windows of the run, waiting for reports where plans need them."""
         cursor = self._start
         ahead = not self._pace.adaptive and self._feed.world_size > 1
-        depth = LOOKAHEAD if ahead else IN_FLIGHT
+        depth = LOOKAHEAD if ahead else self._in_flight
         while self._epochs is None or cursor.epoch < self._epochs:
             reader = self._feed.open_epoch(cursor)
             begun = cursor.microbatch
@@ -169,13 +172,19 @@ class Run:
     def _make(self, cursor: Cursor, reader: Reader) -> Window | None:
         if reader.available(cursor.microbatch, 1) == 0:
             return None
-        counts = self._pace.plan(cursor.window)
+        counts = self._without_late(self._pace.plan(cursor.window))
         there = reader.available(cursor.microbatch, sum(counts))
         counts = clamp_counts(counts, there)
         examples, calls = self._feed.load(counts, cursor.microbatch, reader)
         return Window(
             cursor.window, cursor.epoch, counts, examples, cursor.advance(there), calls, self
         )
+
+    def _without_late(self, counts: tuple[int, ...]) -> tuple[int, ...]:
+        """A device that owes what it should have delivered gets no more until it has."""
+        late = self.stopwatch.late if self.stopwatch is not None else ()
+        left = tuple(0 if rank in late else count for rank, count in enumerate(counts))
+        return left if any(left) else counts
 
     def wake(self) -> None:
         """Lets every waiting thread look again."""
@@ -203,7 +212,7 @@ class Run:
         with self._changed:
             if self._feed.world_size > 1:
                 self._changed.wait_for(
-                    lambda: self._error or self._closed or len(self._flying) < IN_FLIGHT
+                    lambda: self._error or self._closed or len(self._flying) < self._in_flight
                 )
             self.check()
             # only now: whoever interrupts the wait may use the window again
@@ -219,10 +228,9 @@ class Run:
             self._over += 1
             self._changed.notify_all()
 
-    def accumulating(self, at: float, token: jax.Array) -> None:
-        """The devices accumulate: hands the token to the threads that time them."""
-        if self.stopwatch is not None and not self._closed:
-            self.stopwatch.accumulating(self._dispatches, at, token)
+    def launch(self, at: float) -> Launch:
+        """The dispatch that begins now, for whoever makes it."""
+        return Launch(None if self._closed else self.stopwatch, self._dispatches, at)
 
     def dispatched(
         self,
@@ -306,17 +314,27 @@ class Run:
 
     # -- the watching threads --------------------------------------------------------
 
-    def over(self, times: WindowTimes) -> None:
-        """Every device is done with a window."""
+    def over(self, times: WindowTimes, outcome: Outcome | None = None) -> None:
+        """Every device is done with a window, or late.
+
+        Args:
+            times: When they were.
+            outcome: What came of it, where the exchange is on the host.
+        """
         with self._changed:
             flying = self._flying.get(times.window)
             self._landing = times.window  # seen to here: not once more after a close
         free = ENDS.before(self._feed.devices, times.accumulated)
         if self._lockstep:
             free = [min(max(free), end) for end in times.accumulated]
-        ENDS.note(self._feed.devices, times.combined)
+        # one that runs ahead has no synchronisation, which its next window could wait for
+        ahead = outcome is not None and outcome.ahead
+        ENDS.note(self._feed.devices, times.accumulated if ahead else times.combined)
         if flying is None:  # the run was closed
             return
+        if outcome is not None:
+            flying = _with(flying, outcome)
+            self._watch.late(flying.measured, outcome.late)
         verdict, loss = STABLE, None
         if self._guard is not None:
             verdict = self._guard.see(flying.measured, flying.metrics)
@@ -350,6 +368,18 @@ class Run:
             if self._error is None:
                 self._error = error
             self._changed.notify_all()
+
+
+def _with(flying: Flying, outcome: Outcome) -> Flying:
+    average = outcome.average
+    measured = replace(flying.measured, steady=flying.measured.steady and not outcome.late)
+    return replace(
+        flying,
+        measured=measured,
+        finite=average.metrics["finite"],
+        own=average.own,
+        metrics=average.metrics,
+    )
 
 
 def _record(measured: Measured, times: WindowTimes, free: list[float]) -> WindowRecord:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,28 +9,23 @@ import jax
 import optax
 
 from elche_jax import _check as check
-from elche_jax.averaging.delayed import DelayedProgram
 from elche_jax.averaging.guards import Divergence
-from elche_jax.averaging.program import LocalProgram, average
+from elche_jax.averaging.program import average
 from elche_jax.cadence import Cadence
 from elche_jax.cadence.scheduler import Scheduler, SchedulerState
 from elche_jax.data.order import Cursor
-from elche_jax.data.source import IterableSource
 from elche_jax.engine.checksum import checksums
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import group_devices
-from elche_jax.engine.loss import LossFn, inspect_loss
+from elche_jax.engine.loss import LossFn
 from elche_jax.engine.mapped import Mapped
-from elche_jax.engine.merge import MergeRules, resolve_merge
-from elche_jax.engine.microbatch import Microbatches
-from elche_jax.engine.program import Program
+from elche_jax.engine.merge import resolve_merge
 from elche_jax.engine.replicas import unreplicate
-from elche_jax.engine.runner import Runner, WindowProgram
 from elche_jax.engine.state import TrainState
-from elche_jax.engine.trainable import Selection, select_trainable
+from elche_jax.engine.trainable import select_trainable
 from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.report import RunReport, make_report
-from elche_jax.train.averaging import check_merge, overlaps, sent_bytes
+from elche_jax.train.averaging import check_merge, in_flight, overlaps, sent_bytes
 from elche_jax.train.feed import DataPlan
 from elche_jax.train.finite import AVERAGES, GRADIENTS, FiniteWatch
 from elche_jax.train.guarding import guard_watch
@@ -48,20 +42,11 @@ from elche_jax.train.loading import WINDOW_BYTES, Loading
 from elche_jax.train.options import Options
 from elche_jax.train.pace import Pace
 from elche_jax.train.run import Run, Window
+from elche_jax.train.runners import Initial, Reads, Runners, reads_ragged
 from elche_jax.train.spec import check_data_plan, microbatch_shapes
 from elche_jax.train.windows import Windows
 
 PyTree = Any
-
-
-@dataclass(frozen=True)
-class Initial:
-    """What `TrainStep.init` has learned: shapes of the state, and what follows of them."""
-
-    shapes: TrainState
-    key_impl: str
-    selection: Selection
-    merge: MergeRules
 
 
 class TrainStep:
@@ -80,14 +65,13 @@ class TrainStep:
         options: Options,
     ):
         self.devices = devices
-        self._loss_fn, self._optimizer = loss_fn, optimizer
-        self._groups = group_devices(devices)  # one: build_train_step sees to it
-        self._options = options
+        self._optimizer, self._options = optimizer, options
         self._pace = Pace(Scheduler(cadence), len(devices), options.hint, options.timeline)
         self._watch = _finite_watch(options, devices)
         self._guard = guard_watch(options.guard, options.averaging, devices)
         self._cache = CompileCache()
-        self._runners: dict[Any, Runner] = {}
+        group, *_ = group_devices(devices)  # one: build_train_step sees to it
+        self._runners = Runners(loss_fn, optimizer, group, options, self._cache)
         self._last_run: Run | None = None
         self._initial: Initial | None = None
         self._loading = Loading(devices)
@@ -164,7 +148,7 @@ class TrainStep:
 
     @property
     def left_out(self) -> tuple[int, ...]:
-        """Windows from whose average each device was left out as not finite."""
+        """Windows from whose average each device was left out, as not finite or late."""
         return tuple(self._watch.left_out)
 
     @property
@@ -198,8 +182,7 @@ class TrainStep:
         """
         if self._last_run is not None and self._last_run.closed:
             self._settle()
-        for runner in self._runners.values():
-            runner.release()
+        self._runners.release()
         check_one_copy("TrainStep.init", "params", params)
         check_one_copy("TrainStep.init", "model_state", model_state)
         check_model_state(model_state)
@@ -214,10 +197,10 @@ class TrainStep:
             jax.eval_shape(lambda: model_state),
             may_keep=self._options.averaging is not None,
         )
-        check_merge(self._options.averaging, merge)
+        check_merge(self._options, merge)
         state = initial_state(
             self._optimizer, params, model_state, rng, self.devices, selection,
-            self._options.loss_scale, self._options.averaging,
+            self._options.loss_scale, self._options.averaging, self._options.host is not None,
         )  # fmt: skip
         self._initial = Initial(shapes_of(state), key_impl_of(rng), selection, merge)
         self._watch = _finite_watch(self._options, self.devices)
@@ -301,12 +284,16 @@ class TrainStep:
         source = self._loading.source(data)
         size = check_data_plan(source, batch_size, epochs, drop_last)
         microbatch = microbatch_shapes(source, size)
-        runner = self._runner(microbatch, mask_key, source, size, drop_last)
+        reads = Reads(microbatch, mask_key, reads_ragged(source, size, drop_last))
+        runner = self._runners.get(self._initial, reads)
         where = self._loading.placement(placement, source, window_bytes, microbatch)
         plan = DataPlan(source, size, seed, shuffle, drop_last, where, window_bytes, microbatch)
         feed = self._loading.feed(plan, runner, self._pace.adaptive, self._pace.largest)
         start = cursor or Cursor(window=self._pace.windows)
-        run = Run(feed, self._pace, start, epochs, self._watch, runner, guard=self._guard)
+        run = Run(
+            feed, self._pace, start, epochs, self._watch, runner, guard=self._guard,
+            in_flight=in_flight(self._options),
+        )  # fmt: skip
         self._last_run = run
         return Windows(run, len(self.devices))
 
@@ -343,7 +330,7 @@ class TrainStep:
                 "replicate(state, train.devices)."
             )
         run = window.run
-        if run.runner not in self._runners.values():
+        if run.runner not in self._runners:
             raise ValueError(
                 "train: window must come from this training step's windows, got one of another "
                 "step's."
@@ -353,9 +340,7 @@ class TrainStep:
         misses = self._cache.stats.misses
         at = time.perf_counter()
         try:
-            state, metrics, token = run.runner.run(
-                state, window.calls, lambda token: run.accumulating(at, token), overlap
-            )
+            state, metrics, token = run.runner.run(state, window.calls, run.launch(at), overlap)
         except BaseException as error:
             run.given_up()
             differs = difference(shapes_of(state), run.runner.state)
@@ -423,8 +408,7 @@ class TrainStep:
         sizes = [sum(x.size for x in jax.tree.leaves(part)) for part in (trained, frozen)]
         averaging = self._options.averaging
         if averaging is not None:
-            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), initial.shapes)
-            sent = sent_bytes(averaging, initial.selection, initial.merge, one)
+            sent = sent_bytes(averaging, initial.selection, initial.merge, initial.one)
         else:
             sent = 4 * sizes[0] // len(self.devices)
         return sent, 4 * sizes[1] // len(self.devices)
@@ -437,60 +421,6 @@ class TrainStep:
             return None
         self._verified = True
         return checksums(window.run.runner.replicated(state), self.devices)
-
-    def _program(self, work: Microbatches, merge: MergeRules) -> WindowProgram:
-        options, size = self._options, len(self.devices)
-        if options.averaging is not None:
-            kind = DelayedProgram if options.averaging.delay else LocalProgram
-            return kind(
-                work, self._optimizer, options.averaging, size, merge, options.max_grad_norm,
-                options.emulate,
-            )  # fmt: skip
-        return Program(
-            work, self._optimizer, size, options.max_grad_norm, options.finite.drops, merge,
-            options.exchange_dtype, options.emulate,
-        )  # fmt: skip
-
-    def _runner(
-        self, microbatch: PyTree, mask_key: str | None, source: Any, size: int, drop_last: bool
-    ) -> Runner:
-        assert self._initial is not None  # windows() has checked it
-        options, initial = self._options, self._initial
-        shapes, impl = initial.shapes, initial.key_impl
-        loss_fn = LossFn(
-            self._loss_fn.fn, self._loss_fn.has_aux, shapes.model_state is not None, mask_key
-        )
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
-        key = jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=impl), one.key)
-        cast = options.precision.cast
-        params, batch = jax.eval_shape(cast, (one.params, microbatch))
-        form = inspect_loss(loss_fn, params, one.model_state, batch, key)
-        ragged = isinstance(source, IterableSource) or source.size % size
-        if form.form != "vector" and mask_key is None and not drop_last and ragged:
-            raise ValueError(
-                "windows: with drop_last=False the loss must be a vector of per-example "
-                f"losses or take a mask (mask_key), got a {form.form} loss. Return one "
-                "loss per example, pass mask_key='mask', or drop_last=True."
-            )
-        if options.loss_scale is not None and "loss_scale" in form.aux:
-            raise TypeError(
-                "loss_fn: aux must not use the name 'loss_scale', every window reports it "
-                "already where the scale is dynamic. Choose another name."
-            )
-        names = tuple(sorted(form.aux))
-        leaves, structure = jax.tree.flatten(shapes)
-        known = (  # without the function itself, the same in all calls, which may have no hash
-            mask_key, loss_fn.has_model_state, impl, form.form, names, structure,
-            initial.selection, initial.merge,
-            tuple((x.shape, x.dtype) for x in leaves),
-        )  # fmt: skip
-        if known not in self._runners:
-            work = Microbatches(
-                loss_fn, form.form, names, impl, initial.selection, options.precision
-            )
-            program = self._program(work, initial.merge)
-            self._runners[known] = Runner(program, self._groups[0], self._cache, shapes)
-        return self._runners[known]
 
 
 def _finite_watch(options: Options, devices: tuple[jax.Device, ...]) -> FiniteWatch:

@@ -144,7 +144,7 @@ class Sweep:
         misses, at = self._cache.stats.misses, time.perf_counter()
         outs = [runner.run(variables, call) for call in window.calls]
         _, token = outs[-1]
-        run.accumulating(at, token)
+        run.launch(at)(token)
         run.dispatched(window, at, self._cache.stats.misses == misses, True, token)
         if self._emulate is not None:
             self._emulate.settle()

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from elche_jax.data.prefetch import Prefetch
-from elche_jax.engine.timing import Stopwatch
 from elche_jax.train.run import Run, Window
 
 
@@ -29,7 +28,7 @@ class Windows(Iterator[Window]):
         if world_size == 1:
             self._items: Iterator[Window] = run.plan(self._stop)
         else:
-            run.stopwatch = Stopwatch(world_size, _weakly(run, "over"), _weakly(run, "failed"))
+            run.stopwatch = run.runner.watch(_weakly(run, "over"), _weakly(run, "failed"))
             self._prefetch = Prefetch(run.plan, run.wake)
             self._items = self._prefetch
         self._finish = weakref.finalize(self, run.close)
@@ -78,9 +77,9 @@ def _weakly(run: Run, method: str) -> Any:
     """A method that the threads may hold without keeping the run alive."""
     reference = weakref.ref(run)
 
-    def call(argument: Any) -> None:
+    def call(*arguments: Any) -> None:
         target = reference()
         if target is not None:
-            getattr(target, method)(argument)
+            getattr(target, method)(*arguments)
 
     return call

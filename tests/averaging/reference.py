@@ -54,11 +54,13 @@ def run(
     int8=False,
     delay=0,
     lost=(),
+    before=False,
 ):
     """Trains windows of these counts; gives each device's parameters after every window.
 
     `parts` are the fragments, by names of leaves; `lost` holds pairs (window, device) of
-    devices that are left out of a window's average.
+    devices that are left out of a window's average; `before` gives what is before a late
+    correction instead of after it.
     """
     world, rows = len(counts[0]), data()
     wide = {name: np.asarray(leaf, np.float64) for name, leaf in params().items()}
@@ -70,7 +72,7 @@ def run(
     pending = None
     at, history = 0, []
     for window, each in enumerate(counts):
-        before = [{n: leaf.copy() for n, leaf in p.items()} for p in own]
+        begun = [{n: leaf.copy() for n, leaf in p.items()} for p in own]
         for device, count in enumerate(each):
             for _ in range(count):
                 piece = slice(at * BATCH, (at + 1) * BATCH)
@@ -82,8 +84,11 @@ def run(
         good = [d for d in range(world) if (window, d) not in lost]
         steps += np.array(each)[None]
         if delay:
-            pending = _delayed(own, before, base, pending, each, exponent, outer)
-            history.append([{n: leaf.copy() for n, leaf in p.items()} for p in own])
+            if before:
+                history.append([{n: leaf.copy() for n, leaf in p.items()} for p in own])
+            pending = _delayed(own, begun, base, pending, each, exponent, outer)
+            if not before:
+                history.append([{n: leaf.copy() for n, leaf in p.items()} for p in own])
             continue
         for device in range(world):
             if device not in good:

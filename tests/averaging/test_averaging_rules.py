@@ -319,8 +319,8 @@ def test_a_rule_that_cannot_be_followed_late():
     start = {"bn": {"mean": np.float32(0), "var": np.float32(1)}, "steps": np.int32(0)}
     with pytest.raises(
         ValueError,
-        match=r"^TrainStep\.init: merge must be 'mean', 'pooled', 'max' or 'keep' with delay=1, "
-        r"got 'first'\. What is the first device's cannot be corrected later; 'keep' leaves each ",
+        match=r"^TrainStep\.init: merge must be 'mean', 'pooled', 'max' or 'keep' where exchanges "
+        r"are late, got 'first'\. What is the first device's cannot be corrected later; 'keep' ",
     ):
         train.init(params(), model_state=start)
 

@@ -202,7 +202,7 @@ def test_bfloat16_compute_keeps_float32_masters():
     }  # fmt: skip
     kinds = {leaf.dtype.name for leaf in jax.tree.leaves((state.params, state.opt_state[0].mu))}
     assert kinds == {"float32"}
-    sums = next(iter(train._runners.values()))._sums
+    sums = next(iter(train._runners._runners.values()))._sums
     assert {leaf.dtype.name for leaf in jax.tree.leaves(sums)} == {"float32"}
     _, full, _ = train_digits()
     assert accuracy(state) > accuracy(full) - 0.02 > 0.85

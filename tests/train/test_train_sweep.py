@@ -341,7 +341,7 @@ def test_an_error_in_the_function_while_it_runs(kind, world):
 
 @both
 @worlds
-@pytest.mark.parametrize("at", ["asked", "dispatching", "accumulating", "dispatched", "finish"])
+@pytest.mark.parametrize("at", ["asked", "dispatching", "launch", "dispatched", "finish"])
 def test_an_interrupt_anywhere_in_the_loop(kind, world, at, monkeypatch):
     """Ctrl-C at some moment while windows are in flight."""
     call = kind(x_of, world, elche.EveryBatch())

@@ -69,7 +69,7 @@ def test_bytes_that_are_saved():
     for name, trainable in (("all", None), ("head", FORMS["subtrees"])):
         train, state = train_on(trainable, 2, optax.adam(1e-2))
         report[name] = train.report()
-        sums = next(iter(train._runners.values()))._sums
+        sums = next(iter(train._runners._runners.values()))._sums
         assert bytes_of(sums.grads) == 2 * report[name].exchange_bytes
         moments = bytes_of((state.opt_state[0].mu, state.opt_state[0].nu))
         assert moments == 2 * 2 * report[name].exchange_bytes
@@ -85,7 +85,7 @@ def test_what_is_frozen_is_not_in_the_collective():
 
     def summed(trainable):
         train, _ = train_on(trainable, 2, optax.sgd(1e-2), epochs=1)
-        runner = next(iter(train._runners.values()))
+        runner = next(iter(train._runners._runners.values()))
         text = runner._combine._jitted.lower(
             *jax.tree.map(runner._combine._abstract, (runner.state, runner._sums_shapes()))
         ).as_text()

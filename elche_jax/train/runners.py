@@ -1,0 +1,162 @@
+"""What runs the windows of a training step: one runner per kind of loss and model."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+
+from elche_jax.averaging.delayed import DelayedProgram
+from elche_jax.averaging.host.program import HostProgram
+from elche_jax.averaging.host.runner import HostRunner
+from elche_jax.averaging.program import LocalProgram
+from elche_jax.data.source import IterableSource
+from elche_jax.engine.compile_cache import CompileCache
+from elche_jax.engine.devices import Group
+from elche_jax.engine.loss import LossFn, inspect_loss
+from elche_jax.engine.merge import MergeRules
+from elche_jax.engine.microbatch import Microbatches
+from elche_jax.engine.program import Program
+from elche_jax.engine.runner import Runner, WindowProgram
+from elche_jax.engine.state import TrainState
+from elche_jax.engine.trainable import Selection
+from elche_jax.train.averaging import sent_bytes
+from elche_jax.train.options import Options
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Initial:
+    """What `TrainStep.init` has learned: shapes of the state, and what follows of them."""
+
+    shapes: TrainState
+    key_impl: str
+    selection: Selection
+    merge: MergeRules
+
+    @property
+    def one(self) -> TrainState:
+        """Shapes of one device's state."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.shapes)
+
+
+@dataclass(frozen=True)
+class Reads:
+    """How the data come.
+
+    Attributes:
+        microbatch: Shapes of one microbatch.
+        mask_key: Name under which a microbatch has the mask of its valid examples.
+        ragged: Whether a microbatch may have fewer valid examples, where they are used.
+    """
+
+    microbatch: PyTree
+    mask_key: str | None
+    ragged: bool
+
+
+def reads_ragged(source: Any, size: int, drop_last: bool) -> bool:
+    """Whether a microbatch may have fewer valid examples than the others."""
+    return not drop_last and (isinstance(source, IterableSource) or bool(source.size % size))
+
+
+class Runners:
+    """Makes runners, and keeps them.
+
+    Args:
+        loss_fn: The user's loss.
+        optimizer: The optax optimizer.
+        group: The devices.
+        options: What was asked for.
+        cache: Compiled programs.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        optimizer: optax.GradientTransformation,
+        group: Group,
+        options: Options,
+        cache: CompileCache,
+    ):
+        self._loss_fn, self._optimizer, self._group = loss_fn, optimizer, group
+        self._options, self._cache = options, cache
+        self._runners: dict[Any, Runner | HostRunner] = {}
+
+    def __contains__(self, runner: Any) -> bool:
+        return runner in self._runners.values()
+
+    def release(self) -> None:
+        """Gives back what runners keep on the devices."""
+        for runner in self._runners.values():
+            runner.release()
+
+    def get(self, initial: Initial, reads: Reads) -> Runner | HostRunner:
+        """The runner for a state and data of these shapes.
+
+        Raises:
+            TypeError: `loss_fn` returns none of its forms.
+            ValueError: The loss cannot leave out the examples that a microbatch lacks.
+        """
+        options, shapes, impl = self._options, initial.shapes, initial.key_impl
+        loss_fn = LossFn(
+            self._loss_fn.fn, self._loss_fn.has_aux, shapes.model_state is not None, reads.mask_key
+        )
+        one = initial.one
+        key = jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=impl), one.key)
+        cast = options.precision.cast
+        params, batch = jax.eval_shape(cast, (one.params, reads.microbatch))
+        form = inspect_loss(loss_fn, params, one.model_state, batch, key)
+        if form.form != "vector" and reads.mask_key is None and reads.ragged:
+            raise ValueError(
+                "windows: with drop_last=False the loss must be a vector of per-example "
+                f"losses or take a mask (mask_key), got a {form.form} loss. Return one "
+                "loss per example, pass mask_key='mask', or drop_last=True."
+            )
+        if options.loss_scale is not None and "loss_scale" in form.aux:
+            raise TypeError(
+                "loss_fn: aux must not use the name 'loss_scale', every window reports it "
+                "already where the scale is dynamic. Choose another name."
+            )
+        names = tuple(sorted(form.aux))
+        leaves, structure = jax.tree.flatten(shapes)
+        known = (  # without the function itself, the same in all calls, which may have no hash
+            reads.mask_key, loss_fn.has_model_state, impl, form.form, names, structure,
+            initial.selection, initial.merge,
+            tuple((x.shape, x.dtype) for x in leaves),
+        )  # fmt: skip
+        if known not in self._runners:
+            work = Microbatches(
+                loss_fn, form.form, names, impl, initial.selection, options.precision
+            )
+            self._runners[known] = self._make(work, initial)
+        return self._runners[known]
+
+    def _make(self, work: Microbatches, initial: Initial) -> Runner | HostRunner:
+        options, shapes = self._options, initial.shapes
+        if options.host is None or options.averaging is None:
+            return Runner(self._program(work, initial.merge), self._group, self._cache, shapes)
+        emulate = options.emulate
+        seconds = None if emulate is None else emulate.on_host()
+        program = HostProgram(
+            work, self._optimizer, options.averaging, self._group.world_size, initial.merge,
+            options.max_grad_norm, emulate if seconds is None else None,
+        )  # fmt: skip
+        sent = sent_bytes(options.averaging, initial.selection, initial.merge, initial.one)
+        return HostRunner(
+            program, self._group, self._cache, shapes, options.host, seconds, sent
+        )  # fmt: skip
+
+    def _program(self, work: Microbatches, merge: MergeRules) -> WindowProgram:
+        options, size = self._options, self._group.world_size
+        if options.averaging is not None:
+            kind = DelayedProgram if options.averaging.delay else LocalProgram
+            return kind(
+                work, self._optimizer, options.averaging, size, merge, options.max_grad_norm,
+                options.emulate,
+            )  # fmt: skip
+        return Program(
+            work, self._optimizer, size, options.max_grad_norm, options.finite.drops, merge,
+            options.exchange_dtype, options.emulate,
+        )  # fmt: skip

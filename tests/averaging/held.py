@@ -1,0 +1,54 @@
+"""Devices that are held until a test lets them go."""
+
+import threading
+from collections import defaultdict
+
+
+class Held:
+    """An emulation in which `(window, rank)` is done only when it was let go.
+
+    Args:
+        held: Those that wait; all others are done at once.
+    """
+
+    def __init__(self, held):
+        self._gates = defaultdict(threading.Event)
+        self._held = set(held)
+        self.reached = defaultdict(threading.Event)
+
+    def let_go(self, window, rank):
+        self._gates[window, rank].set()
+
+    def on_host(self):
+        return self._seconds
+
+    def _seconds(self, window, rank, count):
+        self.reached[window, rank].set()
+        if (window, rank) in self._held:
+            assert self._gates[window, rank].wait(60)
+        return 0.0
+
+    def check(self, world_size):
+        pass
+
+    def begin(self, device, step, fresh):
+        raise NotImplementedError
+
+    def around(self, body, device, i, carry):
+        raise NotImplementedError
+
+    def end(self, device, count, carry):
+        raise NotImplementedError
+
+    def settle(self):
+        pass
+
+
+def eventually(condition, seconds=30.0):
+    """Waits for what other threads bring about."""
+    ready = threading.Event()
+    for _ in range(int(seconds / 0.002)):
+        if condition():
+            return
+        ready.wait(0.002)
+    raise AssertionError("it did not come about")

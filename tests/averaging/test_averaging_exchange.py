@@ -1,0 +1,448 @@
+"""The threads that collect deliveries, and the average of them, by themselves."""
+
+import gc
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from held import eventually
+from hypothesis import given, settings, strategies as st
+
+from elche_jax.averaging.host.average import (
+    Delivery,
+    HostAverage,
+    mean_of,
+    merge,
+    shares_of,
+)
+from elche_jax.averaging.host.exchange import HostExchange, Limits
+from elche_jax.engine.merge import MergeRules
+
+NONE = MergeRules((), ())
+AVERAGE = HostAverage(1.0, NONE, NONE, (), 8)
+
+
+class Log:
+    """What an exchange reports."""
+
+    def __init__(self):
+        self.over, self.errors = [], []
+
+    def done(self, times, outcome):
+        self.over.append((times, outcome))
+
+    def failed(self, error):
+        self.errors.append(error)
+
+
+class Gates:
+    """Which device is done with which window."""
+
+    def __init__(self):
+        self._lock, self._events = threading.Lock(), {}
+
+    def of(self, window, rank):
+        with self._lock:
+            return self._events.setdefault((window, rank), threading.Event())
+
+    def seconds(self, window, rank, count):
+        assert self.of(window, rank).wait(30)
+        return 0.0
+
+    def open(self, window, *ranks):
+        for rank in ranks:
+            self.of(window, rank).set()
+
+
+class Setup:
+    def __init__(self, world=2, averaging=AVERAGE, **limits):
+        self.world, self.log, self.gates = world, Log(), Gates()
+        limits = Limits(**{"timeout_s": 30.0, "ahead": True} | limits)
+        self.exchange = HostExchange(
+            world, averaging, limits, self.gates.seconds, self.log.done, self.log.failed
+        )
+
+    def launch(self, number, counts):
+        self.exchange.admit(counts)
+        self.exchange.launch(number, 0.0, counts, number, [delivery(count) for count in counts])
+        self.exchange.combining(number, None)
+
+    def admitted(self, counts):
+        """A thread that waits for room; it ends when there is some."""
+        thread = threading.Thread(target=self.exchange.admit, args=(counts,))
+        thread.start()
+        return thread
+
+    @property
+    def windows(self):
+        return [times.window for times, _ in self.log.over]
+
+    def wait_over(self, *windows):
+        eventually(lambda: self.windows == list(windows))
+
+
+@pytest.fixture
+def setup():
+    made = []
+
+    def make(*args, **options):
+        made.append(Setup(*args, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for window in range(20):
+            one.gates.open(window, *range(one.world))
+        one.exchange.close()
+
+
+def delivery(steps, progress=1.0, own=True, loss=2.0):
+    def one(x, dtype="f"):
+        return jnp.asarray(np.array([x], dtype))
+
+    sums = {"loss": one(steps * loss), "weight": one(steps), "metrics": {}, "count": one(steps),
+            "examples": one(steps), "bad": one(not own)}  # fmt: skip
+    return Delivery(
+        [one([progress] * 3)], one(steps), one(own, bool), sums, [], [], one(9.0), one(0.0),
+        one(True, bool),
+    )  # fmt: skip
+
+
+# -- who is waited for
+
+
+def test_a_window_is_over_when_all_have_delivered(setup):
+    one = setup(3)
+    one.launch(1, (2, 1, 1))
+    one.gates.open(1, 0, 2)
+    assert one.windows == [] and one.exchange.closed() == []
+    one.gates.open(1, 1)
+    one.wait_over(1)
+    ((number, outcome),) = one.exchange.closed()
+    assert number == 1 and outcome.late == () and outcome.ahead
+    np.testing.assert_allclose(outcome.average.metrics["share"], [0.5, 0.25, 0.25])
+    assert one.exchange.closed() == []
+
+
+def test_windows_are_closed_in_order(setup):
+    one = setup(2, max_overshoot=10)
+    for number in (1, 2, 3):
+        one.launch(number, (1, 1))
+    for rank in (0, 1):
+        for number in (1, 2, 3):
+            one.gates.open(number, rank)
+    one.wait_over(1, 2, 3)
+    assert [number for number, _ in one.exchange.closed()] == [1, 2, 3]
+
+
+def test_who_is_late_is_not_waited_for_until_it_owes_nothing(setup):
+    one = setup(2, timeout_s=0.02)
+    for number in (1, 2):
+        one.gates.open(number, 0)
+        one.launch(number, (1, 1))
+    one.wait_over(1, 2)
+    assert one.exchange.late == {1}
+    assert [outcome.late for _, outcome in one.log.over] == [(1,), (1,)]
+    assert np.isnan(one.log.over[0][1].average.metrics["distance"]).tolist() == [False, True]
+    one.gates.open(1, 1)
+    assert one.exchange.late == {1}  # it still owes the second
+    one.gates.open(2, 1)
+    eventually(lambda: one.exchange.late == frozenset())
+    one.launch(3, (1, 1))
+    one.gates.open(3, 0, 1)
+    one.wait_over(1, 2, 3)
+    assert one.log.over[-1][1].late == ()
+
+
+def test_a_device_without_work_is_not_named(setup):
+    one = setup(2, timeout_s=0.02)
+    one.gates.open(1, 0)
+    one.launch(1, (3, 0))
+    one.wait_over(1)
+    assert one.log.over[0][1].late == () and one.exchange.late == {1}
+
+
+def test_nobody_is_late_before_the_first_delivery(setup):
+    """An average over no device is none."""
+    one = setup(2, timeout_s=0.01)
+    one.launch(1, (1, 1))
+    one.gates.open(2, 0)
+    assert one.windows == []
+    one.gates.open(1, 1)
+    one.wait_over(1)
+    assert one.log.over[0][1].late == (0,)
+
+
+# -- how far a device may run ahead
+
+
+@pytest.mark.parametrize(
+    ("limits", "fits"),
+    [
+        ({}, [True, True, True]),
+        ({"max_overshoot": 0}, [True, False, False]),
+        ({"max_overshoot": 4}, [True, True, False]),
+        ({"max_overshoot": 5}, [True, True, False]),
+        ({"max_overshoot": 9}, [True, True, True]),
+        ({"max_batch_diff": 3}, [True, False, False]),
+        ({"max_batch_diff": 4}, [True, True, False]),
+    ],
+)
+def test_how_far_a_device_may_run_ahead(setup, limits, fits):
+    """Microbatches beyond the oldest window: 4 with a second one, 9 with a third."""
+    one = setup(2, **limits)
+    for number, (counts, fit) in enumerate(zip([(3, 1), (4, 2), (5, 1)], fits, strict=True)):
+        waits = one.admitted(counts)
+        if not fit:
+            assert number and waits.is_alive()
+            for window in range(1, 4):
+                one.gates.open(window, 0, 1)
+            waits.join(30)
+            assert not waits.is_alive() and one.windows == list(range(1, number + 1))
+            return
+        waits.join(30)
+        assert not waits.is_alive()
+        one.launch(number + 1, counts)
+
+
+def test_what_was_delivered_bounds_but_the_average_does_not(setup):
+    """`max_batch_diff` is of deliveries: a window that is being averaged does not count."""
+    averaging = threading.Event()
+
+    def slow(deliveries, window):
+        assert averaging.wait(30)
+        return AVERAGE(deliveries, window)
+
+    by_average = setup(2, slow, max_overshoot=0)
+    by_delivery = setup(2, slow, max_batch_diff=1)
+    for one in (by_average, by_delivery):
+        one.launch(1, (2, 2))
+        one.gates.open(1, 0, 1)
+    eventually(lambda: all(by_delivery.exchange._board.windows[1].got))
+    free = by_delivery.admitted((2, 2))
+    free.join(30)
+    waits = by_average.admitted((2, 2))
+    assert not free.is_alive() and waits.is_alive()
+    averaging.set()
+    waits.join(30)
+    assert not waits.is_alive()
+
+
+def test_the_gap_before_a_window_is_what_it_costs(setup):
+    """`min over d of (launch - last delivery)`; nothing where a device has work."""
+    one = setup(2)
+    one.gates.open(1, 0, 1)
+    one.launch(1, (1, 1))
+    one.wait_over(1)
+    end = max(one.log.over[0][0].accumulated)
+    for number, at in ((2, end + 0.3), (3, end + 0.5)):
+        one.exchange.launch(number, at, (1, 1), number, [delivery(1), delivery(1)])
+        one.exchange.combining(number, None)
+    one.gates.open(2, 0, 1)
+    one.gates.open(3, 0, 1)
+    one.wait_over(1, 2, 3)
+    first, second, third = (times for times, _ in one.log.over)
+    assert first.sync_ms == 0 and third.sync_ms == 0
+    np.testing.assert_allclose(second.sync_ms, 300, atol=0.1)
+
+
+# -- ends
+
+
+def test_a_window_is_over_only_when_the_loop_is_ready_to_hear_of_it(setup):
+    one = setup(2)
+    one.gates.open(1, 0, 1)
+    one.exchange.launch(1, 0.0, (1, 1), 1, [delivery(1), delivery(1)])
+    eventually(lambda: one.exchange._board.windows[1].average is not None)
+    assert one.windows == []
+    one.exchange.combining(1, None)
+    assert one.windows == [1] and one.exchange._board.windows == {}
+
+
+def test_without_running_ahead_it_is_over_when_it_was_applied(setup):
+    one = setup(2, ahead=False)
+    one.launch(1, (1, 1))
+    one.gates.open(1, 0, 1)
+    outcome = one.exchange.wait(1)
+    assert one.windows == [] and one.exchange.closed() == [] and not outcome.ahead
+    first, second = one.exchange._board.windows[1].ends
+    one.exchange.applied(1, [first + 0.5, second + 0.75])
+    assert one.windows == [1]
+    times = one.log.over[0][0]
+    np.testing.assert_allclose((times.sync_ms, times.skew_ms), (500, 250), rtol=1e-6)
+
+
+@pytest.mark.parametrize("closed_first", [False, True])
+def test_nobody_hears_of_a_window_that_was_abandoned(setup, closed_first):
+    one = setup(2)
+    one.exchange.launch(1, 0.0, (1, 1), 1, [delivery(1), delivery(1)])
+    if closed_first:
+        one.gates.open(1, 0, 1)
+        eventually(lambda: one.exchange._board.windows[1].average is not None)
+    one.exchange.abandon(1)
+    one.gates.open(1, 0, 1)
+    eventually(lambda: one.exchange._board.windows == {})
+    one.exchange.combining(1, None)
+    assert one.windows == []
+
+
+def test_close_ends_the_threads_and_whoever_waits():
+    one = Setup(2, max_overshoot=0)
+    one.gates.open(1, 0, 1)
+    one.gates.open(2, 0)
+    one.launch(1, (1, 1))
+    one.wait_over(1)
+    one.launch(2, (1, 1))
+    raised = []
+
+    def wait():
+        try:
+            one.exchange.admit((1, 1))
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    one.gates.open(2, 1)  # so that its thread can end
+    eventually(lambda: one.windows == [1, 2])
+    one.exchange.close()
+    one.exchange.close()
+    thread.join(30)
+    assert not thread.is_alive() and names() == []
+
+
+def test_whoever_waits_hears_of_a_close():
+    one = Setup(2, ahead=False)
+    one.launch(1, (1, 1))
+    one.exchange._board.stop.set()
+    with pytest.raises(RuntimeError, match=r"^train: the windows of this run were closed while it"):
+        one.exchange.wait(1)
+    one.gates.open(1, 0, 1)
+    one.exchange.close()
+
+
+def test_the_last_reference_ends_the_threads():
+    one = Setup(3)
+    del one
+    gc.collect()
+    eventually(lambda: names() == [])
+
+
+@pytest.mark.parametrize("where", ["average", "device"])
+def test_an_exception_in_a_thread(setup, where):
+    def broken(deliveries, window):
+        raise ArithmeticError("no average")
+
+    one = setup(2, broken if where == "average" else AVERAGE, ahead=False)
+    if where == "device":
+        one.gates.seconds = None
+        one.exchange._queues[0].put("not a job")
+        error = AttributeError
+    else:
+        error = ArithmeticError
+        one.launch(1, (1, 1))
+        one.gates.open(1, 0, 1)
+    eventually(lambda: len(one.log.errors) == 1)
+    assert isinstance(one.log.errors[0], error)
+    with pytest.raises(error):
+        one.exchange.admit((1, 1))
+
+
+def names():
+    ours = ("elche-fetch", "elche-average")
+    return [t.name for t in threading.enumerate() if t.name.startswith(ours)]
+
+
+# -- the average
+
+
+@given(
+    steps=st.lists(st.integers(0, 10**6), min_size=1, max_size=6),
+    exponent=st.floats(-3, 30),
+)
+def test_shares(steps, exponent):
+    """`steps ** exponent`, whose powers may be too large for a float."""
+    got = shares_of(np.array(steps, float), exponent, 0)
+    assert got.dtype == np.float32
+    if not any(steps):
+        assert not got.any()
+        return
+    powers = [exact(step, exponent) for step in steps]
+    largest = max(p for p in powers if p is not None)
+    raw = [0.0 if p is None else float(np.exp(p - largest)) for p in powers]
+    np.testing.assert_allclose(got, np.array(raw) / sum(raw), rtol=1e-5, atol=1e-7)
+
+
+def exact(step, exponent):
+    return None if step == 0 else exponent * float(np.log(np.float64(step)))
+
+
+def test_shares_by_schedule():
+    assert shares_of(np.array([1.0, 3.0]), lambda t: 2.0 - t, 1).tolist() == [0.25, 0.75]
+    assert shares_of(np.array([1.0, 3.0]), lambda t: jnp.float32(2.0) - t, 2).tolist() == [0.5, 0.5]
+
+
+ROWS = st.lists(st.floats(-1e3, 1e3, width=32), min_size=4, max_size=4)
+
+
+@settings(deadline=None)
+@given(rows=st.lists(ROWS, min_size=1, max_size=4), data=st.data())
+def test_a_merge_is_that_of_all_samples(rows, data):
+    """Pooled: the mean and variance of as many samples as each device has seen."""
+    sizes = data.draw(st.lists(st.integers(1, 3), min_size=len(rows), max_size=len(rows)))
+    seen = [np.repeat(np.array(row, np.float64), n) for row, n in zip(rows, sizes, strict=True)]
+    shares = [n / sum(sizes) for n in sizes]
+    parts = [
+        ([np.float32(x.mean()), np.float32(x.var()), np.float32(len(x)), np.bool_(x[0] > 0)], w)
+        for x, w in zip(seen, shares, strict=True)
+    ]
+    rules = MergeRules(("pooled", "pooled", "max", "max"), (None, 0, None, None))
+    mean, var, most, any_ = merge(rules, parts, [])
+    together = np.concatenate(seen)
+    np.testing.assert_allclose(mean, together.mean(), rtol=1e-4, atol=1e-2)
+    np.testing.assert_allclose(var, together.var(), rtol=1e-3, atol=1.0)
+    assert most == max(map(len, seen)) and any_ == any(x[0] > 0 for x in seen)
+
+
+def test_what_is_alike_stays_as_it_is():
+    leaf = np.array([1e8, 1e-8, np.inf, -0.1], np.float32)
+    rules = MergeRules(("mean", "first"), (None, None))
+    parts = [([leaf, np.int32(3)], 1 / 3), ([leaf, np.int32(4)], 2 / 3)]
+    mean, first = merge(rules, parts, [])
+    np.testing.assert_array_equal(mean, leaf)
+    assert first == 3
+    assert merge(rules, [], [leaf, np.int32(5)])[1] == 5
+
+
+def test_mean_of_scalars_and_half_floats():
+    rows = [[np.float32(2), jnp.asarray([1, 2], jnp.bfloat16)], [np.float32(4), np.ones(2)]]
+    scalar, row = mean_of(rows, [0.25, 0.75])
+    assert scalar == 3.5 and row.tolist() == [1.0, 1.25] and row.dtype == np.float32
+
+
+def on_host(one):
+    """As it comes from a device."""
+    return jax.tree.map(lambda x: np.asarray(x)[0], one)
+
+
+def test_metrics_are_of_those_who_have_worked():
+    deliveries = [on_host(delivery(3, loss=1.0)), None, on_host(delivery(1, -1.0, loss=5.0))]
+    found = AVERAGE(deliveries, 0)
+    assert found.metrics["loss"] == 2.0 and found.metrics["weight"] == 4.0
+    assert found.metrics["share"].tolist() == [0.75, 0.0, 0.25]
+    np.testing.assert_allclose(found.metrics["workers"], 1 / (0.75**2 + 0.25**2))
+    np.testing.assert_allclose(found.news.delta[0], np.full(3, 0.5))
+    length = np.sqrt(3)
+    np.testing.assert_allclose(found.metrics["update_norm"][[0, 2]], [length, length], rtol=1e-6)
+    np.testing.assert_allclose(found.metrics["cosine"][[0, 2]], [1, -1], rtol=1e-6)
+    assert found.own.tolist() == [True] * 3 and found.metrics["finite"]
+
+
+def test_an_average_of_nothing_that_is_finite():
+    deliveries = [on_host(delivery(0, 0.0, own=False)), on_host(delivery(0, 0.0, own=False))]
+    found = AVERAGE(deliveries, 0)
+    assert not found.news.good and not found.metrics["finite"]
+    assert np.isnan(found.metrics["loss"]) and found.metrics["workers"] == 1.0
+    assert not found.news.delta[0].any() and found.own.tolist() == [False, False]

@@ -1,0 +1,492 @@
+"""Exchange on the host: the same averages, devices that run ahead, devices that are late."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from averaged import NESTEROV, THREE, TX, assert_history, poisoned, train_on
+from held import Held, eventually
+from reference import BATCH, LEAVES, Outer, data, loss_fn, params, run
+
+import elche_jax as elche
+from elche_jax.averaging.host.exchange import HostExchange, _Board
+from elche_jax.lab import EmulatedSpeeds, ExtraWork
+
+HOST = elche.DDPConfig(exchange="host")
+KEEP = elche.ParameterAveraging(optimizer_state="keep")
+
+
+def ahead(**knobs):
+    return elche.DDPConfig(policy="async", exchange="host", **knobs)
+
+
+def threads():
+    """Those of runs; one that compiles ends by itself when it is done."""
+    ours = ("elche-fetch", "elche-average", "elche-prefetch")
+    return [t for t in threading.enumerate() if t.name.startswith(ours)]
+
+
+def first(microbatches):
+    """So many microbatches of the data."""
+    return {name: leaf[: microbatches * BATCH] for name, leaf in data().items()}
+
+
+# -- every window waits for its average
+
+
+@pytest.mark.parametrize(
+    ("rule", "want"),
+    [
+        (elche.ParameterAveraging(), {}),
+        (elche.ParameterAveraging(0.5, optimizer_state="reset"),
+         {"exponent": 0.5, "optimizer_state": "reset"}),
+        (elche.DiLoCo(optax.sgd(**NESTEROV)),
+         {"outer": Outer(0.7, 0.9, True), "optimizer_state": "keep"}),
+        (elche.ParameterAveraging(lambda window: 1.0 - 0.1 * window), None),
+    ],
+    ids=["average", "reset", "diloco", "schedule"],
+)  # fmt: skip
+def test_ten_windows(rule, want):
+    """As on the devices: the same parameters, the same metrics, replicas alike."""
+    history, metrics, state, train = train_on(rule, THREE, config=HOST, window_bytes=4 * 16 * BATCH)
+    if want is not None:
+        assert_history(history, run(THREE, **want))
+    elche.check_replicas(state.params)
+    elche.check_replicas(state.averaging)
+    if rule.optimizer_state != "keep":
+        elche.check_replicas(state)
+    others, on_devices, other, _ = train_on(rule, THREE)
+    np.testing.assert_allclose(history[-1]["w"], others[-1]["w"], rtol=2e-5)
+    assert [sorted(m) for m in metrics] == [sorted(m) for m in on_devices]
+    before_outer = {"distance"} if rule.outer is not None else set()
+    for mine, theirs in zip(metrics, on_devices, strict=True):
+        for name in set(mine) - before_outer:
+            np.testing.assert_allclose(mine[name], theirs[name], rtol=2e-4, atol=1e-6, err_msg=name)
+    for name in ("microbatches", "examples", "step", "key"):
+        np.testing.assert_array_equal(getattr(state, name), getattr(other, name))
+    np.testing.assert_array_equal(train.average(state)["w"], history[-1]["w"][0])
+    assert threads() == []
+
+
+def test_distances_are_from_the_average():
+    """`|y - a| / |a|` with `a` the average, also where an outer optimizer goes elsewhere."""
+    counts, tx, mean = [(2, 1)], optax.sgd(0.05), elche.ParameterAveraging()
+    history, metrics, _, _ = train_on(elche.DiLoCo(optax.sgd(0.5)), counts, config=HOST, tx=tx)
+    alone, _, _, _ = train_on(mean, counts, config=HOST, tx=tx)
+    start = flat({name: leaf[None] for name, leaf in params().items()})
+    average = flat(alone[0])
+    np.testing.assert_allclose(flat(history[0]), start + 0.5 * (average - start), rtol=1e-5)
+    for rank, only in enumerate([(2, 0), (0, 1)]):
+        own, _, _, _ = train_on(mean, [only], config=HOST, tx=tx, rows=shifted(rank))
+        apart, moved = flat(own[0]) - average, flat(own[0]) - start
+        want = np.linalg.norm(apart) / np.linalg.norm(average)
+        np.testing.assert_allclose(metrics[0]["distance"][rank], want, rtol=1e-4)
+        want = np.linalg.norm(moved)
+        np.testing.assert_allclose(metrics[0]["update_norm"][rank], want, rtol=1e-5)
+
+
+def flat(stacked):
+    """The first device's parameters in one row."""
+    return np.concatenate([np.ravel(stacked[name][0]) for name in LEAVES]).astype(np.float64)
+
+
+def shifted(rank):
+    """The data from where device `rank` begins in a window of (2, 1)."""
+    return {name: leaf[(2 * BATCH if rank else 0) :] for name, leaf in data().items()}
+
+
+def with_statistics(p, model_state, batch, rng):
+    new = {
+        "bn": {
+            "mean": 0.9 * model_state["bn"]["mean"] + 0.1 * batch["x"].mean(axis=0),
+            "var": 0.9 * model_state["bn"]["var"] + 0.1 * batch["x"].var(axis=0),
+        },
+        "ema": 0.5 * model_state["ema"] + 0.5 * batch["y"].mean(),
+        "seen": model_state["seen"] + 1,
+        "any": model_state["any"] | (batch["y"][0] > 2),
+        "head": batch["x"][0],
+        "mine": model_state["mine"] + batch["y"].sum(),
+        "never": model_state["never"],
+    }
+    return loss_fn(p, batch, rng), new
+
+
+STATISTICS = {
+    "bn": {"mean": np.zeros(3, "f"), "var": np.ones(3, "f")}, "ema": np.float32(0),
+    "seen": np.int32(0), "any": np.bool_(False), "head": np.zeros(3, "f"),
+    "mine": np.float32(0), "never": np.full(2, np.inf, "f"),
+}  # fmt: skip
+MERGE = {"bn": "pooled", "ema": "mean", "seen": "max", "any": "max", "head": "first",
+         "mine": "keep", "never": "mean"}  # fmt: skip
+
+
+def noisy(rate):
+    return optax.chain(optax.add_noise(0.1, 0.5, 3), optax.adam(rate))
+
+
+@pytest.mark.parametrize("how", ["average", "keep", "reset"])
+def test_model_state_and_optimizer_state_as_on_the_devices(how):
+    """Every rule, an optimizer with a key, a frozen parameter, a clipped norm."""
+    counts = [(2, 1, 3), (0, 2, 1), (1, 1, 0)]
+    states = []
+    for config in (HOST, elche.DDPConfig()):
+        train = elche.build_train_step(
+            with_statistics, noisy(0.1), devices=jax.devices()[:3], config=config,
+            averaging=elche.ParameterAveraging(optimizer_state=how), merge=MERGE,
+            cadence=elche.Replay(counts), trainable={"b": True, "v": False, "w": True},
+        )  # fmt: skip
+        state = train.init(params(), model_state=STATISTICS, rng=3)
+        with train.windows(first(11), BATCH) as windows:
+            for window in windows:
+                state, metrics = train(state, window)
+        states.append((state, metrics, train.report().exchange_bytes))
+    (host, said, sent), (device, other, also) = states
+    assert sent == also == float(said["exchange_bytes"]) == float(other["exchange_bytes"])
+    for name in ("params", "opt_state", "model_state"):
+        mine, theirs = getattr(host, name), getattr(device, name)
+        for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
+            if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+                a, b = jax.random.key_data(a), jax.random.key_data(b)
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+def test_a_device_that_is_not_finite_is_left_out():
+    rows = poisoned()
+    history, metrics, state, train = train_on(
+        KEEP, THREE, config=HOST, nonfinite="skip", **{"loss": rows["loss"], "rows": rows["rows"]}
+    )
+    assert_history(history, run(THREE, optimizer_state="keep", lost={(4, 1)}))
+    assert train.left_out == (0, 1, 0) and train.skipped == 1
+    assert [bool(m["finite"]) for m in metrics] == [w != 4 for w in range(len(THREE))]
+    assert np.isnan(metrics[4]["distance"]).tolist() == [False, True, False]
+    elche.check_replicas(state.params)
+
+
+def test_not_finite_is_an_error_where_it_was_asked_for():
+    rows = poisoned()
+    with pytest.raises(
+        elche.NonFiniteError,
+        match=r"device 1 \(.*\), microbatches 27 to 28 of",
+    ):
+        train_on(KEEP, THREE, config=HOST, **{"loss": rows["loss"], "rows": rows["rows"]})
+    assert threads() == []
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_outer_optimizer_that_makes_what_is_not_finite(late):
+    """Nobody takes it; a window says so."""
+    rule = elche.DiLoCo(optax.sgd(lambda step: jnp.where(step == 2, jnp.inf, 1.0)))
+    config = ahead(max_overshoot=0) if late else HOST
+    counts = [(2, 1)] * 8
+    history, _, _, train = train_on(rule, counts, config=config, nonfinite="skip")
+    assert all(np.isfinite(h["w"]).all() for h in history)
+    assert train.skipped >= 1 and train.left_out == (0, 0)
+
+
+def test_work_that_really_costs():
+    """A device that computes everything three times computes the same."""
+    history, _, _, _ = train_on(KEEP, THREE[:3], config=HOST, emulate=ExtraWork((1, 3, 1)))
+    assert_history(history, run(THREE[:3], optimizer_state="keep"))
+
+
+# -- devices that run ahead
+
+
+def test_one_window_ahead():
+    """Device 1 is held: device 0 goes on, and both are corrected one window late.
+
+    The average of a window is there when that after the next begins: the parameters are
+    those of `delay=1`, before each correction instead of after it.
+    """
+    counts = [(3, 1), (2, 2), (4, 1), (1, 3), (5, 2)]
+    emulate = Held((w, 1) for w in range(len(counts)))
+    train = elche.build_train_step(
+        loss_fn, TX, devices=jax.devices()[:2], averaging=elche.DiLoCo(optax.sgd(**NESTEROV)),
+        cadence=elche.Replay(counts), config=ahead(), emulate=emulate,
+    )  # fmt: skip
+    state, history, metrics = train.init(params()), [], []
+    with train.windows(first(sum(map(sum, counts))), BATCH, shuffle=False) as windows:
+        for window in windows:
+            state, said = train(state, window)
+            history.append(jax.device_get(state.params))
+            metrics.append(jax.device_get(said))
+            emulate.reached[window.index, 0].wait(30)
+            if window.index:  # of two windows in flight the older one is averaged
+                emulate.let_go(window.index - 1, 1)
+                eventually(lambda at=window.index: len(train.records) == at)
+            if window.index == len(counts) - 1:
+                emulate.let_go(window.index, 1)
+    want = run(counts, outer=Outer(0.7, 0.9, True), optimizer_state="keep", delay=1, before=True)
+    assert_history(history, want)
+    _, on_devices, _, _ = train_on(
+        elche.DiLoCo(optax.sgd(**NESTEROV), delay=1), counts, rows=first(sum(map(sum, counts)))
+    )
+    assert np.isnan(metrics[0]["loss"]) and np.isnan(metrics[1]["loss"])
+    for mine, theirs in zip(metrics[2:], on_devices[1:], strict=False):  # one window later still
+        np.testing.assert_allclose(mine["loss"], theirs["loss"], rtol=1e-5)
+        np.testing.assert_allclose(mine["share"], theirs["share"], rtol=1e-6)
+    assert threads() == []
+
+
+def test_no_overshoot_is_no_delay():
+    """Each window waits for the average of the one before: what comes of it is the same."""
+    history, _, state, train = train_on(
+        KEEP, THREE, config=ahead(max_overshoot=0), rows=first(sum(map(sum, THREE)))
+    )
+    want = run(THREE, optimizer_state="keep")
+    # a state has the steps of its window, its average is taken up by the next one
+    for window, stacked in enumerate(history[1:]):
+        bases = [h[0] for h in want]
+        for rank, count in enumerate(THREE[window + 1]):
+            if count == 0:
+                np.testing.assert_allclose(stacked["w"][rank], bases[window]["w"], rtol=2e-5)
+    last = train.average(state)
+    for name in LEAVES:
+        np.testing.assert_allclose(last[name], want[-1][0][name], rtol=2e-5, atol=1e-6)
+
+
+def test_nothing_is_lost_between_runs():
+    """What was not averaged when a run ended goes with the first delivery of the next.
+
+    With a gradient that is always the same, the parameters are known from the counts."""
+    counts = [(3, 1), (2, 2), (4, 1), (1, 3), (5, 2), (2, 2)]
+    train = elche.build_train_step(
+        lambda p, batch, rng: p["w"].sum(), optax.sgd(1.0), devices=jax.devices()[:2],
+        averaging=KEEP, cadence=elche.Replay(counts), config=ahead(max_overshoot=0),
+    )  # fmt: skip
+    state, cursor = train.init({"w": np.zeros(3, "f")}), None
+    for _ in range(3):
+        with train.windows(data(28), BATCH, cursor=cursor) as windows:
+            for window in windows:
+                state, _ = train(state, window)
+                if window.index % 2:
+                    break
+        cursor = window.cursor
+    # an exchange is of windows 0; 1 and 2; 3 and 4; the last one is still open
+    merged = [(3, 1), (6, 3), (6, 5), (2, 2)]
+    moved = [sum(n * n for n in each) / sum(each) for each in merged]
+    np.testing.assert_allclose(train.average(state)["w"], np.full(3, -sum(moved)), rtol=1e-5)
+    np.testing.assert_allclose(state.averaging.base[0][0], np.full(3, -sum(moved[:3])), rtol=1e-5)
+
+
+def test_model_state_is_corrected_late():
+    counts = [(2, 1)] * 12
+    rules = MERGE | {"head": "keep"}
+    train = elche.build_train_step(
+        with_statistics, optax.sgd(0.01), devices=jax.devices()[:2], averaging=KEEP, merge=rules,
+        cadence=elche.Replay(counts), config=ahead(),
+    )  # fmt: skip
+    state = train.init(params(), model_state=STATISTICS)
+    with train.windows(data(36), BATCH) as windows:
+        for window in windows:
+            state, _ = train(state, window)
+    got = jax.device_get(state.model_state)
+    assert (got["bn"]["var"] > 0).all() and np.isfinite(got["bn"]["mean"]).all()
+    assert np.abs(got["bn"]["mean"]).max() < 1 and np.abs(got["bn"]["var"] - 1).max() < 0.9
+    assert got["seen"].max() == 24 and np.isinf(got["never"]).all()
+
+
+@pytest.mark.parametrize("config", [HOST, ahead()], ids=["cadence", "async"])
+def test_all_examples_are_used_once(config):
+    """Whoever waits for whom: in an epoch each device sums the numbers it was given."""
+    rows = {"n": np.arange(400, dtype="f"), **{k: v[:400] for k, v in data().items()}}
+    train = elche.build_train_step(
+        lambda p, batch, rng: (loss_fn(p, batch, rng), {"n": batch["n"]}), TX, has_aux=True,
+        devices=jax.devices()[:3], averaging=KEEP, config=config, guard=elche.NoGuard(),
+        emulate=EmulatedSpeeds([0.1, 0.1, 0.4]),
+    )  # fmt: skip
+    state = train.init(params())
+    with train.windows(rows, BATCH, epochs=2) as windows:
+        counts = []
+        for window in windows:
+            state, _ = train(state, window)
+            counts.append(window.counts)
+    assert sum(map(sum, counts)) == 200
+    assert elche.unreplicate(state.microbatches) == 200 and elche.unreplicate(state.examples) == 800
+    assert len(train.records) == len(counts) and threads() == []
+    assert max(c[0] for c in counts) > max(c[2] for c in counts)  # speeds were learned
+
+
+# -- devices that are late
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["cadence", "async"])
+def test_a_device_that_does_not_deliver(late, caplog):
+    """It is left out and named, the others go on, and it comes back."""
+    emulate = Held([(2, 1)])
+    config = (ahead if late else elche.DDPConfig)(
+        **({} if late else {"exchange": "host"}), exchange_timeout=0.05
+    )
+    train = elche.build_train_step(
+        loss_fn, TX, devices=jax.devices()[:3], averaging=KEEP, cadence=elche.FixedTotal(6),
+        config=config, emulate=emulate,
+    )  # fmt: skip
+    state, counts, back = train.init(params()), [], None
+    with train.windows(data(6 * 60), BATCH) as windows:
+        for window in windows:
+            state, _ = train(state, window)
+            counts.append(window.counts)
+            if window.index == 20:
+                emulate.let_go(2, 1)
+                eventually(lambda: not windows._run.stopwatch.late)
+            if window.index > 20 and window.counts[1] and back is None:
+                back = window.index
+            if back is not None and window.index == back + 3:
+                break
+    absent = [index for index, each in enumerate(counts) if not each[1]]
+    # planned before it was known: at most what was on its way
+    assert 3 <= absent[0] <= 7 and absent[-1] <= 25 and len(absent) >= 14
+    assert back is not None and counts[back][1] > 0
+    assert 1 <= train.left_out[1] <= 5 and train.left_out[::2] == (0, 0)
+    said = [r.getMessage() for r in caplog.records if "did not deliver" in r.getMessage()]
+    assert len(said) == train.left_out[1]
+    assert said[0].startswith("elche: device 1 (") and "window 2 (epoch 0" in said[0]
+    assert not any(record.steady for record in train.records if record.window == 2)
+    if not late:
+        elche.check_replicas(state.params)
+    assert np.isfinite(train.average(state)["w"]).all()
+    assert threads() == []
+
+
+def test_a_late_device_has_no_part_in_the_average():
+    """Its steps of that window are gone, and it goes on from what the others made."""
+    counts = [(2, 2), (2, 2), (2, 2)]
+    emulate = Held([(1, 1)])
+    train = elche.build_train_step(
+        loss_fn, TX, devices=jax.devices()[:2], averaging=KEEP, cadence=elche.Replay(counts),
+        config=elche.DDPConfig(exchange="host", exchange_timeout=0.05), emulate=emulate,
+    )  # fmt: skip
+    state, history = train.init(params()), []
+    with train.windows(first(12), BATCH, shuffle=False) as windows:
+        for window in windows:
+            if window.index == 2:
+                break
+            state, said = train(state, window)
+            history.append(jax.device_get(state.params))
+    want = run(counts[:2], optimizer_state="keep", lost={(1, 1)})
+    assert_history(history, want)
+    assert np.isnan(said["distance"]).tolist() == [False, True]
+    assert said["share"].tolist() == [1.0, 0.0] and bool(said["finite"])
+    emulate.let_go(1, 1)
+    eventually(lambda: threads() == [])
+
+
+def test_a_device_that_sleeps_for_five_seconds_once():
+    """With real time: the others are done with all data before it wakes."""
+    fleet = [1.0, 1.0, 2.0]
+    train = elche.build_train_step(
+        loss_fn, TX, devices=jax.devices()[:3], averaging=KEEP, guard=elche.NoGuard(),
+        config=ahead(exchange_timeout=0.2), cadence=elche.ElChe(4),
+        emulate=EmulatedSpeeds(lambda w, r, i: 5000.0 if (w, r, i) == (3, 0, 0) else fleet[r]),
+    )  # fmt: skip
+    state, counts = train.init(params()), []
+    with train.windows(data(200), BATCH) as windows:
+        for window in windows:
+            state, _ = train(state, window)
+            counts.append(window.counts)
+    assert sum(map(sum, counts)) == 200
+    slept = sum(each[0] == 0 for each in counts)
+    assert slept >= 5 and train.left_out[0] >= 1
+    assert threads() == []
+    assert np.isfinite(train.average(state)["w"]).all()
+
+
+# -- interrupts and errors
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["cadence", "async"])
+def test_an_interrupt_while_the_loop_waits(late, monkeypatch):
+    """The state is as it was before the window, and can be trained on."""
+    counts = [(2, 1)] * 6
+    train = elche.build_train_step(
+        loss_fn, TX, devices=jax.devices()[:2], averaging=KEEP, cadence=elche.Replay(counts),
+        config=ahead(max_overshoot=0) if late else HOST,
+    )  # fmt: skip
+    state, at = train.init(params()), "admit" if late else "wait"
+    method, calls = getattr(HostExchange, at), []
+
+    def interrupted(exchange, *args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return method(exchange, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HostExchange, at, interrupted)
+        with pytest.raises(KeyboardInterrupt), train.windows(data(18), BATCH) as windows:
+            for window in windows:
+                state, _ = train(state, window)
+    assert threads() == [] and elche.unreplicate(state.step) == 2
+    cursor = elche.Cursor(window=2, microbatch=6)
+    with train.windows(data(18), BATCH, cursor=cursor) as windows:
+        for window in windows:
+            state, _ = train(state, window)
+    assert elche.unreplicate(state.microbatches) == 18
+    whole = elche.build_train_step(
+        loss_fn, TX, devices=jax.devices()[:2], averaging=KEEP, cadence=elche.Replay(counts),
+        config=HOST,
+    )  # fmt: skip
+    other = whole.init(params())
+    with whole.windows(data(18), BATCH) as windows:
+        for window in windows:
+            other, _ = whole(other, window)
+    if not late:
+        for name in LEAVES:
+            np.testing.assert_array_equal(state.params[name], other.params[name])
+    else:
+        assert np.isfinite(train.average(state)["w"]).all()
+
+
+def test_an_error_in_a_thread_reaches_the_loop(monkeypatch):
+    def broken(board, *args):
+        raise MemoryError("no room for a delivery")
+
+    monkeypatch.setattr(_Board, "delivered", broken)
+    with pytest.raises(MemoryError, match="no room for a delivery"):
+        train_on(KEEP, THREE, config=HOST)
+    assert threads() == []
+
+
+def test_a_state_is_given_up():
+    train = elche.build_train_step(
+        loss_fn, TX, devices=jax.devices()[:2], averaging=KEEP, config=HOST
+    )
+    state = train.init(params())
+    with train.windows(data(100), BATCH) as windows:
+        train(state, next(windows))
+        with pytest.raises(ValueError, match="given up"):
+            train(state, next(windows))
+
+
+def test_one_device_exchanges_with_nobody():
+    history, _, state, _ = train_on(KEEP, [(3,), (2,)], config=HOST)
+    assert_history(history, run([(3,), (2,)], optimizer_state="keep"))
+    assert state.averaging is None and threads() == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "knobs", "message"),
+    [
+        (None, {}, r"DDPConfig: exchange must be 'device' without averaging: gradients stay on the "
+         r"devices, got 'host'\. Pass averaging=ParameterAveraging\(\), say\."),
+        (elche.ParameterAveraging(optimizer_state="keep", delay=1), {},
+         r"ParameterAveraging: delay must be 0 with exchange='host', got 1\. Or exchange on the"),
+        (elche.DiLoCo(optax.sgd(1.0), fragments=2), {},
+         r"DiLoCo: fragments must be 1 with exchange='host', got 2\."),
+        (elche.DiLoCo(optax.sgd(1.0), compression="int8"), {},
+         r"DiLoCo: compression must be None with exchange='host', got 'int8'\."),
+        (elche.ParameterAveraging(), {"policy": "async"},
+         r"ParameterAveraging: optimizer_state must be 'keep' with exchange='host' and "
+         r"policy='async', got 'average'\."),
+    ],
+    ids=["gradients", "delay", "fragments", "compression", "state"],
+)  # fmt: skip
+def test_what_the_host_cannot_exchange(rule, knobs, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        elche.build_train_step(
+            loss_fn, TX, devices=jax.devices()[:2], averaging=rule,
+            config=elche.DDPConfig(exchange="host", **knobs),
+        )  # fmt: skip
