@@ -69,6 +69,10 @@ class Setup:
         self.exchange.launch(number, 0.0, counts, number, [delivery(count) for count in counts])
         self.exchange.combining(number, None)
 
+    def has_room(self, counts):
+        with self.exchange._board.changed:
+            return self.exchange._board._has_room(counts)
+
     def admitted(self, counts):
         """A thread that waits for room; it ends when there is some."""
         thread = threading.Thread(target=self.exchange.admit, args=(counts,))
@@ -194,13 +198,14 @@ def test_how_far_a_device_may_run_ahead(setup, limits, fits):
     """Microbatches beyond the oldest window: 4 with a second one, 9 with a third."""
     one = setup(2, **limits)
     for number, (counts, fit) in enumerate(zip([(3, 1), (4, 2), (5, 1)], fits, strict=True)):
+        assert one.has_room(counts) == fit
         waits = one.admitted(counts)
         if not fit:
-            assert number and waits.is_alive()
             for window in range(1, 4):
                 one.gates.open(window, 0, 1)
             waits.join(30)
-            assert not waits.is_alive() and one.windows == list(range(1, number + 1))
+            assert not waits.is_alive()
+            one.wait_over(*range(1, number + 1))
             return
         waits.join(30)
         assert not waits.is_alive()
@@ -223,8 +228,8 @@ def test_what_was_delivered_bounds_but_the_average_does_not(setup):
     eventually(lambda: all(by_delivery.exchange._board.windows[1].got))
     free = by_delivery.admitted((2, 2))
     free.join(30)
+    assert not free.is_alive() and not by_average.has_room((2, 2))
     waits = by_average.admitted((2, 2))
-    assert not free.is_alive() and waits.is_alive()
     averaging.set()
     waits.join(30)
     assert not waits.is_alive()
