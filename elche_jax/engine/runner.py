@@ -203,8 +203,14 @@ class Runner:
         accumulating(end)
         return state, metrics, end
 
-    def watch(self, done: Callable[..., None], failed: Callable[..., None]) -> Stopwatch:
+    def watch(
+        self,
+        done: Callable[..., None],
+        learned: Callable[..., None],
+        failed: Callable[..., None],
+    ) -> Stopwatch:
         """Makes what times the windows of a run; its threads end when it is closed."""
+        del learned  # all devices are waited for
         return Stopwatch(self.group.world_size, done, failed)
 
     def release(self) -> None:

@@ -160,8 +160,14 @@ class SweepRunner:
         program = self._cache.get(*self._program(call.payload))
         return program(variables, call.payload, call.orders)[0]
 
-    def watch(self, done: Callable[..., None], failed: Callable[..., None]) -> Stopwatch:
+    def watch(
+        self,
+        done: Callable[..., None],
+        learned: Callable[..., None],
+        failed: Callable[..., None],
+    ) -> Stopwatch:
         """Makes what times the windows of a sweep; its threads end when it is closed."""
+        del learned  # all devices are waited for
         return Stopwatch(self.group.world_size, done, failed)
 
     def ready(self, payload: Payload) -> bool:

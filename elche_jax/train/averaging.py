@@ -7,7 +7,7 @@ import jax
 
 from elche_jax import _check as check
 from elche_jax.averaging.guards import Guard
-from elche_jax.averaging.host.exchange import Limits
+from elche_jax.averaging.host.board import Limits
 from elche_jax.averaging.program import other_bytes
 from elche_jax.averaging.rules import Averaging, DiLoCo, ParameterAveraging
 from elche_jax.averaging.wire import wire_bytes
@@ -17,7 +17,7 @@ from elche_jax.engine.merge import MergeRules
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.trainable import Selection
 from elche_jax.train.options import Options
-from elche_jax.train.run import IN_FLIGHT, LOOKAHEAD
+from elche_jax.train.run import IN_FLIGHT
 
 WHERE = "build_train_step"
 
@@ -77,7 +77,7 @@ def check_averaging(
         todo = "Pass averaging=DiLoCo(..., compression='bfloat16')."
         got = repr(config.exchange_dtype)
         raise ValueError(check.message("DDPConfig", "exchange_dtype", rule, got, todo))
-    chosen = config.cadence_knobs() if cadence is None else [type(cadence).__name__]
+    chosen = free_knobs(config) if cadence is None else [type(cadence).__name__]
     if averaging.inner_steps is not None and chosen:
         rule = f"be None where the cadence is chosen ({', '.join(chosen)})"
         got, todo = averaging.inner_steps, "Leave out one of the two."
@@ -122,8 +122,7 @@ def host_limits(config: DDPConfig, world_size: int) -> Limits | None:
 
 def in_flight(options: Options) -> int:
     """Windows that may be dispatched and not over."""
-    host = options.host
-    return IN_FLIGHT if host is None or host.max_overshoot is None else LOOKAHEAD
+    return IN_FLIGHT if options.host is None else options.host.in_flight
 
 
 def check_merge(options: Options, rules: MergeRules) -> None:
@@ -134,6 +133,15 @@ def check_merge(options: Options, rules: MergeRules) -> None:
         rule = "be 'mean', 'pooled', 'max' or 'keep' where exchanges are late"
         todo = "What is the first device's cannot be corrected later; 'keep' leaves each its own."
         raise ValueError(check.message("TrainStep.init", "merge", rule, "'first'", todo))
+
+
+def free_knobs(config: DDPConfig) -> list[str]:
+    """The knobs of a configuration that choose the cadence, where averages are taken: not
+    those that say how late an average is taken up."""
+    late = ["policy='async'"]
+    if config.exchange == "host" and config.policy == "async":
+        late.append(f"max_batch_diff={config.max_batch_diff!r}")
+    return [knob for knob in config.cadence_knobs() if knob not in late]
 
 
 def cadence_of(averaging: Averaging, config: DDPConfig, world_size: int) -> Cadence[Any] | None:

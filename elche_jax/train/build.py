@@ -20,6 +20,7 @@ from elche_jax.engine.trainable import Trainable
 from elche_jax.train.averaging import (
     cadence_of,
     check_averaging,
+    free_knobs,
     host_limits,
     resolve_averaging,
 )
@@ -136,9 +137,9 @@ def build_train_step(
     finite = FinitePolicy(nonfinite, max_skips)
     chosen = select_devices(devices)
     check_one_kind("build_train_step", chosen)
-    knobs = [] if config is None else config.cadence_knobs()
-    if averaging is not None:  # then it says when the average is taken up, too
-        knobs = [knob for knob in knobs if knob != "policy='async'"]
+    knobs: list[str] = []
+    if config is not None:
+        knobs = config.cadence_knobs() if averaging is None else free_knobs(config)
     if cadence is not None and knobs:
         raise ValueError(
             "build_train_step: cadence and config must not both choose the cadence, got "

@@ -115,7 +115,8 @@ class FiniteWatch:
     Attributes:
         skipped: Windows that were dropped, or averaged without some device, so far.
         left_out: For every device the windows in which it was not finite, where that is
-            known: under averaging, and of windows an error was raised for.
+            known: under averaging, and of windows an error was raised for; and those that
+            were averaged without it, as it was late.
 
     Args:
         policy: The user's choice.
@@ -164,7 +165,7 @@ class FiniteWatch:
             return self._error(measured, bad, self._wording.many)
         logger.warning(
             "elche: %s was left out of the average of %s, as it was not finite.",
-            self._names(bad),
+            self._names(bad) or self._wording.together,
             _name(measured),
         )
         return None

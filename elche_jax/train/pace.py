@@ -92,6 +92,11 @@ class Pace:
         return getattr(self._scheduler.cadence, "adaptive", True)
 
     @property
+    def scripted(self) -> bool:
+        """Whether a recording is replayed."""
+        return self._scheduler.scripted is not None
+
+    @property
     def uses_loss(self) -> bool:
         """Whether the cadence follows the loss."""
         return getattr(self._scheduler.cadence, "uses_loss", False)
@@ -240,6 +245,12 @@ class Pace:
                 self._report(record, loss)
             if self._hint:
                 self._give_hint()
+
+    def learned(self, record: WindowRecord) -> None:
+        """Takes the times of a window that were not known when it was over."""
+        with self._lock:
+            if self._scheduler.scripted is None and record.steady:
+                self._report(record, None)
 
     def _report(self, record: WindowRecord, loss: float | None) -> None:
         """Tells the cadence of a window, and what guards have said since it was told last."""

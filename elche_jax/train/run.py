@@ -3,14 +3,15 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from elche_jax.averaging.host.exchange import HostExchange, Outcome
+from elche_jax.averaging.host.board import Outcome
+from elche_jax.averaging.host.exchange import HostExchange
 from elche_jax.cadence import STABLE, clamp_counts
 from elche_jax.data.order import Cursor
 from elche_jax.data.reader import Reader
@@ -25,6 +26,9 @@ from elche_jax.train.pace import Measured, Pace
 
 IN_FLIGHT = 2
 """Windows that may be dispatched and not yet over."""
+
+LATE = "left out: late"
+"""Why such a window counts as skipped, for the timeline."""
 
 LOOKAHEAD = 4
 """Windows planned and not yet over, where plans do not depend on reports."""
@@ -121,6 +125,7 @@ class Run:
         self.told = False
         self._closed = False
         self._unseen: list[Flying] = []
+        self._tardy: dict[int, Measured] = {}
         self._landing: int | None = None
         self.stopwatch: Stopwatch | HostExchange | None = None
 
@@ -182,7 +187,9 @@ class Run:
 
     def _without_late(self, counts: tuple[int, ...]) -> tuple[int, ...]:
         """A device that owes what it should have delivered gets no more until it has."""
-        late = self.stopwatch.late if self.stopwatch is not None else ()
+        if self._pace.scripted:  # a recording says who gets what
+            return counts
+        late = self.late
         left = tuple(0 if rank in late else count for rank, count in enumerate(counts))
         return left if any(left) else counts
 
@@ -284,6 +291,11 @@ class Run:
         self.check()
 
     @property
+    def late(self) -> frozenset[int]:
+        """Ranks of devices that owe what they should have delivered."""
+        return frozenset() if self.stopwatch is None else self.stopwatch.late
+
+    @property
     def closed(self) -> bool:
         """Whether it was closed."""
         return self._closed
@@ -306,7 +318,8 @@ class Run:
         """Ends the timing; windows in flight go on, unmeasured."""
         with self._changed:
             self._closed = True
-            self._unseen += [f for n, f in self._flying.items() if n != self._landing]
+            if not isinstance(self.stopwatch, HostExchange):  # there they were not averaged
+                self._unseen += [f for n, f in self._flying.items() if n != self._landing]
             self._flying.clear()
             self._changed.notify_all()
         if self.stopwatch is not None:
@@ -333,6 +346,9 @@ class Run:
         if flying is None:  # the run was closed
             return
         if outcome is not None:
+            if outcome.late:
+                self._tardy[times.window] = flying.measured
+                self._pace.skipped(flying.measured, LATE)
             flying = _with(flying, outcome)
             self._watch.late(flying.measured, outcome.late)
         verdict, loss = STABLE, None
@@ -340,12 +356,18 @@ class Run:
             verdict = self._guard.see(flying.measured, flying.metrics)
         if self._pace.uses_loss and "loss" in flying.metrics:
             loss = float(np.asarray(flying.metrics["loss"]))
-        self._pace.measured(_record(flying.measured, times, free), verdict, loss)
+        self._pace.measured(_record(flying.measured, times, free, ahead), verdict, loss)
         self._verify(flying)
         with self._changed:
             self._flying.pop(times.window, None)
             self._over += 1
             self._changed.notify_all()
+
+    def learned(self, times: WindowTimes, begins: Sequence[float]) -> None:
+        """A window that was over without some device: now its times are known, too."""
+        measured = self._tardy.pop(times.window, None)
+        if measured is not None:
+            self._pace.learned(_record(measured, times, list(begins), ahead=False))
 
     def _verify(self, flying: "Flying") -> None:
         finite = bool(np.asarray(flying.finite).all())
@@ -382,16 +404,17 @@ def _with(flying: Flying, outcome: Outcome) -> Flying:
     )
 
 
-def _record(measured: Measured, times: WindowTimes, free: list[float]) -> WindowRecord:
+def _record(measured: Measured, times: WindowTimes, free: list[float], ahead: bool) -> WindowRecord:
     begun = max(measured.asked, *free)
     single = len(measured.counts) == 1
+    ends = times.accumulated if ahead else times.combined
     return WindowRecord(
         window=measured.window,
         epoch=measured.epoch,
         counts=measured.counts,
         examples=measured.examples,
         busy_ms=() if single else times.busy_ms(free),
-        wall_ms=1e3 * (max(times.combined) - begun),
+        wall_ms=1e3 * (max(ends) - begun),
         sync_ms=0.0 if single else times.sync_ms,
         skew_ms=0.0 if single else times.skew_ms,
         steady=measured.steady,

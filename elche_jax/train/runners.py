@@ -141,7 +141,7 @@ class Runners:
         seconds = None if emulate is None else emulate.on_host()
         program = HostProgram(
             work, self._optimizer, options.averaging, self._group.world_size, initial.merge,
-            options.max_grad_norm, emulate if seconds is None else None,
+            options.max_grad_norm, emulate if seconds is None else None, options.host.ahead,
         )  # fmt: skip
         sent = sent_bytes(options.averaging, initial.selection, initial.merge, initial.one)
         return HostRunner(

@@ -28,7 +28,9 @@ class Windows(Iterator[Window]):
         if world_size == 1:
             self._items: Iterator[Window] = run.plan(self._stop)
         else:
-            run.stopwatch = run.runner.watch(_weakly(run, "over"), _weakly(run, "failed"))
+            run.stopwatch = run.runner.watch(
+                *(_weakly(run, method) for method in ("over", "learned", "failed"))
+            )
             self._prefetch = Prefetch(run.plan, run.wake)
             self._items = self._prefetch
         self._finish = weakref.finalize(self, run.close)

@@ -55,6 +55,7 @@ def run(
     delay=0,
     lost=(),
     before=False,
+    momentum=MOMENTUM,
 ):
     """Trains windows of these counts; gives each device's parameters after every window.
 
@@ -78,7 +79,7 @@ def run(
                 piece = slice(at * BATCH, (at + 1) * BATCH)
                 grads = gradient(own[device], rows["x"][piece], rows["y"][piece])
                 for name, grad in grads.items():
-                    trace[device][name] = grad + MOMENTUM * trace[device][name]
+                    trace[device][name] = grad + momentum * trace[device][name]
                     own[device][name] = own[device][name] - LEARNING_RATE * trace[device][name]
                 at += 1
         good = [d for d in range(world) if (window, d) not in lost]

@@ -17,7 +17,8 @@ from elche_jax.averaging.host.average import (
     merge,
     shares_of,
 )
-from elche_jax.averaging.host.exchange import HostExchange, Limits
+from elche_jax.averaging.host.board import Limits
+from elche_jax.averaging.host.exchange import HostExchange
 from elche_jax.engine.merge import MergeRules
 
 NONE = MergeRules((), ())
@@ -28,10 +29,13 @@ class Log:
     """What an exchange reports."""
 
     def __init__(self):
-        self.over, self.errors = [], []
+        self.over, self.errors, self.known = [], [], []
 
     def done(self, times, outcome):
         self.over.append((times, outcome))
+
+    def learned(self, times, begins):
+        self.known.append((times, begins))
 
     def failed(self, error):
         self.errors.append(error)
@@ -61,13 +65,19 @@ class Setup:
         self.world, self.log, self.gates = world, Log(), Gates()
         limits = Limits(**{"timeout_s": 30.0, "ahead": True} | limits)
         self.exchange = HostExchange(
-            world, averaging, limits, self.gates.seconds, self.log.done, self.log.failed
-        )
+            world, averaging, limits, self.gates.seconds, self.log.done, self.log.learned,
+            self.log.failed,
+        )  # fmt: skip
 
     def launch(self, number, counts):
         self.exchange.admit(counts)
-        self.exchange.launch(number, 0.0, counts, number, [delivery(count) for count in counts])
+        self.begin(number, counts)
         self.exchange.combining(number, None)
+
+    def begin(self, number, counts, at=0.0):
+        made = [delivery(count) for count in counts]
+        ahead = self.exchange.limits.ahead
+        self.exchange.launch(number, at, counts, number, made, ahead)
 
     def has_room(self, counts):
         with self.exchange._board.changed:
@@ -243,7 +253,7 @@ def test_the_gap_before_a_window_is_what_it_costs(setup):
     one.wait_over(1)
     end = max(one.log.over[0][0].accumulated)
     for number, at in ((2, end + 0.3), (3, end + 0.5)):
-        one.exchange.launch(number, at, (1, 1), number, [delivery(1), delivery(1)])
+        one.begin(number, (1, 1), at)
         one.exchange.combining(number, None)
     one.gates.open(2, 0, 1)
     one.gates.open(3, 0, 1)
@@ -259,7 +269,7 @@ def test_the_gap_before_a_window_is_what_it_costs(setup):
 def test_a_window_is_over_only_when_the_loop_is_ready_to_hear_of_it(setup):
     one = setup(2)
     one.gates.open(1, 0, 1)
-    one.exchange.launch(1, 0.0, (1, 1), 1, [delivery(1), delivery(1)])
+    one.begin(1, (1, 1))
     eventually(lambda: one.exchange._board.windows[1].average is not None)
     assert one.windows == []
     one.exchange.combining(1, None)
@@ -282,7 +292,7 @@ def test_without_running_ahead_it_is_over_when_it_was_applied(setup):
 @pytest.mark.parametrize("closed_first", [False, True])
 def test_nobody_hears_of_a_window_that_was_abandoned(setup, closed_first):
     one = setup(2)
-    one.exchange.launch(1, 0.0, (1, 1), 1, [delivery(1), delivery(1)])
+    one.begin(1, (1, 1))
     if closed_first:
         one.gates.open(1, 0, 1)
         eventually(lambda: one.exchange._board.windows[1].average is not None)

@@ -8,6 +8,7 @@ those at the end), and `w[d]` its share,
 is what the devices then make the new parameters of.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ class Delivery:
     Attributes:
         progress: What its steps have taken off every array that is trained, float32.
         steps: Optimizer steps it is of, float32.
-        own: Whether all of it is finite; else progress and sums are 0.
+        own: Whether what it has done in the window is finite; else that is left out.
         sums: Sums over its microbatches, see `elche_jax.averaging.program.seen`.
         model_state: Its model state, the leaves that are merged.
         opt_state: Its optimizer state, where that is averaged; else nothing.
@@ -111,7 +112,7 @@ class HostAverage:
         there = [d for d in deliveries if d is not None]
         own = np.array([d is None or bool(d.own) for d in deliveries])
         steps = np.array([0.0 if d is None else float(d.steps) for d in deliveries])
-        shares = shares_of(steps * own, self.exponent, window)
+        shares = shares_of(steps, self.exponent, window)
         parts = [(d, w) for d, w in zip(deliveries, shares, strict=True) if d is not None and w > 0]
         news = News(
             mean_of([d.progress for d, _ in parts], [w for _, w in parts])
@@ -136,11 +137,19 @@ def shares_of(steps: np.ndarray, exponent: Exponent, window: int) -> np.ndarray:
     if not worked.any():
         return np.zeros(len(steps), np.float32)
     if callable(exponent):
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        with _on_cpu():
             exponent = float(exponent(window))
     logs = exponent * np.log(np.where(worked, steps, 1.0))
     raw = np.where(worked, np.exp(logs - logs[worked].max()), 0.0)
     return (raw / raw.sum()).astype(np.float32)
+
+
+def _on_cpu() -> contextlib.AbstractContextManager[Any]:
+    """Where a device may hang the host's own arithmetic must not be on one."""
+    try:
+        return jax.default_device(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:  # this process was told to have none
+        return contextlib.nullcontext()
 
 
 def mean_of(rows: Sequence[Arrays], shares: Sequence[float]) -> Arrays:
@@ -174,8 +183,10 @@ def merge(rules: MergeRules, parts: Sequence[tuple[Arrays, float]], otherwise: A
             merged.append(_mean(column, [share for _, share in parts]))
     for i, mean in enumerate(rules.mean_of):
         if mean is not None:
-            spread = [(leaves[mean] - merged[mean]) ** 2 for leaves, _ in parts]
-            merged[i] = merged[i] + mean_of([[x] for x in spread], [w for _, w in parts])[0]
+            middle, dtype = merged[mean].astype(np.float32), merged[i].dtype
+            apart = [[(leaves[mean].astype(np.float32) - middle) ** 2] for leaves, _ in parts]
+            wider = mean_of(apart, [share for _, share in parts])[0]
+            merged[i] = (merged[i].astype(np.float32) + wider).astype(dtype)
     return merged
 
 

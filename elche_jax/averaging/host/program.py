@@ -39,25 +39,36 @@ class Since:
     Attributes:
         progress: What it has taken off its parameters, float32.
         steps: Its optimizer steps.
+        own: Whether what it did is finite.
         model_state: Its model state at the end, leaves that are merged.
     """
 
     progress: list[Any]
     steps: Any
+    own: Any
     model_state: list[Any]
 
 
 @dataclass(frozen=True)
 class HostProgram(LocalProgram):
-    """The functions of a window, each for one device by itself."""
+    """The functions of a window, each for one device by itself.
+
+    Attributes:
+        ahead: Whether devices go on while a window is averaged.
+    """
+
+    ahead: bool = False
 
     def replicated(self, state: TrainState) -> TrainState:
         """What of a state must be the same on all devices, the rest being None.
 
         A device that runs ahead has parameters and model state of its own.
         """
+        common = super().replicated(state)
+        if not self.ahead:
+            return common
         _, frozen = self.work.selection.split(state.params)
-        return super().replicated(state).replace(params=frozen, model_state=None)
+        return common.replace(params=frozen, model_state=None)
 
     def zeros(self, state: TrainState) -> Walk:
         """Before the first step."""
@@ -76,50 +87,45 @@ class HostProgram(LocalProgram):
         """Ends the device's part of a window.
 
         Args:
-            state: The state it began with.
+            state: The state it began with, `params` being those that are trained.
             walk: Where its steps have led.
             anew: Whether the host knows nothing of windows before: then what the device
                 has done in them, and is not averaged, goes with it.
-            fine: What `apply` has given last; passed on.
+            fine: What `apply` has said last; passed on.
 
         Returns:
             Its state, and the delivery. What is not finite is in neither.
         """
         own = finite(state, walk)
         kept: AveragingState = state.averaging
-        trained, frozen = self.work.selection.split(state.params)
-        before, structure = jax.tree.flatten(trained)
-        after = [jnp.where(own, y, x) for x, y in zip(before, _leaves(walk.trained), strict=True)]
+        before, structure = jax.tree.flatten(state.params)
+        after, opt_state, model_state = jax.tree.map(
+            lambda new, old: jnp.where(own, new, old),
+            (jax.tree.leaves(walk.trained), walk.opt_state, walk.model_state),
+            (before, state.opt_state, state.model_state),
+        )
         begin = [jnp.where(anew, x, y) for x, y in zip(kept.base, before, strict=True)]
-        wide = [leaf.astype(jnp.float32) for leaf in begin]
-        progress = [
-            jnp.where(own, a - b.astype(jnp.float32), 0) for a, b in zip(wide, after, strict=True)
-        ]
-        steps = jnp.where(own, walk.steps + jnp.where(anew, kept.steps[0], 0), 0)
-        opt_state = jax.tree.map(
-            lambda new, fresh: jnp.where(own, new, fresh), walk.opt_state, self.tx.init(trained)
-        )
-        model_state = jax.tree.map(
-            lambda new, old: jnp.where(own, new, old), walk.model_state, state.model_state
-        )
-        known = [leaf.astype(jnp.float32) for leaf in kept.base]
+        progress = [_wide(a) - _wide(b) for a, b in zip(begin, after, strict=True)]
+        pending = jnp.where(anew, kept.steps[0], 0)
+        steps = pending + jnp.where(own, walk.steps, 0)
+        known = [_wide(leaf) for leaf in kept.base]
         delivery = Delivery(
             progress,
             steps,
             own,
             seen(walk, own),
-            self._sent(self.merge, model_state),
-            _raw(_leaves(opt_state)) if self._averages else [],
+            sent_leaves(self.merge, model_state),
+            _raw(jax.tree.leaves(opt_state)) if self._averages else [],
             sum(jnp.vdot(x, x) for x in known),
             sum(jnp.vdot(x, g) for x, g in zip(known, progress, strict=True)),
             fine,
         )
         state = state.replace(
-            params=self.work.selection.join(structure.unflatten(after), frozen),
+            params=structure.unflatten(after),
             opt_state=opt_state,
             model_state=model_state,
             averaging=AveragingState(
-                kept.outer, kept.base, jnp.where(anew, 0, kept.steps) + steps, kept.error
+                kept.outer, kept.base, kept.steps - pending + steps, kept.error
             ),
             microbatches=state.microbatches + walk.extra["total"],
             examples=state.examples + walk.extra["examples"],
@@ -128,83 +134,99 @@ class HostProgram(LocalProgram):
         return (state, delivery), None
 
     def apply(
-        self, state: TrainState, news: News, ended: list[Any], since: list[Since]
-    ) -> tuple[tuple[TrainState, Any], None]:
+        self, state: TrainState, news: News, done: Since, later: list[Since], fine: Any
+    ) -> tuple[tuple[TrainState, list[list[Any]], Any], None]:
         """Takes up the average of a window.
 
         Args:
-            state: The device's state.
+            state: The device's state, `params` being those that are trained.
             news: The average.
-            ended: The device's model state at the end of that window, leaves that are
-                merged.
-            since: What it has done in windows after it, oldest first.
+            done: What the device did in that window.
+            later: What it has done in windows after it, oldest first.
+            fine: What `apply` has said before, since the last delivery.
 
         Returns:
-            Its state, and whether the new parameters are finite; else the old ones stay.
+            Its state; its model states at the ends of the later windows, corrected as it
+            is itself; and whether all new parameters were finite: else the old ones stay.
         """
         kept: AveragingState = state.averaging
-        x = [leaf.astype(jnp.float32) for leaf in kept.base]
+        x = [_wide(leaf) for leaf in kept.base]
         new = [a - move for a, move in zip(x, news.delta, strict=True)]
         outer = kept.outer
         if self.averaging.outer is not None:
             tx = optax.with_extra_args_support(self.averaging.outer)
             updates, made = tx.update(news.delta, outer[0], x)
             outer = (made,)
-            moves = zip(new, _leaves(updates), news.delta, strict=True)
+            moves = zip(new, jax.tree.leaves(updates), news.delta, strict=True)
             new = [m + (u + d) for m, u, d in moves]  # see `elche_jax.averaging.join`
-        fine = all_finite(new)
-        good = news.good & fine
+        finite_new = all_finite(new)
+        good = news.good & finite_new
         base = [leaf.astype(old.dtype) for leaf, old in zip(new, kept.base, strict=True)]
         base, outer = jax.tree.map(
             lambda a, b: jnp.where(good, a, b), (base, outer), (kept.base, kept.outer)
         )
         own, steps = base, jnp.zeros_like(kept.steps)
-        for window in since:
+        for window in later:
             own = [_less(y, g) for y, g in zip(own, window.progress, strict=True)]
             steps = steps + window.steps
-        trained, frozen = self.work.selection.split(state.params)
-        trained = jax.tree.structure(trained).unflatten(own)
+        trained = jax.tree.structure(state.params).unflatten(own)
+        ended = [window.model_state for window in later]
+        now = sent_leaves(self.merge, state.model_state)
+        told, *ended = [
+            self._told(leaves, news.model_state, done.model_state, good, late=bool(later))
+            for leaves in (now, *ended)
+        ]
         state = state.replace(
-            params=self.work.selection.join(trained, frozen),
-            opt_state=self._opt_state(state, news, trained),
-            model_state=self._told(state.model_state, news, ended, late=bool(since)),
+            params=trained,
+            opt_state=self._opt_state(state, news, trained, done.own, good),
+            model_state=with_leaves(self.merge, state.model_state, told),
             averaging=AveragingState(outer, base, steps, kept.error),
         )
-        return (state, fine), None
+        return (state, ended, fine & finite_new), None
 
     @property
     def _averages(self) -> bool:
         return self.averaging.optimizer_state == "average"
 
-    def _sent(self, rules: MergeRules, tree: PyTree) -> list[Any]:
-        pairs = zip(_leaves(tree), rules.rules, strict=True)
-        return [leaf for leaf, rule in pairs if rule != "keep"]
+    def _opt_state(
+        self, state: TrainState, news: News, trained: PyTree, own: Any, good: Any
+    ) -> PyTree:
+        """Anew for a device that was left out, where the others' is not to be had."""
+        if self._averages:
+            leaves, structure = jax.tree.flatten(state.opt_state)
+            pairs = zip(news.opt_state, leaves, strict=True)
+            new: PyTree = structure.unflatten([_like(leaf, old) for leaf, old in pairs])
+            changed = good
+        else:
+            new, changed = self.tx.init(trained), good
+            if self.averaging.optimizer_state == "keep":
+                changed = good & ~own
+        return jax.tree.map(lambda a, b: jnp.where(changed, a, b), new, state.opt_state)
 
-    def _opt_state(self, state: TrainState, news: News, trained: PyTree) -> PyTree:
-        if self.averaging.optimizer_state == "reset":
-            return self.tx.init(trained)
-        if not self._averages:
-            return state.opt_state
-        leaves, structure = jax.tree.flatten(state.opt_state)
-        return structure.unflatten(
-            [
-                jnp.where(news.good, _like(new, old), old)
-                for new, old in zip(news.opt_state, leaves, strict=True)
-            ]
-        )
+    def _told(
+        self, now: list[Any], common: list[Any], ended: list[Any], good: Any, late: bool
+    ) -> list[Any]:
+        """Model state, leaves that are merged: the common one; where the device has gone on
+        since, its own corrected."""
+        rules, leaves = sent_rules(self.merge), []
+        for i, (leaf, together) in enumerate(zip(now, common, strict=True)):
+            told = correct(rules, i)(leaf, together, ended[i]) if late else together
+            leaves.append(jnp.where(good, told, leaf))
+        return leaves
 
-    def _told(self, tree: PyTree, news: News, ended: list[Any], late: bool) -> PyTree:
-        """Model state: the merged one; of a device that has gone on since, corrected."""
-        leaves, structure = jax.tree.flatten(tree)
-        at = 0
-        for i, rule in enumerate(self.merge.rules):
-            if rule == "keep":
-                continue
-            common, now = news.model_state[at], leaves[i]
-            told = correct(self.merge, i)(now, common, ended[at]) if late else common
-            leaves[i] = jnp.where(news.good, told, now)
-            at += 1
-        return structure.unflatten(leaves)
+
+def sent_leaves(rules: MergeRules, tree: PyTree) -> list[Any]:
+    """The leaves of model state that are merged."""
+    pairs = zip(jax.tree.leaves(tree), rules.rules, strict=True)
+    return [leaf for leaf, rule in pairs if rule != "keep"]
+
+
+def with_leaves(rules: MergeRules, tree: PyTree, sent: list[Any]) -> PyTree:
+    """Model state with other leaves where they are merged."""
+    leaves, structure = jax.tree.flatten(tree)
+    new = iter(sent)
+    pairs = zip(leaves, rules.rules, strict=True)
+    return structure.unflatten([old if rule == "keep" else next(new) for old, rule in pairs])
 
 
 def sent_rules(rules: MergeRules) -> MergeRules:
@@ -223,12 +245,12 @@ def averaged_rules(program: HostProgram, opt_state: PyTree) -> MergeRules:
     return opt_rules(opt_state)
 
 
-def _leaves(tree: PyTree) -> list[Any]:
-    return jax.tree.leaves(tree)
+def _wide(leaf: Any) -> Any:
+    return leaf.astype(jnp.float32)
 
 
 def _less(y: Any, progress: Any) -> Any:
-    return (y.astype(jnp.float32) - progress).astype(y.dtype)
+    return (_wide(y) - progress).astype(y.dtype)
 
 
 def _raw(leaves: list[Any]) -> list[Any]:

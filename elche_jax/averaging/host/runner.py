@@ -7,7 +7,7 @@ fast one goes on where nobody makes it wait.
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -15,20 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from elche_jax.averaging.host.average import Delivery, HostAverage, News
-from elche_jax.averaging.host.exchange import (
-    Done,
-    Failed,
-    HostExchange,
-    Limits,
-    Outcome,
+from elche_jax.averaging.host.board import Done, Failed, Learned, Limits, Outcome
+from elche_jax.averaging.host.exchange import HostExchange
+from elche_jax.averaging.host.program import (
+    HostProgram,
+    Since,
+    averaged_rules,
+    sent_leaves,
+    sent_rules,
+    with_leaves,
 )
-from elche_jax.averaging.host.program import HostProgram, Since, averaged_rules, sent_rules
+from elche_jax.averaging.state import AveragingState
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import Group
 from elche_jax.engine.fetch import Orders, Payload
 from elche_jax.engine.loop import Seconds
 from elche_jax.engine.mapped import Each, stack_shards, stacked_sharding
-from elche_jax.engine.replicas import is_key, replicate
+from elche_jax.engine.replicas import is_key, is_stacked, replicate
 from elche_jax.engine.runner import Call, Launch, new_number, signature, zeros
 from elche_jax.engine.state import TrainState
 
@@ -40,7 +43,8 @@ Program = tuple[Hashable, Callable[[], Any]]
 class Shapes:
     """Of what one device's programs take, leaves `(1, ...)`."""
 
-    state: TrainState
+    reads: TrainState
+    thin: TrainState
     walk: PyTree
     news: News
     since: Since
@@ -48,14 +52,15 @@ class Shapes:
 
 @dataclass
 class Begun:
-    """A window that was launched and whose average the devices have not taken up."""
+    """A window that was launched and whose average the devices have not taken up.
+
+    Attributes:
+        number: Number of its dispatch.
+        since: What every device did in it; None of one that got no programs.
+    """
 
     number: int
-    deliveries: list[Delivery]
-
-    def since(self, rank: int) -> Since:
-        mine = self.deliveries[rank]
-        return Since(mine.progress, mine.steps, mine.model_state)
+    since: list[Since | None]
 
 
 @dataclass
@@ -63,22 +68,30 @@ class Session:
     """What a run knows of the state it has returned last.
 
     Attributes:
-        parts: That state by rank.
+        parts: That state by rank, `params` being those that are trained, without the key.
+        frozen: By rank the frozen parameters and the key.
         step: Windows it has had.
-        fine: By rank whether the parameters taken up last were finite.
+        fine: By rank whether all parameters were finite that were taken up since the last
+            delivery.
         metrics: Metrics of the window averaged last.
         begun: Windows that are not averaged yet, oldest first.
-        fresh: Whether none was launched yet.
+        absent: Ranks that get no programs, as they are late.
         state: That state, weakly; with another one a new session begins.
     """
 
     parts: list[TrainState]
+    frozen: list[tuple[PyTree, Any]]
     step: int
     fine: list[Any]
     metrics: dict[str, Any]
     begun: list[Begun] = field(default_factory=list)
-    fresh: bool = True
+    absent: set[int] = field(default_factory=set)
     state: Callable[[], TrainState | None] = lambda: None
+
+    @property
+    def present(self) -> list[int]:
+        """Ranks that get programs."""
+        return [rank for rank in range(len(self.parts)) if rank not in self.absent]
 
 
 class HostRunner:
@@ -107,19 +120,20 @@ class HostRunner:
         seconds: Seconds | None,
         sent: int,
     ):
-        self.group, self.limits = group, limits
+        self.group, self.limits, self.state = group, limits, state
         self.replicated = program.replicated
         self.capacities: dict[Hashable, set[int]] = {}
         self._program, self._cache, self._seconds = program, cache, seconds
+        self._split, self._join = program.work.selection.split, program.work.selection.join
         self._number = new_number()
         devices = group.devices
+        self._sharding = stacked_sharding(devices)
         self._accumulate = Each(program.accumulate, devices, donate=(1,))
         self._deliver = Each(program.deliver, devices, donate=())
-        self._apply = Each(program.apply, devices, donate=())
-        self._sharding = stacked_sharding(devices)
+        # whoever runs ahead applies to the state that the user still has
+        self._apply = Each(program.apply, devices, donate=() if limits.ahead else (0,))
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
-        self._walk_shape = jax.eval_shape(program.zeros, one)
-        self.state = state
+        walk = jax.eval_shape(program.zeros, one)
         self._averaging = HostAverage(
             program.averaging.exponent,
             sent_rules(program.merge),
@@ -128,18 +142,23 @@ class HostRunner:
             sent,
         )
         flag = jax.ShapeDtypeStruct((), jnp.bool_)
-        (_, delivery), _ = jax.eval_shape(program.deliver, one, self._walk_shape, flag, flag)
-        since = Since(delivery.progress, delivery.steps, delivery.model_state)
+        (_, delivery), _ = jax.eval_shape(program.deliver, self._thin(one), walk, flag, flag)
         news = News(delivery.progress, delivery.model_state, delivery.opt_state, flag)
-        self._shapes = Shapes(*map(_one_each, (one, self._walk_shape, news, since)))
+        shapes = (program.reads(one), self._thin(one), walk, news, _since(delivery))
+        self._shapes = Shapes(*map(_one_each, shapes))
+        self._walk_shape = walk
         self._walks: list[PyTree] = []
         self._bools: dict[int, tuple[Any, Any]] = {}
 
-    def watch(self, done: Done, failed: Failed) -> HostExchange:
+    def watch(self, done: Done, learned: Learned, failed: Failed) -> HostExchange:
         """Makes the exchange of a run; its threads end when it is closed."""
-        return HostExchange(
-            self.group.world_size, self._averaging, self.limits, self._seconds, done, failed
-        )
+        return self._exchange(self.limits, done, learned, failed)
+
+    def _exchange(
+        self, limits: Limits, done: Done, learned: Learned, failed: Failed
+    ) -> HostExchange:
+        size = self.group.world_size
+        return HostExchange(size, self._averaging, limits, self._seconds, done, learned, failed)
 
     def run(
         self, state: TrainState, calls: Sequence[Call], launch: Launch, overlap: bool = False
@@ -157,33 +176,16 @@ class HostRunner:
 
         Returns:
             The new state; the metrics of the window, or, where devices run ahead, of the
-            last one that was averaged; and for every device whether it was finite.
+            last one that was averaged; and whether that was finite.
         """
         del overlap
-        exchange: HostExchange = launch.watch
-        session = self._session(exchange, state)
-        exchange.session = None  # whatever interrupts what follows: the state stays usable
-        counts = tuple(sum(call.ranges[r].count for call in calls) for r in range(len(self)))
-        try:
-            exchange.admit(counts)
-            if self.limits.ahead:
-                self._take_up(session, exchange.closed())
-            self._launch(session, calls, exchange, launch, counts)
-            if not self.limits.ahead:
-                outcome = exchange.wait(launch.number)
-                self._take_up(session, [(launch.number, outcome)])
-                self._await_applied(session, exchange, launch.number, outcome)
-        except BaseException:
-            self._walks = []
-            exchange.abandon(launch.number)
-            raise
-        new = self._stack(session.parts)
-        session.state = weakref.ref(new)
-        exchange.session = session
-        for leaf in jax.tree.leaves(state):
-            leaf.delete()
-        metrics = jax.device_put(session.metrics, self.group.devices[0])
-        return new, metrics, metrics["finite"]
+        if launch.watch is not None:
+            return self._run(launch.watch, state, calls, launch)
+        alone = self._exchange(replace(self.limits, ahead=False), _ignore, _ignore, _ignore)
+        try:  # the window of a run that was closed
+            return self._run(alone, state, calls, launch)
+        finally:
+            alone.close()
 
     def release(self) -> None:
         """Gives back the memory of what devices carry through their steps."""
@@ -204,17 +206,57 @@ class HostRunner:
 
     # -- one window ------------------------------------------------------------------
 
-    def _session(self, exchange: HostExchange, state: TrainState) -> Session:
-        """That of the state, or a new one: then what was begun is not taken up, but goes
-        with the next delivery."""
+    def _run(
+        self, exchange: HostExchange, state: TrainState, calls: Sequence[Call], launch: Launch
+    ) -> tuple[TrainState, dict[str, Any], Any]:
         session: Session | None = exchange.session
-        if session is not None and session.state() is state:
-            return session
-        exchange.closed()
-        parts = [part_of(state, rank) for rank in range(len(self))]
-        true = [jax.device_put(np.ones(1, bool), device) for device in self.group.devices]
-        step = int(np.asarray(parts[0].step)[0])
-        return Session(parts, step, true, self._no_metrics())
+        known = session is not None and session.state() is state
+        # a state that the run has not returned: nobody could tell it later of this average
+        ahead = exchange.limits.ahead and (known or not exchange.used)
+        if session is None or not known:
+            session = self._begin(state)
+        exchange.session = None  # whatever interrupts what follows: the state stays usable
+        counts = tuple(sum(call.ranges[r].count for call in calls) for r in range(len(self)))
+        try:
+            exchange.admit(counts)
+            launch = replace(launch, at=time.perf_counter())
+            late = exchange.late
+            session.absent |= late
+            self._take_up(session, exchange.closed())
+            for rank in session.absent - late:
+                self._restore(session, rank)
+            session.absent &= late
+            self._launch(session, calls, exchange, launch, counts, anew=not known, ahead=ahead)
+            if not ahead:
+                outcome = exchange.wait(launch.number)
+                session.absent |= exchange.late
+                self._take_up(session, [(launch.number, outcome)])
+                self._await_applied(session, exchange, launch.number, outcome)
+            new = self._whole(session, state)
+        except BaseException:
+            self._walks = []
+            exchange.abandon(launch.number)
+            raise
+        session.state = weakref.ref(new)
+        exchange.session = session
+        if not session.absent:  # else the new one has arrays of the old one
+            for leaf in jax.tree.leaves(self._thin(state)):
+                leaf.delete()
+        metrics = jax.device_put(session.metrics, self.group.devices[session.present[0]])
+        return new, metrics, metrics["finite"]
+
+    def _begin(self, state: TrainState) -> Session:
+        """A new session: what the devices have done and is not averaged goes with their
+        next delivery."""
+        state = jax.tree.map(self._on_devices, state)
+        ranks = range(len(self))
+        thin, frozen = self._thin(state), (self._split(state.params)[1], state.key)
+        parts = [part_of(thin, rank) for rank in ranks]
+        steps = [part.step for part in parts]  # of one that need not be waited for
+        step = next((one for one in steps if one.is_ready()), steps[0])
+        fine = [self._flags(rank)[True] for rank in ranks]
+        rest = [part_of(frozen, rank) for rank in ranks]
+        return Session(parts, rest, int(np.asarray(step)[0]), fine, self._no_metrics())
 
     def _launch(
         self,
@@ -223,52 +265,102 @@ class HostRunner:
         exchange: HostExchange,
         launch: Launch,
         counts: tuple[int, ...],
+        anew: bool,
+        ahead: bool,
     ) -> None:
         walks = self._walks or [self._zero_walk(device) for device in self.group.devices]
         self._walks = []
-        reads = [self._program.reads(part) for part in session.parts]
+        ranks = session.present
+        reads = {rank: self._program.reads(self._full(session, rank)) for rank in ranks}
         for call in calls:
-            for rank, accumulate in enumerate(self._accumulators(call.payload)):
+            programs = self._accumulators(call.payload)
+            for rank in ranks:
                 orders = part_of(call.orders, rank)
                 payload = part_of(call.payload, rank)
-                (walks[rank], _), _ = accumulate(reads[rank], walks[rank], payload, orders)
-        deliveries: list[Delivery] = []
-        for rank, deliver in enumerate(self._delivering()):
-            anew = self._flags(rank)[session.fresh]
-            state = session.parts[rank]
-            (state, delivery), _ = deliver(state, walks[rank], anew, session.fine[rank])
-            session.parts[rank] = state
-            deliveries.append(delivery)
+                (walks[rank], _), _ = programs[rank](reads[rank], walks[rank], payload, orders)
+        deliveries: list[Delivery | None] = [None] * len(self)
+        programs = self._delivering()
+        for rank in ranks:
+            state, flag, fine = session.parts[rank], self._flags(rank)[anew], session.fine[rank]
+            (state, delivery), _ = programs[rank](state, walks[rank], flag, fine)
+            session.parts[rank], deliveries[rank] = state, delivery
+            session.fine[rank] = self._flags(rank)[True]
         self._walks = walks
-        session.begun.append(Begun(launch.number, deliveries))
-        exchange.launch(launch.number, launch.at, counts, session.step, deliveries)
-        session.step, session.fresh = session.step + 1, False
+        since = [None if one is None else _since(one) for one in deliveries]
+        session.begun.append(Begun(launch.number, since))
+        exchange.launch(launch.number, launch.at, counts, session.step, deliveries, ahead)
+        session.step += 1
 
     def _take_up(self, session: Session, closed: list[tuple[int, Outcome]]) -> None:
         """Tells the devices of averages, in the order of the windows."""
         for number, outcome in closed:
             if not session.begun or session.begun[0].number != number:
-                continue  # of a window that goes with a later delivery
-            done, *later = session.begun
-            devices = list(self.group.devices)
-            told = jax.device_put([_stacked(outcome.average.news)] * len(devices), devices)
-            for rank, apply in enumerate(self._applying(len(later))):
-                ended = done.deliveries[rank].model_state
-                since = [window.since(rank) for window in later]
-                (part, fine), _ = apply(session.parts[rank], told[rank], ended, since)
-                session.parts[rank], session.fine[rank] = part, fine
-            session.begun = later
+                continue  # of a window before this session; it went with a later delivery
+            done, *session.begun = session.begun
+            ranks = session.present
+            devices = [self.group.devices[rank] for rank in ranks]
+            news = jax.device_put([_stacked(outcome.average.news)] * len(ranks), devices)
+            for rank, told in zip(ranks, news, strict=True):
+                self._apply_one(session, rank, told, done)
             session.metrics = outcome.average.metrics
+
+    def _apply_one(self, session: Session, rank: int, news: News, done: Begun) -> None:
+        part, fine = session.parts[rank], session.fine[rank]
+        later = [window for window in session.begun if window.since[rank] is not None]
+        since = [window.since[rank] for window in later]
+        own = done.since[rank] or self._nothing(session, rank)
+        apply = self._applying(len(later))[rank]
+        (part, ended, fine), _ = apply(part, news, own, since, fine)
+        session.parts[rank], session.fine[rank] = part, fine
+        for window, old, model_state in zip(later, since, ended, strict=True):
+            assert old is not None
+            window.since[rank] = replace(old, model_state=model_state)
+
+    def _nothing(self, session: Session, rank: int) -> Since:
+        """What a device did in a window without programs."""
+        none = jax.device_put(
+            jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._shapes.since.progress),
+            self.group.devices[rank],
+        )
+        model_state = sent_leaves(self._program.merge, session.parts[rank].model_state)
+        steps = jax.device_put(np.zeros(1, np.float32), self.group.devices[rank])
+        return Since(none, steps, self._flags(rank)[True], model_state)
+
+    def _restore(self, session: Session, rank: int) -> None:
+        """Gives a device that is back what the others have agreed on; what it had begun
+        before is no part of it any more."""
+        healthy = session.parts[session.present[0]]
+        kept: AveragingState = healthy.averaging
+        own, merge = session.parts[rank], self._program.merge
+        params = jax.tree.structure(healthy.params).unflatten(kept.base)
+        sent = sent_leaves(merge, healthy.model_state)
+        steps = np.zeros(kept.steps.shape, np.float32)
+        state = healthy.replace(
+            params=params,
+            opt_state=None,
+            model_state=None,
+            averaging=AveragingState(kept.outer, kept.base, steps, kept.error),
+        )
+        device = self.group.devices[rank]
+        state, sent = jax.device_put((state, sent), device)
+        opt_state = own.opt_state
+        if self._program.averaging.optimizer_state != "keep":
+            opt_state = jax.device_put(healthy.opt_state, device)
+        model_state = with_leaves(merge, own.model_state, sent)
+        session.parts[rank] = state.replace(opt_state=opt_state, model_state=model_state)
+        session.fine[rank] = self._flags(rank)[True]
+        for window in session.begun:
+            window.since[rank] = None
 
     def _await_applied(
         self, session: Session, exchange: HostExchange, number: int, outcome: Outcome
     ) -> None:
         """Waits until the devices, late ones apart, have taken up the average."""
         ends = {}
-        for rank, fine in enumerate(session.fine):
-            if rank not in exchange.late:
-                outcome.average.metrics["finite"] &= np.asarray(fine)[0]
-                ends[rank] = time.perf_counter()
+        for rank in session.present:
+            outcome.average.metrics["finite"] &= np.asarray(session.fine[rank])[0]
+            ends[rank] = time.perf_counter()
+            session.fine[rank] = self._flags(rank)[True]  # it was told
         last = max(ends.values())
         exchange.applied(number, [ends.get(rank, last) for rank in range(len(self))])
 
@@ -279,14 +371,32 @@ class HostRunner:
         rows = ("distance", "update_norm", "cosine", "share")
         return dict.fromkeys(names, none) | dict.fromkeys(rows, row) | {"finite": np.bool_(True)}
 
-    def _stack(self, parts: list[TrainState]) -> TrainState:
+    # -- states: whole, and what the programs of a device take of them ----------------
+
+    def _thin(self, state: TrainState) -> TrainState:
+        """What `deliver` and `apply` take: neither frozen parameters nor the key."""
+        return state.replace(params=self._split(state.params)[0], key=None)
+
+    def _full(self, session: Session, rank: int) -> TrainState:
+        part, (frozen, key) = session.parts[rank], session.frozen[rank]
+        return part.replace(params=self._join(part.params, frozen), key=key)
+
+    def _whole(self, session: Session, state: TrainState) -> TrainState:
+        """The new state, stacked; with the frozen parameters and the key of the old one."""
+
         def stack(*leaves: jax.Array) -> jax.Array:
             if is_key(leaves[0]):
                 data = stack(*map(jax.random.key_data, leaves))
                 return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaves[0]))
             return stack_shards(leaves, self._sharding, (len(leaves), *leaves[0].shape[1:]))
 
-        return jax.tree.map(stack, *parts)
+        new: TrainState = jax.tree.map(stack, *session.parts)
+        frozen = jax.tree.map(self._on_devices, (self._split(state.params)[1], state.key))
+        return new.replace(params=self._join(new.params, frozen[0]), key=frozen[1])
+
+    def _on_devices(self, leaf: jax.Array) -> jax.Array:
+        """Stacked over the devices, where it was put together on one."""
+        return leaf if is_stacked(leaf) else jax.device_put(leaf, self._sharding)
 
     def _zero_walk(self, device: jax.Device) -> PyTree:
         return replicate(jax.tree.map(zeros, self._walk_shape), [device])
@@ -308,21 +418,27 @@ class HostRunner:
         key = ("host accumulate", self._number, rank, signature(payload))
         payload = _one_each(payload, stacked=True)
         orders = Orders(jax.ShapeDtypeStruct((1, Orders.WIDTH), jnp.int32))
-        reads = self._program.reads(self._shapes.state)
-        walk = self._shapes.walk
-        return key, lambda: self._accumulate.compile(rank, reads, walk, payload, orders)
+        args = (self._shapes.reads, self._shapes.walk, payload, orders)
+        return key, lambda: self._accumulate.compile(rank, *args)
 
     def _delivering(self) -> list[Any]:
         flag = jax.ShapeDtypeStruct((1,), jnp.bool_)
-        args = (self._shapes.state, self._shapes.walk, flag, flag)
+        args = (self._shapes.thin, self._shapes.walk, flag, flag)
         key = ("host deliver", self._number)
         return self._all(lambda rank: ((*key, rank), lambda: self._deliver.compile(rank, *args)))
 
     def _applying(self, later: int) -> list[Any]:
-        since = self._shapes.since
-        args = (self._shapes.state, self._shapes.news, since.model_state, [since] * later)
-        key = ("host apply", self._number, later)
-        return self._all(lambda rank: ((*key, rank), lambda: self._apply.compile(rank, *args)))
+        if self.limits.ahead:  # another number of windows would be met in the middle of a run
+            for number in range(self.limits.in_flight):
+                for rank in range(len(self)):
+                    self._cache.prepare(*self._apply_program(number, rank))
+        return self._all(lambda rank: self._apply_program(later, rank))
+
+    def _apply_program(self, later: int, rank: int) -> Program:
+        since, flag = self._shapes.since, jax.ShapeDtypeStruct((1,), jnp.bool_)
+        args = (self._shapes.thin, self._shapes.news, since, [since] * later, flag)
+        key = ("host apply", self._number, later, rank)
+        return key, lambda: self._apply.compile(rank, *args)
 
     def _all(self, program: Callable[[int], Program]) -> list[Any]:
         """The programs of all devices; compiled two at a time where they are not there."""
@@ -342,6 +458,14 @@ def _one_each(tree: PyTree, stacked: bool = False) -> PyTree:
     """Shapes of the arrays that one device gets."""
     at = 1 if stacked else 0
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[at:]), x.dtype), tree)
+
+
+def _since(delivery: Delivery) -> Since:
+    return Since(delivery.progress, delivery.steps, delivery.own, delivery.model_state)
+
+
+def _ignore(*_: Any) -> None:
+    """For a window whose run is over: nobody asks how long it took."""
 
 
 def _stacked(tree: PyTree) -> PyTree:

@@ -1,0 +1,325 @@
+"""What the threads of an exchange on the host share: windows, and who has delivered.
+
+A window is *launched* by the loop, *closed* when every device that got programs has
+delivered and the average is there, and *over* when that has been reported. A device that
+has not delivered `timeout_s` after the first one is *late*: the window is closed without
+it, no later one waits for it, and it gets no work until it has delivered all it owes.
+What a late device had done is lost. How long it took is told to `learned` when the delivery
+comes, if the device was late before and never in time since: then it is slow, no accident,
+and is to get less work.
+
+Where devices run ahead nobody waits at the end of a window. What it costs is then how long
+even the busiest device was idle before it: its gap since its last delivery.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from elche_jax.averaging.host.average import Average, Delivery
+from elche_jax.engine.timing import WindowTimes
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a window.
+
+    Attributes:
+        average: Its average.
+        late: Ranks of the devices it was closed without, and that had work in it.
+        ahead: Whether devices ran ahead of it.
+    """
+
+    average: Average
+    late: tuple[int, ...]
+    ahead: bool
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long to wait, and how far a device may run ahead.
+
+    Attributes:
+        timeout_s: Seconds after the first delivery of a window until a device is late.
+        ahead: Whether devices go on while a window is averaged.
+        max_overshoot: Microbatches that a device may begin beyond the oldest window that
+            is not closed; None for no such bound.
+        max_batch_diff: The same beyond the oldest window that not all devices have
+            delivered, late ones apart; None for no such bound.
+    """
+
+    timeout_s: float
+    ahead: bool = False
+    max_overshoot: int | None = None
+    max_batch_diff: int | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """Windows that may be dispatched and not yet over."""
+        return 2 if self.max_overshoot is None else 4
+
+
+Done = Callable[[WindowTimes, Outcome], None]
+Learned = Callable[[WindowTimes, Sequence[float]], None]
+Failed = Callable[[BaseException], None]
+
+
+@dataclass
+class OpenWindow:
+    """A window that was launched; guarded by the board's lock."""
+
+    number: int
+    at: float
+    counts: tuple[int, ...]
+    step: int
+    got: list[Delivery | None]
+    ends: list[float | None]
+    begins: list[float]
+    gaps: list[float]
+    absent: frozenset[int]
+    ahead: bool
+    first: float | None = None
+    average: Average | None = None
+    late: tuple[int, ...] = ()
+    applied: tuple[float, ...] | None = None
+    registered: bool = False
+    told: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is nothing more to come of it, late deliveries apart."""
+        return self.registered and self.average is not None and (self.ahead or bool(self.applied))
+
+    @property
+    def worked(self) -> list[int]:
+        return [rank for rank, count in enumerate(self.counts) if count]
+
+
+@dataclass
+class Board:
+    """Windows and who has delivered; every method may be called from any thread."""
+
+    world_size: int
+    limits: Limits
+    done: Done
+    learned: Learned
+    failed_: Failed
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    stop: threading.Event = field(default_factory=threading.Event)
+    late: set[int] = field(default_factory=set)
+    owed: list[int] = field(default_factory=list)
+    free: list[float | None] = field(default_factory=list)
+    incidents: list[int] = field(default_factory=list)
+    windows: dict[int, OpenWindow] = field(default_factory=dict)
+    closed: deque[tuple[int, Outcome]] = field(default_factory=deque)
+    tardy: dict[int, OpenWindow] = field(default_factory=dict)
+    error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self.owed = [0] * self.world_size
+        self.free = [None] * self.world_size
+        self.incidents = [0] * self.world_size
+
+    # -- the loop --------------------------------------------------------------------
+
+    def admit(self, counts: tuple[int, ...]) -> None:
+        with self.changed:
+            self._until(lambda: self._has_room(counts))
+
+    def open(
+        self,
+        number: int,
+        at: float,
+        counts: tuple[int, ...],
+        step: int,
+        absent: frozenset[int],
+        ahead: bool,
+    ) -> None:
+        with self.changed:
+            n = self.world_size
+            self.windows[number] = OpenWindow(
+                number, at, counts, step, [None] * n, [None] * n, [at] * n,
+                self._gaps(at, absent) if ahead else [0.0] * n, absent, ahead,
+            )  # fmt: skip
+            self.owed = [owed + (rank not in absent) for rank, owed in enumerate(self.owed)]
+            self.changed.notify_all()
+
+    def wait(self, number: int) -> Outcome:
+        with self.changed:
+            window = self.windows[number]
+            self._until(lambda: window.average is not None)
+            return self._outcome(window)
+
+    def take_closed(self) -> list[tuple[int, Outcome]]:
+        with self.changed:
+            taken = list(self.closed)
+            self.closed.clear()
+            return taken
+
+    def applied(self, number: int, ends: tuple[float, ...]) -> None:
+        with self.changed:
+            self.windows[number].applied = ends
+        self._tell(number)
+
+    def register(self, number: int) -> None:
+        with self.changed:
+            if number in self.windows:
+                self.windows[number].registered = True
+        self._tell(number)
+
+    def abandon(self, number: int) -> None:
+        with self.changed:
+            window = self.windows.get(number)
+            if window is not None and window.average is not None:
+                del self.windows[number]
+            elif window is not None:  # it is let go when it is closed
+                window.told = True
+
+    def _gaps(self, at: float, absent: frozenset[int]) -> list[float]:
+        """How long each device has had nothing to do; of one without programs the longest."""
+        gaps = [
+            0.0 if owed or free is None else max(0.0, at - free)
+            for owed, free in zip(self.owed, self.free, strict=True)
+        ]
+        longest = max(gaps)
+        return [longest if rank in absent else gap for rank, gap in enumerate(gaps)]
+
+    def _until(self, condition: Callable[[], bool]) -> None:
+        self.changed.wait_for(lambda: self.error or self.stop.is_set() or condition())
+        if self.error is not None:
+            raise self.error
+        if not condition():
+            raise RuntimeError("train: the windows of this run were closed while it trained.")
+
+    def _has_room(self, counts: tuple[int, ...]) -> bool:
+        unclosed = [w for w in self.windows.values() if w.average is None]
+        owed = [w for w in unclosed if self._missing(w)]
+        bounds = [(unclosed, self.limits.max_overshoot), (owed, self.limits.max_batch_diff)]
+        return len(self.late) < self.world_size and all(
+            most is None or not windows or _beyond(windows, counts) <= most
+            for windows, most in bounds
+        )
+
+    # -- the threads -----------------------------------------------------------------
+
+    def delivered(self, rank: int, number: int, now: float, delivery: Delivery) -> None:
+        learned = None
+        with self.changed:
+            begin, self.free[rank] = self.free[rank], now
+            self.owed[rank] -= 1
+            if not self.owed[rank]:
+                self.late.discard(rank)
+            window = self.windows.get(number)
+            if window is not None and window.average is None:
+                window.got[rank] = delivery
+                if window.counts[rank] and rank not in self.late:
+                    self.incidents[rank] = 0  # in time
+                if window.counts[rank] and window.first is None:
+                    window.first = now
+            window = window or self.tardy.get(number)
+            if window is not None:
+                window.ends[rank] = now
+                window.begins[rank] = max(window.at, begin or window.at)
+                learned = self._now_known(window)
+            self.changed.notify_all()
+        if learned is not None:
+            self.learned(*learned)
+
+    def _now_known(self, window: OpenWindow) -> tuple[WindowTimes, list[float]] | None:
+        """The times of a window that is over, and when the devices began with it; where the
+        last device has come now, and was no accident."""
+        known = all(window.ends[r] is not None for r in window.worked)
+        if not (window.told and known and self.tardy.pop(window.number, None)):
+            return None
+        slow = all(self.incidents[rank] > 1 for rank in window.late)
+        return (_times(window), window.begins) if slow else None
+
+    def next_complete(self) -> tuple[OpenWindow, list[Delivery | None]] | None:
+        """Waits for the oldest window that is not closed; None at the end."""
+        with self.changed:
+            while not self.stop.is_set():
+                window = next((w for w in self.windows.values() if w.average is None), None)
+                left = None
+                if window is not None and window.first is not None:
+                    missing = self._missing(window)
+                    left = window.first + self.limits.timeout_s - time.perf_counter()
+                    if left <= 0:
+                        for rank in missing:
+                            self.incidents[rank] += 1
+                        self.late.update(missing)
+                        missing = []
+                    if not missing:
+                        window.late = tuple(r for r in window.worked if window.got[r] is None)
+                        return window, list(window.got)
+                self.changed.wait(left)
+            return None
+
+    def close(self, window: OpenWindow, average: Average) -> None:
+        with self.changed:
+            window.average = average
+            window.got = []
+            if window.ahead:
+                self.closed.append((window.number, self._outcome(window)))
+            if window.told:
+                del self.windows[window.number]
+            self.changed.notify_all()
+        self._tell(window.number)
+
+    def failed(self, error: BaseException) -> None:
+        with self.changed:
+            if self.error is None:
+                self.error = error
+            self.changed.notify_all()
+        self.failed_(error)
+
+    def wake(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+    def _missing(self, window: OpenWindow) -> list[int]:
+        """Ranks that a window waits for."""
+        there = self.late | window.absent
+        return [r for r, got in enumerate(window.got) if got is None and r not in there]
+
+    def _outcome(self, window: OpenWindow) -> Outcome:
+        assert window.average is not None
+        return Outcome(window.average, window.late, window.ahead)
+
+    def _tell(self, number: int) -> None:
+        with self.changed:
+            window = self.windows.get(number)
+            if window is None or window.told or not window.complete:
+                return
+            window.told = True
+            del self.windows[number]
+            times = _times(window)
+        try:
+            self.done(times, self._outcome(window))
+        except BaseException as error:  # of a guard, say: it must not cost the state
+            self.failed(error)
+        if window.late and not window.absent.intersection(window.worked):
+            with self.changed:
+                self.tardy[number] = window
+                learned = self._now_known(window)
+            if learned is not None:
+                self.learned(*learned)
+
+
+def _times(window: OpenWindow) -> WindowTimes:
+    """When the devices were done; of those nobody has heard of, when the last one was."""
+    known = [end for end in window.ends if end is not None]
+    ends = [max(known) if end is None else end for end in window.ends]
+    combined = window.applied
+    if combined is None:
+        combined = tuple(end + gap for end, gap in zip(ends, window.gaps, strict=True))
+    # one that was late had nothing to take up before it was there
+    combined = tuple(max(pair) for pair in zip(ends, combined, strict=True))
+    return WindowTimes(window.number, window.at, tuple(ends), combined)
+
+
+def _beyond(windows: Sequence[OpenWindow], counts: tuple[int, ...]) -> int:
+    """The most microbatches that a device has begun beyond the oldest of some windows."""
+    later = [window.counts for window in windows[1:]]
+    return max(map(sum, zip(*later, counts, strict=True)))
