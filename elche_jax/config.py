@@ -49,9 +49,9 @@ class DDPConfig:
     Attributes:
         policy: `"auto"`: `"cadence"` where the devices are of several kinds, `"sync"`
             where they are alike. `"sync"`: one microbatch per device and window.
-            `"cadence"`: `ElChe` sizes the windows. `"async"`: the same, and nobody waits
-            for the exchange of a window: `delay=1`, only with averaging, and with a cadence
-            of your own, too. With one device
+            `"cadence"`: `ElChe` sizes the windows. `"async"`: the same (or a cadence of
+            your own), and nobody waits for the exchange of a window: `delay=1`, or devices
+            that run ahead with `exchange="host"`; only with averaging. With one device
             there is no cadence: every microbatch is a step.
         anchor: First count of the slowest device, at least 1, see `ElChe`. With
             `max_anchor=0` the mean count of a device, where `total` is not given.

@@ -300,7 +300,8 @@ class TrainStep:
     def __call__(
         self, state: TrainState, window: Window
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Trains one window. Returns as soon as the devices have their orders.
+        """Trains one window. Returns as soon as the devices have their orders; with
+        `exchange="host"` when its average is there, but under `policy="async"`.
 
         Args:
             state: The state; its buffers are given up, use the returned one. To keep a
@@ -310,7 +311,9 @@ class TrainStep:
         Returns:
             The new state and the window's metrics, scalars: `loss` and the `aux` of
             `loss_fn` as means by weight, `weight` (their sum), `finite`. Reading one
-            waits for the window; reading it a window later does not.
+            waits for the window; reading it a window later does not. With `delay=1` they
+            are those of the window before, under `exchange="host"` with `policy="async"`
+            those of the one averaged last; NaN before the first.
 
         Raises:
             TypeError: `state` or `window` is of another kind.
@@ -364,8 +367,9 @@ class TrainStep:
         """One set of parameters of a state, whatever the devices' copies are.
 
         Where they are alike, as in gradient mode, it is `unreplicate(state.params)`. With
-        `DiLoCo(fragments=...)` they differ between exchanges: arrays are averaged by the
-        steps since their last one.
+        `DiLoCo(fragments=...)`, `delay=1` or devices that run ahead they differ: arrays are
+        averaged by the steps since their last exchange. All devices take part, late ones
+        too.
 
         Args:
             state: A state of this training step; it stays as it is.
