@@ -4,6 +4,8 @@
 VENV := .venv
 NEWEST := .venv-newest
 RUN := $(VENV)/bin/python
+# A file's tests stay in one process, where they share what is compiled.
+WORKERS := -n 2 --dist loadfile
 PIP := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help demo test test-newest bench lint format types
@@ -21,10 +23,10 @@ demo: $(VENV)/.installed
 	$(RUN) examples/01_mixed_speeds.py $(if $(SHORT),--short) $(if $(PLOT),--plot $(PLOT))
 
 test: $(VENV)/.installed
-	$(RUN) -m pytest -q $(ARGS)
+	$(RUN) -m pytest -q $(WORKERS) $(ARGS)
 
 test-newest: $(NEWEST)/.installed
-	$(NEWEST)/bin/python -m pytest -q $(ARGS)
+	$(NEWEST)/bin/python -m pytest -q $(WORKERS) $(ARGS)
 
 bench: $(VENV)/.installed
 	$(RUN) benchmarks/import_time.py
