@@ -113,7 +113,7 @@ class DelayedProgram(LocalProgram):
         join = Join(self.averaging, size)
         joined = join(kept.base, own, kept.outer[0], kept.error, share)
         made = (joined.params, joined.outer, joined.error)
-        fine = all_finite(joined.params)
+        fine = all_finite(joined.params) & share.sound
         good = share.good & fine
         base, outer, error = jax.tree.map(
             lambda new, old: jnp.where(good, new, old),

@@ -30,10 +30,12 @@ class Share(NamedTuple):
     Attributes:
         own: Its share, 0 for a device that has no part in it.
         good: Whether any device has.
+        sound: Whether the exponent is finite.
     """
 
     own: Any
     good: Any
+    sound: Any
 
 
 def share_of(steps: Any, ok: Any, exponent: Exponent, window: Any, world_size: int) -> Share:
@@ -56,7 +58,7 @@ def share_of(steps: Any, ok: Any, exponent: Exponent, window: Any, world_size: i
         raw = jnp.exp(logs - jnp.where(jnp.isfinite(highest), highest, 0))
     raw = jnp.where(worked, raw, 0)
     total = jax.lax.psum(raw, AXIS) if world_size > 1 else raw
-    return Share(raw / jnp.where(total > 0, total, 1), total > 0)
+    return Share(raw / jnp.where(total > 0, total, 1), total > 0, jnp.isfinite(power))
 
 
 class Joined(NamedTuple):

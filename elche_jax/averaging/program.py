@@ -171,7 +171,8 @@ class LocalProgram:
             extra,
         )
         kept = (state.params, state.opt_state, state.model_state, state.averaging)
-        fine = all_finite(new)  # the outer optimizer may make of finite differences what is not
+        # the outer optimizer may make of finite differences what is not
+        fine = all_finite(new) & share.sound
         good = share.good & fine  # else no device has anything to give
         made = jax.tree.map(lambda a, b: jnp.where(good, a, b), made, kept)
         totals = self.summed(seen(walk, own))

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from elche_jax import _check as check
 from elche_jax.averaging.guards import Guard
@@ -64,6 +65,7 @@ def check_averaging(
         got = check.describe(averaging)
         raise TypeError(check.message(WHERE, "averaging", rule, got))
     name = type(averaging).__name__
+    _check_exponent(name, averaging.exponent)
     if config.exchange == "host":
         _check_on_host(name, averaging, config)
     if nonfinite == "ignore":
@@ -82,6 +84,24 @@ def check_averaging(
         rule = f"be None where the cadence is chosen ({', '.join(chosen)})"
         got, todo = averaging.inner_steps, "Leave out one of the two."
         raise ValueError(check.message("DiLoCo", "inner_steps", rule, got, todo))
+
+
+def _check_exponent(name: str, exponent: Any) -> None:
+    """Raises where a schedule is none: it is traced like those of optax."""
+    if not callable(exponent):
+        return
+    rule = "be a number, or a schedule: a function of the window's number, made of jnp or optax"
+    try:
+        value: Any = jax.eval_shape(exponent, jax.ShapeDtypeStruct((), jnp.int32))
+    except Exception as error:
+        got = f"one that raises {type(error).__name__}"
+        raise TypeError(check.message(name, "exponent", rule, got)) from error
+    if getattr(value, "shape", None) != () or not _is_number(value.dtype):
+        raise TypeError(check.message(name, "exponent", rule, f"one that gives {value}"))
+
+
+def _is_number(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
 def _check_on_host(name: str, averaging: Averaging, config: DDPConfig) -> None:
@@ -108,6 +128,12 @@ def resolve_averaging(averaging: Averaging | None, config: DDPConfig) -> Averagi
     """
     if averaging is None or config.policy != "async" or config.exchange == "host":
         return averaging
+    name, where = type(averaging).__name__, "policy='async', which takes averages up late"
+    for knob, value in (("optimizer_state", "keep"), ("fragments", 1)):
+        got = getattr(averaging, knob)
+        if got != value:
+            rule = f"be {value!r} with {where}"
+            raise ValueError(check.message(name, knob, rule, repr(got)))
     return replace(averaging, delay=1)
 
 
@@ -155,11 +181,12 @@ def cadence_of(averaging: Averaging, config: DDPConfig, world_size: int) -> Cade
     if averaging.inner_steps is not None:
         anchor = averaging.inner_steps // averaging.fragments
         return ElChe(anchor, max_anchor=anchor) if world_size > 1 else FixedTotal(anchor)
-    if config.policy != "auto" or config.max_anchor == 0:
+    if config.max_anchor == 0:
         return None
-    if world_size > 1:
-        return config.elche()
-    return None if averaging.outer is None else FixedTotal(config.anchor)
+    if world_size == 1:  # an outer optimizer needs windows to step after
+        steps = averaging.outer is not None and config.policy != "sync"
+        return FixedTotal(config.anchor) if steps else None
+    return config.elche() if config.policy == "auto" else None
 
 
 def overlaps(averaging: Averaging | None, world_size: int, windows: int) -> bool:

@@ -82,7 +82,8 @@ def build_train_step(
             is enough; None for all. Frozen ones have no gradient, no sums, no optimizer
             state, and are not exchanged.
         merge: How the devices' model states become one: `"mean"` by weight, `"pooled"`
-            for pairs of leaves `mean` and `var`, `"max"`, `"first"`; one for all, or a
+            for pairs of leaves `mean` and `var`, `"max"`, `"first"`, with `averaging` also
+            `"keep"`; one for all, or a
             function `(path, leaf) -> rule`, or rules in the structure of the model
             state. None: the mean of floats, the maximum of the rest.
         loss_scale: What the loss is multiplied by before the gradient, and the gradient

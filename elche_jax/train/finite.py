@@ -164,9 +164,9 @@ class FiniteWatch:
             self._in_a_row = 0  # whoever goes on hears of the next ones too
             return self._error(measured, bad, self._wording.many)
         logger.warning(
-            "elche: %s was left out of the average of %s, as it was not finite.",
-            self._names(bad) or self._wording.together,
+            "elche: left out of the average of %s, as not finite: %s.",
             _name(measured),
+            self._names(bad) or self._wording.together,
         )
         return None
 
@@ -194,8 +194,7 @@ class FiniteWatch:
 
     def _names(self, bad: dict[int, range]) -> str:
         return "; ".join(
-            f"device {rank} ({self._devices[rank]}), microbatches {work.start} to {work.stop - 1} "
-            "of the epoch"
+            f"device {rank} ({self._devices[rank]}), {_microbatches(work)} of the epoch"
             for rank, work in bad.items()
         )
 
@@ -205,6 +204,12 @@ class FiniteWatch:
             name=_name(measured), culprits=culprits, most=self._policy.max_skips
         )
         return NonFiniteError(text, measured.window, measured.epoch, bad)
+
+
+def _microbatches(work: range) -> str:
+    if len(work) == 1:
+        return f"microbatch {work.start}"
+    return f"microbatches {work.start} to {work.stop - 1}"
 
 
 def _name(measured: Measured) -> str:

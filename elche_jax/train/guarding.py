@@ -65,7 +65,8 @@ class GuardWatch:
 
     def _warn(self, seen: Divergence) -> None:
         largest = max(seen.share)
-        if self._warned or largest <= OWNS:
+        others = sum(count > 0 for count in seen.counts) - 1  # or one has nobody beside it
+        if self._warned or largest <= OWNS or not others:
             return
         self._warned = True
         rank = seen.share.index(largest)

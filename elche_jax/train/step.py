@@ -326,12 +326,7 @@ class TrainStep:
                 f"train: window must come from TrainStep.windows, got {type(window).__name__}."
             )
         check_buffers(state)
-        if state.step.shape != (len(self.devices),):
-            raise ValueError(
-                f"train: state must be replicated over the {len(self.devices)} devices of this "
-                f"training step, got leaves stacked as {state.step.shape}. Use init, or "
-                "replicate(state, train.devices)."
-            )
+        self._check_stacked(state, "train")
         run = window.run
         if run.runner not in self._runners:
             raise ValueError(
@@ -383,12 +378,22 @@ class TrainStep:
         """
         check_buffers(state, "TrainStep.average")
         averaging = self._options.averaging
-        if averaging is None or self._initial is None:
+        self._check_stacked(state, "TrainStep.average")
+        host = self._options.host
+        if averaging is None or self._initial is None or (host is not None and not host.ahead):
             return unreplicate(state.params)
         if self._average is None:
             mean = partial(average, averaging, self._initial.selection, len(self.devices))
             self._average = Mapped(mean, self.devices, donate=())
         return unreplicate(self._average(state)[0])
+
+    def _check_stacked(self, state: TrainState, where: str) -> None:
+        if state.step.shape != (len(self.devices),):
+            raise ValueError(
+                f"{where}: state must be replicated over the {len(self.devices)} devices of this "
+                f"training step, got leaves stacked as {state.step.shape}. Use init, or "
+                "replicate(state, train.devices)."
+            )
 
     def report(self) -> RunReport:
         """What was measured so far: speeds, counts, busy shares, compiles."""

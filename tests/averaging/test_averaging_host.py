@@ -470,7 +470,7 @@ def test_busy_times_do_not_hold_the_wait_for_room(config):
         for window in windows:
             state, _ = train(state, window)
     fast, slow = train.throughput
-    assert 2.5 < fast / slow < 6 and train.counts[0] >= 5
+    assert fast / slow > 2.5 and train.counts[0] >= 5
 
 
 def test_replicas_are_compared():
@@ -531,10 +531,10 @@ def test_a_device_that_does_not_deliver(late, caplog):
     """It is left out and named, the others go on, and it comes back."""
     emulate = Held([(2, 1)])
     config = (ahead if late else elche.DDPConfig)(
-        **({} if late else {"exchange": "host"}), exchange_timeout=0.05
+        **({} if late else {"exchange": "host"}), exchange_timeout=0.5
     )
     train = elche.build_train_step(
-        loss_fn, TX, devices=jax.devices()[:3], averaging=KEEP, cadence=elche.FixedTotal(6),
+        loss_fn, TX, devices=jax.devices()[:3], averaging=KEEP, cadence=elche.EveryBatch(),
         config=config, emulate=emulate,
     )  # fmt: skip
     state, counts, back = train.init(params()), [], None
@@ -571,7 +571,7 @@ def test_a_late_device_has_no_part_in_the_average():
     train = elche.build_train_step(
         loss_fn, optax.sgd(LEARNING_RATE), devices=jax.devices()[:2], averaging=KEEP,
         cadence=elche.Replay(counts),
-        config=elche.DDPConfig(exchange="host", exchange_timeout=0.05), emulate=emulate,
+        config=elche.DDPConfig(exchange="host", exchange_timeout=0.5), emulate=emulate,
     )  # fmt: skip
     state, history, back = train.init(params()), [], 5
     with train.windows(first(28), BATCH, shuffle=False) as windows:
@@ -586,8 +586,8 @@ def test_a_late_device_has_no_part_in_the_average():
                 assert said["share"].tolist() == [1.0, 0.0] and bool(said["finite"])
     lost = {(window, 1) for window in range(1, back)}
     want = run(counts, optimizer_state="keep", lost=lost, momentum=0.0)
-    for window, (stacked, devices) in enumerate(zip(history, want, strict=True)):
-        for rank in range(1 if 1 <= window < back else 2):
+    for stacked, devices in zip(history, want, strict=True):
+        for rank in range(2):  # the late one's, too: the state is whole, whoever reads it
             for name in LEAVES:
                 np.testing.assert_allclose(
                     stacked[name][rank], devices[rank][name], rtol=2e-5, atol=1e-6
@@ -617,7 +617,7 @@ def busy_for(seconds, device):
 def test_a_device_that_really_works_on_something_else():
     """Nothing is queued on it, so that the others go on for as long as it takes."""
     train = elche.build_train_step(
-        loss_fn, TX, devices=jax.devices()[:2], averaging=KEEP, cadence=elche.FixedTotal(4),
+        loss_fn, TX, devices=jax.devices()[:2], averaging=KEEP, cadence=elche.EveryBatch(),
         config=elche.DDPConfig(exchange="host", exchange_timeout=0.1, verify_every=3),
     )  # fmt: skip
     slow = busy_for(4.0, train.devices[1])
@@ -640,6 +640,49 @@ def test_a_device_that_really_works_on_something_else():
     assert while_late >= 40, "others have trained while it worked"
     assert 1 <= train.left_out[1] <= 5
     elche.check_replicas(state.params)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_that_ends_while_a_device_is_late(rank):
+    """What is read then is what the others made; in the next run the device is like them."""
+    emulate = Held([(3, rank)])
+    train = elche.build_train_step(
+        loss_fn, optax.sgd(LEARNING_RATE), devices=jax.devices()[:2], averaging=KEEP,
+        cadence=elche.EveryBatch(), emulate=emulate,
+        config=elche.DDPConfig(exchange="host", exchange_timeout=0.5),
+    )  # fmt: skip
+    state, cursor = train.init(params()), None
+    for window_at_end in (6, 12):
+        with train.windows(first(200), BATCH, cursor=cursor) as windows:
+            for window in windows:
+                state, _ = train(state, window)
+                if window.index == window_at_end:
+                    break
+        cursor = window.cursor
+        elche.check_replicas(state.params)
+        elche.check_replicas(state.averaging)
+        for name in ("step", "microbatches", "examples"):
+            elche.check_replicas(getattr(state, name))
+        assert int(elche.unreplicate(state.step)) == window_at_end + 1
+        np.testing.assert_array_equal(train.average(state)["w"], state.params["w"][1 - rank])
+        if window_at_end == 6:
+            assert train.left_out[rank] >= 1
+            emulate.let_go(3, rank)
+    assert window.counts == (1, 1) and train.left_out[1 - rank] == 0
+
+
+def test_average_of_a_state_that_was_changed():
+    _, _, state, train = train_on(KEEP, THREE[:2], config=HOST)
+    state = state.replace(params=jax.tree.map(lambda leaf: 0 * leaf, state.params))
+    assert not train.average(state)["w"].any()
+
+
+def test_an_exponent_that_is_no_number_later_on():
+    rule = elche.ParameterAveraging(lambda window: jnp.where(window < 2, 1.0, jnp.nan))
+    message = r"^averaging: exponent\(2\) must give finite numbers, got nan\. Look at"
+    with pytest.raises(ValueError, match=message):
+        train_on(rule, THREE, config=HOST)
+    assert threads() == []
 
 
 def test_a_slow_device_gets_less_when_it_is_late_again():

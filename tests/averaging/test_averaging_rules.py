@@ -1,5 +1,8 @@
 """What rules accept, what they go with, and laws of shares, fragments and the wire."""
 
+import pickle
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -135,7 +138,8 @@ def test_the_policy_async_makes_exchanges_late():
     assert train._options.averaging == elche.ParameterAveraging(optimizer_state="keep", delay=1)
     assert train._pace._scheduler.cadence == elche.ElChe()
     with pytest.raises(
-        ValueError, match=r"^ParameterAveraging: optimizer_state must be 'keep' with delay=1, .*"
+        ValueError,
+        match=r"^ParameterAveraging: optimizer_state must be 'keep' with policy='async', .*",
     ):
         build(RULE, config=config)
     with pytest.raises(
@@ -352,3 +356,109 @@ def test_a_device_that_is_left_out_of_a_late_exchange(world):
     assert [bool(m["finite"]) for m in said] == [window != told for window in range(8)]
     want = [0.0] + [1 / others] * others if others else [0.0]
     np.testing.assert_allclose(said[3]["share"], want, rtol=1e-6)
+
+
+def test_an_exponent_that_is_no_number_later_on():
+    """The window is not taken, and is no finite one."""
+    rule = elche.ParameterAveraging(lambda window: jnp.where(window < 1, 1.0, jnp.nan))
+    train = elche.build_train_step(
+        loss_fn, SGD, devices=jax.devices()[:2], averaging=rule, cadence=elche.Replay([(1, 2)] * 2)
+    )
+    state = train.init(params())
+    few = {name: leaf[: 6 * BATCH] for name, leaf in data().items()}
+    message = r"window 1 \(epoch 0, counts \(1, 2\)\) were not: no device, but what they were"
+    with pytest.raises(elche.NonFiniteError, match=message), train.windows(few, BATCH) as windows:
+        for window in windows:
+            state, _ = train(state, window)
+
+
+def test_schedules_that_are_none():
+    rule = "be a number, or a schedule: a function of the window's number, made of jnp or optax"
+    for exponent, got in [
+        (lambda n: "1", "one that raises TypeError"),
+        (lambda n: 1.0 if n < 4 else 0.0, "one that raises TracerBoolConversionError"),
+        (lambda n: jnp.ones(2), r"one that gives ShapeDtypeStruct\(shape=\(2,\), dtype=float32\)"),
+    ]:
+        with pytest.raises(
+            TypeError, match=f"^ParameterAveraging: exponent must {rule}, got {got}\\."
+        ):
+            elche.build_train_step(
+                loss_fn, SGD, devices=jax.devices()[:2],
+                averaging=elche.ParameterAveraging(exponent),
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["auto", "cadence", "async"])
+def test_an_outer_optimizer_steps_after_windows_on_one_device_too(policy):
+    """Whatever the policy, but "sync", which is a step after every microbatch."""
+    rule = elche.DiLoCo(optax.sgd(0.5))
+    for name, windows in ((policy, [(10,), (10,)]), ("sync", [(1,)] * 20)):
+        train = elche.build_train_step(
+            loss_fn, SGD, devices=jax.devices()[:1], averaging=rule,
+            config=elche.DDPConfig(policy=name),
+        )  # fmt: skip
+        state = train.init(params())
+        few = {key: leaf[: 20 * BATCH] for key, leaf in data().items()}
+        for window in train.windows(few, BATCH):
+            state, _ = train(state, window)
+        assert train.counts_history == windows
+
+
+def test_what_a_policy_cannot_take_up_late():
+    for rule, message in [
+        (elche.ParameterAveraging(), "ParameterAveraging: optimizer_state must be 'keep' with "
+         "policy='async', which takes averages up late, got 'average'."),
+        (elche.DiLoCo(optax.sgd(1.0), fragments=2), "DiLoCo: fragments must be 1 with "
+         "policy='async', which takes averages up late, got 2."),
+    ]:  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            elche.build_train_step(
+                loss_fn, SGD, devices=jax.devices()[:2], averaging=rule,
+                config=elche.DDPConfig(policy="async"),
+            )  # fmt: skip
+
+
+def test_average_of_one_copy():
+    train = elche.build_train_step(
+        loss_fn, SGD, devices=jax.devices()[:2], averaging=elche.ParameterAveraging()
+    )
+    message = r"^TrainStep\.average: state must be replicated over the 2 devices of this training"
+    with pytest.raises(ValueError, match=message):
+        train.average(elche.unreplicate(train.init(params())))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [elche.ParameterAveraging(optimizer_state="keep"), elche.DiLoCo(optax.sgd(0.5), fragments=2),
+     elche.DiLoCo(optax.sgd(0.5), compression="int8"), elche.DiLoCo(optax.sgd(0.5), delay=1)],
+    ids=["keep", "fragments", "int8", "delay"],
+)  # fmt: skip
+def test_a_whole_state_goes_on_bit_for_bit(rule):
+    """As the page on averaging says it: all devices' own states are saved and put back."""
+    counts = [(2, 1)] * 8
+    few = {name: leaf[: 24 * BATCH] for name, leaf in data().items()}
+
+    def step():
+        return elche.build_train_step(
+            loss_fn, optax.adam(0.05), devices=jax.devices()[:2], averaging=rule,
+            cadence=elche.Replay(counts),
+        )  # fmt: skip
+
+    train = step()
+    state, saved = train.init(params()), None
+    with train.windows(few, BATCH) as windows:
+        for window in windows:
+            state, _ = train(state, window)
+            if window.index == 4:
+                saved = pickle.dumps((jax.device_get(state), window.cursor.to_dict()))
+    again = step()
+    host_state, cursor = pickle.loads(saved)
+    other = jax.tree.map(
+        lambda new, old: jax.device_put(old, new.sharding), again.init(params()), host_state
+    )
+    with again.windows(few, BATCH, cursor=elche.Cursor.from_dict(cursor)) as windows:
+        for window in windows:
+            other, _ = again(other, window)
+    if rule.delay:  # the sums of the window before, for its metrics, are not in the state
+        other, state = other.params, state.params
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(other), jax.device_get(state))

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from elche_jax import _check as check
 from elche_jax.averaging.rules import Exponent
 from elche_jax.engine.merge import MergeRules
 
@@ -139,6 +140,10 @@ def shares_of(steps: np.ndarray, exponent: Exponent, window: int) -> np.ndarray:
     if callable(exponent):
         with _on_cpu():
             exponent = float(exponent(window))
+        if not np.isfinite(exponent):
+            rule, todo = "give finite numbers", "Look at the schedule."
+            name = f"exponent({window})"
+            raise ValueError(check.message("averaging", name, rule, exponent, todo))
     logs = exponent * np.log(np.where(worked, steps, 1.0))
     raw = np.where(worked, np.exp(logs - logs[worked].max()), 0.0)
     return (raw / raw.sum()).astype(np.float32)

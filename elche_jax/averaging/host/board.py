@@ -29,11 +29,14 @@ class Outcome:
     Attributes:
         average: Its average.
         late: Ranks of the devices it was closed without, and that had work in it.
+        missing: Ranks of those that got programs and had not delivered, with or without
+            work.
         ahead: Whether devices ran ahead of it.
     """
 
     average: Average
     late: tuple[int, ...]
+    missing: tuple[int, ...]
     ahead: bool
 
 
@@ -83,6 +86,7 @@ class OpenWindow:
     first: float | None = None
     average: Average | None = None
     late: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
     applied: tuple[float, ...] | None = None
     registered: bool = False
     told: bool = False
@@ -124,9 +128,10 @@ class Board:
 
     # -- the loop --------------------------------------------------------------------
 
-    def admit(self, counts: tuple[int, ...]) -> None:
+    def admit(self, counts: tuple[int, ...]) -> frozenset[int]:
         with self.changed:
             self._until(lambda: self._has_room(counts))
+            return frozenset(self.late)
 
     def open(
         self,
@@ -251,7 +256,9 @@ class Board:
                         self.late.update(missing)
                         missing = []
                     if not missing:
-                        window.late = tuple(r for r in window.worked if window.got[r] is None)
+                        out = [r for r, got in enumerate(window.got) if got is None]
+                        window.late = tuple(r for r in out if window.counts[r])
+                        window.missing = tuple(r for r in out if r not in window.absent)
                         return window, list(window.got)
                 self.changed.wait(left)
             return None
@@ -285,7 +292,7 @@ class Board:
 
     def _outcome(self, window: OpenWindow) -> Outcome:
         assert window.average is not None
-        return Outcome(window.average, window.late, window.ahead)
+        return Outcome(window.average, window.late, window.missing, window.ahead)
 
     def _tell(self, number: int) -> None:
         with self.changed:

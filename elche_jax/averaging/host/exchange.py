@@ -83,9 +83,10 @@ class HostExchange:
         with self._board.changed:
             return frozenset(self._board.late)
 
-    def admit(self, counts: tuple[int, ...]) -> None:
-        """Waits until a window of these counts takes no device too far ahead."""
-        self._board.admit(counts)
+    def admit(self, counts: tuple[int, ...]) -> frozenset[int]:
+        """Waits until a window of these counts takes no device too far ahead; gives the
+        ranks that are late then, never all of them."""
+        return self._board.admit(counts)
 
     def launch(
         self,

@@ -218,20 +218,18 @@ class HostRunner:
         exchange.session = None  # whatever interrupts what follows: the state stays usable
         counts = tuple(sum(call.ranges[r].count for call in calls) for r in range(len(self)))
         try:
-            exchange.admit(counts)
+            # who is back has what the others had at the last window, see `_restore`
+            session.absent = set(exchange.admit(counts))
             launch = replace(launch, at=time.perf_counter())
-            late = exchange.late
-            session.absent |= late
             self._take_up(session, exchange.closed())
-            for rank in session.absent - late:
-                self._restore(session, rank)
-            session.absent &= late
             self._launch(session, calls, exchange, launch, counts, anew=not known, ahead=ahead)
             if not ahead:
                 outcome = exchange.wait(launch.number)
-                session.absent |= exchange.late
+                session.absent.update(outcome.missing)
                 self._take_up(session, [(launch.number, outcome)])
                 self._await_applied(session, exchange, launch.number, outcome)
+            for rank in session.absent:
+                self._restore(session, rank)
             new = self._whole(session, state)
         except BaseException:
             self._walks = []
@@ -327,8 +325,8 @@ class HostRunner:
         return Since(none, steps, self._flags(rank)[True], model_state)
 
     def _restore(self, session: Session, rank: int) -> None:
-        """Gives a device that is back what the others have agreed on; what it had begun
-        before is no part of it any more."""
+        """Gives a late device what the others have agreed on: so the state is whole, whoever
+        reads it, and the device can go on when it is back. Copies do not wait for it."""
         healthy = session.parts[session.present[0]]
         kept: AveragingState = healthy.averaging
         own, merge = session.parts[rank], self._program.merge
