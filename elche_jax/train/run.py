@@ -346,8 +346,9 @@ class Run:
         if flying is None:  # the run was closed
             return
         if outcome is not None:
-            if outcome.late:
+            if outcome.owed:
                 self._tardy[times.window] = flying.measured
+            if outcome.late:
                 self._pace.skipped(flying.measured, LATE)
             flying = _with(flying, outcome)
             self._watch.late(flying.measured, outcome.late)
@@ -363,10 +364,15 @@ class Run:
             self._over += 1
             self._changed.notify_all()
 
-    def learned(self, times: WindowTimes, begins: Sequence[float]) -> None:
-        """A window that was over without some device: now its times are known, too."""
+    def learned(self, times: WindowTimes, begins: Sequence[float] | None) -> None:
+        """A window that was over without some device: now its times are known, too.
+
+        Args:
+            times: When the devices were done.
+            begins: When they began; None where the late one's time says nothing.
+        """
         measured = self._tardy.pop(times.window, None)
-        if measured is not None:
+        if measured is not None and begins is not None:
             self._pace.learned(_record(measured, times, list(begins), ahead=False))
 
     def _verify(self, flying: "Flying") -> None:
@@ -400,6 +406,7 @@ def _with(flying: Flying, outcome: Outcome) -> Flying:
         measured=measured,
         finite=average.metrics["finite"],
         own=average.own,
+        sums=None if outcome.missing or outcome.late else flying.sums,
         metrics=average.metrics,
     )
 

@@ -385,7 +385,8 @@ class TrainStep:
         if self._average is None:
             mean = partial(average, averaging, self._initial.selection, len(self.devices))
             self._average = Mapped(mean, self.devices, donate=())
-        return unreplicate(self._average(state)[0])
+        read = state.replace(opt_state=None, model_state=None)  # which need not be there yet
+        return unreplicate(self._average(read)[0])
 
     def _check_stacked(self, state: TrainState, where: str) -> None:
         if state.step.shape != (len(self.devices),):

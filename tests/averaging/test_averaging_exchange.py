@@ -74,8 +74,8 @@ class Setup:
         self.begin(number, counts)
         self.exchange.combining(number, None)
 
-    def begin(self, number, counts, at=0.0):
-        made = [delivery(count) for count in counts]
+    def begin(self, number, counts, at=0.0, absent=()):
+        made = [None if r in absent else delivery(count) for r, count in enumerate(counts)]
         ahead = self.exchange.limits.ahead
         self.exchange.launch(number, at, counts, number, made, ahead)
 
@@ -180,13 +180,49 @@ def test_a_device_without_work_is_not_named(setup):
 
 def test_nobody_is_late_before_the_first_delivery(setup):
     """An average over no device is none."""
-    one = setup(2, timeout_s=0.01)
+    one, other = setup(2, timeout_s=0.01), setup(2, timeout_s=0.01)
     one.launch(1, (1, 1))
-    one.gates.open(2, 0)
-    assert one.windows == []
+    other.gates.open(1, 0)
+    other.launch(1, (1, 1))
+    other.wait_over(1)  # as long as that takes
+    assert one.windows == [] and one.exchange.late == frozenset()
     one.gates.open(1, 1)
     one.wait_over(1)
     assert one.log.over[0][1].late == (0,)
+
+
+def test_a_window_whose_only_worker_is_late_is_closed_without(setup):
+    one = setup(2, timeout_s=0.02)
+    one.gates.open(1, 0)
+    one.launch(1, (1, 1))
+    one.wait_over(1)
+    one.gates.open(2, 0)
+    one.begin(2, (0, 2), absent=[1])
+    one.exchange.combining(2, None)
+    one.wait_over(1, 2)
+    outcome = one.log.over[1][1]
+    assert outcome.late == (1,) and outcome.missing == () and not outcome.owed
+    assert not outcome.average.news.good
+
+
+def test_the_times_of_a_device_that_is_late_again_are_learned(setup):
+    """The first time may be an accident."""
+    one = setup(2, timeout_s=0.02)
+    for number, told in ((1, False), (2, True)):
+        one.gates.open(number, 0)
+        one.launch(number, (1, 1))
+        eventually(lambda at=number: one.windows[-1:] == [at])
+        assert one.exchange.late == {1} and one.log.over[-1][1].owed
+        one.gates.open(number, 1)
+        eventually(lambda at=number: len(one.log.known) == at)
+        times, begins = one.log.known[-1]
+        assert times.window == number and (begins is not None) == told
+        assert times.accumulated[1] >= times.accumulated[0] + 0.02
+    assert begins[1] >= one.log.known[0][0].accumulated[1]
+    one.gates.open(3, 0, 1)
+    one.launch(3, (1, 1))
+    one.wait_over(1, 2, 3)
+    assert one.exchange._board.incidents == [0, 0] and one.exchange._board.tardy == {}
 
 
 # -- how far a device may run ahead

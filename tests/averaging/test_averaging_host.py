@@ -621,7 +621,7 @@ def test_a_device_that_really_works_on_something_else():
         config=elche.DDPConfig(exchange="host", exchange_timeout=0.1, verify_every=3),
     )  # fmt: skip
     slow = busy_for(4.0, train.devices[1])
-    state, while_late = train.init(params()), 0
+    state, while_late, known = train.init(params()), 0, False
     with train.windows(first(4 * 120), BATCH) as windows:
         for window in windows:
             if window.index == 5:
@@ -634,10 +634,15 @@ def test_a_device_that_really_works_on_something_else():
                 state = state.replace(params=state.params | {"b": b})
             state, _ = train(state, window)
             while_late += not other.is_ready() if window.index > 5 else 0
+            if window.index == 40:
+                jax.device_get(state)
+                train.average(state)
+                known = not other.is_ready()
             if window.index == 80:
                 other.block_until_ready()
                 eventually(lambda: not windows._run.late)
     assert while_late >= 40, "others have trained while it worked"
+    assert known, "a state can be saved while it works"
     assert 1 <= train.left_out[1] <= 5
     elche.check_replicas(state.params)
 

@@ -32,12 +32,14 @@ class Outcome:
         missing: Ranks of those that got programs and had not delivered, with or without
             work.
         ahead: Whether devices ran ahead of it.
+        owed: Whether `learned` will hear of it once more, if its late devices come back.
     """
 
     average: Average
     late: tuple[int, ...]
     missing: tuple[int, ...]
     ahead: bool
+    owed: bool
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Limits:
 
 
 Done = Callable[[WindowTimes, Outcome], None]
-Learned = Callable[[WindowTimes, Sequence[float]], None]
+Learned = Callable[[WindowTimes, Sequence[float] | None], None]
 Failed = Callable[[BaseException], None]
 
 
@@ -89,7 +91,14 @@ class OpenWindow:
     missing: tuple[int, ...] = ()
     applied: tuple[float, ...] | None = None
     registered: bool = False
+    closing: bool = False
     told: bool = False
+    reported: bool = False
+
+    @property
+    def owed(self) -> bool:
+        """Whether its late devices will still say how long they took."""
+        return bool(self.late) and not self.absent.intersection(self.worked)
 
     @property
     def complete(self) -> bool:
@@ -217,7 +226,7 @@ class Board:
             if not self.owed[rank]:
                 self.late.discard(rank)
             window = self.windows.get(number)
-            if window is not None and window.average is None:
+            if window is not None and not window.closing:
                 window.got[rank] = delivery
                 if window.counts[rank] and rank not in self.late:
                     self.incidents[rank] = 0  # in time
@@ -232,14 +241,14 @@ class Board:
         if learned is not None:
             self.learned(*learned)
 
-    def _now_known(self, window: OpenWindow) -> tuple[WindowTimes, list[float]] | None:
-        """The times of a window that is over, and when the devices began with it; where the
-        last device has come now, and was no accident."""
+    def _now_known(self, window: OpenWindow) -> tuple[WindowTimes, list[float] | None] | None:
+        """The times of a window that is over, where the last device has come now; and when the
+        devices began with it, None of an accident."""
         known = all(window.ends[r] is not None for r in window.worked)
-        if not (window.told and known and self.tardy.pop(window.number, None)):
+        if not (window.reported and known and self.tardy.pop(window.number, None)):
             return None
         slow = all(self.incidents[rank] > 1 for rank in window.late)
-        return (_times(window), window.begins) if slow else None
+        return _times(window), window.begins if slow else None
 
     def next_complete(self) -> tuple[OpenWindow, list[Delivery | None]] | None:
         """Waits for the oldest window that is not closed; None at the end."""
@@ -247,15 +256,17 @@ class Board:
             while not self.stop.is_set():
                 window = next((w for w in self.windows.values() if w.average is None), None)
                 left = None
-                if window is not None and window.first is not None:
+                if window is not None and any(window.got):
                     missing = self._missing(window)
-                    left = window.first + self.limits.timeout_s - time.perf_counter()
-                    if left <= 0:
+                    if missing and window.first is not None:
+                        left = window.first + self.limits.timeout_s - time.perf_counter()
+                    if left is not None and left <= 0:
                         for rank in missing:
                             self.incidents[rank] += 1
                         self.late.update(missing)
                         missing = []
                     if not missing:
+                        window.closing = True
                         out = [r for r, got in enumerate(window.got) if got is None]
                         window.late = tuple(r for r in out if window.counts[r])
                         window.missing = tuple(r for r in out if r not in window.absent)
@@ -292,7 +303,7 @@ class Board:
 
     def _outcome(self, window: OpenWindow) -> Outcome:
         assert window.average is not None
-        return Outcome(window.average, window.late, window.missing, window.ahead)
+        return Outcome(window.average, window.late, window.missing, window.ahead, window.owed)
 
     def _tell(self, number: int) -> None:
         with self.changed:
@@ -301,17 +312,18 @@ class Board:
                 return
             window.told = True
             del self.windows[number]
-            times = _times(window)
+            if window.owed:
+                self.tardy[number] = window
+            times, outcome = _times(window), self._outcome(window)
         try:
-            self.done(times, self._outcome(window))
+            self.done(times, outcome)
         except BaseException as error:  # of a guard, say: it must not cost the state
             self.failed(error)
-        if window.late and not window.absent.intersection(window.worked):
-            with self.changed:
-                self.tardy[number] = window
-                learned = self._now_known(window)
-            if learned is not None:
-                self.learned(*learned)
+        with self.changed:
+            window.average, window.reported = None, True  # it holds arrays
+            learned = self._now_known(window)
+        if learned is not None:
+            self.learned(*learned)
 
 
 def _times(window: OpenWindow) -> WindowTimes:
@@ -321,8 +333,10 @@ def _times(window: OpenWindow) -> WindowTimes:
     combined = window.applied
     if combined is None:
         combined = tuple(end + gap for end, gap in zip(ends, window.gaps, strict=True))
-    # one that was late had nothing to take up before it was there
-    combined = tuple(max(pair) for pair in zip(ends, combined, strict=True))
+    # one that was late had nothing to wait for; it says nothing of what the exchange costs
+    pairs = list(zip(ends, combined, strict=True))
+    cost = min(c - a for rank, (a, c) in enumerate(pairs) if rank not in window.missing)
+    combined = tuple(a + cost if r in window.missing else c for r, (a, c) in enumerate(pairs))
     return WindowTimes(window.number, window.at, tuple(ends), combined)
 
 

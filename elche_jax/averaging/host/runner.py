@@ -250,8 +250,10 @@ class HostRunner:
         ranks = range(len(self))
         thin, frozen = self._thin(state), (self._split(state.params)[1], state.key)
         parts = [part_of(thin, rank) for rank in ranks]
-        steps = [part.step for part in parts]  # of one that need not be waited for
-        step = next((one for one in steps if one.is_ready()), steps[0])
+        step = None
+        while step is None:  # of whichever device, as one of them may hang
+            step = next((part.step for part in parts if part.step.is_ready()), None)
+            time.sleep(0 if step is not None else 1e-3)
         fine = [self._flags(rank)[True] for rank in ranks]
         rest = [part_of(frozen, rank) for rank in ranks]
         return Session(parts, rest, int(np.asarray(step)[0]), fine, self._no_metrics())
@@ -341,14 +343,16 @@ class HostRunner:
         )
         device = self.group.devices[rank]
         state, sent = jax.device_put((state, sent), device)
-        opt_state = own.opt_state
-        if self._program.averaging.optimizer_state != "keep":
-            opt_state = jax.device_put(healthy.opt_state, device)
-        model_state = with_leaves(merge, own.model_state, sent)
+        kept_apart = (own.opt_state, own.model_state)  # of one that hangs these never come
+        there = all(leaf.is_ready() for leaf in jax.tree.leaves(kept_apart))
+        if not there or self._program.averaging.optimizer_state != "keep":
+            kept_apart = jax.device_put((healthy.opt_state, healthy.model_state), device)
+        opt_state, model_state = kept_apart
+        model_state = with_leaves(merge, model_state, sent)
         session.parts[rank] = state.replace(opt_state=opt_state, model_state=model_state)
         session.fine[rank] = self._flags(rank)[True]
         for window in session.begun:
-            window.since[rank] = None
+            window.since[rank] = self._nothing(session, rank)
 
     def _await_applied(
         self, session: Session, exchange: HostExchange, number: int, outcome: Outcome
