@@ -462,3 +462,25 @@ def test_a_whole_state_goes_on_bit_for_bit(rule):
     if rule.delay:  # the sums of the window before, for its metrics, are not in the state
         other, state = other.params, state.params
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(other), jax.device_get(state))
+
+
+@pytest.mark.parametrize("exchange", ["device", "host"])
+def test_a_state_of_another_outer_optimizer(exchange):
+    """Restored into a step whose outer optimizer keeps something else; it stays usable."""
+
+    def step(outer):
+        return elche.build_train_step(
+            loss_fn, SGD, devices=jax.devices()[:2], averaging=elche.DiLoCo(outer),
+            cadence=elche.Replay([(1, 1)] * 2), config=elche.DDPConfig(exchange=exchange),
+        )  # fmt: skip
+
+    other = step(optax.sgd(0.7, momentum=0.9)).init(params())
+    train = step(optax.adam(0.1))
+    train.init(params())
+    few = {name: leaf[: 4 * BATCH] for name, leaf in data().items()}
+    message = (
+        r"^train: state must have the shapes of the one that TrainStep\.init made last, got an"
+    )
+    with train.windows(few, BATCH) as windows, pytest.raises(ValueError, match=message):
+        train(other, next(windows))
+    assert np.isfinite(jax.device_get(other.params["w"])).all()
