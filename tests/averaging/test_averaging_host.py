@@ -714,15 +714,15 @@ def test_a_device_that_sleeps_for_five_seconds_once():
     fleet = [1.0, 1.0, 2.0]
     train = elche.build_train_step(
         loss_fn, TX, devices=jax.devices()[:3], averaging=KEEP, guard=elche.NoGuard(),
-        config=ahead(exchange_timeout=0.2), cadence=elche.ElChe(4),
+        config=ahead(exchange_timeout=0.2), cadence=elche.EveryBatch(),
         emulate=EmulatedSpeeds(lambda w, r, i: 5000.0 if (w, r, i) == (3, 0, 0) else fleet[r]),
     )  # fmt: skip
     state, counts = train.init(params()), []
-    with train.windows(data(200), BATCH) as windows:
+    with train.windows(data(600), BATCH) as windows:
         for window in windows:
             state, _ = train(state, window)
             counts.append(window.counts)
-    assert sum(map(sum, counts)) == 200
+    assert sum(map(sum, counts)) == 600
     slept = sum(each[0] == 0 for each in counts)
     assert slept >= 2 and train.left_out[0] >= 1
     assert threads() == []
