@@ -105,7 +105,23 @@ class Overlaps(Protocol):
         ...
 
 
-class Runner:
+class Timed:
+    """A runner whose devices are all waited for."""
+
+    group: Group
+
+    def watch(
+        self,
+        done: Callable[..., None],
+        learned: Callable[..., None],
+        failed: Callable[..., None],
+    ) -> Stopwatch:
+        """Makes what times the windows of a run; its threads end when it is closed."""
+        del learned  # all devices are waited for
+        return Stopwatch(self.group.world_size, done, failed)
+
+
+class Runner(Timed):
     """Compiles and launches the programs of one group; owns the gradient accumulator.
 
     `state` is the shapes of the stacked state; `replicated(state)` what of a state must be
@@ -202,16 +218,6 @@ class Runner:
         (state, self._sums, end), metrics = program(state, sums, call.payload, call.orders)
         accumulating(end)
         return state, metrics, end
-
-    def watch(
-        self,
-        done: Callable[..., None],
-        learned: Callable[..., None],
-        failed: Callable[..., None],
-    ) -> Stopwatch:
-        """Makes what times the windows of a run; its threads end when it is closed."""
-        del learned  # all devices are waited for
-        return Stopwatch(self.group.world_size, done, failed)
 
     def release(self) -> None:
         """Gives back the memory of the accumulator, which the next window makes anew."""

@@ -6,7 +6,6 @@ neither case do the devices speak with each other: the host puts their results t
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, Protocol
 
 import jax
@@ -19,8 +18,7 @@ from elche_jax.engine.fetch import Orders, Payload
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.loss import Weighted, batch_size_of, check_takes, check_weight, describe
 from elche_jax.engine.mapped import Mapped
-from elche_jax.engine.runner import Call, abstract, signature
-from elche_jax.engine.timing import Stopwatch
+from elche_jax.engine.runner import Call, Timed, abstract, new_number, signature
 
 PyTree = Any
 
@@ -137,7 +135,7 @@ class Apply:
         return (tuple(_piece(rows, orders.count, n) for n in piece_lengths(capacity)), token), None
 
 
-class SweepRunner:
+class SweepRunner(Timed):
     """Compiles and launches the program of a sweep.
 
     Args:
@@ -151,7 +149,7 @@ class SweepRunner:
         self, program: SweepProgram, group: Group, cache: CompileCache, variables: Variables
     ):
         self.group, self._cache, self._variables = group, cache, variables
-        self._number = next(_NUMBERS)
+        self._number = new_number()
         self._mapped = Mapped(program.call, group.devices, donate=())
         self.capacities: dict[Hashable, set[int]] = {}
 
@@ -159,16 +157,6 @@ class SweepRunner:
         """Dispatches a call; gives its results and its token, stacked."""
         program = self._cache.get(*self._program(call.payload))
         return program(variables, call.payload, call.orders)[0]
-
-    def watch(
-        self,
-        done: Callable[..., None],
-        learned: Callable[..., None],
-        failed: Callable[..., None],
-    ) -> Stopwatch:
-        """Makes what times the windows of a sweep; its threads end when it is closed."""
-        del learned  # all devices are waited for
-        return Stopwatch(self.group.world_size, done, failed)
 
     def ready(self, payload: Payload) -> bool:
         """Whether the program for data of these shapes is compiled."""
@@ -184,7 +172,6 @@ class SweepRunner:
         return key, lambda: self._mapped.compile(self._variables, payload, orders)
 
 
-_NUMBERS = count()
 _REAL = (jnp.floating, jnp.integer, jnp.bool_)
 
 

@@ -20,8 +20,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 
@@ -126,18 +127,9 @@ class Stopwatch:
     ):
         board = _Board(world_size, done, failed)
         stop = threading.Event()
-        self._queues: list[queue.SimpleQueue[_Job | None]] = [
-            queue.SimpleQueue() for _ in range(world_size)
-        ]
-        threads = [
-            threading.Thread(
-                target=_watch,
-                args=(rank, jobs, board, stop),
-                name=f"elche-watch-{rank}",
-                daemon=True,
-            )
-            for rank, jobs in enumerate(self._queues)
-        ]
+        self._queues: list[queue.SimpleQueue[_Job | None]]
+        watch = partial(_watch, board=board, stop=stop)
+        threads, self._queues = device_threads("watch", world_size, watch)
         for thread in threads:
             thread.start()
         self._finish = weakref.finalize(self, _close, threads, self._queues, stop)
@@ -226,6 +218,24 @@ def _close(
     for jobs in queues:
         jobs.put(None)
     end_threads(threads)
+
+
+def device_threads(
+    name: str, world_size: int, run: Callable[[int, "queue.SimpleQueue[Any]"], None]
+) -> "tuple[list[threading.Thread], list[queue.SimpleQueue[Any]]]":
+    """One thread per device, not started, and the queues of their jobs.
+
+    Args:
+        name: What they do, for their names.
+        world_size: Number of devices.
+        run: What a thread runs, `run(rank, jobs)`.
+    """
+    queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(world_size)]
+    threads = [
+        threading.Thread(target=run, args=(rank, jobs), name=f"elche-{name}-{rank}", daemon=True)
+        for rank, jobs in enumerate(queues)
+    ]
+    return threads, queues
 
 
 def end_threads(threads: Sequence[threading.Thread]) -> None:

@@ -32,13 +32,13 @@ class Held:
         pass
 
     def begin(self, device, step, fresh):
-        raise NotImplementedError
+        raise NotImplementedError  # the host waits, no program does
 
     def around(self, body, device, i, carry):
-        raise NotImplementedError
+        raise NotImplementedError  # see begin
 
     def end(self, device, count, carry):
-        raise NotImplementedError
+        raise NotImplementedError  # see begin
 
     def settle(self):
         pass

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import jax
 from elche_jax.averaging.host.average import Average, Delivery
 from elche_jax.averaging.host.board import Board, Done, Failed, Learned, Limits, Outcome
 from elche_jax.engine.loop import Seconds
-from elche_jax.engine.timing import end_threads
+from elche_jax.engine.timing import device_threads, end_threads
 
 Averaging = Callable[[Sequence[Delivery | None], int], Average]
 
@@ -56,18 +57,9 @@ class HostExchange:
         self.limits = limits
         self._board = board = Board(world_size, limits, done, learned, failed)
         stop = board.stop
-        self._queues: list[queue.SimpleQueue[_Job | None]] = [
-            queue.SimpleQueue() for _ in range(world_size)
-        ]
-        threads = [
-            threading.Thread(
-                target=_fetch,
-                args=(rank, jobs, board, seconds),
-                name=f"elche-fetch-{rank}",
-                daemon=True,
-            )
-            for rank, jobs in enumerate(self._queues)
-        ]
+        self._queues: list[queue.SimpleQueue[_Job | None]]
+        fetch = partial(_fetch, board=board, seconds=seconds)
+        threads, self._queues = device_threads("fetch", world_size, fetch)
         threads.append(
             threading.Thread(
                 target=_average, args=(board, averaging), name="elche-average", daemon=True
