@@ -346,7 +346,7 @@ class Run:
         if flying is None:  # the run was closed
             return
         if outcome is not None:
-            if outcome.owed:
+            if outcome.will_be_known:
                 self._tardy[times.window] = flying.measured
             if outcome.late:
                 self._pace.skipped(flying.measured, LATE)

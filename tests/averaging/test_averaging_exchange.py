@@ -201,7 +201,7 @@ def test_a_window_whose_only_worker_is_late_is_closed_without(setup):
     one.exchange.combining(2, None)
     one.wait_over(1, 2)
     outcome = one.log.over[1][1]
-    assert outcome.late == (1,) and outcome.missing == () and not outcome.owed
+    assert outcome.late == (1,) and outcome.missing == () and not outcome.will_be_known
     assert not outcome.average.news.good
 
 
@@ -212,7 +212,7 @@ def test_the_times_of_a_device_that_is_late_again_are_learned(setup):
         one.gates.open(number, 0)
         one.launch(number, (1, 1))
         eventually(lambda at=number: one.windows[-1:] == [at])
-        assert one.exchange.late == {1} and one.log.over[-1][1].owed
+        assert one.exchange.late == {1} and one.log.over[-1][1].will_be_known
         one.gates.open(number, 1)
         eventually(lambda at=number: len(one.log.known) == at)
         times, begins = one.log.known[-1]

@@ -32,14 +32,14 @@ class Outcome:
         missing: Ranks of those that got programs and had not delivered, with or without
             work.
         ahead: Whether devices ran ahead of it.
-        owed: Whether `learned` will hear of it once more, if its late devices come back.
+        will_be_known: Whether `learned` will hear of it, once its late devices are back.
     """
 
     average: Average
     late: tuple[int, ...]
     missing: tuple[int, ...]
     ahead: bool
-    owed: bool
+    will_be_known: bool
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,31 @@ Failed = Callable[[BaseException], None]
 
 @dataclass
 class OpenWindow:
-    """A window that was launched; guarded by the board's lock."""
+    """A window that was launched; guarded by the board's lock.
+
+    Moments are seconds of `time.perf_counter`; lists are by rank.
+
+    Attributes:
+        number: Number of its dispatch.
+        at: When that began.
+        counts: Microbatches.
+        step: Number of the window in the training state.
+        got: What was delivered by now.
+        ends: When a device was done; None of one that nobody has heard of.
+        begins: When it began.
+        gaps: Seconds for which it had nothing to do before.
+        absent: Ranks of those that got no programs.
+        ahead: Whether the loop goes on before the window is closed.
+        first: When the first device that had work in it has delivered.
+        average: What it was averaged to, once it is closed and until it was reported.
+        late: Ranks it was closed without, that had work in it.
+        missing: Ranks it was closed without, that got programs.
+        applied: When the devices had taken up the average, where the loop waits for that.
+        registered: Whether the loop is ready to hear of it.
+        closing: Whether it is being averaged, or was: what comes now comes too late.
+        told: Whether it is being reported, or was, or nobody is to hear of it.
+        reported: Whether that is over.
+    """
 
     number: int
     at: float
@@ -96,7 +120,7 @@ class OpenWindow:
     reported: bool = False
 
     @property
-    def owed(self) -> bool:
+    def will_be_known(self) -> bool:
         """Whether its late devices will still say how long they took."""
         return bool(self.late) and not self.absent.intersection(self.worked)
 
@@ -107,12 +131,31 @@ class OpenWindow:
 
     @property
     def worked(self) -> list[int]:
+        """Ranks of the devices that had work in it."""
         return [rank for rank, count in enumerate(self.counts) if count]
 
 
 @dataclass
 class Board:
-    """Windows and who has delivered; every method may be called from any thread."""
+    """Windows and who has delivered; every method may be called from any thread.
+
+    Attributes:
+        world_size: Number of devices.
+        limits: How long to wait.
+        done: Told of every window that is over, in order.
+        learned: Told of the times of a window once its late devices have delivered.
+        failed_: Told of an exception in a thread.
+        changed: The lock of all that follows, and told of every change.
+        stop: Set when the threads are to end.
+        late: Ranks of the devices that are late.
+        owed: By rank, deliveries that are still to come.
+        free: By rank, when it delivered last.
+        incidents: By rank, how often it became late since it was last in time.
+        windows: Those that are not over, by number, oldest first.
+        closed: Those that were closed and not taken up, where devices run ahead.
+        tardy: Those that are over, while late devices still owe their delivery.
+        error: The first exception in a thread.
+    """
 
     world_size: int
     limits: Limits
@@ -303,7 +346,8 @@ class Board:
 
     def _outcome(self, window: OpenWindow) -> Outcome:
         assert window.average is not None
-        return Outcome(window.average, window.late, window.missing, window.ahead, window.owed)
+        known = window.will_be_known
+        return Outcome(window.average, window.late, window.missing, window.ahead, known)
 
     def _tell(self, number: int) -> None:
         with self.changed:
@@ -312,7 +356,7 @@ class Board:
                 return
             window.told = True
             del self.windows[number]
-            if window.owed:
+            if window.will_be_known:
                 self.tardy[number] = window
             times, outcome = _times(window), self._outcome(window)
         try:
