@@ -3,6 +3,17 @@
 import elche_jax as elche
 """
 
+from elche_jax.adapters.convert import from_flax as from_flax, to_flax as to_flax
+from elche_jax.adapters.head import Head as Head, from_head as from_head
+from elche_jax.adapters.linen import from_linen as from_linen
+from elche_jax.adapters.model import Model as Model
+from elche_jax.adapters.nnx import from_nnx as from_nnx
+from elche_jax.advice import (
+    Advice as Advice,
+    DeviceAdvice as DeviceAdvice,
+    Plan as Plan,
+    advise as advise,
+)
 from elche_jax.averaging.guards import (
     Divergence as Divergence,
     Guard as Guard,
@@ -33,6 +44,11 @@ from elche_jax.cadence import (
     nudge_down as nudge_down,
     shard_sizes as shard_sizes,
 )
+from elche_jax.checkpoint.checkpointer import (
+    Checkpointer as Checkpointer,
+    CheckpointError as CheckpointError,
+)
+from elche_jax.checkpoint.options import Checkpoints as Checkpoints
 from elche_jax.config import DDPConfig as DDPConfig
 from elche_jax.data.order import Cursor as Cursor
 from elche_jax.engine.collectives import (
@@ -66,5 +82,14 @@ from elche_jax.train.learning_rate import (
 from elche_jax.train.run import Window as Window
 from elche_jax.train.step import TrainStep as TrainStep
 from elche_jax.train.windows import Windows as Windows
+from elche_jax.trainer.callback import Callback as Callback, Moment as Moment
+from elche_jax.trainer.epochs import EpochMetrics as EpochMetrics
+from elche_jax.trainer.evaluation import (
+    EarlyStopping as EarlyStopping,
+    Evaluation as Evaluation,
+)
+from elche_jax.trainer.handle import Handle as Handle
+from elche_jax.trainer.result import FitResult as FitResult
+from elche_jax.trainer.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"

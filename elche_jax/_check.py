@@ -201,6 +201,23 @@ def reals(
     )
 
 
+def one_of(where: str, argument: str, value: object, choices: Sequence[str]) -> None:
+    """Check that an argument is one of some words.
+
+    Raises:
+        ValueError: If it is not.
+
+    Example:
+        >>> one_of("Checkpoints", "mode", "least", ("min", "max"))
+        Traceback (most recent call last):
+        ...
+        ValueError: Checkpoints: mode must be one of 'min', 'max', got 'least'.
+    """
+    if not isinstance(value, str) or value not in choices:
+        rule = f"be one of {', '.join(map(repr, choices))}"
+        raise ValueError(message(where, argument, rule, repr(value)))
+
+
 def instance(where: str, argument: str, value: object, kind: type) -> None:
     """Check that an argument is of a class.
 

@@ -1,4 +1,4 @@
-"""What the examples that generate digits share: arguments, the digits, a judge, a picture."""
+"""What the examples on digits share: arguments, the digits, a judge, a picture."""
 
 import argparse
 import importlib.util
@@ -96,6 +96,19 @@ class Judge:
         chances = self._classifier.predict_proba(samples)
         shares = np.bincount(chances.argmax(axis=1), minlength=10) / len(samples)
         return Quality(covariance, int((shares >= LEAST_SHARE).sum()), chances.max(axis=1).mean())
+
+
+def labelled() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """1,504 digits with their labels to learn from, and the other 293.
+
+    Returns:
+        Two dicts of `image`, `(n, 8, 8, 1)` from 0 to 1, and `label`, `(n,)`.
+    """
+    digits = load_digits()
+    images = (digits.images[..., None] / 16).astype("float32")
+    labels = digits.target.astype("int32")
+    parts = train_test_split(images, labels, train_size=1504, stratify=labels, random_state=0)
+    return {"image": parts[0], "label": parts[2]}, {"image": parts[1], "label": parts[3]}
 
 
 def load() -> tuple[np.ndarray, Judge]:

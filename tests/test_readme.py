@@ -26,12 +26,14 @@ def test_scripts_of_the_readme_run_and_the_devices_do_not_matter(tmp_path, monke
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     losses = []
     for devices in (1, 4):
+        folder = tmp_path / str(devices)  # each has runs of its own
+        folder.mkdir()
         done = subprocess.run(
             [sys.executable, "-W", "error", "-c", "\n".join([DEVICES.format(devices), *SCRIPTS])],
             capture_output=True,
             text=True,
             timeout=300,
-            cwd=tmp_path,
+            cwd=folder,
         )
         assert (done.returncode, done.stderr) == (0, "")
         assert "of the limit" in done.stdout

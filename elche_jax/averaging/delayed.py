@@ -96,11 +96,6 @@ class DelayedProgram(LocalProgram):
         state, own, metrics = self._apply(state, walk, exchanged)
         return (state, walk, own), metrics
 
-    def replicated(self, state: TrainState) -> TrainState:
-        """What of a state must be the same on all devices, the rest being None."""
-        _, frozen = self.work.selection.split(state.params)
-        return super().replicated(state).replace(params=frozen, model_state=None)
-
     def _exchange(self, state: TrainState, before: dict[str, Any]) -> Exchanged:
         kept: AveragingState = state.averaging
         trained, _ = self.work.selection.split(state.params)

@@ -25,7 +25,7 @@ from elche_jax.averaging.join import (
     switch,
 )
 from elche_jax.averaging.rules import Averaging
-from elche_jax.averaging.state import AveragingState
+from elche_jax.averaging.state import AveragingState, common_part
 from elche_jax.engine.exchange import packed_psum
 from elche_jax.engine.fetch import Orders, Payload
 from elche_jax.engine.loop import LoopHook, run_loop
@@ -106,15 +106,13 @@ class LocalProgram:
 
     def replicated(self, state: TrainState) -> TrainState:
         """What of a state must be the same on all devices, the rest being None."""
-        if self.averaging.optimizer_state == "keep":
-            state = state.replace(opt_state=None)
-        if self.averaging.fragments > 1:
-            state = state.replace(params=self.work.selection.split(state.params)[1])
-        if isinstance(state.averaging, AveragingState):
-            state = state.replace(averaging=state.averaging.replicated)
-        leaves = jax.tree.leaves(state.model_state)
-        kept = zip(leaves, self.merge.rules, strict=True)
-        return state.replace(model_state=[leaf for leaf, rule in kept if rule != "keep"])
+        selection, late = self.work.selection, self.late
+        return common_part(state, self.averaging, selection, self.merge, late)
+
+    @property
+    def late(self) -> bool:
+        """Whether averages are taken up late."""
+        return bool(self.averaging.delay)
 
     def zeros(self, state: TrainState) -> Walk:
         """Before the first step."""

@@ -8,6 +8,9 @@ import jax.numpy as jnp
 
 from elche_jax.averaging.fragments import assign_fragments
 from elche_jax.averaging.rules import Averaging
+from elche_jax.engine.merge import MergeRules
+from elche_jax.engine.state import TrainState
+from elche_jax.engine.trainable import Selection
 
 PyTree = Any
 
@@ -64,6 +67,31 @@ def initial_averaging(
         steps=jnp.zeros((len(parts),), jnp.float32),
         error=[jnp.zeros(leaf.shape, jnp.float32) for leaf in leaves] if int8 else [],
     )
+
+
+def common_part(
+    state: TrainState, averaging: Averaging, selection: Selection, merge: MergeRules, late: bool
+) -> TrainState:
+    """What of a state must be the same on all devices, the rest being None.
+
+    Args:
+        state: The state.
+        averaging: The rule.
+        selection: Which parameters are trained.
+        merge: How model state is merged.
+        late: Whether averages are taken up late: then devices have parameters and model
+            state of their own.
+    """
+    if averaging.optimizer_state == "keep":
+        state = state.replace(opt_state=None)
+    if averaging.fragments > 1 or late:
+        state = state.replace(params=selection.split(state.params)[1])
+    if isinstance(state.averaging, AveragingState):
+        state = state.replace(averaging=state.averaging.replicated)
+    if late:
+        return state.replace(model_state=None)
+    kept = zip(jax.tree.leaves(state.model_state), merge.rules, strict=True)
+    return state.replace(model_state=[leaf for leaf, rule in kept if rule != "keep"])
 
 
 def _init_outer(averaging: Averaging, leaves: list[Any]) -> PyTree:

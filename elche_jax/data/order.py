@@ -1,7 +1,8 @@
 """The order of the examples: a function of (seed, epoch) alone, and the place in it."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,29 @@ def epoch_order(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """What a place in the data depends on: read otherwise, it is another place.
+
+    Attributes:
+        batch_size: Examples per microbatch.
+        examples: Number of examples; None for an iterable.
+        seed: Seed of the order; None where nothing is shuffled.
+    """
+
+    batch_size: int
+    examples: int | None = None
+    seed: int | None = None
+
+    def difference(self, now: "Reading") -> tuple[str, Any, Any] | None:
+        """The first value in which another one differs: its name, this one's, the other's."""
+        for name in (f.name for f in fields(self)):
+            mine, other = getattr(self, name), getattr(now, name)
+            if mine != other:
+                return name, mine, other
+        return None
+
+
+@dataclass(frozen=True)
 class Cursor:
     """The place in a run's data: plain numbers, so that a checkpoint can hold it.
 
@@ -43,6 +67,8 @@ class Cursor:
         epoch: Epoch the next window belongs to, from 0.
         microbatch: Microbatches of this epoch already handed out.
         window: Windows already handed out since the run began.
+        reading: How the data were read, so that it is noticed where they are read
+            otherwise; None where nobody knows. It does not count in comparisons.
 
     Raises:
         TypeError: A number is not an integer.
@@ -57,32 +83,40 @@ class Cursor:
     epoch: int = 0
     microbatch: int = 0
     window: int = 0
+    reading: Reading | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in FIELDS:
             number = integer("Cursor", name, getattr(self, name), low=0)
             object.__setattr__(self, name, number)
 
-    def to_dict(self) -> dict[str, int]:
-        """The cursor as a dictionary of ints."""
-        return asdict(self)
+    def to_dict(self) -> dict[str, Any]:
+        """The cursor as a dictionary of numbers, with `"reading"` where that is known."""
+        numbers = {name: getattr(self, name) for name in FIELDS}
+        return numbers if self.reading is None else numbers | {"reading": asdict(self.reading)}
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, int]) -> "Cursor":
+    def from_dict(cls, fields: Mapping[str, Any]) -> "Cursor":
         """The inverse of `to_dict`.
 
         Raises:
             ValueError: The keys are not those of a cursor.
         """
-        if set(fields) != set(FIELDS):
+        reading = fields.get("reading")
+        known = {"batch_size", "examples", "seed"}
+        if set(fields) - {"reading"} != set(FIELDS) or (
+            reading is not None and set(reading) != known
+        ):
             rule = f"have the keys {sorted(FIELDS)}"
             raise ValueError(message("Cursor.from_dict", "fields", rule, sorted(fields)))
-        return cls(**fields)
+        numbers = {name: fields[name] for name in FIELDS}
+        return cls(**numbers, reading=None if reading is None else Reading(**reading))
 
     def advance(self, microbatches: int) -> "Cursor":
         """The cursor after a window of `microbatches` in the same epoch."""
-        return Cursor(self.epoch, self.microbatch + microbatches, self.window + 1)
+        place = self.microbatch + microbatches
+        return replace(self, microbatch=place, window=self.window + 1)
 
     def next_epoch(self) -> "Cursor":
         """The cursor at the start of the following epoch."""
-        return Cursor(self.epoch + 1, 0, self.window)
+        return replace(self, epoch=self.epoch + 1, microbatch=0)

@@ -12,6 +12,9 @@ logger = logging.getLogger("elche_jax")
 
 Build = Callable[[], Any]
 
+Told = Callable[[Hashable, float, bool], None]
+"""Told of a program that was compiled: its key, the seconds, whether nobody waited."""
+
 
 @dataclass(frozen=True)
 class CompileStats:
@@ -37,13 +40,17 @@ class CompileCache:
 
     A program is what `build()` returns. `prepare` builds in a background thread that
     exists only while there is something to build.
+
+    Args:
+        told: Told of every program that was compiled; or None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, told: Told | None = None) -> None:
+        self._told = told
         self._lock = threading.Lock()
         self._entries: dict[Hashable, _Entry] = {}
         self._stats = CompileStats()
-        self._jobs: deque[tuple[_Entry, Build]] = deque()
+        self._jobs: deque[tuple[Hashable, _Entry, Build]] = deque()
         self._working = False
 
     @property
@@ -69,7 +76,7 @@ class CompileCache:
             return entry.program
         begun = time.perf_counter()
         if new:
-            self._fill(entry, build)
+            self._fill(key, entry, build)
         else:
             entry.done.wait()
         self._count(misses=1, waited_s=time.perf_counter() - begun)
@@ -87,7 +94,7 @@ class CompileCache:
         if not new:
             return
         with self._lock:
-            self._jobs.append((entry, build))
+            self._jobs.append((key, entry, build))
             if self._working:
                 return
             self._working = True
@@ -114,8 +121,8 @@ class CompileCache:
                 if not self._jobs or not threading.main_thread().is_alive():
                     self._working = False
                     return
-                entry, build = self._jobs.popleft()
-            self._fill(entry, build, ahead=1)
+                key, entry, build = self._jobs.popleft()
+            self._fill(key, entry, build, ahead=1)
             if entry.error is not None:
                 logger.warning(
                     "elche: a program could not be compiled ahead (%s: %s); larger windows go "
@@ -124,14 +131,17 @@ class CompileCache:
                     entry.error,
                 )
 
-    def _fill(self, entry: "_Entry", build: Build, ahead: int = 0) -> None:
+    def _fill(self, key: Hashable, entry: "_Entry", build: Build, ahead: int = 0) -> None:
         begun = time.perf_counter()
         try:
             entry.program = build()
         except BaseException as error:  # raised where the program is asked for
             entry.error, ahead = error, 0
-        self._count(ahead=ahead, seconds=time.perf_counter() - begun)
+        seconds = time.perf_counter() - begun
+        self._count(ahead=ahead, seconds=seconds)
         entry.done.set()
+        if self._told is not None and entry.error is None:
+            self._told(key, seconds, bool(ahead))
 
     def _forget(self, key: Hashable, entry: "_Entry") -> None:
         with self._lock:

@@ -1,7 +1,6 @@
 """What happened in a run and when: typed events, in memory and one JSON line each.
 
-A new kind of event is a dataclass here, of numbers, strings and tuples of numbers, that
-derives from `Event`, and its entry in `EVENTS`.
+The kinds of events are in `elche_jax.observe.events`.
 """
 
 import json
@@ -9,18 +8,23 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from functools import partial
+from dataclasses import fields
+from functools import cache
 from io import FileIO
 from os import PathLike, fsdecode
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, cast
 
-import numpy as np
-
 from elche_jax import _check as check
+from elche_jax.observe.events import (
+    EVENTS as EVENTS,
+    NAMES,
+    Event as Event,
+    SkipEvent as SkipEvent,
+    VerdictEvent as VerdictEvent,
+    WindowEvent as WindowEvent,
+)
 from elche_jax.observe.line_writer import LineWriter
 from elche_jax.observe.records import WindowRecord
 
@@ -28,96 +32,7 @@ KEEP = 10_000
 """Events a timeline keeps in memory."""
 
 
-def _plain(kind: type, where: str, name: str, value: object) -> Any:
-    """Return a value of a kind as it is; another one is an error."""
-    value = value.item() if isinstance(value, np.generic) else value
-    check.instance(where, name, value, kind)
-    return value
-
-
-# The types that fields of an event may have, and what makes plain values of them.
-_FIELDS: Final[dict[Any, Callable[[str, str, object], Any]]] = {
-    bool: partial(_plain, bool),
-    str: partial(_plain, str),
-    int: check.integer,
-    float: check.real,
-    tuple[int, ...]: check.integers,
-    tuple[float, ...]: check.reals,
-}
-
-
-class Event:
-    """Base of the events: makes their values plain Python ones, and checks them.
-
-    Raises:
-        TypeError: A value is not of its field's type.
-        ValueError: A number is not finite.
-    """
-
-    __slots__ = ()
-
-    def __post_init__(self) -> None:
-        for field in fields(cast(Any, self)):
-            value = getattr(self, field.name)
-            value = _FIELDS[field.type](type(self).__name__, field.name, value)
-            object.__setattr__(self, field.name, value)
-
-
-@dataclass(frozen=True, slots=True)
-class WindowEvent(WindowRecord, Event):
-    """A window that is over: its record, which `plot_run` and the like take, and when.
-
-    Attributes:
-        at: Seconds since the timeline began, at which it was reported.
-    """
-
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class SkipEvent(Event):
-    """An update that was dropped.
-
-    Attributes:
-        window: Number of the window in the run.
-        epoch: Its epoch.
-        reason: Why.
-        at: Seconds since the timeline began, at which it was reported.
-    """
-
-    window: int
-    epoch: int
-    reason: str
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class VerdictEvent(Event):
-    """What a guard's verdict told the cadence: every *nudge down*, and every change.
-
-    Attributes:
-        window: Number of the window after which it was given.
-        epoch: Its epoch.
-        action: `"stable"`, `"hold_growth"` or `"nudge_down"`.
-        factor: What the anchor was to be multiplied by; 1 but for `"nudge_down"`.
-        at: Seconds since the timeline began, at which it was reported.
-    """
-
-    window: int
-    epoch: int
-    action: str
-    factor: float
-    at: float
-
-
-EVENTS: Final[Mapping[str, type[Event]]] = {
-    "window": WindowEvent,
-    "skip": SkipEvent,
-    "verdict": VerdictEvent,
-}
-"""The events by the name they have in a file."""
-
-_NAMES: Final[Mapping[type[Event], str]] = {kind: name for name, kind in EVENTS.items()}
+_RECORD: Final = tuple(field.name for field in fields(WindowRecord))
 _BEGIN: Final = b'{"event": "'
 
 
@@ -192,8 +107,7 @@ class Timeline:
             ValueError: A number of it is not finite.
         """
         check.instance("Timeline.window", "record", record, WindowRecord)
-        names = [field.name for field in fields(WindowRecord)]
-        self.add(WindowEvent, **{name: getattr(record, name) for name in names})
+        self.add(WindowEvent, **{name: getattr(record, name) for name in _RECORD})
 
     def add(self, kind: type[Event], **values: Any) -> None:
         """Records an event; the time `at` is now.
@@ -206,8 +120,8 @@ class Timeline:
             TypeError: A field is missing, unknown or of another type.
             ValueError: `kind` is no event, or a number is not finite.
         """
-        if not isinstance(kind, type) or kind not in _NAMES:
-            rule = f"be one of {', '.join(known.__name__ for known in _NAMES)}"
+        if not isinstance(kind, type) or kind not in NAMES:
+            rule = f"be one of {', '.join(known.__name__ for known in NAMES)}"
             raise ValueError(check.message("Timeline.add", "kind", rule, repr(kind)))
         with self._lock:  # the time is taken inside, so that events are in its order
             at = time.perf_counter() - self._began
@@ -332,8 +246,15 @@ def _parse(where: str, path: Path, content: bytes) -> tuple[list[Event], int]:
 
 
 def _to_line(event: Event) -> bytes:
-    values = {field.name: getattr(event, field.name) for field in fields(cast(Any, event))}
-    return json.dumps({"event": _NAMES[type(event)]} | values, allow_nan=False).encode() + b"\n"
+    values: dict[str, Any] = {"event": NAMES[type(event)]}
+    for name in _field_names(type(event)):
+        values[name] = getattr(event, name)
+    return json.dumps(values, allow_nan=False).encode() + b"\n"
+
+
+@cache
+def _field_names(kind: type[Event]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(cast(Any, kind)))
 
 
 def _from_line(where: str, path: Path, number: int, line: bytes) -> Event:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import optax
@@ -30,6 +30,22 @@ from elche_jax.train.parts import check_parts
 from elche_jax.train.step import TrainStep
 
 logger = logging.getLogger("elche_jax")
+
+
+class StepOptions(TypedDict, total=False):
+    """The arguments of `build_train_step` apart from loss, optimizer and config; see there."""
+
+    devices: Sequence[jax.Device] | None
+    cadence: Cadence[Any] | None
+    has_aux: bool
+    nonfinite: str
+    max_skips: int | None
+    trainable: Trainable | None
+    merge: Merge | None
+    loss_scale: Any
+    averaging: Averaging | None
+    guard: Guard | None
+    emulate: LoopHook | None
 
 
 def build_train_step(

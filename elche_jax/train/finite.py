@@ -140,6 +140,15 @@ class FiniteWatch:
         """Why such a window counts as skipped, for the timeline."""
         return self._wording.event
 
+    def restore(self, skipped: int, left_out: Sequence[int], in_a_row: int) -> None:
+        """Goes on after windows of an earlier process."""
+        self.skipped, self.left_out, self._in_a_row = skipped, list(left_out), in_a_row
+
+    @property
+    def in_a_row(self) -> int:
+        """How many of the last windows were not finite."""
+        return self._in_a_row
+
     def see(self, measured: Measured, finite: bool, own: Any) -> NonFiniteError | None:
         """Takes note of a window; gives the error to raise, if it is time for one.
 

@@ -43,6 +43,11 @@ class GuardWatch:
         with self._lock:
             return list(self._history)
 
+    def restore(self, history: Sequence[Divergence]) -> None:
+        """Goes on after windows of an earlier process."""
+        with self._lock:
+            self._history = deque(history, maxlen=HISTORY)
+
     def see(self, measured: Measured, metrics: Mapping[str, Any]) -> Verdict:
         """Takes note of a window that is over; gives what the cadence is to be told."""
         if self._late:

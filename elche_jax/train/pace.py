@@ -8,19 +8,29 @@ import logging
 import threading
 from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from statistics import median
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from elche_jax import _check as check
 from elche_jax.cadence import STABLE, Verdict, WindowReport, stronger
 from elche_jax.cadence.scheduler import Scheduler, SchedulerState
 from elche_jax.config import Recorder
+from elche_jax.observe.events import (
+    AnchorEvent,
+    CompileEvent,
+    LossEvent,
+    RunEvent,
+    SkipEvent,
+    VerdictEvent,
+)
 from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.report import imbalance
-from elche_jax.observe.timeline import SkipEvent, VerdictEvent
 from elche_jax.train import speeds
 
 logger = logging.getLogger("elche_jax")
@@ -91,6 +101,16 @@ class Pace:
         """Whether plans depend on reports."""
         return getattr(self._scheduler.cadence, "adaptive", True)
 
+    def compiled(self, key: Any, seconds: float, ahead: bool) -> None:
+        """Notes that a program was compiled; its key begins with its name."""
+        if self.timeline is not None:
+            self.timeline.add(CompileEvent, program=key[0], seconds=seconds, ahead=ahead)
+
+    @property
+    def cadence_name(self) -> str:
+        """The class of the cadence."""
+        return type(self._scheduler.cadence).__name__
+
     @property
     def scripted(self) -> bool:
         """Whether a recording is replayed."""
@@ -100,6 +120,20 @@ class Pace:
     def uses_loss(self) -> bool:
         """Whether the cadence follows the loss."""
         return getattr(self._scheduler.cadence, "uses_loss", False)
+
+    @property
+    def wants_loss(self) -> bool:
+        """Whether the loss of a window is used, or recorded."""
+        return self.uses_loss or self.timeline is not None
+
+    def begins(self, names: Sequence[str], window: int) -> None:
+        """A run on these devices begins, or goes on, with this window."""
+        if self.timeline is not None:
+            cadence = self._scheduler.cadence
+            self.timeline.add(
+                RunEvent, devices=tuple(names), cadence=repr(cadence), windows=window,
+                overhead_target=getattr(cadence, "overhead_target", 0.0),
+            )  # fmt: skip
 
     @property
     def windows(self) -> int:
@@ -194,11 +228,18 @@ class Pace:
             flat, n = self._history.tolist(), self._world_size
         return [tuple(flat[at : at + n]) for at in range(0, len(flat), n)]
 
-    def restart(self) -> None:
-        """A new run begins: forgets the records and the history, not the speeds."""
+    @property
+    def history_array(self) -> NDArray[np.int64]:
+        """The same as an array, `(windows, world_size)`."""
+        with self._lock:
+            return np.array(self._history, np.int64).reshape(-1, self._world_size)
+
+    def restart(self, history: NDArray[np.int64] | None = None) -> None:
+        """A run begins, or goes on after windows of these counts: forgets the records, not
+        the speeds."""
         with self._lock:
             self._records.clear()
-            del self._history[:]
+            self._history = array("q", () if history is None else history.ravel().tolist())
 
     def plan(self, window: int) -> tuple[int, ...]:
         """Counts for a window, were there no end of the data."""
@@ -228,7 +269,8 @@ class Pace:
         Args:
             record: The times.
             verdict: The guard's opinion.
-            loss: The window's mean loss, for a cadence that uses it.
+            loss: The window's mean loss, for the timeline and a cadence that uses it; None
+                where neither asks for it.
         """
         if self.timeline is not None:  # not under the lock: it may write to a disk
             self.timeline.window(record)
@@ -237,14 +279,32 @@ class Pace:
                     VerdictEvent, window=record.window, epoch=record.epoch,
                     action=verdict.action, factor=verdict.factor or 1.0,
                 )  # fmt: skip
+            if loss is not None and isfinite(loss):
+                where = {"window": record.window, "epoch": record.epoch}
+                self.timeline.add(LossEvent, **where, loss=loss)
         self._told = verdict
         with self._lock:
             self._records.append(record)
             self._owed = stronger(self._owed, verdict)
-            if self._scheduler.scripted is None and not _broken(loss):
-                self._report(record, loss)
+            before = self._anchor
+            if self._scheduler.scripted is None and not self._broken(loss):
+                self._report(record, loss if self.uses_loss else None)
+            anchor = self._anchor
             if self._hint:
                 self._give_hint()
+        if self.timeline is not None and before != anchor and None not in (before, anchor):
+            self.timeline.add(
+                AnchorEvent, window=record.window, epoch=record.epoch, before=before, anchor=anchor
+            )
+
+    @property
+    def _anchor(self) -> int | None:
+        """The cadence's anchor; None where it has none."""
+        return getattr(self._state.cadence, "anchor", None)
+
+    def _broken(self, loss: float | None) -> bool:
+        """Whether a loss that the cadence would use is none."""
+        return self.uses_loss and loss is not None and not isfinite(loss)
 
     def learned(self, record: WindowRecord) -> None:
         """Takes the times of a window that were not known when it was over."""
@@ -283,7 +343,3 @@ class Pace:
                 "idles; cadence=ElChe() or FixedTotal(n) would use it.",
                 100 * idle,
             )
-
-
-def _broken(loss: float | None) -> bool:
-    return loss is not None and not isfinite(loss)

@@ -355,7 +355,7 @@ class Run:
         verdict, loss = STABLE, None
         if self._guard is not None:
             verdict = self._guard.see(flying.measured, flying.metrics)
-        if self._pace.uses_loss and "loss" in flying.metrics:
+        if self._pace.wants_loss and "loss" in flying.metrics:
             loss = float(np.asarray(flying.metrics["loss"]))
         self._pace.measured(_record(flying.measured, times, free, ahead), verdict, loss)
         self._verify(flying)

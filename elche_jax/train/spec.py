@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from elche_jax import _check as check
+from elche_jax.data.order import Cursor, Reading
 from elche_jax.data.reader import microbatch_size
 from elche_jax.data.source import ArraySource, IterableSource, MapSource, Source, stack
 
@@ -43,6 +44,35 @@ def check_data_plan(
             f"with drop_last=True, got {size}. Lower it, or pass drop_last=False."
         )
     return size
+
+
+def reading_of(source: Source, batch_size: int, seed: int, shuffle: bool) -> Reading:
+    """What a place in these data depends on."""
+    if isinstance(source, IterableSource):
+        return Reading(batch_size)
+    return Reading(batch_size, source.size, seed if shuffle else None)
+
+
+def check_cursor(cursor: Cursor | None, epochs: int | None, reading: Reading) -> None:
+    """Checks that a cursor is a place in these data, read as they are to be read."""
+    if cursor is None:
+        return
+    if not isinstance(cursor, Cursor):
+        raise TypeError(
+            f"windows: cursor must be a Cursor, got {type(cursor).__name__}. Make one of a "
+            "dictionary with Cursor.from_dict."
+        )
+    if epochs is not None and cursor.epoch >= epochs:
+        raise ValueError(
+            f"windows: cursor.epoch must be below epochs ({epochs}, counted from the start "
+            f"of the run), got {cursor.epoch}. Raise epochs to go on."
+        )
+    differs = None if cursor.reading is None else cursor.reading.difference(reading)
+    if differs is not None:
+        name, before, now = differs
+        rule = f"be that of the cursor's run ({before})"
+        todo = "Read otherwise, the cursor is another place: begin without, or keep it."
+        raise ValueError(check.message("windows", name, rule, now, todo))
 
 
 def microbatch_shapes(source: Source, batch_size: int) -> PyTree:

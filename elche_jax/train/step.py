@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,10 @@ import optax
 from elche_jax import _check as check
 from elche_jax.averaging.guards import Divergence
 from elche_jax.averaging.program import average
+from elche_jax.averaging.state import common_part
 from elche_jax.cadence import Cadence
 from elche_jax.cadence.scheduler import Scheduler, SchedulerState
+from elche_jax.config import Recorder
 from elche_jax.data.order import Cursor
 from elche_jax.engine.checksum import checksums
 from elche_jax.engine.compile_cache import CompileCache
@@ -41,9 +44,10 @@ from elche_jax.train.initial import (
 from elche_jax.train.loading import WINDOW_BYTES, Loading
 from elche_jax.train.options import Options
 from elche_jax.train.pace import Pace
+from elche_jax.train.resume import join, restore_run, run_to_dict
 from elche_jax.train.run import Run, Window
 from elche_jax.train.runners import Initial, Reads, Runners, reads_ragged
-from elche_jax.train.spec import check_data_plan, microbatch_shapes
+from elche_jax.train.spec import check_cursor, check_data_plan, microbatch_shapes, reading_of
 from elche_jax.train.windows import Windows
 
 PyTree = Any
@@ -69,7 +73,7 @@ class TrainStep:
         self._pace = Pace(Scheduler(cadence), len(devices), options.hint, options.timeline)
         self._watch = _finite_watch(options, devices)
         self._guard = guard_watch(options.guard, options.averaging, devices)
-        self._cache = CompileCache()
+        self._cache = CompileCache(None if options.timeline is None else self._pace.compiled)
         group, *_ = group_devices(devices)  # one: build_train_step sees to it
         self._runners = Runners(loss_fn, optimizer, group, options, self._cache)
         self._last_run: Run | None = None
@@ -268,33 +272,26 @@ class TrainStep:
         window_bytes = check.integer("windows", "window_bytes", window_bytes, low=1)
         if epochs is not None:
             epochs = check.integer("windows", "epochs", epochs, low=1)
-        if cursor is not None and not isinstance(cursor, Cursor):
-            raise TypeError(
-                f"windows: cursor must be a Cursor, got {type(cursor).__name__}. Make one of a "
-                "dictionary with Cursor.from_dict."
-            )
-        if cursor is not None and epochs is not None and cursor.epoch >= epochs:
-            raise ValueError(
-                f"windows: cursor.epoch must be below epochs ({epochs}, counted from the start "
-                f"of the run), got {cursor.epoch}. Raise epochs to go on."
-            )
         if mask_key is not None and not isinstance(mask_key, str):
             raise TypeError(f"windows: mask_key must be a string, got {type(mask_key).__name__}.")
         self._settle()
         source = self._loading.source(data)
         size = check_data_plan(source, batch_size, epochs, drop_last)
+        reading = reading_of(source, size, seed, shuffle)
+        check_cursor(cursor, epochs, reading)
         microbatch = microbatch_shapes(source, size)
         reads = Reads(microbatch, mask_key, reads_ragged(source, size, drop_last))
         runner = self._runners.get(self._initial, reads)
         where = self._loading.placement(placement, source, window_bytes, microbatch)
         plan = DataPlan(source, size, seed, shuffle, drop_last, where, window_bytes, microbatch)
         feed = self._loading.feed(plan, runner, self._pace.adaptive, self._pace.largest)
-        start = cursor or Cursor(window=self._pace.windows)
+        start = replace(cursor or Cursor(window=self._pace.windows), reading=reading)
         run = Run(
             feed, self._pace, start, epochs, self._watch, runner, guard=self._guard,
             in_flight=in_flight(self._options),
         )  # fmt: skip
         self._last_run = run
+        self._pace.begins([str(device) for device in self.devices], start.window)
         return Windows(run, len(self.devices))
 
     def __call__(
@@ -388,6 +385,35 @@ class TrainStep:
         read = state.replace(opt_state=None, model_state=None)  # which need not be there yet
         return unreplicate(self._average(read)[0])
 
+    def common(self, state: TrainState) -> TrainState:
+        """What of a state is the same on all devices, the rest being None or left out.
+
+        In gradient mode it is all of it; with `averaging` devices may have optimizer
+        states, parameters or model states of their own.
+
+        Args:
+            state: A state of the model that `init` was called with last, or its shapes.
+        """
+        averaging, initial, host = self._options.averaging, self._initial, self._options.host
+        if averaging is None or initial is None:
+            return state
+        late = bool(averaging.delay) if host is None else host.ahead
+        return common_part(state, averaging, initial.selection, initial.merge, late)
+
+    def join(self, state: TrainState) -> TrainState:
+        """One device's state of those of several devices, see `elche_jax.train.resume.join`.
+
+        Args:
+            state: Host arrays, leaves `(devices it was of, ...)`.
+        """
+        assert self._initial is not None  # there are shapes to compare with
+        return join(state, self.common, self._options.averaging, self._initial.selection)
+
+    @property
+    def timeline(self) -> Recorder | None:
+        """What the run is recorded by, or None."""
+        return self._pace.timeline
+
     def _check_stacked(self, state: TrainState, where: str) -> None:
         if state.step.shape != (len(self.devices),):
             raise ValueError(
@@ -395,6 +421,26 @@ class TrainStep:
                 f"training step, got leaves stacked as {state.step.shape}. Use init, or "
                 "replicate(state, train.devices)."
             )
+
+    def run_to_dict(self) -> dict[str, Any]:
+        """What is known of the run besides the state: the cadence's state, `counts_history`,
+        `divergence`, `skipped` and `left_out`, as plain numbers for a checkpoint (`"counts"`
+        as an array, `(windows, world_size)`)."""
+        return run_to_dict(self._pace, self._watch, self._guard)
+
+    def restore_run(self, saved: Mapping[str, Any]) -> None:
+        """Goes on with what `run_to_dict` gave; to be called after `init`.
+
+        On another number of devices, or with another cadence, what was measured begins
+        anew, which a log line says.
+
+        Args:
+            saved: The dict.
+
+        Raises:
+            ValueError: It holds what this cadence cannot go on with.
+        """
+        restore_run(saved, len(self.devices), self._pace, self._watch, self._guard)
 
     def report(self) -> RunReport:
         """What was measured so far: speeds, counts, busy shares, compiles."""

@@ -66,6 +66,14 @@ class Windows(Iterator[Window]):
         finally:
             self.close()
 
+    def drain(self) -> None:
+        """Waits until the windows handed to the devices so far are over.
+
+        Raises:
+            NonFiniteError, ReplicaMismatch: One of them was not as it must be.
+        """
+        self._run.finish()
+
     def close(self) -> None:
         """Ends the threads of this run. Idempotent; windows handed out stay usable."""
         self._ended = True

@@ -59,16 +59,10 @@ class HostProgram(LocalProgram):
 
     ahead: bool = False
 
-    def replicated(self, state: TrainState) -> TrainState:
-        """What of a state must be the same on all devices, the rest being None.
-
-        A device that runs ahead has parameters and model state of its own.
-        """
-        common = super().replicated(state)
-        if not self.ahead:
-            return common
-        _, frozen = self.work.selection.split(state.params)
-        return common.replace(params=frozen, model_state=None)
+    @property
+    def late(self) -> bool:
+        """Whether averages are taken up late: by devices that run ahead."""
+        return self.ahead
 
     def zeros(self, state: TrainState) -> Walk:
         """Before the first step."""

@@ -1,0 +1,109 @@
+"""What a module is called with: inputs out of a microbatch, and the switch to training."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from elche_jax import _check as check
+from elche_jax.engine.loss import describe
+
+Inputs = str | Callable[[Any], Any]
+
+KEYS = ("x", "inputs", "image")
+"""Entries of a batch that are looked for, in this order."""
+
+SWITCHES = {
+    "train": True,
+    "training": True,
+    "is_training": True,
+    "deterministic": False,
+    "use_running_average": False,
+}
+"""Arguments that switch a module to training, and with which value; the other one evaluates."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a module is called.
+
+    Attributes:
+        where: What the user called, for messages.
+        inputs: Key of the inputs, or a function of the batch; None: one of `KEYS`.
+        train_kwargs: Keyword arguments in training.
+        eval_kwargs: Keyword arguments in evaluation.
+    """
+
+    where: str
+    inputs: Inputs | None
+    train_kwargs: Mapping[str, Any]
+    eval_kwargs: Mapping[str, Any]
+
+    def arguments(self, batch: Any, train: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional and the keyword arguments for a microbatch."""
+        found = self._inputs(batch)
+        switch = self.train_kwargs if train else self.eval_kwargs
+        if isinstance(found, dict):
+            return (), {**found, **switch}
+        return (found if isinstance(found, tuple) else (found,)), dict(switch)
+
+    def _inputs(self, batch: Any) -> Any:
+        if callable(self.inputs):
+            return self.inputs(batch)
+        if isinstance(batch, Mapping):
+            keys = KEYS if self.inputs is None else (self.inputs,)
+            key = next((key for key in keys if key in batch), None)
+            if key is None:
+                rule = f"have an entry {' or '.join(map(repr, keys))}"
+                todo = "Name it with inputs=, a key or a function of the batch."
+                got = f"entries {', '.join(map(repr, batch)) or 'none'}"
+                raise ValueError(check.message(self.where, "batch", rule, got, todo))
+            return (batch[key],)
+        if isinstance(batch, tuple | list) and batch and self.inputs is None:
+            return (batch[0],)
+        if hasattr(batch, "shape"):  # the inputs themselves, as predict may have them
+            return (batch,)
+        rule = "be a dict" + ("" if self.inputs else ", a tuple with the inputs first, or an array")
+        todo = "Pass inputs=, a function of the batch."
+        raise TypeError(check.message(self.where, "batch", rule, describe(batch), todo))
+
+
+def call_of(
+    where: str,
+    module: Any,
+    inputs: Inputs | None,
+    train_kwargs: Mapping[str, Any] | None,
+    eval_kwargs: Mapping[str, Any] | None,
+) -> Call:
+    """How a module is to be called, by its signature unless the user says it.
+
+    Raises:
+        TypeError: An argument is of another kind.
+        ValueError: The signature has several switches.
+    """
+    if inputs is not None and not isinstance(inputs, str) and not callable(inputs):
+        rule = "be a key of the batch or a function of it"
+        raise TypeError(check.message(where, "inputs", rule, check.describe(inputs)))
+    for name, kwargs in (("train_kwargs", train_kwargs), ("eval_kwargs", eval_kwargs)):
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            rule = "be a dict of keyword arguments"
+            raise TypeError(check.message(where, name, rule, check.describe(kwargs)))
+    if train_kwargs is None or eval_kwargs is None:
+        found = _switch(where, type(module))
+        on = {name: value for name, value in found.items()}
+        off = {name: not value for name, value in found.items()}
+        train_kwargs = on if train_kwargs is None else train_kwargs
+        eval_kwargs = off if eval_kwargs is None else eval_kwargs
+    return Call(where, inputs, dict(train_kwargs), dict(eval_kwargs))
+
+
+def _switch(where: str, kind: Any) -> dict[str, bool]:
+    """The switch in the signature of a kind of module; empty where it has none."""
+    names = inspect.signature(kind.__call__).parameters
+    found = {name: value for name, value in SWITCHES.items() if name in names}
+    if len(found) > 1:
+        rule = f"have one argument that switches to training ({', '.join(SWITCHES)})"
+        todo = "Say what to call it with: train_kwargs= and eval_kwargs=."
+        got = f"{kind.__name__} with {' and '.join(found)}"
+        raise ValueError(check.message(where, "module", rule, got, todo))
+    return found

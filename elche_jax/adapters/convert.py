@@ -1,0 +1,166 @@
+"""Between `flax.training`'s train state and the one here."""
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from elche_jax import _check as check
+from elche_jax.adapters.linen import key_of
+from elche_jax.adapters.model import named_leaves
+from elche_jax.engine.loss import describe
+from elche_jax.engine.replicas import replicate, unreplicate
+from elche_jax.engine.state import TrainState
+from elche_jax.train.initial import check_one_copy
+from elche_jax.train.step import TrainStep
+
+if TYPE_CHECKING:
+    from flax.training import train_state
+
+PyTree = Any
+
+STATS = "batch_stats"
+"""The field that subclasses of Flax's train state have by custom for a model state."""
+
+
+def to_flax(
+    state: TrainState,
+    apply_fn: Any,
+    tx: optax.GradientTransformation,
+    *,
+    kind: "type[train_state.TrainState] | None" = None,
+    **fields: Any,
+) -> "train_state.TrainState":
+    """Makes Flax's train state of one device's copy.
+
+    Its step is the number of windows. Key, numbers of microbatches and examples have no
+    place in it.
+
+    Args:
+        state: The state; or one copy of it (`unreplicate`), on a device or on the host.
+        apply_fn: For its `apply_fn`.
+        tx: For its `tx`: the optimizer of the training step.
+        kind: The class to make; None for `flax.training.train_state.TrainState`. Every
+            collection of a model state must be a field of it, as `batch_stats` is by custom.
+        fields: Values of further fields.
+
+    Returns:
+        The train state; leaves of one device's shape.
+
+    Raises:
+        TypeError: `state` is no `TrainState`, `kind` no train state.
+        ValueError: `tx` is not the optimizer that the state was made with; the model state
+            has no place.
+
+    Example:
+        >>> import jax, numpy as np, optax
+        >>> import elche_jax as elche
+        >>> def loss_fn(params, batch, rng):
+        ...     return ((batch["x"] * params["w"] - 1) ** 2).mean()
+        >>> tx = optax.adam(0.1)
+        >>> train = elche.build_train_step(loss_fn, tx, devices=jax.devices()[:2])
+        >>> state = train.init({"w": np.zeros((), "float32")})
+        >>> flax_state = elche.to_flax(state, apply_fn=None, tx=tx)
+        >>> flax_state.step, flax_state.params["w"].shape
+        (0, ())
+        >>> elche.from_flax(train, flax_state).params["w"].shape
+        (2,)
+    """
+    from flax.training import train_state
+
+    if not isinstance(state, TrainState):
+        rule = "be a TrainState of elche_jax"
+        raise TypeError(check.message("to_flax", "state", rule, describe(state)))
+    kind = train_state.TrainState if kind is None else kind
+    if not isinstance(kind, type) or not issubclass(kind, train_state.TrainState):
+        rule = "be a subclass of flax.training.train_state.TrainState"
+        raise TypeError(check.message("to_flax", "kind", rule, check.describe(kind)))
+    one = state.replace(averaging=None, loss_scale=None)  # no place, and of shapes of their own
+    one = unreplicate(one) if jnp.ndim(state.step) else one
+    differs = difference(jax.eval_shape(tx.init, one.params), one.opt_state)
+    if differs:
+        rule = "be the optimizer that the state was made with"
+        raise ValueError(check.message("to_flax", "tx", rule, f"another: its state has {differs}"))
+    carried = {} if one.model_state is None else one.model_state
+    homes = vars(kind).get("__dataclass_fields__", {})
+    for name in carried:
+        if name not in homes:
+            todo = "Pass a subclass with that field, or state.replace(model_state=None)."
+            got = f"{kind.__name__} for {name!r}"
+            rule = "have a field for every collection of model_state"
+            raise ValueError(check.message("to_flax", "kind", rule, got, todo))
+    return kind(
+        step=int(one.step), apply_fn=apply_fn, params=one.params, tx=tx,
+        opt_state=one.opt_state, **carried, **fields,
+    )  # fmt: skip
+
+
+def from_flax(
+    train: TrainStep, flax_state: Any, model_state: PyTree = None, rng: Any = 0
+) -> TrainState:
+    """Makes the state that a training step goes on with, of Flax's train state.
+
+    It begins a new run, as `train.init` does. A step of Flax counts as one window and one
+    microbatch, so that keys go on; which they do differently than in the loop before.
+
+    Args:
+        train: The training step. Its optimizer must be that of `flax_state`.
+        flax_state: A `flax.training.train_state.TrainState`, one copy, or a subclass. A
+            field `batch_stats` is used as `model_state={"batch_stats": ...}`.
+        model_state: The model state, where there is one; instead of `batch_stats`.
+        rng: A key or an integer seed, as for `train.init`.
+
+    Returns:
+        The state, replicated over `train.devices`: parameters, optimizer state and step are
+        those of `flax_state` to the bit.
+
+    Raises:
+        TypeError: `train` is no `TrainStep`, `flax_state` no train state of Flax; as by
+            `TrainStep.init`.
+        ValueError: The optimizer state is another optimizer's or another model's; it is
+            replicated; as by `TrainStep.init`.
+    """
+    from flax.training import train_state
+
+    check.instance("from_flax", "train", train, TrainStep)
+    if not isinstance(flax_state, train_state.TrainState):
+        rule, todo = "be a flax.training.train_state.TrainState", ""
+        if isinstance(flax_state, TrainState):
+            todo = "A state of elche_jax: replicate(state, train.devices)."
+        raise TypeError(check.message("from_flax", "flax_state", rule, describe(flax_state), todo))
+    parts = {"params": flax_state.params, "opt_state": flax_state.opt_state}
+    check_one_copy("from_flax", "flax_state", parts)
+    if model_state is None and getattr(flax_state, STATS, None):
+        model_state = {STATS: getattr(flax_state, STATS)}
+    key = key_of("from_flax", rng)
+    state = train.init(flax_state.params, model_state=model_state, rng=key)
+    differs = difference(flax_state.opt_state, jax.eval_shape(_one, state.opt_state))
+    if differs:
+        rule = "be of the training step's optimizer and of its own parameters"
+        got = f"an opt_state with {differs}"
+        raise ValueError(check.message("from_flax", "flax_state", rule, got))
+    step = jnp.int32(flax_state.step)
+    opt_state, windows, microbatches = replicate((flax_state.opt_state, step, step), train.devices)
+    return state.replace(opt_state=opt_state, step=windows, microbatches=microbatches)
+
+
+def difference(got: PyTree, want: PyTree) -> str:
+    """The first leaf in which two pytrees differ, in words; empty where none does."""
+    found, wanted = named_leaves(got), named_leaves(want)
+    for name in [*wanted, *(name for name in found if name not in wanted)]:
+        forms = [_form(leaves[name]) if name in leaves else "none" for leaves in (found, wanted)]
+        if forms[0] != forms[1]:
+            return f"{forms[0]} for leaf {name} instead of {forms[1]}"
+    if jax.tree.structure(got) != jax.tree.structure(want):
+        return f"structure {jax.tree.structure(got)} instead of {jax.tree.structure(want)}"
+    return ""
+
+
+def _one(stacked: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf[0], stacked)
+
+
+def _form(leaf: Any) -> str:
+    aval = jax.eval_shape(lambda: jnp.asarray(leaf)) if not hasattr(leaf, "dtype") else leaf
+    return f"{aval.dtype}{list(aval.shape)}"

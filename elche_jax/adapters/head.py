@@ -1,0 +1,279 @@
+"""`from_head`: objects that hold a module and its parameters, or that know how to apply them."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.core import unfreeze
+
+from elche_jax import _check as check
+from elche_jax.adapters.call import Inputs
+from elche_jax.adapters.linen import NO_STATE, LinenModel, linen_model
+from elche_jax.adapters.model import Apply, Model
+from elche_jax.adapters.nnx import NnxModel, nnx_model
+from elche_jax.engine.loss import describe
+
+PyTree = Any
+
+
+class Head(Protocol):
+    """What an object needs to be trained, where it holds no Flax module.
+
+    Both methods are traced, and must not change the object.
+
+    Example:
+        >>> import numpy as np
+        >>> class Scale:
+        ...     def variables(self):
+        ...         return {"w": np.ones((), "float32")}, None
+        ...
+        ...     def apply(self, params, model_state, batch, rng, train):
+        ...         return batch["x"] * params["w"], model_state
+    """
+
+    def variables(self) -> tuple[PyTree, PyTree]:
+        """`(params, model_state)` to begin with; the model state is None where there is none."""
+        ...
+
+    def apply(
+        self, params: PyTree, model_state: PyTree, batch: Any, rng: Any, train: bool
+    ) -> tuple[Any, PyTree]:
+        """`(outputs, model_state)` for a microbatch; `rng` is None where `train` is False."""
+        ...
+
+
+class _Form(Protocol):
+    """How variables are taken from a head, applied, and put back."""
+
+    def variables(self, head: Any) -> tuple[PyTree, PyTree]: ...
+    def fields(self, head: Any, params: PyTree, model_state: PyTree) -> dict[str, Any]: ...
+
+
+class _Own:
+    """A head with methods of its own."""
+
+    def variables(self, head: Any) -> tuple[PyTree, PyTree]:
+        return _two("variables", "(params, model_state)", head.variables())
+
+    def fields(self, head: Any, params: PyTree, model_state: PyTree) -> dict[str, Any]:
+        return {"params": params} | ({} if model_state is None else {"model_state": model_state})
+
+
+class _Linen:
+    """A head with a Linen module; `.params` are parameters, or all variables."""
+
+    def variables(self, head: Any) -> tuple[PyTree, PyTree]:
+        params = head.params
+        if not _is_whole(params):
+            return params, getattr(head, "model_state", None)
+        whole = unfreeze(params)
+        rest = {k: v for k, v in whole.items() if k != "params" and k not in NO_STATE}
+        return whole["params"], rest or None
+
+    def fields(self, head: Any, params: PyTree, model_state: PyTree) -> dict[str, Any]:
+        if _is_whole(head.params):
+            return {"params": {"params": params, **(model_state or {})}}
+        return {"params": params} | ({} if model_state is None else {"model_state": model_state})
+
+
+class _Nnx:
+    """A head with an NNX module; `.params` are nested dicts or an `nnx.State`."""
+
+    def __init__(self, model: NnxModel):
+        self._model = model
+
+    def variables(self, head: Any) -> tuple[PyTree, PyTree]:
+        state = getattr(head, "model_state", None)
+        return _plain(head.params), self._model.model_state if state is None else _plain(state)
+
+    def fields(self, head: Any, params: PyTree, model_state: PyTree) -> dict[str, Any]:
+        from flax import nnx
+
+        module = self._model.merge(params, model_state)
+        given = self._model.as_state(params) if isinstance(head.params, nnx.State) else params
+        fields = {"module": module, "params": given}
+        return fields | ({"model_state": model_state} if hasattr(head, "model_state") else {})
+
+
+class HeadModel(Model):
+    """A `Model` of a head; made by `from_head`."""
+
+    def __init__(self, head: Any, form: _Form, apply: Apply, loss: Callable[[Any, Any], Any]):
+        super().__init__("from_head", apply, loss)
+        self._head, self._form = head, form
+
+    @property
+    def params(self) -> PyTree:
+        """The head's parameters as they are now, copied."""
+        return _copied(self._form.variables(self._head)[0])
+
+    @property
+    def model_state(self) -> PyTree:
+        """The head's model state as it is now, copied; None where there is none."""
+        return _copied(self._form.variables(self._head)[1])
+
+    def write_back(self, head: Any, params: PyTree, model_state: PyTree = None) -> Any:
+        """A copy of a head that holds these values; the head itself stays as it is.
+
+        Args:
+            head: The head that `from_head` got, or one like it.
+            params: Parameters, one copy of them.
+            model_state: The model state, where there is one.
+
+        Returns:
+            The head with `.params` replaced, in the form they had; where there is a model
+            state and `.params` do not hold it, `.model_state` too; with an NNX module
+            `.module` too.
+
+        Raises:
+            TypeError: The head has no such attribute.
+        """
+        fields = self._form.fields(head, params, model_state)
+        for name in fields:
+            if not hasattr(head, name):
+                rule, got = f"have an attribute {name} to write to", type(head).__name__
+                raise TypeError(check.message("Model.write_back", "head", rule, got))
+        if dataclasses.is_dataclass(head) and not isinstance(head, type):
+            return dataclasses.replace(head, **fields)
+        new = copy.copy(head)
+        for name, value in fields.items():
+            setattr(new, name, value)
+        return new
+
+
+def from_head(
+    obj: Any,
+    loss: Callable[[Any, Any], Any] | None = None,
+    *,
+    inputs: Inputs | None = None,
+    rngs: str | Sequence[str] | None = None,
+    mutable: Any = None,
+    param_type: Any = None,
+    train_kwargs: Mapping[str, Any] | None = None,
+    eval_kwargs: Mapping[str, Any] | None = None,
+) -> HeadModel:
+    """Makes a loss function of an object that holds a module and its parameters.
+
+    Args:
+        obj: An object with `.module`, Linen or NNX, and `.params`: parameters, or the
+            variables of a Linen module with all collections. Its `.model_state`, if it has
+            one, is used too. Or an object with the two methods of `Head`.
+        loss: `loss(outputs, batch)`, as for `from_linen`; None for `obj.loss`.
+        inputs: As for `from_linen`; like all that follows, for a `.module` only.
+        rngs: As for `from_linen`; None for `"dropout"`.
+        mutable: As for `from_linen`; None for all collections but "params".
+        param_type: As for `from_nnx`.
+        train_kwargs: As for `from_linen`.
+        eval_kwargs: As for `from_linen`.
+
+    Returns:
+        The model, with `params` and `model_state` to begin with, and `write_back`.
+
+    Raises:
+        TypeError: `obj` is neither; there is no loss; an argument that does not go with it.
+        ValueError: As by `from_linen` and `from_nnx`.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> import jax, numpy as np, optax
+        >>> from flax import linen as nn
+        >>> import elche_jax as elche
+        >>> @dataclass
+        ... class Regression:
+        ...     module: nn.Module
+        ...     params: dict
+        ...
+        ...     def loss(self, outputs, batch):
+        ...         return (outputs[:, 0] - batch["y"]) ** 2
+        >>> x = np.random.default_rng(0).normal(size=(256, 3)).astype("float32")
+        >>> data = {"x": x, "y": x @ np.array([1.0, -2.0, 3.0], "float32")}
+        >>> module = nn.Dense(1)
+        >>> head = Regression(module, module.init(jax.random.key(0), x[:1]))
+        >>> model = elche.from_head(head)
+        >>> train = elche.build_train_step(model, optax.adam(0.1), devices=jax.devices()[:2])
+        >>> state = train.init(model.params, model_state=model.model_state)
+        >>> for window in train.windows(data, batch_size=16, epochs=20):
+        ...     state, metrics = train(state, window)
+        >>> head = model.write_back(head, elche.unreplicate(state.params))
+        >>> head.params["params"]["kernel"].round(1).tolist()
+        [[1.0], [-2.0], [3.0]]
+    """
+    module = getattr(obj, "module", None)
+    if loss is None:
+        loss = getattr(obj, "loss", None)
+        if not callable(loss):
+            rule = "be given, as obj has no method loss(outputs, batch)"
+            raise TypeError(check.message("from_head", "loss", rule, "None"))
+    options = {
+        "rngs": rngs, "mutable": mutable, "param_type": param_type, "inputs": inputs,
+        "train_kwargs": train_kwargs, "eval_kwargs": eval_kwargs,
+    }  # fmt: skip
+    if isinstance(module, nn.Module) and hasattr(obj, "params"):
+        _left_out(options, "an NNX module", "param_type")
+        rngs, mutable = ("dropout",) if rngs is None else rngs, mutable is None or mutable
+        linen: LinenModel = linen_model(
+            "from_head", module, loss, inputs, rngs, mutable, train_kwargs, eval_kwargs
+        )
+        return HeadModel(obj, _Linen(), linen.run, loss)
+    if _is_nnx(module) and hasattr(obj, "params"):
+        _left_out(options, "a Linen module", "rngs", "mutable")
+        made = nnx_model("from_head", module, loss, inputs, param_type, train_kwargs, eval_kwargs)
+        return HeadModel(obj, _Nnx(made), made.run, loss)
+    is_module = isinstance(obj, nn.Module) or _is_nnx(obj)
+    if is_module or not all(callable(getattr(obj, n, None)) for n in ("variables", "apply")):
+        rule = "have .module, a flax module, and .params, or the methods variables and apply"
+        todo = "A module itself: from_linen, from_nnx." if is_module else ""
+        raise TypeError(check.message("from_head", "obj", rule, type(obj).__name__, todo))
+    _left_out(options, "a .module", *options)
+    head = cast(Head, obj)
+
+    def apply(*args: Any) -> tuple[Any, PyTree]:
+        return _two("apply", "(outputs, model_state)", head.apply(*args))
+
+    return HeadModel(obj, _Own(), apply, loss)
+
+
+def _left_out(options: Mapping[str, Any], what: str, *names: str) -> None:
+    """Raises where an option is given that has no effect."""
+    for name in names:
+        if options[name] is not None:
+            rule, got = f"be left out for a head without {what}", check.describe(options[name])
+            raise TypeError(check.message("from_head", name, rule, got))
+
+
+def _two(method: str, what: str, got: Any) -> tuple[Any, Any]:
+    if not isinstance(got, tuple) or len(got) != 2:
+        raise TypeError(
+            check.message("from_head", f"obj.{method}", f"return {what}", describe(got))
+        )
+    return got
+
+
+def _is_whole(params: Any) -> bool:
+    """Whether these are all variables of a Linen module, with "params" a collection."""
+    return isinstance(params, Mapping) and "params" in params
+
+
+def _is_nnx(module: Any) -> bool:
+    from flax import nnx
+
+    return isinstance(module, nnx.Module)
+
+
+def _plain(tree: Any) -> Any:
+    """Nested dicts of values with strings for keys, of nested dicts or an `nnx.State`."""
+    from flax import nnx
+
+    if isinstance(tree, nnx.Variable):
+        return tree.get_value()
+    if isinstance(tree, Mapping):
+        return {str(name): _plain(value) for name, value in tree.items()}
+    return tree
+
+
+def _copied(tree: PyTree) -> PyTree:
+    return jax.tree.map(jnp.array, tree)

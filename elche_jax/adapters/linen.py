@@ -1,0 +1,196 @@
+"""`from_linen`: a Flax Linen module as a loss function."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import errors, linen as nn
+from flax.core import unfreeze
+from flax.core.scope import DenyList, in_filter
+
+from elche_jax import _check as check
+from elche_jax.adapters.call import Call, Inputs, call_of
+from elche_jax.adapters.model import Model
+from elche_jax.engine.loss import describe
+from elche_jax.train.initial import as_key, check_one_copy
+
+PyTree = Any
+
+NO_STATE = ("intermediates", "perturbations")
+"""Collections that hold what a call has shown, in the shapes of its batch."""
+
+_NOT_THERE = (
+    errors.ScopeParamNotFoundError,
+    errors.ScopeParamShapeError,
+    errors.ScopeCollectionNotFound,
+    errors.ScopeVariableNotFoundError,
+    errors.ApplyScopeInvalidVariablesStructureError,
+    errors.ApplyScopeInvalidVariablesTypeError,
+)
+
+
+class LinenModel(Model):
+    """A `Model` of a Linen module; made by `from_linen`."""
+
+    def __init__(
+        self, where: str, module: nn.Module, call: Call, loss: Any, mutable: Any, rngs: Any
+    ):
+        super().__init__(where, self.run, loss)
+        self._module, self._call, self._mutable = module, call, mutable
+        self._rngs = (rngs,) if isinstance(rngs, str) else tuple(rngs)
+
+    def init(self, rng: Any, batch: Any) -> tuple[PyTree, PyTree]:
+        """Initialises the module, in evaluation mode.
+
+        Args:
+            rng: A key or an integer seed.
+            batch: A microbatch; one example is enough.
+
+        Returns:
+            `(params, model_state)`: the collection "params", and a dict of the others, None
+            where there is none. What was sown as "intermediates" is left out.
+
+        Raises:
+            TypeError: `rng` is neither; `batch` does not have the inputs.
+        """
+        args, kwargs = self._call.arguments(batch, train=False)
+        variables = unfreeze(self._module.init(key_of("Model.init", rng), *args, **kwargs))
+        params = variables.pop("params", {})
+        state = {name: part for name, part in variables.items() if name not in NO_STATE}
+        return params, state or None
+
+    def merge(self, params: PyTree, model_state: PyTree = None) -> dict[str, Any]:
+        """The variables that `module.apply` takes.
+
+        Args:
+            params: Parameters, one copy of them.
+            model_state: The model state, where there is one.
+
+        Returns:
+            `{"params": params, **model_state}`.
+
+        Raises:
+            ValueError: A leaf holds the copies of several devices.
+        """
+        check_one_copy("Model.merge", "params", params)
+        check_one_copy("Model.merge", "model_state", model_state)
+        return {"params": params, **(model_state or {})}
+
+    def run(
+        self, params: PyTree, model_state: PyTree, batch: Any, rng: Any, train: bool
+    ) -> tuple[Any, PyTree]:
+        """The outputs for a microbatch, and in training the model state after it."""
+        if model_state is not None and not isinstance(model_state, Mapping):
+            rule = "be a dict of collections"
+            raise TypeError(check.message(self._where, "model_state", rule, describe(model_state)))
+        args, kwargs = self._call.arguments(batch, train)
+        state = unfreeze(dict(model_state or {}))
+        changing = [name for name in state if train and in_filter(self._mutable, name)]
+        keys = self._keys(rng) if train else {}
+        variables = {"params": params, **state}
+        try:
+            outputs, new = self._module.apply(
+                variables, *args, rngs=keys, mutable=changing, **kwargs
+            )
+        except _NOT_THERE as error:
+            rule = "hold what the module asks for, as model.init makes them"
+            got = f"{type(error).__name__}: {str(error).split(' (https')[0].rstrip('.')}"
+            todo = "Was train.init given both?"
+            where = "params and model_state"
+            raise ValueError(check.message(self._where, where, rule, got, todo)) from error
+        return outputs, None if model_state is None else {**state, **unfreeze(new)}
+
+    def _keys(self, rng: Any) -> dict[str, Any]:
+        if len(self._rngs) < 2:  # the key itself, as one would write it by hand
+            return dict.fromkeys(self._rngs, rng)
+        return dict(zip(self._rngs, jax.random.split(rng, len(self._rngs)), strict=True))
+
+
+def from_linen(
+    module: nn.Module,
+    loss: Callable[[Any, Any], Any],
+    *,
+    inputs: Inputs | None = None,
+    rngs: str | Sequence[str] = ("dropout",),
+    mutable: Any = True,
+    train_kwargs: Mapping[str, Any] | None = None,
+    eval_kwargs: Mapping[str, Any] | None = None,
+) -> LinenModel:
+    """Makes a loss function of a Linen module and a loss of its outputs.
+
+    Args:
+        module: The module. An argument `train`, `training`, `is_training`,
+            `deterministic` or `use_running_average` of its `__call__` is set to what
+            training and evaluation need.
+        loss: `loss(outputs, batch)`; returns a scalar, a vector of one loss per example,
+            or `Weighted`; or one of them and a dict of metrics, with
+            `build_train_step(..., has_aux=True)`.
+        inputs: What the module is called with: a key of the batch, or a function of the
+            batch that returns a tuple of arguments or a dict of keyword arguments. None:
+            the entry "x", "inputs" or "image" of a dict, the first of a tuple or list, the
+            array itself.
+        rngs: Names of the random streams in training. One gets the key of the microbatch,
+            several `jax.random.split(key, n)`, in this order.
+        mutable: The collections that training changes, a Flax filter of their names: True
+            for all but "params". The others stay as they are.
+        train_kwargs: Keyword arguments in training, instead of those found.
+        eval_kwargs: Keyword arguments in evaluation, instead of those found.
+
+    Returns:
+        The model: `model.init(rng, batch)` makes parameters and model state.
+
+    Raises:
+        TypeError: An argument is of another kind than above.
+        ValueError: `__call__` has several switches, and `train_kwargs` or `eval_kwargs` is
+            missing.
+
+    Example:
+        >>> import jax, numpy as np, optax
+        >>> from flax import linen as nn
+        >>> import elche_jax as elche
+        >>> model = elche.from_linen(
+        ...     nn.Dense(1), lambda outputs, batch: (outputs[:, 0] - batch["y"]) ** 2
+        ... )
+        >>> x = np.random.default_rng(0).normal(size=(256, 3)).astype("float32")
+        >>> data = {"x": x, "y": x @ np.array([1.0, -2.0, 3.0], "float32")}
+        >>> params, model_state = model.init(0, {"x": x[:1]})
+        >>> model_state is None  # no BatchNorm, say
+        True
+        >>> train = elche.build_train_step(model, optax.adam(0.1), devices=jax.devices()[:2])
+        >>> state = train.init(params, model_state=model_state)
+        >>> for window in train.windows(data, batch_size=16, epochs=20):
+        ...     state, metrics = train(state, window)
+        >>> outputs = elche.predict(model.apply_fn, elche.unreplicate(state.params), x, 16)
+        >>> bool(np.abs(outputs[:, 0] - data["y"]).max() < 0.1)
+        True
+    """
+    if not isinstance(module, nn.Module):
+        rule = "be a flax.linen module"
+        got = f"the class {module.__name__}" if isinstance(module, type) else check.describe(module)
+        todo = "A flax.nnx module: from_nnx."
+        raise TypeError(check.message("from_linen", "module", rule, got, todo))
+    return linen_model("from_linen", module, loss, inputs, rngs, mutable, train_kwargs, eval_kwargs)
+
+
+def linen_model(
+    where: str, module: nn.Module, loss: Any, inputs: Any, rngs: Any, mutable: Any,
+    train_kwargs: Any, eval_kwargs: Any,
+) -> LinenModel:  # fmt: skip
+    """The model of a module; `where` is what the user called."""
+    names = (rngs,) if isinstance(rngs, str) else rngs
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        rule = "be the name of a random stream or a sequence of names"
+        raise TypeError(check.message(where, "rngs", rule, check.describe(rngs)))
+    if not isinstance(mutable, bool | str | list | tuple | set | frozenset | DenyList):
+        rule = "be True, False, a name of a collection, or several names"
+        raise TypeError(check.message(where, "mutable", rule, check.describe(mutable)))
+    call = call_of(where, module, inputs, train_kwargs, eval_kwargs)
+    return LinenModel(where, module, call, loss, mutable, names)
+
+
+def key_of(where: str, rng: Any) -> jax.Array:
+    """A typed key of a seed, a raw key or a typed key."""
+    try:
+        return as_key(rng)
+    except (TypeError, ValueError) as error:
+        raise type(error)(str(error).replace("TrainStep.init", where)) from None

@@ -1,0 +1,5 @@
+"""What the devices of a machine would come to, before a run: measured, then computed."""
+
+from elche_jax.advice.advice import Advice as Advice, DeviceAdvice as DeviceAdvice
+from elche_jax.advice.measure import advise as advise
+from elche_jax.advice.predict import Plan as Plan, Speeds as Speeds

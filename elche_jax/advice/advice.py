@@ -1,0 +1,209 @@
+"""`Advice`: what measured devices would come to, and which of them are worth having."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from elche_jax.advice.predict import Plan, Speeds, best_plan, plain_pmap, plan
+from elche_jax.cadence import ElChe, FixedTotal
+
+TELLS = 0.02
+"""Share of the throughput below which a measurement of seconds cannot tell a difference."""
+
+ADDITIVE = 0.95
+"""Share of their solo speeds below which devices that work together are said to share
+something."""
+
+
+@dataclass(frozen=True)
+class DeviceAdvice:
+    """One device.
+
+    Attributes:
+        name: The device.
+        solo_ms: Milliseconds per microbatch while the other devices rest.
+        together_ms: The same while all work.
+        examples_per_s: Examples per second of it alone.
+        gain: What it adds: the throughput of all devices over that of the others, less 1;
+            0.04 for 4 %, below 0 where it costs more than it gives. None for the only one.
+    """
+
+    name: str
+    solo_ms: float
+    together_ms: float
+    examples_per_s: float
+    gain: float | None
+
+    @property
+    def verdict(self) -> str:
+        """The gain in words."""
+        if self.gain is None:
+            return "the only one"
+        if self.gain >= TELLS:
+            return f"adds {100 * self.gain:.0f} %"
+        return "adds nothing" if self.gain > -TELLS else f"costs {-100 * self.gain:.0f} %"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What a machine's devices would come to; made by `advise`, shown by `print`.
+
+    Attributes:
+        batch_size: Examples per microbatch.
+        devices: One entry per device, in rank order.
+        sync_ms: Cost of a synchronisation of all devices, optimizer step included.
+        plain: All devices under plain `pmap`: one microbatch each, then all wait.
+        fixed_total: All devices under `FixedTotal`.
+        elche: All devices under `ElChe`.
+        best: The best set of devices found, under `ElChe`: all of them, unless others
+            are more than 2 % faster.
+        limit_examples_per_s: The sum of the devices' speeds while all work.
+        additive: That sum over the sum of their speeds alone; below 1 where devices share
+            something.
+    """
+
+    batch_size: int
+    devices: tuple[DeviceAdvice, ...]
+    sync_ms: float
+    plain: Plan
+    fixed_total: Plan
+    elche: Plan
+    best: Plan
+    limit_examples_per_s: float
+    additive: float
+
+    @property
+    def cadence(self) -> str:
+        """The cadence for the best devices, as it is written in a script.
+
+        It begins with the counts of the plan.
+        """
+        counts = list(self.best.counts)
+        if len(counts) == 1:
+            return "elche.EveryBatch()"
+        return f"elche.ElChe(anchor={self.best.anchor}, speed_hint={counts})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as a dict that `json.dumps` accepts, `cadence` and verdicts with them."""
+        values: dict[str, Any] = asdict(self) | {"cadence": self.cadence}
+        for row, device in zip(values["devices"], self.devices, strict=True):
+            row["verdict"] = device.verdict
+        return values
+
+    def __str__(self) -> str:
+        return "\n".join([*self._device_rows(), "", *self._plan_rows(), "", *self._words()])
+
+    def _device_rows(self) -> list[str]:
+        width = max(18, *(len(device.name) + 2 for device in self.devices))
+        title = f"{'device':<{width}}{'ms/microbatch':>14}{'with all':>10}{'examples/s':>12}"
+        return [f"{title}  in the team"] + [
+            f"{device.name:<{width}}{device.solo_ms:>14.2f}{device.together_ms:>10.2f}"
+            f"{device.examples_per_s:>12,.0f}  {device.verdict}"
+            for device in self.devices
+        ]
+
+    def _plan_rows(self) -> list[str]:
+        plans = [self.plain, self.fixed_total, self.elche]
+        if self.best.ranks != self.elche.ranks:
+            plans.append(self.best)
+        title = f"{'predicted':<18}{'window':>14}{'':>10}{'examples/s':>12}{'of the limit':>14}"
+        return [f"{title}  counts"] + [
+            f"{plan.name:<18}{plan.window_ms:>11.1f} ms{'':>10}{plan.examples_per_s:>12,.0f}"
+            f"{plan.limit_share:>14.1%}  {_listed(plan.counts)}"
+            for plan in plans
+        ]
+
+    def _words(self) -> list[str]:
+        if len(self.devices) == 1:
+            return ["One device: nothing to exchange, nothing to share out."]
+        alone = max(device.examples_per_s for device in self.devices)
+        rows = [
+            f"{len(self.devices)} devices with ElChe: "
+            f"{self.elche.examples_per_s / self.plain.examples_per_s:.2f} times plain pmap, "
+            f"{self.elche.examples_per_s / alone:.2f} times the fastest device alone.",
+            f"A synchronisation costs {self.sync_ms:.2f} ms.",
+            f"An update is made of {sum(self.elche.counts)} microbatches, with plain pmap of "
+            f"{len(self.devices)}: look at the learning rate.",
+        ]
+        if self.additive < ADDITIVE:
+            rows.append(
+                f"Together the devices reach {self.additive:.0%} of the sum of their speeds "
+                "alone: they share something\n(cores, a bus, power)."
+            )
+        left = [rank for rank in self.elche.ranks if rank not in self.best.ranks]
+        if left:
+            costs, gives = (
+                ("it costs", "it gives") if len(left) == 1 else ("they cost", "they give")
+            )
+            rows.append(
+                f"Leave device{'s' if len(left) > 1 else ''} {_listed(left)} out: {costs} more "
+                f"(exchange, speed of the others) than {gives}."
+            )
+        return [*rows, f"cadence={self.cadence}"]
+
+
+def make_advice(
+    names: Sequence[str], speeds: Speeds, batch_size: int, cadence: ElChe, total: int | None = None
+) -> Advice:
+    """Makes the advice of measured speeds.
+
+    Args:
+        names: Names of the devices.
+        speeds: How fast they are.
+        batch_size: Examples per microbatch.
+        cadence: The `ElChe` to compute with.
+        total: Microbatches per window of the `FixedTotal` to compute with; None: as many
+            as a window of `ElChe` has.
+
+    Returns:
+        The advice.
+
+    Example:
+        >>> from elche_jax.advice import Speeds
+        >>> from elche_jax.advice.advice import make_advice
+        >>> from elche_jax.cadence import ElChe
+        >>> speeds = Speeds((5.0, 5.0, 20.0), (5.0, 5.0, 20.0), sync_ms=1.0)
+        >>> advice = make_advice(["a", "b", "c"], speeds, 8, ElChe(anchor=4))
+        >>> advice.elche.counts, [device.verdict for device in advice.devices]
+        ((16, 16, 4), ['adds 80 %', 'adds 80 %', 'adds 17 %'])
+    """
+    elche = plan("ElChe", cadence, speeds, batch_size)
+    total = sum(elche.counts) if total is None else total
+    best = best_plan("the best devices", cadence, speeds, batch_size, elche)
+    if best.examples_per_s < (1 + TELLS) * elche.examples_per_s:
+        best = elche
+    rates = [1 / ms for ms in speeds.together_ms]
+    return Advice(
+        batch_size=batch_size,
+        devices=tuple(
+            DeviceAdvice(
+                name=name,
+                solo_ms=speeds.solo_ms[rank],
+                together_ms=speeds.together_ms[rank],
+                examples_per_s=1e3 * batch_size / speeds.solo_ms[rank],
+                gain=_gain(rank, cadence, speeds, batch_size, elche),
+            )
+            for rank, name in enumerate(names)
+        ),
+        sync_ms=speeds.sync_ms,
+        plain=plain_pmap(speeds, batch_size),
+        fixed_total=plan(f"FixedTotal({total})", FixedTotal(total), speeds, batch_size),
+        elche=elche,
+        best=best,
+        limit_examples_per_s=1e3 * batch_size * sum(rates),
+        additive=sum(rates) / sum(1 / ms for ms in speeds.solo_ms),
+    )
+
+
+def _gain(
+    rank: int, cadence: ElChe, speeds: Speeds, batch_size: int, everyone: Plan
+) -> float | None:
+    others = [other for other in everyone.ranks if other != rank]
+    if not others:
+        return None
+    without = plan(everyone.name, cadence, speeds, batch_size, others)
+    return everyone.examples_per_s / without.examples_per_s - 1
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))

@@ -1,0 +1,205 @@
+"""What a cadence would make of measured speeds: plain arithmetic, no JAX."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elche_jax import _check as check
+from elche_jax.cadence import Cadence, EveryBatch, WindowReport
+
+SETTLE = 100
+"""Windows that a cadence is given to find its counts; `ElChe` needs a few."""
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """How fast devices are, alone and together.
+
+    Attributes:
+        solo_ms: Milliseconds per microbatch of each device while the others rest, above 0.
+        together_ms: The same while all work.
+        sync_ms: Cost of a synchronisation of all devices, optimizer step included, in
+            milliseconds, at least 0.
+
+    Raises:
+        TypeError: An entry is not a number.
+        ValueError: A number is out of range; the two differ in length, or are empty.
+
+    Example:
+        >>> from elche_jax.advice import Speeds
+        >>> Speeds((5.0, 20.0), (5.0, 21.0), 1.0).sync_ms
+        1.0
+    """
+
+    solo_ms: tuple[float, ...]
+    together_ms: tuple[float, ...]
+    sync_ms: float
+
+    def __post_init__(self) -> None:
+        where = "Speeds"
+        solo = check.reals(where, "solo_ms", self.solo_ms, above=0)
+        if not solo:
+            rule = "have one entry per device"
+            raise ValueError(check.message(where, "solo_ms", rule, "none"))
+        together = check.reals(where, "together_ms", self.together_ms, above=0)
+        check.per_device(where, "together_ms", len(together), len(solo))
+        sync_ms = check.real(where, "sync_ms", self.sync_ms, low=0)
+        object.__setattr__(self, "solo_ms", solo)
+        object.__setattr__(self, "together_ms", together)
+        object.__setattr__(self, "sync_ms", sync_ms)
+
+    def of(self, ranks: Sequence[int]) -> tuple[float, ...]:
+        """Milliseconds per microbatch of some devices while these work and the others rest.
+
+        Devices that share something (a host's cores, a bus) are slower the more of them
+        work. What is measured are the two ends, one of `n` devices and all of them; in
+        between it is taken as a straight line:
+
+            ms[d] = solo_ms[d] + (together_ms[d] - solo_ms[d]) * (len(ranks) - 1) / (n - 1)
+
+        Example:
+            >>> from elche_jax.advice import Speeds
+            >>> Speeds((2.0, 2.0, 4.0), (3.0, 3.0, 6.0), 1.0).of((0, 2))
+            (2.5, 5.0)
+        """
+        others = len(self.solo_ms) - 1
+        share = (len(ranks) - 1) / others if others else 0.0
+        return tuple(
+            self.solo_ms[rank] + (self.together_ms[rank] - self.solo_ms[rank]) * share
+            for rank in ranks
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What some devices would do with some cadence.
+
+    Attributes:
+        name: The cadence.
+        ranks: The devices that work.
+        counts: Microbatches of each of them in a window.
+        anchor: The least of the counts, that of the slowest.
+        window_ms: How long a window lasts, synchronisation included.
+        examples_per_s: Examples per second of all of them.
+        limit_share: Share of the limit, the sum of their speeds while they work together.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    counts: tuple[int, ...]
+    anchor: int
+    window_ms: float
+    examples_per_s: float
+    limit_share: float
+
+
+def plan(
+    name: str,
+    cadence: Cadence[Any],
+    speeds: Speeds,
+    batch_size: int,
+    ranks: Sequence[int] | None = None,
+) -> Plan:
+    """Computes what a cadence would give on some devices.
+
+    The cadence itself is told of windows of these speeds until its counts have settled.
+    Then
+
+        window_ms = max over d of counts[d] * ms[d] + sync_ms
+        examples_per_s = 1000 * batch_size * sum(counts) / window_ms
+        limit_share = sum(counts) / (window_ms * sum over d of 1 / ms[d])
+
+    with `ms` from `Speeds.of`, and `sync_ms` as of all devices also where fewer work. One
+    device needs no cadence: it runs a microbatch every `solo_ms`.
+
+    Args:
+        name: What to call it.
+        cadence: The cadence.
+        speeds: How fast the devices are.
+        batch_size: Examples per microbatch.
+        ranks: The devices that work; None for all.
+
+    Returns:
+        The plan.
+
+    Example:
+        >>> from elche_jax.advice.predict import Speeds, plan
+        >>> from elche_jax.cadence import ElChe
+        >>> plan("ElChe", ElChe(anchor=4), Speeds((5.0, 20.0), (5.0, 20.0), 2.0), 8).counts
+        (16, 4)
+    """
+    ranks = tuple(range(len(speeds.solo_ms)) if ranks is None else ranks)
+    ms = speeds.of(ranks)
+    if len(ranks) == 1:
+        return Plan(name, ranks, (1,), 1, ms[0], 1e3 * batch_size / ms[0], 1.0)
+    counts = settled(cadence, ms, speeds.sync_ms)
+    window_ms = max(count * each for count, each in zip(counts, ms, strict=True)) + speeds.sync_ms
+    return Plan(
+        name=name,
+        ranks=ranks,
+        counts=counts,
+        anchor=min(counts),
+        window_ms=window_ms,
+        examples_per_s=1e3 * batch_size * sum(counts) / window_ms,
+        limit_share=sum(counts) / (window_ms * sum(1 / each for each in ms)),
+    )
+
+
+def settled(cadence: Cadence[Any], ms: Sequence[float], sync_ms: float) -> tuple[int, ...]:
+    """The counts a cadence ends up with on devices of constant speeds.
+
+    Example:
+        >>> from elche_jax.advice.predict import settled
+        >>> from elche_jax.cadence import FixedTotal
+        >>> settled(FixedTotal(8), (30.0, 30.0, 10.0), sync_ms=1.0)
+        (2, 1, 5)
+    """
+    state = cadence.init(len(ms))
+    for _ in range(SETTLE):
+        wall = [count * each for count, each in zip(state.counts, ms, strict=True)]
+        state = cadence.update(state, WindowReport(wall, state.counts, sync_ms))
+    return state.counts
+
+
+def best_plan(
+    name: str, cadence: Cadence[Any], speeds: Speeds, batch_size: int, all_devices: Plan
+) -> Plan:
+    """The plan with the most examples per second, over sets of devices worth a look.
+
+    These are all devices, all but one, and the `k` fastest for every `k`; not every set.
+
+    Args:
+        name: What to call it.
+        cadence: The cadence.
+        speeds: How fast the devices are.
+        batch_size: Examples per microbatch.
+        all_devices: The plan with all of them.
+
+    Example:
+        An exchange that costs more than the slow device gives:
+
+        >>> from elche_jax.advice.predict import Speeds, best_plan, plan
+        >>> from elche_jax.cadence import ElChe
+        >>> speeds = Speeds((5.0, 80.0), (5.0, 80.0), 100.0)
+        >>> both = plan("ElChe", ElChe(), speeds, 8)
+        >>> best_plan("ElChe", ElChe(), speeds, 8, both).ranks
+        (0,)
+    """
+    world = range(len(speeds.solo_ms))
+    fastest = sorted(world, key=lambda rank: speeds.solo_ms[rank])
+    fewer = {tuple(sorted(fastest[:size])) for size in world if size}
+    if len(world) > 1:
+        fewer |= {tuple(other for other in world if other != rank) for rank in world}
+    plans = [plan(name, cadence, speeds, batch_size, ranks) for ranks in sorted(fewer)]
+    return max([all_devices, *plans], key=lambda plan: plan.examples_per_s)
+
+
+def plain_pmap(speeds: Speeds, batch_size: int) -> Plan:
+    """The usual loop: one microbatch each, then all wait for the slowest.
+
+    Example:
+        >>> from elche_jax.advice.predict import Speeds, plain_pmap
+        >>> plain_pmap(Speeds((5.0, 19.0), (5.0, 19.0), 1.0), batch_size=10).examples_per_s
+        1000.0
+    """
+    return plan("plain pmap", EveryBatch(), speeds, batch_size)

@@ -1,0 +1,348 @@
+"""`Checkpointer`: saves a run while it goes on, and takes it up again."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from elche_jax import _check as check
+from elche_jax._exit import before_exit
+from elche_jax.checkpoint.options import RESUME, Checkpoints
+from elche_jax.checkpoint.snapshot import (
+    Snapshot,
+    difference,
+    own_names,
+    put,
+    repeated,
+    stacked,
+    take,
+)
+from elche_jax.checkpoint.store import Saved, Store
+from elche_jax.data.order import Cursor
+from elche_jax.engine.state import TrainState
+from elche_jax.observe.events import CheckpointEvent
+from elche_jax.train.run import Window
+from elche_jax.train.step import TrainStep
+
+logger = logging.getLogger("elche_jax")
+
+COUNTS = "counts_history"
+"""Name of the array of counts beside the leaves of the state."""
+
+Notes = Callable[[], Mapping[str, Any]]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written.
+
+    Attributes:
+        result: What `Trainer.fit` would have returned, where it is raised at the end.
+    """
+
+    result: Any = None
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Where a run goes on.
+
+    Attributes:
+        state: The state.
+        cursor: The place in the data; None at the beginning.
+        notes: What was saved besides.
+    """
+
+    state: TrainState
+    cursor: Cursor | None
+    notes: Mapping[str, Any]
+
+
+class Checkpointer:
+    """Checkpoints of a training step's run, for loops of your own.
+
+    A checkpoint holds all that the run needs to go on as if it had not stopped: the state,
+    the cadence's state and `counts_history`, the guard's history, and the place in the
+    data. The state is copied on the devices, which takes no time to speak of; a thread
+    fetches and writes it while training goes on. A checkpoint is whole or absent, whenever
+    the process is killed, and one whose bytes have changed is noticed.
+
+    Of `Checkpoints` the loop here follows `every_windows` and `every_seconds`; where an
+    epoch ends, `save(..., force=True)` is the loop's own. Leave by `with` or `close`: what
+    is still being written when the program ends may be lost.
+
+    Attributes:
+        written: Windows that the newest checkpoint on the disk holds, of those saved by this
+            object; None before.
+
+    Args:
+        train: The training step.
+        checkpoints: Where and how often; with a folder.
+
+    Raises:
+        ValueError: There is no folder.
+        OSError: It cannot be made, with `on_error="now"`; else training goes on without
+            checkpoints, and `close` raises `CheckpointError`.
+
+    Example:
+        >>> import tempfile, elche_jax as elche, jax, numpy as np, optax
+        >>> def loss_fn(params, batch, rng):
+        ...     return ((batch["x"] @ params["w"] - 1) ** 2).mean()
+        >>> data = {"x": np.ones((16, 2), "float32")}
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> checkpoints = elche.Checkpoints(folder.name, every_windows=2)
+        >>> def run(epochs):
+        ...     train = elche.build_train_step(loss_fn, optax.sgd(0.1), devices=jax.devices()[:2])
+        ...     state = train.init({"w": np.zeros(2, "float32")})
+        ...     with elche.Checkpointer(train, checkpoints) as saver:
+        ...         state, cursor = saver.restore(state, resume="auto")
+        ...         for window in train.windows(data, batch_size=2, epochs=epochs, cursor=cursor):
+        ...             state, metrics = train(state, window)
+        ...             saver.save(state, window)
+        ...     return cursor, int(state.step[0])
+        >>> run(epochs=1)
+        (None, 4)
+        >>> run(epochs=2)
+        (Cursor(epoch=0, microbatch=8, window=4), 8)
+        >>> folder.cleanup()
+    """
+
+    def __init__(self, train: TrainStep, checkpoints: Checkpoints):
+        folder = checkpoints.path
+        if folder is None:
+            todo = "Write Checkpoints('runs/name')."
+            rule = "be a path"
+            raise ValueError(check.message("Checkpoints", "folder", rule, None, todo))
+        self._train, self._checkpoints, self._folder = train, checkpoints, folder.absolute()
+        self.written: int | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._step: int | None = None
+        self._last = time.monotonic()
+        self._store = self._open()
+
+    def _open(self) -> Store | None:
+        """The folder; None where it cannot be made and training is to go on without."""
+        asked = self._checkpoints
+        try:
+            return Store(self._folder, asked.keep_last, asked.keep_best, asked.mode)
+        except OSError as error:
+            if asked.on_error == "now":
+                raise
+            logger.warning("elche: there will be no checkpoints: %s", error)
+            self._error = error
+            return None
+
+    def restore(self, state: TrainState, resume: str = "auto") -> tuple[TrainState, Cursor | None]:
+        """Takes up the newest checkpoint that is whole.
+
+        A damaged one is put aside under another name, which the log says. Another number of
+        devices is no obstacle: what is the same on all of them is copied, where they have
+        their own it is averaged, and the cadence begins anew.
+
+        Args:
+            state: What `init` gave; returned where there is no checkpoint.
+            resume: `"auto"`: begin where there is none. `"must"`: that is an error.
+                `"never"`: any checkpoint in the folder is one.
+
+        Returns:
+            The state and the cursor for `train.windows`; None at the beginning.
+
+        Raises:
+            ValueError: The checkpoint is of another model or optimizer: the first leaf that
+                differs is named. Or of a format of another version; or `resume` does not
+                allow what is in the folder.
+        """
+        restored = self.restore_all(state, resume)
+        return restored.state, restored.cursor
+
+    def restore_all(self, state: TrainState, resume: str = "auto") -> Restored:
+        """As `restore`, with the notes that were saved."""
+        check.one_of("Checkpointer.restore", "resume", resume, RESUME)
+        folder, store = self._folder, self._store
+        if resume == "never":
+            if store is not None and store.steps:
+                raise ValueError(
+                    f"checkpoints: {folder} must be empty with resume='never', got a checkpoint "
+                    f"after {store.steps[-1]} windows. Pass resume='auto' to go on, or another "
+                    "folder."
+                )
+            return Restored(state, None, {})
+        saved = None if store is None else store.newest()
+        if saved is None:
+            if resume == "must":
+                raise ValueError(
+                    f"checkpoints: {folder} must hold a whole checkpoint with resume='must', got "
+                    "none. Pass resume='auto' to begin."
+                )
+            return Restored(state, None, {})
+        restored = self._restored(state, saved)
+        self._step = saved.step
+        logger.info("elche: goes on after window %d, from %s.", saved.step, folder)
+        return restored
+
+    def due(self, window: Window) -> bool:
+        """Whether it is time for a checkpoint, by windows or by seconds."""
+        every, seconds = self._checkpoints.every_windows, self._checkpoints.every_seconds
+        if every is not None and (window.index + 1) % every == 0:
+            return True
+        return seconds is not None and time.monotonic() - self._last >= seconds
+
+    def save(
+        self,
+        state: TrainState,
+        window: Window,
+        *,
+        force: bool = False,
+        score: float | None = None,
+        notes: Notes | None = None,
+    ) -> bool:
+        """Saves a run where it is due. Returns at once, unless the one before is being
+        written still.
+
+        Args:
+            state: What `train` has returned for this window.
+            window: The window.
+            force: Save also where it is not due.
+            score: What says how good it is, for `keep_best`.
+            notes: Gives what else is to be saved, for JSON; called by the thread.
+
+        Returns:
+            Whether it is being saved.
+
+        Raises:
+            CheckpointError: An earlier one could not be written, with `on_error="now"`.
+            ValueError: The folder has a checkpoint of this window or a later one, which
+                `restore` was not asked for.
+        """
+        self.check()
+        step = window.index + 1
+        store = self._store
+        if store is None or not (force or self.due(window)) or self._step == step:
+            return False
+        self.wait()
+        self.check()
+        if store.steps and store.steps[-1] >= step:
+            raise ValueError(
+                f"checkpoints: {self._folder} must hold no checkpoint of a later window than the "
+                f"one to be saved ({step}), got one after {store.steps[-1]}. Call restore before "
+                "the loop and pass its cursor, or take another folder."
+            )
+        self._step, self._last = step, time.monotonic()
+        run = self._train.run_to_dict()
+        job = _Job(window, take(state, self._train.common(state)), run, score, notes)
+        self._thread = threading.Thread(
+            target=self._write, args=(store, job), name="elche-checkpoint"
+        )
+        self._forget = before_exit(self._thread.join)
+        self._thread.start()
+        return True
+
+    def wait(self) -> None:
+        """Waits until what was saved is on the disk, or has failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._forget()
+            self._thread = None
+
+    def check(self) -> None:
+        """Raises what kept a checkpoint from being written, with `on_error="now"`.
+
+        Raises:
+            CheckpointError: What it was.
+        """
+        if self._error is not None and self._checkpoints.on_error == "now":
+            self._raise()
+
+    def close(self) -> None:
+        """Waits for the last checkpoint and lets go of the folder.
+
+        Raises:
+            CheckpointError: One could not be written.
+        """
+        self.wait()
+        if self._store is not None:
+            self._store.close()
+        if self._error is not None:
+            self._raise()
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self.close()
+        except CheckpointError as unwritten:
+            if error is None:
+                raise
+            error.add_note(str(unwritten))
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        assert error is not None
+        raise CheckpointError(
+            f"checkpoints: {self._folder} must take checkpoints, but "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+    def _write(self, store: Store, job: "_Job") -> None:
+        begun = time.perf_counter()
+        step = job.window.index + 1
+        try:
+            size = store.save(step, job.leaves(), job.snapshot.own, job.notes(), job.score)
+        except BaseException as error:  # raised in the loop, or at the end
+            logger.warning("elche: the checkpoint of window %d was not written: %s", step, error)
+            self._error, self._step = self._error or error, None
+            return
+        self.written = step
+        if self._train.timeline is not None:
+            self._train.timeline.add(
+                CheckpointEvent, window=job.window.index, epoch=job.window.epoch,
+                seconds=time.perf_counter() - begun, size=size, path=str(step),
+            )  # fmt: skip
+
+    def _restored(self, state: TrainState, saved: Saved) -> Restored:
+        specs = {name: spec for name, spec in saved.specs.items() if name != COUNTS}
+        differs = difference(state, specs)
+        if differs:
+            raise ValueError(
+                f"checkpoints: {self._folder / str(saved.step)} must be of this model and "
+                f"optimizer, but {differs}. Is it another run's folder?"
+            )
+        train, notes = self._train, saved.notes
+        before, now = notes["world_size"], train.world_size
+        rows = stacked(state, saved.leaves, specs, before)
+        own = own_names(state, train.common(state))
+        if before != now or not {name for name, spec in specs.items() if spec.own} <= own:
+            rows = repeated(train.join(rows), now)
+        train.restore_run(notes["run"] | {"counts": saved.leaves[COUNTS]})
+        return Restored(
+            put(state, rows, train.devices), Cursor.from_dict(notes["cursor"]), notes["notes"]
+        )
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A checkpoint to be written."""
+
+    window: Window
+    snapshot: Snapshot
+    run: Mapping[str, Any]
+    score: float | None
+    more: Notes | None
+
+    def leaves(self) -> dict[str, np.ndarray]:
+        """The arrays by name."""
+        return self.snapshot.fetch() | {COUNTS: self.run["counts"]}
+
+    def notes(self) -> dict[str, Any]:
+        """What is saved besides."""
+        return {
+            "world_size": len(self.run["left_out"]),
+            "cursor": self.window.cursor.to_dict(),
+            "run": {name: value for name, value in self.run.items() if name != "counts"},
+            "notes": {} if self.more is None else dict(self.more()),
+        }

@@ -1,0 +1,153 @@
+"""From the devices to the host and back: what a checkpoint holds of a training state."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from elche_jax.checkpoint.leaves import LeafSpec, names_of
+from elche_jax.engine.mapped import stack_shards, stacked_sharding
+from elche_jax.engine.replicas import is_key
+from elche_jax.engine.state import TrainState
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Copies of a state, on the devices or on their way.
+
+    Attributes:
+        names: Of the leaves.
+        copies: For each leaf one array `(1, ...)`; one per device where they have their own.
+    """
+
+    names: list[str]
+    copies: list[list[jax.Array]]
+
+    @property
+    def own(self) -> frozenset[str]:
+        """Names of the leaves of which each device has its own."""
+        pairs = zip(self.names, self.copies, strict=True)
+        return frozenset(name for name, copies in pairs if len(copies) > 1)
+
+    def fetch(self) -> dict[str, np.ndarray]:
+        """The arrays by name, on the host; waits for the devices."""
+        leaves = {}
+        for name, copies in zip(self.names, self.copies, strict=True):
+            rows = [np.asarray(copy) for copy in copies]
+            leaves[name] = rows[0][0] if len(rows) == 1 else np.concatenate(rows)
+        return leaves
+
+
+@partial(jax.jit)
+def _copies(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.copy(array) for array in arrays]
+
+
+def take(state: TrainState, common: TrainState) -> Snapshot:
+    """Copies a state on the devices, so that training may go on with its buffers.
+
+    Args:
+        state: The stacked state.
+        common: What of it is the same on all devices: of that the first one's is enough.
+
+    Returns:
+        The copies; nothing is waited for.
+    """
+    same = set(map(id, jax.tree.leaves(common)))
+    leaves = jax.tree.leaves(state)
+    raw = [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in leaves]
+    rows = [
+        [shard.data for shard in _by_rank(array)[: 1 if id(leaf) in same else None]]
+        for leaf, array in zip(leaves, raw, strict=True)
+    ]
+    copies: list[list[Any]] = [[None] * len(row) for row in rows]
+    places = [(i, rank) for i, row in enumerate(rows) for rank in range(len(row))]
+    for device in range(max(map(len, rows))):  # one program per device
+        mine = [(i, rank) for i, rank in places if rank == device]
+        for (i, rank), copy in zip(mine, _copies([rows[i][r] for i, r in mine]), strict=True):
+            copies[i][rank] = copy
+    return Snapshot(names_of(state), copies)
+
+
+def _by_rank(leaf: jax.Array) -> list[Any]:
+    return sorted(leaf.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+
+
+def difference(like: TrainState, specs: Mapping[str, LeafSpec]) -> str:
+    """Where a state and what was saved differ, in words; empty where they do not.
+
+    Args:
+        like: A stacked state.
+        specs: What is known of the saved leaves.
+    """
+    shapes = {name: _one(leaf) for name, leaf in zip(names_of(like), _raw(like), strict=True)}
+    for name, (shape, dtype) in shapes.items():
+        if name not in specs:
+            return f"leaf {name} of this run is not in it"
+        spec = specs[name]
+        saved = (spec.shape[1:] if spec.own else spec.shape, spec.dtype)
+        if saved != (shape, dtype):
+            return f"leaf {name} is {saved[1]}{list(saved[0])} there and {dtype}{list(shape)} here"
+    gone = next((name for name in specs if name not in shapes), None)
+    return "" if gone is None else f"its leaf {gone} is not in this run"
+
+
+def stacked(
+    like: TrainState,
+    leaves: Mapping[str, np.ndarray],
+    specs: Mapping[str, LeafSpec],
+    world_size: int,
+) -> TrainState:
+    """What was saved in the structure of a state, with one row for each device it was of.
+
+    Leaves are host arrays `(world_size, ...)`, typed keys as their raw data.
+    """
+
+    def rows(name: str) -> np.ndarray:
+        leaf = leaves[name]
+        return leaf if specs[name].own else np.broadcast_to(leaf, (world_size, *leaf.shape))
+
+    return jax.tree.structure(like).unflatten([rows(name) for name in names_of(like)])
+
+
+def own_names(state: TrainState, common: TrainState) -> set[str]:
+    """Names of the leaves of which each device has its own."""
+    same = set(map(id, jax.tree.leaves(common)))
+    leaves = zip(names_of(state), jax.tree.leaves(state), strict=True)
+    return {name for name, leaf in leaves if id(leaf) not in same}
+
+
+def repeated(one: TrainState, world_size: int) -> TrainState:
+    """Rows for several devices of one device's host arrays."""
+    return jax.tree.map(lambda leaf: np.broadcast_to(leaf, (world_size, *leaf.shape)), one)
+
+
+def put(like: TrainState, rows: TrainState, devices: Sequence[jax.Device]) -> TrainState:
+    """Places rows of host arrays, `(len(devices), ...)`, like a state that is there."""
+    sharding = stacked_sharding(devices)
+
+    def place(leaf: Any, array: np.ndarray) -> jax.Array:
+        shards = [
+            jax.device_put(np.array(array[rank])[None], device)  # a copy, the CPU reads it in place
+            for rank, device in enumerate(devices)
+        ]
+        placed = stack_shards(shards, sharding, array.shape)
+        if is_key(leaf):
+            return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(leaf))
+        return placed
+
+    return jax.tree.map(place, like, rows)
+
+
+def _raw(state: TrainState) -> list[Any]:
+    return [jax.random.key_data(x) if is_key(x) else x for x in jax.tree.leaves(state)]
+
+
+def _one(leaf: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(leaf.shape[1:]), np.dtype(leaf.dtype).name

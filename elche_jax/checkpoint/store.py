@@ -1,0 +1,253 @@
+"""Checkpoints in a folder: each whole or absent, and known to be as it was written."""
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import numpy as np
+
+from elche_jax.checkpoint.leaves import LeafSpec, digest, nested, unwritten, written
+
+logger = logging.getLogger("elche_jax")
+
+FORMAT = 1
+
+
+class DamagedCheckpoint(RuntimeError):
+    """A checkpoint is not what was written."""
+
+
+class OtherFormat(ValueError):
+    """A checkpoint is whole, but of a format that this version does not read."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One checkpoint.
+
+    Attributes:
+        step: Its number: windows so far.
+        leaves: Arrays by name.
+        specs: What is known of them.
+        notes: What else was saved, JSON.
+    """
+
+    step: int
+    leaves: Mapping[str, np.ndarray]
+    specs: Mapping[str, LeafSpec]
+    notes: Mapping[str, Any]
+
+
+class Store:
+    """The checkpoints of one run, in folders named by their step.
+
+    Written by orbax beside their place and moved there when they are whole, so that a kill
+    leaves the earlier ones. A list of the leaves with the digests of their bytes tells a
+    damaged one. Those that are not to be kept are deleted once a new one is there.
+
+    Args:
+        folder: The folder; it is made.
+        keep_last: How many of the newest are kept, at least 1.
+        keep_best: How many of the best by score are kept besides; of equal ones the older.
+        best: `"min"` or `"max"`: which scores are better.
+
+    Raises:
+        OSError: The folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, keep_last: int = 1, keep_best: int = 0, best: str = "min"):
+        import orbax.checkpoint as ocp
+
+        self.folder = folder.absolute()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._keep_last, self._keep_best = keep_last, keep_best
+        self._sign = 1 if best == "min" else -1
+        options = ocp.CheckpointManagerOptions(
+            enable_async_checkpointing=False,  # `Checkpointer` has a thread for it
+            cleanup_tmp_directories=True,
+        )
+        self._orbax = ocp
+        handlers = {
+            "state": ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False),  # see `_arrays`
+            "manifest": ocp.JsonCheckpointHandler(),
+        }
+        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+        self._scores = {step: self._score(step) for step in self.steps} if keep_best else {}
+
+    def save(
+        self,
+        step: int,
+        leaves: Mapping[str, np.ndarray],
+        own: frozenset[str],
+        notes: Mapping[str, Any],
+        score: float | None = None,
+    ) -> int:
+        """Writes a checkpoint; it is there when this returns.
+
+        Args:
+            step: Its number.
+            leaves: Arrays by name.
+            own: Names of those of which each device has its own.
+            notes: What else there is, for JSON.
+            score: For the best to be kept; None, or not finite, for none.
+
+        Returns:
+            Bytes of the arrays.
+
+        Raises:
+            OSError, ValueError: It could not be written.
+        """
+        specs = {name: LeafSpec.of(array, name in own) for name, array in leaves.items()}
+        score = None if score is None or not math.isfinite(score) else float(score)
+        content = {
+            "format": FORMAT,
+            "step": step,
+            "score": score,
+            "leaves": {name: asdict(spec) for name, spec in specs.items()},
+            "notes": dict(notes),
+        }
+        text = json.dumps(content)
+        manifest = {"text": text, "digest": _digest(text)}
+        there = {name: written(array) for name, array in leaves.items() if array.size}
+        args = self._orbax.args
+        self._manager.save(
+            step,
+            args=args.Composite(
+                state=args.PyTreeSave(nested(there)), manifest=args.JsonSave(manifest)
+            ),
+            force=True,
+        )
+        self._scores[step] = score
+        self._tidy()
+        return sum(array.nbytes for array in leaves.values())
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints there are, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def read(self, step: int) -> Saved:
+        """Reads a checkpoint.
+
+        Raises:
+            DamagedCheckpoint: It is not what was written.
+            OtherFormat: It is, but of another version.
+            MemoryError, PermissionError: Nobody knows: it could not be read.
+        """
+        try:
+            return self._read(step)
+        except (OtherFormat, MemoryError, PermissionError):
+            raise
+        except Exception as error:  # orbax, tensorstore and json have errors of their own
+            raise DamagedCheckpoint(
+                f"checkpoint: {self.folder / str(step)} must be as it was written, but "
+                f"{type(error).__name__}: {shorten(str(error), 160) or 'it is not'}"
+            ) from error
+
+    def newest(self) -> Saved | None:
+        """The newest checkpoint that is whole; None where there is none.
+
+        Damaged ones are said in the log, and put aside under another name, where they are
+        in nobody's way.
+        """
+        for step in reversed(self.steps):
+            try:
+                return self.read(step)
+            except DamagedCheckpoint as error:
+                aside = self._put_aside(step)
+                logger.warning(
+                    "elche: %s. It was renamed to %s; the one before is taken.", error, aside
+                )
+        return None
+
+    def close(self) -> None:
+        """Lets go of the folder."""
+        self._manager.close()
+
+    def _tidy(self) -> None:
+        """Deletes the checkpoints that are not to be kept."""
+        steps = self.steps
+        scores = {step: self._scores.get(step) for step in steps}
+        ranked = sorted((self._sign * s, step) for step, s in scores.items() if s is not None)
+        kept = {*steps[-self._keep_last :], *(step for _, step in ranked[: self._keep_best])}
+        for step in (step for step in steps if step not in kept):
+            self._manager.delete(step)
+
+    def _score(self, step: int) -> float | None:
+        try:
+            return self._manifest(step)["score"]
+        except Exception:  # it is damaged: nobody knows how good it is
+            return None
+
+    def _manifest(self, step: int) -> dict[str, Any]:
+        manifest = self._restore(step, manifest=self._orbax.args.JsonRestore())
+        if _digest(manifest["text"]) != manifest["digest"]:
+            raise ValueError("its list of leaves has changed")
+        content = json.loads(manifest["text"])
+        if content["format"] != FORMAT:
+            raise OtherFormat(
+                f"checkpoint: {self.folder / str(step)} must have format {FORMAT}, got "
+                f"{content['format']}. Read it with the version of elche_jax that wrote it."
+            )
+        return content
+
+    def _read(self, step: int) -> Saved:
+        content = self._manifest(step)
+        specs = {
+            name: LeafSpec(tuple(spec["shape"]), spec["dtype"], spec["own"], spec["digest"])
+            for name, spec in content["leaves"].items()
+        }
+        found = self._arrays(step, [name for name, spec in specs.items() if 0 not in spec.shape])
+        leaves = {
+            name: unwritten(found[name], spec)
+            if name in found
+            else np.empty(spec.shape, spec.dtype)
+            for name, spec in specs.items()
+        }
+        for name, spec in specs.items():
+            if digest(leaves[name]) != spec.digest:
+                raise ValueError(f"leaf {name} has changed")
+        return Saved(step, leaves, specs, content["notes"])
+
+    def _arrays(self, step: int, names: Iterable[str]) -> dict[str, np.ndarray]:
+        """Reads arrays, all at a time; without orbax, which leaves threads behind that write
+        to stderr where one cannot be read."""
+        import tensorstore as ts
+
+        base = {"driver": "file", "path": f"{self.folder / str(step) / 'state'}/"}
+
+        def spec(name: str) -> dict[str, Any]:
+            path = name.replace("/", ".") + "/"
+            return {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": path}}
+
+        opened = {name: ts.open(spec(name), open=True, read=True) for name in names}
+        reading = {name: array.result().read() for name, array in opened.items()}
+        return {name: np.asarray(array.result()) for name, array in reading.items()}
+
+    def _restore(self, step: int, **item: Any) -> Any:
+        restored: Any = self._manager.restore(step, args=self._orbax.args.Composite(**item))
+        return restored[next(iter(item))]
+
+    def _put_aside(self, step: int) -> Path:
+        place = self.folder / str(step)
+        aside = _free(lambda number: self.folder / f"damaged-{step}-{number}")
+        place.rename(aside)
+        self._manager.reload()
+        return aside
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _free(name: Callable[[int], Path]) -> Path:
+    number = 0
+    while name(number).exists():
+        number += 1
+    return name(number)

@@ -1,0 +1,107 @@
+"""The command line: `elche-jax`, or `python -m elche_jax`."""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+import elche_jax
+from elche_jax.cli import advise, demo, devices, report, trace
+from elche_jax.cli.errors import CommandError, UsageError
+
+PROGRAM = "elche-jax"
+COMMANDS = (devices, demo, advise, report, trace)
+
+OK, FAILED, USAGE = 0, 1, 2
+INTERRUPTED, BROKEN_PIPE = 130, 141
+"""128 and the number of the signal, as a shell has it."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with one line on stderr."""
+        self.exit(USAGE, f"{self.prog}: {message} ({self.prog} --help shows how)\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = Parser(
+        prog=PROGRAM,
+        description="Data-parallel training at the sum of the devices' speeds.",
+        epilog="Exit codes: 0 done, 1 the command could not do it, 2 wrong usage.",
+    )
+    version = f"{PROGRAM} {elche_jax.__version__}"
+    parser.add_argument("--version", action="version", version=version)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        own = commands.add_parser(
+            command.NAME,
+            help=command.HELP,
+            description=f"{command.HELP[0].upper()}{command.HELP[1:]}.",
+            epilog=command.EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(own)
+        own.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        own.set_defaults(run=command.run, debug=False, prog=own.prog)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        argv: The arguments; None for those of the process, which then ends at Ctrl-C.
+
+    Returns:
+        The exit code: 0 done, 1 the command could not do it, 2 wrong usage, 130 stopped by
+        Ctrl-C, 141 nobody reads the output any more.
+
+    Example:
+        >>> from elche_jax.cli import main
+        >>> main(["devices", "--seconds", "soon"])  # says why on stderr
+        2
+    """
+    options = argparse.Namespace(debug=False, prog=PROGRAM)
+    try:
+        make_parser().parse_args(argv, options)
+        code = options.run(options)
+        sys.stdout.flush()
+        return code
+    except SystemExit as ended:  # argparse's, or of a TARGET
+        if ended.code is None or isinstance(ended.code, int):
+            return ended.code or OK
+        print(ended.code, file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print(f"{options.prog}: stopped", file=sys.stderr, flush=True)
+        if argv is None:
+            # The process ends here, not by the interpreter: the runtime, if its threads are
+            # in the callback of an emulated device just then, would abort.
+            os._exit(INTERRUPTED)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # what is still buffered would fail again when the interpreter ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:
+        if options.debug:
+            traceback.print_exc()
+        print(f"{options.prog}: {_one_line(error)}", file=sys.stderr)
+        return USAGE if isinstance(error, UsageError) else FAILED
+
+
+def _one_line(error: Exception) -> str:
+    """The error as a person reads it."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    text = " ".join(str(error).split("\n\n")[0].split())
+    if isinstance(error, CommandError):
+        return text
+    if not (text and isinstance(error, ValueError)):  # those say it all, as a rule
+        text = f"{type(error).__name__}: {text}".removesuffix(": ")
+    return f"{text} (--debug shows where)"

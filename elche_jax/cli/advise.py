@@ -1,0 +1,83 @@
+"""`elche-jax advise`: what the devices would come to on a model."""
+
+import argparse
+import json
+import sys
+
+import elche_jax as elche
+from elche_jax.advice import advise
+from elche_jax.cli import arguments
+from elche_jax.cli.errors import UsageError
+from elche_jax.cli.models import MODELS
+from elche_jax.cli.target import load_target
+from elche_jax.lab import EmulatedSpeeds
+
+NAME = "advise"
+HELP = "measure the devices on a model, and say which cadence and which of them are worth it"
+EPILOG = """\
+TARGET is module:function or path/to/file.py:function. The function takes no arguments and
+returns a dict of the arguments of elche.advise: loss_fn, optimizer, params, data,
+batch_size, and what else your step needs (has_aux, model_state, trainable, ...). Arguments
+given here are above those. Without TARGET a small model with made data is measured.
+
+example:
+  elche-jax advise train.py:job
+  elche-jax advise --model cnn --cpu-devices 4
+  elche-jax advise --emulate 5,5,10,20 --seconds 1 --json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Takes the command's arguments."""
+    parser.add_argument(
+        "target", metavar="TARGET", nargs="?", help="module:function or file.py:function"
+    )
+    parser.add_argument(
+        "--model", choices=sorted(MODELS), help="a small model instead of TARGET (mlp)"
+    )
+    parser.add_argument("--batch-size", type=arguments.count, help="examples per microbatch")
+    parser.add_argument(
+        "--seconds", type=arguments.duration, help="how long each measurement lasts (2)"
+    )
+    parser.add_argument("--anchor", type=arguments.count, help="of ElChe (10)")
+    parser.add_argument("--total", type=arguments.count, help="of FixedTotal (as ElChe's window)")
+    parser.add_argument(
+        "--emulate",
+        type=arguments.listed(arguments.duration),
+        metavar="5,20",
+        help="keep each device busy for so many milliseconds per microbatch; makes as many "
+        "virtual CPU devices, unless --devices or --cpu-devices are given",
+    )
+    arguments.add_devices(parser)
+    arguments.add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command."""
+    if options.target is not None and options.model is not None:
+        raise UsageError("TARGET and --model must not both be given")
+    emulate = options.emulate
+    if emulate is not None and options.devices is None and options.cpu_devices is None:
+        options.cpu_devices = len(emulate)
+    devices = arguments.chosen_devices(options)
+    if emulate is not None and len(emulate) != len(devices):
+        raise UsageError(f"--emulate must have one entry per device ({len(devices)})")
+    job = load_target(options.target) if options.target else MODELS[options.model or "mlp"]()
+    given = {
+        "batch_size": options.batch_size,
+        "seconds": options.seconds,
+        "anchor": options.anchor,
+        "total": options.total,
+        "emulate": None if emulate is None else EmulatedSpeeds(emulate),
+    }
+    job |= {name: value for name, value in given.items() if value is not None}
+    if options.devices is not None or options.cpu_devices is not None:
+        job["devices"] = devices
+    job.setdefault("devices", devices)
+    if not options.json:
+        print(elche.device_summary(job["devices"]), flush=True)
+        alone = "alone and all together " if len(job["devices"]) > 1 else ""
+        print(f"measuring each {alone}for {job.get('seconds', 2.0):g} s ...", file=sys.stderr)
+    advice = advise(**job)
+    print(json.dumps(advice.to_dict(), indent=2) if options.json else f"\n{advice}")
+    return 0

@@ -1,0 +1,99 @@
+"""`elche-jax devices`: which devices there are, and how fast they are."""
+
+import argparse
+import json
+import os
+from typing import Any
+
+import jax
+
+from elche_jax.cli import arguments, table
+from elche_jax.cli.probe import probe
+from elche_jax.engine.devices import GIB, device_summary, free_bytes
+
+NAME = "devices"
+HELP = "show the devices, and probe how fast each is alone and with all others at work"
+EPILOG = """\
+The probe multiplies float32 matrices and adds to a large array. Both are done by each
+device alone, then by all at once: virtual CPU devices share the host's cores, and are
+slower together. The speed hint is for elche.ElChe(speed_hint=...); what your own model
+makes of the devices is measured by `elche-jax advise`.
+
+example:
+  elche-jax devices
+  elche-jax devices --cpu-devices 4 --seconds 1 --json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Takes the command's arguments."""
+    parser.add_argument(
+        "--seconds",
+        type=arguments.duration,
+        default=2.0,
+        help="how long the whole probe lasts, compiling left out (2)",
+    )
+    parser.add_argument("--no-probe", action="store_true", help="only list the devices")
+    arguments.add_devices(parser)
+    arguments.add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command."""
+    devices = arguments.chosen_devices(options)
+    result: dict[str, Any] = {
+        "summary": device_summary(devices),
+        "devices": [_described(rank, device) for rank, device in enumerate(devices)],
+        "cores": os.cpu_count(),
+    }
+    if not options.no_probe:
+        if not options.json:
+            print(result["summary"], flush=True)
+        found = probe(devices, options.seconds)
+        for row, rates in zip(result["devices"], found, strict=True):
+            row |= rates
+        slowest = min(rates["gflops_together"] for rates in found)
+        result["speed_hint"] = [round(rates["gflops_together"] / slowest, 2) for rates in found]
+    if options.json:
+        print(json.dumps(result, indent=2))
+        return 0
+    if options.no_probe:
+        print(result["summary"])
+    _show(result)
+    return 0
+
+
+def _described(rank: int, device: jax.Device) -> dict[str, Any]:
+    stats = device.memory_stats() or {}
+    free = free_bytes([device])
+    limit = stats.get("bytes_limit")
+    return {
+        "rank": rank,
+        "name": str(device),
+        "kind": device.device_kind,
+        "platform": device.platform,
+        "memory_gb": None if limit is None else round(limit / GIB, 2),
+        "free_gb": None if free is None else round(free / GIB, 2),
+    }
+
+
+def _show(result: dict[str, Any]) -> None:
+    rows: list[list[str]] = []
+    headers = ["device", "kind", "free memory"]
+    if "speed_hint" in result:
+        headers += ["GFLOP/s", "with all", "GB/s", "with all"]
+    for row in result["devices"]:
+        free = "-" if row["free_gb"] is None else f"{row['free_gb']:.1f} GB"
+        cells = [row["name"], row["kind"], free]
+        if "speed_hint" in result:
+            names = "gflops_alone", "gflops_together", "gb_per_s_alone", "gb_per_s_together"
+            cells += [f"{row[name]:,.1f}" for name in names]
+        rows.append(cells)
+    table.show(headers, rows)
+    if any(row["platform"] == "cpu" for row in result["devices"]):
+        print(f"CPU devices share the host's {result['cores']} cores and its memory.")
+    if len(result.get("speed_hint", ())) > 1:
+        alone = sum(row["gflops_alone"] for row in result["devices"])
+        together = sum(row["gflops_together"] for row in result["devices"])
+        print(f"all together: {together:,.1f} GFLOP/s, {together / alone:.0%} of the sum alone")
+        print(f"speed_hint={result['speed_hint']}")

@@ -1,0 +1,114 @@
+"""How fast devices multiply matrices and move memory, alone and together."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+SMALLEST, LARGEST = 512, 8192
+LONG_ENOUGH = 2e-3
+"""Seconds of a call beside which its dispatch costs little."""
+
+ARRAY_BYTES = {"cpu": 2**26}
+OTHER_BYTES = 2**29
+"""An array that no cache holds."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A call that keeps a device busy, and what it comes to."""
+
+    call: Callable[[], object]
+    amount: float  # billions of operations or bytes
+
+
+def probe(devices: Sequence[jax.Device], seconds: float) -> list[dict[str, float]]:
+    """Measures every device alone, then all at once.
+
+    Args:
+        devices: The devices.
+        seconds: How long all of it lasts, compiling left out; at least one call is made of
+            each, however long it takes.
+
+    Returns:
+        For each device `gflops_alone`, `gflops_together` (float32 operations of a matrix
+        multiplication, billions per second), `gb_per_s_alone`, `gb_per_s_together` (bytes
+        read and written, 1e9 per second).
+
+    Example:
+        >>> import jax
+        >>> from elche_jax.cli.probe import probe
+        >>> [rates] = probe(jax.devices()[:1], seconds=0.01)
+        >>> sorted(rates)
+        ['gb_per_s_alone', 'gb_per_s_together', 'gflops_alone', 'gflops_together']
+    """
+    size = _matrix_size(devices[0])  # the same for all, so that they can be compared
+    kinds = {
+        "gflops": [_multiply(device, size) for device in devices],
+        "gb_per_s": [_add(device) for device in devices],
+    }
+    each = seconds / (2 * len(devices) + 2)
+    found: list[dict[str, float]] = [{} for _ in devices]
+    for name, works in kinds.items():
+        alone = [_rates([work], each)[0] for work in works]
+        for rates, solo, team in zip(found, alone, _rates(works, each), strict=True):
+            rates |= {f"{name}_alone": solo, f"{name}_together": team}
+    return found
+
+
+def _matrix_size(device: jax.Device) -> int:
+    """Doubles the matrices until a multiplication is long enough."""
+    size = SMALLEST
+    while size < LARGEST:
+        work = _multiply(device, size)
+        begun = time.perf_counter()
+        work.call()
+        if time.perf_counter() - begun >= LONG_ENOUGH:
+            break
+        size *= 2
+    return size
+
+
+def _multiply(device: jax.Device, size: int) -> _Work:
+    matrix = jax.device_put(jnp.full((size, size), 1 / size, jnp.float32), device)
+    product = jax.jit(jnp.matmul)
+
+    def call() -> object:
+        return product(matrix, matrix).block_until_ready()
+
+    call()
+    return _Work(call, 2e-9 * size**3)
+
+
+def _add(device: jax.Device) -> _Work:
+    size = ARRAY_BYTES.get(device.platform, OTHER_BYTES)
+    array = jax.device_put(jnp.zeros(size // 4, jnp.float32), device)
+    plus = jax.jit(lambda x: x + 1)
+
+    def call() -> object:
+        return plus(array).block_until_ready()
+
+    call()
+    return _Work(call, 2e-9 * size)
+
+
+def _rates(works: Sequence[_Work], seconds: float) -> list[float]:
+    """Amount per second of each of some works that are done at the same time."""
+    ready = threading.Barrier(len(works))
+
+    def repeat(work: _Work) -> float:
+        ready.wait()
+        begun, calls = time.perf_counter(), 0
+        while True:
+            work.call()
+            calls += 1
+            taken = time.perf_counter() - begun
+            if taken >= seconds:
+                return calls * work.amount / taken
+
+    with ThreadPoolExecutor(len(works)) as pool:
+        return list(pool.map(repeat, works))

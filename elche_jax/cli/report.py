@@ -1,0 +1,67 @@
+"""`elche-jax report`: a run as one page."""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from elche_jax.cli import arguments
+from elche_jax.cli.errors import CommandError
+from elche_jax.observe.page import write_page
+from elche_jax.observe.run import TIMELINE, Run, read_run
+
+NAME = "report"
+HELP = "make an HTML page of a run: times, counts, busy shares, losses"
+EPILOG = """\
+RUN is the folder of a run (Trainer.fit(run_dir=...)) or a timeline (elche.Timeline(path)).
+
+example:
+  elche-jax report runs/mnist --open
+  elche-jax report runs/mnist/timeline.jsonl --output mnist.html --json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Takes the command's arguments."""
+    parser.add_argument("path", metavar="RUN", type=Path, help="folder of a run, or a timeline")
+    parser.add_argument(
+        "--output", type=Path, help="the page to write (report.html beside the timeline)"
+    )
+    parser.add_argument("--title", help="the page's title (the name of the run)")
+    parser.add_argument("--open", action="store_true", help="show it in the browser")
+    arguments.add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command."""
+    found = load(options.path)
+    output = options.output or beside(options.path, "report.html")
+    path = write_page(found, output, title=options.title)
+    report = found.report()
+    if options.json:
+        print(json.dumps({"run": found.name, "page": str(path)} | asdict(report), indent=2))
+    else:
+        print(report, f"page: {path}", sep="\n")
+    if options.open:
+        import webbrowser
+
+        if not webbrowser.open(path.resolve().as_uri()):
+            print("elche-jax report: no browser could be started", file=sys.stderr)
+            return 1
+    return 0
+
+
+def load(path: Path) -> Run:
+    """Reads the run an argument names."""
+    if path.is_dir() and not (path / TIMELINE).is_file():
+        raise CommandError(f"{path} must be the folder of a run, it has no {TIMELINE}")
+    found = read_run(path)
+    if not found.windows:
+        raise CommandError(f"{path} must hold at least one window, it has none")
+    return found
+
+
+def beside(path: Path, name: str) -> Path:
+    """Where a file about a run goes, unless told otherwise."""
+    return (path if path.is_dir() else path.parent) / name

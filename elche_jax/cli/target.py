@@ -1,0 +1,68 @@
+"""The function that `elche-jax advise` takes a training step from."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from elche_jax.cli.errors import CommandError, UsageError
+
+REQUIRED = "loss_fn", "optimizer", "params", "data"
+
+
+def load_target(target: str) -> dict[str, Any]:
+    """Calls the function a target names.
+
+    Args:
+        target: `module:function` or `path/to/file.py:function`. Modules are looked for in
+            the current folder too.
+
+    Returns:
+        What the function returned: arguments of `elche.advise`.
+
+    Raises:
+        UsageError: The target is of another form.
+        CommandError: There is no such module or function, or it returns something else.
+    """
+    place, colon, name = target.rpartition(":")
+    if not (colon and place and name.isidentifier()):
+        raise UsageError(
+            f"TARGET must be module:function or path/to/file.py:function, got {target!r}"
+        )
+    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise CommandError(f"{place} must have a function {name}, it has none")
+    job = function()
+    if not isinstance(job, Mapping):
+        kind = type(job).__name__
+        raise CommandError(f"{target} must return a dict of arguments of elche.advise, got {kind}")
+    missing = [key for key in REQUIRED if key not in job]
+    if missing:
+        raise CommandError(f"{target} must return a dict with {', '.join(missing)}")
+    return dict(job)
+
+
+def _load_module(name: str) -> ModuleType:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # it is there, and lacks something itself
+        raise CommandError(f"{name} must be a module, there is none of this name") from error
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise CommandError(f"{path} must be a file, there is none")
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None  # it ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickle look it up
+    spec.loader.exec_module(module)
+    return module

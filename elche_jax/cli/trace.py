@@ -1,0 +1,36 @@
+"""`elche-jax trace`: a run for a trace viewer."""
+
+import argparse
+from pathlib import Path
+
+from elche_jax.cli.report import beside, load
+from elche_jax.observe.trace import write_trace
+
+NAME = "trace"
+HELP = "make a trace of a run, for ui.perfetto.dev and the like"
+EPILOG = """\
+RUN is the folder of a run (Trainer.fit(run_dir=...)) or a timeline (elche.Timeline(path)).
+
+example:
+  elche-jax trace runs/mnist
+  elche-jax trace runs/mnist/timeline.jsonl --output mnist.json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Takes the command's arguments."""
+    parser.add_argument("path", metavar="RUN", type=Path, help="folder of a run, or a timeline")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="the trace to write, compressed where it ends in .gz (trace.json.gz beside the "
+        "timeline)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the command."""
+    output = options.output or beside(options.path, "trace.json.gz")
+    print(f"trace: {write_trace(load(options.path), output)}")
+    print("Open it at https://ui.perfetto.dev, or at chrome://tracing.")
+    return 0

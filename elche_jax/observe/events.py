@@ -1,0 +1,294 @@
+"""The events of a run: what a timeline records, and a file of it holds.
+
+A new kind of event is a dataclass here, of numbers, strings and tuples of them, that
+derives from `Event`, and its entry in `EVENTS`. Its last field is `at`, which the timeline
+fills in.
+
+How long a window's devices were busy, what its synchronisation cost and how far apart the
+devices arrived at it (the skew) are fields of the window's own event, `WindowEvent`; they
+have no events of their own.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import cache, partial
+from typing import Any, Final, cast
+
+import numpy as np
+
+from elche_jax import _check as check
+from elche_jax.observe.records import WindowRecord
+
+
+def _plain(kind: type, where: str, name: str, value: object) -> Any:
+    """Return a value of a kind as it is; another one is an error."""
+    value = value.item() if isinstance(value, np.generic) else value
+    check.instance(where, name, value, kind)
+    return value
+
+
+def _strings(where: str, name: str, values: object) -> tuple[str, ...]:
+    entries = check.items(where, name, values, "strings")
+    return tuple(_plain(str, where, f"{name}[{at}]", entry) for at, entry in enumerate(entries))
+
+
+# The types that fields of an event may have, and what makes plain values of them.
+FIELDS: Final[Mapping[Any, Callable[[str, str, object], Any]]] = {
+    bool: partial(_plain, bool),
+    str: partial(_plain, str),
+    int: check.integer,
+    float: check.real,
+    tuple[int, ...]: check.integers,
+    tuple[float, ...]: check.reals,
+    tuple[str, ...]: _strings,
+}
+
+
+class Event:
+    """Base of the events: makes their values plain Python ones, and checks them.
+
+    Raises:
+        TypeError: A value is not of its field's type.
+        ValueError: A number is not finite.
+    """
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        where = type(self).__name__
+        for name, plain in _checks(type(self)):
+            value = getattr(self, name)
+            checked = plain(where, name, value)
+            if checked is not value:
+                object.__setattr__(self, name, checked)
+
+
+@cache
+def _checks(kind: type[Event]) -> tuple[tuple[str, Callable[[str, str, object], Any]], ...]:
+    return tuple((field.name, FIELDS[field.type]) for field in fields(cast(Any, kind)))
+
+
+class _Metrics(Event):
+    """An event with `names` and the `values` they have."""
+
+    __slots__ = ()
+
+    names: tuple[str, ...]
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        Event.__post_init__(self)
+        if len(self.names) != len(self.values):
+            rule = f"have one entry per name ({len(self.names)})"
+            raise ValueError(check.message(type(self).__name__, "values", rule, len(self.values)))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The values by their names."""
+        return dict(zip(self.names, self.values, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class RunEvent(Event):
+    """A run begins, or goes on: what comes after it is one segment of the file.
+
+    Attributes:
+        devices: Names of the devices, in rank order.
+        cadence: What sizes the windows, as it prints.
+        overhead_target: Share of a window that synchronising may cost; 0 where the cadence
+            has no such target.
+        windows: Number of the first window.
+        at: Seconds since the timeline began. In a file that another process continues they
+            begin at 0 again.
+    """
+
+    devices: tuple[str, ...]
+    cadence: str
+    overhead_target: float
+    windows: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class WindowEvent(WindowRecord, Event):
+    """A window that is over: its record, which `plot_run` and the like take, and when.
+
+    Attributes:
+        at: Seconds since the timeline began, at which it was reported.
+    """
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class SkipEvent(Event):
+    """An update that was dropped.
+
+    Attributes:
+        window: Number of the window in the run.
+        epoch: Its epoch.
+        reason: Why.
+        at: Seconds since the timeline began, at which it was reported.
+    """
+
+    window: int
+    epoch: int
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictEvent(Event):
+    """What a guard's verdict told the cadence: every *nudge down*, and every change.
+
+    Attributes:
+        window: Number of the window after which it was given.
+        epoch: Its epoch.
+        action: `"stable"`, `"hold_growth"` or `"nudge_down"`.
+        factor: What the anchor was to be multiplied by; 1 but for `"nudge_down"`.
+        at: Seconds since the timeline began, at which it was reported.
+    """
+
+    window: int
+    epoch: int
+    action: str
+    factor: float
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class CompileEvent(Event):
+    """A program that was compiled.
+
+    Attributes:
+        program: Which one: "accumulate", "combine", "window", ...
+        seconds: How long it took.
+        ahead: Whether that was in the background, so that nobody waited for it.
+        at: Seconds since the timeline began, at which it was ready.
+    """
+
+    program: str
+    seconds: float
+    ahead: bool
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorEvent(Event):
+    """The anchor changed.
+
+    Attributes:
+        window: Number of the window after which it did.
+        epoch: Its epoch.
+        before: The anchor so far.
+        anchor: The one from now on.
+        at: Seconds since the timeline began, at which it was reported.
+    """
+
+    window: int
+    epoch: int
+    before: int
+    anchor: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class LossEvent(Event):
+    """A window's loss. One that is not finite is no number to record: it is a `SkipEvent`.
+
+    Attributes:
+        window: Number of the window in the run.
+        epoch: Its epoch.
+        loss: Mean loss over the window's data.
+        at: Seconds since the timeline began, at which it was reported.
+    """
+
+    window: int
+    epoch: int
+    loss: float
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationEvent(_Metrics):
+    """An evaluation that is over.
+
+    Attributes:
+        window: Number of the last window before it.
+        epoch: Its epoch.
+        seconds: How long it took.
+        names: Names of the metrics.
+        values: The metrics, in the order of the names; all finite.
+        at: Seconds since the timeline began, at which it was over.
+    """
+
+    window: int
+    epoch: int
+    seconds: float
+    names: tuple[str, ...]
+    values: tuple[float, ...]
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointEvent(Event):
+    """A checkpoint that is on the disk.
+
+    Attributes:
+        window: Number of the last window in it.
+        epoch: Its epoch.
+        seconds: How long saving it took.
+        size: Its size in bytes.
+        path: Where it is.
+        at: Seconds since the timeline began, at which it was whole.
+    """
+
+    window: int
+    epoch: int
+    seconds: float
+    size: int
+    path: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class EpochEvent(_Metrics):
+    """An epoch that is over.
+
+    Attributes:
+        epoch: Its number.
+        window: Number of its last window.
+        windows: How many windows it had.
+        examples: Valid examples it was trained on.
+        seconds: How long it took.
+        names: Names of its metrics, `"loss"` among them.
+        values: The metrics, in the order of the names; those that are finite.
+        at: Seconds since the timeline began, at which it was over.
+    """
+
+    epoch: int
+    window: int
+    windows: int
+    examples: int
+    seconds: float
+    names: tuple[str, ...]
+    values: tuple[float, ...]
+    at: float
+
+
+EVENTS: Final[Mapping[str, type[Event]]] = {
+    "run": RunEvent,
+    "window": WindowEvent,
+    "skip": SkipEvent,
+    "verdict": VerdictEvent,
+    "compile": CompileEvent,
+    "anchor": AnchorEvent,
+    "loss": LossEvent,
+    "evaluation": EvaluationEvent,
+    "checkpoint": CheckpointEvent,
+    "epoch": EpochEvent,
+}
+"""The events by the name they have in a file."""
+
+NAMES: Final[Mapping[type[Event], str]] = {kind: name for name, kind in EVENTS.items()}
+"""The names of the events."""

@@ -1,0 +1,221 @@
+"""A run as one page: `report.html`, which needs nothing but a browser."""
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+from os import PathLike
+from pathlib import Path
+
+from elche_jax import _check as check
+from elche_jax.observe.atomic import replacing
+from elche_jax.observe.page_data import page_data
+from elche_jax.observe.report import RunReport
+from elche_jax.observe.run import Run
+
+ROWS = 200
+"""Rows of a table, the last ones."""
+
+
+def write_page(run: Run, path: str | PathLike[str], title: str | None = None) -> Path:
+    """Writes a run as one page that explains it: figures, pictures and tables.
+
+    The page holds everything it needs and may load nothing, so that it can be kept, sent
+    and opened without a network. Of a long run the last windows are shown one by one and the
+    curves are medians, as the page says; figures are always of the whole run.
+
+    Args:
+        run: What `read_run` gave.
+        path: The file to write, whole or not at all; missing folders are made.
+        title: Headline. None: the run's name.
+
+    Returns:
+        The path.
+
+    Raises:
+        TypeError: `run` is no `Run`, or `title` no string.
+        OSError: The file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from elche_jax.observe.page import write_page
+        >>> from elche_jax.observe.records import WindowRecord
+        >>> from elche_jax.observe.run import read_run
+        >>> from elche_jax.observe.timeline import Timeline
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> with Timeline(folder / "timeline.jsonl") as timeline:
+        ...     timeline.window(WindowRecord(0, 0, (4, 2), 60, (40.0, 40.0), 80.0, 1.0, 0.0, True))
+        >>> page = write_page(read_run(folder), folder / "report.html", "Two devices")
+        >>> "<title>Two devices</title>" in page.read_text()
+        True
+    """
+    check.instance("write_page", "run", run, Run)
+    if title is not None:
+        check.instance("write_page", "title", title, str)
+    report = run.report()
+    script, style = _part("page.js"), _part("page.css")
+    parts = {
+        "policy": _policy(script, style),
+        "title": escape(run.name if title is None else title),
+        "lead": escape(_lead(run)),
+        "notes": "".join(f"<p class=note>{escape(note)}</p>" for note in _notes(run)),
+        "figures": _figures(run, report),
+        "devices": _device_table(report),
+        "epochs": _epoch_table(run),
+        "evaluations": _evaluation_table(run),
+        "data": _json(page_data(run)),
+        "style": style,
+        "script": script,
+    }
+    # In one pass: what is put in is not looked at again.
+    page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _part("page.html"))
+    path = Path(path)
+    with replacing(path) as file:
+        file.write(page.encode("utf-8", "backslashreplace"))
+    return path
+
+
+def _part(name: str) -> str:
+    return files("elche_jax.observe").joinpath(name).read_text(encoding="utf-8")
+
+
+def _policy(script: str, style: str) -> str:
+    """Only this script and this style, and nothing from anywhere."""
+    rules = "default-src 'none'; base-uri 'none'; form-action 'none'"
+    return f"{rules}; script-src {_hash(script)}; style-src {_hash(style)}"
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _json(data: object) -> str:
+    """JSON that no text in it can lead out of its element."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _lead(run: Run) -> str:
+    cadence = run.segments[-1].cadence.partition("(")[0] if run.segments else ""
+    devices = _count(len(run.devices), "device")
+    parts = [devices, _count(len(run.windows), "window"), _duration(run.seconds), cadence]
+    return " · ".join(part for part in parts if part)
+
+
+def _notes(run: Run) -> Iterable[str]:
+    if not run.windows:
+        yield "No window is over yet."
+    if len(run.segments) > 1:
+        again = f"; {_count(run.repeated, 'window')} were done twice" if run.repeated else ""
+        yield f"The run was done in {len(run.segments)} parts, laid one after another{again}."
+    if len(run.latest) < len(run.windows):
+        latest = _count(len(run.latest), "window")
+        yield f"Devices have changed: speeds and shares are those of the last {latest}."
+
+
+def _figures(run: Run, report: RunReport) -> str:
+    waited = f"{report.compile_misses} waited for, {report.compiled_ahead} ahead"
+    limit = report.limit_share
+    figures = [
+        ("Share of the limit", "-" if limit is None else f"{limit:.1%}", "of all devices' speeds"),
+        ("Examples per second", f"{report.examples_per_s:,.0f}", "over the steady windows"),
+        ("Windows", f"{len(run.windows):,}", f"in {_duration(run.seconds)}"),
+        ("Devices", str(len(report.devices)), "in rank order below"),
+        ("Synchronising", f"{report.sync_ms:.2f} ms", f"median; skew {report.skew_ms:.2f} ms"),
+        ("Dropped updates", f"{report.skipped:,}", "not finite"),
+        ("Compiling", f"{report.compile_s:.1f} s", waited),
+    ]
+    return "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
+        for name, value, note in figures
+    )
+
+
+def _device_table(report: RunReport) -> str:
+    rows = [
+        [
+            device.name,
+            "-" if device.ms_per_batch is None else f"{device.ms_per_batch:.2f}",
+            str(count),
+            f"{device.microbatches:,}",
+            f"{device.busy_share:.1%}",
+        ]
+        for device, count in zip(report.devices, report.counts, strict=True)
+    ]
+    head = ["Device", "ms per microbatch", "Count, last window", "Microbatches", "Busy"]
+    return _table("Devices, over the steady windows", head, rows)
+
+
+def _epoch_table(run: Run) -> str:
+    epochs = run.epochs
+    names = list(dict.fromkeys(name for epoch in epochs for name in epoch.names))
+    rows = [
+        [
+            str(epoch.epoch),
+            f"{epoch.windows:,}",
+            f"{epoch.examples:,}",
+            f"{epoch.seconds:.2f}",
+            f"{epoch.examples / epoch.seconds:,.0f}" if epoch.seconds > 0 else "-",
+            *_values(epoch.metrics, names),
+        ]
+        for epoch in epochs[-ROWS:]
+    ]
+    head = ["Epoch", "Windows", "Examples", "Seconds", "Examples per second", *names]
+    return _table(_caption("Epochs", len(epochs)), head, rows)
+
+
+def _evaluation_table(run: Run) -> str:
+    events = run.evaluations
+    names = list(dict.fromkeys(name for event in events for name in event.names))
+    rows = [
+        [
+            str(event.epoch),
+            str(event.window),
+            f"{event.seconds:.2f}",
+            *_values(event.metrics, names),
+        ]
+        for event in events[-ROWS:]
+    ]
+    head = ["Epoch", "Window", "Seconds", *names]
+    return _table(_caption("Evaluations", len(events)), head, rows)
+
+
+def _values(metrics: dict[str, float], names: Sequence[str]) -> list[str]:
+    return [f"{metrics[name]:.5g}" if name in metrics else "-" for name in names]
+
+
+def _caption(name: str, rows: int) -> str:
+    return name if rows <= ROWS else f"{name}, the last {ROWS} of {rows:,}"
+
+
+def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table whose first column names its rows; empty without rows."""
+    if not rows:
+        return ""
+    top = "".join(f"<th scope=col>{escape(name)}</th>" for name in head)
+    body = "".join(
+        f"<tr><th scope=row>{escape(first)}</th>"
+        + "".join(f"<td>{escape(cell)}</td>" for cell in rest)
+        + "</tr>"
+        for first, *rest in rows
+    )
+    table = f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+    # To be scrolled sideways where it is wide, by keyboard too.
+    box = f'<div class=wide tabindex=0 role=region aria-label="{escape(caption)}">{table}</div>'
+    return f"<section><h2>{escape(caption)}</h2>{box}</section>"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"

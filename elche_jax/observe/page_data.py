@@ -1,0 +1,225 @@
+"""What a page draws of a run: its numbers, thinned where the run was long."""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from math import ceil
+from statistics import median, median_low
+from typing import Any, TypeVar
+
+from elche_jax.observe.events import (
+    CheckpointEvent,
+    CompileEvent,
+    EvaluationEvent,
+    Event,
+    RunEvent,
+    SkipEvent,
+    VerdictEvent,
+)
+from elche_jax.observe.report import device_reports, limit_share
+from elche_jax.observe.run import PlacedWindow, Run
+
+POINTS = 600
+"""Points of a curve; of more windows medians are shown."""
+
+GANTT_NUMBERS = 60_000
+"""Numbers of windows that are shown one by one; older windows are left out of that picture."""
+
+MARKS = 400
+"""Marks of a kind, the last ones."""
+
+METRICS = 12
+"""Metrics that get a picture."""
+
+_T = TypeVar("_T")
+
+
+def page_data(run: Run) -> dict[str, Any]:
+    """The numbers behind the pictures, in the form in which the page's script reads them.
+
+    Times are seconds on the run's axis, durations milliseconds, lists of windows columns.
+    """
+    lanes = _lane_names(run)
+    return {
+        "seconds": _time(run.seconds),
+        "devices": lanes,
+        "begins": [_time(segment.begin) for segment in run.segments[1:]],
+        "target": run.segments[-1].overhead_target if run.segments else 0.0,
+        "gantt": _gantt(run, len(lanes)),
+        "curves": _curves(run, len(lanes)),
+        "anchor": _columns(run.anchor_steps, median_low),
+        "metrics": _metrics(run),
+        "shares": _shares(run),
+        "marks": _marks(run),
+    }
+
+
+def _lane_names(run: Run) -> list[str]:
+    """A name for each rank that the run ever had: the last device there."""
+    names: list[str] = []
+    for segment in run.segments:
+        names = [*segment.devices, *names[len(segment.devices) :]]
+    return names
+
+
+def _time(seconds: float) -> float:
+    return round(seconds, 5)
+
+
+def _short(value: float | None) -> float | None:
+    """Six digits are more than a picture shows."""
+    return None if value is None else float(f"{value:.6g}")
+
+
+def _gantt(run: Run, lanes: int) -> dict[str, Any]:
+    shown = run.windows[-max(50, GANTT_NUMBERS // (2 * lanes + 8)) :]
+    records = [window.record for window in shown]
+    return {
+        "total": len(run.windows),
+        "window": [record.window for record in records],
+        "epoch": [record.epoch for record in records],
+        "begin": [_time(window.begin) for window in shown],
+        "ms": [_short((window.end - window.begin) * 1e3) for window in shown],
+        "busy": [[_short(ms) for ms in window.busy_ms] for window in shown],
+        "counts": [record.counts for record in records],
+        "examples": [record.examples for record in records],
+        "sync": [_short(record.sync_ms) for record in records],
+        "skew": [_short(record.skew_ms) for record in records],
+        "steady": [int(record.steady) for record in records],
+    }
+
+
+def _buckets(items: Sequence[_T]) -> list[Sequence[_T]]:
+    """Runs of as many items, so that there are at most `POINTS`."""
+    size = max(1, ceil(len(items) / POINTS))
+    return [items[at : at + size] for at in range(0, len(items), size)]
+
+
+def _columns(
+    points: Sequence[tuple[float, float]], middle: Callable[[Iterable[float]], float] = median
+) -> dict[str, Any]:
+    """Columns of points over time: for each bucket its first time and its median."""
+    buckets = _buckets(points)
+    return {
+        "t": [_time(bucket[0][0]) for bucket in buckets],
+        "v": [_short(middle(value for _, value in bucket)) for bucket in buckets],
+    }
+
+
+def _curves(run: Run, lanes: int) -> dict[str, Any]:
+    """Medians over buckets of windows: counts, share of the limit, overhead."""
+    buckets: list[Sequence[PlacedWindow]] = []
+    size = max(1, ceil(len(run.windows) / POINTS))
+    for _, segment in groupby(run.windows, key=lambda window: window.segment):
+        windows = list(segment)
+        buckets += [windows[at : at + size] for at in range(0, len(windows), size)]
+    return {
+        "bucket": size,
+        "t": [_time(bucket[0].begin) for bucket in buckets],
+        "window": [bucket[0].record.window for bucket in buckets],
+        "counts": [[_count(bucket, rank) for bucket in buckets] for rank in range(lanes)],
+        "limit": [_short(_limit(bucket)) for bucket in buckets],
+        "overhead": [_short(_overhead(bucket)) for bucket in buckets],
+    }
+
+
+def _count(bucket: Sequence[PlacedWindow], rank: int) -> int | None:
+    counts = [window.record.counts for window in bucket]
+    return median_low([each[rank] for each in counts]) if rank < len(counts[0]) else None
+
+
+def _limit(bucket: Sequence[PlacedWindow]) -> float | None:
+    return limit_share([window.record for window in bucket if window.record.steady])
+
+
+def _overhead(bucket: Sequence[PlacedWindow]) -> float | None:
+    """What a cadence compares with its target: `sync_ms / max(busy_ms)`, the median."""
+    steady = [window for window in bucket if window.record.steady and max(window.busy_ms) > 0]
+    shares = [window.record.sync_ms / max(window.busy_ms) for window in steady]
+    return median(shares) if shares else None
+
+
+def _metrics(run: Run) -> list[dict[str, Any]]:
+    """For each metric what is known of it: of windows, epochs and evaluations."""
+    series: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    if run.losses:
+        series["loss"] = {"window": [(event.at, event.loss) for event in run.losses]}
+    for label, events in (("epoch", run.epochs), ("evaluation", run.evaluations)):
+        for event in events:
+            for name, value in event.metrics.items():
+                series.setdefault(name, {}).setdefault(label, []).append((event.at, value))
+    return [
+        {
+            "name": name,
+            "series": [{"label": label} | _columns(points) for label, points in lines.items()],
+        }
+        for name, lines in list(series.items())[:METRICS]
+    ]
+
+
+def _shares(run: Run) -> list[dict[str, Any]]:
+    """How each device spent the steady windows: working, synchronising, idle; sum 1."""
+    records = [window.record for window in run.latest if window.record.steady]
+    wall = sum(record.wall_ms for record in records)
+    sync = sum(record.sync_ms for record in records) / wall if wall > 0 else 0.0
+    shares: list[dict[str, Any]] = []
+    for device in device_reports(records, run.devices):
+        exchanging = max(0.0, min(sync, 1 - device.busy_share))
+        idle = 1 - device.busy_share - exchanging if wall > 0 else 0.0
+        parts = {"busy": device.busy_share, "sync": exchanging, "idle": idle}
+        shares.append({"name": device.name} | {key: _short(part) for key, part in parts.items()})
+    return shares
+
+
+def _marks(run: Run) -> list[dict[str, Any]]:
+    """What happened at a moment, and the words for it; the last `MARKS` of each kind."""
+    marks: list[dict[str, Any]] = []
+    for kind, (name, words) in _WORDS.items():
+        events: list[Any] = run.of(kind)
+        shown = events[-MARKS:]
+        marks.append(
+            {
+                "kind": name,
+                "total": len(events),
+                "t": [_time(event.at) for event in shown],
+                "text": [words(event) for event in shown],
+            }
+        )
+    return marks
+
+
+def _compile(event: CompileEvent) -> str:
+    how = "in the background" if event.ahead else "waited for"
+    return f"{event.program} compiled in {event.seconds:.2f} s, {how}"
+
+
+def _verdict(event: VerdictEvent) -> str:
+    factor = f" by {event.factor:g}" if event.action == "nudge_down" else ""
+    return f"{event.action.replace('_', ' ')}{factor} after window {event.window}"
+
+
+def _evaluation(event: EvaluationEvent) -> str:
+    values = ", ".join(f"{name} {value:.5g}" for name, value in event.metrics.items())
+    return f"evaluated after window {event.window} in {event.seconds:.2f} s: {values}"
+
+
+def _checkpoint(event: CheckpointEvent) -> str:
+    size = f"{event.size / 1e6:.2f} MB"
+    return f"window {event.window} saved in {event.seconds:.2f} s, {size}: {event.path}"
+
+
+def _skip(event: SkipEvent) -> str:
+    return f"update of window {event.window} dropped: {event.reason}"
+
+
+def _run(event: RunEvent) -> str:
+    return f"begins or goes on with window {event.windows}, {event.cadence}"
+
+
+_WORDS: dict[type[Event], tuple[str, Callable[[Any], str]]] = {
+    RunEvent: ("run", _run),
+    CompileEvent: ("compile", _compile),
+    EvaluationEvent: ("evaluation", _evaluation),
+    CheckpointEvent: ("checkpoint", _checkpoint),
+    VerdictEvent: ("verdict", _verdict),
+    SkipEvent: ("skip", _skip),
+}

@@ -1,0 +1,324 @@
+"""A run read back from its timeline: windows and events on one time axis."""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from elche_jax import _check as check
+from elche_jax.observe.events import (
+    AnchorEvent,
+    CheckpointEvent,
+    CompileEvent,
+    EpochEvent,
+    EvaluationEvent,
+    Event,
+    LossEvent,
+    RunEvent,
+    SkipEvent,
+    VerdictEvent,
+    WindowEvent,
+)
+from elche_jax.observe.report import RunReport, make_report
+from elche_jax.observe.timeline import Timeline
+
+TIMELINE = "timeline.jsonl"
+"""Name of the timeline in a run's folder."""
+
+_Kind = TypeVar("_Kind", bound=Event)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What one process did of a run in one go.
+
+    Attributes:
+        devices: Names of the devices in rank order, each once: two devices of one name
+            have their rank in front of it.
+        cadence: What sized the windows; empty where the timeline does not say.
+        overhead_target: Share of a window that synchronising might cost; 0 where there was
+            no such target or the timeline does not say.
+        begin: Seconds on the run's time axis.
+    """
+
+    devices: tuple[str, ...]
+    cadence: str
+    overhead_target: float
+    begin: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedWindow:
+    """A window and its place on the run's time axis, in seconds.
+
+    Windows follow one another: `begin` is never before the `end` of the one before.
+
+    Attributes:
+        record: What was measured.
+        segment: Index of its segment.
+        begin: When it began: `wall_ms` before its end, or the longest `busy_ms` where that
+            is more. Between two windows lies what the loop spent on its own things.
+        end: When it was over: when it was reported, or earlier, as the next one needs it.
+    """
+
+    record: WindowEvent
+    segment: int
+    begin: float
+    end: float
+
+    @property
+    def busy_ms(self) -> tuple[float, ...]:
+        """Busy time per device, also with one device, which is busy all the time."""
+        return self.record.busy_ms or (self.record.wall_ms,)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, as its timeline tells it; the `at` of events is on its time axis.
+
+    Attributes:
+        name: Name of the folder, or of the file.
+        segments: What was done in one go each, oldest first.
+        windows: All windows, also those that were done again after a kill.
+        events: All other events, oldest first.
+        seconds: End of the time axis, which begins at 0.
+    """
+
+    name: str
+    segments: list[Segment]
+    windows: list[PlacedWindow]
+    events: list[Event]
+    seconds: float
+
+    def of(self, kind: type[_Kind]) -> list[_Kind]:
+        """The events of a kind, oldest first."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def losses(self) -> list[LossEvent]:
+        """Losses of windows."""
+        return self.of(LossEvent)
+
+    @property
+    def anchors(self) -> list[AnchorEvent]:
+        """Changes of the anchor."""
+        return self.of(AnchorEvent)
+
+    @property
+    def evaluations(self) -> list[EvaluationEvent]:
+        """Evaluations."""
+        return self.of(EvaluationEvent)
+
+    @property
+    def checkpoints(self) -> list[CheckpointEvent]:
+        """Checkpoints."""
+        return self.of(CheckpointEvent)
+
+    @property
+    def epochs(self) -> list[EpochEvent]:
+        """Epochs that are over."""
+        return self.of(EpochEvent)
+
+    @property
+    def compiles(self) -> list[CompileEvent]:
+        """Programs that were compiled."""
+        return self.of(CompileEvent)
+
+    @property
+    def skips(self) -> list[SkipEvent]:
+        """Updates that were dropped."""
+        return self.of(SkipEvent)
+
+    @property
+    def verdicts(self) -> list[VerdictEvent]:
+        """What the guard told the cadence."""
+        return self.of(VerdictEvent)
+
+    @property
+    def anchor_steps(self) -> list[tuple[float, int]]:
+        """The anchor over time: seconds from which on it was so; empty where none was told."""
+        steps: list[tuple[float, int]] = []
+        begins = [segment.begin for segment in self.segments]
+        last = 0  # segments that have a step
+        for event in self.anchors:
+            segment = bisect_right(begins, event.at)
+            if segment > last:
+                steps.append((begins[segment - 1], event.before))
+                last = segment
+            steps.append((event.at, event.anchor))
+        return steps
+
+    @property
+    def repeated(self) -> int:
+        """Windows that were done again, as a kill had cost what they came to.
+
+        A segment that begins with window 0 goes on with nothing: it counts on its own.
+        """
+        again, segment = 0, -1
+        seen: set[int] = set()
+        for window in self.windows:
+            number = window.record.window
+            if window.segment != segment:
+                segment = window.segment
+                seen = seen if number else set()
+            again += number in seen
+            seen.add(number)
+        return again
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Names of the last segment's devices."""
+        return self.segments[-1].devices if self.segments else ()
+
+    @property
+    def latest(self) -> list[PlacedWindow]:
+        """The windows on the devices that the run had at last: those a report can be of."""
+        first = len(self.segments)
+        while first and self.segments[first - 1].devices == self.devices:
+            first -= 1
+        return [window for window in self.windows if window.segment >= first]
+
+    def report(self) -> RunReport:
+        """The run's report over its `latest` windows, and all of its compiles and skips."""
+        records = [window.record for window in self.latest]
+        compiles = self.compiles
+        return make_report(
+            records,
+            self.devices,
+            records[-1].counts if records else (0,) * len(self.devices),
+            {
+                "hits": 0,  # no event: they cost nothing
+                "misses": sum(not event.ahead for event in compiles),
+                "ahead": sum(event.ahead for event in compiles),
+                "seconds": sum(event.seconds for event in compiles),
+            },
+            skipped=len(self.skips),
+        )
+
+
+def read_run(path: str | PathLike[str]) -> Run:
+    """Reads a run back.
+
+    Times of a timeline that several processes have continued begin at 0 with each of them;
+    here they are laid one after another. What the processes were apart is not known, and
+    left out.
+
+    Args:
+        path: A timeline, or the folder of a run, with a `timeline.jsonl` in it.
+
+    Returns:
+        The run. Without a `RunEvent`, as in a loop of your own, its devices are called
+        `device 0`, `device 1`, ...
+
+    Raises:
+        TypeError: `path` is no path.
+        ValueError: A line is no event, or a window has more or fewer devices than the run.
+        OSError: The timeline cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from elche_jax.observe.records import WindowRecord
+        >>> from elche_jax.observe.run import read_run
+        >>> from elche_jax.observe.timeline import Timeline
+        >>> path = Path(tempfile.mkdtemp(), "timeline.jsonl")
+        >>> with Timeline(path) as timeline:
+        ...     timeline.window(WindowRecord(0, 0, (4, 2), 60, (40.0, 40.0), 80.0, 1.0, 0.0, True))
+        >>> run = read_run(path)
+        >>> run.devices, run.report().limit_share
+        (('device 0', 'device 1'), 0.5)
+    """
+    if not isinstance(path, str | PathLike):
+        raise TypeError(check.message("read_run", "path", "be a path", check.describe(path)))
+    path = Path(fspath(path))
+    file = path / TIMELINE if path.is_dir() else path
+    reading = _Reading(str(file))
+    for _, clock in groupby(_with_clock(Timeline.read(file)), key=lambda pair: pair[0]):
+        reading.add([event for _, event in clock])
+    name = path.resolve().name if path.is_dir() else path.stem
+    return Run(name, reading.segments, reading.windows, reading.events, reading.end)
+
+
+def _with_clock(events: Iterable[Event]) -> Iterator[tuple[int, Event]]:
+    """Each event with the number of the clock its `at` is on: a new one where it goes back."""
+    clock, last = 0, 0.0
+    for event in events:
+        at = cast(Any, event).at
+        clock, last = clock + (at < last), at
+        yield clock, event
+
+
+@dataclass
+class _Reading:
+    """What was read so far."""
+
+    file: str
+    segments: list[Segment] = field(default_factory=list[Segment])
+    windows: list[PlacedWindow] = field(default_factory=list[PlacedWindow])
+    events: list[Event] = field(default_factory=list[Event])
+    end: float = 0.0
+
+    def add(self, events: Sequence[Event]) -> None:
+        """Takes the events on one clock, all after what is there."""
+        places = _places([event for event in events if isinstance(event, WindowEvent)])
+        lowest = min(0.0, places[0][0] if places else 0.0)
+        zero = self.end - lowest
+        place = iter(places)
+        told = started = False  # whether a RunEvent has told of the segment; whether there is one
+        for event in events:
+            at = zero + cast(Any, event).at
+            self.end = max(self.end, at)
+            if isinstance(event, RunEvent):
+                if started and not told and self._empty():
+                    self.segments.pop()
+                self.segments.append(_segment(event, at))
+                told = started = True
+            elif isinstance(event, WindowEvent):
+                begin, end = next(place)
+                if not (started and self._fits(event, told)):
+                    names = tuple(f"device {rank}" for rank in range(len(event.counts)))
+                    self.segments.append(Segment(names, "", 0.0, zero + begin))
+                    started, told = True, False
+                last = len(self.segments) - 1
+                self.windows.append(PlacedWindow(event, last, zero + begin, zero + end))
+                continue
+            self.events.append(replace(cast(Any, event), at=at) if zero else event)
+
+    def _empty(self) -> bool:
+        return not self.windows or self.windows[-1].segment < len(self.segments) - 1
+
+    def _fits(self, event: WindowEvent, told: bool) -> bool:
+        devices = len(self.segments[-1].devices)
+        if told and len(event.counts) != devices:
+            rule = f"have one count per device of the run ({devices})"
+            argument = f"window {event.window} of {self.file}"
+            raise ValueError(check.message("read_run", argument, rule, len(event.counts)))
+        return len(event.counts) == devices
+
+
+def _segment(event: RunEvent, at: float) -> Segment:
+    names = event.devices
+    if len(set(names)) < len(names):
+        names = tuple(f"{rank}: {name}" for rank, name in enumerate(names))
+    return Segment(names, event.cadence, event.overhead_target, at)
+
+
+def _places(windows: Sequence[WindowEvent]) -> list[tuple[float, float]]:
+    """Begin and end of windows, seconds: the latest that are in order and before the report.
+
+    A window is reported when it is over or later, and `wall_ms` begins where the one before
+    was over:
+
+        end[i] = min(at[i], begin[i + 1])        begin[i] = end[i] - length[i]
+    """
+    places: list[tuple[float, float]] = []
+    end = float("inf")
+    for window in reversed(windows):
+        end = min(window.at, end)
+        begin = end - max(0.0, window.wall_ms, *window.busy_ms) / 1e3
+        places.append((begin, end))
+        end = begin
+    return places[::-1]

@@ -1,0 +1,161 @@
+"""A run as a trace, which Perfetto and Chrome show."""
+
+import gzip
+import heapq
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import fields
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final, cast
+
+from elche_jax import _check as check
+from elche_jax.observe.atomic import replacing
+from elche_jax.observe.events import NAMES, LossEvent
+from elche_jax.observe.run import PlacedWindow, Run
+
+PROCESS: Final = 1
+RUN_TRACK: Final = 1
+SYNC_TRACK: Final = 2
+FIRST_DEVICE: Final = 3
+"""Number of the first device's track."""
+
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+def write_trace(run: Run, path: str | PathLike[str]) -> Path:
+    """Writes a run as a trace in the JSON object format of Chrome's trace viewer.
+
+    One track per device with a bar per window for the time it was busy, one for the
+    synchronisations, one for what else happened; curves of the counts, the anchor and the
+    loss. Times are microseconds.
+
+    Where in its window a device was busy is not measured: a bar begins with the window, and
+    the synchronisation ends with it.
+
+    Args:
+        run: What `read_run` gave.
+        path: The file to write, whole or not at all; missing folders are made. One whose
+            name ends in `.gz` is compressed.
+
+    Returns:
+        The path.
+
+    Raises:
+        TypeError: `run` is no `Run`.
+        OSError: The file cannot be written.
+
+    Example:
+        >>> import json, tempfile
+        >>> from pathlib import Path
+        >>> from elche_jax.observe.records import WindowRecord
+        >>> from elche_jax.observe.run import read_run
+        >>> from elche_jax.observe.timeline import Timeline
+        >>> from elche_jax.observe.trace import write_trace
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> with Timeline(folder / "timeline.jsonl") as timeline:
+        ...     timeline.window(WindowRecord(0, 0, (4, 2), 60, (40.0, 36.0), 50.0, 1.0, 0.0, True))
+        >>> trace = json.loads(write_trace(read_run(folder), folder / "trace.json").read_text())
+        >>> [event["dur"] for event in trace["traceEvents"] if event["name"] == "window 0"]
+        [40000.0, 36000.0]
+    """
+    check.instance("write_trace", "run", run, Run)
+    path = Path(path)
+    tracks = _device_tracks(run)
+    streams = [_bars(run, tracks), _instants(run), _losses(run), _anchors(run)]
+    events = heapq.merge(*streams, key=lambda event: event["ts"])
+    with replacing(path) as file:
+        packed = (
+            # Neither name nor time of the file: the same run gives the same bytes.
+            gzip.GzipFile("", "wb", fileobj=file, mtime=0) if path.suffix == ".gz" else None
+        )
+        with packed or nullcontext(file) as out:
+            out.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+            _write_lines(cast(Any, out), _metadata(run, tracks), events)
+            out.write(b"\n]}\n")
+    return path
+
+
+def _write_lines(out: Any, metadata: list[dict[str, Any]], events: Iterable[Any]) -> None:
+    out.write(",\n".join(map(_encode, metadata)).encode())
+    for event in events:
+        out.write(b",\n" + _encode(event).encode())
+
+
+def _device_tracks(run: Run) -> dict[tuple[int, str], int]:
+    """The track of each device by rank and name: of all that the run has had."""
+    tracks: dict[tuple[int, str], int] = {}
+    for segment in run.segments:
+        for device in enumerate(segment.devices):
+            tracks.setdefault(device, FIRST_DEVICE + len(tracks))
+    return tracks
+
+
+def _metadata(run: Run, tracks: dict[tuple[int, str], int]) -> list[dict[str, Any]]:
+    named = [(RUN_TRACK, "run"), (SYNC_TRACK, "synchronisation")]
+    named += [(track, name) for (_, name), track in tracks.items()]
+    events = [_event("M", 0, "process_name", {"name": run.name}, RUN_TRACK)]
+    for track, name in named:
+        events.append(_event("M", 0, "thread_name", {"name": name}, track))
+        events.append(_event("M", 0, "thread_sort_index", {"sort_index": track}, track))
+    return events
+
+
+def _event(
+    phase: str, at: float, name: str, args: dict[str, Any], track: int | None = None
+) -> dict[str, Any]:
+    """An event at a time in seconds; curves are on no track."""
+    event = {"ph": phase, "ts": _ns(at) / 1e3, "pid": PROCESS, "name": name, "args": args}
+    return event if track is None else event | {"tid": track}
+
+
+def _ns(seconds: float) -> int:
+    """Whole nanoseconds, what a viewer reckons in: there, too, bars do not overlap."""
+    return round(seconds * 1e9)
+
+
+def _bar(name: str, track: int, begin: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
+    return _event("X", begin, name, args, track) | {"dur": (_ns(end) - _ns(begin)) / 1e3}
+
+
+def _bars(run: Run, tracks: dict[tuple[int, str], int]) -> Iterator[dict[str, Any]]:
+    """Counts where they change, busy times and synchronisations, in the order of time."""
+    shown: dict[str, int] = {}
+    for window in run.windows:
+        record, devices = window.record, run.segments[window.segment].devices
+        counts = dict(zip(devices, record.counts, strict=True))
+        if counts != shown:
+            yield _event("C", window.begin, "counts", counts)
+            shown = counts
+        for rank, name in enumerate(devices):
+            yield _busy_bar(window, rank, tracks[rank, name])
+        begin = max(window.begin, window.end - max(0.0, record.sync_ms) / 1e3)
+        args = {"window": record.window, "cost_ms": record.sync_ms, "skew_ms": record.skew_ms}
+        yield _bar("synchronisation", SYNC_TRACK, begin, window.end, args)
+
+
+def _busy_bar(window: PlacedWindow, rank: int, track: int) -> dict[str, Any]:
+    record = window.record
+    end = min(window.end, window.begin + max(0.0, window.busy_ms[rank]) / 1e3)
+    args = {"count": record.counts[rank], "examples": record.examples, "epoch": record.epoch}
+    return _bar(f"window {record.window}", track, window.begin, end, args)
+
+
+def _instants(run: Run) -> Iterator[dict[str, Any]]:
+    """What happened at a moment: all events that are neither bars nor curves."""
+    for event in run.events:
+        if not isinstance(event, LossEvent):
+            values = {field.name: getattr(event, field.name) for field in fields(cast(Any, event))}
+            at = values.pop("at")
+            yield _event("i", at, NAMES[type(event)], values, RUN_TRACK) | {"s": "t"}
+
+
+def _losses(run: Run) -> Iterator[dict[str, Any]]:
+    for event in run.losses:
+        yield _event("C", event.at, "loss", {"loss": event.loss})
+
+
+def _anchors(run: Run) -> Iterator[dict[str, Any]]:
+    for at, anchor in run.anchor_steps:
+        yield _event("C", at, "anchor", {"anchor": anchor})

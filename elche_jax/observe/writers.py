@@ -1,0 +1,263 @@
+"""Scalars of a run to where they are looked at: a table in a file, or TensorBoard.
+
+A writer of your own is any object with the two methods of `Writer`.
+"""
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from io import FileIO
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final, Protocol, runtime_checkable
+
+from elche_jax import _check as check
+from elche_jax.observe.atomic import replacing
+
+STEP: Final = "step"
+
+
+@runtime_checkable
+class Writer(Protocol):
+    """What takes the scalars of a run."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Takes the values at a step, which is never below the one before.
+
+        Args:
+            step: Number of the window, at least 0. A run that goes on begins at a step that
+                may have been written already, by the process before: what is there from
+                this step on does not count any more.
+            values: The values by name; they may be NaN or infinite.
+        """
+        ...
+
+    def close(self) -> None:
+        """Writes what is left. Calling it again does nothing."""
+        ...
+
+
+class CSVWriter:
+    """Writes scalars as a table, `step` and a column per name, for a spreadsheet or pandas.
+
+    A row is written whole, as soon as it comes. A name that comes later is a new column at
+    the right, empty in the rows above: the file is written anew then, and takes the place of
+    the old one at once. A file that is there is continued: rows from the first new step on
+    are dropped, as is a last one that a kill has left unfinished.
+
+    Args:
+        path: The file; missing folders are made. It is opened by the first `scalars`.
+
+    Raises:
+        TypeError: `path` is no path.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from elche_jax.observe.writers import CSVWriter
+        >>> path = Path(tempfile.mkdtemp(), "metrics.csv")
+        >>> writer = CSVWriter(path)
+        >>> writer.scalars(0, {"loss": 2.5})
+        >>> writer.scalars(1, {"loss": float("nan"), "accuracy": 0.5})
+        >>> writer.close()
+        >>> print(path.read_text())
+        step,loss,accuracy
+        0,2.5,
+        1,nan,0.5
+        <BLANKLINE>
+    """
+
+    def __init__(self, path: str | PathLike[str]):
+        if not isinstance(path, str | PathLike):
+            raise TypeError(check.message("CSVWriter", "path", "be a path", check.describe(path)))
+        self._path = Path(path)
+        self._steps = _Steps("CSVWriter")
+        self._columns: list[str] = []
+        self._file: FileIO | None = None
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes a row.
+
+        Args:
+            step: Number of the window; at least the one of the row above.
+            values: The values by name; none may be called `step`.
+
+        Raises:
+            TypeError: `step` is no integer, or a value no number.
+            ValueError: The step is below the last one, a value is called `step`, the writer
+                is closed, or the file that is there is no table of this writer.
+            OSError: The file cannot be written; it is left with whole rows.
+        """
+        step, numbers = self._steps.take(step, values)
+        if STEP in numbers:
+            rule = f"hold no name {STEP!r}"
+            raise ValueError(check.message("CSVWriter.scalars", "values", rule, [*numbers]))
+        new = [name for name in numbers if name not in self._columns]
+        if self._file is None:
+            self._file = self._anew(new, before=step)
+        elif new:
+            self._file.close()
+            self._file = self._anew(new)
+        cells = [repr(numbers[name]) if name in numbers else "" for name in self._columns]
+        _append(self._file, _line([str(step), *cells]))
+
+    def close(self) -> None:
+        """Closes the file. Calling it again does nothing."""
+        self._steps.closed = True
+        if self._file is not None:
+            self._file.close()
+
+    def _anew(self, new: Iterable[str], before: int | None = None) -> FileIO:
+        """Writes the file with more columns, and without rows from a step on; opens it."""
+        columns, rows = _read(self._path)
+        columns += [name for name in new if name not in columns]
+        with replacing(self._path) as file:
+            file.write(_line([STEP, *columns]))
+            for step, cells in rows:
+                if before is None or step < before:
+                    empty = [""] * (len(columns) - len(cells))
+                    file.write(_line([str(step), *cells, *empty]))
+        self._columns = columns
+        return FileIO(self._path, "ab")  # without a buffer: a row is one write
+
+
+def _line(cells: Sequence[str]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue().encode()
+
+
+def _append(file: FileIO, line: bytes) -> None:
+    """Writes a line whole or, on a full disk for instance, not at all."""
+    end = file.seek(0, io.SEEK_END)
+    rest = line
+    try:
+        while rest:
+            rest = rest[file.write(rest) or 0 :]
+    except OSError:
+        if len(rest) < len(line):
+            file.truncate(end)
+        raise
+
+
+def _read(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """Columns and rows of a table but for `step`; none where there is no file."""
+    if not path.exists():
+        return [], []
+    whole, newline, _ = path.read_bytes().rpartition(b"\n")
+    try:
+        text = (whole + newline).decode()
+        head, *rows = csv.reader(io.StringIO(text, newline=""), strict=True)
+        if head[0] != STEP or any(len(row) != len(head) for row in rows):
+            raise ValueError("rows differ in length")
+        return head[1:], [(int(step), cells) for step, *cells in rows]
+    except (ValueError, LookupError, csv.Error) as error:
+        rule = f"be a table with a first column {STEP!r}"
+        todo = "Is it another file, or was it edited?"
+        text = check.message("CSVWriter", str(path), rule, f"{whole[:60]!r}", todo)
+        raise ValueError(text) from error
+
+
+class TensorBoardWriter:
+    """Writes scalars as events that TensorBoard shows; needs `tensorboardX`.
+
+    A folder with events in it is continued: TensorBoard leaves out what is there from the
+    first new step on.
+
+    Args:
+        folder: Where the event files are; made where it is missing.
+
+    Raises:
+        TypeError: `folder` is no path.
+        ImportError: tensorboardX is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from elche_jax.observe.writers import TensorBoardWriter
+        >>> folder = tempfile.mkdtemp()
+        >>> writer = TensorBoardWriter(folder)
+        >>> writer.scalars(0, {"loss": 2.5})
+        >>> writer.close()
+        >>> len(list(Path(folder).glob("events.out.tfevents.*")))
+        1
+    """
+
+    def __init__(self, folder: str | PathLike[str]):
+        if not isinstance(folder, str | PathLike):
+            text = check.message("TensorBoardWriter", "folder", "be a path", check.describe(folder))
+            raise TypeError(text)
+        try:
+            import tensorboardX
+        except ImportError as error:
+            todo = "pip install 'elche_jax[tensorboard]'"
+            raise ImportError(f"TensorBoardWriter: needs tensorboardX: {todo}.") from error
+        self._make: Any = tensorboardX.SummaryWriter
+        self._folder = Path(folder)
+        self._steps = _Steps("TensorBoardWriter")
+        self._writer: Any = None
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes values; they reach the disk within ten seconds, or with `close`.
+
+        Args:
+            step: Number of the window; at least the last one.
+            values: The values by name; single precision.
+
+        Raises:
+            TypeError: `step` is no integer, or a value no number.
+            ValueError: The step is below the last one, or the writer is closed.
+            OSError: The files cannot be written.
+        """
+        step, numbers = self._steps.take(step, values)
+        if self._writer is None:
+            self._writer = self._open(step)
+        for name, number in numbers.items():
+            self._writer.add_scalar(name, number, step)
+
+    def close(self) -> None:
+        """Writes what is left. Calling it again does nothing."""
+        self._steps.closed = True
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _open(self, step: int) -> Any:
+        files = [path.name for path in self._folder.glob("events.out.tfevents.*")]
+        # Files are named by the second; the number keeps two of one second apart, in order.
+        numbers = [int(found[1]) for name in files if (found := re.search(r"\.(\d+)$", name))]
+        return self._make(
+            str(self._folder),
+            purge_step=step if files else None,
+            flush_secs=10,
+            filename_suffix=f".{max(numbers, default=len(files)) + 1}",
+        )
+
+
+class _Steps:
+    """Checks what a writer is given: the steps go up, the values are numbers."""
+
+    def __init__(self, owner: str):
+        self._where = f"{owner}.scalars"
+        self._last = 0
+        self.closed = False
+
+    def take(self, step: int, values: Mapping[str, float]) -> tuple[int, dict[str, float]]:
+        where = self._where
+        if self.closed:
+            raise ValueError(check.message(where, "the writer", "be open", "a closed one"))
+        step = check.integer(where, "step", step, low=self._last)
+        check.instance(where, "values", values, Mapping)
+        numbers = {name: _number(where, name, value) for name, value in values.items()}
+        self._last = step
+        return step, numbers
+
+
+def _number(where: str, name: object, value: object) -> float:
+    check.instance(where, "a name in values", name, str)
+    plain = value.item() if getattr(value, "ndim", None) == 0 else value  # type: ignore[attr-defined]
+    if isinstance(plain, bool) or not isinstance(plain, int | float):
+        text = check.message(where, f"values[{name!r}]", "be a number", check.describe(value))
+        raise TypeError(text)
+    return float(plain)

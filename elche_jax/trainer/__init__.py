@@ -1,0 +1,1 @@
+"""The loop owned: `Trainer`, and what one tells it and hears of it."""

@@ -1,0 +1,64 @@
+"""What is called while a run goes on, and what it sees."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from elche_jax.engine.state import TrainState
+from elche_jax.train.run import Window
+from elche_jax.train.step import TrainStep
+from elche_jax.trainer.control import Control
+from elche_jax.trainer.epochs import EpochMetrics
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A run as a callback sees it.
+
+    Attributes:
+        train: The training step: `report()`, `counts`, `throughput` and more.
+        state: The state after the last window. Its buffers are given up by the next one:
+            copy what is to be kept.
+        window: The last window; None where a run that goes on has trained none yet.
+        metrics: Its metrics; reading one waits for the window.
+        history: The epochs that are over.
+    """
+
+    train: TrainStep
+    state: TrainState
+    window: Window | None
+    metrics: Mapping[str, Any]
+    history: tuple[EpochMetrics, ...]
+    control: Control
+
+    def stop(self) -> None:
+        """Ends the run before its next window, with a checkpoint where there are any."""
+        self.control.stop("callback")
+
+
+class Callback:
+    """Derive from it, and write the methods you need; all are called by the loop's thread.
+
+    An exception ends the run: threads end, files are closed, and `fit`, or the handle's
+    `join`, raises it.
+
+    Example:
+        >>> import elche_jax as elche
+        >>> class Losses(elche.Callback):
+        ...     def on_epoch(self, moment, metrics):
+        ...         print(metrics.epoch, metrics.loss)
+        ...         if metrics.loss < 0.1:
+        ...             moment.stop()
+    """
+
+    def on_window(self, moment: Moment) -> None:
+        """After every window was handed to the devices, before it is over."""
+
+    def on_epoch(self, moment: Moment, metrics: EpochMetrics) -> None:
+        """At the end of every epoch, after its evaluation."""
+
+    def on_evaluation(self, moment: Moment, results: Mapping[str, Any]) -> None:
+        """After every evaluation."""
+
+    def on_checkpoint(self, moment: Moment, step: int) -> None:
+        """When a checkpoint is on the disk; `step` is the number of windows it holds."""

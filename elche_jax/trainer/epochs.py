@@ -1,0 +1,167 @@
+"""What is known of an epoch: sums while it goes on, `EpochMetrics` when it is over."""
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from elche_jax.observe.records import WindowRecord
+
+NO_MEANS = ("finite", "weight")
+"""Metrics of a window of which there is no mean."""
+
+
+@dataclass(frozen=True)
+class EpochMetrics:
+    """One epoch.
+
+    Attributes:
+        epoch: Its number, from 0.
+        windows: Windows of it.
+        examples: Valid examples.
+        loss: Mean loss, by weight, over the windows whose loss is finite; NaN where there is
+            none.
+        metrics: The `aux` of `loss_fn`, the same means.
+        evaluation: The metrics of the last evaluation in it; empty where there was none.
+        seconds: How long it took, its evaluations left out.
+        examples_per_s: Valid examples per second of that.
+        throughput: Microbatches per second of every device while it worked; NaN where it
+            was not measured.
+        share: Share of the microbatches that every device did; they sum to 1.
+        busy: Share of the time in which every device worked, 0 to 1. Like `throughput` it
+            is of the windows since the last resume.
+        skipped: Windows that were not finite: dropped, or averaged without some device.
+        whole: Whether all of it was done; False where the run ended in the middle.
+    """
+
+    epoch: int
+    windows: int
+    examples: int
+    loss: float
+    metrics: Mapping[str, float]
+    evaluation: Mapping[str, float]
+    seconds: float
+    examples_per_s: float
+    throughput: tuple[float, ...]
+    share: tuple[float, ...]
+    busy: tuple[float, ...]
+    skipped: int = 0
+    whole: bool = True
+
+    @property
+    def values(self) -> dict[str, float]:
+        """All metrics in one dict; those of the evaluation as `"eval_<name>"`."""
+        found = {"loss": self.loss, **self.metrics}
+        found |= {f"eval_{name}": value for name, value in self.evaluation.items()}
+        return found | {"examples_per_s": self.examples_per_s, "seconds": self.seconds}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "EpochMetrics":
+        """Makes one of what `dataclasses.asdict` gave, also by way of JSON."""
+        plain: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        return cls(**plain)
+
+
+@dataclass
+class EpochSums:
+    """An epoch so far; plain numbers, for a checkpoint.
+
+    Attributes:
+        epoch: Its number.
+        windows: Windows trained.
+        examples: Valid examples of them.
+        counts: Microbatches of every device.
+        seconds: Seconds spent.
+        skipped: Windows that were not finite.
+        sums: For every metric the weighted sum and the weight.
+        evaluation: The last evaluation's metrics.
+    """
+
+    epoch: int
+    windows: int = 0
+    examples: int = 0
+    counts: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    skipped: int = 0
+    sums: dict[str, list[float]] = field(default_factory=dict)
+    evaluation: dict[str, float] = field(default_factory=dict)
+
+    def see(self, counts: Sequence[int], examples: int) -> None:
+        """Takes a window that was handed to the devices."""
+        self.windows += 1
+        self.examples += examples
+        if len(self.counts) != len(counts):  # at first, and on other devices than before
+            self.counts = [0] * len(counts)
+        self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
+
+    def fold(self, metrics: Mapping[str, Any]) -> None:
+        """Takes the metrics of a window.
+
+        Where exchanges are late, the first windows have none to tell of: weight 0 or NaN.
+        """
+        values = {name: np.asarray(value, np.float64) for name, value in metrics.items()}
+        loss, weight = float(values["loss"]), float(values["weight"])
+        self.skipped += not values["finite"].all()
+        if not math.isfinite(loss) or not weight > 0:
+            return
+        for name, value in values.items():
+            if name not in NO_MEANS and value.ndim == 0:
+                total = self.sums.setdefault(name, [0.0, 0.0])
+                total[0] += weight * float(value)
+                total[1] += weight
+
+    def means(self) -> dict[str, float]:
+        """The means so far, by weight."""
+        return {name: total / weight for name, (total, weight) in self.sums.items()}
+
+
+class DeviceSums:
+    """What the devices did in the epochs that are not over; threads report, the loop reads."""
+
+    def __init__(self, world_size: int):
+        self._lock = threading.Lock()
+        self._world_size = world_size
+        self._epochs: dict[int, np.ndarray] = {}
+
+    def see(self, record: WindowRecord) -> None:
+        """Takes a window that is over."""
+        if not record.steady:  # times of a window that compiled say nothing
+            return
+        busy: Sequence[float] = record.busy_ms or (record.wall_ms,)
+        rows = np.array([record.counts, busy, (record.wall_ms,) * len(busy)])
+        with self._lock:
+            self._epochs[record.epoch] = self._epochs.get(record.epoch, 0) + rows
+
+    def of(self, epoch: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Throughput and busy share of an epoch."""
+        with self._lock:
+            counts, busy, wall = self._epochs.get(epoch, np.zeros((3, self._world_size)))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            throughput = np.where(busy > 0, 1e3 * counts / busy, np.nan)
+            working = np.where(wall > 0, np.minimum(1.0, busy / wall), 0.0)
+        return tuple(throughput.tolist()), tuple(working.tolist())
+
+
+def epoch_metrics(sums: EpochSums, devices: DeviceSums, whole: bool) -> EpochMetrics:
+    """The epoch, as it is told."""
+    throughput, busy = devices.of(sums.epoch)
+    work = sum(sums.counts)
+    means = sums.means()
+    return EpochMetrics(
+        epoch=sums.epoch,
+        windows=sums.windows,
+        examples=sums.examples,
+        loss=means.pop("loss", math.nan),
+        metrics=means,
+        evaluation=dict(sums.evaluation),
+        seconds=sums.seconds,
+        examples_per_s=sums.examples / sums.seconds if sums.seconds > 0 else 0.0,
+        throughput=throughput,
+        share=tuple(count / work for count in sums.counts),
+        busy=busy,
+        skipped=sums.skipped,
+        whole=whole,
+    )

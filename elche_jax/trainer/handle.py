@@ -1,0 +1,118 @@
+"""`Handle`: a run that goes on in the background."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+from elche_jax._exit import before_exit
+from elche_jax.trainer.control import Control
+from elche_jax.trainer.epochs import EpochMetrics
+from elche_jax.trainer.result import FitResult
+
+
+class Handle:
+    """A run that `Trainer.start` has begun.
+
+    It ends by itself, on `stop`, or, at its next window, when the program ends: who wants
+    all of it calls `join`.
+
+    Args:
+        run: Trains; called by a thread.
+        control: What the run and this object share.
+    """
+
+    def __init__(self, run: Callable[[], FitResult], control: Control):
+        self._control = control
+        self._joined = False
+        self._polled = 0
+        self._thread = threading.Thread(
+            target=self._train, args=(run,), name="elche-trainer", daemon=False
+        )
+        self._forget = before_exit(self._exit)
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        """Whether the run goes on."""
+        return not self._control.over
+
+    def metrics(self) -> Iterator[EpochMetrics]:
+        """Gives every epoch as soon as it is over, from the first one on; ends with the run.
+
+        Raises:
+            RuntimeError: `join` was called before: the result's `history` has them.
+            Exception: What ended the run, after the epochs before.
+        """
+        self._check_open("metrics")
+        return self._control.follow()
+
+    def poll(self) -> tuple[EpochMetrics, ...]:
+        """The epochs that are over and that no earlier `poll` gave; does not wait.
+
+        Raises:
+            RuntimeError: `join` was called before.
+            Exception: What ended the run, after the epochs before.
+        """
+        self._check_open("poll")
+        found = self._control.since(self._polled)
+        self._polled += len(found)
+        return found
+
+    def stop(self) -> None:
+        """Asks the run to end before its next window, with a checkpoint where there are any.
+
+        Returns at once; `join` waits.
+        """
+        self._control.stop("stop")
+
+    def join(self, timeout: float | None = None) -> FitResult:
+        """Waits for the end of the run.
+
+        An interrupt (Ctrl-C) while it waits stops the run, and is raised when that has ended.
+
+        Args:
+            timeout: Seconds to wait at most; None for as long as it takes.
+
+        Returns:
+            What it gave; again, where it is called again.
+
+        Raises:
+            TimeoutError: It goes on still.
+            Exception: What ended the run.
+        """
+        try:
+            result = self._control.result(timeout)
+        except KeyboardInterrupt:
+            self.stop()
+            self._thread.join()
+            raise
+        except TimeoutError:
+            if self.running:
+                raise
+            self._joined = True
+            raise
+        except BaseException:
+            self._joined = True
+            self._thread.join()
+            raise
+        self._joined = True
+        self._thread.join()
+        return result
+
+    def _check_open(self, method: str) -> None:
+        if self._joined:
+            raise RuntimeError(
+                f"Handle.{method}: must be called before join; the history of what join returned "
+                "has all epochs."
+            )
+
+    def _train(self, run: Callable[[], FitResult]) -> None:
+        try:
+            self._control.ended(run())
+        except BaseException as error:  # raised by join, metrics and poll
+            self._control.ended(error=error)
+        finally:
+            self._forget()
+
+    def _exit(self) -> None:
+        self._control.stop("exit")
+        self._thread.join()

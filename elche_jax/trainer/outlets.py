@@ -1,0 +1,153 @@
+"""All that a run shows and writes besides checkpoints: progress, timeline, scalars, page."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from elche_jax import _check as check
+from elche_jax.data.order import Cursor
+from elche_jax.data.source import as_source
+from elche_jax.engine.devices import device_summary
+from elche_jax.observe.events import EpochEvent, EvaluationEvent
+from elche_jax.observe.page import write_page
+from elche_jax.observe.progress import Progress
+from elche_jax.observe.run import read_run
+from elche_jax.observe.timeline import Timeline
+from elche_jax.observe.writers import CSVWriter, Writer
+from elche_jax.train.run import Window
+from elche_jax.train.step import TrainStep
+from elche_jax.trainer.epochs import EpochMetrics, EpochSums
+from elche_jax.trainer.plan import FitPlan
+from elche_jax.trainer.relay import Relay
+
+SHOW_S = 0.1
+"""Least time between two looks at the progress."""
+
+
+class Outlets:
+    """Opens them, feeds them, closes them.
+
+    Args:
+        plan: What was asked for.
+        train: The training step.
+        relay: What the run records to.
+    """
+
+    def __init__(self, plan: FitPlan, train: TrainStep, relay: Relay):
+        self._plan, self._train, self._relay = plan, train, relay
+        self._names = [str(device) for device in train.devices]
+        self.per_epoch = microbatches_per_epoch(plan)
+        self._done = 0
+        self._due = 0.0
+        self._log = EpochSums(0)
+        self._progress: Progress | None = None
+
+    def __enter__(self) -> "Outlets":
+        plan = self._plan
+        if plan.folder is not None and plan.resume == "never" and _written(plan.folder):
+            rule = "hold no run with resume='never'"
+            todo = "Pass resume='auto' to go on with it, or another folder."
+            raise ValueError(check.message("Trainer.fit", "run_dir", rule, plan.folder, todo))
+        with ExitStack() as stack:
+            self._writers: list[Writer] = list(plan.writers)
+            timelines: list[Timeline] = []
+            if plan.folder is not None:
+                timelines.append(stack.enter_context(Timeline(plan.folder / "timeline.jsonl")))
+                table = CSVWriter(plan.folder / "metrics.csv")
+                stack.callback(table.close)
+                self._writers.append(table)
+            self._relay.begin(len(self._names), *timelines)
+            stack.callback(self._relay.end)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stack.__exit__(*error)
+
+    def begin(self, cursor: Cursor | None) -> None:
+        """The run begins at a place in the data."""
+        plan, cursor = self._plan, cursor or Cursor()
+        self._done = (self.per_epoch or 0) * cursor.epoch + cursor.microbatch
+        if plan.progress:
+            total = self.per_epoch * plan.epochs if self.per_epoch and plan.epochs else None
+            progress = Progress(total, plan.epochs, self._names)
+            progress.line(device_summary(self._train.devices))
+            self._progress = self._stack.enter_context(progress)
+
+    def window(self, window: Window, sums: EpochSums) -> None:
+        """A window was handed to the devices."""
+        self._done += sum(window.counts)
+        now = time.perf_counter()
+        if self._progress is not None and now >= self._due:
+            self._due = now + SHOW_S
+            self._show(sums)
+
+    def folded(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """The metrics of a window are known; `step` is its number, from 1."""
+        every = self._plan.log_every
+        if every is None:
+            return
+        self._log.fold(metrics)
+        if step % every == 0:
+            self.scalars(step, self._log.means())
+            self._log = EpochSums(0)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Values for whoever writes them; `step` is the number of windows so far."""
+        for writer in self._writers:
+            writer.scalars(step, values)
+
+    def evaluated(
+        self, window: int, epoch: int, seconds: float, results: Mapping[str, float]
+    ) -> None:
+        """An evaluation after this window is over."""
+        names, values = _finite(results)
+        self._relay.add(
+            EvaluationEvent, window=window, epoch=epoch, seconds=seconds, names=names,
+            values=values,
+        )  # fmt: skip
+
+    def epoch(self, window: int, metrics: EpochMetrics, sums: EpochSums) -> None:
+        """An epoch is over, or ends in the middle, after this window."""
+        if self._progress is not None:
+            self._show(sums)
+        self.scalars(window + 1, metrics.values)
+        names, values = _finite({"loss": metrics.loss, **metrics.metrics})
+        self._relay.add(
+            EpochEvent, epoch=metrics.epoch, window=window, windows=metrics.windows,
+            examples=metrics.examples, seconds=metrics.seconds, names=names, values=values,
+        )  # fmt: skip
+
+    def page(self) -> None:
+        """Writes the run's page, when everything else is closed."""
+        folder = self._plan.folder
+        if folder is not None:
+            write_page(read_run(folder), folder / "report.html", title=folder.name)
+
+    def _show(self, sums: EpochSums) -> None:
+        assert self._progress is not None
+        rate = sums.examples / sums.seconds if sums.seconds > 0 else None
+        _, busy = self._relay.devices.of(sums.epoch)
+        loss = sums.means().get("loss")
+        self._progress.update(sums.epoch, self._done, loss, rate, busy)
+
+
+def _written(folder: Path) -> bool:
+    file = folder / "timeline.jsonl"
+    return file.exists() and file.stat().st_size > 0
+
+
+def microbatches_per_epoch(plan: FitPlan) -> int | None:
+    """Microbatches of an epoch; None where the data do not tell."""
+    size, batch = getattr(as_source(plan.data), "size", None), plan.batch_size
+    if size is None or not isinstance(batch, int) or batch < 1:  # `windows` has a word for that
+        return None
+    return size // batch if plan.drop_last else -(-size // batch)
+
+
+def _finite(values: Mapping[str, float]) -> tuple[Sequence[str], Sequence[float]]:
+    known = {name: value for name, value in values.items() if math.isfinite(value)}
+    return tuple(known), tuple(known.values())

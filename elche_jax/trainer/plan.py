@@ -1,0 +1,117 @@
+"""What `Trainer.fit` was asked for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, TypedDict
+
+from elche_jax import _check as check
+from elche_jax.checkpoint.options import RESUME, Checkpoints
+from elche_jax.observe.writers import Writer
+from elche_jax.train.loading import WINDOW_BYTES
+from elche_jax.trainer.callback import Callback
+from elche_jax.trainer.evaluation import EarlyStopping, Evaluation
+
+PyTree = Any
+
+
+class RunOptions(TypedDict, total=False):
+    """The keyword arguments of `Trainer.fit`; see there."""
+
+    model_state: PyTree
+    rng: Any
+    seed: int
+    shuffle: bool
+    drop_last: bool
+    mask_key: str | None
+    placement: str
+    window_bytes: int
+    evaluation: Evaluation | None
+    early_stopping: EarlyStopping | None
+    max_windows: int | None
+    max_seconds: float | None
+    checkpoints: Checkpoints | None
+    resume: str
+    run_dir: str | PathLike[str] | None
+    callbacks: Sequence[Callback]
+    writers: Sequence[Writer]
+    log_every: int | None
+    progress: bool
+
+
+@dataclass(frozen=True)
+class FitPlan:
+    """The arguments of `Trainer.fit`, checked."""
+
+    params: PyTree
+    data: Any
+    batch_size: int | None = None
+    epochs: int | None = 1
+    model_state: PyTree = None
+    rng: Any = 0
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = True
+    mask_key: str | None = None
+    placement: str = "auto"
+    window_bytes: int = WINDOW_BYTES
+    evaluation: Evaluation | None = None
+    early_stopping: EarlyStopping | None = None
+    max_windows: int | None = None
+    max_seconds: float | None = None
+    checkpoints: Checkpoints | None = None
+    resume: str = "never"
+    run_dir: str | PathLike[str] | None = None
+    callbacks: Sequence[Callback] = ()
+    writers: Sequence[Writer] = ()
+    log_every: int | None = None
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        where = "Trainer.fit"
+        for name in ("params", "data"):
+            if getattr(self, name) is None:
+                raise TypeError(check.message(where, name, "be given", None))
+        for name in ("epochs", "max_windows", "log_every"):
+            if getattr(self, name) is not None:
+                check.integer(where, name, getattr(self, name), low=1)
+        if self.max_seconds is not None:
+            check.real(where, "max_seconds", self.max_seconds, above=0)
+        kinds = {
+            "evaluation": Evaluation, "early_stopping": EarlyStopping, "checkpoints": Checkpoints,
+        }  # fmt: skip
+        for name, kind in kinds.items():
+            if getattr(self, name) is not None:
+                check.instance(where, name, getattr(self, name), kind)
+        if self.run_dir is not None and not isinstance(self.run_dir, str | PathLike):
+            got = check.describe(self.run_dir)
+            raise TypeError(check.message(where, "run_dir", "be a path or None", got))
+        check.one_of(where, "resume", self.resume, RESUME)
+        check.instance(where, "progress", self.progress, bool)
+        parts = (("callbacks", self.callbacks, Callback), ("writers", self.writers, Writer))
+        for name, values, kind in parts:
+            for at, value in enumerate(check.items(where, name, values, f"{kind.__name__}s")):
+                check.instance(where, f"{name}[{at}]", value, kind)
+        if self.resume != "never" and self.saving is None:
+            rule = "be 'never' without checkpoints"
+            todo = "Pass checkpoints or run_dir."
+            raise ValueError(check.message(where, "resume", rule, repr(self.resume), todo))
+        if self.checkpoints is not None and self.saving is None:
+            rule = "have a folder where there is no run_dir"
+            raise ValueError(check.message(where, "checkpoints", rule, None))
+
+    @property
+    def folder(self) -> Path | None:
+        """The run's folder."""
+        return None if self.run_dir is None else Path(fspath(self.run_dir))
+
+    @property
+    def saving(self) -> Checkpoints | None:
+        """Where and when checkpoints are written; None where they are not."""
+        asked = self.checkpoints
+        if asked is not None and asked.folder is not None:
+            return asked
+        if self.folder is None:
+            return None
+        return replace(asked or Checkpoints(), folder=self.folder / "checkpoints")

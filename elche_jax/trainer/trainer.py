@@ -1,0 +1,176 @@
+"""`Trainer`: the loop owned."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Unpack
+
+import optax
+
+from elche_jax import _check as check
+from elche_jax.config import DDPConfig
+from elche_jax.train.build import StepOptions, build_train_step
+from elche_jax.train.evaluate import EvalStep, build_eval_step
+from elche_jax.train.step import TrainStep
+from elche_jax.trainer.control import Control
+from elche_jax.trainer.handle import Handle
+from elche_jax.trainer.plan import FitPlan, RunOptions
+from elche_jax.trainer.relay import Relay
+from elche_jax.trainer.result import FitResult
+from elche_jax.trainer.session import Session
+
+PyTree = Any
+
+
+class Trainer:
+    """Trains a model: the loop, evaluation, checkpoints, and what a person sees of it.
+
+    Args:
+        loss_fn: As in `build_train_step`.
+        optimizer: An optax optimizer.
+        config: The knobs as a flat bundle; None for `DDPConfig()`.
+        **options: All other arguments of `build_train_step`: `devices`, `cadence`,
+            `averaging`, `has_aux`, `nonfinite`, `trainable`, ...
+
+    Raises:
+        TypeError, ValueError: As `build_train_step`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpy as np, optax
+        >>> import elche_jax as elche
+        >>> def loss_fn(params, batch, rng):
+        ...     return (batch["x"] @ params["w"] - batch["y"]) ** 2
+        >>> x = np.random.default_rng(0).normal(size=(256, 3)).astype("float32")
+        >>> data = {"x": x, "y": x @ np.array([1.0, -2.0, 3.0], "float32")}
+        >>> trainer = elche.Trainer(loss_fn, optax.adam(0.1), cadence=elche.FixedTotal(2))
+        >>> result = trainer.fit({"w": np.zeros(3, "float32")}, data, 16, 20, progress=False)
+        >>> result.params["w"].round(1).tolist(), len(result.history), result.stopped
+        ([1.0, -2.0, 3.0], 20, 'epochs')
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        optimizer: optax.GradientTransformation,
+        *,
+        config: DDPConfig | None = None,
+        **options: Unpack[StepOptions],
+    ):
+        if config is not None:
+            check.instance("Trainer", "config", config, DDPConfig)
+        self._relay = Relay(None if config is None else config.timeline)
+        config = replace(config or DDPConfig(), timeline=self._relay)
+        self._train = build_train_step(loss_fn, optimizer, config=config, **options)
+        self._emulate = options.get("emulate")
+        self._evaluation: tuple[Callable[..., Any], EvalStep] | None = None
+        self._busy = threading.Lock()
+
+    @property
+    def train(self) -> TrainStep:
+        """The training step: `report()`, `counts_history`, `throughput` and more."""
+        return self._train
+
+    def fit(
+        self,
+        params: PyTree,
+        data: Any,
+        batch_size: int | None = None,
+        epochs: int | None = 1,
+        **options: Unpack[RunOptions],
+    ) -> FitResult:
+        """Trains until the end, and shows how far it is.
+
+        Args:
+            params: Parameters, a pytree of float arrays; copied.
+            data: As in `TrainStep.windows`: arrays, a map-style dataset, or an iterable.
+            batch_size: Examples per microbatch; None for an iterable.
+            epochs: Number of epochs, counted from the start of the run; None: until
+                something else ends it.
+            model_state, rng: As in `TrainStep.init`.
+            seed, shuffle, drop_last, mask_key, placement, window_bytes: As in
+                `TrainStep.windows`.
+            evaluation: An `Evaluation`, or None.
+            early_stopping: An `EarlyStopping`, or None.
+            max_windows: Most windows, which in gradient mode are optimizer steps, counted
+                from the start of the run; at least 1, or None.
+            max_seconds: Most seconds of this call; above 0, or None.
+            checkpoints: `Checkpoints`; None: none, or those of `run_dir`.
+            resume: What to do with checkpoints that are there: `"never"` (an error),
+                `"auto"` (go on with the newest one that is whole, or begin), `"must"` (none
+                is an error).
+            run_dir: A folder for everything: `timeline.jsonl`, `metrics.csv`,
+                `checkpoints/` (at the ends of epochs, unless `checkpoints` says otherwise)
+                and, at the end, `report.html`. None: nothing is written.
+            callbacks: `Callback` objects.
+            writers: Where scalars go, at the ends of epochs, after evaluations, and as
+                `log_every` says: `CSVWriter`, `TensorBoardWriter`, or your own. Left open.
+            log_every: Write the means of so many windows, at least 1; None: not.
+            progress: Show the devices and a bar on the standard error stream, or where that
+                is no terminal one line per epoch.
+
+        Returns:
+            Parameters, history and more.
+
+        Raises:
+            TypeError, ValueError: An argument is wrong; it is named.
+            RuntimeError: This trainer is at work already.
+            NonFiniteError: As in `TrainStep`.
+            CheckpointError: A checkpoint could not be written. An error that comes when
+                training has ended has what it gave as `error.result`.
+        """
+        run, _ = self._session(params, data, batch_size, epochs, options)
+        return run()
+
+    def start(
+        self,
+        params: PyTree,
+        data: Any,
+        batch_size: int | None = None,
+        epochs: int | None = 1,
+        **options: Unpack[RunOptions],
+    ) -> Handle:
+        """Begins to train in a thread, and returns at once. Takes what `fit` takes.
+
+        Returns:
+            A handle to follow, stop and join it.
+
+        Raises:
+            TypeError, ValueError: An argument is wrong. What is found out later, of the
+                data for instance, `Handle.join` raises.
+            RuntimeError: This trainer is at work already.
+        """
+        return Handle(*self._session(params, data, batch_size, epochs, options))
+
+    def _session(
+        self, params: PyTree, data: Any, batch_size: int | None, epochs: int | None, options: Any
+    ) -> tuple[Callable[[], FitResult], Control]:
+        plan = FitPlan(params, data, batch_size, epochs, **options)
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(
+                "Trainer.fit: a trainer must do one run at a time, this one is at work already. "
+                "Join its handle, or make another trainer."
+            )
+        control = Control()
+        try:
+            session = Session(self._train, self._relay, plan, control, self._evaluator(plan))
+        except BaseException:
+            self._busy.release()
+            raise
+
+        def run() -> FitResult:
+            try:
+                return session.run()
+            finally:
+                self._busy.release()
+
+        return run, control
+
+    def _evaluator(self, plan: FitPlan) -> EvalStep | None:
+        """The evaluation's step; kept, with its programs, for the next run."""
+        if plan.evaluation is None:
+            return None
+        metric_fn = plan.evaluation.metric_fn
+        if self._evaluation is None or self._evaluation[0] is not metric_fn:
+            step = build_eval_step(metric_fn, devices=self._train.devices, emulate=self._emulate)
+            self._evaluation = metric_fn, step
+        return self._evaluation[1]

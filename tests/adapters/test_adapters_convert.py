@@ -1,0 +1,189 @@
+"""Flax's train state: there and back to the bit, and what is refused."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import jax_utils, serialization
+from flax.training import train_state
+from flax_nets import LinenCNN, LinenMLP, assert_equal, cross_entropy, data
+
+import elche_jax as elche
+from elche_jax.adapters.convert import from_flax, to_flax
+from elche_jax.adapters.linen import from_linen
+
+X = data()["x"]
+TX = optax.adamw(1e-2)
+
+
+class WithStats(train_state.TrainState):
+    batch_stats: Any = None
+    note: str = ""
+
+
+def build(tx=TX, module=None, world=2, **options):
+    """A training step and its first state."""
+    model = from_linen(LinenCNN() if module is None else module, cross_entropy)
+    params, model_state = model.init(0, {"x": X[:1]})
+    train = elche.build_train_step(model, tx, devices=jax.devices()[:world], **options)
+    return train, train.init(params, model_state=model_state)
+
+
+def run(train, state, windows=3):
+    for window in train.windows(data(8 * windows), batch_size=4):
+        state, _ = train(state, window)
+    return state
+
+
+@pytest.mark.parametrize("where", ["devices", "one device", "host"])
+def test_there_and_back(where):
+    train, state = build()
+    state = run(train, state)
+    given = state if where == "devices" else elche.unreplicate(state)
+    given = jax.device_get(given) if where == "host" else given
+    apply_fn = LinenCNN().apply
+    there = to_flax(given, apply_fn, TX, kind=WithStats, note="kept")
+    want = jax.device_get(elche.unreplicate(state))
+    assert (there.step, there.note) == (3, "kept")
+    assert there.tx is TX and there.apply_fn is apply_fn
+    assert_equal(jax.device_get(there.params), want.params)
+    assert_equal(jax.device_get(there.opt_state), want.opt_state)
+    # through a file, as flax writes it
+    restored = serialization.from_bytes(there, serialization.to_bytes(there))
+    for between in (there, restored):
+        back = from_flax(train, between, rng=5)
+        elche.check_replicas(back)
+        assert back.step.tolist() == [3, 3]
+        got = jax.device_get(elche.unreplicate(back))
+        for name in ("params", "opt_state", "model_state"):
+            assert_equal(getattr(got, name), getattr(want, name))
+        assert got.microbatches == 3 and got.key.tolist() == [0, 5]
+    jax.block_until_ready(run(train, back))
+    jax.block_until_ready(run(train, from_flax(train, there)))  # nothing of `there` was given up
+
+
+def test_a_flax_loop_goes_on_here_as_it_would_have():
+    """The state of a plain Flax loop, then the same batches on one device here."""
+    module, tx = LinenMLP(), optax.adam(1e-2)
+    variables = module.init(jax.random.key(0), X[:1], True)
+    state = train_state.TrainState.create(apply_fn=module.apply, params=variables["params"], tx=tx)
+
+    @jax.jit
+    def step(state, batch):
+        def loss_fn(params):
+            outputs = state.apply_fn({"params": params}, batch["x"], deterministic=True)
+            return cross_entropy(outputs, batch).mean()
+
+        return state.apply_gradients(grads=jax.grad(loss_fn)(state.params))
+
+    batches = [{k: v[i : i + 8] for k, v in data().items()} for i in range(0, 64, 8)]
+    for batch in batches[:4]:
+        state = step(state, batch)
+    model = from_linen(module, cross_entropy, train_kwargs={"deterministic": True})
+    train = elche.build_train_step(model, tx, devices=jax.devices()[:1])
+    ours = from_flax(train, state)
+    for window in train.windows(iter(batches[4:])):
+        ours, _ = train(ours, window)
+    for batch in batches[4:]:
+        state = step(state, batch)
+    end = to_flax(ours, module.apply, tx)
+    assert (end.step, state.step) == (8, 8)
+    assert_equal(jax.device_get(end.params), jax.device_get(state.params), rtol=1e-4)
+    assert_equal(jax.device_get(step(end, batches[0]).opt_state[0].count), np.int32(9))
+
+
+def mlp_state(tx=TX, **changes):
+    params = LinenMLP().init(jax.random.key(0), X[:1], True)["params"]
+    made = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
+    return made.replace(**changes)
+
+
+def wider(tree):
+    return jax.tree.map(lambda x: jnp.zeros((2, *x.shape), x.dtype), tree)
+
+
+FROM = {
+    "no training step": (
+        lambda train: from_flax(3, mlp_state()),
+        TypeError, r"from_flax: train must be of type TrainStep, got 3 \(int\)\.",
+    ),
+    "no train state": (
+        lambda train: from_flax(train, {"params": 1}),
+        TypeError, r"from_flax: flax_state must be a flax.training.train_state.TrainState, got a "
+        r"dict\.",
+    ),
+    "a state of ours": (
+        lambda train: from_flax(train, train.init({"w": jnp.ones(2)})),
+        TypeError, r"flax_state must be .* got a TrainState\. A state of elche_jax: "
+        r"replicate\(state, train.devices\)\.",
+    ),
+    "replicated": (
+        lambda train: from_flax(train, jax_utils.replicate(mlp_state(), jax.devices()[:2])),
+        ValueError, r"from_flax: flax_state must be one copy, got leaf \['opt_state'\].* with "
+        r"those of 2 devices\.",
+    ),
+    "of sgd": (
+        lambda train: from_flax(train, mlp_state(tx=optax.sgd(0.1))),
+        ValueError, r"from_flax: flax_state must be of the training step's optimizer and of its "
+        r"own parameters, got an opt_state with none for leaf \[0\]\.count instead of int32\[\]\.",
+    ),
+    "of another model": (
+        lambda train: from_flax(train, mlp_state(opt_state=wider(mlp_state().opt_state))),
+        ValueError, r"got an opt_state with int32\[2\] for leaf \[0\]\.count instead of int32\[\]",
+    ),
+    "of an optimizer with more": (
+        lambda train: from_flax(train, mlp_state(tx=optax.chain(TX, optax.trace(0.9)))),
+        ValueError, r"got an opt_state with none for leaf \[0\]\.count instead of int32\[\]",
+    ),
+    "of another structure": (
+        lambda train: from_flax(train, mlp_state(opt_state=(*mlp_state().opt_state, ()))),
+        ValueError, r"got an opt_state with structure PyTreeDef.* instead of PyTreeDef",
+    ),
+    "a bad seed": (
+        lambda train: from_flax(train, mlp_state(), rng=-1),
+        ValueError, r"from_flax: rng must be at least 0, got -1\.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FROM)
+def test_what_from_flax_refuses(case):
+    train, _ = build(module=LinenMLP())
+    call, kind, message = FROM[case]
+    with pytest.raises(kind, match=message):
+        call(train)
+
+
+TO = {
+    "no state": (
+        lambda state: to_flax(mlp_state(), None, TX),
+        TypeError, r"to_flax: state must be a TrainState of elche_jax, got a TrainState\.",
+    ),
+    "no kind": (
+        lambda state: to_flax(state, None, TX, kind=dict),
+        TypeError, r"to_flax: kind must be a subclass of flax.training.train_state.TrainState, "
+        r"got <class 'dict'> \(type\)\.",
+    ),
+    "another optimizer": (
+        lambda state: to_flax(state, None, optax.sgd(0.1, momentum=0.9), kind=WithStats),
+        ValueError, r"to_flax: tx must be the optimizer that the state was made with, got another: "
+        r"its state has none for leaf \[0\]\.count instead of int32\[\]\.",
+    ),
+    "no place for the statistics": (
+        lambda state: to_flax(state, None, TX),
+        ValueError, r"to_flax: kind must have a field for every collection of model_state, got "
+        r"TrainState for 'batch_stats'\. Pass a subclass with that field, or "
+        r"state\.replace\(model_state=None\)\.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TO)
+def test_what_to_flax_refuses(case):
+    _, state = build()
+    call, kind, message = TO[case]
+    with pytest.raises(kind, match=message):
+        call(state)

@@ -1,0 +1,39 @@
+"""`examples/03_nnx.py` runs, learns, and goes on from its checkpoints."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(folder, *args):
+    return subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "03_nnx.py"), "--folder", str(folder), *args],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+
+
+def test_the_example_learns_and_resumes(tmp_path):
+    first = run(tmp_path, "--devices", "2", "--epochs", "1")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith("1 epochs, test accuracy ")
+    second = run(tmp_path, "--devices", "2", "--epochs", "3", "--resume")
+    assert second.returncode == 0, second.stderr
+    assert "epoch 1 of 3" not in second.stderr, "the first epoch is not trained again"
+    found = re.fullmatch(r"3 epochs, test accuracy ([\d.]+)%\n", second.stdout)
+    assert found and float(found[1]) > 80
+    again = run(tmp_path, "--devices", "2", "--epochs", "1")
+    assert again.returncode == 1 and "resume='never'" in again.stderr
+
+
+def test_bad_arguments(tmp_path):
+    done = run(tmp_path, "--devices", "0")
+    assert (done.returncode, done.stdout) == (2, "")
+    message = "argument --devices: must be an integer from 1 to 64, got '0'"
+    assert done.stderr.splitlines()[-1] == f"03_nnx.py: error: {message}"

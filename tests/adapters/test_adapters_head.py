@@ -1,0 +1,236 @@
+"""Heads: objects that hold a module and its parameters, and objects with methods of their own."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import linen as nn, nnx
+from flax_nets import LinenCNN, LinenMLP, NnxCNN, assert_equal, cross_entropy, data, trained
+
+from elche_jax.adapters.head import from_head
+from elche_jax.adapters.linen import from_linen
+from elche_jax.adapters.nnx import from_nnx
+
+X = data()["x"]
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A task head, as libraries have them."""
+
+    module: Any
+    params: Any
+    labels: tuple[str, ...] = ("a", "b", "c")
+    model_state: Any = field(default=None, kw_only=True)
+
+    def loss(self, outputs, batch):
+        return cross_entropy(outputs, batch)
+
+
+class Plain:
+    """A head without a loss, whose attributes are set."""
+
+    def __init__(self, module, params):
+        self.module, self.params = module, params
+
+
+def variables(module=None):
+    """Those of a module; with a constant that training must not touch."""
+    made = from_linen(module or LinenCNN(), cross_entropy).init(3, {"x": X[:1]})
+    return {"params": made[0], **(made[1] or {})}
+
+
+@pytest.mark.parametrize("form", ["whole", "apart"])
+def test_a_head_of_a_linen_module_with_state(form):
+    whole = variables()
+    state = {"batch_stats": whole["batch_stats"]}
+    if form == "whole":
+        head = Classifier(LinenCNN(), whole)
+    else:
+        head = Classifier(LinenCNN(), whole["params"], model_state=state)
+    model = from_head(head)
+    assert_equal(model.params, whole["params"])
+    assert_equal(model.model_state, state)
+    end, _ = trained(model, model.params, model.model_state)
+    want, _ = trained(from_linen(LinenCNN(), cross_entropy), whole["params"], state)
+    assert_equal(end, want)
+
+    back = model.write_back(head, end.params, end.model_state)
+    assert isinstance(back, Classifier) and back.labels == head.labels
+    if form == "whole":
+        assert_equal(back.params, {"params": end.params, **end.model_state})
+        assert back.model_state is None
+    else:
+        assert_equal((back.params, back.model_state), (end.params, end.model_state))
+    assert_equal(from_head(back).params, jax.device_get(end.params))
+    assert_equal(head.params, whole if form == "whole" else whole["params"])
+
+
+def test_a_head_without_state_and_with_a_loss_given():
+    params = variables(LinenMLP())["params"]
+    head = Plain(LinenMLP(), params)
+    model = from_head(head, lambda outputs, batch: cross_entropy(outputs, batch).mean())
+    assert model.model_state is None
+    end, _ = trained(model, model.params)
+    back = model.write_back(head, end.params)
+    assert back is not head and back.module is head.module
+    assert_equal(back.params, end.params)
+    assert_equal(head.params, params)
+    # arrays of its own: training may take the buffers
+    jax.tree.map(lambda x: x.delete(), model.params)
+    want = LinenMLP().apply({"params": head.params}, X, True)
+    np.testing.assert_allclose(model.apply_fn(model.params, {"x": X}), want, rtol=1e-6)
+
+
+def test_options_of_the_module_are_passed_on():
+    class Scaled(nn.Module):
+        @nn.compact
+        def __call__(self, x, scale):
+            return nn.Dense(2)(x) * scale
+
+    x = np.ones((2, 3), "float32")
+    params = Scaled().init(jax.random.key(0), x, 1.0)
+    model = from_head(
+        Plain(Scaled(), params), lambda outputs, batch: outputs.sum(), inputs="z",
+        rngs="noise", mutable=False, train_kwargs={"scale": 2.0}, eval_kwargs={"scale": 3.0},
+    )  # fmt: skip
+    plain = nn.Dense(2).apply({"params": params["params"]["Dense_0"]}, x)
+    batch = {"x": 0, "z": x}
+    np.testing.assert_allclose(model.apply_fn(model.params, batch), 3 * plain, rtol=1e-6)
+    loss = model(model.params, batch, jax.random.key(0))
+    np.testing.assert_allclose(loss, 2 * plain.sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["dict", "state"])
+def test_a_head_of_an_nnx_module(form):
+    module = NnxCNN(nnx.Rngs(0))
+    params = nnx.state(module, nnx.Param)
+    if form == "dict":
+        params = nnx.to_pure_dict(params)
+    head = Classifier(module, params)
+    model = from_head(head)
+    same = from_nnx(module, cross_entropy)
+    assert_equal(model.params, same.params)
+    assert_equal(model.model_state, same.model_state)
+    end, _ = trained(model, model.params, model.model_state)
+    want, _ = trained(same, same.params, same.model_state)
+    assert_equal(end, want)
+
+    back = model.write_back(head, end.params, end.model_state)
+    assert isinstance(back.params, type(params))
+    assert_equal(jax.device_get(from_head(back).params), end.params)
+    assert_equal(back.model_state, end.model_state)
+    same.update(end.params, end.model_state)
+    np.testing.assert_array_equal(back.module(X), same.merge(end.params, end.model_state)(X))
+
+
+class Scale:
+    """The protocol, without Flax: a running mean for state, noise in training."""
+
+    def __init__(self):
+        self.params = {"w": np.float32(0)}
+        self.model_state = {"seen": np.float32(0)}
+
+    def variables(self):
+        return self.params, self.model_state
+
+    def apply(self, params, model_state, batch, rng, train):
+        outputs = batch["x"].mean(axis=(1, 2, 3)) * params["w"]
+        if train:
+            outputs += jax.random.normal(rng, outputs.shape)
+            model_state = {"seen": 0.5 * model_state["seen"] + 0.5 * batch["y"].mean()}
+        else:
+            assert rng is None
+        return outputs, model_state
+
+
+def scale_loss(outputs, batch):
+    return (outputs - batch["y"]) ** 2
+
+
+def scale_by_hand(params, model_state, batch, rng):
+    outputs = batch["x"].mean(axis=(1, 2, 3)) * params["w"] + jax.random.normal(rng, (4,))
+    seen = 0.5 * model_state["seen"] + 0.5 * batch["y"].mean()
+    return (outputs - batch["y"]) ** 2, {"seen": seen}
+
+
+def test_a_head_with_methods_of_its_own():
+    head = Scale()
+    model = from_head(head, scale_loss)
+    got, metrics = trained(model, model.params, model.model_state)
+    want, wanted = trained(scale_by_hand, head.params, head.model_state)
+    assert_equal(got, want)
+    assert metrics == wanted
+    outputs = model.apply_fn(got.params, got.model_state, data())
+    np.testing.assert_allclose(outputs, X.mean(axis=(1, 2, 3)) * got.params["w"], rtol=1e-5)
+    back = model.write_back(head, got.params, got.model_state)
+    assert (back.params, back.model_state) == (got.params, got.model_state)
+    assert head.params == {"w": 0}
+
+
+ERRORS = {
+    "no head": (
+        lambda: from_head(3, cross_entropy),
+        TypeError, r"from_head: obj must have .module, a flax module, and .params, or the methods "
+        r"variables and apply, got int\.",
+    ),
+    "a module": (
+        lambda: from_head(LinenMLP(), cross_entropy),
+        TypeError, r"obj must have .* got LinenMLP\. A module itself: from_linen, from_nnx\.",
+    ),
+    "no params": (
+        lambda: from_head(SimpleNamespace(module=LinenMLP()), cross_entropy),
+        TypeError, r"obj must have .module, a flax module, and .params, .* got SimpleNamespace\.",
+    ),
+    "no loss": (
+        lambda: from_head(Plain(LinenMLP(), {})),
+        TypeError, r"from_head: loss must be given, as obj has no method loss\(outputs, batch\), "
+        "got None",
+    ),
+    "options of linen": (
+        lambda: from_head(Plain(NnxCNN(nnx.Rngs(0)), {}), cross_entropy, mutable=False),
+        TypeError, r"from_head: mutable must be left out for a head without a Linen module, got "
+        r"False \(bool\)\.",
+    ),
+    "options of nnx": (
+        lambda: from_head(Plain(LinenMLP(), {}), cross_entropy, param_type=nnx.Param),
+        TypeError, r"param_type must be left out for a head without an NNX module, got ",
+    ),
+    "options of a module": (
+        lambda: from_head(Scale(), scale_loss, inputs="x"),
+        TypeError, r"inputs must be left out for a head without a .module, got 'x' \(str\)\.",
+    ),
+    "variables": (
+        lambda: from_head(SimpleNamespace(variables=dict, apply=print), cross_entropy).params,
+        TypeError, r"obj.variables must return \(params, model_state\), got a dict\.",
+    ),
+    "apply": (
+        lambda: from_head(SimpleNamespace(variables=dict, apply=lambda *a: 1), cross_entropy)(
+            {}, {}, None
+        ),
+        TypeError, r"obj.apply must return \(outputs, model_state\), got a int\.",
+    ),
+    "nowhere to write to": (
+        lambda: from_head(SimpleNamespace(variables=dict, apply=print), cross_entropy).write_back(
+            3, {}
+        ),
+        TypeError, r"Model.write_back: head must have an attribute params to write to, got int\.",
+    ),
+    "another's params": (
+        lambda: from_head(Plain(NnxCNN(nnx.Rngs(0)), {"out": {}}), cross_entropy).apply_fn(
+            {"out": {}}, {}, {"x": X}
+        ),
+        ValueError, r"from_head: params must hold the variable conv/bias, got none in 'out'\. "
+        r"Begin with model\.params\.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case):
+    call, kind, message = ERRORS[case]
+    with pytest.raises(kind, match=message):
+        call()

@@ -1,0 +1,105 @@
+"""`Advice`: its figures, its words, and the line to paste into a script."""
+
+import json
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import elche_jax as elche
+from elche_jax.advice import Speeds
+from elche_jax.advice.advice import make_advice
+from elche_jax.cadence import ElChe
+
+MS = st.floats(0.5, 40)
+
+
+def advice_of(solo, together=None, sync_ms=1.0, **options):
+    speeds = Speeds(tuple(solo), tuple(solo if together is None else together), sync_ms)
+    names = [f"d{rank}" for rank in range(len(solo))]
+    return make_advice(names, speeds, 8, ElChe(anchor=4), **options)
+
+
+def test_four_unequal_devices():
+    advice = advice_of((5, 5, 10, 20), sync_ms=1.0)
+    assert advice.elche.counts == advice.fixed_total.counts == (16, 16, 8, 4)
+    assert advice.elche.examples_per_s == pytest.approx(44 * 8 / 0.081)
+    assert advice.elche.limit_share == pytest.approx(80 / 81)
+    assert advice.limit_examples_per_s == pytest.approx(4400)
+    assert advice.plain.examples_per_s == pytest.approx(4 * 8 / 0.021)
+    assert [device.examples_per_s for device in advice.devices] == [1600, 1600, 800, 400]
+    assert advice.additive == pytest.approx(1)
+    # without device 3: windows of four microbatches of 10 ms, 8 + 8 + 4
+    without = 20 * 8 / 0.041
+    assert advice.devices[3].gain == pytest.approx(44 * 8 / 0.081 / without - 1)
+    assert [device.verdict for device in advice.devices] == [
+        *2 * ["adds 57 %"], "adds 22 %", "adds 11 %",
+    ]  # fmt: skip
+    assert advice.best == advice.elche
+    text = str(advice)
+    assert "4,346         98.8%  16 16 8 4" in text
+    assert "2.85 times plain pmap, 2.72 times the fastest device alone." in text
+    assert "made of 44 microbatches, with plain pmap of 4" in text
+    assert "Leave" not in text and "share something" not in text
+    assert text.endswith("cadence=elche.ElChe(anchor=4, speed_hint=[16, 16, 8, 4])")
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_device_that_costs_more_than_it_gives():
+    advice = advice_of((5.0, 80.0), sync_ms=100.0)
+    assert advice.best.ranks == (0,)
+    assert advice.devices[1].gain < -0.02
+    assert advice.devices[1].verdict.startswith("costs ")
+    text = str(advice)
+    assert "Leave device 1 out: it costs more (exchange, speed of the others) than it gives" in text
+    assert "the best devices" in text
+    assert text.endswith("cadence=elche.EveryBatch()")
+
+
+def test_devices_that_share_their_cores():
+    advice = advice_of((5.0, 5.0, 5.0), (15.0, 15.0, 15.0), sync_ms=3.0)
+    assert advice.additive == pytest.approx(1 / 3)
+    assert len(advice.best.ranks) == 1
+    text = str(advice)
+    assert "Together the devices reach 33% of the sum of their speeds alone" in text
+    assert "Leave devices 1 2 out: they cost more" in text
+
+
+def test_what_a_measurement_cannot_tell_is_no_difference():
+    """One core, two devices: no gain, no loss but the exchange's."""
+    advice = advice_of((5.0, 5.0), (10.0, 10.0), sync_ms=0.4)
+    assert -0.02 < advice.devices[0].gain < 0
+    assert advice.devices[0].verdict == "adds nothing"
+    assert advice.best == advice.elche
+
+
+def test_one_device():
+    advice = advice_of((5.0,), sync_ms=0.0)
+    assert advice.elche.examples_per_s == 1600
+    assert (advice.devices[0].gain, advice.devices[0].verdict) == (None, "the only one")
+    assert "One device: nothing to exchange, nothing to share out." in str(advice)
+    assert advice.cadence == "elche.EveryBatch()"
+
+
+def test_a_total_of_ones_own():
+    advice = advice_of((5.0, 10.0), total=3)
+    assert (advice.fixed_total.name, advice.fixed_total.counts) == ("FixedTotal(3)", (2, 1))
+
+
+@given(solo=st.lists(MS, min_size=2, max_size=5), sync_ms=st.floats(0, 30))
+@settings(max_examples=40)
+def test_the_line_to_paste_begins_with_the_counts_of_the_plan(solo, sync_ms):
+    advice = advice_of(solo, sync_ms=sync_ms)
+    cadence = eval(advice.cadence, {"elche": elche})
+    assert cadence.init(len(advice.best.ranks)).counts == advice.best.counts
+
+
+def test_to_dict_goes_through_json():
+    advice = advice_of((5.0, 80.0), sync_ms=100.0)
+    values = json.loads(json.dumps(advice.to_dict()))
+    assert values["devices"][1] == {
+        "name": "d1", "solo_ms": 80.0, "together_ms": 80.0, "examples_per_s": 100.0,
+        "gain": advice.devices[1].gain, "verdict": advice.devices[1].verdict,
+    }  # fmt: skip
+    assert values["elche"]["counts"] == list(advice.elche.counts)
+    assert values["best"]["ranks"] == [0]
+    assert values["cadence"] == advice.cadence

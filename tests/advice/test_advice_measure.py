@@ -1,0 +1,198 @@
+"""`advise`: what it makes of records, what it builds, and a real run."""
+
+from itertools import groupby
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from elche_jax.advice import advise, measure
+from elche_jax.advice.measure import LEAST, WARM, OfRank, solo_ms, team_ms
+from elche_jax.cadence import FixedTotal, WindowTime
+from elche_jax.lab import EmulatedSpeeds, ExtraWork
+from elche_jax.observe.records import WindowRecord
+
+DATA = {"x": np.ones((512, 3), "float32")}
+PARAMS = {"w": np.zeros(3, "float32")}
+
+
+def loss_fn(params, batch, rng):
+    return ((batch["x"] @ params["w"] - 1) ** 2).mean()
+
+
+def record(counts, busy_ms, wall_ms, sync_ms=1.0, steady=True):
+    return WindowRecord(0, 0, counts, 8 * sum(counts), busy_ms, wall_ms, sync_ms, 0.0, steady)
+
+
+def job(**changes):
+    arguments = {"data": DATA, "batch_size": 8, "devices": jax.devices()[:2], "seconds": 0.05}
+    return advise(loss_fn, optax.sgd(0.1), PARAMS, **(arguments | changes))
+
+
+def test_alone_the_full_windows_count():
+    walls = [(4, 20.0), (4, 24.0), (4, 60.0), (3, 90.0), (1, 900.0)]
+    assert solo_ms([record((n,), (), wall) for n, wall in walls]) == 6.0
+
+
+def test_together_windows_of_half_the_size_and_more_count():
+    records = [
+        record((4, 2), (20.0, 30.0), 31.0, 1.0),
+        record((4, 2), (24.0, 32.0), 33.0, 3.0),
+        record((2, 1), (14.0, 17.0), 18.0, 2.0),
+        record((1, 1), (100.0, 100.0), 101.0, 50.0),
+    ]
+    assert team_ms(records) == ((6.0, 16.0), 2.0)
+
+
+def test_together_a_device_may_be_idle_at_the_end_of_an_epoch():
+    records = [record((4, 2), (20.0, 30.0), 31.0), record((3, 0), (18.0, 0.0), 19.0)]
+    assert team_ms(records) == ((5.5, 15.0), 1.0)
+
+
+class Built:
+    """Stands for a training step, with the records it would have measured."""
+
+    def __init__(self, devices, cadence, emulate, records):
+        self.devices, self.cadence, self.emulate = devices, cadence, emulate
+        self.counts, self._all, self.records = (6, 2), records, []
+
+    def init(self, params, *, model_state, rng):
+        assert (params is PARAMS, model_state, rng) == (True, "state", 7)
+
+    def windows(self, data, batch_size, epochs):
+        assert (data is DATA, batch_size, epochs) == (True, 8, None)
+        return self
+
+    def __enter__(self):
+        return iter(self._all)
+
+    def __exit__(self, *exception):
+        return None
+
+    def __call__(self, state, window):
+        self.records.append(window)
+        return state, {}
+
+
+def test_records_become_advice(monkeypatch):
+    """Windows that compiled and the first steady ones say nothing; medians of the others."""
+    odd = 1e9
+    first = [record((1, 1), (odd, odd), odd, odd, steady=False)]
+    team = first + WARM * [record((6, 2), (odd, odd), odd, odd)]
+    around = range(-2, 3)  # five windows, whose median is not that of eight with odd ones
+    team += [record((6, 2), (33.0 + d, 44.0 + d), 47.0, 3.0 + d) for d in around]
+    solo = {}
+    for rank, (count, wall) in enumerate([(6, 30.0), (2, 40.0)]):
+        solo[rank] = WARM * [record((count,), (), odd)]
+        solo[rank] += [record((count,), (), wall + d) for d in around]
+    built = []
+
+    def build(loss, optimizer, *, devices, cadence, has_aux, emulate, merge):
+        assert (loss is loss_fn, has_aux, merge) == (True, True, "mean")
+        everyone = len(devices) == 2
+        records = team if everyone else solo[jax.devices().index(devices[0])]
+        built.append(Built(devices, cadence, emulate, records))
+        return built[-1]
+
+    monkeypatch.setattr(measure, "build_train_step", build)
+    hook = EmulatedSpeeds([5, 20])
+    advice = job(
+        model_state="state", rng=7, has_aux=True, seconds=1e-9, anchor=2, total=5, emulate=hook,
+        merge="mean",
+    )  # fmt: skip
+    assert [device.solo_ms for device in advice.devices] == [5.0, 20.0]
+    assert [device.together_ms for device in advice.devices] == [5.5, 22.0]
+    assert (advice.sync_ms, advice.batch_size) == (3.0, 8)
+    assert (advice.elche.counts, advice.fixed_total.counts) == ((8, 2), (4, 1))
+    assert [list(step.devices) for step in built] == [
+        jax.devices()[:2], [jax.devices()[0]], [jax.devices()[1]],
+    ]  # fmt: skip
+    assert isinstance(built[0].cadence, WindowTime)
+    assert [step.cadence for step in built[1:]] == [FixedTotal(6), FixedTotal(2)]
+    assert [step.emulate for step in built] == [hook, OfRank(hook, 0), OfRank(hook, 1)]
+    assert [len(step.records) for step in built] == [1 + WARM + LEAST, WARM + LEAST, WARM + LEAST]
+
+
+def test_a_real_run_lets_each_device_be_as_slow_alone_as_together():
+    ranks = []
+
+    def schedule(window, rank, microbatch):
+        ranks.append(rank)
+        return (0.2, 0.6)[rank]
+
+    advice = job(emulate=EmulatedSpeeds(schedule))
+    last = [(rank, len(list(run))) for rank, run in groupby(ranks)][-2:]
+    assert [rank for rank, _ in last] == [0, 1]
+    assert min(length for _, length in last) >= WARM + LEAST
+    # no device is faster than it is made
+    assert advice.devices[0].solo_ms >= 0.2
+    assert advice.devices[1].solo_ms >= 0.6
+    assert [device.name for device in advice.devices] == [str(d) for d in jax.devices()[:2]]
+    assert len(advice.elche.counts) == 2
+
+
+def test_work_that_is_emulated_is_that_of_the_rank():
+    """The loop around a microbatch: device 1 computes it three times, to the same result."""
+    hook = OfRank(ExtraWork((1, 3)), 1)
+    hook.check(1)
+    hook.settle()
+    assert hook.on_host() is None
+    ran = []
+
+    def run(x):
+        def body(i, carry):
+            jax.debug.callback(lambda: ran.append(1))
+            return carry + i
+
+        carry = hook.around(body, 0, 5, x + hook.begin(0, 0, True))
+        return carry + hook.end(0, 1, carry)
+
+    assert jax.jit(run)(2.0) == 7.0
+    jax.effects_barrier()
+    assert len(ran) == 3
+
+
+def test_waits_on_the_host_are_those_of_the_rank():
+    seconds = OfRank(EmulatedSpeeds([5, 20]), 1).on_host()
+    assert seconds is not None
+    assert seconds(0, 0, 3) == pytest.approx(0.060)
+
+
+def test_one_device():
+    advice = job(devices=jax.devices()[:1])
+    assert advice.devices[0].gain is None
+    assert advice.sync_ms == 0
+
+
+def test_microbatches_that_come_as_they_are():
+    class Stream:
+        def __iter__(self):
+            return iter([{"x": np.ones((4, 3), "float32")}] * 40)
+
+    assert job(data=Stream(), batch_size=None).batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        (
+            {"data": iter([DATA])},
+            TypeError,
+            r"advise: data must be readable several times, got an iterator \(list_iterator\)\. "
+            r"Pass an object whose __iter__ starts anew\.",
+        ),
+        ({"seconds": 0}, ValueError, r"advise: seconds must be above 0, got 0\."),
+        ({"devices": []}, ValueError, r"advise: devices must hold at least one device, got none"),
+        ({"anchor": 0}, ValueError, r"ElChe: anchor must be at least 1, got 0\."),
+        ({"total": 0}, ValueError, r"FixedTotal: total must be at least 1, got 0\."),
+        (
+            {"data": {"x": np.ones((8, 3), "float32")}},
+            ValueError,
+            r"advise: data must hold at least one microbatch per device \(2\), got 1\.",
+        ),
+    ],
+)
+def test_errors(changes, kind, message):
+    with pytest.raises(kind, match=message):
+        job(**changes)

@@ -1,0 +1,157 @@
+"""What cadences would give, against windows played through one microbatch at a time."""
+
+from itertools import combinations, product
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from elche_jax.advice import Speeds
+from elche_jax.advice.predict import best_plan, plain_pmap, plan, settled
+from elche_jax.cadence import ElChe, EveryBatch, FixedTotal, WindowReport
+
+MS = st.floats(0.5, 40)
+SYNC = st.floats(0, 30)
+
+
+def played(ms, counts, sync_ms, batch_size, windows=7):
+    """Examples per second of devices that run microbatch after microbatch, then meet."""
+    now, examples = 0.0, 0
+    for _ in range(windows):
+        ends = []
+        for each, count in zip(ms, counts, strict=True):
+            at = now
+            for _ in range(count):
+                at += each
+                examples += batch_size
+            ends.append(at)
+        now = max(ends) + sync_ms
+    return 1e3 * examples / now
+
+
+def alike(ms, sync_ms):
+    """Speeds of devices that share nothing."""
+    return Speeds(tuple(ms), tuple(ms), sync_ms)
+
+
+@given(ms=st.lists(MS, min_size=2, max_size=5), sync_ms=SYNC, batch_size=st.integers(1, 64))
+@settings(max_examples=40)
+def test_plans_are_what_windows_come_to(ms, sync_ms, batch_size):
+    for cadence in (ElChe(anchor=4), FixedTotal(16), EveryBatch()):
+        made = plan("it", cadence, alike(ms, sync_ms), batch_size)
+        rate = played(ms, made.counts, sync_ms, batch_size)
+        assert made.examples_per_s == pytest.approx(rate)
+        limit = sum(1e3 * batch_size / each for each in ms)
+        assert made.limit_share == pytest.approx(rate / limit)
+        assert made.window_ms == pytest.approx(1e3 * batch_size * sum(made.counts) / rate)
+        assert (made.name, made.ranks, made.anchor) == (
+            "it",
+            tuple(range(len(ms))),
+            min(made.counts),
+        )
+
+
+@given(ms=st.tuples(MS, MS, MS), total=st.integers(1, 12))
+def test_a_fixed_total_has_the_best_split_of_all(ms, total):
+    splits = [s for s in product(range(total + 1), repeat=3) if sum(s) == total]
+    best = min(max(c * each for c, each in zip(s, ms, strict=True)) for s in splits)
+    made = plan("fixed", FixedTotal(total), alike(ms, 0.0), 1)
+    assert sum(made.counts) == total
+    # the cadence keeps a split that another one betters by no more than 2 %
+    assert best <= made.window_ms <= best / 0.98 * (1 + 1e-9)
+
+
+@given(ms=st.lists(MS, min_size=2, max_size=5), sync_ms=SYNC)
+@settings(max_examples=60)
+def test_elche_has_settled_on_counts_in_proportion_and_a_bearable_overhead(ms, sync_ms):
+    cadence = ElChe(anchor=4, overhead_target=0.2)
+    counts = settled(cadence, ms, sync_ms)
+    slowest = max(ms)
+    anchor = counts[ms.index(slowest)]
+    for count, each in zip(counts, ms, strict=True):
+        ideal = anchor * slowest / each
+        assert abs(count - ideal) <= 0.5 + 0.2 * ideal  # rounding; dead zones of both
+    longest = max(count * each for count, each in zip(counts, ms, strict=True))
+    assert sync_ms / longest <= 0.2 * 1.12 or anchor >= 180  # the dead zone; max_anchor
+
+
+def test_the_cadence_is_told_of_its_own_counts():
+    told = []
+
+    class Spy:
+        def init(self, world_size):
+            return EveryBatch().init(world_size)
+
+        def update(self, state, report, verdict=None):
+            told.append(report)
+            return state
+
+    assert settled(Spy(), (3.0, 5.0), 2.0) == (1, 1)
+    assert set(told) == {WindowReport((3.0, 5.0), (1, 1), 2.0)}
+
+
+def test_plain_pmap_waits_for_the_slowest_at_every_microbatch():
+    made = plain_pmap(alike((5, 5, 10, 20), 1.0), 8)
+    assert made.counts == (1, 1, 1, 1)
+    assert made.examples_per_s == pytest.approx(4 * 8 / 0.021)
+
+
+def test_speeds_between_alone_and_together_are_on_a_line():
+    speeds = Speeds((4.0, 6.0, 8.0), (8.0, 12.0, 9.0), 1.0)
+    assert [speeds.of((rank,)) for rank in range(3)] == [(4.0,), (6.0,), (8.0,)]
+    assert speeds.of((0, 1, 2)) == (8.0, 12.0, 9.0)
+    assert speeds.of((0, 2)) == (6.0, 8.5)
+    assert Speeds((4.0,), (4.0,), 0.0).of((0,)) == (4.0,)
+
+
+def test_one_device_has_nothing_to_exchange():
+    made = plan("alone", ElChe(), Speeds((4.0, 9.0), (5.0, 9.0), 100.0), 10, ranks=[0])
+    assert (made.counts, made.window_ms, made.examples_per_s) == ((1,), 4.0, 2500.0)
+    assert made.limit_share == 1.0
+
+
+@given(
+    solo=st.tuples(MS, MS, MS),
+    slower=st.tuples(*3 * [st.floats(1, 4)]),
+    sync_ms=st.floats(0, 300),
+)
+@settings(max_examples=60)
+def test_the_best_of_three_devices_is_the_best_of_all_sets(solo, slower, sync_ms):
+    """With three devices the sets that are looked at leave out slower single ones alone."""
+    together = tuple(ms * factor for ms, factor in zip(solo, slower, strict=True))
+    speeds, cadence = Speeds(solo, together, sync_ms), ElChe()
+    rates = {}
+    for size in (1, 2, 3):
+        for ranks in combinations(range(3), size):
+            ms = [solo[r] + (together[r] - solo[r]) * (size - 1) / 2 for r in ranks]
+            counts = settled(cadence, ms, sync_ms) if size > 1 else (1,)
+            rates[ranks] = played(ms, counts, sync_ms if size > 1 else 0.0, 8)
+    best = best_plan("best", cadence, speeds, 8, plan("all", cadence, speeds, 8))
+    assert best.examples_per_s == pytest.approx(max(rates.values()))
+    assert best.examples_per_s == pytest.approx(rates[best.ranks])
+
+
+def test_the_best_may_be_all_but_one_that_is_not_the_slowest():
+    """Device 1 is fast alone and held up by the others."""
+    speeds = Speeds((4.0, 5.0, 6.0), (6.0, 40.0, 7.0), 1.0)
+    everyone = plan("all", ElChe(), speeds, 8)
+    assert best_plan("best", ElChe(), speeds, 8, everyone).ranks == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (((), (), 1.0), ValueError, r"Speeds: solo_ms must have one entry per device, got none\."),
+        (((0.0,), (1.0,), 1.0), ValueError, r"Speeds: solo_ms\[0\] must be above 0, got 0\.0\."),
+        (
+            ((1.0,), (1.0, 2.0), 1.0),
+            ValueError,
+            r"Speeds: together_ms must have one entry per device \(1\), got 2\.",
+        ),
+        (((1.0,), (-1.0,), 1.0), ValueError, r"together_ms\[0\] must be above 0, got -1\.0\."),
+        (((1.0,), (1.0,), -1), ValueError, r"Speeds: sync_ms must be at least 0, got -1\."),
+        (((1.0,), (1.0,), "x"), TypeError, r"Speeds: sync_ms must be a number, got 'x' \(str\)\."),
+    ],
+)
+def test_errors(arguments, kind, message):
+    with pytest.raises(kind, match=message):
+        Speeds(*arguments)

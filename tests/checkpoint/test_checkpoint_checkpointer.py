@@ -1,0 +1,460 @@
+"""`Checkpointer`: when it saves, what it says, and what happens where it cannot."""
+
+import logging
+import math
+import subprocess
+import sys
+import threading
+
+import jax
+import numpy as np
+import pytest
+from resumed import EVERY, GRADIENTS, PLAIN, Case, content, data, plain_loss, raw, run, steps
+
+import elche_jax as elche
+from elche_jax.checkpoint.store import Store
+
+CASE = Case(plain_loss, PLAIN)
+TINY = data(16)
+"""Eight windows on one device."""
+
+
+@pytest.fixture(scope="module")
+def train():
+    return CASE.build(1, elche.EveryBatch())
+
+
+@pytest.fixture(scope="module")
+def windows8(train):
+    """A state after eight windows, and the windows."""
+    state, found = CASE.init(train), []
+    for window in train.windows(TINY, 2):
+        state, _ = train(state, window)
+        found.append(window)
+    return state, found
+
+
+def loop(train, saver, resume="auto", epochs=1):
+    state, cursor = saver.restore(CASE.init(train), resume)
+    with train.windows(TINY, 2, epochs=epochs, cursor=cursor) as windows:
+        for window in windows:
+            state, _ = train(state, window)
+            saver.save(state, window)
+    return state
+
+
+def saver_in(train, folder, **options):
+    return elche.Checkpointer(train, elche.Checkpoints(folder, **({"every_windows": 3} | options)))
+
+
+# -- when
+
+
+def test_every_so_many_windows(train, tmp_path):
+    with saver_in(train, tmp_path, keep_last=9) as saver:
+        assert saver.written is None
+        loop(train, saver)
+        saver.wait()
+        assert saver.written == 6
+    assert steps(tmp_path) == [3, 6]
+
+
+def test_every_so_many_seconds(train, windows8, tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("elche_jax.checkpoint.checkpointer.time.monotonic", lambda: now[0])
+    state, windows = windows8
+    saved = []
+    with saver_in(train, tmp_path, every_windows=None, every_seconds=10.0) as saver:
+        for window, at in zip(windows, (100, 109.9, 110, 111, 119.9, 125, 130, 135), strict=True):
+            now[0] = float(at)
+            if saver.save(state, window):
+                saved.append(window.index)
+    assert saved == [2, 5, 7]
+
+
+def test_by_force_and_never_twice(train, windows8, tmp_path):
+    state, windows = windows8
+    with saver_in(train, tmp_path, every_windows=None) as saver:
+        assert not saver.save(state, windows[0])
+        assert saver.save(state, windows[1], force=True)
+        assert not saver.save(state, windows[1], force=True)
+    assert steps(tmp_path) == [2]
+    with saver_in(train, tmp_path) as saver:
+        saver.restore(CASE.init(train), "must")
+        assert not saver.save(state, windows[1], force=True)  # it is what was taken up
+
+
+def test_a_folder_that_has_later_ones(train, windows8, tmp_path):
+    """A new run would fall behind those of the old one, and be the first to be deleted."""
+    state, windows = windows8
+    with saver_in(train, tmp_path, keep_last=1) as saver:
+        saver.save(state, windows[5])
+    with saver_in(train, tmp_path, keep_last=1) as saver:
+        for window in windows[2], windows[5]:
+            with pytest.raises(
+                ValueError,
+                match=rf"checkpoints: .* must hold no checkpoint of a later window than the one to "
+                rf"be saved \({window.index + 1}\), got one after 6\. Call restore before the loop",
+            ):
+                saver.save(state, window, force=True)
+        assert saver.save(state, windows[6], force=True)
+    assert steps(tmp_path) == [7]
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_the_best_by_score(mode, train, windows8, tmp_path):
+    state, windows = windows8
+    scores = [0.5, None, 0.2, math.nan, 0.9, np.float32(0.4), 0.3, 0.6]
+    with saver_in(train, tmp_path, keep_last=1, keep_best=2, mode=mode) as saver:
+        for window, score in zip(windows, scores, strict=True):
+            saver.save(state, window, force=True, score=score)
+    assert steps(tmp_path) == ([3, 7, 8] if mode == "min" else [5, 8])
+
+
+def test_notes_go_and_come(train, windows8, tmp_path):
+    state, windows = windows8
+    inside = []
+
+    def notes():
+        inside.append(threading.current_thread().name)
+        return {"best": 1.5, "history": [1, 2]}
+
+    with saver_in(train, tmp_path) as saver:
+        saver.save(state, windows[2], notes=notes)
+    assert inside == ["elche-checkpoint"]
+    with saver_in(train, tmp_path) as saver:
+        restored = saver.restore_all(CASE.init(train))
+    assert restored.notes == {"best": 1.5, "history": [1, 2]}
+    assert restored.cursor == windows[2].cursor and content(restored.state) == content(state)
+
+
+# -- resume
+
+
+def test_resume(train, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "elche_jax")
+    with saver_in(train, tmp_path) as saver:
+        with pytest.raises(
+            ValueError,
+            match=r"checkpoints: .* must hold a whole checkpoint with resume='must', got none\. "
+            r"Pass resume='auto' to begin\.",
+        ):
+            saver.restore(CASE.init(train), "must")
+        for words in ((), ("auto",), ("never",)):
+            first = CASE.init(train)
+            state, cursor = saver.restore(first, *words)
+            assert state is first and cursor is None
+        loop(train, saver, "never")
+    with saver_in(train, tmp_path) as saver:
+        with pytest.raises(
+            ValueError,
+            match=r"checkpoints: .* must be empty with resume='never', got a checkpoint after 6 "
+            r"windows\. Pass resume='auto' to go on, or another folder\.",
+        ):
+            saver.restore(CASE.init(train), "never")
+        for word in "auto", "must":
+            state, cursor = saver.restore(CASE.init(train), word)
+            assert cursor.window == int(state.step[0]) == 6
+        assert f"elche: goes on after window 6, from {tmp_path}." in caplog.messages
+
+
+@pytest.mark.parametrize("word", ["Auto", None, True])
+def test_resume_is_one_of_three_words(word, train, tmp_path):
+    with (
+        saver_in(train, tmp_path) as saver,
+        pytest.raises(
+            ValueError,
+            match=r"^Checkpointer.restore: resume must be one of 'never', 'auto', 'must', got ",
+        ),
+    ):
+        saver.restore(CASE.init(train), word)
+
+
+def test_a_damaged_one_is_passed_over(train, tmp_path, caplog):
+    with saver_in(train, tmp_path) as saver:
+        loop(train, saver)
+    (tmp_path / "6" / "manifest" / "metadata").write_text("{}")
+    with saver_in(train, tmp_path) as saver:
+        state = loop(train, saver, "must")
+    assert any(f"renamed to {tmp_path / 'damaged-6-0'}" in text for text in caplog.messages)
+    assert steps(tmp_path) == [3, 6]
+    with saver_in(train, tmp_path) as saver:
+        again = loop(train, saver, "must")
+    assert content(again) == content(state)
+
+
+# -- arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"folder": 3}, TypeError, r"folder must be a path or None, got "),
+        ({"every_windows": 0}, ValueError, r"every_windows must be at least 1, got 0\."),
+        ({"every_windows": 1.5}, TypeError, r"every_windows must be an integer, got 1\.5"),
+        ({"every_epochs": 0}, ValueError, r"every_epochs must be at least 1, got 0\."),
+        ({"every_seconds": 0}, ValueError, r"every_seconds must be above 0, got 0"),
+        ({"every_seconds": "1"}, TypeError, r"every_seconds must be a number, got "),
+        ({"keep_last": 0}, ValueError, r"keep_last must be at least 1, got 0\."),
+        ({"keep_best": -1}, ValueError, r"keep_best must be at least 0, got -1\."),
+        ({"monitor": 1}, TypeError, r"monitor must be .*str.*, got "),
+        ({"mode": "least"}, ValueError, r"mode must be one of 'min', 'max', got 'least'\."),
+        ({"on_error": "never"}, ValueError,
+         r"on_error must be one of 'now', 'end', got 'never'\."),
+    ],
+)  # fmt: skip
+def test_arguments(options, error, message):
+    with pytest.raises(error, match=rf"^Checkpoints: {message}"):
+        elche.Checkpoints(**options)
+
+
+def test_a_folder_is_needed(train):
+    with pytest.raises(
+        ValueError,
+        match=r"^Checkpoints: folder must be a path, got None\. Write Checkpoints\('runs/name'\)",
+    ):
+        elche.Checkpointer(train, elche.Checkpoints())
+
+
+# -- what cannot be written
+
+
+def broken(monkeypatch, until=None):
+    """Saves fail, up to a step."""
+    save = Store.save
+
+    def fails(self, step, *arguments):
+        if until is None or step <= until:
+            raise OSError(28, "No space left on device")
+        return save(self, step, *arguments)
+
+    monkeypatch.setattr(Store, "save", fails)
+
+
+FULL = r"^checkpoints: .* must take checkpoints, but OSError: \[Errno 28\] No space left on device$"
+
+
+def test_at_once(train, tmp_path, monkeypatch, caplog):
+    broken(monkeypatch)
+    done = []
+    with pytest.raises(elche.CheckpointError, match=FULL), saver_in(train, tmp_path) as saver:
+        state = CASE.init(train)
+        for window in train.windows(TINY, 2):
+            state, _ = train(state, window)
+            saver.save(state, window)
+            saver.wait()
+            done.append(window.index)
+    assert done == [0, 1, 2]  # said at the next window
+    assert any("the checkpoint of window 3 was not written" in text for text in caplog.messages)
+
+
+def test_at_the_end(train, tmp_path, monkeypatch):
+    broken(monkeypatch, until=3)
+    saver = saver_in(train, tmp_path, on_error="end")
+    state = loop(train, saver)
+    with pytest.raises(elche.CheckpointError, match=FULL):
+        saver.close()
+    assert int(state.step[0]) == 8 and steps(tmp_path) == [6]  # later ones are written
+
+
+def test_what_failed_may_be_tried_again(train, windows8, tmp_path, monkeypatch):
+    state, windows = windows8
+    saver = saver_in(train, tmp_path, on_error="end")
+    with monkeypatch.context() as patch:
+        broken(patch)
+        assert saver.save(state, windows[2])
+        saver.wait()
+    assert saver.save(state, windows[2])
+    with pytest.raises(elche.CheckpointError, match=FULL):
+        saver.close()
+    assert steps(tmp_path) == [3] and saver.written == 3
+
+
+def test_an_error_of_the_loop_goes_first(train, tmp_path, monkeypatch):
+    broken(monkeypatch)
+    with pytest.raises(KeyError, match="mine") as caught, saver_in(train, tmp_path) as saver:
+        state = CASE.init(train)
+        for window in train.windows(TINY, 2):
+            state, _ = train(state, window)
+            saver.save(state, window)
+            if window.index == 2:
+                raise KeyError("mine")
+    assert "No space left on device" in caught.value.__notes__[0]
+
+
+def test_a_folder_that_became_a_file(train, tmp_path):
+    folder = tmp_path / "run"
+    saver = saver_in(train, folder)
+    state, cursor = CASE.init(train), None
+    windows = train.windows(TINY, 2, cursor=cursor)
+    with pytest.raises(
+        elche.CheckpointError, match=r"^checkpoints: .* must take checkpoints, but "
+    ):
+        for window in windows:
+            state, _ = train(state, window)
+            saver.save(state, window)
+            saver.wait()
+            if window.index == 3:
+                folder.rename(tmp_path / "moved")
+                folder.write_text("a file")
+    windows.close()
+    saver.close()
+    assert steps(tmp_path / "moved") == [3]
+    with saver_in(train, tmp_path / "moved") as saver:
+        assert saver.restore(CASE.init(train), "must")[1].window == 3
+
+
+def test_a_folder_that_cannot_be_made(train, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "run"
+    with pytest.raises(OSError, match="file"):
+        saver_in(train, folder)
+    saver = saver_in(train, folder, on_error="end")
+    assert any(t.startswith("elche: there will be no checkpoints: ") for t in caplog.messages)
+    with pytest.raises(ValueError, match="must hold a whole checkpoint with resume='must'"):
+        saver.restore(CASE.init(train), "must")
+    assert int(loop(train, saver).step[0]) == 8
+    with pytest.raises(
+        elche.CheckpointError, match=r"^checkpoints: .*/file/run must take checkpoints, but NotADi"
+    ):
+        saver.close()
+    with pytest.raises(elche.CheckpointError), saver_in(train, folder, on_error="end") as saver:
+        loop(train, saver, "never")
+
+
+FULL_DISK = """
+import resource, signal, sys, threading
+from pathlib import Path
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+import numpy as np, optax
+import elche_jax as elche
+
+def loss_fn(params, batch, rng):
+    return ((batch["x"] @ params["w"]) ** 2).mean()
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+train = elche.build_train_step(loss_fn, optax.sgd(0.1))
+noise = np.random.default_rng(0).normal(size=(300, 300)).astype("float32")
+state, data = train.init({"w": noise}), {"x": np.ones((64, 300), "float32")}
+checkpoints = elche.Checkpoints(sys.argv[1], every_windows=3, keep_last=1, on_error=sys.argv[2])
+saver, seen = elche.Checkpointer(train, checkpoints), 0
+try:
+    for window in train.windows(data, 2):
+        state, _ = train(state, window)
+        saver.save(state, window)
+        seen += 1
+        if seen == 4:
+            saver.wait()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+except elche.CheckpointError as error:
+    print("in the loop:", "must take checkpoints" in str(error))
+try:
+    saver.close()
+except elche.CheckpointError as error:
+    print("at the end:", "must take checkpoints" in str(error))
+left = [t.name for t in threading.enumerate() if t.name.startswith("elche-checkpoint")]
+print(seen, saver.written, left, flush=True)
+"""
+
+
+@pytest.mark.parametrize("on_error", ["now", "end"])
+def test_a_disk_that_is_full(on_error, tmp_path):
+    """In another process, which may not write files of this size any more."""
+    folder = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, folder, on_error],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    *said, last = done.stdout.splitlines()
+    assert said == ["in the loop: True" if on_error == "now" else "at the end: True"]
+    assert last.endswith(" 3 []") and (on_error == "now" or last.startswith("16 "))
+    store = Store(folder)
+    assert store.steps == [3] and store.read(3).step == 3
+    store.close()
+
+
+# -- threads, and the state that goes on
+
+
+class Held:
+    """A store's `save` that waits until it is let go."""
+
+    def __init__(self, monkeypatch):
+        self.reached, self.go = threading.Event(), threading.Event()
+        save = Store.save
+
+        def held(store, *arguments):
+            self.reached.set()
+            assert self.go.wait(60)
+            return save(store, *arguments)
+
+        monkeypatch.setattr(Store, "save", held)
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_what_was_begun_is_written_when_the_loop_raises(error, train, tmp_path, monkeypatch):
+    held = Held(monkeypatch)
+    with pytest.raises(error), saver_in(train, tmp_path) as saver:
+        state = CASE.init(train)
+        for window in train.windows(TINY, 2):
+            state, _ = train(state, window)
+            saver.save(state, window)
+            if window.index == 4:
+                assert held.reached.wait(60) and saver.written is None
+                threading.Timer(0, held.go.set).start()
+                raise error
+    assert steps(tmp_path) == [3] and saver.written == 3
+    assert not [t for t in threading.enumerate() if t.name == "elche-checkpoint"]
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_what_is_saved_is_of_its_window(world, tmp_path, monkeypatch):
+    """Training goes on with buffers that it gives up, while the copy is not fetched yet."""
+    fetch, gate = elche.checkpoint.snapshot.Snapshot.fetch, threading.Event()
+
+    def late(self):
+        assert gate.wait(60)
+        return fetch(self)
+
+    monkeypatch.setattr(elche.checkpoint.snapshot.Snapshot, "fetch", late)
+    case, copy = GRADIENTS["dropout"], None
+    train = case.build(world)
+    state = case.init(train)
+    with elche.Checkpointer(train, elche.Checkpoints(tmp_path, every_windows=2)) as saver:
+        for window in train.windows(data(), 2):
+            state, _ = train(state, window)
+            if window.index == 1:
+                copy = {name: bytes(value) for name, value in content(state).items()}
+            if window.index < 2:
+                assert saver.save(state, window) == (window.index == 1)
+            if window.index == 4:
+                break
+        gate.set()
+    assert content(state) != copy
+    fresh = case.build(world)
+    with elche.Checkpointer(fresh, elche.Checkpoints(tmp_path)) as saver:
+        saved, cursor = saver.restore(case.init(fresh), "must")
+    assert cursor.window == 2 and content(saved) == copy
+    assert len(fresh.counts_history) == 2
+
+
+def test_saving_changes_nothing(tmp_path):
+    case = GRADIENTS["dropout"]
+    saved, train = run(case, tmp_path)
+    alone, other = run(case)
+    assert content(saved) == content(alone)
+    assert train.counts_history == other.counts_history
+    assert EVERY in steps(tmp_path)
+
+
+def test_leaves_do_not_share_memory_with_what_was_read(train, windows8, tmp_path):
+    """The CPU would read NumPy's memory in place, and give it up with a donated buffer."""
+    state, windows = windows8
+    with saver_in(train, tmp_path) as saver:
+        saver.save(state, windows[2])
+    with saver_in(train, tmp_path) as saver:
+        back, _ = saver.restore(CASE.init(train), "must")
+    for leaf, like in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
+        assert leaf.sharding == like.sharding and leaf.dtype == like.dtype
+        assert raw(leaf).shape == raw(like).shape

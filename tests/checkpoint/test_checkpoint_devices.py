@@ -1,0 +1,233 @@
+"""Taken up by another number of devices, another model, another cadence."""
+
+import json
+import logging
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+from resumed import (
+    AVERAGES,
+    EVERY,
+    GRADIENTS,
+    PLAIN,
+    SCRIPT,
+    Case,
+    content,
+    data,
+    plain_loss,
+    raw,
+    run,
+    weights,
+)  # fmt: skip
+
+import elche_jax as elche
+
+ANEW = (
+    "elche: the checkpoint is of {} devices, these are {}: the cadence, the guard's history and "
+    "counts_history begin anew."
+)
+
+
+def taken_up(case, folder, world, cadence=None):
+    """A training step that has taken up what is in a folder, and the state and cursor."""
+    train = case.build(world, cadence)
+    with elche.Checkpointer(train, elche.Checkpoints(folder)) as saver:
+        state, cursor = saver.restore(case.init(train), "must")
+    return train, state, cursor
+
+
+def totals(script):
+    return [sum(counts) for counts in script[:12]]
+
+
+def test_the_scripts_give_windows_the_same_microbatches():
+    assert totals(SCRIPT[2]) == totals(SCRIPT[4])
+
+
+@pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 4), (4, 1), (1, 4)])
+def test_other_devices_go_on_with_the_same_numbers(before, now, tmp_path, caplog):
+    case = GRADIENTS["dropout"]
+    scripts = {n: elche.Replay(SCRIPT[n]) for n in (2, 4)}
+    scripts[1] = elche.Replay([(total,) for total in totals(SCRIPT[4])] * 3)
+    # model state is merged from what the devices saw: it would depend on the split
+    case = Case(plain_loss, PLAIN, case.optimizer)
+    stopped, _ = run(case, tmp_path, world=before, cadence=scripts[before], until=EVERY)
+    want, _ = run(case, world=before, cadence=scripts[before])
+    train, state, cursor = taken_up(case, tmp_path, now, scripts[now])
+    assert ANEW.format(before, now) in caplog.messages
+    assert train.counts_history == [] and train.left_out == (0,) * now and train.skipped == 0
+    assert train.cadence_state == case.build(now, scripts[now]).cadence_state
+    elche.check_replicas(state)
+    assert content(elche.unreplicate(state)) == content(elche.unreplicate(stopped))
+    assert cursor.window == EVERY
+    for window in train.windows(data(), 2, epochs=2, cursor=cursor):
+        state, _ = train(state, window)
+    assert int(state.step[0]) == int(want.step[0]) == window.index + 1
+    for name in PLAIN:
+        got, wanted = (raw(elche.unreplicate(s.params)[name]) for s in (state, want))
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-7)
+    assert len(train.counts_history) == int(state.step[0]) - EVERY
+
+
+def test_other_devices_save_again_and_come_back(tmp_path):
+    case = GRADIENTS["dropout"]
+    run(case, tmp_path, until=EVERY)
+    state, train = run(case, tmp_path, world=2, until=2 * EVERY, resume="must")
+    back, here, cursor = taken_up(case, tmp_path, 2)
+    assert content(here) == content(state) and cursor.window == 2 * EVERY
+    assert back.counts_history == train.counts_history and len(train.counts_history) == EVERY
+
+
+@pytest.mark.parametrize("now", [1, 2])
+@pytest.mark.parametrize("name", ["keep", "average", "fragments", "int8", "delay"])
+def test_devices_that_have_their_own_are_averaged(name, now, tmp_path):
+    case = AVERAGES[name]
+    stopped, first = run(case, tmp_path, until=EVERY)
+    wanted = {key: np.array(leaf) for key, leaf in first.average(stopped).items()}
+    train, state, cursor = taken_up(case, tmp_path, now)
+    for key in PLAIN:
+        rows = raw(state.params[key])
+        assert (rows == rows[:1]).all()
+        np.testing.assert_allclose(rows[0], wanted[key], rtol=1e-6)
+    rest, here = (flat(s.replace(params=None)) for s in (stopped, state))
+    common = flat(first.common(stopped).replace(params=None))
+    assert rest.keys() == here.keys()
+    for key, rows in rest.items():
+        if key in common and rows.shape == common[key].shape:
+            want = rows[0]
+        elif np.issubdtype(rows.dtype, np.floating):
+            want = rows.astype(np.float64).mean(axis=0).astype(rows.dtype)
+        else:
+            want = rows.max(axis=0)
+        assert here[key].shape == (now, *want.shape)
+        for row in here[key]:
+            np.testing.assert_array_equal(row, want, err_msg=key)
+    for window in train.windows(data(), 2, epochs=2, cursor=cursor):
+        state, _ = train(state, window)
+    assert np.isfinite(raw(train.average(state)["a"])).all()
+    assert int(state.step[0]) == window.index + 1 > EVERY
+
+
+def flat(state):
+    named = jax.tree_util.tree_flatten_with_path(state)[0]
+    return {jax.tree_util.keystr(path): raw(leaf) for path, leaf in named}
+
+
+# -- another model, optimizer or cadence
+
+
+def stop(folder, case=None, **options):
+    run(case or GRADIENTS["dropout"], folder, world=1, until=EVERY, **options)
+
+
+OTHERS = {
+    "shape": (
+        Case(plain_loss, {"a": weights(4, 6), "b": weights(6)}),
+        r"leaf params/a is float32\[4, 5\] there and float32\[4, 6\] here",
+    ),
+    "dtype": (
+        Case(plain_loss, {"a": weights(4, 5), "b": weights(5, dtype="bfloat16")}),
+        r"leaf params/b is float32\[5\] there and bfloat16\[5\] here",
+    ),
+    "missing": (
+        Case(plain_loss, PLAIN | {"c.d": weights(2)}),
+        "leaf params/c%2Ed of this run is not in it",
+    ),
+    "extra": (Case(plain_loss, {"a": weights(4, 5)}), "its leaf params/b is not in this run"),
+    "optimizer": (
+        Case(plain_loss, PLAIN, optax.sgd(0.1, momentum=0.9)),
+        r"leaf opt_state/0/trace/a of this run is not in it",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain")
+    stop(folder, Case(plain_loss, PLAIN))
+    return folder
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_model(name, plain_run):
+    case, message = OTHERS[name]
+    text = rf"checkpoints: .*/3 must be of this model and optimizer, but {message}\. Is it another"
+    with pytest.raises(ValueError, match=text):
+        taken_up(case, plain_run, 1, elche.EveryBatch())
+    assert (plain_run / "3").is_dir()  # it is whole, and stays
+
+
+def test_an_optimizer_of_less_state(tmp_path):
+    """Another place of the tree, the same rule: the first leaf that is too much."""
+    stop(tmp_path, Case(plain_loss, PLAIN, optax.sgd(0.1, momentum=0.9)))
+    with pytest.raises(ValueError, match=r"its leaf opt_state/0/trace/a is not in this run"):
+        taken_up(Case(plain_loss, PLAIN, optax.sgd(0.1)), tmp_path, 1)
+
+
+def test_another_cadence_begins_anew(tmp_path, caplog):
+    case = GRADIENTS["dropout"]
+    _, before = run(case, tmp_path, cadence=elche.FixedTotal(8), until=EVERY)
+    train, _, _ = taken_up(case, tmp_path, 4, elche.Balanced(8))
+    assert (
+        "elche: the checkpoint is of a run with FixedTotal, this one has Balanced: the cadence "
+        "begins anew." in caplog.messages
+    )
+    assert train.cadence_state == case.build(4, elche.Balanced(8)).cadence_state
+    assert train.counts_history == before.counts_history
+
+
+class Mine:
+    """A cadence whose state nobody can store."""
+
+    adaptive = False
+
+    def init(self, world_size):
+        return type("MyState", (), {"counts": (1,) * world_size})()
+
+    def update(self, state, report, verdict=None):
+        return state
+
+
+def test_a_cadence_whose_state_cannot_be_stored(tmp_path, caplog):
+    case = GRADIENTS["dropout"]
+    with caplog.at_level(logging.WARNING, "elche_jax"):
+        want, train = run(case, tmp_path, cadence=Mine(), until=2 * EVERY)
+    again, state, _ = taken_up(case, tmp_path, 4, Mine())
+    assert content(state) == content(want)
+    assert again.counts_history == train.counts_history
+
+
+# -- the place in the data
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("batch_size", {"batch_size": 4}, r"batch_size .*\(2\), got 4"),
+        ("seed", {"seed": 1}, r"seed .*\(0\), got 1"),
+        ("shuffle", {"shuffle": False}, r"seed .*\(0\), got None"),
+        ("examples", {"data": data(94)}, r"examples .*\(96\), got 94"),
+    ],
+)
+@pytest.mark.parametrize("form", ["checkpoint", "json"])
+def test_data_that_are_read_otherwise(name, changed, message, form, plain_run):
+    case = Case(plain_loss, PLAIN)
+    train, _, cursor = taken_up(case, plain_run, 1)
+    if form == "json":
+        cursor = elche.Cursor.from_dict(json.loads(json.dumps(cursor.to_dict())))
+    asked = {"data": data(), "batch_size": 2} | changed
+    with pytest.raises(ValueError, match=rf"^windows: {message}\. Read otherwise"):
+        train.windows(asked.pop("data"), epochs=2, cursor=cursor, **asked)
+    train.windows(data(), 2, epochs=2, cursor=cursor).close()
+
+
+def test_a_cursor_of_a_checkpoint_without_reading(plain_run):
+    train, _, cursor = taken_up(Case(plain_loss, PLAIN), plain_run, 1)
+    numbers = {n: v for n, v in cursor.to_dict().items() if n != "reading"}
+    old = elche.Cursor.from_dict(numbers)
+    assert old == cursor and old.reading is None
+    train.windows(data(), 4, epochs=2, cursor=old).close()  # nobody knows
+    assert re.fullmatch(r"Cursor\(epoch=0, microbatch=7, window=3\)", repr(cursor))

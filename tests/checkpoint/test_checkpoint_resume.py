@@ -1,0 +1,106 @@
+"""A run that was stopped goes on as if it had not been, bit for bit."""
+
+import shutil
+
+import numpy as np
+import pytest
+from resumed import AVERAGES, CASES, EVERY, GRADIENTS, averaged, content, run, steps
+
+import elche_jax as elche
+
+AT = 6
+"""The checkpoint that is gone on from."""
+
+
+def both(case, folder, world, cadence=None):
+    """A run to its end, and one that goes on from a checkpoint of the first."""
+    whole = run(case, folder, world=world, cadence=cadence)
+    assert steps(folder)[:3] == [EVERY, AT, 3 * EVERY]
+    for step in steps(folder)[2:]:
+        shutil.rmtree(folder / str(step))
+    return whole, run(case, folder, world=world, cadence=cadence, resume="must")
+
+
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [(name, 4) for name in CASES] + [(name, 1) for name in (*GRADIENTS, "keep", "int8", "delay")],
+)
+def test_the_same_bits(name, world, tmp_path):
+    (state, train), (again, resumed) = both(CASES[name], tmp_path, world)
+    assert content(again) == content(state)
+    assert resumed.counts_history == train.counts_history
+    assert int(again.step[0]) == len(train.counts_history) > 2 * AT
+    if name in AVERAGES and world > 1:
+        assert_divergence(train.divergence, resumed.divergence)
+
+
+def assert_divergence(whole, resumed):
+    """Of the windows in flight at the checkpoint nothing was known yet."""
+    assert {repr(seen) for seen in resumed} <= {repr(seen) for seen in whole}
+    lost = {seen.window for seen in whole} - {seen.window for seen in resumed}
+    assert lost <= {AT - 3, AT - 2, AT - 1}
+
+
+@pytest.mark.parametrize("name", ["dropout", "keep", "host"])
+def test_the_same_bits_with_counts_that_do_not_change(name, tmp_path):
+    (state, train), (again, resumed) = both(CASES[name], tmp_path, 4, elche.EveryBatch())
+    assert content(again) == content(state)
+    assert resumed.counts_history == train.counts_history
+
+
+def test_counts_that_followed_the_speeds_of_another_process(tmp_path, caplog):
+    """What was measured is told to no other cadence; the run's own counts give its bits."""
+    rule = elche.ParameterAveraging(optimizer_state="keep")
+    config = elche.DDPConfig(policy="cadence", exchange="host", anchor=1, max_anchor=2)
+    (state, train), _ = both(averaged(rule, config=config, cadence=None), tmp_path, 4)
+    for step in steps(tmp_path)[2:]:
+        shutil.rmtree(tmp_path / str(step))
+    caplog.clear()
+    again, resumed = run(
+        averaged(rule, config=elche.DDPConfig(exchange="host")), tmp_path, resume="must",
+        cadence=elche.Replay(train.counts_history),
+    )  # fmt: skip
+    assert content(again) == content(state)
+    assert resumed.counts_history == train.counts_history
+    assert (
+        "elche: the checkpoint is of a run with ElChe, this one has Replay: the cadence begins "
+        "anew." in caplog.messages
+    )
+
+
+@pytest.mark.parametrize("name", ["dropout", "average"])
+def test_stopped_between_two_checkpoints(name, tmp_path):
+    """The windows since the last one are lost, and trained again; saving changes nothing."""
+    case = CASES[name]
+    run(case, tmp_path, until=2 * EVERY + 2)
+    assert steps(tmp_path) == [EVERY, 2 * EVERY]
+    (again, resumed), (state, train) = run(case, tmp_path, resume="must"), run(case)
+    assert content(again) == content(state)
+    assert resumed.counts_history == train.counts_history
+
+
+def test_every_case_has_what_it_is_for():
+    """Devices differ where they should, and the guard has something to say."""
+    state, train = run(AVERAGES["keep"], until=4)
+    assert len(train.divergence) == 4
+    own = np.asarray(state.opt_state[0].mu["a"])
+    assert not np.array_equal(own[0], own[1])
+    state, _ = run(AVERAGES["int8"], until=4)
+    assert np.abs(np.asarray(state.averaging.error[0])).max() > 0
+    state, _ = run(AVERAGES["fragments"], until=4)
+    assert len({row.tobytes() for row in np.asarray(state.params["a"])}) > 1
+    state, _ = run(GRADIENTS["scaled"])
+    assert len(set(np.asarray(state.loss_scale.scale).tolist())) == 1
+    assert float(state.loss_scale.scale[0]) != 2.0**14
+
+
+def test_the_cadence_goes_on_with_what_it_has_measured(tmp_path):
+    case = GRADIENTS["dropout"]
+    _, train = run(case, tmp_path, cadence=elche.FixedTotal(8), until=EVERY)
+    fresh = case.build(cadence=elche.FixedTotal(8))
+    begun = fresh.cadence_state
+    with elche.Checkpointer(fresh, elche.Checkpoints(tmp_path)) as saver:
+        saver.restore(case.init(fresh), "must")
+    assert fresh.counts_history == train.counts_history
+    assert fresh.cadence_state != begun
+    assert fresh.cadence_state.to_dict().keys() == train.cadence_state.to_dict().keys()

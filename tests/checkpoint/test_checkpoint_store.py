@@ -1,0 +1,336 @@
+"""What is written is read, or known to be damaged; and what is kept."""
+
+import json
+import logging
+import math
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from elche_jax.checkpoint.leaves import LeafSpec, names_of, nested, unwritten, written
+from elche_jax.checkpoint.store import DamagedCheckpoint, OtherFormat, Store
+
+RANDOM = np.random.default_rng(0)
+LEAVES = {
+    "params/w": RANDOM.normal(size=(40, 30)).astype("float32"),
+    "params/half": RANDOM.normal(size=(7, 3)).astype(ml_dtypes.bfloat16),
+    "params/number": np.array(1.5, ml_dtypes.bfloat16)[()],
+    "params/empty": np.empty((0, 3), "float32"),
+    "empty/too": np.empty((4, 0), ml_dtypes.bfloat16),
+    "small": np.array([True, False]),
+    "int4": np.array([1, -8, 7], ml_dtypes.int4),
+    "float8": np.array([0.5, np.nan], ml_dtypes.float8_e4m3fn),
+    "nan": np.array([np.nan, -0.0, np.inf], "float64"),
+    "key": np.array([1, 2**32 - 1], "uint32"),
+    "counts": RANDOM.integers(0, 9, (5, 4)),
+    "a%2Fb/%2E%2E/größe": np.int32(3),
+}
+OWN = frozenset({"counts"})
+
+
+def same(one, other):
+    """Whether leaves are alike: shapes, dtypes and bits."""
+    assert one.keys() == other.keys()
+    return all(
+        (x.shape, x.dtype, x.tobytes()) == (other[n].shape, other[n].dtype, other[n].tobytes())
+        for n, x in one.items()
+    )
+
+
+def fill(folder, steps=(1, 2), **kept):
+    """A folder of checkpoints; their leaves differ in one number."""
+    store = Store(folder, keep_last=len(steps), **kept)
+    for step in steps:
+        store.save(step, leaves(step), OWN, {"step": step}, score=float(step))
+    store.close()
+    return folder
+
+
+def leaves(step):
+    return LEAVES | {"step": np.int32(step)}
+
+
+def is_whole(saved):
+    step = saved.step
+    assert saved.notes == {"step": step}
+    assert {name for name, spec in saved.specs.items() if spec.own} == OWN
+    return same(saved.leaves, leaves(step))
+
+
+def test_what_is_written_is_read(tmp_path):
+    store = Store(fill(tmp_path), keep_last=2)
+    assert store.steps == [1, 2]
+    assert is_whole(store.read(1)) and is_whole(store.newest())
+    size = store.save(3, {"w": np.zeros((3, 4), "float32")}, OWN, {})
+    assert size == 48 and store.steps == [2, 3]
+    store.close()
+
+
+def test_a_step_that_is_there_is_not_overwritten(tmp_path):
+    store = Store(fill(tmp_path))
+    with pytest.raises(Exception, match="step 2 already exists"):
+        store.save(2, LEAVES, OWN, {})
+    assert is_whole(store.newest())
+    store.close()
+
+
+# -- damage
+
+
+def flipped(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    return fill(tmp_path_factory.mktemp("filled"))
+
+
+@pytest.mark.parametrize("damage", [flipped, cut, Path.unlink])
+def test_every_file_of_a_checkpoint_may_be_damaged(damage, filled, tmp_path, caplog):
+    files = [path.relative_to(filled) for path in (filled / "2").rglob("*") if path.is_file()]
+    assert len(files) > 5
+    noticed = 0
+    for number, file in enumerate(sorted(files)):
+        folder = tmp_path / str(number)
+        shutil.copytree(filled, folder)
+        damage(folder / file)
+        caplog.clear()
+        store = Store(folder, keep_last=2, keep_best=1)
+        try:
+            whole = is_whole(store.read(2))
+        except DamagedCheckpoint as error:
+            whole = False
+            noticed += 1
+            assert str(error).startswith(f"checkpoint: {folder / '2'} must be as it was written")
+            assert is_whole(store.newest()) and store.steps == [1]
+            assert (folder / "damaged-2-0").is_dir() and not (folder / "2").exists()
+            warned = [r.getMessage() for r in caplog.records if r.name == "elche_jax"]
+            assert len(warned) == 1
+            assert warned[0].startswith(f"elche: {error}".rstrip(".")[:60])
+            assert warned[0].endswith(
+                f"It was renamed to {folder / 'damaged-2-0'}; the one before is taken."
+            )
+        else:
+            assert whole, file
+            assert store.newest().step == 2
+        store.save(3, leaves(3), OWN, {"step": 3}, score=3.0)
+        if not whole:
+            store.save(4, leaves(4), OWN, {"step": 4}, score=4.0)
+        assert is_whole(store.newest())
+        store.close()
+    assert noticed >= 4  # the list of leaves, and three that hold the leaves
+
+
+def test_a_damaged_step_is_written_anew_and_damaged_again(filled, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(filled, folder)
+    for number in range(2):
+        flipped(folder / "2" / "manifest" / "metadata")
+        store = Store(folder, keep_last=2)
+        assert store.newest().step == 1
+        assert (folder / f"damaged-2-{number}").is_dir()
+        store.save(2, leaves(2), OWN, {"step": 2})
+        assert is_whole(store.newest()) and store.steps == [1, 2]
+        store.close()
+
+
+def test_all_are_damaged(filled, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(filled, folder)
+    for step in "12":
+        shutil.rmtree(folder / step / "state")
+    store = Store(folder)
+    assert store.newest() is None and store.steps == []
+    store.close()
+
+
+def change(folder, **values):
+    """Changes the list of leaves as another version would write it."""
+    from elche_jax.checkpoint.store import _digest
+
+    path = folder / "2" / "manifest" / "metadata"
+    text = json.dumps(json.loads(json.loads(path.read_text())["text"]) | values)
+    path.write_text(json.dumps({"text": text, "digest": _digest(text)}))
+
+
+def test_another_format_is_no_damage(filled, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(filled, folder)
+    change(folder, format=2)
+    store = Store(folder, keep_best=1)
+    with pytest.raises(
+        OtherFormat, match=r"checkpoint: .*/2 must have format 1, got 2\. Read it with the version"
+    ):
+        store.newest()
+    assert store.steps == [1, 2]  # nothing was put aside
+    store.close()
+
+
+@pytest.mark.parametrize("error", [MemoryError, PermissionError])
+def test_what_cannot_be_read_now_is_not_put_aside(error, filled, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    shutil.copytree(filled, folder)
+    store = Store(folder)
+
+    def fails(*_):
+        raise error("not now")
+
+    with monkeypatch.context() as patch, pytest.raises(error, match="not now"):
+        patch.setattr(store, "_read", fails)
+        store.newest()
+    assert is_whole(store.newest()) and store.steps == [1, 2]
+    store.close()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from elche_jax.checkpoint.store import Store
+
+store = Store(Path(sys.argv[1]))
+rename = os.rename
+
+def kill(*arguments, **options):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+os.rename = os.replace = Path.rename = kill
+store.save(3, {"w": np.ones((100, 100))}, frozenset(), {})
+"""
+
+
+def test_what_a_killed_save_leaves_behind(filled, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(filled, folder)
+    done = subprocess.run([sys.executable, "-c", KILLED, folder], timeout=120, check=False)
+    assert done.returncode == -9
+    left = [path.name for path in folder.iterdir() if path.name not in "12"]
+    assert left, "the temporary folder"
+    store = Store(folder, keep_last=2)
+    assert store.steps == [1, 2] and is_whole(store.newest())
+    store.save(3, leaves(3), OWN, {"step": 3})
+    assert is_whole(store.newest()) and store.steps == [2, 3]
+    store.close()
+    assert sorted(path.name for path in folder.iterdir()) == ["2", "3"]
+
+
+# -- what is kept
+
+SCORES = st.none() | st.sampled_from([math.nan, math.inf, 0.0, 1.0, 2.0, -3.5])
+
+
+def must_remain(scores, last, best, mode):
+    """Steps that must be there after saves 1, 2, ...: one look back over all of them."""
+    steps = range(1, len(scores) + 1)
+    known = [n for n in steps if scores[n - 1] is not None and math.isfinite(scores[n - 1])]
+    sign = 1 if mode == "min" else -1
+    remain = set(list(steps)[-last:])
+    for _ in range(min(best, len(known))):
+        found = min(known, key=lambda n: (sign * scores[n - 1], n))
+        known.remove(found)
+        remain.add(found)
+    return sorted(remain)
+
+
+@settings(max_examples=12)
+@given(
+    scores=st.lists(SCORES, min_size=2, max_size=7),
+    last=st.integers(1, 2),
+    best=st.integers(0, 2),
+    mode=st.sampled_from(["min", "max"]),
+    again=st.integers(1, 6),
+)
+def test_the_last_and_the_best_remain(scores, last, best, mode, again):
+    with tempfile.TemporaryDirectory() as name:
+        store = Store(Path(name), last, best, mode)
+        for step, score in enumerate(scores, start=1):
+            if step == again:
+                store.close()
+                store = Store(Path(name), last, best, mode)
+            store.save(step, {"w": np.int32(step)}, frozenset(), {}, score)
+            assert store.steps == must_remain(scores[:step], last, best, mode)
+        store.close()
+        there = sorted(int(path.name) for path in Path(name).iterdir())
+        assert there == must_remain(scores, last, best, mode)
+
+
+def test_the_score_of_a_damaged_one_is_unknown(tmp_path):
+    folder = fill(tmp_path, (1, 2, 3))
+    flipped(folder / "1" / "manifest" / "metadata")  # it was the best
+    store = Store(folder, keep_last=1, keep_best=1)
+    store.save(4, LEAVES, OWN, {}, score=9.0)
+    assert store.steps == [2, 4]
+    store.close()
+
+
+# -- names and bytes
+
+
+def test_names():
+    tree = {"a.b": {"c/d": 1, "": 2}, "%": [3, (4, {"5": 5})]}
+    names = names_of(tree)
+    assert names == ["%25/0", "%25/1/0", "%25/1/1/5", "a%2Eb/%", "a%2Eb/c%2Fd"]
+    assert names_of({1: 0, 2: 0}) == ["[1]", "[2]"]
+    assert nested(dict(zip(names, range(5), strict=True))) == {
+        "%25": {"0": 0, "1": {"0": 1, "1": {"5": 2}}},
+        "a%2Eb": {"%": 3, "c%2Fd": 4},
+    }
+
+
+def test_names_that_are_not_unique():
+    class Same:
+        """Two keys of one name."""
+
+        def __repr__(self):
+            return "same"
+
+        def __lt__(self, other):
+            return id(self) < id(other)
+
+    with pytest.raises(
+        ValueError,
+        match=r"checkpoint: every leaf must have a name of its own, got '\[same\]' twice\. Rename",
+    ):
+        names_of({Same(): 1, Same(): 2})
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_bytes_come_back(name):
+    leaf = LEAVES[name]
+    spec = LeafSpec.of(leaf, own=False)
+    back = unwritten(written(leaf), spec)
+    assert same({"": back}, {"": np.asarray(leaf)})
+    assert LeafSpec.of(back, own=False) == spec
+    if leaf.size:
+        other = bytearray(leaf.tobytes())
+        other[-1] ^= 1
+        changed = np.frombuffer(bytes(other), leaf.dtype).reshape(leaf.shape)
+        assert LeafSpec.of(changed, own=False) != spec
+
+
+def test_jax_arrays_of_unusual_types_have_the_same_names():
+    for name in ("bfloat16", "float8_e5m2", "int4"):
+        assert np.asarray(jnp.zeros(2, name)).dtype == np.dtype(name)
+
+
+def test_nothing_is_said_of_a_store_that_is_whole(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "elche_jax"):
+        store = Store(fill(tmp_path))
+        store.newest()
+        store.close()
+    assert [r for r in caplog.records if r.name == "elche_jax"] == []

@@ -1,0 +1,106 @@
+"""The command line as real processes: devices, pipes, Ctrl-C. Few of them: each is slow."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-W", "error", "-m", "elche_jax"]
+GIVE_UP = 120
+# a process that was started in the background ignores Ctrl-C
+LISTENING = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from elche_jax.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a command in an empty folder; ends what is left of it."""
+    started = []
+
+    def start(*argv, command=COMMAND, **env):
+        process = subprocess.Popen(
+            [*command, *argv],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_arguments_are_above_the_environment(start):
+    process = start(
+        "devices", "--cpu-devices", "3", "--no-probe", "--json",
+        XLA_FLAGS="--xla_force_host_platform_device_count=5",
+        JAX_NUM_CPU_DEVICES="6",
+        JAX_PLATFORMS="cuda",
+    )  # fmt: skip
+    out, err = process.communicate(timeout=GIVE_UP)
+    assert (process.returncode, err) == (0, "")
+    assert [device["platform"] for device in json.loads(out)["devices"]] == ["cpu"] * 3
+
+
+def test_emulated_devices_are_made_and_advised_on(start):
+    process = start(
+        "advise", "--emulate", "1,3", "--seconds", "0.05", "--batch-size", "2", "--json"
+    )
+    out, err = process.communicate(timeout=GIVE_UP)
+    assert (process.returncode, err) == (0, "")
+    advice = json.loads(out)
+    pairs = zip(advice["devices"], (1, 3), strict=True)
+    assert all(device["solo_ms"] >= ms for device, ms in pairs)
+    assert len(advice["devices"]) == len(advice["elche"]["counts"]) == 2
+
+
+def test_demo(start):
+    process = start("demo", "--short")
+    out, err = process.communicate(timeout=GIVE_UP)
+    assert process.returncode == 0
+    assert re.fullmatch(r"equal counts: [\d.]+ s\nElChe: [\d.]+ s\n", err)
+    lines = out.splitlines()
+    assert lines[0] == "elche: 4 devices | cpu x4"
+    assert lines[1] == "3,200 examples, limit 4,400 examples/s"
+    assert lines[2].split() == ["equal", "counts", "ElChe"]
+    rows = {re.split(r"\s{2,}", line)[0]: line for line in lines[3:-1]}
+    assert list(rows) == [
+        "training time", "examples/s", "busy share", "share of the limit", "updates", "accuracy",
+    ]  # fmt: skip
+    assert len(re.findall(r"\d+%", rows["busy share"])) == 8
+    plain, elche = map(int, rows["updates"].split()[1:])
+    assert (plain, elche < plain) == (100, True)
+    assert lines[-1].endswith("times as fast on the same four devices")
+
+
+def test_nobody_reads_any_more(start):
+    process = start("devices", "--cpu-devices", "1", "--seconds", "0.01")
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline() == "elche: 1 device | cpu\n"
+    process.stdout.close()
+    assert process.wait(GIVE_UP) == 141
+    assert "Traceback" not in process.stderr.read()
+
+
+def test_ctrl_c(start):
+    process = start("demo", command=[*COMMAND[:-2], "-c", LISTENING])
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)][1].startswith("16,000 examples")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=GIVE_UP)
+    assert (process.returncode, out, err) == (130, "", "elche-jax demo: stopped\n")

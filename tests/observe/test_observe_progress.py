@@ -1,0 +1,330 @@
+"""The progress display: on a terminal that is real, as plain lines, and when nobody looks."""
+
+import contextlib
+import io
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from elche_jax.observe import progress as module
+from elche_jax.observe.progress import Progress
+
+ROOT = Path(__file__).parents[2]
+HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
+pty = pytest.importorskip("pty", reason="needs a pseudo terminal, which this system has not")
+
+
+class Terminal:
+    """A pseudo terminal: what is written to `stream` is read from the other end."""
+
+    def __init__(self):
+        self._master, slave = os.openpty()
+        self.stream = open(slave, "w", encoding="utf-8")  # noqa: SIM115, closed below
+        self._text = b""
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self):
+        with contextlib.suppress(OSError):  # the other end was closed
+            while data := os.read(self._master, 4096):
+                self._text += data
+
+    @property
+    def text(self):
+        """All that was written; closes the terminal."""
+        self.stream.close()
+        self._reader.join()
+        return self._text.decode()
+
+
+def plain(text):
+    """Without colours and moves."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    terminal = Terminal()
+    yield terminal
+    _ = terminal.text
+
+
+class Clock:
+    """A clock that stands until it is set."""
+
+    now = 100.0
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+# not a terminal
+
+
+def test_one_line_per_epoch_and_nothing_else():
+    out = io.StringIO()
+    with Progress(60, 3, ["a", "b"], stream=out) as progress:
+        for step in range(60):
+            progress.update(step // 20, step + 1, 6.0 / (step + 1), 1234.5, (0.9, 0.8))
+            assert out.getvalue().count("\n") == step // 20
+    assert out.getvalue() == (
+        "epoch 1 of 3: loss 0.3, 1,234 examples/s\n"
+        "epoch 2 of 3: loss 0.15, 1,234 examples/s\n"
+        "epoch 3 of 3: loss 0.1, 1,234 examples/s\n"
+    )
+
+
+def test_lines_and_numbers_that_are_not_known():
+    out = io.StringIO()
+    with Progress(None, 2, [], stream=out) as progress:
+        progress.line("a [bold]line[/]")
+        progress.update(0, 1)
+        progress.update(1, 2, loss=float("nan"))
+    assert out.getvalue() == "a [bold]line[/]\nepoch 1 of 2\nepoch 2 of 2: loss nan\n"
+
+
+def test_an_epoch_that_was_broken_off_has_no_line():
+    out = io.StringIO()
+    with pytest.raises(KeyError), Progress(9, 2, [], stream=out) as progress:
+        progress.update(0, 1)
+        raise KeyError
+    with Progress(9, 2, [], stream=out):
+        pass  # nothing was done
+    assert out.getvalue() == ""
+
+
+def test_a_stream_of_few_letters():
+    raw = io.BytesIO()
+    with Progress(9, 2, [], stream=io.TextIOWrapper(raw, "ascii")) as progress:
+        progress.line("naïve")
+        assert raw.getvalue() == b"na?ve\n"
+
+
+def test_a_dumb_terminal_gets_lines(terminal, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    with Progress(9, 1, ["a"], stream=terminal.stream) as progress:
+        progress.update(0, 9, 1.0)
+    assert terminal.text == "epoch 1 of 1: loss 1\r\n"
+
+
+def test_the_stream_is_the_standard_error_of_now(capsys):
+    with Progress(9, 1, []) as progress:
+        progress.line("here")
+    assert capsys.readouterr().err == "here\n"
+
+
+# a terminal
+
+
+def test_the_bar(terminal, clock):
+    with Progress(200, 4, ["5 ms", "[b]20 ms"], stream=terminal.stream) as progress:
+        progress.update(0, 40)
+        clock.now += 10
+        progress.update(1, 80, 1.25, 3119.4, (0.91, 0.785))
+        progress.line("a [line]")
+    text = terminal.text
+    shown = plain(text)
+    # 40 in ten seconds, so the other 120 take thirty
+    assert re.search(r"epoch 2/4 +.*40% +loss 1\.25  3,119 examples/s  0:30 left", shown)
+    assert "busy: 5 ms 91%   [b]20 ms 78%" in shown and "a [line]" in shown
+    assert "epoch 1/4" in shown and "starting" in shown
+    assert text.index(HIDE) < text.rindex(SHOW) and text.rindex(HIDE) < text.rindex(SHOW)
+
+
+def test_at_most_ten_pictures_a_second(terminal, clock):
+    with Progress(10_000, 1, ["a"], stream=terminal.stream) as progress:
+        for step in range(1000):
+            clock.now = 100 + step / 1000
+            progress.update(0, step + 1)
+    pictures = plain(terminal.text).count("epoch 1/1")
+    assert 10 <= pictures <= 11  # and the last one
+
+
+def test_without_a_total_and_with_many_devices(terminal, clock):
+    names = [f"gpu:{rank}" for rank in range(64)]
+    busy = [0.5] + [0.75] * 62 + [1.0]
+    with Progress(None, 4, names, stream=terminal.stream) as progress:
+        progress.update(0, 1234, busy=busy)
+        clock.now += 5000
+        progress.update(0, 2345, busy=busy)
+    shown = plain(terminal.text)
+    assert "2,345 microbatches" in shown and "%  " not in shown and "left" not in shown
+    assert "busy: least 50%, mean 75%, most 100% of 64 devices" in shown
+
+
+def test_long_runs_say_hours(terminal, clock):
+    with Progress(1000, 1, [], stream=terminal.stream) as progress:
+        progress.update(0, 0)
+        clock.now += 40
+        progress.update(0, 10)
+    assert "1:06:00 left" in plain(terminal.text)
+
+
+def test_no_thread_is_started(terminal):
+    before = set(threading.enumerate())
+    with Progress(10, 1, ["a"], stream=terminal.stream) as progress:
+        progress.update(0, 5)
+        assert set(threading.enumerate()) == before
+
+
+def test_what_is_logged_to_the_terminal_appears_above_the_bar(terminal, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal.stream)
+    handler = logging.StreamHandler(terminal.stream)
+    logger = logging.getLogger("elche_jax")
+    logger.addHandler(handler)
+    try:
+        with Progress(10, 1, ["a"]) as progress:
+            progress.update(0, 5)
+            logger.warning("a warning")
+            print("printed", file=sys.stderr)
+        assert handler.stream is sys.stderr is terminal.stream
+    finally:
+        logger.removeHandler(handler)
+    # Where the bar was wiped out, not behind it, where the next picture would wipe them out.
+    text = terminal.text
+    for words in ("a warning", "printed"):
+        assert re.search(rf"\x1b\[2K{words}\r\n", text)
+
+
+def test_what_goes_to_a_file_stays_out_of_the_terminal(terminal, monkeypatch):
+    file = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", file)
+    with Progress(10, 1, ["a"], stream=terminal.stream) as progress:
+        progress.update(0, 5)
+        print("into the file")
+        assert sys.stdout is file
+    assert file.getvalue() == "into the file\n" and "into the file" not in terminal.text
+
+
+def test_after_an_error_the_terminal_is_as_before(terminal, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal.stream)
+    with pytest.raises(KeyError), Progress(10, 1, ["a"]) as progress:
+        progress.update(0, 5)
+        assert sys.stderr is not terminal.stream
+        raise KeyError
+    assert sys.stderr is terminal.stream
+    text = terminal.text
+    assert text.rindex(SHOW) > text.rindex(HIDE)
+
+
+INTERRUPTED = """
+import sys
+from elche_jax.observe.progress import Progress
+with Progress(10**9, 1, ["a"]) as progress:
+    progress.update(0, 1)
+    print("ready", flush=True)
+    step = 1
+    while True:
+        step += 1
+        progress.update(0, step, 1.0, 1.0, (0.5,))
+"""
+
+
+def test_ctrl_c_gives_the_terminal_back(terminal):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED], env=environment, stdout=subprocess.PIPE,
+        stderr=terminal.stream,
+    ) as child:  # fmt: skip
+        assert child.stdout.readline() == b"ready\n"
+        child.send_signal(signal.SIGINT)
+        assert child.wait(60) == -signal.SIGINT
+    text = terminal.text
+    assert text.rindex(SHOW) > text.rindex(HIDE)
+    assert text.rindex("KeyboardInterrupt") > text.rindex(SHOW)
+
+
+# a stream that goes away
+
+
+def test_a_closed_stream_does_not_stop_the_run(clock):
+    out = io.StringIO()
+    with Progress(60, 3, ["a"], stream=out) as progress:
+        progress.update(0, 1)
+        out.close()
+        progress.update(1, 2)
+        progress.line("nobody sees it")
+        progress.update(2, 3)
+    with Progress(60, 3, ["a"], stream=out) as progress:  # closed from the beginning
+        progress.update(0, 1)
+        progress.update(1, 1)
+
+
+def test_a_terminal_that_goes_away_does_not_stop_the_run(clock, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    end, other = os.openpty()
+    stream = open(other, "w")  # noqa: SIM115, closed below
+    with Progress(60, 3, ["a"], stream=stream) as progress:
+        progress.update(0, 1)
+        assert progress._live is not None
+        os.close(end)
+        with pytest.raises(OSError, match="Input/output error"):
+            os.write(other, b"x")
+        for step in range(5):
+            clock.now += 1
+            progress.update(1, 2 + step)
+        assert progress._live is None
+        progress.line("nobody sees it")
+    assert sys.stderr is stderr
+    with pytest.raises(OSError, match="Input/output error"):  # what it could not write
+        stream.close()
+
+
+def test_a_pipe_that_breaks_does_not_end_the_process(clock, monkeypatch):
+    """Rich's own console would leave with `SystemExit`."""
+
+    class Broken(io.StringIO):
+        broken = False
+
+        def isatty(self):
+            return True
+
+        def write(self, text):
+            if self.broken:
+                raise BrokenPipeError
+            return super().write(text)
+
+    monkeypatch.setenv("TERM", "xterm")
+    out = Broken()
+    with Progress(60, 3, ["a"], stream=out) as progress:
+        progress.update(0, 1)
+        assert "epoch 1/3" in plain(out.getvalue())
+        out.broken = True
+        clock.now += 1
+        progress.update(0, 2)
+        progress.update(1, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        ((0, 1, []), ValueError, r"total must be at least 1, got 0\.$"),
+        ((1.5, 1, []), TypeError, r"total must be an integer, got 1\.5 \(float\)\.$"),
+        ((1, 0, []), ValueError, r"epochs must be at least 1, got 0\.$"),
+        ((1, 1, "ab"), TypeError, r"devices must be a sequence of strings, got 'ab' \(str\)\.$"),
+        ((1, 1, ["a", 3]), TypeError, r"devices\[1\] must be of type str, got 3 \(int\)\.$"),
+    ],
+)
+def test_what_is_refused(arguments, kind, text):
+    with pytest.raises(kind, match="^Progress: " + text):
+        Progress(*arguments)

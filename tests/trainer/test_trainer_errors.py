@@ -1,0 +1,133 @@
+"""Wrong arguments of `Trainer`, `fit` and what one hands to them."""
+
+import numpy as np
+import optax
+import pytest
+from fitting import DATA, HELD_OUT, PARAMS, loss_fn, metric_fn, trainer
+from hypothesis import given, strategies as st
+
+import elche_jax as elche
+from elche_jax.trainer.evaluation import Patience
+
+EVALUATION = elche.Evaluation(metric_fn, HELD_OUT, 16)
+
+
+@pytest.fixture(scope="module")
+def one():
+    return trainer()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"params": None}, TypeError, r"^Trainer\.fit: params must be given, got None\.$"),
+        ({"data": None}, TypeError, r"^Trainer\.fit: data must be given, got None\.$"),
+        ({"batch_size": None}, TypeError, r"^data: batch_size must be an integer, got None"),
+        ({"batch_size": 0}, ValueError, r"^data: batch_size must be at least 1, got 0\.$"),
+        ({"epochs": 0}, ValueError, r"^Trainer\.fit: epochs must be at least 1, got 0\.$"),
+        ({"epochs": 1.0}, TypeError, r"^Trainer\.fit: epochs must be an integer, got 1\.0"),
+        ({"max_windows": 0}, ValueError, r"^Trainer\.fit: max_windows must be at least 1, got 0"),
+        ({"log_every": 0}, ValueError, r"^Trainer\.fit: log_every must be at least 1, got 0"),
+        ({"max_seconds": 0}, ValueError, r"^Trainer\.fit: max_seconds must be above 0, got 0"),
+        ({"evaluation": metric_fn}, TypeError, r"^Trainer\.fit: evaluation must be of type Eval"),
+        ({"early_stopping": 3}, TypeError, r"^Trainer\.fit: early_stopping must be of type Early"),
+        ({"checkpoints": "a"}, TypeError, r"^Trainer\.fit: checkpoints must be of type Checkpoi"),
+        ({"run_dir": 3}, TypeError, r"^Trainer\.fit: run_dir must be a path or None, got 3 \(int"),
+        ({"resume": "yes"}, ValueError, r"^Trainer\.fit: resume must be one of 'never', 'auto', "),
+        ({"progress": 1}, TypeError, r"^Trainer\.fit: progress must be of type bool, got 1 \(int"),
+        ({"callbacks": [print]}, TypeError, r"^Trainer\.fit: callbacks\[0\] must be of type Call"),
+        ({"callbacks": 3}, TypeError, r"^Trainer\.fit: callbacks must be a sequence of Callback"),
+        ({"writers": ["a"]}, TypeError, r"^Trainer\.fit: writers\[0\] must be of type Writer"),
+        (
+            {"resume": "auto"}, ValueError,
+            r"^Trainer\.fit: resume must be 'never' without checkpoints, got 'auto'\. Pass chec",
+        ),
+        (
+            {"checkpoints": elche.Checkpoints()}, ValueError,
+            r"^Trainer\.fit: checkpoints must have a folder where there is no run_dir, got None",
+        ),
+        ({"nonsense": 1}, TypeError, r"unexpected keyword argument 'nonsense'"),
+    ],
+)  # fmt: skip
+def test_arguments_of_fit(one, options, error, message):
+    arguments = {"params": PARAMS, "data": DATA, "batch_size": 8, "progress": False} | options
+    with pytest.raises(error, match=message):
+        one.fit(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"metric_fn": 3}, TypeError, r"^Evaluation: metric_fn must be callable, got 3 \(int\)"),
+        ({"every_epochs": 0}, ValueError, r"^Evaluation: every_epochs must be at least 1, got 0"),
+        ({"every_windows": 0}, ValueError, r"^Evaluation: every_windows must be at least 1, got"),
+        (
+            {"every_epochs": None}, ValueError,
+            r"^Evaluation: every_epochs must be at least 1 where every_windows is None, got None",
+        ),
+    ],
+)  # fmt: skip
+def test_arguments_of_an_evaluation(options, error, message):
+    with pytest.raises(error, match=message):
+        elche.Evaluation(**{"metric_fn": metric_fn, "data": HELD_OUT} | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"monitor": 3}, TypeError, r"^EarlyStopping: monitor must be of type str, got 3 \(int\)"),
+        ({"mode": "best"}, ValueError, r"^EarlyStopping: mode must be one of 'min', 'max', got "),
+        ({"patience": 0}, ValueError, r"^EarlyStopping: patience must be at least 1, got 0\.$"),
+        ({"min_delta": -1}, ValueError, r"^EarlyStopping: min_delta must be at least 0, got -1"),
+    ],
+)
+def test_arguments_of_early_stopping(options, error, message):
+    with pytest.raises(error, match=message):
+        elche.EarlyStopping(**options)
+
+
+def test_the_trainers_own_arguments():
+    with pytest.raises(TypeError, match=r"^Trainer: config must be of type DDPConfig, got 3"):
+        elche.Trainer(loss_fn, optax.sgd(0.1), config=3)
+    with pytest.raises(TypeError, match=r"^build_train_step: loss_fn must be callable, got int"):
+        elche.Trainer(3, optax.sgd(0.1))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'lr'"):
+        elche.Trainer(loss_fn, optax.sgd(0.1), lr=1)
+
+
+@pytest.mark.parametrize("evaluation", [None, EVALUATION])
+def test_a_metric_that_nobody_gives(one, evaluation):
+    known = "'loss', 'mae'" + (", 'error'" if evaluation else "")
+    with pytest.raises(ValueError, match=rf"^EarlyStopping: monitor must be one of {known}, got "):
+        one.fit(
+            PARAMS, DATA, 8, 2, evaluation=evaluation, progress=False,
+            early_stopping=elche.EarlyStopping("accuracy"),
+        )  # fmt: skip
+
+
+def test_a_score_that_nobody_gives(one, tmp_path):
+    saving = elche.Checkpoints(tmp_path, keep_best=1, monitor="accuracy")
+    with pytest.raises(ValueError, match=r"^Checkpoints: monitor must be one of 'loss', 'mae', go"):
+        one.fit(PARAMS, DATA, 8, 2, checkpoints=saving, progress=False)
+
+
+@given(
+    st.lists(st.one_of(st.integers(0, 5).map(float), st.just(float("nan"))), max_size=12),
+    st.integers(1, 4), st.sampled_from(["min", "max"]), st.sampled_from([0.0, 1.0]),
+)  # fmt: skip
+def test_patience_by_its_definition(values, patience, mode, delta):
+    rule = elche.EarlyStopping("x", mode, patience, delta)
+    state, stopped = Patience(), None
+    for at, value in enumerate(values):
+        state = state.see(rule, value)
+        if stopped is None and state.over(rule):
+            stopped = at
+    # independently: the run ends where `patience` values in a row beat none before them
+    best, since, want = None, 0, None
+    for at, value in enumerate(values):
+        signed = -value if mode == "min" else value
+        better = not np.isnan(value) and (best is None or signed > best + delta)
+        best, since = (signed, 0) if better else (best, since + 1)
+        if want is None and since == patience:
+            want = at
+    assert stopped == want

@@ -1,0 +1,166 @@
+"""A run in the background: followed, stopped, joined; and programs that do not wait for it."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from fitting import DATA, PARAMS, own_loop, same_bits, trainer
+
+import elche_jax as elche
+
+HERE = Path(__file__).parent
+
+
+class Gate(elche.Callback):
+    """Holds the run at the end of an epoch until it is opened."""
+
+    def __init__(self, epoch):
+        self.epoch, self.there, self.open = epoch, threading.Event(), threading.Event()
+
+    def on_epoch(self, moment, metrics):
+        if metrics.epoch == self.epoch:
+            self.there.set()
+            assert self.open.wait(60)
+
+
+def test_a_handle_follows_the_run():
+    _, state, _ = own_loop()
+    gate = Gate(1)
+    handle = trainer().start(PARAMS, DATA, 8, 3, callbacks=[gate], progress=False)
+    assert gate.there.wait(60) and handle.running
+    polled = handle.poll()  # two epochs are over, the third has not begun
+    assert [m.epoch for m in polled] == [0, 1] and handle.poll() == ()
+    gate.open.set()
+    followed = list(handle.metrics())
+    assert [m.epoch for m in followed] == [0, 1, 2] and followed[:2] == list(polled)
+    assert [m.epoch for m in handle.poll()] == [2]
+    result = handle.join()
+    assert not handle.running and same_bits(result.state, state)
+    assert result.history == tuple(followed) and handle.join() is result
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_stop_ends_it_at_the_next_window_with_a_checkpoint(devices, tmp_path):
+    gate = Gate(0)
+    saving = elche.Checkpoints(tmp_path, every_epochs=None)
+    options = {"checkpoints": saving, "progress": False}
+    handle = trainer(devices).start(PARAMS, DATA, 8, 50, callbacks=[gate], **options)
+    assert gate.there.wait(60)
+    handle.stop()
+    gate.open.set()
+    result = handle.join()
+    _, _, seen = own_loop(devices, epochs=1)
+    assert (result.stopped, result.windows) == ("stop", len(seen))
+    again = trainer(devices).fit(PARAMS, DATA, 8, 3, resume="must", **options)
+    _, state, _ = own_loop(devices)
+    assert same_bits(again.state, state)
+
+
+def test_after_join_there_is_the_history():
+    handle = trainer().start(PARAMS, DATA, 8, 1, progress=False)
+    assert len(handle.join().history) == 1
+    with pytest.raises(RuntimeError, match=r"^Handle\.metrics: must be called before join; "):
+        handle.metrics()
+    with pytest.raises(RuntimeError, match=r"^Handle\.poll: must be called before join; "):
+        handle.poll()
+
+
+def test_one_run_at_a_time():
+    gate, one = Gate(0), trainer()
+    handle = one.start(PARAMS, DATA, 8, 2, callbacks=[gate], progress=False)
+    assert gate.there.wait(60)
+    for begin in (one.fit, one.start):
+        with pytest.raises(
+            RuntimeError, match=r"^Trainer\.fit: a trainer must do one run at a time, this one is"
+        ):
+            begin(PARAMS, DATA, 8, 1)
+    gate.open.set()
+    assert len(handle.join().history) == 2
+    assert len(one.fit(PARAMS, DATA, 8, 1, progress=False).history) == 1
+
+
+def test_join_waits_as_long_as_it_is_told():
+    gate = Gate(0)
+    handle = trainer().start(PARAMS, DATA, 8, 1, callbacks=[gate], progress=False)
+    assert gate.there.wait(60)
+    with pytest.raises(TimeoutError, match=r"^Handle\.join: the run must end within timeout \(0"):
+        handle.join(timeout=0)
+    gate.open.set()
+    assert [m.epoch for m in handle.metrics()] == [0]  # not joined yet
+    handle.join()
+
+
+def test_what_goes_wrong_is_raised_wherever_one_looks():
+    data = {"x": DATA["x"][:4], "y": DATA["y"][:4]}  # smaller than a microbatch
+    handle = trainer().start(PARAMS, data, 8, 1, progress=False)
+    for look in (lambda: list(handle.metrics()), handle.join, handle.join):
+        with pytest.raises(ValueError, match=r"batch_size must be at most the number of examples"):
+            look()
+    other = trainer().start(PARAMS, data, 8, 1, progress=False)
+    with pytest.raises(ValueError, match="batch_size must be at most"):
+        list(other.metrics())
+    with pytest.raises(ValueError, match="batch_size must be at most"):
+        other.poll()
+
+
+PROGRAM = """
+import sys
+sys.path.insert(0, {here!r})
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+from fitting import DATA, PARAMS, trainer
+import elche_jax as elche
+
+class Say(elche.Callback):
+    def on_epoch(self, moment, metrics):
+        print("epoch", metrics.epoch, flush=True)
+
+saving = elche.Checkpoints({folder!r}, every_epochs=None)
+options = dict(callbacks=[Say()], checkpoints=saving, progress=False)
+{body}
+"""
+
+
+def program(body, folder):
+    text = PROGRAM.format(here=str(HERE), folder=str(folder), body=body)
+    return subprocess.Popen(
+        [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(HERE.parents[1])},
+    )  # fmt: skip
+
+
+def ended(child):
+    out, err = child.communicate(timeout=120)
+    return child.returncode, out, err
+
+
+def test_a_program_that_ends_stops_its_run(tmp_path):
+    body = """
+handle = trainer(cadence=elche.EveryBatch()).start(PARAMS, DATA, 8, None, **options)
+next(handle.metrics())
+"""
+    code, out, err = ended(program(body, tmp_path))
+    assert (code, err) == (0, "") and out.startswith("epoch 0\n")
+    kept = [path.name for path in tmp_path.iterdir()]
+    assert len(kept) == 1 and int(kept[0]) >= 6  # whole, of the last window
+
+
+@pytest.mark.parametrize("how", ["fit", "join"])
+def test_an_interrupt_ends_it(how, tmp_path):
+    body = "one = trainer(cadence=elche.EveryBatch())\n"
+    body += {
+        "fit": "one.fit(PARAMS, DATA, 8, None, **options)",
+        "join": "one.start(PARAMS, DATA, 8, None, **options).join()",
+    }[how]
+    child = program(body, tmp_path)
+    assert child.stdout.readline() == "epoch 0\n"
+    child.send_signal(signal.SIGINT)
+    code, _, err = ended(child)
+    assert code == -signal.SIGINT or code == 130, err
+    assert err.rstrip().endswith("KeyboardInterrupt")
+    assert bool(list(tmp_path.iterdir())) == (how == "join")  # that one is stopped

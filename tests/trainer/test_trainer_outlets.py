@@ -1,0 +1,218 @@
+"""What a run writes and shows: its folder, scalars, events, progress; and disks that fail."""
+
+import csv
+import io
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fitting import DATA, HELD_OUT, PARAMS, metric_fn, own_loop, trainer
+
+import elche_jax as elche
+from elche_jax.observe import events
+from elche_jax.observe.timeline import Timeline
+from elche_jax.observe.writers import CSVWriter
+
+EVALUATION = elche.Evaluation(metric_fn, HELD_OUT, 16)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    result = trainer().fit(PARAMS, DATA, 8, 3, evaluation=EVALUATION, run_dir=folder)
+    return folder, result
+
+
+def test_the_folder_of_a_run(run):
+    folder, result = run
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"timeline.jsonl", "metrics.csv", "checkpoints", "report.html"}
+    ends = np.cumsum([m.windows for m in result.history])
+    assert sorted(int(path.name) for path in (folder / "checkpoints").iterdir()) == ends.tolist()
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>") and folder.name in page
+
+
+def test_the_table_is_the_history(run):
+    folder, result = run
+    with (folder / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    ends = np.cumsum([m.windows for m in result.history]).tolist()
+    assert [int(row["step"]) for row in rows] == ends
+    for row, metrics in zip(rows, result.history, strict=True):
+        assert float(row["loss"]) == metrics.loss and float(row["mae"]) == metrics.metrics["mae"]
+        assert float(row["eval_error"]) == metrics.evaluation["error"]
+
+
+def test_the_timeline_has_it_all(run):
+    folder, result = run
+    found = Timeline.read(folder / "timeline.jsonl")
+    first = found[0]
+    assert isinstance(first, events.RunEvent) and len(first.devices) == 4
+    assert first.cadence.startswith("Replay(") and first.windows == 0
+    _, _, seen = own_loop()
+    windows = [event for event in found if isinstance(event, events.WindowEvent)]
+    assert [event.counts for event in windows] == [window.counts for window, _ in seen]
+    losses = {event.window: event.loss for event in found if isinstance(event, events.LossEvent)}
+    assert losses == {w.index: pytest.approx(float(m["loss"]), rel=1e-6) for w, m in seen}
+    epochs = [event for event in found if isinstance(event, events.EpochEvent)]
+    assert [(e.epoch, e.windows, e.examples) for e in epochs] == [
+        (m.epoch, m.windows, m.examples) for m in result.history
+    ]
+    assert [e.metrics["loss"] for e in epochs] == [m.loss for m in result.history]
+    evaluations = [event for event in found if isinstance(event, events.EvaluationEvent)]
+    assert [e.metrics for e in evaluations] == [m.evaluation for m in result.history]
+    saved = [event for event in found if isinstance(event, events.CheckpointEvent)]
+    assert [e.window + 1 for e in saved] == np.cumsum([m.windows for m in result.history]).tolist()
+    assert all(e.size > 0 for e in saved)
+    compiled = [event for event in found if isinstance(event, events.CompileEvent)]
+    assert {"accumulate", "combine"} <= {event.program for event in compiled}
+
+
+def test_the_timeline_of_the_configuration_hears_it_too():
+    timeline = Timeline()
+    one = trainer(
+        cadence=None, config=elche.DDPConfig(policy="cadence", anchor=1, timeline=timeline)
+    )
+    one.fit(PARAMS, DATA, 8, 2, progress=False)
+    kinds = {type(event) for event in timeline.events}
+    assert {events.RunEvent, events.WindowEvent, events.LossEvent, events.EpochEvent} <= kinds
+    run = next(event for event in timeline.events if isinstance(event, events.RunEvent))
+    assert run.overhead_target == 0.10 and run.cadence.startswith("ElChe(")
+    anchors = [event for event in timeline.events if isinstance(event, events.AnchorEvent)]
+    now = 1
+    for event in anchors:
+        assert event.before == now != event.anchor
+        now = event.anchor
+    assert now == one.train.cadence_state.cadence.anchor
+
+
+class Kept:
+    """A writer that keeps what it gets."""
+
+    def __init__(self):
+        self.rows, self.closed = [], False
+
+    def scalars(self, step, values):
+        self.rows.append((step, dict(values)))
+
+    def close(self):
+        self.closed = True
+
+
+def test_scalars_of_windows_are_means_by_weight():
+    kept = Kept()
+    result = trainer().fit(PARAMS, DATA, 8, 2, writers=[kept], log_every=3, progress=False)
+    _, _, seen = own_loop(epochs=2)
+    steps = [step for step, values in kept.rows if "seconds" not in values]
+    assert steps == list(range(3, len(seen) + 1, 3))
+    for step, values in kept.rows:
+        if "seconds" not in values:
+            part = [m for _, m in seen[step - 3 : step]]
+            losses, weights = (
+                np.array([m[k] for m in part], "float64") for k in ("loss", "weight")
+            )
+            want = np.average(losses, weights=weights)
+            assert values["loss"] == pytest.approx(want, rel=1e-12)
+    assert [values["loss"] for _, values in kept.rows if "seconds" in values] == [
+        m.loss for m in result.history
+    ]
+    assert not kept.closed  # whoever made it closes it
+
+
+def test_a_resumed_run_goes_on_with_its_table(tmp_path):
+    class Halt(elche.Callback):
+        def on_window(self, moment):
+            if moment.window.index == 12:
+                raise KeyboardInterrupt
+
+    options = {"run_dir": tmp_path, "progress": False, "resume": "auto"}
+    with pytest.raises(KeyboardInterrupt):
+        trainer().fit(PARAMS, DATA, 8, 4, callbacks=[Halt()], **options)
+    result = trainer().fit(PARAMS, DATA, 8, 4, **options)
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["loss"]) for row in rows] == [m.loss for m in result.history]
+    kinds = [type(event) for event in Timeline.read(tmp_path / "timeline.jsonl")]
+    assert kinds.count(events.RunEvent) == 2 and kinds.count(events.EpochEvent) == 4
+
+
+def test_progress_on_something_that_is_no_terminal(capsys):
+    result = trainer().fit(PARAMS, DATA, 8, 2)
+    out, err = capsys.readouterr()
+    device, *lines = err.splitlines()
+    assert out == "" and device == "elche: 4 devices | cpu x4"
+    assert [line.split(",")[0] for line in lines] == [
+        f"epoch {m.epoch + 1} of 2: loss {m.loss:.4g}" for m in result.history
+    ]
+    trainer().fit(PARAMS, DATA, 8, 1, progress=False)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_silent_but_for_the_devices(caplog, monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with caplog.at_level(logging.DEBUG):
+        trainer().fit(PARAMS, DATA, 8, 1)
+    assert stream.getvalue().startswith("elche: 4 devices | cpu x4\nepoch 1 of 1: loss ")
+    assert [r for r in caplog.records if r.name == "elche_jax" and r.levelno > logging.INFO] == []
+
+
+FULL = """
+import resource, sys
+sys.path.insert(0, {here!r})
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+import numpy as np
+from fitting import DATA, trainer
+import elche_jax as elche
+
+params = {{"a": np.ones((5, 8), "float32"), "b": np.ones(8, "float32"), "more": MORE}}
+saving = elche.Checkpoints(every_epochs=1, on_error={on_error!r})
+resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, -1))
+try:
+    trainer().fit(params, DATA, 8, 3, checkpoints=saving, run_dir={folder!r}, progress=False)
+except elche.CheckpointError as error:
+    result = error.result
+    print("epochs", None if result is None else len(result.history))
+"""
+
+
+@pytest.mark.parametrize(("on_error", "epochs"), [("now", None), ("end", 3)])
+def test_a_full_disk(on_error, epochs, tmp_path):
+    """A disk that takes no large file: checkpoints fail, small files are written."""
+    here = Path(__file__).parent
+    text = FULL.format(here=str(here), folder=str(tmp_path), on_error=on_error)
+    text = text.replace("MORE", "np.random.default_rng(0).normal(size=500_000)")
+    child = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False,
+        env={"PYTHONPATH": str(here.parents[1])},
+    )  # fmt: skip
+    assert (child.returncode, child.stdout) == (0, f"epochs {epochs}\n"), child.stderr
+    assert "File too large" in child.stderr
+    assert not [p for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()]
+    lines = (tmp_path / "timeline.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["event"] == "run"
+
+
+def test_what_cannot_be_written_in_the_end_costs_no_result(tmp_path, monkeypatch):
+    def fail(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("elche_jax.trainer.outlets.write_page", fail)
+    with pytest.raises(OSError, match="No space left") as caught:
+        trainer().fit(PARAMS, DATA, 8, 2, run_dir=tmp_path, progress=False)
+    assert len(caught.value.result.history) == 2
+    assert "Training had ended" in caught.value.__notes__[0]
+
+
+def test_the_writers_of_the_library_are_writers(tmp_path):
+    table = CSVWriter(tmp_path / "a.csv")
+    trainer().fit(PARAMS, DATA, 8, 1, writers=[table], progress=False)
+    table.close()
+    assert (tmp_path / "a.csv").read_text().startswith("step,loss,mae,")

@@ -1,0 +1,186 @@
+"""A run that stops and goes on is the run that did not stop."""
+
+import dataclasses
+import math
+
+import numpy as np
+import optax
+import pytest
+from fitting import (
+    DATA,
+    HELD_OUT,
+    MODEL_STATE,
+    PARAMS,
+    metric_fn,
+    same_bits,
+    stateful_loss_fn,
+    trainer,
+)
+
+import elche_jax as elche
+
+EVALUATION = elche.Evaluation(metric_fn, HELD_OUT, 16)
+TIMES = ("seconds", "examples_per_s", "throughput", "busy")
+
+
+class Halt(Exception):
+    pass
+
+
+class StopAfter(elche.Callback):
+    """Breaks the run after so many windows, with an error or by asking."""
+
+    def __init__(self, window, error):
+        self.window, self.error = window, error
+
+    def on_window(self, moment):
+        if moment.window.index + 1 == self.window:
+            if self.error:
+                raise Halt
+            moment.stop()
+
+
+def told(history):
+    """What the epochs say apart from times."""
+    rows = [dataclasses.asdict(metrics) for metrics in history]
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("error", [True, False])
+@pytest.mark.parametrize("every", [1, 3])
+def test_the_run_and_what_it_says(devices, error, every, tmp_path):
+    evaluation = elche.Evaluation(metric_fn, HELD_OUT, 16, every_epochs=2)
+    options = {"evaluation": evaluation, "progress": False}
+    whole = trainer(devices).fit(PARAMS, DATA, 8, 4, **options)
+    saving = elche.Checkpoints(tmp_path, every_windows=every, every_epochs=None)
+    stops = [4, 9, whole.history[0].windows + whole.history[1].windows]
+    for stop in stops:  # in an epoch, in another, and just at the end of one
+        part = trainer(devices)
+        again = {"checkpoints": saving, "resume": "auto", "callbacks": [StopAfter(stop, error)]}
+        if error:
+            with pytest.raises(Halt):
+                part.fit(PARAMS, DATA, 8, 4, **again | options)
+        else:
+            assert part.fit(PARAMS, DATA, 8, 4, **again | options).windows == stop
+    last = trainer(devices).fit(PARAMS, DATA, 8, 4, checkpoints=saving, resume="must", **options)
+    assert same_bits(last.state, whole.state) and last.windows == whole.windows
+    assert told(last.history) == told(whole.history)
+    assert [sorted(m.evaluation) for m in last.history] == [[], ["error"], [], ["error"]]
+
+
+def test_the_end_of_the_last_epoch_is_made_up_for(tmp_path):
+    """Killed between the last window and the evaluation that was due."""
+    options = {"evaluation": EVALUATION, "progress": False}
+    whole = trainer().fit(PARAMS, DATA, 8, 2, **options)
+    saving = elche.Checkpoints(tmp_path, every_windows=1, every_epochs=None)
+    with pytest.raises(Halt):
+        trainer().fit(PARAMS, DATA, 8, 2, checkpoints=saving, callbacks=[Refuse()], **options)
+    last = trainer().fit(PARAMS, DATA, 8, 2, checkpoints=saving, resume="must", **options)
+    assert told(last.history) == told(whole.history) and same_bits(last.state, whole.state)
+    assert last.windows == whole.windows
+    once_more = trainer().fit(PARAMS, DATA, 8, 2, checkpoints=saving, resume="must", **options)
+    assert told(once_more.history) == told(whole.history)
+    assert same_bits(once_more.state, whole.state) and once_more.stopped == "epochs"
+
+
+class Refuse(elche.Callback):
+    """Raises in the evaluation of the second epoch."""
+
+    def on_evaluation(self, moment, results):
+        if moment.history:
+            raise Halt
+
+
+def test_more_epochs_than_before(tmp_path):
+    whole = trainer().fit(PARAMS, DATA, 8, 4, progress=False)
+    saving = elche.Checkpoints(tmp_path)
+    trainer().fit(PARAMS, DATA, 8, 2, checkpoints=saving, progress=False)
+    more = trainer().fit(PARAMS, DATA, 8, 4, checkpoints=saving, resume="auto", progress=False)
+    assert same_bits(more.state, whole.state) and told(more.history) == told(whole.history)
+
+
+def test_patience_goes_on(tmp_path):
+    values = [3.0, 2.0, 2.5, 2.5, 2.5]
+
+    def run(values, epochs, **options):
+        left = iter(values)
+        one = trainer()
+        one._evaluation = (metric_fn, lambda *args, **kwargs: {"error": next(left)})
+        return one.fit(
+            PARAMS, DATA, 8, epochs, evaluation=EVALUATION, progress=False,
+            early_stopping=elche.EarlyStopping("error", patience=3),
+            checkpoints=elche.Checkpoints(tmp_path), **options,
+        )  # fmt: skip
+
+    assert run(values[:3], 3).stopped == "epochs"
+    result = run([*values[3:], 0.0], 9, resume="auto")
+    assert (result.stopped, len(result.history)) == ("early_stopping", 5)
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_the_best_are_kept(mode, tmp_path):
+    values = iter([3.0, 5.0, 1.0, math.nan, 4.0, 2.0])
+    one = trainer()
+    one._evaluation = (metric_fn, lambda *args, **kwargs: {"error": next(values)})
+    saving = elche.Checkpoints(tmp_path, keep_last=1, keep_best=1, monitor="error", mode=mode)
+    result = one.fit(PARAMS, DATA, 8, 6, evaluation=EVALUATION, checkpoints=saving, progress=False)
+    ends = np.cumsum([m.windows for m in result.history])
+    best = {"min": 2, "max": 1}[mode]
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [ends[best], ends[-1]]
+
+
+def test_other_devices_go_on(tmp_path, caplog):
+    saving = elche.Checkpoints(tmp_path)
+    options = {"checkpoints": saving, "model_state": MODEL_STATE, "progress": False}
+    trainer(4, stateful_loss_fn).fit(PARAMS, DATA, 8, 2, **options)
+    kept = dict.fromkeys(["resume"], "must")
+    fewer = trainer(2, stateful_loss_fn, cadence=elche.Replay([(2, 2), (3, 3), (1, 3)] * 9))
+    result = fewer.fit(PARAMS, DATA, 8, 4, **options | kept)
+    whole = trainer(4, stateful_loss_fn).fit(
+        PARAMS, DATA, 8, 4, model_state=MODEL_STATE, progress=False
+    )
+    assert "the checkpoint is of 4 devices, these are 2" in caplog.text
+    assert [m.epoch for m in result.history] == [0, 1, 2, 3]
+    assert [len(m.share) for m in result.history] == [4, 4, 2, 2]
+    assert told(result.history[:2]) == told(whole.history[:2])
+    assert result.history[3].loss == pytest.approx(whole.history[3].loss, rel=0.1)
+
+
+def test_another_model_is_refused(tmp_path):
+    saving = elche.Checkpoints(tmp_path)
+    trainer().fit(PARAMS, DATA, 8, 1, checkpoints=saving, progress=False)
+    other = PARAMS | {"b": np.zeros(9, "float32")}
+    with pytest.raises(ValueError, match=r"but leaf params/b is float32\[8\] there and float32\[9"):
+        trainer().fit(other, DATA, 8, 1, checkpoints=saving, resume="auto", progress=False)
+    one = elche.Trainer(stateful_loss_fn, optax.sgd(0.1), has_aux=True)
+    with pytest.raises(ValueError, match=r"must be of this model and optimizer, but "):
+        one.fit(
+            PARAMS, DATA, 8, 1, model_state=MODEL_STATE, checkpoints=saving, resume="auto",
+            progress=False,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch_size": 4}, r"^windows: batch_size must be that of the cursor's run \(8\), got 4"),
+        ({"seed": 1}, r"^windows: seed must be that of the cursor's run \(0\), got 1"),
+        ({"data": {k: v[:96] for k, v in DATA.items()}}, r"^windows: examples must be that of"),
+    ],
+)
+def test_data_read_otherwise_are_refused(change, message, tmp_path):
+    saving = elche.Checkpoints(tmp_path)
+    arguments = {"params": PARAMS, "data": DATA, "batch_size": 8, "checkpoints": saving}
+    trainer().fit(**arguments, progress=False)
+    with pytest.raises(ValueError, match=message):
+        trainer().fit(**arguments | change, epochs=2, resume="auto", progress=False)
+
+
+def test_a_folder_that_is_not_empty_is_not_mixed_with_another_run(tmp_path):
+    options = {"run_dir": tmp_path, "progress": False}
+    trainer().fit(PARAMS, DATA, 8, 1, **options)
+    kept = (tmp_path / "timeline.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"^Trainer\.fit: run_dir must hold no run with resume='n"):
+        trainer().fit(PARAMS, DATA, 8, 1, **options)
+    assert (tmp_path / "timeline.jsonl").read_bytes() == kept
