@@ -1,0 +1,144 @@
+"""A process that is killed, whenever, and started again, ends with the same bits."""
+
+import pickle
+import random
+import subprocess
+import sys
+import time
+
+import jax
+
+KILLS = 20
+EVERY = 3
+SEED = 5
+
+CHILD = """
+import pickle, sys
+import jax
+jax.config.update("jax_num_cpu_devices", 4)
+import jax.numpy as jnp, numpy as np, optax
+import elche_jax as elche
+
+folder, out = sys.argv[1:]
+rng = np.random.default_rng(0)
+x = rng.normal(size=(4096, 256)).astype("float32")
+data = {"x": x, "y": np.sin(x).sum(1)}
+params = {"a": rng.normal(size=(256, 256)).astype("float32") / 16, "b": np.ones(256, "float32")}
+
+def loss_fn(params, batch, rng):
+    hidden = jnp.tanh(batch["x"] @ params["a"]) * jax.random.bernoulli(rng, 0.9, (256,))
+    return (hidden @ params["b"] - batch["y"]) ** 2
+
+def say(*words):
+    print(*words, flush=True)
+
+script = [(3, 1, 2, 2), (1, 1, 1, 1)] * 64
+train = elche.build_train_step(loss_fn, optax.adam(1e-3), cadence=elche.Replay(script))
+state, cursor, saver = train.init(params), None, None
+say("ready")
+if folder != "none":
+    saver = elche.Checkpointer(train, elche.Checkpoints(folder, every_windows=3, keep_last=2))
+    state, cursor = saver.restore(state, resume="auto")
+say("from", 0 if cursor is None else cursor.window)
+written = None
+for window in train.windows(data, batch_size=32, epochs=4, cursor=cursor):
+    state, metrics = train(state, window)
+    jax.block_until_ready(metrics)
+    say("window", window.index)
+    if saver is not None:
+        if saver.written != written:
+            written = saver.written
+            say("written", written)
+        if saver.save(state, window):
+            say("saving", window.index + 1)
+if saver is not None:
+    saver.close()
+with open(out, "wb") as file:
+    pickle.dump((jax.device_get(state), train.counts_history), file)
+say("done")
+"""
+
+
+class Life:
+    """A process, and the lines it has printed."""
+
+    def __init__(self, folder, out):
+        self.begun, self.lines, self.at = time.perf_counter(), [], []
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(folder), str(out)],
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def until(self, word, number=1):
+        """Reads until the so many-th line that begins with a word, or the end."""
+        while sum(line[0] == word for line in self.lines) < number:
+            line = self._process.stdout.readline()
+            if not line:
+                return False
+            self.lines.append(line.split())
+            self.at.append(time.perf_counter())
+        return True
+
+    def kill(self, seconds):
+        """Kills it so many seconds later; False where it had ended before."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self.rest()
+        return self._process.returncode == -9
+
+    def rest(self):
+        """Reads what is left, and waits for the end."""
+        self.until("nothing more")
+        self._process.stdout.close()
+        return self._process.wait(60)
+
+    def numbers(self, word):
+        """The numbers after a word."""
+        return [int(line[1]) for line in self.lines if line[0] == word]
+
+
+def moments(rng):
+    """When to kill: after which line, the how many-th, and what share of which time later."""
+    most = {"begun": 1, "saving": 3, "window": 8, "from": 1, "written": 2, "ready": 1}
+    words = ["window", "saving", "written", *most]
+    for number in range(KILLS):
+        word = words[number % len(words)]
+        yield word, rng.randint(1, most[word]), rng.random()
+
+
+def test_twenty_kills(tmp_path):
+    whole = Life("none", tmp_path / "whole")
+    assert whole.rest() == 0
+    at = {
+        line[0]: moment for line, moment in reversed(list(zip(whole.lines, whole.at, strict=True)))
+    }
+    windows = len(whole.numbers("window"))
+    one = (whole.at[-1] - at["window"]) / windows
+    takes = {
+        "begun": at["ready"] - whole.begun, "ready": one, "from": at["window"] - at["from"],
+        "window": one, "saving": 2 * one, "written": one,
+    }  # fmt: skip
+    folder, out, reported, starts = tmp_path / "run", tmp_path / "out", 0, []
+    for word, number, share in moments(random.Random(SEED)):
+        life = Life(folder, out)
+        assert word == "begun" or life.until(word, number), life.lines
+        assert life.kill(share * takes[word]), "it ended before it was killed"
+        assert not out.exists()
+        for start in life.numbers("from"):
+            starts.append(start)
+            assert start >= reported and start % EVERY == 0
+        reported = max([reported, *life.numbers("written")])
+    assert len(set(starts)) > KILLS // 4, "it got on, in spite of the kills"
+    last = Life(folder, out)
+    assert last.rest() == 0
+    assert last.numbers("from")[0] >= reported
+    (state, counts), (wanted, history) = (
+        pickle.loads(path.read_bytes()) for path in (out, tmp_path / "whole")
+    )
+    assert counts == history and len(history) == windows
+    for leaf, like in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+        assert leaf.dtype == like.dtype and leaf.tobytes() == like.tobytes()
+    print(starts, reported, takes)
+    assert not list(folder.glob("damaged-*")), "what a kill leaves is whole or absent"
