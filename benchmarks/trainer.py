@@ -5,7 +5,7 @@
 Both train the same model on the same data, in turn; the trainer records its timeline, its
 table and its checkpoints in a run folder (the checkpoint once, at the end of the epoch).
 The time is that of one epoch with everything compiled: the loop's own, and the `seconds` that
-the trainer gives for its epoch, beside the whole call of `fit`.
+the trainer gives for its epoch. The last row is what a timeline takes to record a window.
 """
 
 import setup_devices  # noqa: I001,F401  (first: it sets the devices)
@@ -14,6 +14,7 @@ import argparse
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 import jax
 import optax
@@ -23,6 +24,7 @@ from measure import Result, interleave, ratios, result, show
 
 import elche_jax as elche
 from elche_jax.lab import EmulatedSpeeds
+from elche_jax.observe.events import LossEvent
 
 BATCH = 16
 FLEET = [5, 5, 10, 20]
@@ -47,6 +49,11 @@ class Work:
         self._options = options
         self._train = elche.build_train_step(loss_fn, optax.adam(1e-3), **self._fresh())
         self._trainer = elche.Trainer(loss_fn, optax.adam(1e-3), **self._fresh())
+
+    @property
+    def train(self) -> elche.TrainStep:
+        """The loop's training step."""
+        return self._train
 
     def _fresh(self):
         ms = self._options.get("ms")
@@ -95,7 +102,25 @@ def measure(repeats: int) -> list[Result]:
             result("fit", f"{name}: speed over the loop's", ratios(found["fit"], found["loop"]),
                    least=0.98)
         )  # fmt: skip
+    work = cases["5:5:10:20 ms emulated"]
+    results.append(
+        result("time", "recording a window, share of its own time",
+               tuple(100 * recording(work) for _ in range(repeats)), "%", most=1.0)
+    )  # fmt: skip
     return results
+
+
+def recording(work: Work, windows: int = 2000) -> float:
+    """What a timeline takes for a window and its loss, as a share of the window."""
+    records = work.train.records
+    with tempfile.TemporaryDirectory() as folder, elche.Timeline(f"{folder}/run.jsonl") as timeline:
+        begun = time.perf_counter()
+        for at in range(windows):
+            timeline.window(records[at % len(records)])
+            timeline.add(LossEvent, window=at, epoch=0, loss=1.0)
+        taken = 1e3 * (time.perf_counter() - begun) / windows
+        timeline.flush()
+    return taken / median(record.wall_ms for record in records)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """The order of the examples: a function of (seed, epoch) alone, and the place in it."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -115,8 +115,8 @@ class Cursor:
     def advance(self, microbatches: int) -> "Cursor":
         """The cursor after a window of `microbatches` in the same epoch."""
         place = self.microbatch + microbatches
-        return replace(self, microbatch=place, window=self.window + 1)
+        return Cursor(self.epoch, place, self.window + 1, self.reading)
 
     def next_epoch(self) -> "Cursor":
         """The cursor at the start of the following epoch."""
-        return replace(self, epoch=self.epoch + 1, microbatch=0)
+        return Cursor(self.epoch + 1, 0, self.window, self.reading)

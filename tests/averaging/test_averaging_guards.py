@@ -190,10 +190,12 @@ def test_a_cadence_that_follows_the_loss():
         cadence=elche.AdaComm(8, interval=2), guard=elche.NoGuard(),
     )  # fmt: skip
     state, losses = train.init(params()), []
-    with train.windows(data(), BATCH) as windows:
+    with train.windows(data(), BATCH, epochs=None) as windows:
         for window in windows:
             state, metrics = train(state, window)
             losses.append(float(metrics["loss"]))
+            if len(losses) == 14:  # however unequal a busy machine makes the devices
+                break
     known = train.cadence_state.cadence
     np.testing.assert_allclose(known.first_loss, np.mean(losses[:2]), rtol=1e-6)
     assert known.anchor < 8

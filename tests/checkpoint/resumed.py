@@ -12,7 +12,7 @@ from flax.training.dynamic_scale import DynamicScale
 import elche_jax as elche
 
 SCRIPT = {
-    1: [(3,), (1,)] * 64,
+    1: [(5,), (3,)] * 64,
     2: [(5, 3), (2, 2), (2, 4)] * 32,
     4: [(3, 1, 2, 2), (1, 1, 1, 1), (2, 0, 1, 3)] * 32,
 }
@@ -133,7 +133,9 @@ AVERAGES = {
 CASES = GRADIENTS | AVERAGES
 
 
-def run(case, folder=None, *, world=4, cadence=None, until=None, resume="auto", **options):
+def run(
+    case, folder=None, *, world=4, cadence=None, until=None, resume="auto", rows=None, **options
+):
     """Trains two epochs, or up to a window; gives the state and the training step."""
     train = case.build(world, cadence, **options)
     state, cursor, saver = case.init(train), None, None
@@ -142,7 +144,7 @@ def run(case, folder=None, *, world=4, cadence=None, until=None, resume="auto", 
         saver = elche.Checkpointer(train, asked)
         state, cursor = saver.restore(state, resume)
     try:
-        with train.windows(data(), 2, epochs=2, cursor=cursor) as windows:
+        with train.windows(rows or data(), 2, epochs=2, cursor=cursor) as windows:
             for window in windows:
                 state, _ = train(state, window)
                 if saver is not None:

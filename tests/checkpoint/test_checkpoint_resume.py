@@ -4,7 +4,7 @@ import shutil
 
 import numpy as np
 import pytest
-from resumed import AVERAGES, CASES, EVERY, GRADIENTS, averaged, content, run, steps
+from resumed import AVERAGES, CASES, EVERY, GRADIENTS, averaged, content, data, run, steps
 
 import elche_jax as elche
 
@@ -104,3 +104,18 @@ def test_the_cadence_goes_on_with_what_it_has_measured(tmp_path):
     assert fresh.counts_history == train.counts_history
     assert fresh.cadence_state != begun
     assert fresh.cadence_state.to_dict().keys() == train.cadence_state.to_dict().keys()
+
+
+@pytest.mark.parametrize("name", ["dropout", "average"])
+def test_windows_that_were_not_finite_stay_counted(name, tmp_path):
+    """One microbatch in each epoch, in the first one in window 0, before the checkpoint."""
+    case, rows = CASES[name], data()
+    rows["x"][20] = np.inf
+    whole, train = run(case, tmp_path, nonfinite="skip", rows=rows)
+    for step in steps(tmp_path)[2:]:
+        shutil.rmtree(tmp_path / str(step))
+    again, resumed = run(case, tmp_path, nonfinite="skip", rows=rows, resume="must")
+    assert content(again) == content(whole)
+    assert train.skipped == resumed.skipped == 2  # one in each epoch
+    assert sum(train.left_out) == (2 if name == "average" else 0)
+    assert resumed.left_out == train.left_out

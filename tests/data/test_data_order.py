@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from elche_jax.data.order import Cursor, epoch_order
+from elche_jax.data.order import Cursor, Reading, epoch_order
 
 SEEDS = st.integers(0, 2**64 - 1)
 EPOCHS = st.integers(0, 2**40)
@@ -109,3 +109,44 @@ def test_cursor_rejects_other_fields(fields):
         r"\['epoch', 'microbatch', 'window'\], got \[.*\]\.$",
     ):
         Cursor.from_dict(fields)
+
+
+READ = Reading(batch_size=4, examples=96, seed=7)
+
+
+@pytest.mark.parametrize("reading", [READ, Reading(4), Reading(4, 96), Reading(1, 1, 2**64 - 1)])
+def test_a_cursor_knows_how_the_data_were_read(reading):
+    cursor = Cursor(1, 2, 3, reading)
+    back = Cursor.from_dict(json.loads(json.dumps(cursor.to_dict())))
+    assert back == cursor and back.reading == reading
+    assert back.advance(5).next_epoch().reading == reading
+    assert repr(cursor) == "Cursor(epoch=1, microbatch=2, window=3)"
+
+
+def test_cursors_of_before_know_nothing_of_it():
+    old = Cursor.from_dict({"epoch": 1, "microbatch": 2, "window": 3})
+    assert old.reading is None and old == Cursor(1, 2, 3, READ)
+    assert Cursor.from_dict({**old.to_dict(), "reading": None}).reading is None
+    assert "reading" not in old.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("now", "want"),
+    [
+        (READ, None),
+        (Reading(8, 96, 7), ("batch_size", 4, 8)),
+        (Reading(4, 95, 7), ("examples", 96, 95)),
+        (Reading(4, 96, 0), ("seed", 7, 0)),
+        (Reading(4, 96), ("seed", 7, None)),
+        (Reading(8), ("batch_size", 4, 8)),
+        (Reading(4), ("examples", 96, None)),
+    ],
+)
+def test_the_first_difference_of_two_readings(now, want):
+    assert READ.difference(now) == want
+
+
+@pytest.mark.parametrize("reading", [{}, {"batch_size": 4}, {**vars(READ), "more": 1}])
+def test_a_reading_of_other_fields(reading):
+    with pytest.raises(ValueError, match=r"^Cursor.from_dict: fields must have the keys "):
+        Cursor.from_dict({**Cursor().to_dict(), "reading": reading})

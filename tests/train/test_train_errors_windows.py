@@ -1,5 +1,7 @@
 """Bad input of windows, loss functions among it: a clear error before anything is compiled."""
 
+import json
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -74,6 +76,44 @@ def test_data(data, batch_size, error, message):
 def test_options(options, error, message):
     with pytest.raises(error, match=message):
         windows(**options)
+
+
+def place(**options):
+    """The place after one window of data that are read so."""
+    options = {"batch_size": 4, "seed": 3, "epochs": 2} | options
+    with windows(**options) as found:
+        return next(found).cursor
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"batch_size": 2}, r"batch_size .* \(4\), got 2"),
+        ({"seed": 4}, r"seed .* \(3\), got 4"),
+        ({"shuffle": False}, r"seed .* \(3\), got None"),
+        ({"data": {"x": np.ones((16, 3), "float32")}}, r"examples .* \(20\), got 16"),
+    ],
+)
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_cursor_of_data_that_were_read_otherwise(changed, message, stored):
+    cursor = place()
+    if stored:
+        cursor = elche.Cursor.from_dict(json.loads(json.dumps(cursor.to_dict())))
+    asked = {"batch_size": 4, "seed": 3, "epochs": 2, "cursor": cursor}
+    with pytest.raises(
+        ValueError, match=rf"^windows: {message}\. Read otherwise, the cursor is another place"
+    ):
+        windows(**asked | changed)
+    windows(**asked).close()
+    old = {name: value for name, value in cursor.to_dict().items() if name != "reading"}
+    windows(**asked | changed | {"cursor": elche.Cursor.from_dict(old)}).close()  # nobody knows
+
+
+def test_a_cursor_of_data_that_were_not_shuffled():
+    cursor = place(shuffle=False)
+    windows(batch_size=4, seed=9, shuffle=False, epochs=2, cursor=cursor).close()
+    with pytest.raises(ValueError, match=r"^windows: seed .* \(None\), got 3\. Read otherwise"):
+        windows(batch_size=4, seed=3, epochs=2, cursor=cursor)
 
 
 def test_resident_needs_arrays():
