@@ -140,5 +140,4 @@ def test_twenty_kills(tmp_path):
     assert counts == history and len(history) == len(whole.numbers("window"))
     for leaf, like in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
         assert leaf.dtype == like.dtype and leaf.tobytes() == like.tobytes()
-    print(starts, reported, takes)
     assert not list(folder.glob("damaged-*")), "what a kill leaves is whole or absent"

@@ -1,5 +1,6 @@
 """A run that was stopped goes on as if it had not been, bit for bit."""
 
+import json
 import shutil
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from resumed import AVERAGES, CASES, EVERY, GRADIENTS, averaged, content, data, run, steps
 
 import elche_jax as elche
+from elche_jax.checkpoint.store import Store
 
 AT = 6
 """The checkpoint that is gone on from."""
@@ -96,14 +98,26 @@ def test_every_case_has_what_it_is_for():
 
 def test_the_cadence_goes_on_with_what_it_has_measured(tmp_path):
     case = GRADIENTS["dropout"]
-    _, train = run(case, tmp_path, cadence=elche.FixedTotal(8), until=EVERY)
-    fresh = case.build(cadence=elche.FixedTotal(8))
-    begun = fresh.cadence_state
-    with elche.Checkpointer(fresh, elche.Checkpoints(tmp_path)) as saver:
+    train, fresh = (case.build(cadence=elche.FixedTotal(8)) for _ in range(2))
+    known = train.cadence_state.to_dict()
+    known["cadence"]["ms_per_batch"] = [1.0, 2.0, 1.0, 4.0]
+    state, begun = case.init(train), fresh.cadence_state
+    train.cadence_state = known
+    asked = elche.Checkpoints(tmp_path, every_windows=1, keep_last=9)
+    with elche.Checkpointer(train, asked) as saver:
+        for window in train.windows(data(), 2):
+            state, _ = train(state, window)
+            saver.save(state, window)
+            if window.index == 2:
+                break
+    with elche.Checkpointer(fresh, asked) as saver:
         saver.restore(case.init(fresh), "must")
-    assert fresh.counts_history == train.counts_history
+    store = Store(tmp_path)
+    written = store.read(3).notes["run"]["cadence"]
+    store.close()
     assert fresh.cadence_state != begun
-    assert fresh.cadence_state.to_dict().keys() == train.cadence_state.to_dict().keys()
+    assert json.loads(json.dumps(fresh.cadence_state.to_dict())) == written
+    assert fresh.counts_history == train.counts_history
 
 
 @pytest.mark.parametrize("name", ["dropout", "average"])
