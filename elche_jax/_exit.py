@@ -9,7 +9,6 @@ be done before: `atexit` is too late.
 import concurrent.futures.thread
 import threading
 from collections.abc import Callable
-from typing import Any
 
 End = Callable[[], object]
 
@@ -31,8 +30,7 @@ def before_exit(end: End) -> Callable[[], None]:
     assert concurrent.futures.thread
     with _lock:
         if not _number:
-            # the only hook that comes in time; concurrent.futures itself lives on it
-            getattr(threading, "_register_atexit")(_end_all)  # noqa: B009
+            _register()
         _number += 1
         number = _number
         _ends[number] = end
@@ -44,9 +42,28 @@ def before_exit(end: End) -> Callable[[], None]:
     return forget
 
 
-def _end_all() -> Any:
-    while _ends:
+def _register() -> None:
+    try:
+        # the only hook that comes in time; concurrent.futures itself lives on it
+        getattr(threading, "_register_atexit")(_end_all)  # noqa: B009
+    except RuntimeError as error:
+        raise RuntimeError(
+            "elche: nothing can be begun when the program has ended. Let the main thread wait for "
+            "those that train or save."
+        ) from error
+
+
+def _end_all() -> None:
+    """Ends all, whatever becomes of one of them; the first error is raised then."""
+    first: BaseException | None = None
+    while True:
         with _lock:
-            end = _ends.pop(min(_ends)) if _ends else None
-        if end is not None:
+            if not _ends:
+                break
+            end = _ends.pop(min(_ends))
+        try:
             end()
+        except BaseException as error:
+            first = first or error
+    if first is not None:
+        raise first

@@ -43,7 +43,7 @@ class Call:
         """The positional and the keyword arguments for a microbatch."""
         found = self._inputs(batch)
         switch = self.train_kwargs if train else self.eval_kwargs
-        if isinstance(found, dict):
+        if isinstance(found, Mapping):
             return (), {**found, **switch}
         return (found if isinstance(found, tuple) else (found,)), dict(switch)
 

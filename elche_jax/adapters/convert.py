@@ -50,8 +50,9 @@ def to_flax(
 
     Raises:
         TypeError: `state` is no `TrainState`, `kind` no train state.
-        ValueError: `tx` is not the optimizer that the state was made with; the model state
-            has no place.
+        ValueError: `tx` is not the optimizer that the state was made with, or that was with
+            `trainable`, so that there is no optimizer state of all parameters; the model
+            state has no place.
 
     Example:
         >>> import jax, numpy as np, optax
@@ -81,7 +82,9 @@ def to_flax(
     differs = difference(jax.eval_shape(tx.init, one.params), one.opt_state)
     if differs:
         rule = "be the optimizer that the state was made with"
-        raise ValueError(check.message("to_flax", "tx", rule, f"another: its state has {differs}"))
+        got = f"another: its state has {differs}"
+        todo = "What was made with trainable= has no such state: it cannot be converted."
+        raise ValueError(check.message("to_flax", "tx", rule, got, todo))
     carried = {} if one.model_state is None else one.model_state
     homes = vars(kind).get("__dataclass_fields__", {})
     for name in carried:

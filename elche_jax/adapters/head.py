@@ -67,17 +67,32 @@ class _Linen:
     """A head with a Linen module; `.params` are parameters, or all variables."""
 
     def variables(self, head: Any) -> tuple[PyTree, PyTree]:
-        params = head.params
-        if not _is_whole(params):
-            return params, getattr(head, "model_state", None)
-        whole = unfreeze(params)
-        rest = {k: v for k, v in whole.items() if k != "params" and k not in NO_STATE}
-        return whole["params"], rest or None
+        apart = getattr(head, "model_state", None)
+        if not _is_whole(head.params):
+            return head.params, apart
+        inside = _collections(head.params)
+        apart = {} if apart is None else apart
+        if not isinstance(apart, Mapping):
+            rule = "be a dict of collections"
+            raise TypeError(check.message("from_head", "obj.model_state", rule, describe(apart)))
+        twice = [name for name in apart if name in inside]
+        if twice:
+            rule = "hold no collection that obj.params has too"
+            got = ", ".join(map(repr, twice))
+            raise ValueError(check.message("from_head", "obj.model_state", rule, got))
+        return unfreeze(head.params)["params"], {**inside, **unfreeze(dict(apart))} or None
 
     def fields(self, head: Any, params: PyTree, model_state: PyTree) -> dict[str, Any]:
-        if _is_whole(head.params):
-            return {"params": {"params": params, **(model_state or {})}}
-        return {"params": params} | ({} if model_state is None else {"model_state": model_state})
+        if not _is_whole(head.params):
+            state = {} if model_state is None else {"model_state": model_state}
+            return {"params": params} | state
+        state = {} if model_state is None else model_state
+        apart = getattr(head, "model_state", None)
+        there = {} if apart is None else {k: state.get(k, part) for k, part in apart.items()}
+        inside = _collections(head.params)
+        inside |= {name: part for name, part in state.items() if name not in there}
+        fields = {"params": {"params": params, **inside}}
+        return fields if apart is None else {**fields, "model_state": there}
 
 
 class _Nnx:
@@ -122,7 +137,8 @@ class HeadModel(Model):
         Args:
             head: The head that `from_head` got, or one like it.
             params: Parameters, one copy of them.
-            model_state: The model state, where there is one.
+            model_state: The model state, where there is one; None leaves a Linen module's
+                as the head has it.
 
         Returns:
             The head with `.params` replaced, in the form they had; where there is a model
@@ -161,7 +177,8 @@ def from_head(
     Args:
         obj: An object with `.module`, Linen or NNX, and `.params`: parameters, or the
             variables of a Linen module with all collections. Its `.model_state`, if it has
-            one, is used too. Or an object with the two methods of `Head`.
+            one, is used too; no collection may be in both. Or an object with the two methods
+            of `Head`.
         loss: `loss(outputs, batch)`, as for `from_linen`; None for `obj.loss`.
         inputs: As for `from_linen`; like all that follows, for a `.module` only.
         rngs: As for `from_linen`; None for `"dropout"`.
@@ -175,7 +192,8 @@ def from_head(
 
     Raises:
         TypeError: `obj` is neither; there is no loss; an argument that does not go with it.
-        ValueError: As by `from_linen` and `from_nnx`.
+        ValueError: As by `from_linen` and `from_nnx`. Reading `params` or `model_state`
+            raises it where a collection is in both.
 
     Example:
         >>> from dataclasses import dataclass
@@ -256,6 +274,12 @@ def _two(method: str, what: str, got: Any) -> tuple[Any, Any]:
 def _is_whole(params: Any) -> bool:
     """Whether these are all variables of a Linen module, with "params" a collection."""
     return isinstance(params, Mapping) and "params" in params
+
+
+def _collections(whole: Any) -> dict[str, Any]:
+    """The collections of variables that are model state."""
+    skipped = ("params", *NO_STATE)
+    return {name: part for name, part in unfreeze(whole).items() if name not in skipped}
 
 
 def _is_nnx(module: Any) -> bool:

@@ -70,7 +70,8 @@ class LinenModel(Model):
             `{"params": params, **model_state}`.
 
         Raises:
-            ValueError: A leaf holds the copies of several devices.
+            ValueError: A leaf holds the copies of several devices. Where there is one device
+                that cannot be told: take `unreplicate` there as well.
         """
         check_one_copy("Model.merge", "params", params)
         check_one_copy("Model.merge", "model_state", model_state)
@@ -142,7 +143,7 @@ def from_linen(
     Raises:
         TypeError: An argument is of another kind than above.
         ValueError: `__call__` has several switches, and `train_kwargs` or `eval_kwargs` is
-            missing.
+            missing; a name in `rngs` is there twice.
 
     Example:
         >>> import jax, numpy as np, optax
@@ -181,6 +182,9 @@ def linen_model(
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         rule = "be the name of a random stream or a sequence of names"
         raise TypeError(check.message(where, "rngs", rule, check.describe(rngs)))
+    if len(set(names)) < len(names):
+        rule, got = "hold every name once", ", ".join(map(repr, names))
+        raise ValueError(check.message(where, "rngs", rule, got))
     if not isinstance(mutable, bool | str | list | tuple | set | frozenset | DenyList):
         rule = "be True, False, a name of a collection, or several names"
         raise TypeError(check.message(where, "mutable", rule, check.describe(mutable)))

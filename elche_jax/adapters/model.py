@@ -120,7 +120,7 @@ def kept(where: str, old: PyTree, new: PyTree) -> PyTree:
             continue
         rule = "keep its leaves, shapes and dtypes in a step of the module"
         raise TypeError(check.message(where, "model_state", rule, got, todo))
-    return jax.tree.structure(old).unflatten(list(after.values()))
+    return jax.tree.structure(old).unflatten([after[name] for name in before])
 
 
 def named_leaves(tree: PyTree) -> dict[str, Any]:

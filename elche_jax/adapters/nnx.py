@@ -52,13 +52,13 @@ class NnxModel(Model):
 
         super().__init__(where, self.run, loss)
         self._module, self._call = module, call
-        self._is_param = nnx.filterlib.to_predicate(param_type)
+        self._is_param = _predicate(where, "param_type", param_type)
         training, evaluating = nnx.clone(module), nnx.clone(module)
         training.train()
         evaluating.eval()
         self._graphs = {True: nnx.graphdef(training), False: nnx.graphdef(evaluating)}
         self._graph = nnx.graphdef(module)
-        self._takes_rngs = "rngs" in inspect.signature(type(module).__call__).parameters
+        self._rngs = inspect.signature(type(module).__call__).parameters.get("rngs")
         shapes = jax.eval_shape(lambda: nnx.state(module))
         values = {path: _value(variable) for path, variable in _flat(module)}
         self._slots = [
@@ -95,7 +95,7 @@ class NnxModel(Model):
         """
         from flax import nnx
 
-        values = self._values("Model.merge", params, model_state)
+        values = self._given("Model.merge", params, model_state)
         return nnx.merge(self._graph, self._state(values))
 
     def update(self, params: PyTree, model_state: PyTree = None) -> None:
@@ -110,7 +110,7 @@ class NnxModel(Model):
         """
         from flax import nnx
 
-        values = self._values("Model.update", params, model_state)
+        values = self._given("Model.update", params, model_state)
         trained = [slot for slot in self._slots if slot.kind in ("params", "model_state")]
         nnx.update(self._module, self._state(values, trained))
 
@@ -127,11 +127,10 @@ class NnxModel(Model):
             Bools in the structure of the parameters.
 
         Raises:
+            TypeError: It is no filter.
             ValueError: The filter chooses no parameter.
         """
-        from flax import nnx
-
-        is_chosen = nnx.filterlib.to_predicate(chosen)
+        is_chosen = _predicate("Model.trainable", "chosen", chosen)
         slots = [slot for slot in self._slots if slot.kind == "params"]
         flags = {slot.names: bool(is_chosen(slot.path, slot.variable)) for slot in slots}
         if not any(flags.values()):
@@ -142,7 +141,7 @@ class NnxModel(Model):
     def as_state(self, params: PyTree) -> Any:
         """Parameters as an `nnx.State`."""
         slots = [slot for slot in self._slots if slot.kind == "params"]
-        return self._state(self._found("params", params), slots)
+        return self._state(self._found("params", params, "Pass all of them."), slots)
 
     def _slot(self, path: tuple[Any, ...], variable: Any, value: Any) -> Slot:
         kind = self._kind(path, variable)
@@ -174,9 +173,13 @@ class NnxModel(Model):
         from flax import nnx
 
         args, kwargs = self._call.arguments(batch, train)
-        if self._takes_rngs and train:
+        if self._rngs is not None and train:
             kwargs.setdefault("rngs", nnx.Rngs(rng))
-        values = self._found("params", params) | self._found("model_state", model_state)
+        elif self._rngs is not None and self._rngs.default is inspect.Parameter.empty:
+            kwargs.setdefault("rngs", None)
+        values = self._found("params", params, "Begin with model.params.")
+        todo = "Begin with train.init(model.params, model_state=model.model_state)."
+        values |= self._found("model_state", model_state, todo)
         random = [slot for slot in self._slots if slot.kind == "random"]
         if train:
             values |= {slot.names: _reseeded(slot, rng) for slot in random}
@@ -184,11 +187,12 @@ class NnxModel(Model):
         outputs = module(*args, **kwargs)
         return outputs, self._read("model_state", module) if train else None
 
-    def _values(self, where: str, params: PyTree, model_state: PyTree) -> dict[Any, Any]:
+    def _given(self, where: str, params: PyTree, model_state: PyTree) -> dict[Any, Any]:
         """Copies of what the user gives for the module's variables, checked."""
         check_one_copy(where, "params", params)
         check_one_copy(where, "model_state", model_state)
-        values = self._found("params", params) | self._found("model_state", model_state)
+        values = self._found("params", params, "Pass params=.", where)
+        values |= self._found("model_state", model_state, "Pass model_state=.", where)
         for slot in self._slots:
             if slot.names not in values:
                 continue
@@ -199,8 +203,11 @@ class NnxModel(Model):
                 raise ValueError(check.message(where, slot.kind, rule, shapes[1]))
         return {names: jax.tree.map(jnp.array, value) for names, value in values.items()}
 
-    def _found(self, kind: Kind, tree: PyTree) -> dict[tuple[str, ...], Any]:
+    def _found(
+        self, kind: Kind, tree: PyTree, todo: str, where: str | None = None
+    ) -> dict[tuple[str, ...], Any]:
         """The values of the variables of a kind, from nested dicts."""
+        where = where or self._where
         found: dict[tuple[str, ...], Any] = {}
         for slot in self._slots:
             if slot.kind != kind:
@@ -210,17 +217,14 @@ class NnxModel(Model):
                 if not isinstance(value, Mapping) or name not in value:
                     rule = f"hold the variable {'/'.join(slot.names)}"
                     got = "None" if tree is None else f"none in {_keys(value)}"
-                    todo = f"Begin with model.{kind}."
-                    if kind == "model_state":
-                        todo = "Begin with train.init(model.params, model_state=model.model_state)."
-                    raise ValueError(check.message(self._where, kind, rule, got, todo))
+                    raise ValueError(check.message(where, kind, rule, got, todo))
                 value = value[name]
             found[slot.names] = value
         known = named_leaves(unflatten_dict(found))
         extra = [name for name in named_leaves(tree) if name not in known]
         if extra:
             rule, todo = "hold the module's variables only", "Is it another module's?"
-            raise ValueError(check.message(self._where, kind, rule, f"leaf {extra[0]} too", todo))
+            raise ValueError(check.message(where, kind, rule, f"leaf {extra[0]} too", todo))
         return found
 
     def _state(self, values: Mapping[Any, Any], slots: list[Slot] | None = None) -> Any:
@@ -249,7 +253,9 @@ def from_nnx(
     Parameters are the module's `nnx.Param`, the model state its other variables (BatchNorm
     statistics), but for random streams and intermediates. For every microbatch all random
     streams begin anew: at count 0, with a key made of the microbatch's key and the
-    stream's place in the module. In evaluation they are those of the module.
+    stream's place in the module. In evaluation they are those of the module. What a call
+    writes into a parameter, as `nnx.WeightNorm` does, holds for that call: parameters are
+    the optimizer's.
 
     Args:
         model: The module. It stays as it is; `update` writes into it.
@@ -313,6 +319,17 @@ def nnx_model(
 
     call = call_of(where, module, inputs, train_kwargs, eval_kwargs)
     return NnxModel(where, module, call, loss, nnx.Param if param_type is None else param_type)
+
+
+def _predicate(where: str, argument: str, chosen: Any) -> Callable[[Any, Any], bool]:
+    """What a filter of flax chooses."""
+    from flax import nnx
+
+    try:
+        return nnx.filterlib.to_predicate(chosen)
+    except TypeError:
+        rule = "be an NNX filter"
+        raise TypeError(check.message(where, argument, rule, check.describe(chosen))) from None
 
 
 def _copied(tree: PyTree) -> PyTree:

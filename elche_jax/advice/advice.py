@@ -1,14 +1,11 @@
 """`Advice`: what measured devices would come to, and which of them are worth having."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from elche_jax.advice.predict import Plan, Speeds, best_plan, plain_pmap, plan
+from elche_jax.advice.predict import TELLS, Plan, Speeds, best_plan, plain_pmap, plan
 from elche_jax.cadence import ElChe, FixedTotal
-
-TELLS = 0.02
-"""Share of the throughput below which a measurement of seconds cannot tell a difference."""
 
 ADDITIVE = 0.95
 """Share of their solo speeds below which devices that work together are said to share
@@ -21,15 +18,20 @@ class DeviceAdvice:
 
     Attributes:
         name: The device.
-        solo_ms: Milliseconds per microbatch while the other devices rest.
-        together_ms: The same while all work.
-        examples_per_s: Examples per second of it alone.
+        solo_ms: Milliseconds per microbatch while the other devices rest, optimizer steps
+            left out.
+        step_ms: Milliseconds that an optimizer step of it alone adds, what the host does
+            for a window included.
+        together_ms: Milliseconds per microbatch while all work.
+        examples_per_s: Examples per second of it alone, with an optimizer step as rarely
+            as `ElChe` would take one.
         gain: What it adds: the throughput of all devices over that of the others, less 1;
             0.04 for 4 %, below 0 where it costs more than it gives. None for the only one.
     """
 
     name: str
     solo_ms: float
+    step_ms: float
     together_ms: float
     examples_per_s: float
     gain: float | None
@@ -54,12 +56,15 @@ class Advice:
         sync_ms: Cost of a synchronisation of all devices, optimizer step included.
         plain: All devices under plain `pmap`: one microbatch each, then all wait.
         fixed_total: All devices under `FixedTotal`.
-        elche: All devices under `ElChe`.
+        elche: All devices under `ElChe`; for one device, which that is not for, see
+            `cadence`.
         best: The best set of devices found, under `ElChe`: all of them, unless others
             are more than 2 % faster.
         limit_examples_per_s: The sum of the devices' speeds while all work.
         additive: That sum over the sum of their speeds alone; below 1 where devices share
             something.
+        epoch: Microbatches of an epoch, which no window goes beyond; None where the data
+            do not say.
     """
 
     batch_size: int
@@ -71,16 +76,21 @@ class Advice:
     best: Plan
     limit_examples_per_s: float
     additive: float
+    epoch: int | None = None
 
     @property
     def cadence(self) -> str:
         """The cadence for the best devices, as it is written in a script.
 
-        It begins with the counts of the plan.
+        It begins with the counts of the plan. One device gets `EveryBatch`, or, where an
+        optimizer step costs more than 2 % of the throughput, as many microbatches per step
+        as `ElChe` would choose, with `FixedTotal`.
         """
         counts = list(self.best.counts)
-        if len(counts) == 1:
+        if counts == [1]:
             return "elche.EveryBatch()"
+        if len(counts) == 1:
+            return f"elche.FixedTotal({counts[0]})"
         return f"elche.ElChe(anchor={self.best.anchor}, speed_hint={counts})"
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,15 +105,18 @@ class Advice:
 
     def _device_rows(self) -> list[str]:
         width = max(18, *(len(device.name) + 2 for device in self.devices))
-        title = f"{'device':<{width}}{'ms/microbatch':>14}{'with all':>10}{'examples/s':>12}"
-        return [f"{title}  in the team"] + [
+        title = f"{'device':<{width}}{'ms/microbatch':>14}{'with all':>10}{'ms/step':>9}"
+        return [f"{title}{'examples/s':>12}  in the team"] + [
             f"{device.name:<{width}}{device.solo_ms:>14.2f}{device.together_ms:>10.2f}"
-            f"{device.examples_per_s:>12,.0f}  {device.verdict}"
+            f"{device.step_ms:>9.2f}{device.examples_per_s:>12,.0f}  {device.verdict}"
             for device in self.devices
         ]
 
     def _plan_rows(self) -> list[str]:
-        plans = [self.plain, self.fixed_total, self.elche]
+        plans = [self.plain]
+        for more in (self.fixed_total, self.elche):
+            if len(self.devices) > 1 or more.counts not in [other.counts for other in plans]:
+                plans.append(more)
         if self.best.ranks != self.elche.ranks:
             plans.append(self.best)
         title = f"{'predicted':<18}{'window':>14}{'':>10}{'examples/s':>12}{'of the limit':>14}"
@@ -115,7 +128,7 @@ class Advice:
 
     def _words(self) -> list[str]:
         if len(self.devices) == 1:
-            return ["One device: nothing to exchange, nothing to share out."]
+            return [*self._words_of_one(), *self._whole_epoch(), f"cadence={self.cadence}"]
         alone = max(device.examples_per_s for device in self.devices)
         rows = [
             f"{len(self.devices)} devices with ElChe: "
@@ -139,11 +152,32 @@ class Advice:
                 f"Leave device{'s' if len(left) > 1 else ''} {_listed(left)} out: {costs} more "
                 f"(exchange, speed of the others) than {gives}."
             )
-        return [*rows, f"cadence={self.cadence}"]
+        return [*rows, *self._whole_epoch(), f"cadence={self.cadence}"]
+
+    def _words_of_one(self) -> list[str]:
+        rows = ["One device: nothing to exchange, nothing to share out."]
+        count, step_ms = self.elche.counts[0], self.devices[0].step_ms
+        if count > 1:
+            rows += [
+                f"An optimizer step costs {step_ms:.2f} ms, with the host's part in it.",
+                f"An update is made of {count} microbatches, with plain pmap of 1: look at the "
+                "learning rate.",
+            ]
+        return rows
+
+    def _whole_epoch(self) -> list[str]:
+        if self.epoch is None or sum(self.best.counts) < self.epoch:
+            return []
+        return [f"A window is a whole epoch, which has no more than {self.epoch} microbatches."]
 
 
 def make_advice(
-    names: Sequence[str], speeds: Speeds, batch_size: int, cadence: ElChe, total: int | None = None
+    names: Sequence[str],
+    speeds: Speeds,
+    batch_size: int,
+    cadence: ElChe,
+    total: int | None = None,
+    epoch: int | None = None,
 ) -> Advice:
     """Makes the advice of measured speeds.
 
@@ -154,6 +188,7 @@ def make_advice(
         cadence: The `ElChe` to compute with.
         total: Microbatches per window of the `FixedTotal` to compute with; None: as many
             as a window of `ElChe` has.
+        epoch: Microbatches of an epoch, at least 1; None where nobody knows.
 
     Returns:
         The advice.
@@ -167,11 +202,17 @@ def make_advice(
         >>> advice.elche.counts, [device.verdict for device in advice.devices]
         ((16, 16, 4), ['adds 80 %', 'adds 80 %', 'adds 17 %'])
     """
-    elche = plan("ElChe", cadence, speeds, batch_size)
+    world = range(len(names))
+    elche = plan("ElChe", cadence, speeds, batch_size, epoch=epoch)
     total = sum(elche.counts) if total is None else total
-    best = best_plan("the best devices", cadence, speeds, batch_size, elche)
+    name = f"FixedTotal({total})"
+    fixed_total = plan(name, FixedTotal(total), speeds, batch_size, epoch=epoch)
+    if len(names) == 1:
+        elche = replace(elche, name=f"FixedTotal({elche.counts[0]})")
+    best = best_plan("the best devices", cadence, speeds, batch_size, elche, epoch)
     if best.examples_per_s < (1 + TELLS) * elche.examples_per_s:
         best = elche
+    alone = [plan("alone", cadence, speeds, batch_size, [rank], epoch) for rank in world]
     rates = [1 / ms for ms in speeds.together_ms]
     return Advice(
         batch_size=batch_size,
@@ -179,29 +220,36 @@ def make_advice(
             DeviceAdvice(
                 name=name,
                 solo_ms=speeds.solo_ms[rank],
+                step_ms=speeds.step_of(rank),
                 together_ms=speeds.together_ms[rank],
-                examples_per_s=1e3 * batch_size / speeds.solo_ms[rank],
-                gain=_gain(rank, cadence, speeds, batch_size, elche),
+                examples_per_s=alone[rank].examples_per_s,
+                gain=_gain(rank, cadence, speeds, batch_size, elche, epoch),
             )
             for rank, name in enumerate(names)
         ),
         sync_ms=speeds.sync_ms,
-        plain=plain_pmap(speeds, batch_size),
-        fixed_total=plan(f"FixedTotal({total})", FixedTotal(total), speeds, batch_size),
+        plain=plain_pmap(speeds, batch_size, epoch),
+        fixed_total=fixed_total,
         elche=elche,
         best=best,
         limit_examples_per_s=1e3 * batch_size * sum(rates),
         additive=sum(rates) / sum(1 / ms for ms in speeds.solo_ms),
+        epoch=epoch,
     )
 
 
 def _gain(
-    rank: int, cadence: ElChe, speeds: Speeds, batch_size: int, everyone: Plan
+    rank: int,
+    cadence: ElChe,
+    speeds: Speeds,
+    batch_size: int,
+    everyone: Plan,
+    epoch: int | None,
 ) -> float | None:
     others = [other for other in everyone.ranks if other != rank]
     if not others:
         return None
-    without = plan(everyone.name, cadence, speeds, batch_size, others)
+    without = plan(everyone.name, cadence, speeds, batch_size, others, epoch)
     return everyone.examples_per_s / without.examples_per_s - 1
 
 

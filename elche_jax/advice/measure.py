@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import fields, replace
 from statistics import median
 from typing import Any
 
@@ -11,10 +11,14 @@ import optax
 
 from elche_jax import _check as check
 from elche_jax.advice.advice import Advice, make_advice
+from elche_jax.advice.of_rank import OfRank
 from elche_jax.advice.predict import Speeds
-from elche_jax.cadence import Cadence, ElChe, FixedTotal, WindowTime
+from elche_jax.cadence import Cadence, ElChe, EveryBatch, FixedTotal, WindowTime
+from elche_jax.cadence.window_time import MAX_COUNT
+from elche_jax.config import CADENCE_KNOBS, DDPConfig
+from elche_jax.data.source import IterableSource, as_source
 from elche_jax.engine.devices import check_one_kind, select_devices
-from elche_jax.engine.loop import Body, LoopHook, Seconds
+from elche_jax.engine.loop import LoopHook
 from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.report import ms_per_batch
 from elche_jax.train.build import build_train_step
@@ -27,6 +31,9 @@ WINDOWS = 20
 
 WARM = 3
 """First windows without a compile that are left out: threads and caches warm up."""
+
+GROWTH = 8
+"""How many times as many microbatches the windows get that were too short."""
 
 LEAST = 5
 """Fewest windows of a measurement, whatever they take."""
@@ -52,12 +59,19 @@ def advise(
 ) -> Advice:
     """Measures the devices on your step, and computes what the cadences would give.
 
-    The step really trains, on copies: first on all devices together, then on each alone,
-    in windows of about a twentieth of `seconds`. Of window records that waited for no
-    compile it takes medians: `solo_ms[d]` and `together_ms[d]`, milliseconds per
-    microbatch of device `d` alone and while all work, and `sync_ms`, the cost of a
-    synchronisation. Windows at the end of an epoch, which are smaller, do not count. The
-    cadence objects are then told of windows of these speeds until their counts settle:
+    The step really trains, on copies: first on all devices together, in windows of about a
+    twentieth of `seconds`, then on each alone, half of the time in windows of one
+    microbatch and half in such as last as long as those of all (in longer ones, and once
+    more, where nearly all of that time is the optimizer's). Of window records that
+    waited for no compile it takes medians: `together_ms[d]`, milliseconds per microbatch of
+    device `d` while all work, and `sync_ms`, the cost of a synchronisation; and of device
+    `d` alone, with `w[n]` milliseconds for a window of `n` microbatches,
+
+        solo_ms[d] = (w[n] - w[1]) / (n - 1)
+        step_ms[d] = w[1] - solo_ms[d]
+
+    Windows at the end of an epoch, which are smaller, do not count. The cadence objects
+    are then told of windows of these speeds until their counts settle:
 
         window_ms = max over d of counts[d] * ms[d] + sync_ms
         examples_per_s = 1000 * batch_size * sum(counts) / window_ms
@@ -68,10 +82,14 @@ def advise(
 
         ms[d] = solo_ms[d] + (together_ms[d] - solo_ms[d]) * (k - 1) / (n - 1)
 
+    Where the data say how many microbatches an epoch has, the rates are those of an epoch:
+    no window goes beyond it, and its last one is smaller.
+
     Virtual CPU devices, which share the host's cores, are slower together than alone:
     the sum of solo speeds is then out of reach, and the advice says so. What is assumed
     and not measured: that straight line, and that fewer devices synchronise at the cost of
-    all. Looked at are all devices, all but one, and the `k` fastest; not every set.
+    all; one device alone has its `step_ms` instead, and is taken to step as rarely as
+    `ElChe` would. Looked at are all devices, all but one, and the `k` fastest; not every set.
 
     Args:
         loss_fn: As in `build_train_step`.
@@ -91,7 +109,10 @@ def advise(
         total: Microbatches per window of the `FixedTotal` to compute with, at least 1;
             None: as many as a window of `ElChe` has.
         emulate: Makes devices slower on purpose, see `elche_jax.lab`.
-        **options: Further ones of `build_train_step`, such as `trainable` or `config`.
+        **options: Further ones of `build_train_step`, such as `trainable` or `config`; but
+            no `cadence`, and no `averaging`, as what is computed are exchanges of
+            gradients. Of a `config` the knobs of the cadence and the timeline do not
+            count: the cadence is what is looked for, and nothing is recorded.
 
     Returns:
         The advice: `print` shows it as a table.
@@ -99,7 +120,7 @@ def advise(
     Raises:
         TypeError: `data` is an iterator; an argument is of the wrong type.
         ValueError: Too few data for every device to get some; devices of several kinds; an
-            argument out of range.
+            argument out of range; a `cadence`, `averaging`, or a `config` for it.
         NonFiniteError: The loss is not finite.
 
     Example:
@@ -126,6 +147,9 @@ def advise(
         raise TypeError(check.message("advise", "data", rule, got, todo))
     chosen = select_devices(devices, "advise")
     check_one_kind("advise", chosen)
+    options = _measurable(options)
+
+    window = WindowTime(1e3 * seconds / WINDOWS, least=1)
 
     def build(own: Sequence[jax.Device], cadence: Cadence[Any], hook: LoopHook | None) -> TrainStep:
         return build_train_step(
@@ -133,42 +157,103 @@ def advise(
             **options,
         )  # fmt: skip
 
-    def run(train: TrainStep) -> list[WindowRecord]:
+    def run(train: TrainStep, seconds: float) -> list[WindowRecord]:
         return _run(train, params, data, batch_size, model_state, rng, seconds)
 
-    window = WindowTime(window_ms=1e3 * seconds / WINDOWS, least=1)
-    everyone = build(chosen, window, emulate)
-    together = run(everyone)
-    size = batch_size or _examples(together)
+    def alone(rank: int) -> tuple[list[WindowRecord], list[WindowRecord]]:
+        hook = _of_rank(emulate, rank)
+        short = run(build([chosen[rank]], EveryBatch(), hook), seconds / 2)
+        count = max(2, min(MAX_COUNT, round(window.window_ms / _full(short)[1])))
+        while True:
+            long = run(build([chosen[rank]], FixedTotal(count), hook), seconds / 2)
+            if _tells(short, long, count):
+                return short, long
+            count *= GROWTH
+
+    together_ms, sync_ms = (), 0.0
+    if len(chosen) > 1:
+        together_ms, sync_ms = team_ms(run(build(chosen, window, emulate), seconds))
+    pairs = [alone(rank) for rank in range(len(chosen))]
+    solo, step = zip(*[alone_ms(*pair) for pair in pairs], strict=True)
+    size = batch_size or _examples(pairs[0][0])
+    speeds = Speeds(solo, together_ms or solo, sync_ms, step)
     names = [str(device) for device in chosen]
-    if len(chosen) == 1:
-        alone = solo_ms(together)
-        return make_advice(names, Speeds((alone,), (alone,), 0.0), size, cadence, total)
-    together_ms, sync_ms = team_ms(together)
-    solo = [
-        solo_ms(run(build([device], FixedTotal(count), _of_rank(emulate, rank))))
-        for rank, (device, count) in enumerate(zip(chosen, everyone.counts, strict=True))
-    ]
-    return make_advice(names, Speeds(tuple(solo), together_ms, sync_ms), size, cadence, total)
+    return make_advice(names, speeds, size, cadence, total, _epoch(data, size))
 
 
-def solo_ms(records: Sequence[WindowRecord]) -> float:
-    """Milliseconds per microbatch of one device: the median over its full windows.
+def alone_ms(short: Sequence[WindowRecord], long: Sequence[WindowRecord]) -> tuple[float, float]:
+    """What a device needs alone: per microbatch, and for an optimizer step; milliseconds.
+
+    With `w[n]` the median over windows of `n` microbatches, the full ones,
+
+        ms = (w[n] - w[1]) / (n - 1)        step_ms = w[1] - ms
+
+    as far as both come out as at least 0; the clock's noise may say otherwise. A window of
+    one microbatch is in any case what was measured, `ms + step_ms`.
 
     Args:
-        records: Steady windows of one device.
+        short: Steady windows of one microbatch.
+        long: Steady windows of more, where the data have more.
 
     Example:
-        >>> from elche_jax.advice.measure import solo_ms
+        >>> from elche_jax.advice.measure import alone_ms
         >>> from elche_jax.observe.records import WindowRecord
-        >>> wall = {4: (20.0, 22.0, 40.0), 1: (50.0,)}  # the last is the end of an epoch
-        >>> solo_ms([
-        ...     WindowRecord(0, 0, (n,), n, (), ms, 0.0, 0.0, True) for n in wall for ms in wall[n]
-        ... ])
-        5.5
+        >>> wall = {1: (8.0,), 4: (20.0, 22.0, 20.0), 2: (50.0,)}  # 2: the end of an epoch
+        >>> one, four, rest = (
+        ...     [WindowRecord(0, 0, (n,), n, (), ms, 0.0, 0.0, True) for ms in wall[n]]
+        ...     for n in wall
+        ... )
+        >>> alone_ms(one, [*four, *rest])
+        (4.0, 4.0)
     """
+    _, one = _full(short)
+    count, many = _full(long)
+    if count == 1:  # an epoch has no more
+        return one, 0.0
+    ms = (many - one) / (count - 1)
+    ms = min(one, ms if ms > 0 else many / count)
+    return ms, one - ms
+
+
+def _full(records: Sequence[WindowRecord]) -> tuple[int, float]:
+    """Microbatches of one device's full windows, and the median of their milliseconds."""
     full = max(record.counts[0] for record in records)
-    return median(record.wall_ms / full for record in records if record.counts[0] == full)
+    return full, median(record.wall_ms for record in records if record.counts[0] == full)
+
+
+def _tells(short: Sequence[WindowRecord], long: Sequence[WindowRecord], count: int) -> bool:
+    """Whether the long windows, of `count` microbatches, tell microbatches from steps.
+
+    They do not where they last hardly longer than one microbatch: it is the optimizer step
+    that takes the time, and what is left for the microbatches is noise.
+    """
+    full, many = _full(long)
+    return many >= 1.5 * _full(short)[1] or full < count or count * GROWTH > MAX_COUNT
+
+
+def _measurable(options: dict[str, Any]) -> dict[str, Any]:
+    """The options for a run of gradients, whose cadence is ours."""
+    for name in ("cadence", "averaging", "guard"):
+        if options.get(name) is not None:
+            rule, got = "be left out", check.describe(options[name])
+            todo = "What is measured are exchanges of gradients, whatever the cadence."
+            raise ValueError(check.message("advise", name, rule, got, todo))
+    config = options.get("config")
+    rest = {name: value for name, value in options.items() if name != "cadence"}
+    if not isinstance(config, DDPConfig):
+        return rest
+    if config.policy == "async" or config.exchange == "host":
+        rule = "be of a run that exchanges gradients"
+        got = f"policy={config.policy!r}, exchange={config.exchange!r}"
+        raise ValueError(check.message("advise", "config", rule, got, "Leave both out."))
+    knobs = {field.name: field.default for field in fields(config) if field.name in CADENCE_KNOBS}
+    return rest | {"config": replace(config, **knobs, timeline=None)}
+
+
+def _epoch(data: Any, batch_size: int) -> int | None:
+    """Microbatches of an epoch, where the data have a size."""
+    source = as_source(data)
+    return None if isinstance(source, IterableSource) else source.size // batch_size
 
 
 def team_ms(records: Sequence[WindowRecord]) -> tuple[tuple[float, ...], float]:
@@ -230,42 +315,3 @@ def _examples(records: Sequence[WindowRecord]) -> int:
 
 def _of_rank(emulate: LoopHook | None, rank: int) -> LoopHook | None:
     return None if emulate is None else OfRank(emulate, rank)
-
-
-@dataclass(frozen=True)
-class OfRank:
-    """Emulation that lets a device which works alone be as slow as it is in the team.
-
-    Attributes:
-        hook: The emulation of all devices.
-        rank: The device's rank among them.
-    """
-
-    hook: LoopHook
-    rank: int
-
-    def check(self, world_size: int) -> None:
-        """Nothing: all devices were checked together."""
-
-    def begin(self, device: Any, step: Any, fresh: Any) -> Any:
-        """Before the loop."""
-        return self.hook.begin(device + self.rank, step, fresh)
-
-    def around(self, body: Body, device: Any, i: Any, carry: PyTree) -> PyTree:
-        """Runs one microbatch."""
-        return self.hook.around(body, device + self.rank, i, carry)
-
-    def end(self, device: Any, count: Any, carry: PyTree) -> Any:
-        """After the loop."""
-        return self.hook.end(device + self.rank, count, carry)
-
-    def on_host(self) -> Seconds | None:
-        """How long microbatches last."""
-        seconds = self.hook.on_host()
-        if seconds is None:
-            return None
-        return lambda window, device, count: seconds(window, device + self.rank, count)
-
-    def settle(self) -> None:
-        """After the dispatch."""
-        self.hook.settle()

@@ -1,11 +1,22 @@
 """What a cadence would make of measured speeds: plain arithmetic, no JAX."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from elche_jax import _check as check
-from elche_jax.cadence import Cadence, EveryBatch, WindowReport
+from elche_jax.cadence import (
+    Cadence,
+    ElChe,
+    EveryBatch,
+    FixedTotal,
+    WindowReport,
+    clamp_counts,
+)
+
+TELLS = 0.02
+"""Share of the throughput below which a measurement of seconds cannot tell a difference."""
 
 SETTLE = 100
 """Windows that a cadence is given to find its counts; `ElChe` needs a few."""
@@ -16,24 +27,28 @@ class Speeds:
     """How fast devices are, alone and together.
 
     Attributes:
-        solo_ms: Milliseconds per microbatch of each device while the others rest, above 0.
+        solo_ms: Milliseconds per microbatch of each device while the others rest, above 0;
+            optimizer steps left out.
         together_ms: The same while all work.
         sync_ms: Cost of a synchronisation of all devices, optimizer step included, in
             milliseconds, at least 0.
+        step_ms: Cost of an optimizer step of each device alone, what the host does for a
+            window included, in milliseconds, at least 0; None: 0 each.
 
     Raises:
         TypeError: An entry is not a number.
-        ValueError: A number is out of range; the two differ in length, or are empty.
+        ValueError: A number is out of range; they differ in length, or are empty.
 
     Example:
         >>> from elche_jax.advice import Speeds
-        >>> Speeds((5.0, 20.0), (5.0, 21.0), 1.0).sync_ms
-        1.0
+        >>> Speeds((5.0, 20.0), (5.0, 21.0), sync_ms=1.0, step_ms=(0.5, 0.75)).step_ms
+        (0.5, 0.75)
     """
 
     solo_ms: tuple[float, ...]
     together_ms: tuple[float, ...]
     sync_ms: float
+    step_ms: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         where = "Speeds"
@@ -47,6 +62,14 @@ class Speeds:
         object.__setattr__(self, "solo_ms", solo)
         object.__setattr__(self, "together_ms", together)
         object.__setattr__(self, "sync_ms", sync_ms)
+        if self.step_ms is not None:
+            step = check.reals(where, "step_ms", self.step_ms, low=0)
+            check.per_device(where, "step_ms", len(step), len(solo))
+            object.__setattr__(self, "step_ms", step)
+
+    def step_of(self, rank: int) -> float:
+        """Cost of an optimizer step of a device alone, in milliseconds."""
+        return 0.0 if self.step_ms is None else self.step_ms[rank]
 
     def of(self, ranks: Sequence[int]) -> tuple[float, ...]:
         """Milliseconds per microbatch of some devices while these work and the others rest.
@@ -77,7 +100,8 @@ class Plan:
     Attributes:
         name: The cadence.
         ranks: The devices that work.
-        counts: Microbatches of each of them in a window.
+        counts: Microbatches of each of them in a window; where an epoch has fewer, those
+            of a window that is the whole epoch.
         anchor: The least of the counts, that of the slowest.
         window_ms: How long a window lasts, synchronisation included.
         examples_per_s: Examples per second of all of them.
@@ -99,6 +123,7 @@ def plan(
     speeds: Speeds,
     batch_size: int,
     ranks: Sequence[int] | None = None,
+    epoch: int | None = None,
 ) -> Plan:
     """Computes what a cadence would give on some devices.
 
@@ -109,8 +134,12 @@ def plan(
         examples_per_s = 1000 * batch_size * sum(counts) / window_ms
         limit_share = sum(counts) / (window_ms * sum over d of 1 / ms[d])
 
-    with `ms` from `Speeds.of`, and `sync_ms` as of all devices also where fewer work. One
-    device needs no cadence: it runs a microbatch every `solo_ms`.
+    with `ms` from `Speeds.of`, and `sync_ms` as of all devices also where fewer work. An
+    epoch, where its size is known, is as many windows as it has, and a smaller one of the
+    rest; the two rates are then those of an epoch.
+
+    For one device `sync_ms` is its own `step_ms`. `ElChe` needs two devices; with one the
+    window that it would choose is that of `one_device`.
 
     Args:
         name: What to call it.
@@ -118,6 +147,7 @@ def plan(
         speeds: How fast the devices are.
         batch_size: Examples per microbatch.
         ranks: The devices that work; None for all.
+        epoch: Microbatches of an epoch, at least 1; None where nobody knows.
 
     Returns:
         The plan.
@@ -129,20 +159,59 @@ def plan(
         (16, 4)
     """
     ranks = tuple(range(len(speeds.solo_ms)) if ranks is None else ranks)
-    ms = speeds.of(ranks)
+    ms, sync_ms = speeds.of(ranks), speeds.sync_ms
     if len(ranks) == 1:
-        return Plan(name, ranks, (1,), 1, ms[0], 1e3 * batch_size / ms[0], 1.0)
-    counts = settled(cadence, ms, speeds.sync_ms)
-    window_ms = max(count * each for count, each in zip(counts, ms, strict=True)) + speeds.sync_ms
+        sync_ms = speeds.step_of(ranks[0])
+        if isinstance(cadence, ElChe):
+            cadence = one_device(cadence, ms[0], sync_ms)
+    counts = settled(cadence, ms, sync_ms)
+    if epoch is not None:
+        counts = clamp_counts(counts, epoch)
+    window_ms = _lasts(counts, ms) + sync_ms
+    done, taken = sum(counts), window_ms
+    if epoch is not None:
+        windows, rest = divmod(epoch, done)
+        done, taken = epoch, windows * window_ms
+        if rest:
+            taken += _lasts(clamp_counts(counts, rest), ms) + sync_ms
     return Plan(
         name=name,
         ranks=ranks,
         counts=counts,
         anchor=min(counts),
         window_ms=window_ms,
-        examples_per_s=1e3 * batch_size * sum(counts) / window_ms,
-        limit_share=sum(counts) / (window_ms * sum(1 / each for each in ms)),
+        examples_per_s=1e3 * batch_size * done / taken,
+        limit_share=done / (taken * sum(1 / each for each in ms)),
     )
+
+
+def _lasts(counts: Sequence[int], ms: Sequence[float]) -> float:
+    """Milliseconds until the last device is done."""
+    return max(count * each for count, each in zip(counts, ms, strict=True))
+
+
+def one_device(cadence: ElChe, ms: float, step_ms: float) -> EveryBatch | FixedTotal:
+    """What stands for `ElChe` on one device, so that it is compared fairly with several.
+
+    These take an optimizer step once per window, so one device may, too: `FixedTotal(n)`
+    with the anchor `n` that `ElChe` would choose,
+
+        n = min(max_anchor, max(anchor, ceil(step_ms / (overhead_target * ms))))
+
+    `EveryBatch` where that is not more than 2 % faster.
+
+    Example:
+        >>> from elche_jax.advice.predict import one_device
+        >>> from elche_jax.cadence import ElChe
+        >>> one_device(ElChe(), ms=5.0, step_ms=0.01)
+        EveryBatch()
+        >>> one_device(ElChe(), ms=5.0, step_ms=10.0)
+        FixedTotal(total=20)
+    """
+    wanted = max(cadence.anchor, math.ceil(step_ms / (cadence.overhead_target * ms)))
+    total = min(wanted, cadence.max_anchor)
+    faster = (ms + step_ms) / (ms + step_ms / total) - 1
+    return FixedTotal(total) if faster > TELLS else EveryBatch()
 
 
 def settled(cadence: Cadence[Any], ms: Sequence[float], sync_ms: float) -> tuple[int, ...]:
@@ -162,7 +231,12 @@ def settled(cadence: Cadence[Any], ms: Sequence[float], sync_ms: float) -> tuple
 
 
 def best_plan(
-    name: str, cadence: Cadence[Any], speeds: Speeds, batch_size: int, all_devices: Plan
+    name: str,
+    cadence: Cadence[Any],
+    speeds: Speeds,
+    batch_size: int,
+    all_devices: Plan,
+    epoch: int | None = None,
 ) -> Plan:
     """The plan with the most examples per second, over sets of devices worth a look.
 
@@ -174,6 +248,7 @@ def best_plan(
         speeds: How fast the devices are.
         batch_size: Examples per microbatch.
         all_devices: The plan with all of them.
+        epoch: Microbatches of an epoch; None where nobody knows.
 
     Example:
         An exchange that costs more than the slow device gives:
@@ -190,16 +265,16 @@ def best_plan(
     fewer = {tuple(sorted(fastest[:size])) for size in world if size}
     if len(world) > 1:
         fewer |= {tuple(other for other in world if other != rank) for rank in world}
-    plans = [plan(name, cadence, speeds, batch_size, ranks) for ranks in sorted(fewer)]
+    plans = [plan(name, cadence, speeds, batch_size, ranks, epoch) for ranks in sorted(fewer)]
     return max([all_devices, *plans], key=lambda plan: plan.examples_per_s)
 
 
-def plain_pmap(speeds: Speeds, batch_size: int) -> Plan:
-    """The usual loop: one microbatch each, then all wait for the slowest.
+def plain_pmap(speeds: Speeds, batch_size: int, epoch: int | None = None) -> Plan:
+    """The usual loop: one microbatch each, then all wait for the slowest, step, go on.
 
     Example:
         >>> from elche_jax.advice.predict import Speeds, plain_pmap
         >>> plain_pmap(Speeds((5.0, 19.0), (5.0, 19.0), 1.0), batch_size=10).examples_per_s
         1000.0
     """
-    return plan("plain pmap", EveryBatch(), speeds, batch_size)
+    return plan("plain pmap", EveryBatch(), speeds, batch_size, epoch=epoch)

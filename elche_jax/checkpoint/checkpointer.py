@@ -11,6 +11,7 @@ import numpy as np
 
 from elche_jax import _check as check
 from elche_jax._exit import before_exit
+from elche_jax.checkpoint.lock import lock
 from elche_jax.checkpoint.options import RESUME, Checkpoints
 from elche_jax.checkpoint.snapshot import (
     Snapshot,
@@ -84,6 +85,7 @@ class Checkpointer:
 
     Raises:
         ValueError: There is no folder.
+        RuntimeError: Another process, or another `Checkpointer`, is at work there.
         OSError: It cannot be made, with `on_error="now"`; else training goes on without
             checkpoints, and `close` raises `CheckpointError`.
 
@@ -123,12 +125,13 @@ class Checkpointer:
         self._step: int | None = None
         self._last = time.monotonic()
         self._store = self._open()
+        self._lock = None if self._store is None else lock(self._folder)
 
     def _open(self) -> Store | None:
         """The folder; None where it cannot be made and training is to go on without."""
         asked = self._checkpoints
         try:
-            return Store(self._folder, asked.keep_last, asked.keep_best, asked.mode)
+            return Store(self._folder, asked.keep_last, asked.keep_best, asked.mode, asked.monitor)
         except OSError as error:
             if asked.on_error == "now":
                 raise
@@ -184,6 +187,26 @@ class Checkpointer:
         logger.info("elche: goes on after window %d, from %s.", saved.step, folder)
         return restored
 
+    def best(self, state: TrainState) -> TrainState:
+        """The state of the checkpoint with the best score, see `Checkpoints.keep_best`.
+
+        It is there to be used, not to be trained on: the run knows nothing of it.
+
+        Args:
+            state: What `init` gave.
+
+        Raises:
+            ValueError: No checkpoint has a score, or it is of another model.
+            DamagedCheckpoint: It is not what was written.
+        """
+        ranked = [] if self._store is None else self._store.ranked
+        if self._store is None or not ranked:
+            raise ValueError(
+                f"checkpoints: {self._folder} must hold a checkpoint with a score of "
+                f"{self._checkpoints.monitor!r}, got none. Train with keep_best and an evaluation."
+            )
+        return self._state(state, self._store.read(ranked[0]))
+
     def due(self, window: Window) -> bool:
         """Whether it is time for a checkpoint, by windows or by seconds."""
         every, seconds = self._checkpoints.every_windows, self._checkpoints.every_seconds
@@ -200,8 +223,11 @@ class Checkpointer:
         score: float | None = None,
         notes: Notes | None = None,
     ) -> bool:
-        """Saves a run where it is due. Returns at once, unless the one before is being
-        written still.
+        """Saves a run where it is due.
+
+        Waits for the windows under way, so that all that is known of them is saved as well,
+        and for the checkpoint before, if it is being written still; the rest is done while
+        training goes on.
 
         Args:
             state: What `train` has returned for this window.
@@ -215,6 +241,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: An earlier one could not be written, with `on_error="now"`.
+            NonFiniteError, ReplicaMismatch: Of a window under way.
             ValueError: The folder has a checkpoint of this window or a later one, which
                 `restore` was not asked for.
         """
@@ -231,14 +258,14 @@ class Checkpointer:
                 f"one to be saved ({step}), got one after {store.steps[-1]}. Call restore before "
                 "the loop and pass its cursor, or take another folder."
             )
+        window.run.finish()
         self._step, self._last = step, time.monotonic()
         run = self._train.run_to_dict()
         job = _Job(window, take(state, self._train.common(state)), run, score, notes)
-        self._thread = threading.Thread(
-            target=self._write, args=(store, job), name="elche-checkpoint"
-        )
-        self._forget = before_exit(self._thread.join)
-        self._thread.start()
+        thread = threading.Thread(target=self._write, args=(store, job), name="elche-checkpoint")
+        thread.start()
+        self._thread = thread
+        self._forget = before_exit(thread.join)
         return True
 
     def wait(self) -> None:
@@ -263,9 +290,13 @@ class Checkpointer:
         Raises:
             CheckpointError: One could not be written.
         """
-        self.wait()
-        if self._store is not None:
-            self._store.close()
+        try:
+            self.wait()
+        finally:
+            if self._store is not None:
+                self._store.close()
+            if self._lock is not None:
+                self._lock.close()
         if self._error is not None:
             self._raise()
 
@@ -275,10 +306,10 @@ class Checkpointer:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             self.close()
-        except CheckpointError as unwritten:
+        except Exception as unwritten:
             if error is None:
                 raise
-            error.add_note(str(unwritten))
+            error.add_note(f"Besides, {unwritten}")
 
     def _raise(self) -> None:
         error, self._error = self._error, None
@@ -305,6 +336,13 @@ class Checkpointer:
             )  # fmt: skip
 
     def _restored(self, state: TrainState, saved: Saved) -> Restored:
+        notes = saved.notes
+        restored = self._state(state, saved)
+        self._train.restore_run(notes["run"] | {"counts": saved.leaves[COUNTS]})
+        return Restored(restored, Cursor.from_dict(notes["cursor"]), notes["notes"])
+
+    def _state(self, state: TrainState, saved: Saved) -> TrainState:
+        """What was saved, placed like a state that is there."""
         specs = {name: spec for name, spec in saved.specs.items() if name != COUNTS}
         differs = difference(state, specs)
         if differs:
@@ -312,16 +350,13 @@ class Checkpointer:
                 f"checkpoints: {self._folder / str(saved.step)} must be of this model and "
                 f"optimizer, but {differs}. Is it another run's folder?"
             )
-        train, notes = self._train, saved.notes
-        before, now = notes["world_size"], train.world_size
+        train, before = self._train, saved.notes["world_size"]
         rows = stacked(state, saved.leaves, specs, before)
         own = own_names(state, train.common(state))
-        if before != now or not {name for name, spec in specs.items() if spec.own} <= own:
-            rows = repeated(train.join(rows), now)
-        train.restore_run(notes["run"] | {"counts": saved.leaves[COUNTS]})
-        return Restored(
-            put(state, rows, train.devices), Cursor.from_dict(notes["cursor"]), notes["notes"]
-        )
+        apart = {name for name, spec in specs.items() if spec.own}
+        if before != train.world_size or not apart <= own:
+            rows = repeated(train.join(rows), train.world_size)
+        return put(state, rows, train.devices)
 
 
 @dataclass(frozen=True)

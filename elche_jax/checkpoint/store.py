@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import math
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -56,18 +57,26 @@ class Store:
         keep_last: How many of the newest are kept, at least 1.
         keep_best: How many of the best by score are kept besides; of equal ones the older.
         best: `"min"` or `"max"`: which scores are better.
+        monitor: What the scores are of; those of something else do not count.
 
     Raises:
         OSError: The folder cannot be made.
     """
 
-    def __init__(self, folder: Path, keep_last: int = 1, keep_best: int = 0, best: str = "min"):
+    def __init__(
+        self,
+        folder: Path,
+        keep_last: int = 1,
+        keep_best: int = 0,
+        best: str = "min",
+        monitor: str = "",
+    ):
         import orbax.checkpoint as ocp
 
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._keep_last, self._keep_best = keep_last, keep_best
-        self._sign = 1 if best == "min" else -1
+        self._sign, self._monitor = 1 if best == "min" else -1, monitor
         options = ocp.CheckpointManagerOptions(
             enable_async_checkpointing=False,  # `Checkpointer` has a thread for it
             cleanup_tmp_directories=True,
@@ -78,7 +87,7 @@ class Store:
             "manifest": ocp.JsonCheckpointHandler(),
         }
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
-        self._scores = {step: self._score(step) for step in self.steps} if keep_best else {}
+        self._scores = {step: self._score(step) for step in self.steps}
 
     def save(
         self,
@@ -109,6 +118,7 @@ class Store:
             "format": FORMAT,
             "step": step,
             "score": score,
+            "monitor": self._monitor,
             "leaves": {name: asdict(spec) for name, spec in specs.items()},
             "notes": dict(notes),
         }
@@ -116,13 +126,15 @@ class Store:
         manifest = {"text": text, "digest": _digest(text)}
         there = {name: written(array) for name, array in leaves.items() if array.size}
         args = self._orbax.args
-        self._manager.save(
-            step,
-            args=args.Composite(
-                state=args.PyTreeSave(nested(there)), manifest=args.JsonSave(manifest)
-            ),
-            force=True,
+        both = args.Composite(
+            state=args.PyTreeSave(nested(there)), manifest=args.JsonSave(manifest)
         )
+        try:
+            self._manager.save(step, args=both, force=True)
+        except BaseException:  # a disk that is full should not be filled with halves
+            for half in self.folder.glob(f"{step}.orbax-checkpoint-tmp*"):
+                shutil.rmtree(half, ignore_errors=True)
+            raise
         self._scores[step] = score
         self._tidy()
         return sum(array.nbytes for array in leaves.values())
@@ -132,23 +144,31 @@ class Store:
         """The steps of the checkpoints there are, oldest first."""
         return sorted(self._manager.all_steps())
 
+    @property
+    def ranked(self) -> list[int]:
+        """The steps of those that have a score, the best first."""
+        scores = {step: self._scores.get(step) for step in self.steps}
+        known = [(self._sign * score, step) for step, score in scores.items() if score is not None]
+        return [step for _, step in sorted(known)]
+
     def read(self, step: int) -> Saved:
         """Reads a checkpoint.
 
         Raises:
             DamagedCheckpoint: It is not what was written.
             OtherFormat: It is, but of another version.
-            MemoryError, PermissionError: Nobody knows: it could not be read.
+            MemoryError, OSError: Nobody knows: it could not be read.
         """
         try:
             return self._read(step)
-        except (OtherFormat, MemoryError, PermissionError):
+        except (OtherFormat, MemoryError):
             raise
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
+                raise  # of the disk or the network, not of what was written
+            raise self._damaged(step, error) from error
         except Exception as error:  # orbax, tensorstore and json have errors of their own
-            raise DamagedCheckpoint(
-                f"checkpoint: {self.folder / str(step)} must be as it was written, but "
-                f"{type(error).__name__}: {shorten(str(error), 160) or 'it is not'}"
-            ) from error
+            raise self._damaged(step, error) from error
 
     def newest(self) -> Saved | None:
         """The newest checkpoint that is whole; None where there is none.
@@ -156,14 +176,19 @@ class Store:
         Damaged ones are said in the log, and put aside under another name, where they are
         in nobody's way.
         """
+        damaged = False
         for step in reversed(self.steps):
             try:
-                return self.read(step)
+                saved = self.read(step)
+                if damaged:
+                    logger.warning("elche: the checkpoint after %d windows is taken.", step)
+                return saved
             except DamagedCheckpoint as error:
                 aside = self._put_aside(step)
-                logger.warning(
-                    "elche: %s. It was renamed to %s; the one before is taken.", error, aside
-                )
+                logger.warning("elche: %s. It was renamed to %s.", error, aside)
+                damaged = True
+        if damaged:
+            logger.warning("elche: there is no whole checkpoint left in %s.", self.folder)
         return None
 
     def close(self) -> None:
@@ -173,17 +198,23 @@ class Store:
     def _tidy(self) -> None:
         """Deletes the checkpoints that are not to be kept."""
         steps = self.steps
-        scores = {step: self._scores.get(step) for step in steps}
-        ranked = sorted((self._sign * s, step) for step, s in scores.items() if s is not None)
-        kept = {*steps[-self._keep_last :], *(step for _, step in ranked[: self._keep_best])}
+        kept = {*steps[-self._keep_last :], *self.ranked[: self._keep_best]}
         for step in (step for step in steps if step not in kept):
             self._manager.delete(step)
 
     def _score(self, step: int) -> float | None:
         try:
-            return self._manifest(step)["score"]
+            content = self._manifest(step)
+            return content["score"] if content["monitor"] == self._monitor else None
         except Exception:  # it is damaged: nobody knows how good it is
             return None
+
+    def _damaged(self, step: int, error: Exception) -> DamagedCheckpoint:
+        what = shorten(str(error), 160).rstrip(".") or "it is not"
+        place = self.folder / str(step)
+        return DamagedCheckpoint(
+            f"checkpoint: {place} must be as it was written, but {type(error).__name__}: {what}"
+        )
 
     def _manifest(self, step: int) -> dict[str, Any]:
         manifest = self._restore(step, manifest=self._orbax.args.JsonRestore())

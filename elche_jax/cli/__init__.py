@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import select
 import sys
 import traceback
 from collections.abc import Sequence
@@ -67,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         2
     """
     options = argparse.Namespace(debug=False, prog=PROGRAM)
+    _open_streams()
     try:
         make_parser().parse_args(argv, options)
         code = options.run(options)
@@ -84,15 +86,36 @@ def main(argv: Sequence[str] | None = None) -> int:
             # in the callback of an emulated device just then, would abort.
             os._exit(INTERRUPTED)
         return INTERRUPTED
-    except BrokenPipeError:
-        # what is still buffered would fail again when the interpreter ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            # what is still buffered would fail again when the interpreter ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return BROKEN_PIPE
         if options.debug:
             traceback.print_exc()
         print(f"{options.prog}: {_one_line(error)}", file=sys.stderr)
         return USAGE if isinstance(error, UsageError) else FAILED
+
+
+def _open_streams() -> None:
+    """Gives a process that was started without stdout or stderr (`>&-`) an empty one."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            setattr(sys, name, os.fdopen(nowhere, "w", encoding="utf-8", closefd=False))
+
+
+def _nobody_reads() -> bool:
+    """Whether the other end of stdout is closed: a pipe that broke may be a TARGET's own.
+
+    It is asked, not written to: a failed write of an unbuffered stream leaves nothing.
+    """
+    try:
+        watch = select.poll()
+        watch.register(sys.stdout.fileno(), 0)  # errors and the end are told anyway
+        return bool(watch.poll(0))
+    except (AttributeError, OSError, ValueError):  # no poll on this system, no real stream
+        return False
 
 
 def _one_line(error: Exception) -> str:

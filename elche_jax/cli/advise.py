@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from contextlib import redirect_stdout
 
 import elche_jax as elche
 from elche_jax.advice import advise
@@ -59,10 +60,13 @@ def run(options: argparse.Namespace) -> int:
     emulate = options.emulate
     if emulate is not None and options.devices is None and options.cpu_devices is None:
         options.cpu_devices = len(emulate)
-    devices = arguments.chosen_devices(options)
+    arguments.make_devices(options)
+    # what TARGET prints is no answer of this command
+    with redirect_stdout(sys.stderr):
+        job = load_target(options.target) if options.target else MODELS[options.model or "mlp"]()
+    devices = arguments.chosen_devices(options)  # not before: TARGET may make devices, too
     if emulate is not None and len(emulate) != len(devices):
         raise UsageError(f"--emulate must have one entry per device ({len(devices)})")
-    job = load_target(options.target) if options.target else MODELS[options.model or "mlp"]()
     given = {
         "batch_size": options.batch_size,
         "seconds": options.seconds,
@@ -71,13 +75,14 @@ def run(options: argparse.Namespace) -> int:
         "emulate": None if emulate is None else EmulatedSpeeds(emulate),
     }
     job |= {name: value for name, value in given.items() if value is not None}
-    if options.devices is not None or options.cpu_devices is not None:
+    asked = options.devices is not None or options.cpu_devices is not None
+    if asked or job.get("devices") is None:
         job["devices"] = devices
-    job.setdefault("devices", devices)
     if not options.json:
         print(elche.device_summary(job["devices"]), flush=True)
         alone = "alone and all together " if len(job["devices"]) > 1 else ""
         print(f"measuring each {alone}for {job.get('seconds', 2.0):g} s ...", file=sys.stderr)
-    advice = advise(**job)
+    with redirect_stdout(sys.stderr):
+        advice = advise(**job)
     print(json.dumps(advice.to_dict(), indent=2) if options.json else f"\n{advice}")
     return 0

@@ -31,6 +31,13 @@ def duration(text: str) -> float:
     return value
 
 
+def words(text: str) -> str:
+    """A text that is not empty."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
+
+
 def listed(parse: Callable[[str], float]) -> Callable[[str], list[float]]:
     """Numbers with commas between."""
     return lambda text: [parse(part) for part in text.split(",")]
@@ -70,10 +77,14 @@ def use_cpu_devices(number: int) -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def chosen_devices(options: argparse.Namespace) -> list[jax.Device]:
-    """The devices that the arguments ask for."""
+def make_devices(options: argparse.Namespace) -> None:
+    """Makes the virtual devices that the arguments ask for; before a backend has started."""
     if options.cpu_devices is not None:
         use_cpu_devices(options.cpu_devices)
+
+
+def chosen_devices(options: argparse.Namespace) -> list[jax.Device]:
+    """The devices that the arguments ask for; starts the backend."""
     there = jax.local_devices()
     ranks: Sequence[int] = range(len(there)) if options.devices is None else options.devices
     if len(set(ranks)) < len(ranks):

@@ -9,7 +9,7 @@ import jax
 
 from elche_jax.cli import arguments, table
 from elche_jax.cli.probe import probe
-from elche_jax.engine.devices import GIB, device_summary, free_bytes
+from elche_jax.engine.devices import device_summary, free_bytes
 
 NAME = "devices"
 HELP = "show the devices, and probe how fast each is alone and with all others at work"
@@ -23,6 +23,9 @@ example:
   elche-jax devices
   elche-jax devices --cpu-devices 4 --seconds 1 --json
 """
+
+GB = 1e9
+"""As in GB/s beside it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command."""
+    arguments.make_devices(options)
     devices = arguments.chosen_devices(options)
     result: dict[str, Any] = {
         "summary": device_summary(devices),
@@ -72,8 +76,8 @@ def _described(rank: int, device: jax.Device) -> dict[str, Any]:
         "name": str(device),
         "kind": device.device_kind,
         "platform": device.platform,
-        "memory_gb": None if limit is None else round(limit / GIB, 2),
-        "free_gb": None if free is None else round(free / GIB, 2),
+        "memory_gb": None if limit is None else round(limit / GB, 2),
+        "free_gb": None if free is None else round(free / GB, 2),
     }
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from elche_jax.cli import arguments
-from elche_jax.cli.errors import CommandError
+from elche_jax.cli.errors import CommandError, UsageError
 from elche_jax.observe.page import write_page
 from elche_jax.observe.run import TIMELINE, Run, read_run
 
@@ -28,15 +28,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, help="the page to write (report.html beside the timeline)"
     )
-    parser.add_argument("--title", help="the page's title (the name of the run)")
+    parser.add_argument(
+        "--title", type=arguments.words, help="the page's title (the name of the run)"
+    )
     parser.add_argument("--open", action="store_true", help="show it in the browser")
     arguments.add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command."""
+    output = output_of(options, "report.html")
     found = load(options.path)
-    output = options.output or beside(options.path, "report.html")
     path = write_page(found, output, title=options.title)
     report = found.report()
     if options.json:
@@ -62,6 +64,10 @@ def load(path: Path) -> Run:
     return found
 
 
-def beside(path: Path, name: str) -> Path:
-    """Where a file about a run goes, unless told otherwise."""
-    return (path if path.is_dir() else path.parent) / name
+def output_of(options: argparse.Namespace, name: str) -> Path:
+    """Where a file about a run goes: beside its timeline, unless told otherwise."""
+    path: Path = options.path
+    output: Path = options.output or (path if path.is_dir() else path.parent) / name
+    if output.is_dir():
+        raise UsageError(f"--output must be a file, got a folder ({output})")
+    return output

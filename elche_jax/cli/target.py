@@ -28,7 +28,8 @@ def load_target(target: str) -> dict[str, Any]:
         CommandError: There is no such module or function, or it returns something else.
     """
     place, colon, name = target.rpartition(":")
-    if not (colon and place and name.isidentifier()):
+    module_or_file = place.endswith(".py") or all(map(str.isidentifier, place.split(".")))
+    if not (colon and module_or_file and name.isidentifier()):
         raise UsageError(
             f"TARGET must be module:function or path/to/file.py:function, got {target!r}"
         )

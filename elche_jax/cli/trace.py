@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from elche_jax.cli.report import beside, load
+from elche_jax.cli.report import load, output_of
 from elche_jax.observe.trace import write_trace
 
 NAME = "trace"
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command."""
-    output = options.output or beside(options.path, "trace.json.gz")
+    output = output_of(options, "trace.json.gz")
     print(f"trace: {write_trace(load(options.path), output)}")
     print("Open it at https://ui.perfetto.dev, or at chrome://tracing.")
     return 0

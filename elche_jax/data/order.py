@@ -1,7 +1,7 @@
 """The order of the examples: a function of (seed, epoch) alone, and the place in it."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields as _fields
 from typing import Any
 
 import numpy as np
@@ -43,16 +43,20 @@ class Reading:
     Attributes:
         batch_size: Examples per microbatch.
         examples: Number of examples; None for an iterable.
+        shuffle: Whether the order is shuffled.
         seed: Seed of the order; None where nothing is shuffled.
+        drop_last: Whether examples that do not fill a microbatch are left out.
     """
 
     batch_size: int
     examples: int | None = None
+    shuffle: bool = False
     seed: int | None = None
+    drop_last: bool = True
 
     def difference(self, now: "Reading") -> tuple[str, Any, Any] | None:
         """The first value in which another one differs: its name, this one's, the other's."""
-        for name in (f.name for f in fields(self)):
+        for name in (f.name for f in _fields(self)):
             mine, other = getattr(self, name), getattr(now, name)
             if mine != other:
                 return name, mine, other
@@ -102,15 +106,18 @@ class Cursor:
         Raises:
             ValueError: The keys are not those of a cursor.
         """
-        reading = fields.get("reading")
-        known = {"batch_size", "examples", "seed"}
-        if set(fields) - {"reading"} != set(FIELDS) or (
-            reading is not None and set(reading) != known
-        ):
+        if set(fields) - {"reading"} != set(FIELDS):
             rule = f"have the keys {sorted(FIELDS)}"
             raise ValueError(message("Cursor.from_dict", "fields", rule, sorted(fields)))
-        numbers = {name: fields[name] for name in FIELDS}
-        return cls(**numbers, reading=None if reading is None else Reading(**reading))
+        reading, numbers = fields.get("reading"), {name: fields[name] for name in FIELDS}
+        if reading is None:
+            return cls(**numbers)
+        known = [field.name for field in _fields(Reading)]
+        if not isinstance(reading, Mapping) or set(reading) != set(known):
+            got = sorted(reading) if isinstance(reading, Mapping) else repr(reading)
+            rule = f"be a dict with the keys {sorted(known)}"
+            raise ValueError(message("Cursor.from_dict", "fields['reading']", rule, got))
+        return cls(**numbers, reading=Reading(**reading))
 
     def advance(self, microbatches: int) -> "Cursor":
         """The cursor after a window of `microbatches` in the same epoch."""

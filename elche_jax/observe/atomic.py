@@ -14,13 +14,15 @@ def replacing(path: str | PathLike[str]) -> Generator[BinaryIO, None, None]:
     """Opens a file beside `path` to write, which takes its place at the end.
 
     Whoever reads `path` sees what was there before, or all that is new. After an error what
-    was there before stays. Missing folders are made.
+    was there before stays. Missing folders are made. A link stays one, and what it leads to
+    is written. What is there and no regular file, a pipe or a device, is written as it is:
+    there is nothing in it to keep.
 
     Args:
         path: The file to write.
 
     Raises:
-        OSError: The file cannot be written.
+        OSError: The file cannot be written; `path` is a folder.
 
     Example:
         >>> import tempfile
@@ -33,15 +35,26 @@ def replacing(path: str | PathLike[str]) -> Generator[BinaryIO, None, None]:
         'all of it'
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.resolve()
+    # Links of /proc lead to things that have no path: those are only there by their own.
+    if path.exists() and not file.is_file():
+        with path.open("wb") as there:
+            yield there
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
     # Of this thread alone: two that write the same file do not write into each other's.
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    beside = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        with beside.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
+        with beside.open("wb") as new:
+            yield new
+            new.flush()
+            os.fsync(new.fileno())
+        os.replace(beside, file)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        if error.filename != str(beside):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
     except BaseException:
         beside.unlink(missing_ok=True)
         raise

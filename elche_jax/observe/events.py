@@ -63,6 +63,21 @@ class Event:
                 object.__setattr__(self, name, checked)
 
 
+def moved(event: Event, at: float) -> Event:
+    """The event at another time; what was checked when it was made is not checked again."""
+    new = object.__new__(type(event))
+    for name in field_names(type(event)):
+        object.__setattr__(new, name, getattr(event, name))
+    object.__setattr__(new, "at", at)
+    return new
+
+
+@cache
+def field_names(kind: type[Event]) -> tuple[str, ...]:
+    """Names of an event's fields, in order."""
+    return tuple(field.name for field in fields(cast(Any, kind)))
+
+
 @cache
 def _checks(kind: type[Event]) -> tuple[tuple[str, Callable[[str, str, object], Any]], ...]:
     return tuple((field.name, FIELDS[field.type]) for field in fields(cast(Any, kind)))
@@ -119,10 +134,16 @@ class WindowEvent(WindowRecord, Event):
 
     at: float
 
+    def __post_init__(self) -> None:
+        Event.__post_init__(self)
+        devices = len(self.counts)
+        if self.busy_ms or devices > 1:
+            check.per_device("WindowEvent", "busy_ms", len(self.busy_ms), devices)
+
 
 @dataclass(frozen=True, slots=True)
 class SkipEvent(Event):
-    """An update that was dropped.
+    """An update that was dropped, or an average that was taken without a device.
 
     Attributes:
         window: Number of the window in the run.

@@ -182,7 +182,7 @@ function line(one, x, y) {
 
 // What happened when: a row of marks for each kind, told apart by shape, too.
 const SHAPES = { run: "M0-6V6M-3-6H3", compile: "M-5-5H5V5H-5Z", evaluation: "M0-6L6 5H-6Z", checkpoint: "M0-6L6 0L0 6L-6 0Z", verdict: "M-6-5H6L0 6Z", skip: "M-5-5L5 5M5-5L-5 5" };
-const KINDS = { run: ["begins", 6], compile: ["compile", 3], evaluation: ["evaluation", 2], checkpoint: ["checkpoint", 0], verdict: ["verdict", 5], skip: ["dropped update", 1] };
+const KINDS = { run: ["begins", 6], compile: ["compile", 3], evaluation: ["evaluation", 2], checkpoint: ["checkpoint", 0], verdict: ["verdict", 5], skip: ["dropped or left out", 1] };
 function mark(kind, x, y, parent) {
   const open = kind === "run" || kind === "skip";
   return make("path", open ? { d: SHAPES[kind], transform: `translate(${x} ${y})`, fill: "none", stroke: color(KINDS[kind][1]), "stroke-width": 2 } : { class: "mark", d: SHAPES[kind], transform: `translate(${x} ${y})`, fill: color(KINDS[kind][1]) }, parent);

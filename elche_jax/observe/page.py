@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
@@ -14,7 +15,7 @@ from elche_jax import _check as check
 from elche_jax.observe.atomic import replacing
 from elche_jax.observe.page_data import page_data
 from elche_jax.observe.report import RunReport
-from elche_jax.observe.run import Run
+from elche_jax.observe.run import LEFT_OUT, Run
 
 ROWS = 200
 """Rows of a table, the last ones."""
@@ -110,7 +111,8 @@ def _notes(run: Run) -> Iterable[str]:
     if not run.windows:
         yield "No window is over yet."
     if len(run.segments) > 1:
-        again = f"; {_count(run.repeated, 'window')} were done twice" if run.repeated else ""
+        were = "was" if run.repeated == 1 else "were"
+        again = f"; {_count(run.repeated, 'window')} {were} done twice" if run.repeated else ""
         yield f"The run was done in {len(run.segments)} parts, laid one after another{again}."
     if len(run.latest) < len(run.windows):
         latest = _count(len(run.latest), "window")
@@ -126,13 +128,25 @@ def _figures(run: Run, report: RunReport) -> str:
         ("Windows", f"{len(run.windows):,}", f"in {_duration(run.seconds)}"),
         ("Devices", str(len(report.devices)), "in rank order below"),
         ("Synchronising", f"{report.sync_ms:.2f} ms", f"median; skew {report.skew_ms:.2f} ms"),
-        ("Dropped updates", f"{report.skipped:,}", "not finite"),
+        *_skips(run),
         ("Compiling", f"{report.compile_s:.1f} s", waited),
     ]
     return "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
         for name, value, note in figures
     )
+
+
+def _skips(run: Run) -> list[tuple[str, str, str]]:
+    """How many windows were skipped for which reason: the dropped ones in any case."""
+    reasons = Counter(skip.reason for skip in run.skips)
+    dropped = {why: n for why, n in reasons.items() if not why.startswith(LEFT_OUT)}
+    why = ", ".join(dropped) or "not finite"
+    return [("Dropped updates", f"{sum(dropped.values()):,}", why)] + [
+        ("Averaged without a device", f"{n:,}", f"windows; {why.removeprefix(LEFT_OUT)}")
+        for why, n in reasons.items()
+        if why not in dropped
+    ]
 
 
 def _device_table(report: RunReport) -> str:

@@ -16,7 +16,7 @@ from elche_jax.observe.events import (
     VerdictEvent,
 )
 from elche_jax.observe.report import device_reports, limit_share
-from elche_jax.observe.run import PlacedWindow, Run
+from elche_jax.observe.run import LEFT_OUT, PlacedWindow, Run
 
 POINTS = 600
 """Points of a curve; of more windows medians are shown."""
@@ -109,9 +109,11 @@ def _curves(run: Run, lanes: int) -> dict[str, Any]:
     """Medians over buckets of windows: counts, share of the limit, overhead."""
     buckets: list[Sequence[PlacedWindow]] = []
     size = max(1, ceil(len(run.windows) / POINTS))
-    for _, segment in groupby(run.windows, key=lambda window: window.segment):
+    in_segments = sorted(run.windows, key=lambda window: window.segment)
+    for _, segment in groupby(in_segments, key=lambda window: window.segment):
         windows = list(segment)
         buckets += [windows[at : at + size] for at in range(0, len(windows), size)]
+    buckets.sort(key=lambda bucket: bucket[0].begin)
     return {
         "bucket": size,
         "t": [_time(bucket[0].begin) for bucket in buckets],
@@ -208,6 +210,9 @@ def _checkpoint(event: CheckpointEvent) -> str:
 
 
 def _skip(event: SkipEvent) -> str:
+    if event.reason.startswith(LEFT_OUT):
+        why = event.reason.removeprefix(LEFT_OUT)
+        return f"window {event.window} averaged without a device: {why}"
     return f"update of window {event.window} dropped: {event.reason}"
 
 

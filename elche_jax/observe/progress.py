@@ -46,7 +46,8 @@ class Progress:
             share and no time left are shown.
         epochs: Epochs of the run, at least 1; None where they have no end.
         devices: Names of the devices, in rank order.
-        stream: Where to; None: the standard error stream, as it is then.
+        stream: Where to; None: the standard error stream, as it is then. A process that has
+            none shows nothing.
 
     Raises:
         TypeError: `total` or `epochs` is no integer, or `devices` no sequence of strings.
@@ -81,12 +82,13 @@ class Progress:
         self._devices = check.items("Progress", "devices", devices, "strings")
         for rank, name in enumerate(self._devices):
             check.instance("Progress", f"devices[{rank}]", name, str)
-        self._stream = sys.stderr if stream is None else stream
+        self._stream: TextIO | None = sys.stderr if stream is None else stream
         self._now: _Now | None = None
         self._first: tuple[float, int] | None = None
         self._due = 0.0
         self._live: Any = None
-        self._lost = False
+        self._shown: Any = None
+        self._lost = self._stream is None
         self._cleanup = ExitStack()
 
     def __enter__(self) -> Self:
@@ -99,8 +101,10 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._live is None and kind is None and self._now is not None:
-            self._safely(lambda: self._print(self._epoch_line(cast(_Now, self._now))))
+        if self._live is not None:
+            self._shown = self._picture()  # the last one, which stays
+        elif kind is None and self._now is not None:
+            self._write(self._epoch_line(self._now))
         self._stop()
 
     def update(
@@ -119,18 +123,29 @@ class Progress:
             loss: Loss, of the newest window for instance; None: not known.
             examples_per_s: Valid examples per second; None: not known.
             busy: Busy share per device, each 0 to 1; None: not known.
+
+        Raises:
+            TypeError: `epoch` or `done` is no integer, another value no number.
+            ValueError: `epoch` or `done` is below 0, or a busy share not finite.
         """
-        before = self._now
+        where, before = "Progress.update", self._now
+        epoch = check.integer(where, "epoch", epoch, low=0)
+        done = check.integer(where, "done", done, low=0)
+        for name, value in (("loss", loss), ("examples_per_s", examples_per_s)):
+            _check_number(where, name, value)
+        if busy is not None:
+            busy = check.reals(where, "busy", busy)
         self._now = _Now(epoch, done, loss, examples_per_s, busy)
         if self._live is None:
             if before is not None and epoch != before.epoch:
-                self._safely(lambda: self._print(self._epoch_line(before)))
+                self._write(self._epoch_line(before))
             return
         now = time.perf_counter()
         if self._first is None:
             self._first = now, done
         if now >= self._due:
             self._due = now + REFRESH_S
+            self._shown = self._picture()
             self._safely(self._live.refresh)
 
     def line(self, text: str) -> None:
@@ -138,7 +153,14 @@ class Progress:
 
         Args:
             text: The line.
+
+        Raises:
+            TypeError: It is no string.
         """
+        check.instance("Progress.line", "text", text, str)
+        self._write(text)
+
+    def _write(self, text: str) -> None:
         self._safely(lambda: self._print(text))
 
     def _safely(self, deed: Callable[[], object]) -> None:
@@ -152,18 +174,20 @@ class Progress:
             self._stop()
 
     def _start(self) -> None:
-        if not self._stream.isatty():
+        stream = self._stream
+        if stream is None or not _on_terminal(stream):
             return
         from rich.live import Live
 
-        console = _console(self._stream)
+        console = _console(stream)
         if console.is_dumb_terminal:
             return
+        self._shown = self._picture()
         streams = sys.stdout, sys.stderr
         live = Live(
             console=console,
             auto_refresh=False,  # no thread of rich's
-            get_renderable=self._picture,
+            get_renderable=lambda: self._shown,
             # What goes into a file stays out of the terminal.
             redirect_stdout=_on_terminal(sys.stdout),
             redirect_stderr=_on_terminal(sys.stderr),
@@ -186,9 +210,10 @@ class Progress:
 
             self._live.console.print(Text(text), soft_wrap=True)
             return
-        encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
-        self._stream.flush()
+        stream = cast(TextIO, self._stream)
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+        stream.flush()
 
     def _epoch_line(self, now: _Now) -> str:
         epoch = self._epoch(now, " of ")
@@ -249,6 +274,14 @@ class Progress:
         return max(0, self._total - now.done) * seconds / (now.done - before)
 
 
+def _check_number(where: str, name: str, value: object) -> None:
+    """Raises where a value is no number; one on a device is not waited for."""
+    if value is None or getattr(value, "ndim", None) == 0:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(check.message(where, name, "be a number", check.describe(value)))
+
+
 def _numbers(now: _Now) -> list[str]:
     loss = [] if now.loss is None else [f"loss {now.loss:.4g}"]
     speed = [] if now.examples_per_s is None else [f"{now.examples_per_s:,.0f} examples/s"]
@@ -292,10 +325,18 @@ def _logging_through(stdout: TextIO, stderr: TextIO) -> Generator[None, None, No
             stream = getattr(handler, "stream", None)
             through = {id(stdout): sys.stdout, id(stderr): sys.stderr}.get(id(stream))
             if isinstance(handler, logging.StreamHandler) and through not in (None, stream):
-                moved.append((cast(Any, handler), stream))
-                cast(Any, handler).setStream(through)
+                moved.append((handler, stream))
+                _lead(handler, through)
     try:
         yield
     finally:
         for handler, stream in moved:
-            handler.setStream(stream)
+            _lead(handler, stream)
+
+
+def _lead(handler: Any, stream: Any) -> None:
+    """Gives a handler another stream, also where it cannot flush the one it has."""
+    try:
+        handler.setStream(stream)
+    except (OSError, ValueError):
+        handler.stream = stream

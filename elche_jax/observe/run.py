@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from os import PathLike, fspath
 from pathlib import Path
@@ -21,6 +21,7 @@ from elche_jax.observe.events import (
     SkipEvent,
     VerdictEvent,
     WindowEvent,
+    moved,
 )
 from elche_jax.observe.report import RunReport, make_report
 from elche_jax.observe.timeline import Timeline
@@ -28,12 +29,18 @@ from elche_jax.observe.timeline import Timeline
 TIMELINE = "timeline.jsonl"
 """Name of the timeline in a run's folder."""
 
+LEFT_OUT = "left out: "
+"""How the reason of a `SkipEvent` begins where an average was taken without a device."""
+
+LATE = f"{LEFT_OUT}late"
+"""The reason where the device was too late."""
+
 _Kind = TypeVar("_Kind", bound=Event)
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What one process did of a run in one go.
+    """What one process did of a run in one go, on one set of devices.
 
     Attributes:
         devices: Names of the devices in rank order, each once: two devices of one name
@@ -129,7 +136,7 @@ class Run:
 
     @property
     def skips(self) -> list[SkipEvent]:
-        """Updates that were dropped."""
+        """Updates that were dropped, and averages that were taken without a device."""
         return self.of(SkipEvent)
 
     @property
@@ -155,13 +162,16 @@ class Run:
     def repeated(self) -> int:
         """Windows that were done again, as a kill had cost what they came to.
 
-        A segment that begins with window 0 goes on with nothing: it counts on its own.
+        A segment that begins with window 0 goes on with nothing: it counts on its own. So do
+        windows of an older segment that come in between.
         """
         again, segment = 0, -1
         seen: set[int] = set()
         for window in self.windows:
             number = window.record.window
-            if window.segment != segment:
+            if window.segment < segment:
+                continue
+            if window.segment > segment:
                 segment = window.segment
                 seen = seen if number else set()
             again += number in seen
@@ -182,7 +192,10 @@ class Run:
         return [window for window in self.windows if window.segment >= first]
 
     def report(self) -> RunReport:
-        """The run's report over its `latest` windows, and all of its compiles and skips."""
+        """The run's report over its `latest` windows, and all of its compiles and skips.
+
+        A window that a device was too late for is not among the skips: it dropped nothing.
+        """
         records = [window.record for window in self.latest]
         compiles = self.compiles
         return make_report(
@@ -195,7 +208,7 @@ class Run:
                 "ahead": sum(event.ahead for event in compiles),
                 "seconds": sum(event.seconds for event in compiles),
             },
-            skipped=len(self.skips),
+            skipped=sum(skip.reason != LATE for skip in self.skips),
         )
 
 
@@ -210,12 +223,12 @@ def read_run(path: str | PathLike[str]) -> Run:
         path: A timeline, or the folder of a run, with a `timeline.jsonl` in it.
 
     Returns:
-        The run. Without a `RunEvent`, as in a loop of your own, its devices are called
-        `device 0`, `device 1`, ...
+        The run. Without a `RunEvent` with as many devices as a window has, as in a loop of
+        your own, they are called `device 0`, `device 1`, ...
 
     Raises:
         TypeError: `path` is no path.
-        ValueError: A line is no event, or a window has more or fewer devices than the run.
+        ValueError: A line is no event.
         OSError: The timeline cannot be read.
 
     Example:
@@ -235,7 +248,7 @@ def read_run(path: str | PathLike[str]) -> Run:
         raise TypeError(check.message("read_run", "path", "be a path", check.describe(path)))
     path = Path(fspath(path))
     file = path / TIMELINE if path.is_dir() else path
-    reading = _Reading(str(file))
+    reading = _Reading()
     for _, clock in groupby(_with_clock(Timeline.read(file)), key=lambda pair: pair[0]):
         reading.add([event for _, event in clock])
     name = path.resolve().name if path.is_dir() else path.stem
@@ -255,7 +268,6 @@ def _with_clock(events: Iterable[Event]) -> Iterator[tuple[int, Event]]:
 class _Reading:
     """What was read so far."""
 
-    file: str
     segments: list[Segment] = field(default_factory=list[Segment])
     windows: list[PlacedWindow] = field(default_factory=list[PlacedWindow])
     events: list[Event] = field(default_factory=list[Event])
@@ -267,36 +279,24 @@ class _Reading:
         lowest = min(0.0, places[0][0] if places else 0.0)
         zero = self.end - lowest
         place = iter(places)
-        told = started = False  # whether a RunEvent has told of the segment; whether there is one
+        newest: dict[int, int] = {}  # by number of devices, the segment on this clock
         for event in events:
             at = zero + cast(Any, event).at
             self.end = max(self.end, at)
             if isinstance(event, RunEvent):
-                if started and not told and self._empty():
-                    self.segments.pop()
+                newest[len(event.devices)] = len(self.segments)
                 self.segments.append(_segment(event, at))
-                told = started = True
             elif isinstance(event, WindowEvent):
                 begin, end = next(place)
-                if not (started and self._fits(event, told)):
-                    names = tuple(f"device {rank}" for rank in range(len(event.counts)))
+                devices = len(event.counts)
+                if devices not in newest:
+                    newest[devices] = len(self.segments)
+                    names = tuple(f"device {rank}" for rank in range(devices))
                     self.segments.append(Segment(names, "", 0.0, zero + begin))
-                    started, told = True, False
-                last = len(self.segments) - 1
-                self.windows.append(PlacedWindow(event, last, zero + begin, zero + end))
+                segment = newest[devices]
+                self.windows.append(PlacedWindow(event, segment, zero + begin, zero + end))
                 continue
-            self.events.append(replace(cast(Any, event), at=at) if zero else event)
-
-    def _empty(self) -> bool:
-        return not self.windows or self.windows[-1].segment < len(self.segments) - 1
-
-    def _fits(self, event: WindowEvent, told: bool) -> bool:
-        devices = len(self.segments[-1].devices)
-        if told and len(event.counts) != devices:
-            rule = f"have one count per device of the run ({devices})"
-            argument = f"window {event.window} of {self.file}"
-            raise ValueError(check.message("read_run", argument, rule, len(event.counts)))
-        return len(event.counts) == devices
+            self.events.append(moved(event, at) if zero else event)
 
 
 def _segment(event: RunEvent, at: float) -> Segment:

@@ -3,18 +3,18 @@
 The kinds of events are in `elche_jax.observe.events`.
 """
 
+import io
 import json
 import stat
 import threading
 import time
 from collections import deque
 from dataclasses import fields
-from functools import cache
 from io import FileIO
 from os import PathLike, fsdecode
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self, cast
+from typing import Any, BinaryIO, Final, Self, cast
 
 from elche_jax import _check as check
 from elche_jax.observe.events import (
@@ -24,6 +24,7 @@ from elche_jax.observe.events import (
     SkipEvent as SkipEvent,
     VerdictEvent as VerdictEvent,
     WindowEvent as WindowEvent,
+    field_names,
 )
 from elche_jax.observe.line_writer import LineWriter
 from elche_jax.observe.records import WindowRecord
@@ -32,8 +33,13 @@ KEEP = 10_000
 """Events a timeline keeps in memory."""
 
 
+BLOCK = 65_536
+"""Bytes of a file that are read at once, from its end on."""
+
 _RECORD: Final = tuple(field.name for field in fields(WindowRecord))
 _BEGIN: Final = b'{"event": "'
+NUL: Final = b"\0"
+"""What a power loss leaves of a line that the disk had a place for, and nothing more."""
 
 
 class Timeline:
@@ -56,7 +62,9 @@ class Timeline:
     Args:
         path: The file to write, one line per event; missing folders are made. A timeline
             that is there is continued: its last line is cut off where a kill has left it
-            unfinished, and `at` begins at 0 again. None: in memory only.
+            unfinished, as are the zeros that a power loss may leave behind it, and `at`
+            begins at 0 again. Only its first and its last line are looked at, however long
+            it is. None: in memory only.
         keep: Most events to keep in memory, at least 1; the oldest go first.
 
     Raises:
@@ -185,7 +193,7 @@ class Timeline:
 
         Returns:
             The events, oldest first; without the last line where it is unfinished, as
-            after a kill.
+            after a kill or a power loss.
 
         Raises:
             TypeError: `path` is no path.
@@ -203,7 +211,10 @@ class Timeline:
             [SkipEvent(window=7, epoch=1, reason='NaN', at=2.5)]
         """
         path = _as_path("Timeline.read", path)
-        return _parse("Timeline.read", path, path.read_bytes())[0]
+        *lines, last = path.read_bytes().rstrip(NUL).split(b"\n")
+        where = "Timeline.read"
+        events = [_from_line(where, path, f"line {at + 1}", line) for at, line in enumerate(lines)]
+        return events + _last(where, path, f"line {len(lines) + 1}", last)
 
 
 def _as_path(where: str, path: object) -> Path:
@@ -217,12 +228,12 @@ def _open(path: Path) -> FileIO:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = FileIO(path, "ab")  # without a buffer: a line is one write
     try:
-        if stat.S_ISREG(path.stat().st_mode):  # not a pipe or the like
-            content = path.read_bytes()
-            whole = _parse("Timeline", path, content)[1]
-            if whole < len(content):
+        size = path.stat()
+        if stat.S_ISREG(size.st_mode):  # not a pipe or the like
+            whole, ended = _whole(path)
+            if whole < size.st_size:
                 file.truncate(whole)
-            if whole and content[whole - 1 : whole] != b"\n":
+            if not ended:
                 file.write(b"\n")
     except BaseException:
         file.close()
@@ -230,39 +241,62 @@ def _open(path: Path) -> FileIO:
     return file
 
 
-def _parse(where: str, path: Path, content: bytes) -> tuple[list[Event], int]:
-    """The events of a file, and how many bytes of it are whole lines."""
-    *lines, last = content.split(b"\n")
-    events = [_from_line(where, path, at, line) for at, line in enumerate(lines, start=1)]
+def _whole(path: Path) -> tuple[int, bool]:
+    """How many bytes of a file are whole lines, and whether the last of them is ended.
+
+    Raises:
+        ValueError: The first line, or one at the end, is no event.
+    """
+    with path.open("rb") as file:
+        first = file.readline()
+        if first.endswith(b"\n"):
+            _from_line("Timeline", path, "line 1", first[:-1])
+            at, tail = _tail(file)
+        else:
+            at, tail = 0, first.rstrip(NUL)
+    *lines, last = tail.split(b"\n")
+    name = "the last line" if lines else "line 1"
+    if lines:
+        _from_line("Timeline", path, name, lines[-1])
+    end = at + len(tail)
+    return (end, False) if _last("Timeline", path, name, last) else (end - len(last), True)
+
+
+def _tail(file: BinaryIO) -> tuple[int, bytes]:
+    """What is at the end of a file, the last whole line in it, and where that begins."""
+    at, tail = file.seek(0, io.SEEK_END), b""
+    while at and tail.count(b"\n") < 2:
+        step = min(at, BLOCK)
+        at -= step
+        file.seek(at)
+        tail = (file.read(step) + tail).rstrip(NUL)
+    return at, tail
+
+
+def _last(where: str, path: Path, name: str, line: bytes) -> list[Event]:
+    """The event of a last line without an end; none where it is unfinished or empty."""
     try:
-        if last:
-            events.append(_from_line(where, path, len(lines) + 1, last))
+        return [_from_line(where, path, name, line)] if line else []
     except ValueError:
         # The beginning of an event is what a kill leaves; anything else is no timeline.
-        if not (last.startswith(_BEGIN) or _BEGIN.startswith(last)):
+        if not (line.startswith(_BEGIN) or _BEGIN.startswith(line)):
             raise
-        return events, len(content) - len(last)
-    return events, len(content)
+        return []
 
 
 def _to_line(event: Event) -> bytes:
     values: dict[str, Any] = {"event": NAMES[type(event)]}
-    for name in _field_names(type(event)):
+    for name in field_names(type(event)):
         values[name] = getattr(event, name)
     return json.dumps(values, allow_nan=False).encode() + b"\n"
 
 
-@cache
-def _field_names(kind: type[Event]) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(cast(Any, kind)))
-
-
-def _from_line(where: str, path: Path, number: int, line: bytes) -> Event:
+def _from_line(where: str, path: Path, name: str, line: bytes) -> Event:
     try:
         values: Any = json.loads(line)
         return EVENTS[values.pop("event")](**values)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         got = f"{line[:60]!r} ({type(error).__name__}: {error})"
-        argument, rule = f"line {number} of {path}", "be an event of a timeline"
+        argument, rule = f"{name} of {path}", "be an event of a timeline"
         todo = "Is it another file, or was it edited?"
         raise ValueError(check.message(where, argument, rule, got, todo)) from error

@@ -4,8 +4,12 @@ A writer of your own is any object with the two methods of `Writer`.
 """
 
 import csv
+import importlib
 import io
 import re
+import socket
+import struct
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from io import FileIO
 from os import PathLike
@@ -75,6 +79,7 @@ class CSVWriter:
         self._steps = _Steps("CSVWriter")
         self._columns: list[str] = []
         self._file: FileIO | None = None
+        self._begun = False  # whether what is there is this writer's own
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Writes a row.
@@ -94,21 +99,25 @@ class CSVWriter:
             rule = f"hold no name {STEP!r}"
             raise ValueError(check.message("CSVWriter.scalars", "values", rule, [*numbers]))
         new = [name for name in numbers if name not in self._columns]
-        if self._file is None:
-            self._file = self._anew(new, before=step)
-        elif new:
-            self._file.close()
-            self._file = self._anew(new)
+        if self._file is None or new:
+            self._shut()
+            self._file = self._anew(new, None if self._begun else step)
+            self._begun = True
         cells = [repr(numbers[name]) if name in numbers else "" for name in self._columns]
         _append(self._file, _line([str(step), *cells]))
 
     def close(self) -> None:
         """Closes the file. Calling it again does nothing."""
         self._steps.closed = True
-        if self._file is not None:
-            self._file.close()
+        self._shut()
 
-    def _anew(self, new: Iterable[str], before: int | None = None) -> FileIO:
+    def _shut(self) -> None:
+        """Closes the file, so that it is opened anew by whoever needs it."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _anew(self, new: Iterable[str], before: int | None) -> FileIO:
         """Writes the file with more columns, and without rows from a step on; opens it."""
         columns, rows = _read(self._path)
         columns += [name for name in new if name not in columns]
@@ -189,17 +198,16 @@ class TensorBoardWriter:
             text = check.message("TensorBoardWriter", "folder", "be a path", check.describe(folder))
             raise TypeError(text)
         try:
-            import tensorboardX
+            import tensorboardX  # noqa: F401  # type: ignore[reportUnusedImport]
         except ImportError as error:
             todo = "pip install 'elche_jax[tensorboard]'"
             raise ImportError(f"TensorBoardWriter: needs tensorboardX: {todo}.") from error
-        self._make: Any = tensorboardX.SummaryWriter
         self._folder = Path(folder)
         self._steps = _Steps("TensorBoardWriter")
-        self._writer: Any = None
+        self._file: FileIO | None = None
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes values; they reach the disk within ten seconds, or with `close`.
+        """Writes values, as soon as they come.
 
         Args:
             step: Number of the window; at least the last one.
@@ -208,31 +216,57 @@ class TensorBoardWriter:
         Raises:
             TypeError: `step` is no integer, or a value no number.
             ValueError: The step is below the last one, or the writer is closed.
-            OSError: The files cannot be written.
+            OSError: The file cannot be written; it is left with whole events.
         """
         step, numbers = self._steps.take(step, values)
-        if self._writer is None:
-            self._writer = self._open(step)
-        for name, number in numbers.items():
-            self._writer.add_scalar(name, number, step)
+        if self._file is None:
+            self._file = self._open(step)
+        _append(self._file, _record(step, summary=_summary(numbers)))
 
     def close(self) -> None:
-        """Writes what is left. Calling it again does nothing."""
+        """Closes the file. Calling it again does nothing."""
         self._steps.closed = True
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._file is not None:
+            self._file.close()
 
-    def _open(self, step: int) -> Any:
+    def _open(self, step: int) -> FileIO:
+        """A new file with its first events: in a folder with others, that they end here."""
         files = [path.name for path in self._folder.glob("events.out.tfevents.*")]
         # Files are named by the second; the number keeps two of one second apart, in order.
         numbers = [int(found[1]) for name in files if (found := re.search(r"\.(\d+)$", name))]
-        return self._make(
-            str(self._folder),
-            purge_step=step if files else None,
-            flush_secs=10,
-            filename_suffix=f".{max(numbers, default=len(files)) + 1}",
-        )
+        number = max(numbers, default=len(files)) + 1
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{number}"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        file = FileIO(self._folder / name, "ab")  # without a buffer: an event is one write
+        first = _record(step if files else 0, file_version="brain.Event:2")
+        if files:
+            first += _record(step, session_log={"status": "START"})
+        try:
+            _append(file, first)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+
+def _summary(numbers: Mapping[str, float]) -> Any:
+    """Scalars, with their names as TensorBoard takes them."""
+    summaries: Any = importlib.import_module("tensorboardX.summary")
+    made = [summaries.scalar(name, number) for name, number in numbers.items()]
+    return {"value": [value for one in made for value in one.value]}
+
+
+def _record(step: int, **what: Any) -> bytes:
+    """An event as it is in a file: its length and itself, each with its checksum.
+
+    tensorboardX has a writer with a thread of its own, which waits for ever for a disk that
+    has failed; here who writes is told.
+    """
+    protos: Any = importlib.import_module("tensorboardX.proto.event_pb2")
+    records: Any = importlib.import_module("tensorboardX.record_writer")
+    event: bytes = protos.Event(step=step, wall_time=time.time(), **what).SerializeToString()
+    parts = struct.pack("<Q", len(event)), event
+    return b"".join(part + struct.pack("<I", records.masked_crc32c(part)) for part in parts)
 
 
 class _Steps:

@@ -124,7 +124,8 @@ class Pace:
     @property
     def wants_loss(self) -> bool:
         """Whether the loss of a window is used, or recorded."""
-        return self.uses_loss or self.timeline is not None
+        recorded = self.timeline is not None and getattr(self.timeline, "recording", True)
+        return self.uses_loss or recorded
 
     def begins(self, names: Sequence[str], window: int) -> None:
         """A run on these devices begins, or goes on, with this window."""
@@ -305,6 +306,12 @@ class Pace:
     def _broken(self, loss: float | None) -> bool:
         """Whether a loss that the cadence would use is none."""
         return self.uses_loss and loss is not None and not isfinite(loss)
+
+    def told(self, measured: Measured, metrics: Mapping[str, Any]) -> None:
+        """Hands the metrics of a window that is over to a recorder that takes them."""
+        take = getattr(self.timeline, "metrics", None)
+        if take is not None:
+            take(measured.window, metrics)
 
     def learned(self, record: WindowRecord) -> None:
         """Takes the times of a window that were not known when it was over."""

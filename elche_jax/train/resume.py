@@ -1,7 +1,7 @@
 """What a training step knows of its run besides the state: plain numbers for a checkpoint."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -44,11 +44,9 @@ def restore_run(
 ) -> None:  # fmt: skip
     """Goes on where the run of a dict of `run_to_dict` was.
 
-    What was measured on another number of devices, or by another cadence, says nothing
-    here: it begins anew, and a log line says so.
+    What was measured on another number of devices, or by another cadence or one with other
+    arguments, says nothing here: it begins anew, and a log line says so.
 
-    Raises:
-        ValueError: The cadence's state is not one of this cadence.
     """
     before = len(saved["left_out"])
     if before != world_size:
@@ -70,16 +68,20 @@ def restore_run(
             saved["cadence_name"],
             pace.cadence_name,
         )
-    elif saved["cadence"] is not None:
-        pace.restore(saved["cadence"])
+    elif saved["cadence"] is None:
+        logger.warning(
+            "elche: the state of %s was not saved, as it is no elche_jax.cadence.State: the "
+            "cadence begins anew.",
+            pace.cadence_name,
+        )
+    else:
+        try:
+            pace.restore(saved["cadence"])
+        except (TypeError, ValueError) as error:  # it was built with other arguments, say
+            logger.warning("elche: the cadence begins anew: %s", error)
 
 
-def join(
-    state: TrainState,
-    common: Callable[[TrainState], TrainState],
-    averaging: Averaging | None,
-    selection: Selection,
-) -> TrainState:
+def join(state: TrainState, averaging: Averaging | None, selection: Selection) -> TrainState:
     """One device's state of those of several, for another number of devices.
 
     What is the same on all devices is taken as it is. Where they have their own, parameters
@@ -88,27 +90,33 @@ def join(
 
     Args:
         state: Host arrays, leaves `(devices it was of, ...)`.
-        common: Gives what is the same on all devices.
         averaging: The rule; None where everything is the same.
         selection: Which parameters are trained.
     """
-    size = len(state.step)
-    same = set(map(id, jax.tree.leaves(common(state))))
+    params = state.params
     if averaging is not None:
+        size = len(state.step)
         mean = jax.vmap(partial(average, averaging, selection, size), axis_name=AXIS)
         params = jax.tree.map(np.asarray, mean(state.replace(opt_state=None))[0])
-    else:
-        params = state.params
+    averaged = jax.tree.map(lambda x, y: x[0] if _alike(x) else y[0], state.params, params)
+    return jax.tree.map(join_rows, state.replace(params=None)).replace(params=averaged)
 
-    def one(leaf: Any) -> Any:
-        if id(leaf) in same:
-            return leaf[0]
-        floats = jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
-        wide = leaf.astype(np.float64).mean(axis=0) if floats else leaf.max(axis=0)
-        return np.asarray(wide, leaf.dtype)
 
-    joined = jax.tree.map(one, state.replace(params=None))
-    return joined.replace(params=jax.tree.map(lambda leaf: leaf[0], params))
+def join_rows(rows: np.ndarray) -> np.ndarray:
+    """One of the devices' own arrays: themselves where they are alike, else the mean of
+    floats, and the largest of the rest."""
+    if _alike(rows):
+        return rows[0]
+    floats = jax.numpy.issubdtype(rows.dtype, jax.numpy.floating)
+    return np.asarray(
+        rows.astype(np.float64).mean(axis=0) if floats else rows.max(axis=0), rows.dtype
+    )
+
+
+def _alike(rows: np.ndarray) -> bool:
+    """Whether all devices have the same bytes."""
+    flat = np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
+    return bool((flat == flat[:1]).all())
 
 
 def _divergence(saved: Mapping[str, Any]) -> Divergence:

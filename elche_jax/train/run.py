@@ -352,6 +352,7 @@ class Run:
                 self._pace.skipped(flying.measured, LATE)
             flying = _with(flying, outcome)
             self._watch.late(flying.measured, outcome.late)
+        self._pace.told(flying.measured, flying.metrics)
         verdict, loss = STABLE, None
         if self._guard is not None:
             verdict = self._guard.see(flying.measured, flying.metrics)

@@ -46,11 +46,13 @@ def check_data_plan(
     return size
 
 
-def reading_of(source: Source, batch_size: int, seed: int, shuffle: bool) -> Reading:
+def reading_of(
+    source: Source, batch_size: int, seed: int, shuffle: bool, drop_last: bool
+) -> Reading:
     """What a place in these data depends on."""
     if isinstance(source, IterableSource):
-        return Reading(batch_size)
-    return Reading(batch_size, source.size, seed if shuffle else None)
+        return Reading(batch_size, drop_last=drop_last)
+    return Reading(batch_size, source.size, shuffle, seed if shuffle else None, drop_last)
 
 
 def check_cursor(cursor: Cursor | None, epochs: int | None, reading: Reading) -> None:
@@ -70,6 +72,7 @@ def check_cursor(cursor: Cursor | None, epochs: int | None, reading: Reading) ->
     differs = None if cursor.reading is None else cursor.reading.difference(reading)
     if differs is not None:
         name, before, now = differs
+        name = "the number of examples" if name == "examples" else name
         rule = f"be that of the cursor's run ({before})"
         todo = "Read otherwise, the cursor is another place: begin without, or keep it."
         raise ValueError(check.message("windows", name, rule, now, todo))

@@ -185,7 +185,7 @@ class TrainStep:
                 left early, where that run is closed; else the next `windows` raises it.
         """
         if self._last_run is not None and self._last_run.closed:
-            self._settle()
+            self.settle()
         self._runners.release()
         check_one_copy("TrainStep.init", "params", params)
         check_one_copy("TrainStep.init", "model_state", model_state)
@@ -274,10 +274,10 @@ class TrainStep:
             epochs = check.integer("windows", "epochs", epochs, low=1)
         if mask_key is not None and not isinstance(mask_key, str):
             raise TypeError(f"windows: mask_key must be a string, got {type(mask_key).__name__}.")
-        self._settle()
+        self.settle()
         source = self._loading.source(data)
         size = check_data_plan(source, batch_size, epochs, drop_last)
-        reading = reading_of(source, size, seed, shuffle)
+        reading = reading_of(source, size, seed, shuffle, drop_last)
         check_cursor(cursor, epochs, reading)
         microbatch = microbatch_shapes(source, size)
         reads = Reads(microbatch, mask_key, reads_ragged(source, size, drop_last))
@@ -407,7 +407,7 @@ class TrainStep:
             state: Host arrays, leaves `(devices it was of, ...)`.
         """
         assert self._initial is not None  # there are shapes to compare with
-        return join(state, self.common, self._options.averaging, self._initial.selection)
+        return join(state, self._options.averaging, self._initial.selection)
 
     @property
     def timeline(self) -> Recorder | None:
@@ -436,9 +436,6 @@ class TrainStep:
 
         Args:
             saved: The dict.
-
-        Raises:
-            ValueError: It holds what this cadence cannot go on with.
         """
         restore_run(saved, len(self.devices), self._pace, self._watch, self._guard)
 
@@ -450,8 +447,13 @@ class TrainStep:
             self.skipped, exchange, frozen,
         )  # fmt: skip
 
-    def _settle(self) -> None:
-        """Lets go of the last run; raises what the loop has not heard of it."""
+    def settle(self) -> None:
+        """Lets go of the last run and its data; `windows` and `init` do it, too.
+
+        Raises:
+            NonFiniteError, ReplicaMismatch: Of windows of that run, if the loop has not
+                heard of it as it left early.
+        """
         last, self._last_run = self._last_run, None
         if last is not None:
             last.settle()

@@ -29,11 +29,11 @@ class Moment:
     window: Window | None
     metrics: Mapping[str, Any]
     history: tuple[EpochMetrics, ...]
-    control: Control
+    _control: Control
 
     def stop(self) -> None:
         """Ends the run before its next window, with a checkpoint where there are any."""
-        self.control.stop("callback")
+        self._control.stop("callback")
 
 
 class Callback:

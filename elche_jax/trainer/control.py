@@ -45,6 +45,17 @@ class Control:
         """Whether the run is over."""
         return self._ended
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits for the end; False where it does not come in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._ended, timeout)
+
+    def result(self) -> Any:
+        """What a run that is over gave; raises what ended it."""
+        if self._error is not None:
+            raise self._error
+        return self._result
+
     def since(self, number: int) -> tuple[EpochMetrics, ...]:
         """The epochs from the given one on that are over; raises what ended the run."""
         with self._changed:
@@ -64,19 +75,3 @@ class Control:
         with self._changed:
             self._changed.wait_for(lambda: len(self._epochs) > number or self._ended)
         return self.since(number)
-
-    def result(self, timeout: float | None) -> Any:
-        """Waits for the end; gives the result, or raises what ended the run.
-
-        Raises:
-            TimeoutError: It goes on still.
-        """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._ended, timeout):
-                raise TimeoutError(
-                    f"Handle.join: the run must end within timeout ({timeout} s), but goes on. "
-                    "Call stop first, or wait longer."
-                )
-            if self._error is not None:
-                raise self._error
-            return self._result

@@ -26,7 +26,7 @@ class EpochMetrics:
             none.
         metrics: The `aux` of `loss_fn`, the same means.
         evaluation: The metrics of the last evaluation in it; empty where there was none.
-        seconds: How long it took, its evaluations left out.
+        seconds: How long it took; evaluations, and what callbacks do at its end, left out.
         examples_per_s: Valid examples per second of that.
         throughput: Microbatches per second of every device while it worked; NaN where it
             was not measured.
@@ -34,7 +34,8 @@ class EpochMetrics:
         busy: Share of the time in which every device worked, 0 to 1. Like `throughput` it
             is of the windows since the last resume.
         skipped: Windows that were not finite: dropped, or averaged without some device.
-        whole: Whether all of it was done; False where the run ended in the middle.
+        whole: Whether it tells of all of it; False where the run ended in the middle, or
+            began there with a checkpoint of another loop.
     """
 
     epoch: int
@@ -78,6 +79,7 @@ class EpochSums:
         skipped: Windows that were not finite.
         sums: For every metric the weighted sum and the weight.
         evaluation: The last evaluation's metrics.
+        whole: False where windows of it are missing here.
     """
 
     epoch: int
@@ -88,6 +90,7 @@ class EpochSums:
     skipped: int = 0
     sums: dict[str, list[float]] = field(default_factory=dict)
     evaluation: dict[str, float] = field(default_factory=dict)
+    whole: bool = True
 
     def see(self, counts: Sequence[int], examples: int) -> None:
         """Takes a window that was handed to the devices."""
@@ -135,6 +138,11 @@ class DeviceSums:
         with self._lock:
             self._epochs[record.epoch] = self._epochs.get(record.epoch, 0) + rows
 
+    def forget(self, epoch: int) -> None:
+        """An epoch is told."""
+        with self._lock:
+            self._epochs.pop(epoch, None)
+
     def of(self, epoch: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Throughput and busy share of an epoch."""
         with self._lock:
@@ -146,8 +154,9 @@ class DeviceSums:
 
 
 def epoch_metrics(sums: EpochSums, devices: DeviceSums, whole: bool) -> EpochMetrics:
-    """The epoch, as it is told."""
+    """The epoch, as it is told; what the devices did in it is forgotten."""
     throughput, busy = devices.of(sums.epoch)
+    devices.forget(sums.epoch)
     work = sum(sums.counts)
     means = sums.means()
     return EpochMetrics(
@@ -163,5 +172,5 @@ def epoch_metrics(sums: EpochSums, devices: DeviceSums, whole: bool) -> EpochMet
         share=tuple(count / work for count in sums.counts),
         busy=busy,
         skipped=sums.skipped,
-        whole=whole,
+        whole=whole and sums.whole,
     )

@@ -1,7 +1,7 @@
 """When to evaluate, and when to stop for what came of it."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,8 @@ class Evaluation:
 
     Attributes:
         metric_fn: `metric_fn(params, batch)`, with model state
-            `metric_fn(params, model_state, batch)`, returns a dict of metrics.
+            `metric_fn(params, model_state, batch)`, returns a dict of metrics. Those that
+            are no single numbers only callbacks hear of.
         data: The data, as `TrainStep.windows` takes them.
         batch_size: Examples per microbatch; None for an iterable.
         every_epochs: At the end of every so many epochs, at least 1; or None.
@@ -113,13 +114,13 @@ class Patience:
         return self.worse >= rule.patience
 
 
-def monitored(where: str, monitor: str, values: Mapping[str, float]) -> float:
-    """The value of a metric by name.
+def check_monitor(where: str, monitor: str, names: Collection[str]) -> None:
+    """Checks that there is a metric of this name.
 
     Raises:
-        ValueError: There is none of this name.
+        ValueError: There is none.
     """
-    if monitor not in values:
-        rule = f"be one of {', '.join(map(repr, values)) or 'the metrics (there are none)'}"
-        raise ValueError(check.message(where, "monitor", rule, repr(monitor)))
-    return values[monitor]
+    if monitor not in names:
+        rule = f"be one of {', '.join(map(repr, names))}"
+        todo = "Those are the metrics that are one number each."
+        raise ValueError(check.message(where, "monitor", rule, repr(monitor), todo))

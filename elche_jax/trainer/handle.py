@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 
-from elche_jax._exit import before_exit
+from elche_jax import _check as check
 from elche_jax.trainer.control import Control
 from elche_jax.trainer.epochs import EpochMetrics
 from elche_jax.trainer.result import FitResult
@@ -16,18 +16,15 @@ class Handle:
     all of it calls `join`.
 
     Args:
-        run: Trains; called by a thread.
+        run: Trains; called by a thread. What it raises, `control` knows.
         control: What the run and this object share.
     """
 
-    def __init__(self, run: Callable[[], FitResult], control: Control):
+    def __init__(self, run: Callable[[], object], control: Control):
         self._control = control
         self._joined = False
         self._polled = 0
-        self._thread = threading.Thread(
-            target=self._train, args=(run,), name="elche-trainer", daemon=False
-        )
-        self._forget = before_exit(self._exit)
+        self._thread = threading.Thread(target=run, name="elche-trainer", daemon=False)
         self._thread.start()
 
     @property
@@ -39,10 +36,12 @@ class Handle:
         """Gives every epoch as soon as it is over, from the first one on; ends with the run.
 
         Raises:
-            RuntimeError: `join` was called before: the result's `history` has them.
+            RuntimeError: `join` was called before: the result's `history` has them. Or a
+                callback of the run asks, which would wait for itself.
             Exception: What ended the run, after the epochs before.
         """
         self._check_open("metrics")
+        self._check_thread("metrics")
         return self._control.follow()
 
     def poll(self) -> tuple[EpochMetrics, ...]:
@@ -70,33 +69,33 @@ class Handle:
         An interrupt (Ctrl-C) while it waits stops the run, and is raised when that has ended.
 
         Args:
-            timeout: Seconds to wait at most; None for as long as it takes.
+            timeout: Seconds to wait at most, at least 0; None for as long as it takes.
 
         Returns:
             What it gave; again, where it is called again.
 
         Raises:
             TimeoutError: It goes on still.
+            RuntimeError: A callback of the run asks, which would wait for itself.
             Exception: What ended the run.
         """
+        self._check_thread("join")
+        if timeout is not None:
+            timeout = check.real("Handle.join", "timeout", timeout, low=0)
         try:
-            result = self._control.result(timeout)
+            ended = self._control.wait(timeout)
         except KeyboardInterrupt:
             self.stop()
             self._thread.join()
             raise
-        except TimeoutError:
-            if self.running:
-                raise
-            self._joined = True
-            raise
-        except BaseException:
-            self._joined = True
-            self._thread.join()
-            raise
+        if not ended:
+            raise TimeoutError(
+                f"Handle.join: the run must end within timeout ({timeout} s), but goes on. "
+                "Call stop first, or wait longer."
+            )
         self._joined = True
         self._thread.join()
-        return result
+        return self._control.result()
 
     def _check_open(self, method: str) -> None:
         if self._joined:
@@ -105,14 +104,9 @@ class Handle:
                 "has all epochs."
             )
 
-    def _train(self, run: Callable[[], FitResult]) -> None:
-        try:
-            self._control.ended(run())
-        except BaseException as error:  # raised by join, metrics and poll
-            self._control.ended(error=error)
-        finally:
-            self._forget()
-
-    def _exit(self) -> None:
-        self._control.stop("exit")
-        self._thread.join()
+    def _check_thread(self, method: str) -> None:
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                f"Handle.{method}: must not be called by the run itself, in a callback, which "
+                "would wait for its own end. Call moment.stop."
+            )

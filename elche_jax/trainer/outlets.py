@@ -1,9 +1,11 @@
 """All that a run shows and writes besides checkpoints: progress, timeline, scalars, page."""
 
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from elche_jax.train.step import TrainStep
 from elche_jax.trainer.epochs import EpochMetrics, EpochSums
 from elche_jax.trainer.plan import FitPlan
 from elche_jax.trainer.relay import Relay
+
+logger = logging.getLogger("elche_jax")
 
 SHOW_S = 0.1
 """Least time between two looks at the progress."""
@@ -55,10 +59,8 @@ class Outlets:
             self._writers: list[Writer] = list(plan.writers)
             timelines: list[Timeline] = []
             if plan.folder is not None:
-                timelines.append(stack.enter_context(Timeline(plan.folder / "timeline.jsonl")))
-                table = CSVWriter(plan.folder / "metrics.csv")
-                stack.callback(table.close)
-                self._writers.append(table)
+                timelines.append(stack.enter_context(_timeline(plan.folder)))
+                self._writers.append(stack.enter_context(Table(plan.folder / "metrics.csv")))
             self._relay.begin(len(self._names), *timelines)
             stack.callback(self._relay.end)
             self._stack = stack.pop_all()
@@ -68,7 +70,7 @@ class Outlets:
         return self._stack.__exit__(*error)
 
     def begin(self, cursor: Cursor | None) -> None:
-        """The run begins at a place in the data."""
+        """The run begins, or goes on, at a place in the data."""
         plan, cursor = self._plan, cursor or Cursor()
         self._done = (self.per_epoch or 0) * cursor.epoch + cursor.microbatch
         if plan.progress:
@@ -85,6 +87,14 @@ class Outlets:
             self._due = now + SHOW_S
             self._show(sums)
 
+    def to_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of it: the means that are not written yet."""
+        return asdict(self._log)
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Goes on with what `to_dict` gave."""
+        self._log = EpochSums(**saved)
+
     def folded(self, step: int, metrics: Mapping[str, Any]) -> None:
         """The metrics of a window are known; `step` is its number, from 1."""
         every = self._plan.log_every
@@ -92,7 +102,8 @@ class Outlets:
             return
         self._log.fold(metrics)
         if step % every == 0:
-            self.scalars(step, self._log.means())
+            means = self._log.means()
+            self.scalars(step, {f"window_{name}": value for name, value in means.items()})
             self._log = EpochSums(0)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -135,16 +146,72 @@ class Outlets:
         self._progress.update(sums.epoch, self._done, loss, rate, busy)
 
 
+class Table:
+    """The table of a run's folder. Where it cannot be written, training goes on, and the
+    first error is raised at the end."""
+
+    def __init__(self, path: Path):
+        self._path, self._writer = path, CSVWriter(path)
+        self._error: OSError | None = None
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes a row."""
+        if self._error is not None:
+            return
+        try:
+            self._writer.scalars(step, values)
+        except OSError as error:
+            logger.warning("elche: %s is not written any more: %s", self._path, error)
+            self._error = error
+
+    def close(self) -> None:
+        """Closes it; raises what kept it from being written."""
+        self._writer.close()
+        if self._error is not None:
+            raise self._error
+
+    def __enter__(self) -> "Table":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self.close()
+        except OSError as unwritten:
+            if error is None:
+                raise
+            if error is not unwritten:
+                error.add_note(f"Besides, {unwritten}")
+
+
+def _timeline(folder: Path) -> Timeline:
+    """The timeline of a run's folder; one that is damaged is put aside, and a new one begun."""
+    path = folder / "timeline.jsonl"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        rule = "be a folder that can be made"
+        got = f"{folder} ({error})"
+        raise ValueError(check.message("Trainer.fit", "run_dir", rule, got)) from error
+    try:
+        return Timeline(path)
+    except ValueError as error:  # what is there to be looked at does not decide over the run
+        aside = path.with_name(f"timeline-damaged-{time.time_ns()}.jsonl")
+        path.rename(aside)
+        logger.warning("elche: %s It was renamed to %s.", error, aside)
+        return Timeline(path)
+
+
 def _written(folder: Path) -> bool:
-    file = folder / "timeline.jsonl"
-    return file.exists() and file.stat().st_size > 0
+    files = (folder / "timeline.jsonl", folder / "metrics.csv")
+    return any(file.exists() and file.stat().st_size > 0 for file in files)
 
 
 def microbatches_per_epoch(plan: FitPlan) -> int | None:
     """Microbatches of an epoch; None where the data do not tell."""
-    size, batch = getattr(as_source(plan.data), "size", None), plan.batch_size
-    if size is None or not isinstance(batch, int) or batch < 1:  # `windows` has a word for that
+    size = getattr(as_source(plan.data), "size", None)
+    if size is None or plan.batch_size is None:
         return None
+    batch = check.integer("data", "batch_size", plan.batch_size, low=1)
     return size // batch if plan.drop_last else -(-size // batch)
 
 

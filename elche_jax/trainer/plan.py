@@ -97,6 +97,10 @@ class FitPlan:
             rule = "be 'never' without checkpoints"
             todo = "Pass checkpoints or run_dir."
             raise ValueError(check.message(where, "resume", rule, repr(self.resume), todo))
+        if self.log_every is not None and not self.writers and self.run_dir is None:
+            rule = "be None without writers and run_dir"
+            todo = "There is nobody to write to."
+            raise ValueError(check.message(where, "log_every", rule, self.log_every, todo))
         if self.checkpoints is not None and self.saving is None:
             rule = "have a folder where there is no run_dir"
             raise ValueError(check.message(where, "checkpoints", rule, None))

@@ -1,5 +1,7 @@
 """Where a trainer's run is recorded: its own sums, and the timelines there are."""
 
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from elche_jax.config import Recorder
@@ -16,25 +18,42 @@ class Relay:
 
     def __init__(self, own: Recorder | None):
         self._own = [] if own is None else [own]
-        self._more: list[Recorder] = []
+        self._recorders: list[Recorder] = []
+        self._metrics: deque[tuple[int, Mapping[str, Any]]] = deque()
         self.devices = DeviceSums(0)
 
     def begin(self, world_size: int, *recorders: Recorder) -> None:
         """A run on so many devices begins, which these record besides."""
         self.devices = DeviceSums(world_size)
-        self._more = list(recorders)
+        self._recorders = [*self._own, *recorders]
+        self._metrics.clear()
 
     def end(self) -> None:
-        """The run is over: those besides record no more."""
-        self._more = []
+        """The run is over: nothing is recorded any more."""
+        self._recorders = []
+        self._metrics.clear()
+
+    @property
+    def recording(self) -> bool:
+        """Whether anybody records besides the trainer."""
+        return bool(self._recorders)
 
     def window(self, record: WindowRecord) -> None:
         """Takes a window that is over."""
         self.devices.see(record)
-        for recorder in (*self._own, *self._more):
+        for recorder in self._recorders:
             recorder.window(record)
+
+    def metrics(self, window: int, metrics: Mapping[str, Any]) -> None:
+        """Takes the metrics of a window that is over."""
+        self._metrics.append((window, metrics))
 
     def add(self, kind: Any, **values: Any) -> None:
         """Takes an event of another kind."""
-        for recorder in (*self._own, *self._more):
+        for recorder in self._recorders:
             recorder.add(kind, **values)
+
+    def take(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """The metrics that have come since, window by window."""
+        while self._metrics:
+            yield self._metrics.popleft()

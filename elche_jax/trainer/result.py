@@ -20,8 +20,8 @@ class FitResult:
         model_state: The same of the model state, or None.
         history: Every epoch, those before a resume as well; the last one may not be whole.
         stopped: Why it ended: `"epochs"` (all done), `"max_windows"`, `"max_seconds"`,
-            `"early_stopping"`, `"callback"`, `"stop"` (`Handle.stop`) or `"exit"` (the
-            program ended while a run that it had started went on).
+            `"early_stopping"`, `"callback"`, `"stop"` (`Handle.stop`), `"interrupt"` (Ctrl-C)
+            or `"exit"` (the program ended while a run that it had started went on).
         windows: Windows of the run, those before a resume as well.
         seconds: How long this call took.
         report: Speeds, counts and busy shares, see `TrainStep.report`.

@@ -2,24 +2,24 @@
 
 import copy
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from elche_jax.checkpoint.checkpointer import Checkpointer
 from elche_jax.data.order import Cursor
 from elche_jax.engine.replicas import unreplicate
 from elche_jax.train.evaluate import EvalStep
-from elche_jax.train.run import IN_FLIGHT, Window
+from elche_jax.train.resume import join_rows
+from elche_jax.train.run import Window
 from elche_jax.train.step import TrainStep
 from elche_jax.trainer.callback import Moment
 from elche_jax.trainer.control import Control
-from elche_jax.trainer.epochs import EpochMetrics, EpochSums, epoch_metrics
+from elche_jax.trainer.epochs import NO_MEANS, EpochMetrics, EpochSums, epoch_metrics
 from elche_jax.trainer.outlets import Outlets
 from elche_jax.trainer.plan import FitPlan
 from elche_jax.trainer.relay import Relay
@@ -31,6 +31,9 @@ PyTree = Any
 
 class Session:
     """One call of `Trainer.fit`.
+
+    What a window makes due (the end of its epoch, an evaluation, a checkpoint) is dealt with
+    when the next window is there, or none: only then is it known whether the epoch is over.
 
     Args:
         train: The training step.
@@ -53,96 +56,115 @@ class Session:
         self._outlets = Outlets(plan, train, relay)
         self._watching = Watching(plan)
         self._sums: EpochSums | None = None
-        self._history: list[EpochMetrics] = []
-        self._pending: deque[tuple[int, Mapping[str, Any]]] = deque()
+        self._history: tuple[EpochMetrics, ...] = ()
         self._window: Window | None = None
         self._index, self._epoch = -1, 0  # of the last window, also of one before a resume
         self._metrics: Mapping[str, Any] = {}
+        self._evaluated: int | None = None
+        self._results: dict[str, float] = {}
         self._saver: Checkpointer | None = None
         self._announced: int | None = None
 
     def run(self) -> FitResult:
         """Trains until the end, or until something asks it to stop."""
-        plan, train = self._plan, self._train
-        self._begun = self._clock = time.perf_counter()
-        result: FitResult | None = None
+        self._begun = time.perf_counter()
+        trained = False
         try:
             with ExitStack() as stack:
-                stack.enter_context(self._outlets)
-                self._state = train.init(plan.params, model_state=plan.model_state, rng=plan.rng)
-                if plan.saving is not None:
-                    self._saver = stack.enter_context(Checkpointer(train, plan.saving))
-                cursor = self._restore()
-                self._outlets.begin(cursor)
-                with train.windows(
-                    plan.data, plan.batch_size, plan.epochs, plan.seed, shuffle=plan.shuffle,
-                    drop_last=plan.drop_last, mask_key=plan.mask_key, placement=plan.placement,
-                    window_bytes=plan.window_bytes, cursor=cursor,
-                ) as self._windows:  # fmt: skip
+                with self._open(stack) as self._windows:
                     self._loop()
+                    trained = True
                     self._end()
                 result = self._result()
             self._outlets.page()
-        except Exception as error:
-            if result is not None:  # what could not be written in the end costs no result
-                error.result = result  # pyright: ignore[reportAttributeAccessIssue]
+        except BaseException as error:
+            self._settle(error)
+            if trained:  # what goes wrong after the last window costs no result
+                error.result = self._result()  # pyright: ignore[reportAttributeAccessIssue]
                 error.add_note("Training had ended; what it gave is in this error's `result`.")
             raise
+        self._train.settle()
         return result
+
+    def _open(self, stack: ExitStack) -> Any:
+        plan, train = self._plan, self._train
+        stack.enter_context(self._outlets)
+        self._state = train.init(plan.params, model_state=plan.model_state, rng=plan.rng)
+        if plan.saving is not None:
+            self._saver = stack.enter_context(Checkpointer(train, plan.saving))
+        cursor = self._restore()
+        self._outlets.begin(cursor)
+        return train.windows(
+            plan.data, plan.batch_size, plan.epochs, plan.seed, shuffle=plan.shuffle,
+            drop_last=plan.drop_last, mask_key=plan.mask_key, placement=plan.placement,
+            window_bytes=plan.window_bytes, cursor=cursor,
+        )  # fmt: skip
+
+    def _settle(self, error: BaseException) -> None:
+        """Lets go of the run's data; what nobody has heard of its windows goes with the error."""
+        try:
+            self._train.settle()
+        except Exception as unheard:
+            error.add_note(f"Besides, {unheard}")
 
     # -- the loop ----------------------------------------------------------------------
 
     def _loop(self) -> None:
+        self._clock = time.perf_counter()
         for window in self._windows:
-            if self._sums is not None and window.epoch != self._sums.epoch:
-                self._end_epoch()
-            if self._control.reason is not None:
+            self._between(window)
+            if self._stopping():
                 return
             self._train_one(window)
-            self._look_at_limits(window)
-            if self._control.reason is not None:
-                return
+        self._between(None)
 
     def _train_one(self, window: Window) -> None:
         if self._sums is None:
             self._sums = EpochSums(window.epoch)
         self._state, self._metrics = self._train(self._state, window)
+        if self._window is None:
+            self._watching.training(self._names())
         self._window, self._index, self._epoch = window, window.index, window.epoch
         self._sums.see(window.counts, window.examples)
-        self._pending.append((window.index + 1, self._metrics))
-        while len(self._pending) > IN_FLIGHT:  # so that none is waited for
-            self._fold()
+        self._fold()
         self._tick()
         self._outlets.window(window, self._sums)
         self._call("on_window")
         every = None if self._plan.evaluation is None else self._plan.evaluation.every_windows
         if every is not None and (window.index + 1) % every == 0:
-            results = self._evaluate()
-            named = {f"eval_{name}": value for name, value in results.items()}
+            self._evaluate()
+            named = {f"eval_{name}": value for name, value in self._results.items()}
             self._outlets.scalars(window.index + 1, named)
-        self._save(force=False)
 
-    def _look_at_limits(self, window: Window) -> None:
+    def _between(self, following: Window | None) -> None:
+        """Between two windows: does what the last one has made due."""
+        often = None if self._plan.saving is None else self._plan.saving.every_epochs
+        force = False
+        if self._sums is not None and (following is None or following.epoch != self._sums.epoch):
+            force = often is not None and (self._sums.epoch + 1) % often == 0
+            self._end_epoch()
+        self._save(force)
+        if following is not None and self._sums is None:
+            self._clock = time.perf_counter()  # an epoch begins
+
+    def _stopping(self) -> bool:
         plan, stop = self._plan, self._control.stop
-        if plan.max_windows is not None and window.index + 1 >= plan.max_windows:
+        if self._watching.over:
+            stop("early_stopping")
+        if plan.max_windows is not None and self._index + 1 >= plan.max_windows:
             stop("max_windows")
-        if plan.max_seconds is not None and self._clock - self._begun >= plan.max_seconds:
-            stop("max_seconds")
+        seconds = time.perf_counter() - self._begun if self._window is not None else 0.0
+        if plan.max_seconds is not None and seconds >= plan.max_seconds:
+            stop("max_seconds")  # not before the first window, which comes anyway
+        return self._control.reason is not None
 
     def _end(self) -> None:
-        """After the last window: the epoch it is of may be over, or not."""
-        window, sums = self._window, self._sums
-        cut = self._control.reason is not None and not (
-            window is not None and window.cursor.microbatch == self._outlets.per_epoch
-        )
-        if sums is not None and not cut:
-            self._end_epoch()
+        """After the last window."""
         self._save(force=True)
         if self._sums is not None:
             self._end_epoch(whole=False)
         if self._saver is not None:
             self._saver.wait()
-            self._saver.check()
             self._announce()
 
     # -- what happens now and then -------------------------------------------------------
@@ -156,22 +178,20 @@ class Session:
         if whole and every is not None and (sums.epoch + 1) % every == 0:
             self._evaluate()
         metrics = epoch_metrics(sums, self._relay.devices, whole)
-        self._history.append(metrics)
-        self._outlets.epoch(self._index, metrics, sums)
-        if self._watching.epoch({"loss": metrics.loss, **metrics.metrics}) and whole:
-            self._control.stop("early_stopping")
+        self._history = (*self._history, metrics)
         if whole:
+            self._watching.epoch(self._index + 1, {"loss": metrics.loss, **metrics.metrics})
             self._sums = None
+            self._outlets.epoch(self._index, metrics, sums)
         self._control.told(metrics)
         self._call("on_epoch", metrics)
-        saving = plan.saving
-        often = None if saving is None else saving.every_epochs
-        if whole and often is not None and (metrics.epoch + 1) % often == 0:
-            self._save(force=True)
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self) -> None:
+        """Evaluates the present state, once."""
         plan, evaluation = self._plan, self._plan.evaluation
         assert evaluation is not None and self._evaluator is not None
+        if self._evaluated == self._index:
+            return
         self._drain()
         begun = time.perf_counter()
         params, model_state = self._variables()
@@ -179,25 +199,26 @@ class Session:
             params, evaluation.data, evaluation.batch_size, model_state=model_state,
             mask_key=evaluation.mask_key, window_bytes=plan.window_bytes,
         )  # fmt: skip
-        scalars = {name: value for name, value in results.items() if isinstance(value, float)}
+        self._evaluated = self._index
+        self._results = {name: x for name, x in results.items() if isinstance(x, float)}
         if self._sums is not None:
-            self._sums.evaluation = scalars
-        self._outlets.evaluated(self._index, self._epoch, time.perf_counter() - begun, scalars)
-        if self._watching.evaluation(scalars):
-            self._control.stop("early_stopping")
+            self._sums.evaluation = self._results
+        seconds = time.perf_counter() - begun
+        self._outlets.evaluated(self._index, self._epoch, seconds, self._results)
+        self._watching.evaluation(self._index + 1, self._results)
         self._call("on_evaluation", results)
         self._clock = time.perf_counter()  # no time of the epoch
-        return scalars
 
     def _save(self, force: bool) -> None:
         if self._saver is None or self._window is None:
             return
         self._saver.check()
-        score = self._watching.score
-        if self._saver.save(
-            self._state, self._window, force=force, score=score, notes=self._notes()
-        ):
-            self._watching.score = None
+        if force or self._saver.due(self._window):
+            self._drain()
+            score = self._watching.score(self._index + 1)
+            self._saver.save(
+                self._state, self._window, force=True, score=score, notes=self._notes()
+            )
         self._announce()
 
     def _announce(self) -> None:
@@ -210,15 +231,15 @@ class Session:
     def _drain(self) -> None:
         """Waits until the windows so far are over, and takes their metrics."""
         self._windows.drain()
-        while self._pending:
-            self._fold()
+        self._fold()
         self._tick()
 
     def _fold(self) -> None:
-        step, metrics = self._pending.popleft()
-        assert self._sums is not None
-        self._sums.fold(metrics)
-        self._outlets.folded(step, metrics)
+        """Takes the metrics of the windows that are over."""
+        for window, metrics in self._relay.take():
+            assert self._sums is not None
+            self._sums.fold(metrics)
+            self._outlets.folded(window + 1, metrics)
 
     def _tick(self) -> None:
         now = time.perf_counter()
@@ -226,13 +247,17 @@ class Session:
             self._sums.seconds += now - self._clock
         self._clock = now
 
+    def _names(self) -> list[str]:
+        """Names of the training's metrics that are one number each."""
+        single = [name for name, value in self._metrics.items() if np.ndim(value) == 0]
+        return [name for name in single if name not in NO_MEANS]
+
     def _call(self, name: str, *arguments: Any) -> None:
         if not self._plan.callbacks:
             return
         moment = Moment(
-            self._train, self._state, self._window, self._metrics, tuple(self._history),
-            self._control,
-        )  # fmt: skip
+            self._train, self._state, self._window, self._metrics, self._history, self._control
+        )
         for callback in self._plan.callbacks:
             getattr(callback, name)(moment, *arguments)
 
@@ -240,17 +265,16 @@ class Session:
 
     def _notes(self) -> Callable[[], dict[str, Any]]:
         """What a checkpoint has besides the run itself; the thread that writes it calls."""
-        sums, pending = copy.deepcopy(self._sums), [metrics for _, metrics in self._pending]
-        fixed = {
-            "history": [asdict(metrics) for metrics in self._history],
-            "watching": self._watching.to_dict(),
-        }
+        sums, history, watching = copy.deepcopy(self._sums), self._history, self._watching.to_dict()
+        log = self._outlets.to_dict()
 
         def notes() -> dict[str, Any]:
-            if sums is not None:
-                for metrics in pending:
-                    sums.fold(metrics)
-            return fixed | {"sums": None if sums is None else asdict(sums)}
+            return {
+                "sums": None if sums is None else asdict(sums),
+                "history": [asdict(metrics) for metrics in history],
+                "watching": watching,
+                "log": log,
+            }
 
         return notes
 
@@ -258,15 +282,21 @@ class Session:
         if self._saver is None:
             return None
         restored = self._saver.restore_all(self._state, self._plan.resume)
-        self._state = restored.state
-        if restored.notes:
-            sums = restored.notes["sums"]
+        self._state, cursor, notes = restored.state, restored.cursor, restored.notes
+        if cursor is None:
+            return None
+        self._index, self._epoch = cursor.window - 1, cursor.epoch
+        if notes:
+            sums = notes["sums"]
             self._sums = None if sums is None else EpochSums(**sums)
-            self._history = [EpochMetrics.from_dict(m) for m in restored.notes["history"]]
-            self._watching.restore(restored.notes["watching"])
-        if restored.cursor is not None:
-            self._index, self._epoch = restored.cursor.window - 1, restored.cursor.epoch
-        return restored.cursor
+            self._history = tuple(EpochMetrics.from_dict(m) for m in notes["history"])
+            self._watching.restore(notes["watching"])
+            self._outlets.restore(notes["log"])
+        elif cursor.microbatch:  # of a loop of the user's own, in the middle of an epoch
+            self._sums = EpochSums(cursor.epoch, whole=False)
+        return cursor
+
+    # -- one copy ----------------------------------------------------------------------------
 
     def _variables(self) -> tuple[PyTree, PyTree]:
         """What to evaluate: the state itself, or where the devices differ one copy."""
@@ -276,21 +306,17 @@ class Session:
         return self._train.average(state), self._one_model_state()
 
     def _one_model_state(self) -> PyTree:
-        state = self._state
-        same = set(map(id, jax.tree.leaves(self._train.common(state).model_state)))
-
-        def one(leaf: jax.Array) -> jax.Array:
-            if id(leaf) in same or not jnp.issubdtype(leaf.dtype, jnp.floating):
-                return unreplicate(leaf)
-            return jnp.mean(leaf, axis=0)
-
-        return jax.tree.map(one, state.model_state)
+        state, first = self._state, self._train.devices[0]
+        if self._train.common(state) is state:
+            return unreplicate(state.model_state)
+        one = jax.tree.map(lambda rows: join_rows(np.asarray(rows)), state.model_state)
+        return jax.device_put(one, first)
 
     def _result(self) -> FitResult:
         return FitResult(
             params=self._train.average(self._state),
             model_state=self._one_model_state(),
-            history=tuple(self._history),
+            history=self._history,
             stopped=self._control.reason or "epochs",
             windows=self._index + 1,
             seconds=time.perf_counter() - self._begun,

@@ -8,12 +8,14 @@ from typing import Any, Unpack
 import optax
 
 from elche_jax import _check as check
+from elche_jax._exit import before_exit
 from elche_jax.config import DDPConfig
 from elche_jax.train.build import StepOptions, build_train_step
 from elche_jax.train.evaluate import EvalStep, build_eval_step
 from elche_jax.train.step import TrainStep
 from elche_jax.trainer.control import Control
 from elche_jax.trainer.handle import Handle
+from elche_jax.trainer.interrupt import interrupts
 from elche_jax.trainer.plan import FitPlan, RunOptions
 from elche_jax.trainer.relay import Relay
 from elche_jax.trainer.result import FitResult
@@ -80,6 +82,9 @@ class Trainer:
     ) -> FitResult:
         """Trains until the end, and shows how far it is.
 
+        Ctrl-C ends the run before its next window, with a checkpoint and all files whole, and
+        raises `KeyboardInterrupt` then; a second one raises it at once.
+
         Args:
             params: Parameters, a pytree of float arrays; copied.
             data: As in `TrainStep.windows`: arrays, a map-style dataset, or an iterable.
@@ -104,7 +109,8 @@ class Trainer:
             callbacks: `Callback` objects.
             writers: Where scalars go, at the ends of epochs, after evaluations, and as
                 `log_every` says: `CSVWriter`, `TensorBoardWriter`, or your own. Left open.
-            log_every: Write the means of so many windows, at least 1; None: not.
+            log_every: Write the means of so many windows, as `window_loss` and so on, at
+                least 1; None: not.
             progress: Show the devices and a bar on the standard error stream, or where that
                 is no terminal one line per epoch.
 
@@ -118,8 +124,10 @@ class Trainer:
             CheckpointError: A checkpoint could not be written. An error that comes when
                 training has ended has what it gave as `error.result`.
         """
-        run, _ = self._session(params, data, batch_size, epochs, options)
-        return run()
+        run, control = self._session(params, data, batch_size, epochs, options)
+        with interrupts(control, say=options.get("progress", True)):
+            run()
+        return control.result()
 
     def start(
         self,
@@ -139,11 +147,20 @@ class Trainer:
                 data for instance, `Handle.join` raises.
             RuntimeError: This trainer is at work already.
         """
-        return Handle(*self._session(params, data, batch_size, epochs, options))
+        run, control = self._session(params, data, batch_size, epochs, options)
+        try:
+            return Handle(run, control)
+        except BaseException:  # no thread could be had
+            self._busy.release()
+            raise
 
     def _session(
         self, params: PyTree, data: Any, batch_size: int | None, epochs: int | None, options: Any
-    ) -> tuple[Callable[[], FitResult], Control]:
+    ) -> tuple[Callable[[], None], Control]:
+        unknown = sorted(set(options) - set(RunOptions.__annotations__))
+        if unknown:
+            known = ", ".join(RunOptions.__annotations__)
+            raise TypeError(f"Trainer.fit: {unknown[0]} is no argument; there are {known}.")
         plan = FitPlan(params, data, batch_size, epochs, **options)
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
@@ -157,10 +174,18 @@ class Trainer:
             self._busy.release()
             raise
 
-        def run() -> FitResult:
+        def run() -> None:
+            def end() -> None:
+                control.stop("exit")
+                control.wait()
+
+            forget = before_exit(end)
             try:
-                return session.run()
+                control.ended(session.run())
+            except BaseException as error:
+                control.ended(error=error)
             finally:
+                forget()
                 self._busy.release()
 
         return run, control

@@ -1,11 +1,14 @@
 """Metrics that something depends on: early stopping, and which checkpoints are best."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from elche_jax.trainer.evaluation import Patience, monitored
+from elche_jax.trainer.evaluation import Patience, check_monitor
 from elche_jax.trainer.plan import FitPlan
+
+logger = logging.getLogger("elche_jax")
 
 
 class Watching:
@@ -13,58 +16,88 @@ class Watching:
 
     A metric of an evaluation goes before one of the training that has the same name.
 
-    Attributes:
-        score: The newest value of what says which checkpoints are best, until it is used.
-
     Args:
         plan: What was asked for.
     """
 
     def __init__(self, plan: FitPlan):
-        self._plan = plan
+        self._plan, self._rule = plan, plan.early_stopping
         self._patience = Patience()
-        self._evaluated: list[str] | None = None
-        self.score: float | None = None
+        self._evaluated: list[str] | None = None if plan.evaluation is not None else []
+        self._training: Collection[str] | None = None
+        self._score: tuple[int, float] | None = None
 
-    def evaluation(self, results: Mapping[str, float]) -> bool:
-        """Takes an evaluation's metrics; says whether the run is to end."""
-        self._evaluated = list(results)
-        return self._see(results)
+    @property
+    def over(self) -> bool:
+        """Whether the run is to end, as something has stopped getting better."""
+        return self._rule is not None and self._patience.over(self._rule)
 
-    def epoch(self, means: Mapping[str, float]) -> bool:
-        """Takes an epoch's metrics; says whether the run is to end.
+    def score(self, step: int) -> float | None:
+        """How good the state after so many windows is, where that was found out."""
+        return self._score[1] if self._score is not None and self._score[0] == step else None
+
+    def training(self, names: Collection[str]) -> None:
+        """The training has metrics of these names.
 
         Raises:
-            ValueError: No metric has the name that is watched.
+            ValueError: No metric has a name that is watched, as far as that is known.
         """
-        if self._plan.evaluation is not None and self._evaluated is None:
-            return False  # its names are not known yet
-        evaluated = self._evaluated or []
-        known = dict(means) | dict.fromkeys(evaluated, 0.0)
-        for where, monitor in self._monitors():
-            monitored(where, monitor, known)
-        return self._see({name: value for name, value in means.items() if name not in evaluated})
+        self._training = names
+        self._check()
+
+    def evaluation(self, step: int, results: Mapping[str, float]) -> None:
+        """Takes the metrics of an evaluation after so many windows.
+
+        Raises:
+            ValueError: No metric has a name that is watched, as far as that is known.
+        """
+        if self._evaluated is None and self._rule is not None and self._rule.monitor in results:
+            self._patience = Patience()  # so far it was the training's of the same name
+        self._evaluated = list(results)
+        self._check()
+        self._see(step, results)
+
+    def epoch(self, step: int, means: Mapping[str, float]) -> None:
+        """Takes the training's metrics of an epoch that ended after so many windows."""
+        evaluated = self._evaluated or ()
+        self._see(step, {name: value for name, value in means.items() if name not in evaluated})
 
     def to_dict(self) -> dict[str, Any]:
         """What a checkpoint holds of it."""
-        return {"patience": asdict(self._patience), "evaluated": self._evaluated}
+        rule = None if self._rule is None else asdict(self._rule)
+        return {"patience": asdict(self._patience), "rule": rule, "evaluated": self._evaluated}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Goes on with what `to_dict` gave."""
-        self._patience, self._evaluated = Patience(**saved["patience"]), saved["evaluated"]
+        """Goes on with what `to_dict` gave; where something else is watched now, anew."""
+        if self._plan.evaluation is not None:
+            self._evaluated = saved["evaluated"] or None
+        if self._rule is None or saved["rule"] is None:
+            return
+        now = asdict(self._rule)
+        if all(saved["rule"][name] == now[name] for name in ("monitor", "mode", "min_delta")):
+            self._patience = Patience(**saved["patience"])
+            return
+        logger.warning(
+            "elche: early stopping looked at %s (%s) before, and looks at %s (%s) now: it begins "
+            "anew.",
+            saved["rule"]["monitor"],
+            saved["rule"]["mode"],
+            now["monitor"],
+            now["mode"],
+        )
 
-    def _see(self, values: Mapping[str, float]) -> bool:
-        rule, saving = self._plan.early_stopping, self._plan.saving
+    def _see(self, step: int, values: Mapping[str, float]) -> None:
+        saving = self._plan.saving
         if saving is not None and saving.monitor in values:
-            self.score = values[saving.monitor]
-        if rule is None or rule.monitor not in values:
-            return False
-        self._patience = self._patience.see(rule, values[rule.monitor])
-        return self._patience.over(rule)
+            self._score = step, values[saving.monitor]
+        if self._rule is not None and self._rule.monitor in values:
+            self._patience = self._patience.see(self._rule, values[self._rule.monitor])
 
-    def _monitors(self) -> list[tuple[str, str]]:
-        rule, saving = self._plan.early_stopping, self._plan.saving
-        found = [] if rule is None else [("EarlyStopping", rule.monitor)]
+    def _check(self) -> None:
+        if self._training is None or self._evaluated is None:
+            return  # what an evaluation gives is known after the first one
+        names, saving = sorted({*self._training, *self._evaluated}), self._plan.saving
+        if self._rule is not None:
+            check_monitor("EarlyStopping", self._rule.monitor, names)
         if saving is not None and saving.keep_best:
-            found.append(("Checkpoints", saving.monitor))
-        return found
+            check_monitor("Checkpoints", saving.monitor, names)

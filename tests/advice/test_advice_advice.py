@@ -13,8 +13,8 @@ from elche_jax.cadence import ElChe
 MS = st.floats(0.5, 40)
 
 
-def advice_of(solo, together=None, sync_ms=1.0, **options):
-    speeds = Speeds(tuple(solo), tuple(solo if together is None else together), sync_ms)
+def advice_of(solo, together=None, sync_ms=1.0, step_ms=None, **options):
+    speeds = Speeds(tuple(solo), tuple(solo if together is None else together), sync_ms, step_ms)
     names = [f"d{rank}" for rank in range(len(solo))]
     return make_advice(names, speeds, 8, ElChe(anchor=4), **options)
 
@@ -76,8 +76,48 @@ def test_one_device():
     advice = advice_of((5.0,), sync_ms=0.0)
     assert advice.elche.examples_per_s == 1600
     assert (advice.devices[0].gain, advice.devices[0].verdict) == (None, "the only one")
-    assert "One device: nothing to exchange, nothing to share out." in str(advice)
-    assert advice.cadence == "elche.EveryBatch()"
+    text = str(advice)
+    assert "One device: nothing to exchange, nothing to share out." in text
+    assert "plain pmap" in text and "FixedTotal" not in text and "learning rate" not in text
+    assert text.endswith("cadence=elche.EveryBatch()")
+
+
+def test_one_device_whose_optimizer_is_dear():
+    """One step per microbatch is what plain pmap does; fewer are for whoever wants them."""
+    advice = advice_of((5.0,), sync_ms=0.0, step_ms=(15.0,), total=16)
+    assert advice.plain.examples_per_s == 400
+    assert (advice.fixed_total.name, advice.fixed_total.counts) == ("FixedTotal(16)", (16,))
+    assert advice.fixed_total.examples_per_s == pytest.approx(16 * 8 / 0.095)
+    assert (advice.elche.name, advice.elche.counts) == ("FixedTotal(30)", (30,))
+    assert advice.devices[0].examples_per_s == advice.elche.examples_per_s
+    text = str(advice)
+    assert "An optimizer step costs 15.00 ms, with the host's part in it.\n" in text
+    assert "An update is made of 30 microbatches, with plain pmap of 1: look at" in text
+    assert text.endswith("cadence=elche.FixedTotal(30)")
+    # the window of ElChe is that of FixedTotal, which stands there once
+    assert str(advice_of((5.0,), sync_ms=0.0, step_ms=(15.0,))).count("FixedTotal(30)") == 2
+
+
+def test_a_dear_optimizer_does_not_make_a_slow_device_worth_it():
+    """The fast one alone takes a step as rarely as both would."""
+    advice = advice_of((1.0, 60.0), sync_ms=20.0, step_ms=(20.0, 20.0))
+    assert advice.devices[0].examples_per_s == pytest.approx(200 * 8 / 0.220)
+    assert 0 < advice.devices[1].gain < 0.05
+    advice = advice_of((1.0, 60.0), sync_ms=5000.0, step_ms=(20.0, 20.0))
+    assert (advice.best.ranks, advice.best.counts) == ((0,), (200,))
+    assert str(advice).endswith("cadence=elche.FixedTotal(200)")
+
+
+def test_windows_end_with_the_epoch():
+    advice = advice_of((5, 5, 10, 20), epoch=20, total=263_431)
+    assert sum(advice.elche.counts) == sum(advice.fixed_total.counts) == 20
+    assert advice.elche.examples_per_s == pytest.approx(1e3 * 160 / advice.elche.window_ms)
+    assert "A window is a whole epoch, which has no more than 20 microbatches.\n" in str(advice)
+    assert advice.to_dict()["epoch"] == 20
+    for epoch in (45, None):  # its windows have 44
+        assert "whole epoch" not in str(advice_of((5, 5, 10, 20), epoch=epoch))
+    one = advice_of((5.0,), sync_ms=0.0, step_ms=(15.0,), epoch=7)
+    assert (one.cadence, "whole epoch" in str(one)) == ("elche.FixedTotal(7)", True)
 
 
 def test_a_total_of_ones_own():
@@ -97,7 +137,7 @@ def test_to_dict_goes_through_json():
     advice = advice_of((5.0, 80.0), sync_ms=100.0)
     values = json.loads(json.dumps(advice.to_dict()))
     assert values["devices"][1] == {
-        "name": "d1", "solo_ms": 80.0, "together_ms": 80.0, "examples_per_s": 100.0,
+        "name": "d1", "solo_ms": 80.0, "step_ms": 0.0, "together_ms": 80.0, "examples_per_s": 100.0,
         "gain": advice.devices[1].gain, "verdict": advice.devices[1].verdict,
     }  # fmt: skip
     assert values["elche"]["counts"] == list(advice.elche.counts)

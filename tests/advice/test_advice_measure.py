@@ -7,9 +7,11 @@ import numpy as np
 import optax
 import pytest
 
+from elche_jax import DDPConfig, DiLoCo, NoGuard, Timeline
 from elche_jax.advice import advise, measure
-from elche_jax.advice.measure import LEAST, WARM, OfRank, solo_ms, team_ms
-from elche_jax.cadence import FixedTotal, WindowTime
+from elche_jax.advice.measure import LEAST, WARM, alone_ms, team_ms
+from elche_jax.advice.of_rank import OfRank
+from elche_jax.cadence import EveryBatch, FixedTotal, WindowTime
 from elche_jax.lab import EmulatedSpeeds, ExtraWork
 from elche_jax.observe.records import WindowRecord
 
@@ -30,9 +32,30 @@ def job(**changes):
     return advise(loss_fn, optax.sgd(0.1), PARAMS, **(arguments | changes))
 
 
+def of_one(*walls):
+    return [record((count,), (), wall) for count, wall in walls]
+
+
 def test_alone_the_full_windows_count():
-    walls = [(4, 20.0), (4, 24.0), (4, 60.0), (3, 90.0), (1, 900.0)]
-    assert solo_ms([record((n,), (), wall) for n, wall in walls]) == 6.0
+    short = of_one((1, 9.0), (1, 90.0), (1, 8.0))
+    long = of_one((4, 20.0), (4, 24.0), (4, 60.0), (3, 90.0), (1, 900.0))
+    assert alone_ms(short, long) == (5.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("one", "four", "expected"),
+    [
+        (8.0, 40.0, (8.0, 0.0)),  # no step costs less than nothing
+        (8.0, 8.0, (2.0, 6.0)),  # nor a microbatch
+        (8.0, 6.0, (1.5, 6.5)),
+    ],
+)
+def test_alone_noise_gives_no_times_below_zero(one, four, expected):
+    assert alone_ms(of_one((1, one)), of_one((4, four))) == expected
+
+
+def test_alone_with_one_microbatch_the_step_cannot_be_told():
+    assert alone_ms(of_one((1, 8.0)), of_one((1, 9.0))) == (8.0, 0.0)
 
 
 def test_together_windows_of_half_the_size_and_more_count():
@@ -82,16 +105,19 @@ def test_records_become_advice(monkeypatch):
     team = first + WARM * [record((6, 2), (odd, odd), odd, odd)]
     around = range(-2, 3)  # five windows, whose median is not that of eight with odd ones
     team += [record((6, 2), (33.0 + d, 44.0 + d), 47.0, 3.0 + d) for d in around]
-    solo = {}
-    for rank, (count, wall) in enumerate([(6, 30.0), (2, 40.0)]):
-        solo[rank] = WARM * [record((count,), (), odd)]
-        solo[rank] += [record((count,), (), wall + d) for d in around]
+    # device 0: 5 ms and a step of 3; device 1: 4 ms and one of 12, which swamps two microbatches
+    walls = {(0, 1): 8.0, (0, 2): 13.0, (1, 1): 16.0, (1, 2): 20.0, (1, 16): 76.0}
     built = []
 
     def build(loss, optimizer, *, devices, cadence, has_aux, emulate, merge):
         assert (loss is loss_fn, has_aux, merge) == (True, True, "mean")
         everyone = len(devices) == 2
-        records = team if everyone else solo[jax.devices().index(devices[0])]
+        if everyone:
+            records = team
+        else:
+            count = getattr(cadence, "total", 1)
+            wall = walls[jax.devices().index(devices[0]), count]
+            records = WARM * of_one((count, odd)) + of_one(*((count, wall + d) for d in around))
         built.append(Built(devices, cadence, emulate, records))
         return built[-1]
 
@@ -101,17 +127,22 @@ def test_records_become_advice(monkeypatch):
         model_state="state", rng=7, has_aux=True, seconds=1e-9, anchor=2, total=5, emulate=hook,
         merge="mean",
     )  # fmt: skip
-    assert [device.solo_ms for device in advice.devices] == [5.0, 20.0]
+    assert [device.solo_ms for device in advice.devices] == [5.0, 4.0]
+    assert [device.step_ms for device in advice.devices] == [3.0, 12.0]
     assert [device.together_ms for device in advice.devices] == [5.5, 22.0]
     assert (advice.sync_ms, advice.batch_size) == (3.0, 8)
     assert (advice.elche.counts, advice.fixed_total.counts) == ((8, 2), (4, 1))
-    assert [list(step.devices) for step in built] == [
-        jax.devices()[:2], [jax.devices()[0]], [jax.devices()[1]],
-    ]  # fmt: skip
-    assert isinstance(built[0].cadence, WindowTime)
-    assert [step.cadence for step in built[1:]] == [FixedTotal(6), FixedTotal(2)]
-    assert [step.emulate for step in built] == [hook, OfRank(hook, 0), OfRank(hook, 1)]
-    assert [len(step.records) for step in built] == [1 + WARM + LEAST, WARM + LEAST, WARM + LEAST]
+    first, second = jax.devices()[:2]
+    assert built[0].devices == (first, second) and isinstance(built[0].cadence, WindowTime)
+    assert [(*step.devices, step.cadence, step.emulate) for step in built[1:]] == [
+        (first, EveryBatch(), OfRank(hook, 0)),
+        (first, FixedTotal(2), OfRank(hook, 0)),
+        (second, EveryBatch(), OfRank(hook, 1)),
+        (second, FixedTotal(2), OfRank(hook, 1)),
+        (second, FixedTotal(16), OfRank(hook, 1)),
+    ]
+    assert built[0].emulate == hook
+    assert [len(step.records) for step in built] == [1 + WARM + LEAST, *5 * [WARM + LEAST]]
 
 
 def test_a_real_run_lets_each_device_be_as_slow_alone_as_together():
@@ -123,12 +154,14 @@ def test_a_real_run_lets_each_device_be_as_slow_alone_as_together():
 
     advice = job(emulate=EmulatedSpeeds(schedule))
     last = [(rank, len(list(run))) for rank, run in groupby(ranks)][-2:]
+    devices = advice.devices
     assert [rank for rank, _ in last] == [0, 1]
     assert min(length for _, length in last) >= WARM + LEAST
     # no device is faster than it is made
-    assert advice.devices[0].solo_ms >= 0.2
-    assert advice.devices[1].solo_ms >= 0.6
-    assert [device.name for device in advice.devices] == [str(d) for d in jax.devices()[:2]]
+    assert devices[0].solo_ms + devices[0].step_ms >= 0.2
+    assert devices[1].solo_ms + devices[1].step_ms >= 0.6
+    assert [device.name for device in devices] == [str(d) for d in jax.devices()[:2]]
+    assert advice.epoch == 64
     assert len(advice.elche.counts) == 2
 
 
@@ -170,7 +203,27 @@ def test_microbatches_that_come_as_they_are():
         def __iter__(self):
             return iter([{"x": np.ones((4, 3), "float32")}] * 40)
 
-    assert job(data=Stream(), batch_size=None).batch_size == 4
+    advice = job(data=Stream(), batch_size=None)
+    assert (advice.batch_size, advice.epoch) == (4, None)
+
+
+def test_of_a_config_what_chooses_the_cadence_does_not_count(tmp_path, monkeypatch):
+    built = []
+
+    def build(*arguments, config, **options):
+        built.append(config)
+        return measured(*arguments, config=config, **options)
+
+    measured = measure.build_train_step
+    monkeypatch.setattr(measure, "build_train_step", build)
+    with Timeline(tmp_path / "timeline.jsonl") as timeline:
+        before = (tmp_path / "timeline.jsonl").read_bytes()
+        config = DDPConfig(
+            policy="cadence", anchor=3, speed_hint=(1, 2), max_grad_norm=0.5, timeline=timeline
+        )
+        assert len(job(config=config, cadence=None).devices) == 2
+    assert set(built) == {DDPConfig(max_grad_norm=0.5)}
+    assert (tmp_path / "timeline.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -185,6 +238,25 @@ def test_microbatches_that_come_as_they_are():
         ({"seconds": 0}, ValueError, r"advise: seconds must be above 0, got 0\."),
         ({"devices": []}, ValueError, r"advise: devices must hold at least one device, got none"),
         ({"anchor": 0}, ValueError, r"ElChe: anchor must be at least 1, got 0\."),
+        (
+            {"cadence": FixedTotal(3)},
+            ValueError,
+            r"advise: cadence must be left out, got FixedTotal\(total=3\) \(FixedTotal\)\. What is "
+            r"measured are exchanges of gradients, whatever the cadence\.",
+        ),
+        (
+            {"averaging": DiLoCo(outer=optax.sgd(0.7), inner_steps=5)},
+            ValueError,
+            r"advise: averaging must be left out, got DiLoCo",
+        ),
+        ({"guard": NoGuard()}, ValueError, r"advise: guard must be left out, got NoGuard"),
+        (
+            {"config": DDPConfig(policy="async", exchange="host", max_overshoot=3)},
+            ValueError,
+            r"advise: config must be of a run that exchanges gradients, got policy='async', "
+            r"exchange='host'\. Leave both out\.",
+        ),
+        ({"config": 3}, TypeError, r"build_train_step: config must be a DDPConfig, got int\."),
         ({"total": 0}, ValueError, r"FixedTotal: total must be at least 1, got 0\."),
         (
             {"data": {"x": np.ones((8, 3), "float32")}},

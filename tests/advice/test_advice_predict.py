@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from elche_jax.advice import Speeds
-from elche_jax.advice.predict import best_plan, plain_pmap, plan, settled
-from elche_jax.cadence import ElChe, EveryBatch, FixedTotal, WindowReport
+from elche_jax.advice.predict import best_plan, one_device, plain_pmap, plan, settled
+from elche_jax.cadence import ElChe, EveryBatch, FixedTotal, WindowReport, clamp_counts
 
 MS = st.floats(0.5, 40)
 SYNC = st.floats(0, 30)
@@ -109,6 +109,58 @@ def test_one_device_has_nothing_to_exchange():
     assert made.limit_share == 1.0
 
 
+def test_one_device_pays_for_its_optimizer_steps():
+    speeds = Speeds((4.0, 9.0), (5.0, 9.0), 100.0, step_ms=(6.0, 0.0))
+    plain = plan("plain", EveryBatch(), speeds, 10, ranks=[0])
+    assert (plain.counts, plain.window_ms, plain.examples_per_s) == ((1,), 10.0, 1000.0)
+    assert plain.limit_share == pytest.approx(0.4)
+    total = plan("total", FixedTotal(16), speeds, 10, ranks=[0])
+    assert (total.counts, total.window_ms) == ((16,), 70.0)
+    # in windows of ElChe's: 15 microbatches of 4 ms, so that the step costs a tenth
+    fewer = plan("fewer", ElChe(), speeds, 10, ranks=[0])
+    assert (fewer.counts, fewer.window_ms) == ((15,), 66.0)
+    assert fewer.examples_per_s == pytest.approx(1e3 * 10 * 15 / 66)
+
+
+@given(ms=MS, step_ms=st.floats(0, 300), anchor=st.integers(1, 20), target=st.floats(0.02, 0.5))
+def test_one_device_steps_as_rarely_as_elche_would(ms, step_ms, anchor, target):
+    cadence = ElChe(anchor=anchor, overhead_target=target)
+    made = one_device(cadence, ms, step_ms)
+    twin = settled(cadence, (ms, ms), step_ms)[0]  # of two alike
+    if isinstance(made, FixedTotal):
+        assert twin - 1 <= made.total <= twin + 1  # in steps of its own, with rounding
+        assert ms + step_ms > 1.02 * (ms + step_ms / made.total)
+    else:
+        assert ms + step_ms <= 1.021 * (ms + step_ms / twin) + 1e-9
+
+
+@given(
+    ms=st.lists(MS, min_size=1, max_size=4),
+    sync_ms=SYNC,
+    epoch=st.integers(4, 400),
+    anchor=st.integers(1, 50),
+)
+@settings(max_examples=60)
+def test_an_epoch_is_whole_windows_and_the_rest(ms, sync_ms, epoch, anchor):
+    """As the loop has it: a window of what is planned, or of what is left."""
+    speeds = Speeds(tuple(ms), tuple(ms), sync_ms, (sync_ms,) * len(ms))
+    for cadence in (ElChe(anchor=anchor), FixedTotal(1000), EveryBatch()):
+        if len(ms) == 1 and isinstance(cadence, ElChe):
+            continue
+        made = plan("it", cadence, speeds, 8, epoch=epoch)
+        assert 0 < sum(made.counts) <= epoch
+        left, taken, wanted = epoch, 0.0, settled(cadence, ms, sync_ms)
+        counts = first = clamp_counts(wanted, left)
+        while left:
+            counts = clamp_counts(first, left)
+            taken += max(c * each for c, each in zip(counts, ms, strict=True)) + sync_ms
+            left -= sum(counts)
+        assert made.counts == first
+        assert made.examples_per_s == pytest.approx(1e3 * 8 * epoch / taken)
+        limit = sum(1e3 * 8 / each for each in ms)
+        assert made.limit_share == pytest.approx(made.examples_per_s / limit)
+
+
 @given(
     solo=st.tuples(MS, MS, MS),
     slower=st.tuples(*3 * [st.floats(1, 4)]),
@@ -149,6 +201,16 @@ def test_the_best_may_be_all_but_one_that_is_not_the_slowest():
         ),
         (((1.0,), (-1.0,), 1.0), ValueError, r"together_ms\[0\] must be above 0, got -1\.0\."),
         (((1.0,), (1.0,), -1), ValueError, r"Speeds: sync_ms must be at least 0, got -1\."),
+        (
+            ((1.0,), (1.0,), 1.0, (0.0, 0.0)),
+            ValueError,
+            r"Speeds: step_ms must have one entry per device \(1\), got 2\.",
+        ),
+        (
+            ((1.0,), (1.0,), 1.0, (-1.0,)),
+            ValueError,
+            r"Speeds: step_ms\[0\] must be at least 0, got -1\.0\.",
+        ),
         (((1.0,), (1.0,), "x"), TypeError, r"Speeds: sync_ms must be a number, got 'x' \(str\)\."),
     ],
 )

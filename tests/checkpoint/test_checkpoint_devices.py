@@ -208,8 +208,8 @@ def test_a_cadence_whose_state_cannot_be_stored(tmp_path, caplog):
     [
         ("batch_size", {"batch_size": 4}, r"batch_size .*\(2\), got 4"),
         ("seed", {"seed": 1}, r"seed .*\(0\), got 1"),
-        ("shuffle", {"shuffle": False}, r"seed .*\(0\), got None"),
-        ("examples", {"data": data(94)}, r"examples .*\(96\), got 94"),
+        ("shuffle", {"shuffle": False}, r"shuffle .*\(True\), got False"),
+        ("examples", {"data": data(94)}, r"the number of examples .*\(96\), got 94"),
     ],
 )
 @pytest.mark.parametrize("form", ["checkpoint", "json"])

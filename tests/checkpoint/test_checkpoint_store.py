@@ -120,11 +120,10 @@ def test_every_file_of_a_checkpoint_may_be_damaged(damage, filled, tmp_path, cap
             assert is_whole(store.newest()) and store.steps == [1]
             assert (folder / "damaged-2-0").is_dir() and not (folder / "2").exists()
             warned = [r.getMessage() for r in caplog.records if r.name == "elche_jax"]
-            assert len(warned) == 1
+            assert len(warned) == 2
             assert warned[0].startswith(f"elche: {error}".rstrip(".")[:60])
-            assert warned[0].endswith(
-                f"It was renamed to {folder / 'damaged-2-0'}; the one before is taken."
-            )
+            assert warned[0].endswith(f"It was renamed to {folder / 'damaged-2-0'}.")
+            assert warned[1] == "elche: the checkpoint after 1 windows is taken."
         else:
             assert whole, file
             assert store.newest().step == 2

@@ -19,12 +19,15 @@ class Kept:
 def loss_fn(params, batch, rng):
     return {loss}
 
-def job():
+def broken():
+    raise BrokenPipeError("of the target's own")
+
+def job(devices=None):
     print("made", end="")
     x = np.ones((Kept().size, 3), "float32")
     params = {{"w": np.zeros(3, "float32")}}
     return dict(loss_fn=loss_fn, optimizer=optax.sgd(0.1), params=params, data={{"x": x}},
-                batch_size=8, seconds=0.02, anchor=3)
+                batch_size=8, seconds=0.02, anchor=3, devices=devices)
 
 def nothing():
     pass
@@ -57,8 +60,9 @@ def target(tmp_path, monkeypatch):
 def test_a_target_is_measured(target, capsys, name):
     target()
     assert main(["advise", name, "--devices", "0,3", "--json", "--batch-size", "4"]) == 0
-    out = capsys.readouterr().out
-    advice = json.loads(out.removeprefix("made"))
+    printed = capsys.readouterr()
+    assert printed.err == "made"
+    advice = json.loads(printed.out)
     assert advice["batch_size"] == 4
     assert [device["name"][-2:] for device in advice["devices"]] == [":0", ":3"]
     assert len(advice["elche"]["counts"]) == 2
@@ -68,8 +72,8 @@ def test_the_table_is_printed(target, capsys):
     target()
     assert main(["advise", "my_job:job", "--devices", "1"]) == 0
     printed = capsys.readouterr()
-    assert printed.out.startswith("madeelche: 1 device | cpu\n\ndevice ")
-    assert printed.err == "measuring each for 0.02 s ...\n"
+    assert printed.out.startswith("elche: 1 device | cpu\n\ndevice ")
+    assert printed.err == "mademeasuring each for 0.02 s ...\n"
 
 
 def test_arguments_are_above_those_of_the_target(target, capsys, monkeypatch):
@@ -104,6 +108,7 @@ def test_arguments_are_above_those_of_the_target(target, capsys, monkeypatch):
             "my_job:nothing must return a dict of arguments of elche.advise, got NoneType",
         ),
         ("my_job:half", "my_job:half must return a dict with loss_fn, optimizer"),
+        ("my_job:broken", "BrokenPipeError: of the target's own (--debug shows where)"),
         (
             "needs:job",
             "ModuleNotFoundError: No module named 'not_installed' (--debug shows where)",
@@ -128,12 +133,25 @@ def test_a_step_that_fails(target, capsys, loss, message):
     target(loss, "other_job")
     assert main(["advise", "other_job:job", "--devices", "0,1"]) == 1
     err = capsys.readouterr().err.splitlines()
-    assert err[0].startswith("measuring")
+    assert err[0].startswith("mademeasuring")
     assert len(err) == 2 and err[1].startswith(message)
+
+
+def test_what_a_step_prints_is_not_the_answer(target, capsys):
+    target("print('traced') or params['w'].sum() + batch['x'].sum() * 0")
+    assert main(["advise", "my_job:job", "--devices", "0", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["batch_size"] == 8
+    assert printed.err.startswith("madetraced")
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_models_of_the_command_line_train(capsys, name):
     argv = f"--model {name} --devices 0 --seconds 0.01 --batch-size 4 --json"
     assert main(["advise", *argv.split()]) == 0
-    assert json.loads(capsys.readouterr().out)["elche"]["counts"] == [1]
+    advice = json.loads(capsys.readouterr().out)
+    [count] = advice["elche"]["counts"]
+    assert advice["plain"]["counts"] == [1]
+    assert advice["cadence"] == (
+        "elche.EveryBatch()" if count == 1 else f"elche.FixedTotal({count})"
+    )

@@ -86,6 +86,14 @@ def test_help_and_version(run):
             r"elche-jax advise: --emulate must have one entry per device \(2\)$",
         ),
         ("advise a:b --model mlp", r"advise: TARGET and --model must not both be given$"),
+        ("report there --title=", r"report: argument --title: must not be empty"),
+        ("report there --output .", r"report: --output must be a file, got a folder \(\.\)$"),
+        ("trace there --output .", r"trace: --output must be a file, got a folder \(\.\)$"),
+        (
+            "advise .relative:job",
+            r"TARGET must be module:function or path/.*, got '\.relative:job'$",
+        ),
+        ("advise train:job:it", r"TARGET must be module:function or path/.*, got 'train:job:it'$"),
         (
             "advise nothing",
             r"advise: TARGET must be module:function or path/to/file\.py:function, got 'nothing'$",
@@ -119,6 +127,11 @@ def breaks(monkeypatch):
         (ZeroDivisionError("by 0\n\nlong"), 1, "ZeroDivisionError: by 0 (--debug shows where)"),
         (ValueError(), 1, "ValueError (--debug shows where)"),
         (OSError(13, "Permission denied", "/x"), 1, "/x: Permission denied"),
+        (
+            BrokenPipeError(32, "Broken pipe"),
+            1,
+            "BrokenPipeError: [Errno 32] Broken pipe (--debug shows where)",
+        ),
         (KeyboardInterrupt(), 130, "stopped"),
         (SystemExit("the target gave up"), 1, None),
         (SystemExit(7), 7, ""),
@@ -136,6 +149,22 @@ def test_debug_shows_the_traceback(run, breaks):
     assert code == 1
     assert err.startswith("Traceback") and "in run\n" in err
     assert err.endswith("elche-jax demo: x must hold (--debug shows where)\n")
+
+
+def test_without_streams_nothing_is_said(breaks, monkeypatch):
+    breaks(ValueError("x must hold"))
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["devices", "--no-probe"]) == 0
+    assert main(["demo"]) == 1
+
+
+def test_memory_is_counted_like_its_bandwidth(run, monkeypatch):
+    """GB are 1e9 bytes in every column."""
+    monkeypatch.setattr(cli.devices, "free_bytes", lambda devices: 2_500_000_000)
+    code, out, _ = run("devices", "--no-probe", "--devices", "0", "--json")
+    assert (code, json.loads(out)["devices"][0]["free_gb"]) == (0, 2.5)
+    assert "2.5 GB" in run("devices", "--no-probe", "--devices", "0")[1]
 
 
 def test_devices_lists_and_probes(run):

@@ -65,7 +65,7 @@ def test_emulated_devices_are_made_and_advised_on(start):
     assert (process.returncode, err) == (0, "")
     advice = json.loads(out)
     pairs = zip(advice["devices"], (1, 3), strict=True)
-    assert all(device["solo_ms"] >= ms for device, ms in pairs)
+    assert all(device["solo_ms"] + device["step_ms"] >= ms for device, ms in pairs)
     assert len(advice["devices"]) == len(advice["elche"]["counts"]) == 2
 
 
@@ -95,6 +95,38 @@ def test_nobody_reads_any_more(start):
     process.stdout.close()
     assert process.wait(GIVE_UP) == 141
     assert "Traceback" not in process.stderr.read()
+
+
+def test_a_pipe_that_nobody_reads_is_noticed_without_a_buffer(start):
+    process = start(
+        "devices", "--cpu-devices", "1", "--seconds", "0.01", PYTHONUNBUFFERED="1"
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.wait(GIVE_UP) == 141
+    assert "Traceback" not in process.stderr.read()
+
+
+TARGET = """
+import jax, numpy as np, optax
+
+jax.config.update("jax_num_cpu_devices", 2)
+
+def job():
+    print("made")
+    x = np.ones((64, 3), "float32")
+    return dict(loss_fn=lambda params, batch, rng: (batch["x"] @ params["w"]).mean(),
+                optimizer=optax.sgd(0.1), params={"w": np.zeros(3, "float32")},
+                data={"x": x}, batch_size=4, seconds=0.01, devices=None)
+"""
+
+
+def test_a_target_may_make_its_devices(start, tmp_path):
+    (tmp_path / "train.py").write_text(TARGET)
+    process = start("advise", "train.py:job", "--json", JAX_PLATFORMS="cpu", XLA_FLAGS="")
+    out, err = process.communicate(timeout=GIVE_UP)
+    assert (process.returncode, err) == (0, "made\n")
+    assert len(json.loads(out)["devices"]) == 2
 
 
 def test_ctrl_c(start):

@@ -111,10 +111,12 @@ def test_cursor_rejects_other_fields(fields):
         Cursor.from_dict(fields)
 
 
-READ = Reading(batch_size=4, examples=96, seed=7)
+READ = Reading(batch_size=4, examples=96, shuffle=True, seed=7)
 
 
-@pytest.mark.parametrize("reading", [READ, Reading(4), Reading(4, 96), Reading(1, 1, 2**64 - 1)])
+@pytest.mark.parametrize(
+    "reading", [READ, Reading(4), Reading(4, 96), Reading(1, 1, True, 2**64 - 1)]
+)
 def test_a_cursor_knows_how_the_data_were_read(reading):
     cursor = Cursor(1, 2, 3, reading)
     back = Cursor.from_dict(json.loads(json.dumps(cursor.to_dict())))
@@ -134,10 +136,11 @@ def test_cursors_of_before_know_nothing_of_it():
     ("now", "want"),
     [
         (READ, None),
-        (Reading(8, 96, 7), ("batch_size", 4, 8)),
-        (Reading(4, 95, 7), ("examples", 96, 95)),
-        (Reading(4, 96, 0), ("seed", 7, 0)),
-        (Reading(4, 96), ("seed", 7, None)),
+        (Reading(8, 96, True, 7), ("batch_size", 4, 8)),
+        (Reading(4, 95, True, 7), ("examples", 96, 95)),
+        (Reading(4, 96, True, 0), ("seed", 7, 0)),
+        (Reading(4, 96), ("shuffle", True, False)),
+        (Reading(4, 96, True, 7, drop_last=False), ("drop_last", True, False)),
         (Reading(8), ("batch_size", 4, 8)),
         (Reading(4), ("examples", 96, None)),
     ],
@@ -146,7 +149,9 @@ def test_the_first_difference_of_two_readings(now, want):
     assert READ.difference(now) == want
 
 
-@pytest.mark.parametrize("reading", [{}, {"batch_size": 4}, {**vars(READ), "more": 1}])
+@pytest.mark.parametrize("reading", [{}, {"batch_size": 4}, {**vars(READ), "more": 1}, 3])
 def test_a_reading_of_other_fields(reading):
-    with pytest.raises(ValueError, match=r"^Cursor.from_dict: fields must have the keys "):
+    with pytest.raises(
+        ValueError, match=r"^Cursor.from_dict: fields\['reading'\] must be a dict with the keys \["
+    ):
         Cursor.from_dict({**Cursor().to_dict(), "reading": reading})

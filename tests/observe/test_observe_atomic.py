@@ -1,6 +1,8 @@
 """A file is there whole, or as it was."""
 
+import errno
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -34,3 +36,55 @@ def test_it_may_be_read_by_those_who_may_read_any_new_file(tmp_path):
         pass
     mode = (tmp_path / "page.html").stat().st_mode
     assert mode == (tmp_path / "other").stat().st_mode
+
+
+def test_a_link_stays_one_and_what_it_leads_to_is_written(tmp_path):
+    (tmp_path / "there").mkdir()
+    target, link = tmp_path / "there" / "page.html", tmp_path / "link.html"
+    link.symlink_to(target)
+    for content in (b"new", b"newer"):  # before the target is there, and after
+        with replacing(link) as file:
+            file.write(content)
+        assert link.is_symlink() and target.read_bytes() == content
+    assert os.listdir(target.parent) == ["page.html"]
+
+
+def test_a_pipe_is_written_as_it_is(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with ThreadPoolExecutor() as pool:
+        read = pool.submit(path.read_bytes)
+        with replacing(path) as file:
+            file.write(b"all")
+        assert read.result() == b"all"
+    assert path.is_fifo() and os.listdir(tmp_path) == ["pipe"]
+
+
+def test_a_link_to_what_has_no_path_is_written_as_it_is():
+    """As /dev/stdout is where it is a pipe."""
+    read, write = os.pipe()
+    try:
+        with replacing(f"/dev/fd/{write}") as file:
+            file.write(b"all")
+        assert os.read(read, 9) == b"all"
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def test_an_error_names_the_file_that_was_asked_for(tmp_path, monkeypatch):
+    with pytest.raises(IsADirectoryError) as error, replacing(tmp_path):
+        pass
+    assert error.value.filename == str(tmp_path)
+    path = tmp_path / "page.html"
+
+    def full(here, there):
+        raise OSError(errno.ENOSPC, "No space left on device", str(here), None, str(there))
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left") as error, replacing(path):
+        pass
+    assert (error.value.errno, error.value.filename) == (errno.ENOSPC, str(path))
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(FileNotFoundError, match="another"), replacing(path):
+        open(tmp_path / "another")

@@ -90,6 +90,22 @@ def test_what_is_refused(change, kind, text):
         EvaluationEvent(**values | change, at=0.0)
 
 
+@pytest.mark.parametrize(("counts", "busy"), [((4, 2), (1.0,)), ((4, 2), ()), ((4,), (1.0, 2.0))])
+def test_a_window_has_a_busy_time_per_device(counts, busy):
+    values = values_of(EVENTS["window"]) | {"counts": counts, "busy_ms": busy}
+    rule = rf"must have one entry per device \({len(counts)}\), got {len(busy)}\.$"
+    with pytest.raises(ValueError, match=r"^WindowEvent: busy_ms " + rule):
+        EVENTS["window"](**values, at=0.0)
+    assert EVENTS["window"](**values | {"counts": (4,), "busy_ms": ()}, at=0.0).busy_ms == ()
+
+
+def test_an_event_at_another_time():
+    for kind in EVENTS.values():
+        event = kind(**values_of(kind), at=1.0)
+        assert module.moved(event, 2.5) == replace(event, at=2.5)
+        assert event.at == 1.0
+
+
 def test_the_old_place_of_the_names():
     for name in ("EVENTS", "Event", "WindowEvent", "SkipEvent", "VerdictEvent"):
         assert getattr(timelines, name) is getattr(module, name)

@@ -11,6 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from elche_jax.observe import progress as module
@@ -131,6 +132,31 @@ def test_the_stream_is_the_standard_error_of_now(capsys):
     assert capsys.readouterr().err == "here\n"
 
 
+def test_without_a_standard_error_stream_nothing_is_shown(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    out = Progress(9, 2, ["a"])
+    out.line("nobody sees it")
+    with out as progress:
+        for epoch in range(2):
+            progress.update(epoch, epoch + 1, 1.0)
+
+
+def test_a_stream_that_knows_of_no_terminals_gets_lines():
+    class Bare:
+        text = ""
+
+        def write(self, text):
+            self.text += text
+
+        def flush(self):
+            pass
+
+    out = Bare()
+    with Progress(9, 1, ["a"], stream=out) as progress:
+        progress.update(0, 9, 1.0)
+    assert out.text == "epoch 1 of 1: loss 1\n"
+
+
 # a terminal
 
 
@@ -223,6 +249,29 @@ def test_after_an_error_the_terminal_is_as_before(terminal, monkeypatch):
     assert sys.stderr is terminal.stream
     text = terminal.text
     assert text.rindex(SHOW) > text.rindex(HIDE)
+
+
+class Unflushed(io.StringIO):
+    """Written to, but nothing of it arrives."""
+
+    def flush(self):
+        raise OSError("gone")
+
+
+def test_all_handlers_get_their_streams_back(terminal, monkeypatch):
+    """Also those behind one that cannot be flushed."""
+    stdout, stderr = Unflushed(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(module, "_on_terminal", lambda stream: True)
+    logger = logging.getLogger("elche_jax")
+    handlers = [logging.StreamHandler(stream) for stream in (stdout, stderr)]
+    monkeypatch.setattr(logger, "handlers", handlers)
+    with Progress(10, 1, ["a"], stream=terminal.stream) as progress:
+        progress.update(0, 5)
+        assert not {stdout, stderr} & {handler.stream for handler in handlers}
+    assert [handler.stream for handler in handlers] == [stdout, stderr]
+    assert sys.stdout is stdout and sys.stderr is stderr
 
 
 INTERRUPTED = """
@@ -328,3 +377,32 @@ def test_a_pipe_that_breaks_does_not_end_the_process(clock, monkeypatch):
 def test_what_is_refused(arguments, kind, text):
     with pytest.raises(kind, match="^Progress: " + text):
         Progress(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "text"),
+    [
+        ({"epoch": 0.5}, TypeError, r"epoch must be an integer, got 0\.5 \(float\)\.$"),
+        ({"epoch": -1}, ValueError, r"epoch must be at least 0, got -1\.$"),
+        ({"done": "2"}, TypeError, r"done must be an integer, got '2' \(str\)\.$"),
+        ({"done": -1}, ValueError, r"done must be at least 0, got -1\.$"),
+        ({"loss": "x"}, TypeError, r"loss must be a number, got 'x' \(str\)\.$"),
+        ({"loss": True}, TypeError, r"loss must be a number, got True \(bool\)\.$"),
+        ({"examples_per_s": [1]}, TypeError, r"examples_per_s must be a number, got \[1\]"),
+        ({"busy": 0.5}, TypeError, r"busy must be a sequence of numbers, got 0\.5 \(float\)\.$"),
+        ({"busy": ["x"]}, TypeError, r"busy\[0\] must be a number, got 'x' \(str\)\.$"),
+    ],
+)
+@pytest.mark.parametrize("where", ["terminal", "lines"])
+def test_an_error_of_the_caller_is_no_lost_terminal(terminal, clock, where, values, kind, text):
+    out = terminal.stream if where == "terminal" else io.StringIO()
+    with Progress(9, 2, ["a"], stream=out) as progress:
+        progress.update(0, 1)
+        clock.now += 1
+        with pytest.raises(kind, match=r"^Progress\.update: " + text):
+            progress.update(**{"epoch": 0, "done": 1} | values)
+        with pytest.raises(TypeError, match=r"^Progress\.line: text must be of type str, got 3"):
+            progress.line(3)
+        progress.update(1, 2, np.float32(0.5), np.array(3.0), np.array([0.25]))
+    shown = plain(terminal.text) if where == "terminal" else out.getvalue()
+    assert re.search("epoch 2.*loss 0.5, *3 examples/s|epoch 2.*loss 0.5  3 examples/s", shown)

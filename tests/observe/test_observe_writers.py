@@ -5,6 +5,7 @@ import errno
 import math
 import os
 import struct
+import subprocess
 import sys
 from io import FileIO
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from elche_jax.observe import writers as module
 from elche_jax.observe.writers import CSVWriter, TensorBoardWriter, Writer
 
+ROOT = Path(__file__).parents[2]
 KINDS = [CSVWriter, TensorBoardWriter]
 
 
@@ -137,6 +139,28 @@ def test_a_full_disk_leaves_whole_rows(tmp_path, monkeypatch):
     writer.close()
 
 
+def test_a_rewrite_that_fails_leaves_the_table_to_go_on_with(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.csv"
+    writer = CSVWriter(path)
+    for step in range(2):
+        writer.scalars(step, {"loss": float(step)})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda number: full(number))
+        for _ in range(2):
+            with pytest.raises(OSError, match="No space left"):
+                writer.scalars(1, {"loss": 1.0, "new": 2.0})
+    writer.scalars(1, {"loss": 3.0})
+    writer.scalars(1, {"new": 4.0})
+    writer.close()
+    expected = [("0", "0.0"), ("1", "1.0"), ("1", "3.0")]
+    assert [(row["step"], row["loss"]) for row in rows(path)[:3]] == expected
+    assert rows(path)[3:] == [{"step": "1", "new": "4.0"}]
+
+
+def full(number):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 @pytest.mark.parametrize(
     "content", [b"a,b\n1,2\n", b"step,loss\n1\n", b"step,loss\nx,2\n", b"\n", b"\xff\n", b"x"]
 )
@@ -206,6 +230,41 @@ def test_a_resumed_run_purges_what_it_does_again(tmp_path):
     starts = [event.step for event in events(tmp_path) if event.HasField("session_log")]
     assert starts == [4, 2]
     assert [step for step, _, _ in scalars(tmp_path)] == [*range(6), *range(4, 10), *range(2, 8)]
+
+
+def test_tensorboard_is_written_as_soon_as_it_is_given(tmp_path):
+    writer = TensorBoardWriter(tmp_path)
+    for step in range(3):
+        writer.scalars(step, {"loss": 0.5})
+        assert len(scalars(tmp_path)) == step + 1
+    writer.close()
+
+
+FULL_DISK = """
+import resource, sys
+from elche_jax.observe.writers import TensorBoardWriter
+writer = TensorBoardWriter(sys.argv[1])
+writer.scalars(0, {"loss": 0.0})
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    for step in range(1, 100_000):
+        writer.scalars(step, {"loss": 1.0})
+except OSError as error:
+    print(step, type(error).__name__, error.strerror)
+writer.close()
+"""
+
+
+def test_a_disk_that_fails_does_not_hold_up_tensorboard(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
+        env=environment, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    failed, *what = done.stdout.split(maxsplit=1)
+    assert what == ["OSError File too large\n"]
+    # what was given before is there, whole
+    assert [step for step, _, _ in scalars(tmp_path)] == list(range(int(failed)))
 
 
 def test_without_tensorboardx(monkeypatch, tmp_path):

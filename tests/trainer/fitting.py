@@ -77,6 +77,11 @@ def own_loop(devices=4, epochs=3, loss=loss_fn, model_state=None, **options):
     return train, state, seen
 
 
+def steps(folder):
+    """The checkpoints in a folder: windows that they hold."""
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+
 def same_bits(one, other):
     """Whether two pytrees are bitwise the same."""
     a, b = jax.tree.leaves(one), jax.tree.leaves(other)

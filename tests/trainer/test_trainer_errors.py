@@ -46,7 +46,11 @@ def one():
             {"checkpoints": elche.Checkpoints()}, ValueError,
             r"^Trainer\.fit: checkpoints must have a folder where there is no run_dir, got None",
         ),
-        ({"nonsense": 1}, TypeError, r"unexpected keyword argument 'nonsense'"),
+        ({"nonsense": 1}, TypeError, r"^Trainer\.fit: nonsense is no argument; there are model"),
+        (
+            {"log_every": 3}, ValueError,
+            r"^Trainer\.fit: log_every must be None without writers and run_dir, got 3\. There is",
+        ),
     ],
 )  # fmt: skip
 def test_arguments_of_fit(one, options, error, message):
@@ -97,7 +101,7 @@ def test_the_trainers_own_arguments():
 
 @pytest.mark.parametrize("evaluation", [None, EVALUATION])
 def test_a_metric_that_nobody_gives(one, evaluation):
-    known = "'loss', 'mae'" + (", 'error'" if evaluation else "")
+    known = ("'error', " if evaluation else "") + "'loss', 'mae'"
     with pytest.raises(ValueError, match=rf"^EarlyStopping: monitor must be one of {known}, got "):
         one.fit(
             PARAMS, DATA, 8, 2, evaluation=evaluation, progress=False,

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from fitting import DATA, PARAMS, own_loop, same_bits, trainer
+from fitting import DATA, PARAMS, own_loop, same_bits, steps, trainer
 
 import elche_jax as elche
 
@@ -94,6 +94,43 @@ def test_join_waits_as_long_as_it_is_told():
     handle.join()
 
 
+def test_a_run_does_not_wait_for_itself():
+    heard = []
+
+    class Ask(elche.Callback):
+        def on_epoch(self, moment, metrics):
+            for ask in (handle.join, handle.metrics):
+                with pytest.raises(RuntimeError, match="must not be called by the run itself"):
+                    ask()
+                heard.append(ask)
+
+    gate = Gate(0)
+    handle = trainer().start(PARAMS, DATA, 8, 1, callbacks=[gate, Ask()], progress=False)
+    gate.open.set()
+    assert handle.join() and len(heard) == 2
+
+
+@pytest.mark.parametrize("timeout", ["5", -1])
+def test_a_wrong_timeout(timeout):
+    handle = trainer().start(PARAMS, DATA, 8, 1, progress=False)
+    with pytest.raises((TypeError, ValueError), match=r"^Handle\.join: timeout must be "):
+        handle.join(timeout)
+    handle.poll()  # it is not joined
+    handle.join()
+
+
+def test_a_thread_that_cannot_be_had(monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    one = trainer()
+    with monkeypatch.context() as patch:
+        patch.setattr("elche_jax.trainer.handle.threading.Thread.start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            one.start(PARAMS, DATA, 8, 1, progress=False)
+    assert one.fit(PARAMS, DATA, 8, 1, progress=False).windows > 0
+
+
 def test_what_goes_wrong_is_raised_wherever_one_looks():
     data = {"x": DATA["x"][:4], "y": DATA["y"][:4]}  # smaller than a microbatch
     handle = trainer().start(PARAMS, data, 8, 1, progress=False)
@@ -146,8 +183,26 @@ next(handle.metrics())
 """
     code, out, err = ended(program(body, tmp_path))
     assert (code, err) == (0, "") and out.startswith("epoch 0\n")
-    kept = [path.name for path in tmp_path.iterdir()]
-    assert len(kept) == 1 and int(kept[0]) >= 6  # whole, of the last window
+    (kept,) = steps(tmp_path)
+    assert kept >= 6  # whole, of the last window
+
+
+def test_a_run_in_the_users_thread_ends_with_the_program(tmp_path):
+    body = """
+import threading
+one, said = trainer(cadence=elche.EveryBatch()), threading.Event()
+
+class First(elche.Callback):
+    def on_epoch(self, moment, metrics):
+        said.set()
+
+options["callbacks"].append(First())
+threading.Thread(target=lambda: one.fit(PARAMS, DATA, 8, None, **options)).start()
+said.wait()
+"""
+    code, out, err = ended(program(body, tmp_path))
+    assert (code, err) == (0, "") and out.startswith("epoch 0\n")
+    assert steps(tmp_path)[-1] >= 6
 
 
 @pytest.mark.parametrize("how", ["fit", "join"])
@@ -163,4 +218,4 @@ def test_an_interrupt_ends_it(how, tmp_path):
     code, _, err = ended(child)
     assert code == -signal.SIGINT or code == 130, err
     assert err.rstrip().endswith("KeyboardInterrupt")
-    assert bool(list(tmp_path.iterdir())) == (how == "join")  # that one is stopped
+    assert steps(tmp_path)[-1] >= 6

@@ -25,7 +25,7 @@ def test_the_page_runs(tmp_path):
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"sines", "mine"}
     kept = {path.name for path in (tmp_path / "runs" / "sines").iterdir()}
     assert kept == {"checkpoints", "metrics.csv", "report.html", "timeline.jsonl"}
-    state = next((tmp_path / "runs" / "mine").iterdir()) / "state"
+    state = next((tmp_path / "runs" / "mine").glob("[0-9]*")) / "state"
     read = "import sys, orbax.checkpoint as ocp\nprint(sorted(ocp.PyTreeCheckpointer()"
     read += f".restore({str(state)!r})['params']))"
     done = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True, check=True)

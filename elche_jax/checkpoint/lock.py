@@ -1,0 +1,35 @@
+"""One writer per folder."""
+
+import os
+from pathlib import Path
+from typing import IO
+
+try:
+    import fcntl
+except ImportError:  # Windows has none of this; there nobody is kept out
+    fcntl = None
+
+
+def lock(folder: Path) -> IO[str] | None:
+    """Takes a folder for oneself, until the file that this gives is closed or the process ends.
+
+    Raises:
+        RuntimeError: Somebody else has it.
+    """
+    if fcntl is None:
+        return None
+    file = (folder / ".lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.seek(0)
+        who = file.read().strip() or "unknown"
+        file.close()
+        raise RuntimeError(
+            f"checkpoints: {folder} must be used by one run at a time, but another one (process "
+            f"{who}) is at work there. Wait for it, or take another folder."
+        ) from error
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file

@@ -1,0 +1,282 @@
+"""Evaluations, scores and patience: of which window they are, and over stops and resumes."""
+
+import gc
+import json
+import weakref
+
+import jax
+import numpy as np
+import pytest
+from fitting import DATA, HELD_OUT, PARAMS, metric_fn, own_loop, same_bits, steps, trainer
+
+import elche_jax as elche
+
+
+class Scripted:
+    """An evaluation's step that gives one value after another."""
+
+    def __init__(self, values):
+        self.values = iter(values)
+
+    def __call__(self, *arguments, **options):
+        return {"error": next(self.values)}
+
+
+def run(values, epochs=6, every=None, **options):
+    """A run whose evaluations give these values; every epoch has five or six windows."""
+    one = trainer()
+    one._evaluation = (metric_fn, Scripted(values))
+    evaluation = elche.Evaluation(metric_fn, HELD_OUT, 16, every_windows=every)
+    return one.fit(PARAMS, DATA, 8, epochs, evaluation=evaluation, progress=False, **options)
+
+
+@pytest.fixture(scope="module")
+def ends():
+    """Windows at the ends of the epochs."""
+    _, _, seen = own_loop(epochs=6)
+    return np.cumsum(np.bincount([window.epoch for window, _ in seen])).tolist()
+
+
+def scores(folder):
+    """The score in every checkpoint there is."""
+    found = {}
+    for step in steps(folder):
+        manifest = json.loads((folder / str(step) / "manifest" / "metadata").read_text())
+        found[step] = json.loads(manifest["text"])["score"]
+    return found
+
+
+@pytest.mark.parametrize("every", [1, 4, None])
+def test_a_score_belongs_to_the_state_that_was_evaluated(every, ends, tmp_path):
+    values = [19.5, 14.6, 10.9, 12.0, 11.0, 13.0]
+    saving = elche.Checkpoints(
+        tmp_path, every_windows=every, keep_last=100, keep_best=1, monitor="error"
+    )
+    run(values, checkpoints=saving)
+    found = scores(tmp_path)
+    assert {step: s for step, s in found.items() if s is not None} == dict(
+        zip(ends, values, strict=True)
+    )
+    if every == 1:
+        assert list(found) == list(range(1, ends[-1] + 1))
+
+
+def test_the_best_state_can_be_had(ends, tmp_path):
+    saving = elche.Checkpoints(tmp_path, keep_last=1, keep_best=1, monitor="error")
+    run([3.0, 1.0, 2.0, 2.0, 2.0, 2.0], checkpoints=saving)
+    _, want, _ = own_loop(epochs=2)
+    train = trainer().train
+    with elche.Checkpointer(train, saving) as saver:
+        assert same_bits(saver.best(train.init(PARAMS)), want)
+    other = elche.Checkpoints(tmp_path, keep_best=1, monitor="accuracy")
+    with (
+        elche.Checkpointer(train, other) as saver,
+        pytest.raises(ValueError, match=r"must hold a checkpoint with a score of 'accuracy', got"),
+    ):
+        saver.best(train.init(PARAMS))
+
+
+def test_one_state_is_evaluated_once(ends):
+    values = [19.5, 14.6, 10.9, 9.0, 8.0, 7.0]
+    first = ends[0]  # the first epoch's end is such a window, too
+    stopping = elche.EarlyStopping("error", patience=1)
+    result = run(values + [6.0] * 9, every=first, early_stopping=stopping)
+    assert result.history[0].evaluation == {"error": 19.5}
+    assert len(result.history) > 1
+
+
+def test_a_run_that_early_stopping_ended_stays_ended(tmp_path):
+    options = {
+        "early_stopping": elche.EarlyStopping("error", patience=2),
+        "checkpoints": elche.Checkpoints(tmp_path), "resume": "auto",
+    }  # fmt: skip
+    first = run([1.0, 2.0, 3.0], **options)
+    assert (first.stopped, len(first.history)) == ("early_stopping", 3)
+    for _ in range(2):
+        again = run([], **options)
+        assert (again.stopped, again.windows) == ("early_stopping", first.windows)
+        assert same_bits(again.state, first.state) and len(again.history) == 3
+
+
+def test_most_windows_are_of_the_whole_run(tmp_path):
+    options = {"checkpoints": elche.Checkpoints(tmp_path), "resume": "auto", "progress": False}
+    for _ in range(3):
+        result = trainer().fit(PARAMS, DATA, 8, None, max_windows=7, **options)
+        assert (result.stopped, result.windows) == ("max_windows", 7)
+
+
+def test_the_end_of_an_epoch_is_saved_once_it_is_told(ends, tmp_path):
+    saving = elche.Checkpoints(tmp_path, every_windows=ends[0], every_epochs=None)
+    for _ in range(3):
+        told = []
+
+        class Told(elche.Callback):
+            def on_epoch(self, moment, metrics, told=told):
+                told.append(metrics.epoch)
+
+        result = trainer().fit(
+            PARAMS, DATA, 8, 1, checkpoints=saving, resume="auto", callbacks=[Told()],
+            progress=False,
+        )  # fmt: skip
+        assert [m.epoch for m in result.history] == [0]
+    assert told == []
+
+
+def test_patience_with_something_else_begins_anew(tmp_path, caplog):
+    saving = {"checkpoints": elche.Checkpoints(tmp_path), "resume": "auto"}
+    run([9.0, 9.5], 2, early_stopping=elche.EarlyStopping("error", patience=3), **saving)
+    result = run(
+        [8.0, 9.0, 10.0, 10.0], early_stopping=elche.EarlyStopping("error", "max", 2), **saving
+    )
+    assert (result.stopped, len(result.history)) == ("epochs", 6)
+    assert "looked at error (min) before, and looks at error (max) now" in caplog.text
+
+
+def test_what_no_evaluation_gives_is_watched_from_the_first_epoch_on():
+    stopping = elche.EarlyStopping("mae", patience=2, min_delta=1e6)
+    result = trainer().fit(
+        PARAMS, DATA, 8, 9, early_stopping=stopping, progress=False,
+        evaluation=elche.Evaluation(metric_fn, HELD_OUT, 16, every_epochs=5),
+    )  # fmt: skip
+    assert (result.stopped, len(result.history)) == ("early_stopping", 3)
+
+
+def test_metrics_of_devices_that_run_ahead_are_each_told_once():
+    options = {
+        "averaging": elche.ParameterAveraging(optimizer_state="keep"),
+        "config": elche.DDPConfig(policy="async", exchange="host"),
+    }  # fmt: skip
+    told = []
+
+    class Rows:
+        def scalars(self, step, values):
+            if "window_loss" in values:
+                told.append(step)
+
+        def close(self):
+            pass
+
+    result = trainer(**options).fit(
+        PARAMS, DATA, 8, 3, writers=[Rows()], log_every=1, progress=False
+    )
+    assert told == list(range(1, result.windows + 1))
+    assert all(np.isfinite(m.loss) for m in result.history)
+
+
+def test_rows_of_windows_go_on_over_a_resume(tmp_path):
+    def rows(**options):
+        kept = []
+
+        class Keep:
+            def scalars(self, step, values):
+                if "window_loss" in values:
+                    kept.append((step, values["window_loss"]))
+
+            def close(self):
+                pass
+
+        trainer().fit(PARAMS, DATA, 8, 2, writers=[Keep()], log_every=3, progress=False, **options)
+        return kept
+
+    whole = rows()
+    saving = {"checkpoints": elche.Checkpoints(tmp_path), "resume": "auto"}
+    parts = [*rows(max_windows=5, **saving), *rows(**saving)]
+    assert parts == whole
+
+
+def test_a_checkpoint_of_ones_own_loop_is_not_a_whole_epoch(tmp_path):
+    one = trainer()
+    saving = elche.Checkpoints(tmp_path, every_windows=3)
+    with elche.Checkpointer(one.train, saving) as saver:
+        state = one.train.init(PARAMS)
+        for window in one.train.windows(DATA, 8, 1):
+            state, _ = one.train(state, window)
+            if saver.save(state, window):
+                break
+    result = trainer().fit(PARAMS, DATA, 8, 2, checkpoints=saving, resume="must", progress=False)
+    assert [m.whole for m in result.history] == [False, True]
+    _, want, _ = own_loop(epochs=2)
+    assert same_bits(result.state, want)
+
+
+@pytest.mark.parametrize("batch_size", [8, np.int64(8)])
+def test_the_end_of_an_epoch_is_known_whatever_the_data(batch_size, ends):
+    batches = [{k: v[at : at + 8] for k, v in DATA.items()} for at in range(0, 192, 8)]
+
+    class Again:
+        def __iter__(self):
+            return iter(batches)
+
+    for data, size in ((DATA, batch_size), (Again(), None)):
+        result = trainer().fit(PARAMS, data, size, None, max_windows=ends[0], progress=False)
+        assert [m.whole for m in result.history] == [True]
+
+
+def test_nothing_of_a_run_is_kept_alive():
+    data = {k: v.copy() for k, v in DATA.items()}
+    one = trainer()
+    one.fit(PARAMS, data, 8, 1, progress=False)
+    watched = weakref.ref(data["x"])
+    del data
+    gc.collect()
+    assert watched() is None
+    assert one._relay.devices._epochs == {}
+
+
+def test_what_a_broken_run_has_left_does_not_reach_the_next():
+    data = {k: v.copy() for k, v in DATA.items()}
+    data["x"][:] = np.nan
+
+    class Halt(elche.Callback):
+        def on_window(self, moment):
+            jax.block_until_ready(moment.state)
+            raise KeyError("halt")
+
+    one = trainer()
+    with pytest.raises((KeyError, elche.NonFiniteError)):
+        one.fit(PARAMS, data, 8, 1, callbacks=[Halt()], progress=False)
+    assert len(one.fit(PARAMS, DATA, 8, 1, progress=False).history) == 1
+
+
+def test_the_last_checkpoint_that_fails_costs_no_result(tmp_path, monkeypatch):
+    _, want, _ = own_loop(epochs=2)
+    saving = elche.Checkpoints(tmp_path, every_epochs=None)
+
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("elche_jax.checkpoint.store.Store.save", full)
+    with pytest.raises(elche.CheckpointError, match="No space left") as caught:
+        trainer().fit(PARAMS, DATA, 8, 2, checkpoints=saving, progress=False)
+    assert same_bits(caught.value.result.state, want)
+
+
+def test_two_runs_in_one_folder(tmp_path):
+    saving = elche.Checkpoints(tmp_path)
+    with (
+        elche.Checkpointer(trainer().train, saving),
+        pytest.raises(
+            RuntimeError,
+            match=r"must be used by one run at a time, but another one \(process \d+\)",
+        ),
+    ):
+        trainer().fit(PARAMS, DATA, 8, 1, checkpoints=saving, progress=False)
+    assert trainer().fit(PARAMS, DATA, 8, 1, checkpoints=saving, progress=False).windows > 0
+
+
+def test_a_damaged_timeline_does_not_decide_over_the_run(tmp_path, caplog):
+    options = {"run_dir": tmp_path, "resume": "auto", "progress": False}
+    trainer().fit(PARAMS, DATA, 8, 1, **options)
+    with (tmp_path / "timeline.jsonl").open("ab") as file:
+        file.write(b"garbage\nmore\n")
+    result = trainer().fit(PARAMS, DATA, 8, 2, **options)
+    assert len(result.history) == 2 and "It was renamed to " in caplog.text
+    assert len(list(tmp_path.glob("timeline-damaged-*.jsonl"))) == 1
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        ValueError, match=r"^Trainer\.fit: run_dir must be a folder that can be"
+    ):
+        trainer().fit(PARAMS, DATA, 8, 1, run_dir=tmp_path / "file", progress=False)
