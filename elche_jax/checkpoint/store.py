@@ -5,7 +5,8 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -130,7 +131,8 @@ class Store:
             state=args.PyTreeSave(nested(there)), manifest=args.JsonSave(manifest)
         )
         try:
-            self._manager.save(step, args=both, force=True)
+            with _quiet():
+                self._manager.save(step, args=both, force=True)
         except BaseException:  # a disk that is full should not be filled with halves
             for half in self.folder.glob(f"{step}.orbax-checkpoint-tmp*"):
                 shutil.rmtree(half, ignore_errors=True)
@@ -271,6 +273,22 @@ class Store:
         place.rename(aside)
         self._manager.reload()
         return aside
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Leaves out what orbax logs of an error in each of its threads, traces and all: the
+    error itself is raised, and said once."""
+
+    def others(record: logging.LogRecord) -> bool:
+        return "orbax" not in Path(record.pathname).parts
+
+    absl = logging.getLogger("absl")
+    absl.addFilter(others)
+    try:
+        yield
+    finally:
+        absl.removeFilter(others)
 
 
 def _digest(text: str) -> str:

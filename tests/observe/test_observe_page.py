@@ -193,6 +193,44 @@ def test_figures_and_tables(run16, tmp_path):
     assert f"<p class=note>{note}</p>" in text
 
 
+def test_windows_without_a_device_are_no_dropped_updates(tmp_path, made):
+    reasons = ["not finite", "left out: late", "left out: late", "left out: not finite"]
+    lines = [
+        {"event": "skip", "window": at, "epoch": 0, "reason": reason, "at": 1.0}
+        for at, reason in enumerate(reasons)
+    ]
+    run = read_run(made.write(tmp_path / "timeline.jsonl", [made.window(0, 0.5), *lines]))
+    text = written(run, tmp_path)
+    assert figures(text)["Dropped updates"] == ("1", "not finite")
+    apart = re.findall(r"<dt>Averaged without a device</dt><dd>(.*?)<small>(.*?)</small>", text)
+    assert apart == [("2", "windows; late"), ("1", "windows; not finite")]
+    (skips,) = [kind for kind in Page(text).data["marks"] if kind["kind"] == "skip"]
+    assert skips["text"][:2] == [
+        "update of window 0 dropped: not finite",
+        "window 1 averaged without a device: late",
+    ]
+    empty = made.write(tmp_path / "timeline.jsonl", [made.window(0, 0.5)])
+    assert figures(written(read_run(empty), tmp_path))["Dropped updates"] == ("0", "not finite")
+
+
+def test_one_window_was_done_twice(tmp_path, made):
+    lines = made.process(0, 3, 1) + made.process(2, 4, 2)
+    text = written(read_run(made.write(tmp_path / "timeline.jsonl", lines)), tmp_path)
+    assert "laid one after another; 1 window was done twice." in text
+
+
+def test_curves_of_two_steps_in_turns_are_thinned(tmp_path, made):
+    lines = [made.begin(0.0), made.begin(0.1, names=("x", "y"))]
+    for number in range(2000):
+        at = 1.0 + number / 5
+        lines.append(made.window(number, at))
+        lines.append(made.window(number, at + 0.1, (3, 3), busy_ms=(70.0, 70.0)))
+    run = read_run(made.write(tmp_path / "timeline.jsonl", lines))
+    curves = Page(written(run, tmp_path)).data["curves"]
+    assert len(curves["t"]) <= page_data.POINTS + 1 and curves["t"] == sorted(curves["t"])
+    assert {*zip(*curves["counts"], strict=True)} == {(4, 2, 1), (3, 3, None)}
+
+
 def test_the_runs_name_is_the_title(run16, tmp_path):
     assert Page(written(run16[1], tmp_path)).ids["title"] == tmp_path.name
 

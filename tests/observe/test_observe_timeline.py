@@ -27,6 +27,7 @@ RECORD = WindowRecord(
     window=3, epoch=1, counts=(4, 2), examples=60, busy_ms=(40.0, 25.0), wall_ms=50.0,
     sync_ms=1.0, skew_ms=2.0, steady=True,
 )  # fmt: skip
+LINE = '{"event": "skip", "window": 1, "epoch": 0, "reason": "r", "at": 0.5}'
 FULL = Path("/dev/full")
 full_disk = pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full, a disk that is full")
 
@@ -226,7 +227,7 @@ def test_a_second_timeline_continues_the_file(tmp_path):
     assert Timeline.read(path) == runs and len(runs) == 3
 
 
-@pytest.mark.parametrize("content", [b"notes", b"notes\n", b"\n", b'{"event": 1}\n', b"\0" * 9])
+@pytest.mark.parametrize("content", [b"notes", b"notes\n", b"\n", b'{"event": 1}\n', b"\0 \0"])
 def test_another_file_is_left_as_it_is(tmp_path, content):
     path = tmp_path / "notes.txt"
     path.write_bytes(content)
@@ -237,10 +238,50 @@ def test_another_file_is_left_as_it_is(tmp_path, content):
     assert path.read_bytes() == content
 
 
+@pytest.mark.parametrize("zeros", [1, 4096, 200_000])
+@pytest.mark.parametrize("torn", [0, 1, 30])
+def test_zeros_that_a_power_loss_has_left(tmp_path, zeros, torn):
+    path = tmp_path / "run.jsonl"
+    with Timeline(path) as timeline:
+        fill(timeline, [RECORD, (4, "a"), RECORD])
+    content = path.read_bytes()
+    for whole in (0, 3):
+        lines = content if whole else b""
+        path.write_bytes(lines + content[:torn] + b"\0" * zeros)
+        assert Timeline.read(path) == timeline.events[:whole]
+        with Timeline(path) as again:
+            skip(again, 7)
+        assert Timeline.read(path) == timeline.events[:whole] + again.events
+        assert path.read_bytes().startswith(lines + b'{"event"') and b"\0" not in path.read_bytes()
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_long_file_is_continued_by_its_first_and_last_line(tmp_path, monkeypatch, ended):
+    path = tmp_path / "run.jsonl"
+    lines = [json.dumps(json.loads(LINE) | {"window": number}) for number in range(3000)]
+    text = "\n".join(lines) + ended * "\n"
+    path.write_text(text)
+    assert len(text) > 3 * module.BLOCK
+    parsed = []
+    real = module._from_line
+    monkeypatch.setattr(module, "_from_line", lambda *a: (parsed.append(a[-1]), real(*a))[1])
+    with Timeline(path) as timeline:
+        skip(timeline, 3000)
+    assert len(parsed) <= 3 and json.loads(parsed[-1])["window"] == 2999
+    assert [event.window for event in Timeline.read(path)] == list(range(3001))
+
+
+@pytest.mark.parametrize("last", ["foo\n", "foo", LINE[:30] + "\n"])
+def test_a_file_that_ends_as_something_else_is_left_as_it_is(tmp_path, last):
+    path = tmp_path / "run.jsonl"
+    text = (LINE + "\n") * 2000 + last
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"^Timeline: the last line of .*run\.jsonl must be an ev"):
+        Timeline(path)
+    assert path.read_text() == text
+
+
 # lines that are no events
-
-
-LINE = '{"event": "skip", "window": 1, "epoch": 0, "reason": "r", "at": 0.5}'
 
 
 @pytest.mark.parametrize(
