@@ -327,7 +327,7 @@ def _predicate(where: str, argument: str, chosen: Any) -> Callable[[Any, Any], b
 
     try:
         return nnx.filterlib.to_predicate(chosen)
-    except TypeError:
+    except (TypeError, ValueError):  # flax fails where it words its own
         rule = "be an NNX filter"
         raise TypeError(check.message(where, argument, rule, check.describe(chosen))) from None
 

@@ -187,3 +187,14 @@ def test_what_to_flax_refuses(case):
     call, kind, message = TO[case]
     with pytest.raises(kind, match=message):
         call(state)
+
+
+def test_a_state_with_frozen_parameters_is_refused():
+    module = LinenMLP()
+    params = from_linen(module, cross_entropy).init(0, {"x": X[:1]})[0]
+    chosen = jax.tree.map(lambda _: False, params)
+    chosen["Dense_0"] = jax.tree.map(lambda _: True, params["Dense_0"])
+    _, state = build(module=module, trainable=chosen)
+    text = r"^to_flax: tx must be .* What was made with trainable= has no such state: it cannot be "
+    with pytest.raises(ValueError, match=text + r"converted\.$"):
+        to_flax(state, None, TX)

@@ -1,5 +1,7 @@
 """What `from_linen` and `from_nnx` refuse, and in which words."""
 
+from collections import OrderedDict
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from flax_nets import LinenCNN, LinenMLP, NnxCNN, cross_entropy, data
 
 import elche_jax as elche
 from elche_jax.adapters.linen import from_linen
+from elche_jax.adapters.model import kept
 from elche_jax.adapters.nnx import from_nnx
 
 X = data()["x"]
@@ -81,6 +84,19 @@ MADE = {
     "rngs": (
         lambda: mlp(rngs=3),
         TypeError, r"from_linen: rngs must be the name of a random stream or a sequence of names",
+    ),
+    "a stream twice": (
+        lambda: mlp(rngs=("dropout", "noise", "dropout")),
+        ValueError, r"from_linen: rngs must hold every name once, got 'dropout', 'noise', "
+        r"'dropout'\.",
+    ),
+    "no filter": (
+        lambda: from_nnx(NnxCNN(nnx.Rngs(0)), cross_entropy, param_type=3),
+        TypeError, r"^from_nnx: param_type must be an NNX filter, got 3 \(int\)\.$",
+    ),
+    "no filter of what is trained": (
+        lambda: cnn().trainable(3),
+        TypeError, r"^Model.trainable: chosen must be an NNX filter, got 3 \(int\)\.$",
     ),
     "mutable": (
         lambda: mlp(mutable=3),
@@ -214,6 +230,16 @@ VARIABLES = {
         ValueError, r"from_nnx: model_state must hold the variable norm/mean, got None\. Begin "
         r"with train.init\(model.params, model_state=model.model_state\)\.",
     ),
+    "nnx to update without its state": (
+        lambda: cnn().update(cnn().params),
+        ValueError, r"^Model.update: model_state must hold the variable norm/mean, got None\. "
+        r"Pass model_state=\.$",
+    ),
+    "nnx to merge without a parameter": (
+        lambda: cnn().merge({}, cnn().model_state),
+        ValueError, r"^Model.merge: params must hold the variable conv/bias, got none in an empty "
+        r"dict\. Pass params=\.$",
+    ),
     "nnx without a parameter": (
         lambda: cnn()({"conv": {}}, cnn().model_state, {"x": X}, KEY),
         ValueError, r"from_nnx: params must hold the variable conv/bias, got none in an empty "
@@ -286,6 +312,12 @@ def test_a_state_that_changes_its_form_is_named_before_anything_is_compiled(how,
     rule = "from_nnx: model_state must keep its leaves, shapes and dtypes in a step of the module"
     with pytest.raises(TypeError, match=f"{rule}, got {got}"):
         train.windows({"x": np.ones((16, 3), "float32")}, 4)
+
+
+def test_a_state_in_another_order_keeps_its_names():
+    old = OrderedDict(b=jnp.float32(1), a=jnp.float32(2))
+    new = kept("from_linen", old, {"a": jnp.float32(20), "b": jnp.float32(10)})
+    assert list(new.items()) == [("b", 10), ("a", 20)]
 
 
 class Sowing(nn.Module):

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax import linen as nn, nnx
+from flax.core import freeze
 from flax_nets import LinenCNN, LinenMLP, NnxCNN, assert_equal, cross_entropy, data, trained
 
 from elche_jax.adapters.head import from_head
@@ -67,6 +68,40 @@ def test_a_head_of_a_linen_module_with_state(form):
         assert_equal((back.params, back.model_state), (end.params, end.model_state))
     assert_equal(from_head(back).params, jax.device_get(end.params))
     assert_equal(head.params, whole if form == "whole" else whole["params"])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_head_with_whole_variables_and_state_apart(frozen):
+    """A collection in each place; each is written back to where it was."""
+    made = variables()
+    whole = {"params": made["params"], "constants": {"c": np.float32(3)}}
+    state = {"batch_stats": made["batch_stats"]}
+    if frozen:
+        whole, state = freeze(whole), freeze(state)
+    head = Classifier(LinenCNN(), whole, model_state=state)
+    model = from_head(head)
+    assert sorted(model.model_state) == ["batch_stats", "constants"]
+    assert_equal(model.params, made["params"])
+    end, _ = trained(model, model.params, model.model_state)
+    assert np.abs(end.model_state["batch_stats"]["BatchNorm_0"]["mean"]).max() > 0
+    back = model.write_back(head, end.params, end.model_state)
+    assert_equal(back.params, {"params": end.params, "constants": {"c": np.float32(3)}})
+    assert_equal(back.model_state, {"batch_stats": end.model_state["batch_stats"]})
+
+
+@pytest.mark.parametrize("form", ["whole", "mixed"])
+def test_state_that_is_not_given_stays_in_the_head(form):
+    whole = variables()
+    stats = {"batch_stats": whole["batch_stats"]}
+    if form == "whole":
+        head = Classifier(LinenCNN(), whole)
+    else:
+        head = Classifier(LinenCNN(), {"params": whole["params"]}, model_state=stats)
+    model = from_head(head)
+    params = jax.tree.map(lambda x: x + 1, model.params)
+    back = from_head(model.write_back(head, params))
+    assert_equal(back.params, params)
+    assert_equal(back.model_state, stats)
 
 
 def test_a_head_without_state_and_with_a_loss_given():
@@ -218,6 +253,17 @@ ERRORS = {
             3, {}
         ),
         TypeError, r"Model.write_back: head must have an attribute params to write to, got int\.",
+    ),
+    "state in two places": (
+        lambda: from_head(
+            Classifier(LinenCNN(), {"params": {}, "a": {}, "b": {}}, model_state={"b": {}})
+        ).model_state,
+        ValueError, r"^from_head: obj.model_state must hold no collection that obj.params has too, "
+        r"got 'b'\.$",
+    ),
+    "state that is no dict": (
+        lambda: from_head(Classifier(LinenCNN(), {"params": {}}, model_state=[1])).params,
+        TypeError, r"^from_head: obj.model_state must be a dict of collections, got a list\.$",
     ),
     "another's params": (
         lambda: from_head(Plain(NnxCNN(nnx.Rngs(0)), {"out": {}}), cross_entropy).apply_fn(

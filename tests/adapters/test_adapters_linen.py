@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax.core import freeze
 from flax_nets import LinenCNN, LinenMLP, assert_equal, cross_entropy, data, trained
 
 import elche_jax as elche
@@ -222,3 +223,18 @@ def test_weighted_losses_and_masks_reach_the_step():
 
     want = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(whole)(params))
     assert_equal(jax.device_get(elche.unreplicate(state.params)), jax.device_get(want), rtol=1e-5)
+
+
+def test_inputs_of_any_mapping_are_keyword_arguments():
+    class Scaled(nn.Module):
+        @nn.compact
+        def __call__(self, x, scale):
+            return nn.Dense(2)(x) * scale
+
+    model = from_linen(
+        Scaled(), cross_entropy, inputs=lambda batch: freeze({"x": batch["x"], "scale": 2.0})
+    )
+    batch = {"x": np.ones((2, 3), "float32")}
+    params, _ = model.init(0, batch)
+    want = Scaled().apply({"params": params}, batch["x"], 2.0)
+    np.testing.assert_array_equal(model.apply_fn(params, batch), want)

@@ -282,3 +282,49 @@ def test_training_reaches_parts_that_are_switched_off():
     assert not np.array_equal(first, second)
     batch = {"x": X}
     np.testing.assert_array_equal(model.apply_fn(model.params, batch), module(X))
+
+
+class Keyed(nnx.Module):
+    """Cannot be called without `rngs`."""
+
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones(()))
+
+    def __call__(self, x, rngs):
+        return self.w * x if rngs is None else self.w * x + jax.random.normal(rngs.noise(), ())
+
+
+def test_keys_that_a_call_needs_are_none_in_evaluation():
+    model = from_nnx(Keyed(), lambda outputs, batch: outputs.mean())
+    x, rng = jnp.ones(4), jax.random.key(3)
+    assert model(model.params, x, rng) == 1 + jax.random.normal(nnx.Rngs(rng).noise(), ())
+    assert model.apply_fn(model.params, x).tolist() == [1] * 4
+
+
+class Lifted(nnx.Module):
+    """A layer under a transform that hands all variables back, and a parameter that is written."""
+
+    def __init__(self, rngs):
+        self.norm, self.out = nnx.BatchNorm(3, rngs=rngs), nnx.Linear(3, 1, rngs=rngs)
+        self.scale = nnx.Param(jnp.float32(1))
+
+    def __call__(self, x):
+        self.scale.set_value(self.scale.get_value() * 2)
+        x = nnx.remat(lambda norm, x: norm(x))(self.norm, x)
+        return nnx.jit(lambda out, x: out(x))(self.out, x)[:, 0] * self.scale
+
+
+def test_what_a_call_writes_into_a_parameter_holds_for_that_call():
+    model = from_nnx(Lifted(nnx.Rngs(0)), lambda outputs, batch: outputs)
+    x = jnp.arange(6.0).reshape(2, 3)
+    first, stats = model(model.params, model.model_state, x, jax.random.key(0))
+    again, _ = model(model.params, model.model_state, x, jax.random.key(0))
+    np.testing.assert_array_equal(first, again)
+    half = model.params | {"scale": jnp.float32(0.5)}
+    np.testing.assert_allclose(model(half, stats, x, jax.random.key(0))[0], first / 2, rtol=1e-6)
+    assert list(stats) == ["norm"]
+    train = elche.build_train_step(model, optax.sgd(0.0), devices=jax.devices()[:1])
+    state = train.init(model.params, model_state=model.model_state)
+    for window in train.windows({"x": np.asarray(x)}, 2, epochs=2):
+        state, _ = train(state, window)
+    assert elche.unreplicate(state.params)["scale"] == 1

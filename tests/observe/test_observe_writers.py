@@ -259,7 +259,7 @@ def test_a_disk_that_fails_does_not_hold_up_tensorboard(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(tmp_path)],
-        env=environment, capture_output=True, text=True, timeout=120, check=True,
+        env=environment, capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     failed, *what = done.stdout.split(maxsplit=1)
     assert what == ["OSError File too large\n"]
