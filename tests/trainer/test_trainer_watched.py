@@ -276,7 +276,5 @@ def test_a_damaged_timeline_does_not_decide_over_the_run(tmp_path, caplog):
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        ValueError, match=r"^Trainer\.fit: run_dir must be a folder that can be"
-    ):
+    with pytest.raises(ValueError, match=r"^Trainer\.fit: run_dir must be a folder that can be"):
         trainer().fit(PARAMS, DATA, 8, 1, run_dir=tmp_path / "file", progress=False)
