@@ -8,18 +8,25 @@ import threading
 import weakref
 from collections import deque
 from io import FileIO
+from itertools import islice
 
 logger = logging.getLogger("elche_jax")
 
 BACKLOG = 100_000
 """Lines that may wait for the file; more than that, and it is given up as too slow."""
 
+GATHER_S = 0.05
+"""How long lines are gathered: a thread that wakes for every one disturbs the others."""
+
+GATHER = 1000
+"""Most lines of one write."""
+
 PATIENCE_S = 10.0
 """How long to wait for a file that takes nothing."""
 
 
 class LineWriter:
-    """Writes lines in the order in which they were put, each whole and without a buffer.
+    """Writes lines in the order in which they were put, those of a moment at a time.
 
     After a write that fails the file gets nothing more; `say` logs it once, and `close`
     raises the error. Left without `close`, the thread writes what is there and ends; the
@@ -93,7 +100,7 @@ class _Shared:
         self.changed = threading.Condition(threading.RLock())
         self._lines: deque[bytes] = deque()
         self._put = self._written = 0
-        self._ending = self._said = False
+        self._ending = self._said = self._urgent = False
         self._error: OSError | None = None
         self._process = os.getpid()
 
@@ -117,17 +124,23 @@ class _Shared:
                 return
             self._lines.append(line)
             self._put += 1
-            self.changed.notify_all()
+            if len(self._lines) == 1:
+                self.changed.notify_all()
 
-    def next(self) -> bytes | None:
-        """The next line; None when there are no more."""
+    def next(self) -> list[bytes]:
+        """The next lines, those of `GATHER_S` unless somebody waits; none when there are no
+        more."""
         with self.changed:
             self.changed.wait_for(lambda: self._lines or self._ending or self._error)
-            return self._lines.popleft() if self._lines and self._error is None else None
+            self.changed.wait_for(lambda: self._urgent or self._ending or self._error, GATHER_S)
+            lines = [] if self._error is not None else list(islice(self._lines, GATHER))
+            for _ in lines:
+                self._lines.popleft()
+            return lines
 
-    def wrote(self) -> None:
+    def wrote(self, lines: int) -> None:
         with self.changed:
-            self._written += 1
+            self._written += lines
             self.changed.notify_all()
 
     def wait(self) -> bool:
@@ -135,14 +148,19 @@ class _Shared:
         if self.elsewhere:
             return True
         with self.changed:
-            lines = self._put
-            while self._written < lines and self._error is None:
-                moved = self.changed.wait_for(
-                    lambda before=self._written: self._error or self._written > before, PATIENCE_S
-                )
-                if not moved:
-                    return False
-            return True
+            lines, self._urgent = self._put, True
+            self.changed.notify_all()
+            try:
+                while self._written < lines and self._error is None:
+                    moved = self.changed.wait_for(
+                        lambda before=self._written: self._error or self._written > before,
+                        PATIENCE_S,
+                    )
+                    if not moved:
+                        return False
+                return True
+            finally:
+                self._urgent = False
 
     def fail(self, error: OSError) -> None:
         """The file is given up."""
@@ -177,9 +195,9 @@ class _Shared:
 def _write_all(shared: _Shared) -> None:
     """The thread: writes lines until there are no more, then closes the file."""
     try:
-        while (line := shared.next()) is not None:
-            _write(shared.file, line)
-            shared.wrote()
+        while lines := shared.next():
+            _write(shared.file, b"".join(lines))
+            shared.wrote(len(lines))
     except OSError as error:
         shared.fail(error)
     try:

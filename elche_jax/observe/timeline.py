@@ -46,8 +46,8 @@ class Timeline:
     """Records the events of a run, in memory and as lines of JSON in a file.
 
     Any thread may report, and none waits for the disk: a thread of the timeline's own
-    writes the lines, each whole and as soon as the file takes it, so that another process
-    can follow the file. A kill costs what was not written yet; `flush` waits for that.
+    writes the lines, those of a twentieth of a second at a time, so that another process can
+    follow the file. A kill costs what was not written yet; `flush` waits for that.
     Use it as a context manager, or close it:
 
         with Timeline("run.jsonl") as timeline:

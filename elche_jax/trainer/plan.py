@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, TypedDict
@@ -110,7 +111,7 @@ class FitPlan:
         """The run's folder."""
         return None if self.run_dir is None else Path(fspath(self.run_dir))
 
-    @property
+    @cached_property
     def saving(self) -> Checkpoints | None:
         """Where and when checkpoints are written; None where they are not."""
         asked = self.checkpoints
