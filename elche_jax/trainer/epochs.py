@@ -105,12 +105,11 @@ class EpochSums:
 
         Where exchanges are late, the first windows have none to tell of: weight 0 or NaN.
         """
-        values = {name: np.asarray(value, np.float64) for name, value in metrics.items()}
-        loss, weight = float(values["loss"]), float(values["weight"])
-        self.skipped += not values["finite"].all()
-        if not math.isfinite(loss) or not weight > 0:
+        weight = float(metrics["weight"])
+        self.skipped += not np.all(np.asarray(metrics["finite"]))
+        if not math.isfinite(float(metrics["loss"])) or not weight > 0:
             return
-        for name, value in values.items():
+        for name, value in metrics.items():
             if name not in NO_MEANS and value.ndim == 0:
                 total = self.sums.setdefault(name, [0.0, 0.0])
                 total[0] += weight * float(value)
@@ -127,16 +126,21 @@ class DeviceSums:
     def __init__(self, world_size: int):
         self._lock = threading.Lock()
         self._world_size = world_size
-        self._epochs: dict[int, np.ndarray] = {}
+        self._epochs: dict[int, list[list[float]]] = {}
 
     def see(self, record: WindowRecord) -> None:
         """Takes a window that is over."""
         if not record.steady:  # times of a window that compiled say nothing
             return
-        busy: Sequence[float] = record.busy_ms or (record.wall_ms,)
-        rows = np.array([record.counts, busy, (record.wall_ms,) * len(busy)])
         with self._lock:
-            self._epochs[record.epoch] = self._epochs.get(record.epoch, 0) + rows
+            counts, busy, wall = self._epochs.setdefault(record.epoch, self._nothing())
+            for rank, ms in enumerate(record.busy_ms or (record.wall_ms,)):
+                counts[rank] += record.counts[rank]
+                busy[rank] += ms
+                wall[rank] += record.wall_ms
+
+    def _nothing(self) -> list[list[float]]:
+        return [[0.0] * self._world_size for _ in range(3)]
 
     def forget(self, epoch: int) -> None:
         """An epoch is told."""
@@ -146,7 +150,7 @@ class DeviceSums:
     def of(self, epoch: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Throughput and busy share of an epoch."""
         with self._lock:
-            counts, busy, wall = self._epochs.get(epoch, np.zeros((3, self._world_size)))
+            counts, busy, wall = np.array(self._epochs.get(epoch) or self._nothing())
         with np.errstate(divide="ignore", invalid="ignore"):
             throughput = np.where(busy > 0, 1e3 * counts / busy, np.nan)
             working = np.where(wall > 0, np.minimum(1.0, busy / wall), 0.0)

@@ -18,8 +18,9 @@ class Relay:
 
     def __init__(self, own: Recorder | None):
         self._own = [] if own is None else [own]
-        self._recorders: list[Recorder] = []
+        self._recorders: list[Recorder] = list(self._own)
         self._metrics: deque[tuple[int, Mapping[str, Any]]] = deque()
+        self._running = False  # else it is a loop of the user's own
         self.devices = DeviceSums(0)
 
     def begin(self, world_size: int, *recorders: Recorder) -> None:
@@ -27,11 +28,13 @@ class Relay:
         self.devices = DeviceSums(world_size)
         self._recorders = [*self._own, *recorders]
         self._metrics.clear()
+        self._running = True
 
     def end(self) -> None:
-        """The run is over: nothing is recorded any more."""
-        self._recorders = []
+        """The run is over: only the configuration's timeline records on."""
+        self._recorders = list(self._own)
         self._metrics.clear()
+        self._running = False
 
     @property
     def recording(self) -> bool:
@@ -40,13 +43,15 @@ class Relay:
 
     def window(self, record: WindowRecord) -> None:
         """Takes a window that is over."""
-        self.devices.see(record)
+        if self._running:
+            self.devices.see(record)
         for recorder in self._recorders:
             recorder.window(record)
 
     def metrics(self, window: int, metrics: Mapping[str, Any]) -> None:
         """Takes the metrics of a window that is over."""
-        self._metrics.append((window, metrics))
+        if self._running:
+            self._metrics.append((window, metrics))
 
     def add(self, kind: Any, **values: Any) -> None:
         """Takes an event of another kind."""
