@@ -32,14 +32,14 @@ def loss_fn(params, batch, rng):
 def say(*words):
     print(*words, flush=True)
 
-script = [(3, 1, 2, 2), (1, 1, 1, 1)] * 64
+script = [(3, 1, 2, 2), (1, 1, 1, 1)] * 200  # more than twenty lives get done
 train = elche.build_train_step(loss_fn, optax.adam(1e-3), cadence=elche.Replay(script))
 state, written = train.init(params), None
 say("ready")
 saver = elche.Checkpointer(train, elche.Checkpoints(folder, every_windows=3, keep_last=2))
 state, cursor = saver.restore(state, resume="auto")
 say("from", 0 if cursor is None else cursor.window)
-for window in train.windows(data, batch_size=32, epochs=4, cursor=cursor):
+for window in train.windows(data, batch_size=32, epochs=14, cursor=cursor):
     state, metrics = train(state, window)
     jax.block_until_ready(metrics)
     say("window", window.index)
