@@ -4,8 +4,9 @@
 VENV := .venv
 NEWEST := .venv-newest
 RUN := $(VENV)/bin/python
-# A file's tests stay in one process, where they share what is compiled.
-WORKERS := -n 2 --dist loadfile
+# A file's tests stay in one process, where they share what is compiled. A process that
+# crashes ends the run: xdist waits forever for what it would have done.
+WORKERS := -n 2 --dist loadfile --max-worker-restart 0
 PIP := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help demo test test-newest bench lint format types

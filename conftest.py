@@ -49,6 +49,18 @@ def devices4() -> list[jax.Device]:
     return jax.devices()[:4]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def programs_of_a_file_go() -> Iterator[None]:
+    """Lets go of what the tests of a file have compiled.
+
+    A program for eight devices takes up some thirty maps of the process's memory. Linux
+    grants a process 65 530, and the runtime crashes where it gets no more.
+    """
+    yield
+    jax.clear_caches()
+    gc.collect()
+
+
 @pytest.fixture(autouse=True)
 def no_thread_left() -> Iterator[None]:
     """Fails a test that leaves one of the library's threads running."""

@@ -5,6 +5,8 @@ on its device. With one device the program is a plain `jit` that strips that axi
 which costs nothing.
 """
 
+import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,15 +37,17 @@ class Mapped:
         devices: Sequence[jax.Device],
         donate: tuple[int, ...],
     ):
-        self._devices = tuple(devices)
+        self._devices, self._fn = tuple(devices), fn
         if len(self._devices) > 1:
+            traced = _weakly(self)
             self._jitted: Any = jax.pmap(
-                fn,
+                traced,
                 axis_name=AXIS,
                 devices=self._devices,
                 donate_argnums=donate,
                 out_axes=(0, None),
             )
+            weakref.finalize(self, _forget, traced).atexit = False
         else:
             self._jitted = jax.jit(_on_one(fn), donate_argnums=donate)
 
@@ -62,6 +66,31 @@ class Mapped:
     def _abstract(self, leaf: Any) -> jax.ShapeDtypeStruct:
         sharding = SingleDeviceSharding(self._devices[0]) if len(self._devices) == 1 else None
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _weakly(mapped: Mapped) -> Callable[..., Any]:
+    """A mapped object's function, which does not keep the object: JAX keeps what `pmap` got."""
+    owner = weakref.ref(mapped)
+
+    def traced(*args: PyTree) -> tuple[PyTree, PyTree]:
+        mapped = owner()
+        assert mapped is not None, "traced in a method of it"
+        return mapped._fn(*args)  # pyright: ignore[reportPrivateUsage]  # of this file
+
+    return traced
+
+
+def _forget(traced: Callable[..., Any]) -> None:
+    """Lets JAX let go of what `pmap` has compiled for a function.
+
+    Its cache goes by weak references to functions, but what it holds refers to them, so that
+    nothing in it ever goes: some hundred programs, each with a thousand maps of the process's
+    memory, and the kernel gives it no more.
+    """
+    cache: Any = getattr(sys.modules.get("jax._src.pmap"), "_cached_shard_map", None)
+    evict = getattr(cache, "evict_function", None)
+    if evict is not None:  # a JAX without it is caught by `test_engine_mapped`
+        evict(traced)
 
 
 class Each:

@@ -12,6 +12,7 @@ have no events of their own.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, partial
+from math import isfinite
 from typing import Any, Final, cast
 
 import numpy as np
@@ -56,8 +57,10 @@ class Event:
 
     def __post_init__(self) -> None:
         where = type(self).__name__
-        for name, plain in _checks(type(self)):
+        for name, kind, plain in _checks(type(self)):
             value = getattr(self, name)
+            if type(value) is kind and (kind is not float or isfinite(value)):
+                continue  # plain already, as most values are: a check costs five times as much
             checked = plain(where, name, value)
             if checked is not value:
                 object.__setattr__(self, name, checked)
@@ -79,8 +82,9 @@ def field_names(kind: type[Event]) -> tuple[str, ...]:
 
 
 @cache
-def _checks(kind: type[Event]) -> tuple[tuple[str, Callable[[str, str, object], Any]], ...]:
-    return tuple((field.name, FIELDS[field.type]) for field in fields(cast(Any, kind)))
+def _checks(kind: type[Event]) -> tuple[tuple[str, Any, Callable[[str, str, object], Any]], ...]:
+    found = fields(cast(Any, kind))
+    return tuple((field.name, field.type, FIELDS[field.type]) for field in found)
 
 
 class _Metrics(Event):

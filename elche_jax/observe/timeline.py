@@ -37,6 +37,7 @@ BLOCK = 65_536
 """Bytes of a file that are read at once, from its end on."""
 
 _RECORD: Final = tuple(field.name for field in fields(WindowRecord))
+_encode: Final = json.JSONEncoder(allow_nan=False).encode
 _BEGIN: Final = b'{"event": "'
 NUL: Final = b"\0"
 """What a power loss leaves of a line that the disk had a place for, and nothing more."""
@@ -288,7 +289,7 @@ def _to_line(event: Event) -> bytes:
     values: dict[str, Any] = {"event": NAMES[type(event)]}
     for name in field_names(type(event)):
         values[name] = getattr(event, name)
-    return json.dumps(values, allow_nan=False).encode() + b"\n"
+    return _encode(values).encode() + b"\n"
 
 
 def _from_line(where: str, path: Path, name: str, line: bytes) -> Event:

@@ -1,5 +1,8 @@
 """One function over the devices of a group, and arrays with one entry per device."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,3 +98,31 @@ def test_shards_come_in_rank_order(world_size):
         shards = [array.addressable_data(rank) for rank in range(world_size)]
         assert [int(shard[0]) for shard in shards] == [factor * (10 + r) for r in range(world_size)]
         assert [shard.devices() for shard in shards] == [{device} for device in devices]
+
+
+@pytest.mark.parametrize("use", [Mapped.compile, Mapped.__call__], ids=["compiled", "called"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_was_compiled_goes_with_its_owner(use, world_size):
+    devices = jax.devices()[:world_size]
+    x = place(X[:world_size], devices)
+
+    def compile_and_drop(number):
+        def fn(x):
+            return jnp.sort(x * number), None
+
+        use(Mapped(fn, devices, donate=()), x)
+        return weakref.ref(fn)
+
+    compile_and_drop(0)
+    gc.collect()
+    kept = executables()
+    assert kept >= 0
+    dropped = [compile_and_drop(number) for number in range(1, 4)]
+    gc.collect()
+    assert [fn() for fn in dropped] == [None] * 3
+    assert executables() == kept
+
+
+def executables():
+    """How many programs the runtime holds."""
+    return len(jax.devices()[0].client.live_executables())

@@ -492,3 +492,35 @@ def test_a_window_may_be_used_twice(world):
     windows = 8 // world
     assert int(elche.unreplicate(state.step)) == 3 * windows
     assert len(train.records) == 3 * windows
+
+
+AVERAGE = {"averaging": elche.ParameterAveraging(optimizer_state="keep")}
+LATE = {"averaging": elche.ParameterAveraging(optimizer_state="keep", delay=1)}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, AVERAGE, LATE, {**AVERAGE, "config": elche.DDPConfig(exchange="host")}],
+    ids=["gradients", "averaging", "late", "host"],
+)
+def test_a_dropped_training_step_leaves_nothing_behind(how):
+
+    def train_and_drop():
+        def loss(params, batch, rng):
+            return loss_fn(params, batch, rng)
+
+        train = build(3, loss=loss, cadence=elche.Replay([(2, 1, 1)] * 4), **how)
+        state = train.init(PARAMS)
+        for window in train.windows(data(), 4):
+            state, _ = train(state, window)
+        train.average(state)
+        return [weakref.ref(kept) for kept in (train, loss, state.params["w"])]
+
+    def left():
+        dropped = train_and_drop()
+        gc.collect()
+        assert [reference() for reference in dropped] == [None] * 3
+        return len(jax.devices()[0].client.live_executables())
+
+    first = left()
+    assert [left(), left()] == [first] * 2
