@@ -4,9 +4,10 @@
 VENV := .venv
 NEWEST := .venv-newest
 RUN := $(VENV)/bin/python
-# A file's tests stay in one process, where they share what is compiled. A process that
-# crashes ends the run: xdist waits forever for what it would have done.
-WORKERS := -n 2 --dist loadfile --max-worker-restart 0
+# A file's tests stay in one process, where they share what is compiled; files in their own
+# order, as the last ones are short. A process that crashes ends the run: xdist waits forever
+# for what it would have done.
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 PIP := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help demo test test-newest bench lint format types

@@ -7,6 +7,7 @@ before the backend starts.
 import gc
 import importlib.util
 import os
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,12 @@ def _gpu_usable() -> bool:
 GPU = _gpu_usable()
 jax.config.update("jax_platforms", "cpu,cuda" if GPU else "cpu")  # the first is the default
 jax.config.update("jax_num_cpu_devices", DEVICES)
+
+# Many tests compile the same programs: what one has compiled, the next one reads.
+COMPILED = tempfile.TemporaryDirectory(prefix="elche-tests-")
+jax.config.update("jax_compilation_cache_dir", COMPILED.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 hypothesis.settings.register_profile("elche", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("elche")

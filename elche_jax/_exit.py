@@ -45,7 +45,7 @@ def before_exit(end: End) -> Callable[[], None]:
 def _register() -> None:
     try:
         # the only hook that comes in time; concurrent.futures itself lives on it
-        getattr(threading, "_register_atexit")(_end_all)  # noqa: B009
+        getattr(threading, "_register_atexit")(_end_all)  # noqa: B009 (pyright: private)
     except RuntimeError as error:
         raise RuntimeError(
             "elche: nothing can be begun when the program has ended. Let the main thread wait for "

@@ -11,10 +11,11 @@ import socket
 import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from io import FileIO
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, cast, runtime_checkable
 
 from elche_jax import _check as check
 from elche_jax.observe.atomic import replacing
@@ -197,11 +198,9 @@ class TensorBoardWriter:
         if not isinstance(folder, str | PathLike):
             text = check.message("TensorBoardWriter", "folder", "be a path", check.describe(folder))
             raise TypeError(text)
-        try:
-            import tensorboardX  # noqa: F401  # type: ignore[reportUnusedImport]
-        except ImportError as error:
+        if find_spec("tensorboardX") is None:
             todo = "pip install 'elche_jax[tensorboard]'"
-            raise ImportError(f"TensorBoardWriter: needs tensorboardX: {todo}.") from error
+            raise ImportError(f"TensorBoardWriter: needs tensorboardX: {todo}.")
         self._folder = Path(folder)
         self._steps = _Steps("TensorBoardWriter")
         self._file: FileIO | None = None
@@ -290,7 +289,7 @@ class _Steps:
 
 def _number(where: str, name: object, value: object) -> float:
     check.instance(where, "a name in values", name, str)
-    plain = value.item() if getattr(value, "ndim", None) == 0 else value  # type: ignore[attr-defined]
+    plain = cast(Any, value).item() if getattr(value, "ndim", None) == 0 else value
     if isinstance(plain, bool) or not isinstance(plain, int | float):
         text = check.message(where, f"values[{name!r}]", "be a number", check.describe(value))
         raise TypeError(text)

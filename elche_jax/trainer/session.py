@@ -80,8 +80,7 @@ class Session:
         except BaseException as error:
             self._settle(error)
             if trained:  # what goes wrong after the last window costs no result
-                error.result = self._result()  # pyright: ignore[reportAttributeAccessIssue]
-                error.add_note("Training had ended; what it gave is in this error's `result`.")
+                self._attach_result(error)
             raise
         self._train.settle()
         return result
@@ -106,6 +105,14 @@ class Session:
             self._train.settle()
         except Exception as unheard:
             error.add_note(f"Besides, {unheard}")
+
+    def _attach_result(self, error: BaseException) -> None:
+        try:
+            error.result = self._result()  # pyright: ignore[reportAttributeAccessIssue]  # new
+        except Exception as second:
+            error.add_note(f"Training had ended, but its result could not be had: {second}")
+        else:
+            error.add_note("Training had ended; what it gave is in this error's `result`.")
 
     # -- the loop ----------------------------------------------------------------------
 

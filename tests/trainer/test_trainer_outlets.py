@@ -212,6 +212,22 @@ def test_what_cannot_be_written_in_the_end_costs_no_result(tmp_path, monkeypatch
     assert "Training had ended" in caught.value.__notes__[0]
 
 
+def test_a_result_that_is_lost_too_does_not_hide_the_first_error(tmp_path, monkeypatch):
+    def gone(*arguments, **options):
+        raise RuntimeError("the device is gone")
+
+    def full(*arguments, **options):
+        monkeypatch.setattr("elche_jax.trainer.session.FitResult", gone)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("elche_jax.trainer.outlets.write_page", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        trainer().fit(PARAMS, DATA, 8, 1, run_dir=tmp_path, progress=False)
+    assert caught.value.__notes__ == [
+        "Training had ended, but its result could not be had: the device is gone"
+    ]
+
+
 def test_the_writers_of_the_library_are_writers(tmp_path):
     table = CSVWriter(tmp_path / "a.csv")
     trainer().fit(PARAMS, DATA, 8, 1, writers=[table], progress=False)
