@@ -117,6 +117,9 @@ class RunEvent(Event):
         overhead_target: Share of a window that synchronising may cost; 0 where the cadence
             has no such target.
         windows: Number of the first window.
+        exchange_bytes: Bytes that each device has for the exchange of a window, before any
+            are left out on the wire; 0 with one device.
+        frozen_bytes: Bytes that frozen parameters would add to it.
         at: Seconds since the timeline began. In a file that another process continues they
             begin at 0 again.
     """
@@ -125,6 +128,8 @@ class RunEvent(Event):
     cadence: str
     overhead_target: float
     windows: int
+    exchange_bytes: int
+    frozen_bytes: int
     at: float
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from elche_jax import _check as check
 from elche_jax.observe.atomic import replacing
 from elche_jax.observe.page_data import page_data
-from elche_jax.observe.report import RunReport
+from elche_jax.observe.report import RunReport, megabytes
 from elche_jax.observe.run import LEFT_OUT, Run
 
 ROWS = 200
@@ -128,6 +128,7 @@ def _figures(run: Run, report: RunReport) -> str:
         ("Windows", f"{len(run.windows):,}", f"in {_duration(run.seconds)}"),
         ("Devices", str(len(report.devices)), "in rank order below"),
         ("Synchronising", f"{report.sync_ms:.2f} ms", f"median; skew {report.skew_ms:.2f} ms"),
+        *_exchange(report),
         *_skips(run),
         ("Compiling", f"{report.compile_s:.1f} s", waited),
     ]
@@ -135,6 +136,12 @@ def _figures(run: Run, report: RunReport) -> str:
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
         for name, value, note in figures
     )
+
+
+def _exchange(report: RunReport) -> list[tuple[str, str, str]]:
+    """What a window exchanges, where the timeline says so."""
+    size = report.exchange_bytes
+    return [("Exchange", megabytes(size), "per device and window")] if size else []
 
 
 def _skips(run: Run) -> list[tuple[str, str, str]]:
@@ -160,7 +167,7 @@ def _device_table(report: RunReport) -> str:
         ]
         for device, count in zip(report.devices, report.counts, strict=True)
     ]
-    head = ["Device", "ms per microbatch", "Count, last window", "Microbatches", "Busy"]
+    head = ["Device", "ms per microbatch", "Count", "Microbatches", "Busy"]
     return _table("Devices, over the steady windows", head, rows)
 
 

@@ -79,8 +79,10 @@ class RunReport:
             f"{self.compile_hits} hits, {self.compile_s:.1f} s",
         ]
         if self.exchange_bytes:
-            left = f" ({_mb(self.frozen_bytes)} frozen, left out)" if self.frozen_bytes else ""
-            rows.append(f"exchange: {_mb(self.exchange_bytes)} per device and window{left}")
+            left = (
+                f" ({megabytes(self.frozen_bytes)} frozen, left out)" if self.frozen_bytes else ""
+            )
+            rows.append(f"exchange: {megabytes(self.exchange_bytes)} per device and window{left}")
         if self.skipped:
             rows.append(f"dropped as not finite: {self.skipped} windows")
         return "\n".join(rows)
@@ -192,5 +194,6 @@ def make_report(
     )
 
 
-def _mb(size: int) -> str:
+def megabytes(size: int) -> str:
+    """A number of bytes, as a person reads it."""
     return f"{size / 1e6:.2f} MB"

@@ -23,6 +23,7 @@ from elche_jax.observe.events import (
     WindowEvent,
     moved,
 )
+from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.report import RunReport, make_report
 from elche_jax.observe.timeline import Timeline
 
@@ -48,12 +49,17 @@ class Segment:
         cadence: What sized the windows; empty where the timeline does not say.
         overhead_target: Share of a window that synchronising might cost; 0 where there was
             no such target or the timeline does not say.
+        exchange_bytes: Bytes that each device had for the exchange of a window; 0 where the
+            timeline does not say.
+        frozen_bytes: Bytes that frozen parameters would have added.
         begin: Seconds on the run's time axis.
     """
 
     devices: tuple[str, ...]
     cadence: str
     overhead_target: float
+    exchange_bytes: int
+    frozen_bytes: int
     begin: float
 
 
@@ -194,14 +200,16 @@ class Run:
     def report(self) -> RunReport:
         """The run's report over its `latest` windows, and all of its compiles and skips.
 
-        A window that a device was too late for is not among the skips: it dropped nothing.
+        The counts are those of the last window that no end of an epoch has cut. A window that
+        a device was too late for is not among the skips: it dropped nothing.
         """
         records = [window.record for window in self.latest]
         compiles = self.compiles
+        last = self.segments[-1] if self.segments else None
         return make_report(
             records,
             self.devices,
-            records[-1].counts if records else (0,) * len(self.devices),
+            _uncut(records) if records else (0,) * len(self.devices),
             {
                 "hits": 0,  # no event: they cost nothing
                 "misses": sum(not event.ahead for event in compiles),
@@ -209,6 +217,8 @@ class Run:
                 "seconds": sum(event.seconds for event in compiles),
             },
             skipped=sum(skip.reason != LATE for skip in self.skips),
+            exchange_bytes=last.exchange_bytes if last else 0,
+            frozen_bytes=last.frozen_bytes if last else 0,
         )
 
 
@@ -292,7 +302,7 @@ class _Reading:
                 if devices not in newest:
                     newest[devices] = len(self.segments)
                     names = tuple(f"device {rank}" for rank in range(devices))
-                    self.segments.append(Segment(names, "", 0.0, zero + begin))
+                    self.segments.append(Segment(names, "", 0.0, 0, 0, zero + begin))
                 segment = newest[devices]
                 self.windows.append(PlacedWindow(event, segment, zero + begin, zero + end))
                 continue
@@ -303,7 +313,17 @@ def _segment(event: RunEvent, at: float) -> Segment:
     names = event.devices
     if len(set(names)) < len(names):
         names = tuple(f"{rank}: {name}" for rank, name in enumerate(names))
-    return Segment(names, event.cadence, event.overhead_target, at)
+    return Segment(
+        names, event.cadence, event.overhead_target, event.exchange_bytes, event.frozen_bytes, at
+    )
+
+
+def _uncut(records: Sequence[WindowRecord]) -> tuple[int, ...]:
+    """Counts of the last window that another one of its epoch follows; else of the last."""
+    for record, following in zip(records[-2::-1], records[:0:-1], strict=True):
+        if record.epoch == following.epoch:
+            return record.counts
+    return records[-1].counts
 
 
 def _places(windows: Sequence[WindowEvent]) -> list[tuple[float, float]]:

@@ -127,13 +127,21 @@ class Pace:
         recorded = self.timeline is not None and getattr(self.timeline, "recording", True)
         return self.uses_loss or recorded
 
-    def begins(self, names: Sequence[str], window: int) -> None:
-        """A run on these devices begins, or goes on, with this window."""
+    def begins(self, names: Sequence[str], window: int, exchange: int, frozen: int) -> None:
+        """A run on these devices begins, or goes on, with this window.
+
+        Args:
+            names: Names of the devices.
+            window: Number of the window.
+            exchange: Bytes that each device exchanges.
+            frozen: Bytes that frozen parameters would add.
+        """
         if self.timeline is not None:
             cadence = self._scheduler.cadence
             self.timeline.add(
                 RunEvent, devices=tuple(names), cadence=repr(cadence), windows=window,
                 overhead_target=getattr(cadence, "overhead_target", 0.0),
+                exchange_bytes=exchange, frozen_bytes=frozen,
             )  # fmt: skip
 
     @property

@@ -291,7 +291,8 @@ class TrainStep:
             in_flight=in_flight(self._options),
         )  # fmt: skip
         self._last_run = run
-        self._pace.begins([str(device) for device in self.devices], start.window)
+        names = [str(device) for device in self.devices]
+        self._pace.begins(names, start.window, *self._exchanged(self._initial))
         return Windows(run, len(self.devices))
 
     def __call__(

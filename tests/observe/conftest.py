@@ -18,7 +18,8 @@ def window(number, at, counts=(4, 2, 1), wall_ms=80.0, busy_ms=(70.0, 75.0, 60.0
 def begin(at, first=0, names=("a", "b", "c"), target=0.1):
     return {
         "event": "run", "devices": list(names), "cadence": "ElChe()",
-        "overhead_target": target, "windows": first, "at": at,
+        "overhead_target": target, "windows": first, "exchange_bytes": 4_000_000,
+        "frozen_bytes": 1_000_000, "at": at,
     }  # fmt: skip
 
 

@@ -63,10 +63,12 @@ def test_a_file_of_before_is_read(tmp_path, made):
 
 
 def test_values_become_plain():
-    event = RunEvent(np.array(["a", "b"]), np.str_("x"), np.float32(0.5), np.int64(3), 1)
-    assert event == RunEvent(("a", "b"), "x", 0.5, 3, 1.0)
+    event = RunEvent(np.array(["a", "b"]), np.str_("x"), np.float32(0.5), np.int64(3), 8, 0, 1)
+    assert event == RunEvent(("a", "b"), "x", 0.5, 3, 8, 0, 1.0)
     kinds = [type(getattr(event, field.name)) for field in fields(RunEvent)]
-    assert kinds == [tuple, str, float, int, float] and {type(n) for n in event.devices} == {str}
+    assert kinds == [tuple, str, float, int, int, int, float] and {
+        type(n) for n in event.devices
+    } == {str}
 
 
 def test_metrics_by_name():

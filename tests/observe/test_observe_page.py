@@ -174,6 +174,7 @@ def test_figures_and_tables(run16, tmp_path):
     assert shown["Share of the limit"][0] == f"{limit:.1%}"
     assert shown["Windows"] == ("18", f"in {run.seconds:.1f} s")
     assert shown["Devices"][0] == "3" and shown["Dropped updates"][0] == "2"
+    assert shown["Exchange"] == ("4.00 MB", "per device and window")
     assert shown["Compiling"] == ("0.8 s", "2 waited for, 0 ahead")
     sync, skew = (statistics.median(line[key] for line in steady) for key in ("sync_ms", "skew_ms"))
     assert shown["Synchronising"] == (f"{sync:.2f} ms", f"median; skew {skew:.2f} ms")
@@ -182,7 +183,7 @@ def test_figures_and_tables(run16, tmp_path):
     for rank, row in enumerate(rows):
         ms = statistics.median(line["busy_ms"][rank] / line["counts"][rank] for line in steady)
         done = sum(line["counts"][rank] for line in steady)
-        assert row[1:4] == [f"{ms:.2f}", str(of(lines, "window")[-1]["counts"][rank]), str(done)]
+        assert row[1:4] == [f"{ms:.2f}", str(of(lines, "window")[-2]["counts"][rank]), str(done)]
     expected = [["0", "10", "700", "0.25", "2,800", "0.22222"]]
     assert page.tables["Epochs"][1:] == expected
     assert page.tables["Evaluations"] == [

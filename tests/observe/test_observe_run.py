@@ -167,9 +167,24 @@ def test_the_report_is_of_all_windows_on_the_last_devices(tmp_path, made):
     assert report.examples_per_s == pytest.approx(sum(r["examples"] for r in steady) / seconds)
     assert report.limit_share == limit_share([w.record for w in run.latest if w.record.steady])
     assert [device.name for device in report.devices] == ["a", "b", "c"]
-    assert report.counts == tuple(records[-1]["counts"]) and report.windows == 7
+    assert report.counts == tuple(records[-2]["counts"]) and report.windows == 7
+    assert (report.exchange_bytes, report.frozen_bytes) == (4_000_000, 1_000_000)
     assert (report.compile_misses, report.compiled_ahead, report.skipped) == (3, 0, 3)
     assert report.compile_s == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "counts"),
+    [((0, 0, 0), (5, 2)), ((0, 0, 1), (4, 1)), ((0, 1, 2), (1, 1)), ((0,), (4, 1))],
+    ids=["within an epoch", "an epoch's first", "epochs of one window", "one window"],
+)
+def test_a_window_that_the_end_cut_is_not_the_plan(epochs, counts, tmp_path, made):
+    planned = [(4, 1), (5, 2), (1, 1)]
+    lines = [
+        made.window(number, 1.0 + number, planned[number], epoch=epoch, busy_ms=(9.0, 9.0))
+        for number, epoch in enumerate(epochs)
+    ]
+    assert read_run(made.write(tmp_path / "timeline.jsonl", lines)).report().counts == counts
 
 
 def test_one_device_is_busy_all_the_time(tmp_path, made):

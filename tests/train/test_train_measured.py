@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from statistics import median
 
 import jax
 import numpy as np
@@ -175,5 +176,8 @@ def test_waiting_is_measured_as_the_definitions_say():
     assert len(steady) >= 10
     for record in steady:
         assert record.busy_ms[1] >= 20
-        assert record.skew_ms <= record.wall_ms and record.sync_ms >= 0
+        assert record.skew_ms >= 0 and record.sync_ms >= 0
+    # not of every window: an end that is noticed late makes the next one short
+    skew, one = (median(getattr(r, name) for r in steady) for name in ("skew_ms", "wall_ms"))
+    assert 15 <= skew <= one
     assert sum(r.wall_ms for r in train.records) <= wall * 1.001

@@ -78,10 +78,11 @@ def test_the_timeline_of_the_configuration_hears_it_too():
     one = trainer(
         cadence=None, config=elche.DDPConfig(policy="cadence", anchor=1, timeline=timeline)
     )
-    one.fit(PARAMS, DATA, 8, 2, progress=False)
+    result = one.fit(PARAMS, DATA, 8, 2, progress=False)
     kinds = {type(event) for event in timeline.events}
     assert {events.RunEvent, events.WindowEvent, events.LossEvent, events.EpochEvent} <= kinds
     run = next(event for event in timeline.events if isinstance(event, events.RunEvent))
+    assert run.exchange_bytes == result.report.exchange_bytes > 0
     assert run.overhead_target == 0.10 and run.cadence.startswith("ElChe(")
     anchors = [event for event in timeline.events if isinstance(event, events.AnchorEvent)]
     now = 1
