@@ -35,7 +35,7 @@ BELOW = {
         "engine",
         "observe",
     },
-    "lab": {"_check", "cadence", "data", "distributed", "engine", "observe"},
+    "lab": {"_check", "_exit", "cadence", "data", "distributed", "engine", "observe"},
 }
 BELOW["checkpoint"] = BELOW["train"] | {"train", "_exit"}
 BELOW["trainer"] = BELOW["checkpoint"] | {"checkpoint"}

@@ -78,9 +78,10 @@ class Store:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._keep_last, self._keep_best = keep_last, keep_best
         self._sign, self._monitor = 1 if best == "min" else -1, monitor
+        self._drop_halves()  # orbax would in a thread, that a later manager's writes may meet
         options = ocp.CheckpointManagerOptions(
             enable_async_checkpointing=False,  # `Checkpointer` has a thread for it
-            cleanup_tmp_directories=True,
+            cleanup_tmp_directories=False,
         )
         self._orbax = ocp
         handlers = {
@@ -134,8 +135,7 @@ class Store:
             with _quiet():
                 self._manager.save(step, args=both, force=True)
         except BaseException:  # a disk that is full should not be filled with halves
-            for half in self.folder.glob(f"{step}.orbax-checkpoint-tmp*"):
-                shutil.rmtree(half, ignore_errors=True)
+            self._drop_halves()
             raise
         self._scores[step] = score
         self._tidy()
@@ -196,6 +196,11 @@ class Store:
     def close(self) -> None:
         """Lets go of the folder."""
         self._manager.close()
+
+    def _drop_halves(self) -> None:
+        """Deletes what a kill or an error has left unfinished."""
+        for half in self.folder.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(half, ignore_errors=True)
 
     def _tidy(self) -> None:
         """Deletes the checkpoints that are not to be kept."""

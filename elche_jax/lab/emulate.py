@@ -17,11 +17,19 @@ import numpy as np
 from jax.experimental import io_callback
 
 from elche_jax import _check as check
+from elche_jax._exit import before_exit
 
 PyTree = Any
 
 Schedule = Callable[[int, int, int], float]
 """`schedule(window, rank, microbatch)`: milliseconds that this microbatch lasts."""
+
+QUIET_S = 0.1
+"""How long no emulated device may be at work before a program ends: one that is in a queue
+begins sooner."""
+
+PATIENCE_S = 10.0
+"""Longest wait for it."""
 
 _SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 _ZERO = np.float32(0)
@@ -128,6 +136,43 @@ def jitter(base: Schedule, share: float, seed: int = 0) -> Schedule:
     return schedule
 
 
+class _AtWork:
+    """How many emulated devices are at work. The end of a program waits for them, as their
+    threads would come back from the host into an interpreter that is no more."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._number, self._since = 0, 0.0
+        self._waits = False
+
+    def begins(self) -> None:
+        """A device begins; any thread."""
+        with self._changed:
+            self._number += 1
+            if not self._waits:
+                self._waits = True
+                before_exit(self._wait)
+
+    def ends(self) -> None:
+        """It is done."""
+        with self._changed:
+            self._number -= 1
+            self._since = time.perf_counter()
+            self._changed.notify_all()
+
+    def _wait(self) -> None:
+        until = time.perf_counter() + PATIENCE_S
+        with self._changed:
+            while (now := time.perf_counter()) < until:
+                quiet = now - self._since if self._number == 0 else 0.0
+                if quiet >= QUIET_S:
+                    return
+                self._changed.wait(QUIET_S - quiet)
+
+
+_AT_WORK = _AtWork()
+
+
 @dataclass(frozen=True)
 class EmulatedSpeeds:
     """Devices whose microbatches last as long as a schedule says.
@@ -198,6 +243,7 @@ class EmulatedSpeeds:
 
     def _begin(self, orders: Any) -> np.float32:
         now = time.perf_counter()
+        _AT_WORK.begins()
         rank, step, fresh = orders.tolist()
         clock = self._clocks.get(rank)
         if clock is None or fresh:
@@ -206,6 +252,12 @@ class EmulatedSpeeds:
         return _ZERO
 
     def _wait(self, orders: Any) -> np.float32:
+        try:
+            return self._last(orders)
+        finally:
+            _AT_WORK.ends()
+
+    def _last(self, orders: Any) -> np.float32:
         rank, count, _ = orders.tolist()
         clock = self._clocks[rank]
         for _ in range(count):

@@ -268,6 +268,18 @@ def test_the_last_and_the_best_remain(scores, last, best, mode, again):
         assert there == must_remain(scores, last, best, mode)
 
 
+def test_what_a_kill_has_left_is_gone_before_anything_is_written(tmp_path):
+    folder = fill(tmp_path, (1,))
+    for step in (1, 2, 3):
+        half = folder / f"{step}.orbax-checkpoint-tmp-{step}" / "state.orbax-checkpoint-tmp"
+        half.mkdir(parents=True)
+        for number in range(200):
+            (half / str(number)).write_bytes(b"half")
+    store = Store(folder)
+    assert [path.name for path in folder.iterdir()] == ["1"]
+    store.close()
+
+
 def test_the_score_of_a_damaged_one_is_unknown(tmp_path):
     folder = fill(tmp_path, (1, 2, 3))
     flipped(folder / "1" / "manifest" / "metadata")  # it was the best
