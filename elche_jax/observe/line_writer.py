@@ -7,8 +7,9 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from io import FileIO
-from itertools import islice
+from typing import Any
 
 logger = logging.getLogger("elche_jax")
 
@@ -37,19 +38,21 @@ class LineWriter:
     Args:
         file: The file, opened for writing; it is closed at the end.
         name: What the log calls it.
+        line: Makes a line of what was put; in the thread, so that whoever puts it is not
+            held up by that either.
     """
 
-    def __init__(self, file: FileIO, name: str):
-        self._shared = _Shared(file, name)
+    def __init__(self, file: FileIO, name: str, line: Callable[[Any], bytes]):
+        self._shared = _Shared(file, name, line)
         self._thread = threading.Thread(
             target=_write_all, args=(self._shared,), name="elche-timeline", daemon=True
         )
         self._thread.start()
         self._finish = weakref.finalize(self, _end, self._shared, self._thread)
 
-    def put(self, line: bytes) -> None:
-        """Hands a line over; does not wait."""
-        self._shared.put(line)
+    def put(self, item: Any) -> None:
+        """Hands over what is to become a line; does not wait."""
+        self._shared.put(item)
 
     def say(self) -> None:
         """Logs that the file was given up, once; not to be called under a lock."""
@@ -95,12 +98,12 @@ def _stuck() -> OSError:
 class _Shared:
     """What the writer and its thread share; `changed` guards it."""
 
-    def __init__(self, file: FileIO, name: str):
-        self.file, self._name = file, name
+    def __init__(self, file: FileIO, name: str, line: Callable[[Any], bytes]):
+        self.file, self.line, self._name = file, line, name
         self.changed = threading.Condition(threading.RLock())
-        self._lines: deque[bytes] = deque()
-        self._put = self._written = 0
-        self._ending = self._said = self._urgent = False
+        self._lines: deque[Any] = deque()
+        self._taken = self._written = 0
+        self._asleep = self._ending = self._said = self._urgent = False
         self._error: OSError | None = None
         self._process = os.getpid()
 
@@ -109,34 +112,34 @@ class _Shared:
         """Whether this process was forked off, and has no thread that writes."""
         return os.getpid() != self._process
 
-    def put(self, line: bytes) -> None:
+    def put(self, item: Any) -> None:
         if self.elsewhere:
             if self._error is None:
                 text = "the process that opened it has been forked, and this is the other one"
                 self._error = OSError(errno.EBADF, text)
             return
-        with self.changed:
-            if self._error is not None or self._ending:
-                return
-            if len(self._lines) >= BACKLOG:
-                text = f"{BACKLOG} lines wait for a file that is too slow"
-                self.fail(OSError(errno.EAGAIN, text))
-                return
-            self._lines.append(line)
-            self._put += 1
-            if len(self._lines) == 1:
+        if self._error is not None or self._ending:
+            return
+        if len(self._lines) >= BACKLOG:
+            text = f"{BACKLOG} lines wait for a file that is too slow"
+            self.fail(OSError(errno.EAGAIN, text))
+            return
+        self._lines.append(item)
+        if self._asleep:  # set before the thread looks for lines a last time
+            with self.changed:
                 self.changed.notify_all()
 
-    def next(self) -> list[bytes]:
+    def next(self) -> list[Any]:
         """The next lines, those of `GATHER_S` unless somebody waits; none when there are no
         more."""
         with self.changed:
+            self._asleep = True
             self.changed.wait_for(lambda: self._lines or self._ending or self._error)
+            self._asleep = False
             self.changed.wait_for(lambda: self._urgent or self._ending or self._error, GATHER_S)
-            lines = [] if self._error is not None else list(islice(self._lines, GATHER))
-            for _ in lines:
-                self._lines.popleft()
-            return lines
+            number = 0 if self._error is not None else min(len(self._lines), GATHER)
+            self._taken += number
+            return [self._lines.popleft() for _ in range(number)]
 
     def wrote(self, lines: int) -> None:
         with self.changed:
@@ -148,7 +151,7 @@ class _Shared:
         if self.elsewhere:
             return True
         with self.changed:
-            lines, self._urgent = self._put, True
+            lines, self._urgent = self._taken + len(self._lines), True
             self.changed.notify_all()
             try:
                 while self._written < lines and self._error is None:
@@ -196,7 +199,7 @@ def _write_all(shared: _Shared) -> None:
     """The thread: writes lines until there are no more, then closes the file."""
     try:
         while lines := shared.next():
-            _write(shared.file, b"".join(lines))
+            _write(shared.file, b"".join(map(shared.line, lines)))
             shared.wrote(len(lines))
     except OSError as error:
         shared.fail(error)

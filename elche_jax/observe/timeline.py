@@ -9,8 +9,11 @@ import stat
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from io import FileIO
+from operator import attrgetter
 from os import PathLike, fsdecode
 from pathlib import Path
 from types import TracebackType
@@ -36,7 +39,7 @@ KEEP = 10_000
 BLOCK = 65_536
 """Bytes of a file that are read at once, from its end on."""
 
-_RECORD: Final = tuple(field.name for field in fields(WindowRecord))
+_values: Final = attrgetter(*(field.name for field in fields(WindowRecord)))
 _encode: Final = json.JSONEncoder(allow_nan=False).encode
 _BEGIN: Final = b'{"event": "'
 NUL: Final = b"\0"
@@ -93,7 +96,9 @@ class Timeline:
         self._lock = threading.Lock()
         self._events: deque[Event] = deque(maxlen=keep)
         self._path = None if path is None else _as_path("Timeline", path)
-        self._writer = None if self._path is None else LineWriter(_open(self._path), repr(self))
+        self._writer = (
+            None if self._path is None else LineWriter(_open(self._path), repr(self), _to_line)
+        )
         self._began = time.perf_counter()
 
     def __repr__(self) -> str:
@@ -116,7 +121,7 @@ class Timeline:
             ValueError: A number of it is not finite.
         """
         check.instance("Timeline.window", "record", record, WindowRecord)
-        self.add(WindowEvent, **{name: getattr(record, name) for name in _RECORD})
+        self._take(partial(WindowEvent, *_values(record)))
 
     def add(self, kind: type[Event], **values: Any) -> None:
         """Records an event; the time `at` is now.
@@ -132,13 +137,17 @@ class Timeline:
         if not isinstance(kind, type) or kind not in NAMES:
             rule = f"be one of {', '.join(known.__name__ for known in NAMES)}"
             raise ValueError(check.message("Timeline.add", "kind", rule, repr(kind)))
+        self._take(partial(cast(Any, kind), **values))
+
+    def _take(self, make: Callable[..., Event]) -> None:
+        """Records the event that `make(at=...)` gives."""
         with self._lock:  # the time is taken inside, so that events are in its order
             at = time.perf_counter() - self._began
-            event: Event = cast(Any, kind)(**values, at=at)
+            event = make(at=at)
             self._events.append(event)
             writer = self._writer
             if writer is not None:
-                writer.put(_to_line(event))
+                writer.put(event)
         if writer is not None:
             writer.say()
 
