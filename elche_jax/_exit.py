@@ -7,21 +7,23 @@ be done before: `atexit` is too late.
 
 # imported here so that its own end is asked for before, and thus comes after, what is added
 import concurrent.futures.thread
+import os
 import threading
 from collections.abc import Callable
 
 End = Callable[[], object]
 
 _lock = threading.Lock()
-_ends: dict[int, End] = {}
+_ends: dict[tuple[bool, int], End] = {}  # by whether it is to be last, and number
 _number = 0
 
 
-def before_exit(end: End) -> Callable[[], None]:
-    """Has something called when the program ends.
+def before_exit(end: End, last: bool = False) -> Callable[[], None]:
+    """Has something called when the program ends; not in processes that are forked off it.
 
     Args:
         end: Called by the main thread, after its own work; waits until it is done.
+        last: Call it when nothing else is left that was not to be last.
 
     Returns:
         Forgets it again.
@@ -32,12 +34,12 @@ def before_exit(end: End) -> Callable[[], None]:
         if not _number:
             _register()
         _number += 1
-        number = _number
-        _ends[number] = end
+        key = last, _number
+        _ends[key] = end
 
     def forget() -> None:
         with _lock:
-            _ends.pop(number, None)
+            _ends.pop(key, None)
 
     return forget
 
@@ -51,6 +53,15 @@ def _register() -> None:
             "elche: nothing can be begun when the program has ended. Let the main thread wait for "
             "those that train or save."
         ) from error
+    if hasattr(os, "register_at_fork"):  # not on Windows, which has no forks
+        os.register_at_fork(after_in_child=_forked)
+
+
+def _forked() -> None:
+    """A process that was forked off has none of the threads there were."""
+    global _lock
+    _lock = threading.Lock()
+    _ends.clear()
 
 
 def _end_all() -> None:

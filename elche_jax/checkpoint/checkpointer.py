@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -124,15 +124,19 @@ class Checkpointer:
         self._error: BaseException | None = None
         self._step: int | None = None
         self._last = time.monotonic()
+        self._lock: IO[str] | None = None
         self._store = self._open()
-        self._lock = None if self._store is None else lock(self._folder)
 
     def _open(self) -> Store | None:
         """The folder; None where it cannot be made and training is to go on without."""
         asked = self._checkpoints
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock = lock(self._folder)  # before anything in it is touched
             return Store(self._folder, asked.keep_last, asked.keep_best, asked.mode, asked.monitor)
         except OSError as error:
+            if self._lock is not None:
+                self._lock.close()
             if asked.on_error == "now":
                 raise
             logger.warning("elche: there will be no checkpoints: %s", error)

@@ -84,8 +84,8 @@ def _forget(traced: Callable[..., Any]) -> None:
     """Lets JAX let go of what `pmap` has compiled for a function.
 
     Its cache goes by weak references to functions, but what it holds refers to them, so that
-    nothing in it ever goes: some hundred programs, each with a thousand maps of the process's
-    memory, and the kernel gives it no more.
+    nothing in it ever goes: some thousand programs, each with up to a hundred maps of the
+    process's memory, and the kernel gives it no more.
     """
     cache: Any = getattr(sys.modules.get("jax._src.pmap"), "_cached_shard_map", None)
     evict = getattr(cache, "evict_function", None)

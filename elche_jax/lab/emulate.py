@@ -5,9 +5,10 @@ given time: a host callback after the loop sleeps up to a deadline. `ExtraWork` 
 *cost* a multiple: the gradient is computed several times.
 """
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +25,14 @@ PyTree = Any
 Schedule = Callable[[int, int, int], float]
 """`schedule(window, rank, microbatch)`: milliseconds that this microbatch lasts."""
 
+logger = logging.getLogger("elche_jax")
+
 QUIET_S = 0.1
-"""How long no emulated device may be at work before a program ends: one that is in a queue
-begins sooner."""
+"""A program ends only when no emulated device has been at work for so long: one that is in a
+queue begins sooner."""
 
 PATIENCE_S = 10.0
-"""Longest wait for it."""
+"""Longest wait for emulated devices at the end of a program."""
 
 _SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 _ZERO = np.float32(0)
@@ -136,41 +139,51 @@ def jitter(base: Schedule, share: float, seed: int = 0) -> Schedule:
     return schedule
 
 
-class _AtWork:
-    """How many emulated devices are at work. The end of a program waits for them, as their
+class AtWork:
+    """Which emulated devices are at work. The end of a program waits for them, as their
     threads would come back from the host into an interpreter that is no more."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._number, self._since = 0, 0.0
+        self._devices: set[Hashable] = set()
+        self._since = 0.0
         self._waits = False
 
-    def begins(self) -> None:
-        """A device begins; any thread."""
+    def watch(self) -> None:
+        """There will be such devices."""
         with self._changed:
-            self._number += 1
-            if not self._waits:
-                self._waits = True
-                before_exit(self._wait)
+            waits, self._waits = self._waits, True
+        if not waits:
+            before_exit(self.wait, last=True)  # when nobody gives them work any more
 
-    def ends(self) -> None:
+    def begins(self, device: Hashable) -> None:
+        """A device begins; any thread. One that has failed in between begins again."""
+        with self._changed:
+            self._devices.add(device)
+
+    def ends(self, device: Hashable) -> None:
         """It is done."""
         with self._changed:
-            self._number -= 1
+            self._devices.discard(device)
             self._since = time.perf_counter()
             self._changed.notify_all()
 
-    def _wait(self) -> None:
-        until = time.perf_counter() + PATIENCE_S
+    def wait(self) -> None:
+        """Waits until no device has been at work for `QUIET_S`, at most `PATIENCE_S`."""
+        begun = time.perf_counter()
         with self._changed:
-            while (now := time.perf_counter()) < until:
-                quiet = now - self._since if self._number == 0 else 0.0
+            while (now := time.perf_counter()) < begun + PATIENCE_S:
+                quiet = 0.0 if self._devices else now - max(self._since, begun)
                 if quiet >= QUIET_S:
                     return
                 self._changed.wait(QUIET_S - quiet)
+        logger.warning(
+            "elche: emulated devices are still at work %g s after the end of the program.",
+            PATIENCE_S,
+        )
 
 
-_AT_WORK = _AtWork()
+_AT_WORK = AtWork()
 
 
 @dataclass(frozen=True)
@@ -221,6 +234,7 @@ class EmulatedSpeeds:
 
     def begin(self, device: Any, step: Any, fresh: Any) -> Any:
         """Starts the clock of a device."""
+        _AT_WORK.watch()
         return _tell(self._begin, device, step, fresh)
 
     def around(
@@ -243,8 +257,8 @@ class EmulatedSpeeds:
 
     def _begin(self, orders: Any) -> np.float32:
         now = time.perf_counter()
-        _AT_WORK.begins()
         rank, step, fresh = orders.tolist()
+        _AT_WORK.begins((id(self), rank))
         clock = self._clocks.get(rank)
         if clock is None or fresh:
             clock = self._clocks[rank] = _Clock(step)
@@ -252,13 +266,14 @@ class EmulatedSpeeds:
         return _ZERO
 
     def _wait(self, orders: Any) -> np.float32:
-        try:
-            return self._last(orders)
-        finally:
-            _AT_WORK.ends()
-
-    def _last(self, orders: Any) -> np.float32:
         rank, count, _ = orders.tolist()
+        try:
+            self._sleep(rank, count)
+        finally:
+            _AT_WORK.ends((id(self), rank))
+        return _ZERO
+
+    def _sleep(self, rank: int, count: int) -> None:
         clock = self._clocks[rank]
         for _ in range(count):
             clock.deadline += self._ms(clock.window, rank, clock.microbatch) / 1e3
@@ -271,7 +286,6 @@ class EmulatedSpeeds:
             # One device: the program may run in the main thread. The runtime would swallow
             # the interrupt or make another error of it.
             self._interrupted.set()
-        return _ZERO
 
     def on_host(self) -> Callable[[int, int, int], float]:
         """How long the first microbatches of a window last: the host can wait as well."""

@@ -96,7 +96,12 @@ def _stuck() -> OSError:
 
 
 class _Shared:
-    """What the writer and its thread share; `changed` guards it."""
+    """What the writer and its thread share; `changed` guards it.
+
+    But for `put`, which takes no lock unless the thread sleeps: only the thread removes items,
+    under the lock, and it says that it sleeps before it looks for items a last time, while
+    `put` adds one before it looks whether the thread sleeps.
+    """
 
     def __init__(self, file: FileIO, name: str, line: Callable[[Any], bytes]):
         self.file, self.line, self._name = file, line, name
@@ -125,7 +130,7 @@ class _Shared:
             self.fail(OSError(errno.EAGAIN, text))
             return
         self._lines.append(item)
-        if self._asleep:  # set before the thread looks for lines a last time
+        if self._asleep:
             with self.changed:
                 self.changed.notify_all()
 
@@ -145,6 +150,12 @@ class _Shared:
         with self.changed:
             self._written += lines
             self.changed.notify_all()
+
+    def over(self) -> None:
+        """The thread ends; what comes later is not waited for."""
+        with self.changed:
+            self._ending = True
+            self._lines.clear()
 
     def wait(self) -> bool:
         """Waits until all lines put so far are written; False where nothing moves."""
@@ -198,16 +209,30 @@ class _Shared:
 def _write_all(shared: _Shared) -> None:
     """The thread: writes lines until there are no more, then closes the file."""
     try:
-        while lines := shared.next():
-            _write(shared.file, b"".join(map(shared.line, lines)))
-            shared.wrote(len(lines))
+        while items := shared.next():
+            _write_items(shared, items)
     except OSError as error:
         shared.fail(error)
     try:
         shared.file.close()
     except OSError as error:
         shared.fail(error)
+    shared.over()
     shared.say()
+
+
+def _write_items(shared: _Shared, items: list[Any]) -> None:
+    """Writes lines of what was put; before one that cannot be made, those that can."""
+    lines: list[bytes] = []
+    try:
+        for item in items:
+            lines.append(shared.line(item))
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise OSError(errno.EINVAL, f"no line can be made of an event ({why})") from error
+    finally:
+        _write(shared.file, b"".join(lines))
+        shared.wrote(len(lines))
 
 
 def _write(file: FileIO, line: bytes) -> None:

@@ -30,7 +30,8 @@ class RunReport:
 
     Attributes:
         devices: A report for each device, in rank order.
-        counts: The plan for the next window.
+        counts: The plan for the next window; of a run that was read back, the last plan that
+            no end of an epoch has cut.
         windows: Windows the report looks at: the last 1024 of the run at most.
         examples_per_s: Valid examples per second over the steady windows.
         limit_share: Microbatches per second over the sum of the devices' own speeds,
@@ -41,7 +42,8 @@ class RunReport:
         compile_misses: Program requests that waited for a compile.
         compiled_ahead: Programs compiled in the background.
         compile_s: Seconds spent compiling.
-        skipped: Windows of the run whose update was dropped as not finite.
+        skipped: Windows of the run that were not finite: their update was dropped, or,
+            under averaging, a device was left out of it.
         exchange_bytes: Bytes that each device has for the exchange of a window, before
             any are left out on the wire; 0 with one device.
         frozen_bytes: Bytes that frozen parameters would add to it, and to each device's
@@ -84,7 +86,8 @@ class RunReport:
             )
             rows.append(f"exchange: {megabytes(self.exchange_bytes)} per device and window{left}")
         if self.skipped:
-            rows.append(f"dropped as not finite: {self.skipped} windows")
+            windows = "1 window" if self.skipped == 1 else f"{self.skipped} windows"
+            rows.append(f"not finite: {windows} (update dropped, or a device left out)")
         return "\n".join(rows)
 
 

@@ -42,6 +42,9 @@ BLOCK = 65_536
 _values: Final = attrgetter(*(field.name for field in fields(WindowRecord)))
 _encode: Final = json.JSONEncoder(allow_nan=False).encode
 _BEGIN: Final = b'{"event": "'
+_LATER: Final = {"run": {"exchange_bytes": 0, "frozen_bytes": 0}}
+"""Fields that came later, and what stands for them in a file without."""
+
 NUL: Final = b"\0"
 """What a power loss leaves of a line that the disk had a place for, and nothing more."""
 
@@ -304,7 +307,8 @@ def _to_line(event: Event) -> bytes:
 def _from_line(where: str, path: Path, name: str, line: bytes) -> Event:
     try:
         values: Any = json.loads(line)
-        return EVENTS[values.pop("event")](**values)
+        event = values.pop("event")
+        return EVENTS[event](**_LATER.get(event, {}) | values)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         got = f"{line[:60]!r} ({type(error).__name__}: {error})"
         argument, rule = f"{name} of {path}", "be an event of a timeline"

@@ -11,7 +11,6 @@ import socket
 import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.util import find_spec
 from io import FileIO
 from os import PathLike
 from pathlib import Path
@@ -21,6 +20,11 @@ from elche_jax import _check as check
 from elche_jax.observe.atomic import replacing
 
 STEP: Final = "step"
+MODULES: Final = (
+    "tensorboardX.summary",
+    "tensorboardX.proto.event_pb2",
+    "tensorboardX.record_writer",
+)
 
 
 @runtime_checkable
@@ -198,9 +202,12 @@ class TensorBoardWriter:
         if not isinstance(folder, str | PathLike):
             text = check.message("TensorBoardWriter", "folder", "be a path", check.describe(folder))
             raise TypeError(text)
-        if find_spec("tensorboardX") is None:
+        try:
+            for module in ("tensorboardX", *MODULES):  # now, not in the middle of a run
+                importlib.import_module(module)
+        except ImportError as error:
             todo = "pip install 'elche_jax[tensorboard]'"
-            raise ImportError(f"TensorBoardWriter: needs tensorboardX: {todo}.")
+            raise ImportError(f"TensorBoardWriter: needs tensorboardX: {todo}.") from error
         self._folder = Path(folder)
         self._steps = _Steps("TensorBoardWriter")
         self._file: FileIO | None = None
@@ -250,7 +257,7 @@ class TensorBoardWriter:
 
 def _summary(numbers: Mapping[str, float]) -> Any:
     """Scalars, with their names as TensorBoard takes them."""
-    summaries: Any = importlib.import_module("tensorboardX.summary")
+    summaries: Any = importlib.import_module(MODULES[0])
     made = [summaries.scalar(name, number) for name, number in numbers.items()]
     return {"value": [value for one in made for value in one.value]}
 
@@ -261,8 +268,7 @@ def _record(step: int, **what: Any) -> bytes:
     tensorboardX has a writer with a thread of its own, which waits for ever for a disk that
     has failed; here who writes is told.
     """
-    protos: Any = importlib.import_module("tensorboardX.proto.event_pb2")
-    records: Any = importlib.import_module("tensorboardX.record_writer")
+    protos, records = (cast(Any, importlib.import_module(module)) for module in MODULES[1:])
     event: bytes = protos.Event(step=step, wall_time=time.time(), **what).SerializeToString()
     parts = struct.pack("<Q", len(event)), event
     return b"".join(part + struct.pack("<I", records.masked_crc32c(part)) for part in parts)

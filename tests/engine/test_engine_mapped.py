@@ -116,7 +116,6 @@ def test_what_was_compiled_goes_with_its_owner(use, world_size):
     compile_and_drop(0)
     gc.collect()
     kept = executables()
-    assert kept >= 0
     dropped = [compile_and_drop(number) for number in range(1, 4)]
     gc.collect()
     assert [fn() for fn in dropped] == [None] * 3

@@ -19,7 +19,16 @@ from elche_jax.engine.microbatch import Microbatches
 from elche_jax.engine.program import Program
 from elche_jax.engine.replicas import replicate
 from elche_jax.engine.state import TrainState
-from elche_jax.lab import EmulatedSpeeds, ExtraWork, constant, drift, jitter, throttle
+from elche_jax.lab import (
+    EmulatedSpeeds,
+    ExtraWork,
+    constant,
+    drift,
+    emulate as module,
+    jitter,
+    throttle,
+)
+from elche_jax.lab.emulate import AtWork
 
 PLACES = st.tuples(st.integers(0, 1000), st.integers(0, 2), st.integers(0, 100))
 
@@ -374,3 +383,57 @@ def test_extra_work_really_computes_so_often():
     _, total = loop(jnp.float32(6))
     assert float(total) == 21
     assert calls == [6.0] * 12
+
+
+# -- the end of a program
+
+
+def waiting(at_work):
+    """A thread that waits as the end of a program does."""
+    thread = threading.Thread(target=at_work.wait)
+    thread.start()
+    return thread
+
+
+def test_the_end_waits_for_every_device(monkeypatch):
+    monkeypatch.setattr(module, "QUIET_S", 0.01)
+    at_work = AtWork()
+    for device in range(2):
+        at_work.begins(device)
+    thread = waiting(at_work)
+    at_work.ends(0)
+    thread.join(0.1)
+    assert thread.is_alive(), "device 1 is at work"
+    at_work.ends(1)
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_the_end_waits_for_what_is_in_a_queue_however_long_ago_the_last_one_ended(monkeypatch):
+    monkeypatch.setattr(module, "QUIET_S", 0.3)
+    at_work = AtWork()
+    at_work.begins(0)
+    at_work.ends(0)
+    threading.Event().wait(0.4)  # the quiet before does not count
+    thread = waiting(at_work)
+    at_work.begins(0)
+    thread.join(0.5)
+    assert thread.is_alive()
+    at_work.ends(0)
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_device_that_failed_is_healed_by_its_next_program(monkeypatch, caplog):
+    monkeypatch.setattr(module, "QUIET_S", 0.01)
+    monkeypatch.setattr(module, "PATIENCE_S", 0.1)
+    at_work = AtWork()
+    at_work.begins(0)  # and never ends
+    at_work.wait()
+    said = "elche: emulated devices are still at work 0.1 s after the end of the program."
+    assert [record.getMessage() for record in caplog.records] == [said]
+    at_work.begins(0)
+    at_work.ends(0)
+    monkeypatch.setattr(module, "PATIENCE_S", 60)
+    at_work.wait()
+    assert len(caplog.records) == 1

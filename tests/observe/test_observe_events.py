@@ -53,13 +53,18 @@ def test_every_event_through_a_file(tmp_path, name):
 
 
 def test_a_file_of_before_is_read(tmp_path, made):
+    run = made.begin(0.5)
+    del run["exchange_bytes"], run["frozen_bytes"]
     lines = [
+        run,
         made.window(0, 1.0),
         {"event": "skip", "window": 0, "epoch": 0, "reason": "not finite", "at": 1.0},
         {"event": "verdict", "window": 0, "epoch": 0, "action": "stable", "factor": 1.0, "at": 1.5},
     ]
     events = Timeline.read(made.write(tmp_path / "old.jsonl", lines))
     assert [type(event) for event in events] == [EVENTS[line["event"]] for line in lines]
+    assert (events[0].exchange_bytes, events[0].frozen_bytes) == (0, 0)
+    Timeline(tmp_path / "old.jsonl").close()
 
 
 def test_values_become_plain():

@@ -358,6 +358,17 @@ class Disk:
         raise OSError(5, "Input/output error")
 
 
+def test_an_event_of_which_no_line_can_be_made(tmp_path):
+    timeline = Timeline(tmp_path / "run.jsonl")
+    skip(timeline, 0)
+    skip(timeline, 10**5000)  # more digits than Python writes
+    skip(timeline, 1)
+    with pytest.raises(OSError, match=r"no line can be made of an event \(ValueError: .*digits"):
+        timeline.close()
+    assert [event.window for event in Timeline.read(tmp_path / "run.jsonl")] == [0]
+    assert len(timeline.events) == 3
+
+
 class Full(Disk):
     """One that takes a line and a part of the next, and then no more."""
 

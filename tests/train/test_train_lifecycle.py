@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 import weakref
 from pathlib import Path
@@ -500,7 +501,6 @@ LATE = {"averaging": elche.ParameterAveraging(optimizer_state="keep", delay=1)}
     ids=["gradients", "averaging", "late", "host"],
 )
 def test_a_dropped_training_step_leaves_nothing_behind(how):
-
     def train_and_drop():
         def loss(params, batch, rng):
             return loss_fn(params, batch, rng)
@@ -514,6 +514,9 @@ def test_a_dropped_training_step_leaves_nothing_behind(how):
 
     def left():
         dropped = train_and_drop()
+        for thread in threading.enumerate():
+            if thread.name.startswith("elche-"):
+                thread.join()
         gc.collect()
         assert [reference() for reference in dropped] == [None] * 3
         return len(jax.devices()[0].client.live_executables())

@@ -174,10 +174,8 @@ def test_waiting_is_measured_as_the_definitions_say():
     wall = 1e3 * (time.perf_counter() - begun)
     steady = [r for r in train.records if r.steady]
     assert len(steady) >= 10
-    for record in steady:
-        assert record.busy_ms[1] >= 20
-        assert record.skew_ms >= 0 and record.sync_ms >= 0
+    assert all(record.skew_ms >= 0 and record.sync_ms >= 0 for record in steady)
     # not of every window: an end that is noticed late makes the next one short
     skew, one = (median(getattr(r, name) for r in steady) for name in ("skew_ms", "wall_ms"))
-    assert 15 <= skew <= one
+    assert 15 <= skew <= one and median(record.busy_ms[1] for record in steady) >= 20
     assert sum(r.wall_ms for r in train.records) <= wall * 1.001

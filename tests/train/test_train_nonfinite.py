@@ -78,7 +78,7 @@ def test_skip_drops_the_update_on_all_devices_and_goes_on():
     state, history = run(train, train.init(PARAMS), bad)
     assert history == [True, False, True, True, True, True]
     assert train.skipped == train.report().skipped == 1
-    assert "dropped as not finite: 1 windows" in str(train.report())
+    assert "not finite: 1 window (update dropped" in str(train.report())
     elche.check_replicas(state)
     clean = build()
     want, _ = run(clean, clean.init(PARAMS), without(bad, 1))

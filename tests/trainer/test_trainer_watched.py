@@ -253,14 +253,13 @@ def test_the_last_checkpoint_that_fails_costs_no_result(tmp_path, monkeypatch):
 
 def test_two_runs_in_one_folder(tmp_path):
     saving = elche.Checkpoints(tmp_path)
-    with (
-        elche.Checkpointer(trainer().train, saving),
-        pytest.raises(
-            RuntimeError,
-            match=r"must be used by one run at a time, but another one \(process \d+\)",
-        ),
-    ):
-        trainer().fit(PARAMS, DATA, 8, 1, checkpoints=saving, progress=False)
+    text = r"must be used by one run at a time, but another one \(process \d+\)"
+    with elche.Checkpointer(trainer().train, saving):
+        writing = tmp_path / "7.orbax-checkpoint-tmp"
+        writing.mkdir()
+        with pytest.raises(RuntimeError, match=text):
+            trainer().fit(PARAMS, DATA, 8, 1, checkpoints=saving, progress=False)
+        assert writing.exists(), "what the first run is writing is not touched"
     assert trainer().fit(PARAMS, DATA, 8, 1, checkpoints=saving, progress=False).windows > 0
 
 
