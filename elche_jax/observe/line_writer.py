@@ -66,6 +66,7 @@ class LineWriter:
                 `PATIENCE_S`; then it gets them later, if it goes on.
         """
         moving = self._shared.wait()
+        self._shared.say()
         self._shared.raise_error()
         if not moving:
             raise _stuck()
@@ -187,7 +188,10 @@ class _Shared:
     def say(self) -> None:
         if self._error is None or self._said:
             return
-        self._said = True
+        with self.changed:  # two threads may come at once
+            said, self._said = self._said, True
+        if said:
+            return
         logger.warning(
             "elche: %s could not be written, events are kept in memory only: %s",
             self._name,
