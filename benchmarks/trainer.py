@@ -3,8 +3,8 @@
     python benchmarks/trainer.py [--repeats 7] [--out FILE]
 
 Both train the same model on the same data, in turn, the loop with and without a timeline of its
-own; the trainer records its timeline, its
-table and its checkpoints in a run folder (the checkpoint once, at the end of the epoch).
+own; the trainer records its timeline, its table and its checkpoints in a run folder (the
+checkpoint once, at the end of the epoch).
 The time is that of one epoch with everything compiled: the loop's own, and the `seconds` that
 the trainer gives for its epoch. The last row is what a timeline takes to record a window.
 """

@@ -47,7 +47,7 @@ def before_exit(end: End, last: bool = False) -> Callable[[], None]:
 def _register() -> None:
     try:
         # the only hook that comes in time; concurrent.futures itself lives on it
-        getattr(threading, "_register_atexit")(_end_all)  # noqa: B009 (pyright: private)
+        getattr(threading, "_register_atexit")(_end_all)  # noqa: B009  (private: as an attribute pyright refuses it)
     except RuntimeError as error:
         raise RuntimeError(
             "elche: nothing can be begun when the program has ended. Let the main thread wait for "

@@ -1,5 +1,6 @@
 """What is called when a program ends: in order, once, in the process that asked for it."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +41,7 @@ print("over")
     assert lines(program) == ["over", "first", "second", "asked for at the end", "last"]
 
 
-@pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="no forks on this system")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks on this system")
 def test_a_fork_calls_only_what_it_asked_for_itself():
     program = """
 import os, sys, warnings

@@ -200,7 +200,7 @@ class Store:
     def _drop_halves(self) -> None:
         """Deletes what a kill or an error has left unfinished."""
         for half in self.folder.glob("*.orbax-checkpoint-tmp*"):
-            shutil.rmtree(half, ignore_errors=True)
+            shutil.rmtree(half, ignore_errors=True)  # one that stays is no checkpoint either
 
     def _tidy(self) -> None:
         """Deletes the checkpoints that are not to be kept."""
