@@ -26,6 +26,19 @@ PATIENCE_S = 10.0
 """How long to wait for a file that takes nothing."""
 
 
+_process = os.getpid()
+
+
+def _forked() -> None:
+    """This process was forked off; to ask the system with every line costs too much."""
+    global _process
+    _process = os.getpid()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no forks
+    os.register_at_fork(after_in_child=_forked)
+
+
 class LineWriter:
     """Writes lines in the order in which they were put, those of a moment at a time.
 
@@ -50,9 +63,13 @@ class LineWriter:
         self._thread.start()
         self._finish = weakref.finalize(self, _end, self._shared, self._thread)
 
-    def put(self, item: Any) -> None:
-        """Hands over what is to become a line; does not wait."""
-        self._shared.put(item)
+    def put(self, item: Any) -> bool:
+        """Hands over what is to become a line; does not wait.
+
+        Returns:
+            Whether it was taken; else see `say`.
+        """
+        return self._shared.put(item)
 
     def say(self) -> None:
         """Logs that the file was given up, once; not to be called under a lock."""
@@ -111,29 +128,30 @@ class _Shared:
         self._taken = self._written = 0
         self._asleep = self._ending = self._said = self._urgent = False
         self._error: OSError | None = None
-        self._process = os.getpid()
+        self._process = _process
 
     @property
     def elsewhere(self) -> bool:
         """Whether this process was forked off, and has no thread that writes."""
-        return os.getpid() != self._process
+        return self._process != _process
 
-    def put(self, item: Any) -> None:
-        if self.elsewhere:
+    def put(self, item: Any) -> bool:
+        if self._process != _process:
             if self._error is None:
                 text = "the process that opened it has been forked, and this is the other one"
                 self._error = OSError(errno.EBADF, text)
-            return
+            return False
         if self._error is not None or self._ending:
-            return
+            return False
         if len(self._lines) >= BACKLOG:
             text = f"{BACKLOG} lines wait for a file that is too slow"
             self.fail(OSError(errno.EAGAIN, text))
-            return
+            return False
         self._lines.append(item)
         if self._asleep:
             with self.changed:
                 self.changed.notify_all()
+        return True
 
     def next(self) -> list[Any]:
         """The next lines, those of `GATHER_S` unless somebody waits; none when there are no

@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import attrgetter
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -284,15 +285,25 @@ class _Reading:
     end: float = 0.0
 
     def add(self, events: Sequence[Event]) -> None:
-        """Takes the events on one clock, all after what is there."""
+        """Takes the events on one clock, all after what is there.
+
+        A loss is reported when it is read, which a trainer does for some windows at once; its
+        place is that of its window.
+        """
         places = _places([event for event in events if isinstance(event, WindowEvent)])
         lowest = min(0.0, places[0][0] if places else 0.0)
         zero = self.end - lowest
         place = iter(places)
         newest: dict[int, int] = {}  # by number of devices, the segment on this clock
+        others: list[Event] = []
+        over: dict[int, float] = {}  # by window, when it was reported
         for event in events:
             at = zero + cast(Any, event).at
             self.end = max(self.end, at)
+            if isinstance(event, WindowEvent):
+                over[event.window] = at
+            elif isinstance(event, LossEvent):
+                at = over.pop(event.window, at)
             if isinstance(event, RunEvent):
                 newest[len(event.devices)] = len(self.segments)
                 self.segments.append(_segment(event, at))
@@ -306,7 +317,8 @@ class _Reading:
                 segment = newest[devices]
                 self.windows.append(PlacedWindow(event, segment, zero + begin, zero + end))
                 continue
-            self.events.append(moved(event, at) if zero else event)
+            others.append(event if cast(Any, event).at == at else moved(event, at))
+        self.events += sorted(others, key=attrgetter("at"))
 
 
 def _segment(event: RunEvent, at: float) -> Segment:

@@ -28,6 +28,7 @@ from elche_jax.observe.events import (
     VerdictEvent as VerdictEvent,
     WindowEvent as WindowEvent,
     field_names,
+    plain_window,
 )
 from elche_jax.observe.line_writer import LineWriter
 from elche_jax.observe.records import WindowRecord
@@ -44,6 +45,9 @@ _encode: Final = json.JSONEncoder(allow_nan=False).encode
 _BEGIN: Final = b'{"event": "'
 _LATER: Final = {"run": {"exchange_bytes": 0, "frozen_bytes": 0}}
 """Fields that came later, and what stands for them in a file without."""
+
+Plain = tuple[Any, ...]
+"""The fields of a `WindowEvent` that is not made yet, plain values all."""
 
 NUL: Final = b"\0"
 """What a power loss leaves of a line that the disk had a place for, and nothing more."""
@@ -97,12 +101,12 @@ class Timeline:
     def __init__(self, path: str | PathLike[str] | None = None, keep: int = KEEP):
         keep = check.integer("Timeline", "keep", keep, low=1)
         self._lock = threading.Lock()
-        self._events: deque[Event] = deque(maxlen=keep)
+        self._events: deque[Event | Plain] = deque(maxlen=keep)
         self._path = None if path is None else _as_path("Timeline", path)
         self._writer = (
             None if self._path is None else LineWriter(_open(self._path), repr(self), _to_line)
         )
-        self._began = time.perf_counter()
+        self._began, self._last = time.perf_counter(), 0.0
 
     def __repr__(self) -> str:
         return f"Timeline({'' if self._path is None else repr(str(self._path))})"
@@ -111,20 +115,29 @@ class Timeline:
     def events(self) -> list[Event]:
         """The last events, oldest first, newest last."""
         with self._lock:
-            return list(self._events)
+            events = [_made(item) for item in self._events]
+            self._events.clear()
+            self._events.extend(events)
+        return events
 
-    def window(self, record: WindowRecord) -> None:
+    def window(self, record: WindowRecord, at: float | None = None) -> None:
         """Records a window that is over, as a `WindowEvent`.
 
         Args:
             record: What was measured.
+            at: When it was over, `time.perf_counter` seconds; None: now. Events keep their
+                order: it counts as no earlier than what was recorded before it.
 
         Raises:
             TypeError: `record` is no `WindowRecord`, or holds something else than numbers.
-            ValueError: A number of it is not finite.
+            ValueError: A number of it is not finite, or `at` is still to come.
         """
         check.instance("Timeline.window", "record", record, WindowRecord)
-        self._take(partial(WindowEvent, *_values(record)))
+        values = _values(record)
+        if plain_window(values):  # its event is made when somebody wants it
+            self._take(lambda at: (*values, at), at)
+        else:
+            self._take(partial(WindowEvent, *values), at)
 
     def add(self, kind: type[Event], **values: Any) -> None:
         """Records an event; the time `at` is now.
@@ -142,16 +155,21 @@ class Timeline:
             raise ValueError(check.message("Timeline.add", "kind", rule, repr(kind)))
         self._take(partial(cast(Any, kind), **values))
 
-    def _take(self, make: Callable[..., Event]) -> None:
+    def _take(self, make: Callable[..., "Event | Plain"], clock: float | None = None) -> None:
         """Records the event that `make(at=...)` gives."""
         with self._lock:  # the time is taken inside, so that events are in its order
-            at = time.perf_counter() - self._began
-            event = make(at=at)
-            self._events.append(event)
+            now = time.perf_counter()
+            clock = now if clock is None else clock
+            if not clock <= now:
+                rule = f"be a time of time.perf_counter() that is over, at most {now}"
+                raise ValueError(check.message("Timeline.window", "at", rule, clock))
+            at = max(clock - self._began, self._last)
+            item = make(at=at)
+            self._last = at  # not where the event is refused
+            self._events.append(item)
             writer = self._writer
-            if writer is not None:
-                writer.put(event)
-        if writer is not None:
+            taken = writer is None or writer.put(item)
+        if not taken and writer is not None:
             writer.say()
 
     def flush(self) -> None:
@@ -297,11 +315,15 @@ def _last(where: str, path: Path, name: str, line: bytes) -> list[Event]:
         return []
 
 
-def _to_line(event: Event) -> bytes:
-    values: dict[str, Any] = {"event": NAMES[type(event)]}
-    for name in field_names(type(event)):
-        values[name] = getattr(event, name)
-    return _encode(values).encode() + b"\n"
+def _made(item: "Event | Plain") -> Event:
+    return item if isinstance(item, Event) else WindowEvent(*item)
+
+
+def _to_line(item: "Event | Plain") -> bytes:
+    kind = type(item) if isinstance(item, Event) else WindowEvent
+    names = field_names(kind)
+    values = [getattr(item, name) for name in names] if isinstance(item, Event) else item
+    return _encode({"event": NAMES[kind]} | dict(zip(names, values, strict=True))).encode() + b"\n"
 
 
 def _from_line(where: str, path: Path, name: str, line: bytes) -> Event:

@@ -93,6 +93,7 @@ class Pace:
         self._history = array("q")
         self._hint = hint and world_size > 1 and not self.adaptive
         self.timeline = timeline
+        self._tell = getattr(timeline, "window_metrics", None)  # it takes the losses from them
         self._told = self._owed = STABLE
         self._where = f"{owner}.cadence_state"
 
@@ -123,9 +124,8 @@ class Pace:
 
     @property
     def wants_loss(self) -> bool:
-        """Whether the loss of a window is used, or recorded."""
-        recorded = self.timeline is not None and getattr(self.timeline, "recording", True)
-        return self.uses_loss or recorded
+        """Whether the loss of a window is used, or recorded here."""
+        return self.uses_loss or (self.timeline is not None and self._tell is None)
 
     def begins(self, names: Sequence[str], window: int, exchange: int, frozen: int) -> None:
         """A run on these devices begins, or goes on, with this window.
@@ -288,7 +288,7 @@ class Pace:
                     VerdictEvent, window=record.window, epoch=record.epoch,
                     action=verdict.action, factor=verdict.factor or 1.0,
                 )  # fmt: skip
-            if loss is not None and isfinite(loss):
+            if loss is not None and isfinite(loss) and self._tell is None:
                 where = {"window": record.window, "epoch": record.epoch}
                 self.timeline.add(LossEvent, **where, loss=loss)
         self._told = verdict
@@ -317,9 +317,8 @@ class Pace:
 
     def told(self, measured: Measured, metrics: Mapping[str, Any]) -> None:
         """Hands the metrics of a window that is over to a recorder that takes them."""
-        take = getattr(self.timeline, "metrics", None)
-        if take is not None:
-            take(measured.window, metrics)
+        if self._tell is not None:
+            self._tell(measured.window, measured.epoch, metrics)
 
     def learned(self, record: WindowRecord) -> None:
         """Takes the times of a window that were not known when it was over."""

@@ -100,22 +100,23 @@ class EpochSums:
             self.counts = [0] * len(counts)
         self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
 
-    def fold(self, metrics: Mapping[str, Any]) -> None:
-        """Takes the metrics of a window.
+    def fold(self, metrics: Mapping[str, Any]) -> float:
+        """Takes the metrics of a window; gives its loss.
 
         Where exchanges are late, the first windows have none to tell of: weight 0 or NaN.
         """
         # by numpy, which reads the buffer: `float` of an array takes six times as long
         found = {name: np.asarray(value) for name, value in metrics.items()}
-        weight = float(found["weight"])
+        weight, loss = float(found["weight"]), float(found["loss"])
         self.skipped += not found["finite"].all()
-        if not math.isfinite(float(found["loss"])) or not weight > 0:
-            return
+        if not math.isfinite(loss) or not weight > 0:
+            return loss
         for name, value in found.items():
             if name not in NO_MEANS and value.ndim == 0:
                 total = self.sums.setdefault(name, [0.0, 0.0])
                 total[0] += weight * float(value)
                 total[1] += weight
+        return loss
 
     def means(self) -> dict[str, float]:
         """The means so far, by weight."""
@@ -135,7 +136,9 @@ class DeviceSums:
         if not record.steady:  # times of a window that compiled say nothing
             return
         with self._lock:
-            counts, busy, wall = self._epochs.setdefault(record.epoch, self._nothing())
+            if record.epoch not in self._epochs:
+                self._epochs[record.epoch] = self._nothing()
+            counts, busy, wall = self._epochs[record.epoch]
             for rank, ms in enumerate(record.busy_ms or (record.wall_ms,)):
                 counts[rank] += record.counts[rank]
                 busy[rank] += ms

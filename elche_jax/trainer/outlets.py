@@ -19,16 +19,12 @@ from elche_jax.observe.progress import Progress
 from elche_jax.observe.run import read_run
 from elche_jax.observe.timeline import Timeline
 from elche_jax.observe.writers import CSVWriter, Writer
-from elche_jax.train.run import Window
 from elche_jax.train.step import TrainStep
 from elche_jax.trainer.epochs import EpochMetrics, EpochSums
 from elche_jax.trainer.plan import FitPlan
 from elche_jax.trainer.relay import Relay
 
 logger = logging.getLogger("elche_jax")
-
-SHOW_S = 0.1
-"""Least time between two looks at the progress."""
 
 
 class Outlets:
@@ -44,8 +40,7 @@ class Outlets:
         self._plan, self._train, self._relay = plan, train, relay
         self._names = [str(device) for device in train.devices]
         self.per_epoch = microbatches_per_epoch(plan)
-        self._done = 0
-        self._due = 0.0
+        self._before = 0  # microbatches of the epochs before this one
         self._log = EpochSums(0)
         self._progress: Progress | None = None
 
@@ -57,11 +52,11 @@ class Outlets:
             raise ValueError(check.message("Trainer.fit", "run_dir", rule, plan.folder, todo))
         with ExitStack() as stack:
             self._writers: list[Writer] = list(plan.writers)
-            timelines: list[Timeline] = []
+            timeline = None
             if plan.folder is not None:
-                timelines.append(stack.enter_context(_timeline(plan.folder)))
+                timeline = stack.enter_context(_timeline(plan.folder))
                 self._writers.append(stack.enter_context(Table(plan.folder / "metrics.csv")))
-            self._relay.begin(len(self._names), *timelines)
+            self._relay.begin(len(self._names), timeline)
             stack.callback(self._relay.end)
             self._stack = stack.pop_all()
         return self
@@ -72,20 +67,22 @@ class Outlets:
     def begin(self, cursor: Cursor | None) -> None:
         """The run begins, or goes on, at a place in the data."""
         plan, cursor = self._plan, cursor or Cursor()
-        self._done = (self.per_epoch or 0) * cursor.epoch + cursor.microbatch
+        self._before = (self.per_epoch or 0) * cursor.epoch
         if plan.progress:
             total = self.per_epoch * plan.epochs if self.per_epoch and plan.epochs else None
             progress = Progress(total, plan.epochs, self._names)
             progress.line(device_summary(self._train.devices))
             self._progress = self._stack.enter_context(progress)
 
-    def window(self, window: Window, sums: EpochSums) -> None:
-        """A window was handed to the devices."""
-        self._done += sum(window.counts)
-        now = time.perf_counter()
-        if self._progress is not None and now >= self._due:
-            self._due = now + SHOW_S
-            self._show(sums)
+    def show(self, cursor: Cursor, sums: EpochSums) -> None:
+        """Shows the progress; `cursor` is where the epoch has come."""
+        if self._progress is None:
+            return
+        rate = sums.examples / sums.seconds if sums.seconds > 0 else None
+        _, busy = self._relay.devices.of(sums.epoch)
+        loss = sums.means().get("loss")
+        done = self._before + cursor.microbatch
+        self._progress.update(sums.epoch, done, loss, rate, busy)
 
     def to_dict(self) -> dict[str, Any]:
         """What a checkpoint holds of it: the means that are not written yet."""
@@ -121,10 +118,10 @@ class Outlets:
             values=values,
         )  # fmt: skip
 
-    def epoch(self, window: int, metrics: EpochMetrics, sums: EpochSums) -> None:
-        """An epoch is over, or ends in the middle, after this window."""
-        if self._progress is not None:
-            self._show(sums)
+    def epoch(self, window: int, end: Cursor, metrics: EpochMetrics, sums: EpochSums) -> None:
+        """An epoch is over, after this window."""
+        self.show(end, sums)
+        self._before += end.microbatch
         self.scalars(window + 1, metrics.values)
         names, values = _finite({"loss": metrics.loss, **metrics.metrics})
         self._relay.add(
@@ -137,13 +134,6 @@ class Outlets:
         folder = self._plan.folder
         if folder is not None:
             write_page(read_run(folder), folder / "report.html", title=folder.name)
-
-    def _show(self, sums: EpochSums) -> None:
-        assert self._progress is not None
-        rate = sums.examples / sums.seconds if sums.seconds > 0 else None
-        _, busy = self._relay.devices.of(sums.epoch)
-        loss = sums.means().get("loss")
-        self._progress.update(sums.epoch, self._done, loss, rate, busy)
 
 
 class Table:

@@ -28,6 +28,12 @@ from elche_jax.trainer.watching import Watching
 
 PyTree = Any
 
+LOOK_S = 0.1
+"""How often the metrics of the windows that are over are taken, and the progress is shown."""
+
+FOLD = 64
+"""Windows whose metrics may wait for that: they are arrays on a device."""
+
 
 class Session:
     """One call of `Trainer.fit`.
@@ -58,7 +64,8 @@ class Session:
         self._sums: EpochSums | None = None
         self._history: tuple[EpochMetrics, ...] = ()
         self._window: Window | None = None
-        self._index, self._epoch = -1, 0  # of the last window, also of one before a resume
+        # of the last window, also of one before a resume
+        self._index, self._epoch, self._cursor = -1, 0, Cursor()
         self._metrics: Mapping[str, Any] = {}
         self._evaluated: int | None = None
         self._results: dict[str, float] = {}
@@ -117,13 +124,25 @@ class Session:
     # -- the loop ----------------------------------------------------------------------
 
     def _loop(self) -> None:
-        self._clock = time.perf_counter()
-        for window in self._windows:
-            self._between(window)
-            if self._stopping():
-                return
-            self._train_one(window)
-        self._between(None)
+        self._clock = self._due = time.perf_counter()
+        try:
+            for window in self._windows:
+                self._between(window)
+                if self._stopping():
+                    return
+                self._train_one(window)
+            self._between(None)
+        except BaseException as error:
+            self._look_back(error)
+            raise
+
+    def _look_back(self, error: BaseException) -> None:
+        """Also the windows that have led to an error are recorded."""
+        try:
+            if self._sums is not None:
+                self._take_metrics()
+        except Exception as second:
+            error.add_note(f"Besides, {second}")
 
     def _train_one(self, window: Window) -> None:
         if self._sums is None:
@@ -131,11 +150,11 @@ class Session:
         self._state, self._metrics = self._train(self._state, window)
         if self._window is None:
             self._watching.training(self._names())
-        self._window, self._index, self._epoch = window, window.index, window.epoch
+        self._window, self._cursor = window, window.cursor
+        self._index, self._epoch = window.index, window.epoch
         self._sums.see(window.counts, window.examples)
-        self._fold()
-        self._tick()
-        self._outlets.window(window, self._sums)
+        if self._relay.waiting >= FOLD or time.perf_counter() >= self._due:
+            self._look()
         self._call("on_window")
         every = None if self._plan.evaluation is None else self._plan.evaluation.every_windows
         if every is not None and (window.index + 1) % every == 0:
@@ -189,7 +208,7 @@ class Session:
         if whole:
             self._watching.epoch(self._index + 1, {"loss": metrics.loss, **metrics.metrics})
             self._sums = None
-            self._outlets.epoch(self._index, metrics, sums)
+            self._outlets.epoch(self._index, self._cursor, metrics, sums)
         self._control.told(metrics)
         self._call("on_epoch", metrics)
 
@@ -235,20 +254,24 @@ class Session:
             self._announced = written
             self._call("on_checkpoint", written)
 
+    def _look(self) -> None:
+        """Now and then: metrics of some windows at once cost less than one by one."""
+        self._take_metrics()
+        self._due = self._clock + LOOK_S
+        assert self._sums is not None
+        self._outlets.show(self._cursor, self._sums)
+
     def _drain(self) -> None:
         """Waits until the windows so far are over, and takes their metrics."""
         self._windows.drain()
-        self._fold()
-        self._tick()
+        self._take_metrics()
 
-    def _fold(self) -> None:
-        """Takes the metrics of the windows that are over."""
-        for window, metrics in self._relay.take():
+    def _take_metrics(self) -> None:
+        """Takes the metrics of the windows that are over, and the time since it was last done."""
+        for window, epoch, metrics in self._relay.take():
             assert self._sums is not None
-            self._sums.fold(metrics)
+            self._relay.loss(window, epoch, self._sums.fold(metrics))
             self._outlets.folded(window + 1, metrics)
-
-    def _tick(self) -> None:
         now = time.perf_counter()
         if self._sums is not None:
             self._sums.seconds += now - self._clock
@@ -292,7 +315,7 @@ class Session:
         self._state, cursor, notes = restored.state, restored.cursor, restored.notes
         if cursor is None:
             return None
-        self._index, self._epoch = cursor.window - 1, cursor.epoch
+        self._index, self._epoch, self._cursor = cursor.window - 1, cursor.epoch, cursor
         if notes:
             sums = notes["sums"]
             self._sums = None if sums is None else EpochSums(**sums)

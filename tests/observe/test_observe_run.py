@@ -35,8 +35,10 @@ def test_parts_are_laid_one_after_another(tmp_path, made):
     assert [segment.begin for segment in run.segments] == pytest.approx([0.01, gone + 0.01])
     assert run.seconds == pytest.approx(gone + lines[-1]["at"])
     times = [(0 if at < again else gone) + line["at"] for at, line in enumerate(lines)]
-    expected = [t for t, line in zip(times, lines, strict=True) if line["event"] == "loss"]
-    assert [event.at for event in run.losses] == pytest.approx(expected)
+    # losses are where their windows are
+    over = [t for t, line in zip(times, lines, strict=True) if line["event"] == "window"]
+    assert [event.at for event in run.losses] == over
+    assert [event.at for event in run.events] == sorted(event.at for event in run.events)
     numbers = [window.record.window for window in run.windows]
     assert numbers == [*range(12), *range(10, 16)] and run.repeated == 2
     assert [window.segment for window in run.windows] == [0] * 12 + [1] * 6
@@ -225,3 +227,14 @@ def test_what_is_refused(tmp_path, made):
     path.write_text('{"event": "party", "at": 1.0}\n')
     with pytest.raises(ValueError, match=r"line 1 of .* must be an event of a timeline"):
         read_run(path)
+
+
+def test_losses_that_were_reported_together_are_where_their_windows_are(tmp_path, made):
+    lines = [made.window(i, 1.0 + i) for i in range(3)]
+    late = [{"event": "loss", "epoch": 0, "loss": 1.0, "at": 4.0} | {"window": i} for i in range(4)]
+    skip = {"event": "skip", "window": 1, "epoch": 0, "reason": "r", "at": 2.5}
+    run = read_run(made.write(tmp_path / "timeline.jsonl", [*lines[:2], skip, lines[2], *late]))
+    assert [(event.window, event.at) for event in run.losses] == [
+        (0, 1.0), (1, 2.0), (2, 3.0), (3, 4.0)  # nothing is known of the last one's window
+    ]  # fmt: skip
+    assert [event.at for event in run.events] == [1.0, 2.0, 2.5, 3.0, 4.0]
