@@ -5,9 +5,9 @@
 All train the same model on the same data, and take turns, some windows at a time: the loop, the
 loop once more (which says how much of a difference is none), the loop with a timeline of its own,
 and the trainer, which records its timeline, its table and its checkpoint in a run folder. A
-repeat is a run of each; its figure is the median over the turns but for the first. Ends of
-epochs are in the turns, compiling and the checkpoint are not. The last row is what a timeline
-takes to record a window.
+repeat is a run of each; its figure is the work over the time of all turns but the first. The end
+of an epoch is in them, compiling and the checkpoint are not. The last row is what a timeline takes
+to record a window.
 
 The real devices are threads on the machine's processors: what a loop computes itself is taken
 from them. That is the hard case; a device of its own does not feel it.
@@ -47,7 +47,7 @@ class Switch:
     to: elche.Timeline
 
     def window(self, record):
-        self.to.window(record)
+        self.to.measured(record)  # as a timeline itself would have it
 
     def add(self, kind, **values):
         self.to.add(kind, **values)
@@ -136,7 +136,7 @@ def measure(repeats: int) -> list[Result]:
             small, 300, 3, 4, FLEET, devices=devices[:4], cadence=elche.ElChe(anchor=4)
         ),
         "two real devices": Work(large, 300, 2, 4, devices=devices[:2], cadence=fixed),
-        "one real device": Work(large, 225, 2, 30, devices=devices[:1]),
+        "one real device": Work(large, 300, 2, 60, devices=devices[:1]),
     }
     results = []
     for name, work in cases.items():
@@ -163,7 +163,7 @@ def recording(work: Work, windows: int = 2000) -> float:
     with tempfile.TemporaryDirectory() as folder, elche.Timeline(f"{folder}/run.jsonl") as timeline:
         begun = time.perf_counter()
         for at in range(windows):
-            timeline.window(records[at % len(records)])
+            timeline.measured(records[at % len(records)])
             timeline.add(LossEvent, window=at, epoch=0, loss=1.0)
         taken = 1e3 * (time.perf_counter() - begun) / windows
         timeline.flush()

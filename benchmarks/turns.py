@@ -1,10 +1,10 @@
 """Several loops that take turns, some windows at a time: what a machine does besides hits all."""
 
+import random
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from statistics import median
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ class Turns:
         self._windows = windows
         self._changed = threading.Condition()
         self._left = list(names)  # the first one's turn it is
-        self._rates: dict[str, list[float]] = {name: [] for name in names}
+        self._turns: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
         self._seen, self._done, self._begun = 0, 0, 0.0
 
     def begin(self, name: str) -> None:
@@ -41,7 +41,7 @@ class Turns:
         if self._seen < self._windows:
             return
         jax.block_until_ready(state)
-        self._rates[name].append(self._done / (time.perf_counter() - self._begun))
+        self._turns[name].append((self._done, time.perf_counter() - self._begun))
         with self._changed:
             self._left.append(self._left.pop(0))
             self._changed.notify_all()
@@ -54,12 +54,13 @@ class Turns:
             self._changed.notify_all()
 
     def rate(self, name: str) -> float:
-        """Microbatches per second, the median of the turns but for the first."""
-        return median(self._rates[name][1:])
+        """Microbatches per second of all turns but the first."""
+        done, seconds = zip(*self._turns[name][1:], strict=True)
+        return sum(done) / sum(seconds)
 
 
 def take_turns(
-    loops: Mapping[str, Callable[[Turns, str], None]], windows: int, first: int = 0
+    loops: Mapping[str, Callable[[Turns, str], None]], windows: int, seed: int = 0
 ) -> dict[str, float]:
     """Runs loops in threads, in turns; gives the microbatches per second of each.
 
@@ -67,11 +68,10 @@ def take_turns(
         loops: Called with the turns and the own name: `begin` before the first window, `window`
             after each one.
         windows: Windows of a turn.
-        first: Who is the first, by number.
+        seed: Of the order, so that not the same one always comes after another.
     """
-    names = tuple(loops)
-    first %= len(names)
-    turns = Turns(names[first:] + names[:first], windows)
+    names = random.Random(seed).sample(list(loops), len(loops))
+    turns = Turns(tuple(names), windows)
 
     def run(name: str) -> None:
         try:

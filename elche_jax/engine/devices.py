@@ -95,7 +95,7 @@ def device_summary(devices: Sequence[jax.Device] | None = None) -> str:
 
     Returns:
         For instance `elche: 4 devices | cpu x4`, or
-        `elche: 3 GPUs (2 kinds) | RTX 4090 (24.0 GB) x2 | RTX 3090 (24.0 GB)`.
+        `elche: 3 GPUs (2 kinds) | RTX 4090 (24.0 GiB) x2 | RTX 3090 (24.0 GiB)`.
 
     Example:
         >>> import jax
@@ -140,4 +140,4 @@ def _kind(device: jax.Device) -> str:
     name = device.device_kind.removeprefix("NVIDIA ").removeprefix("GeForce ")
     stats = device.memory_stats()
     limit = stats.get("bytes_limit") if stats else None
-    return f"{name} ({limit / GIB:.1f} GB)" if limit else name
+    return f"{name} ({limit / GIB:.1f} GiB)" if limit else name

@@ -150,26 +150,6 @@ class WindowEvent(WindowRecord, Event):
             check.per_device("WindowEvent", "busy_ms", len(self.busy_ms), devices)
 
 
-_PLAIN_WINDOW: Final = (int, int, tuple, int, tuple, float, float, float, bool)
-
-
-def plain_window(values: tuple[Any, ...]) -> bool:
-    """Whether a `WindowEvent` of these values, all but `at`, would take them as they are.
-
-    What it would make plain first, or refuse, is False. One look at all costs a third of making
-    the event, which can wait until somebody wants it.
-    """
-    if tuple(map(type, values)) != _PLAIN_WINDOW:
-        return False
-    counts, busy = values[2], values[4]
-    return (
-        (len(busy) == len(counts) or (not busy and len(counts) == 1))
-        and {*map(type, counts)} == {int}
-        and {*map(type, busy)} <= {float}
-        and isfinite(sum(busy) + sum(values[5:8]))
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class SkipEvent(Event):
     """An update that was dropped, or an average that was taken without a device.
@@ -250,8 +230,8 @@ class LossEvent(Event):
         window: Number of the window in the run.
         epoch: Its epoch.
         loss: Mean loss over the window's data.
-        at: Seconds since the timeline began, at which it was read: by a trainer up to a tenth of
-            a second after its window was over.
+        at: Seconds since the timeline began, at which it was read: by a trainer some at once,
+            when its loop is at another window.
     """
 
     window: int

@@ -17,7 +17,7 @@ from operator import attrgetter
 from os import PathLike, fsdecode
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Final, Self, cast
+from typing import Any, BinaryIO, Final, NamedTuple, Self, cast
 
 from elche_jax import _check as check
 from elche_jax.observe.events import (
@@ -28,7 +28,6 @@ from elche_jax.observe.events import (
     VerdictEvent as VerdictEvent,
     WindowEvent as WindowEvent,
     field_names,
-    plain_window,
 )
 from elche_jax.observe.line_writer import LineWriter
 from elche_jax.observe.records import WindowRecord
@@ -45,9 +44,6 @@ _encode: Final = json.JSONEncoder(allow_nan=False).encode
 _BEGIN: Final = b'{"event": "'
 _LATER: Final = {"run": {"exchange_bytes": 0, "frozen_bytes": 0}}
 """Fields that came later, and what stands for them in a file without."""
-
-Plain = tuple[Any, ...]
-"""The fields of a `WindowEvent` that is not made yet, plain values all."""
 
 NUL: Final = b"\0"
 """What a power loss leaves of a line that the disk had a place for, and nothing more."""
@@ -101,12 +97,12 @@ class Timeline:
     def __init__(self, path: str | PathLike[str] | None = None, keep: int = KEEP):
         keep = check.integer("Timeline", "keep", keep, low=1)
         self._lock = threading.Lock()
-        self._events: deque[Event | Plain] = deque(maxlen=keep)
+        self._events: deque[Event | _Measured] = deque(maxlen=keep)
         self._path = None if path is None else _as_path("Timeline", path)
         self._writer = (
             None if self._path is None else LineWriter(_open(self._path), repr(self), _to_line)
         )
-        self._began, self._last = time.perf_counter(), 0.0
+        self._began = time.perf_counter()
 
     def __repr__(self) -> str:
         return f"Timeline({'' if self._path is None else repr(str(self._path))})"
@@ -120,24 +116,30 @@ class Timeline:
             self._events.extend(events)
         return events
 
-    def window(self, record: WindowRecord, at: float | None = None) -> None:
+    def window(self, record: WindowRecord) -> None:
         """Records a window that is over, as a `WindowEvent`.
 
         Args:
             record: What was measured.
-            at: When it was over, `time.perf_counter` seconds; None: now. Events keep their
-                order: it counts as no earlier than what was recorded before it.
 
         Raises:
             TypeError: `record` is no `WindowRecord`, or holds something else than numbers.
-            ValueError: A number of it is not finite, or `at` is still to come.
+            ValueError: A number of it is not finite.
         """
         check.instance("Timeline.window", "record", record, WindowRecord)
-        values = _values(record)
-        if plain_window(values):  # its event is made when somebody wants it
-            self._take(lambda at: (*values, at), at)
-        else:
-            self._take(partial(WindowEvent, *values), at)
+        self._take(partial(WindowEvent, *_values(record)))
+
+    def measured(self, record: WindowRecord) -> None:
+        """Records a window as `window` does, without a look at the numbers.
+
+        A training step calls it for what it has measured itself. The event is made when somebody
+        wants it, by the thread that writes for instance: what is done for every window costs
+        the training ten times of what it costs elsewhere.
+
+        Args:
+            record: What was measured: plain numbers, all finite.
+        """
+        self._take(partial(_Measured, record))
 
     def add(self, kind: type[Event], **values: Any) -> None:
         """Records an event; the time `at` is now.
@@ -155,17 +157,10 @@ class Timeline:
             raise ValueError(check.message("Timeline.add", "kind", rule, repr(kind)))
         self._take(partial(cast(Any, kind), **values))
 
-    def _take(self, make: Callable[..., "Event | Plain"], clock: float | None = None) -> None:
+    def _take(self, make: Callable[..., "Event | _Measured"]) -> None:
         """Records the event that `make(at=...)` gives."""
         with self._lock:  # the time is taken inside, so that events are in its order
-            now = time.perf_counter()
-            clock = now if clock is None else clock
-            if not clock <= now:
-                rule = f"be a time of time.perf_counter() that is over, at most {now}"
-                raise ValueError(check.message("Timeline.window", "at", rule, clock))
-            at = max(clock - self._began, self._last)
-            item = make(at=at)
-            self._last = at  # not where the event is refused
+            item = make(at=time.perf_counter() - self._began)
             self._events.append(item)
             writer = self._writer
             taken = writer is None or writer.put(item)
@@ -315,15 +310,27 @@ def _last(where: str, path: Path, name: str, line: bytes) -> list[Event]:
         return []
 
 
-def _made(item: "Event | Plain") -> Event:
-    return item if isinstance(item, Event) else WindowEvent(*item)
+class _Measured(NamedTuple):
+    """A `WindowEvent` that is not made yet."""
+
+    record: WindowRecord
+    at: float
 
 
-def _to_line(item: "Event | Plain") -> bytes:
-    kind = type(item) if isinstance(item, Event) else WindowEvent
-    names = field_names(kind)
-    values = [getattr(item, name) for name in names] if isinstance(item, Event) else item
-    return _encode({"event": NAMES[kind]} | dict(zip(names, values, strict=True))).encode() + b"\n"
+def _made(item: "Event | _Measured") -> Event:
+    if isinstance(item, _Measured):
+        return WindowEvent(*_values(item.record), at=item.at)
+    return item
+
+
+def _to_line(item: "Event | _Measured") -> bytes:
+    if isinstance(item, _Measured):
+        kind, found = WindowEvent, (*_values(item.record), item.at)
+    else:
+        kind = type(item)
+        found = [getattr(item, name) for name in field_names(kind)]
+    values = {"event": NAMES[kind]} | dict(zip(field_names(kind), found, strict=True))
+    return _encode(values).encode() + b"\n"
 
 
 def _from_line(where: str, path: Path, name: str, line: bytes) -> Event:

@@ -8,7 +8,7 @@ import logging
 import threading
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from statistics import median
@@ -31,6 +31,7 @@ from elche_jax.observe.events import (
 )
 from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.report import imbalance
+from elche_jax.observe.timeline import Timeline
 from elche_jax.train import speeds
 
 logger = logging.getLogger("elche_jax")
@@ -46,6 +47,14 @@ HINT_MS = 1.0
 
 HINT_ABOVE = 0.15
 """Share of the machine that may idle before the hint comes."""
+
+
+def windows_to(recorder: Recorder) -> Callable[[WindowRecord], None]:
+    """What takes the windows that a training step has measured itself.
+
+    Whatever is no `Timeline` itself, also where it derives from one, has its own `window`.
+    """
+    return recorder.measured if type(recorder) is Timeline else recorder.window
 
 
 @dataclass(frozen=True)
@@ -282,7 +291,7 @@ class Pace:
                 where neither asks for it.
         """
         if self.timeline is not None:  # not under the lock: it may write to a disk
-            self.timeline.window(record)
+            windows_to(self.timeline)(record)
             if verdict.action == "nudge_down" or verdict != self._told:
                 self.timeline.add(
                     VerdictEvent, window=record.window, epoch=record.epoch,

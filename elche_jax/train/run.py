@@ -352,13 +352,13 @@ class Run:
                 self._pace.skipped(flying.measured, LATE)
             flying = _with(flying, outcome)
             self._watch.late(flying.measured, outcome.late)
-        self._pace.told(flying.measured, flying.metrics)
         verdict, loss = STABLE, None
         if self._guard is not None:
             verdict = self._guard.see(flying.measured, flying.metrics)
         if self._pace.wants_loss and "loss" in flying.metrics:
             loss = float(np.asarray(flying.metrics["loss"]))
         self._pace.measured(_record(flying.measured, times, free, ahead), verdict, loss)
+        self._pace.told(flying.measured, flying.metrics)
         self._verify(flying)
         with self._changed:
             self._flying.pop(times.window, None)

@@ -40,7 +40,7 @@ class Outlets:
         self._plan, self._train, self._relay = plan, train, relay
         self._names = [str(device) for device in train.devices]
         self.per_epoch = microbatches_per_epoch(plan)
-        self._before = 0  # microbatches of the epochs before this one
+        self._before = 0  # microbatches of the epochs before, where the data do not tell
         self._log = EpochSums(0)
         self._progress: Progress | None = None
 
@@ -64,10 +64,9 @@ class Outlets:
     def __exit__(self, *error: Any) -> bool | None:
         return self._stack.__exit__(*error)
 
-    def begin(self, cursor: Cursor | None) -> None:
-        """The run begins, or goes on, at a place in the data."""
-        plan, cursor = self._plan, cursor or Cursor()
-        self._before = (self.per_epoch or 0) * cursor.epoch
+    def begin(self) -> None:
+        """The run begins, or goes on."""
+        plan = self._plan
         if plan.progress:
             total = self.per_epoch * plan.epochs if self.per_epoch and plan.epochs else None
             progress = Progress(total, plan.epochs, self._names)
@@ -81,7 +80,8 @@ class Outlets:
         rate = sums.examples / sums.seconds if sums.seconds > 0 else None
         _, busy = self._relay.devices.of(sums.epoch)
         loss = sums.means().get("loss")
-        done = self._before + cursor.microbatch
+        before = self._before if self.per_epoch is None else self.per_epoch * cursor.epoch
+        done = before + cursor.microbatch
         self._progress.update(sums.epoch, done, loss, rate, busy)
 
     def to_dict(self) -> dict[str, Any]:

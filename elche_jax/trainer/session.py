@@ -71,26 +71,33 @@ class Session:
         self._results: dict[str, float] = {}
         self._saver: Checkpointer | None = None
         self._announced: int | None = None
+        self._trained = False
 
     def run(self) -> FitResult:
         """Trains until the end, or until something asks it to stop."""
         self._begun = time.perf_counter()
-        trained = False
         try:
             with ExitStack() as stack:
                 with self._open(stack) as self._windows:
-                    self._loop()
-                    trained = True
-                    self._end()
+                    self._work()
                 result = self._result()
             self._outlets.page()
         except BaseException as error:
             self._settle(error)
-            if trained:  # what goes wrong after the last window costs no result
+            if self._trained:  # what goes wrong after the last window costs no result
                 self._attach_result(error)
             raise
         self._train.settle()
         return result
+
+    def _work(self) -> None:
+        try:
+            self._loop()
+            self._trained = True
+            self._end()
+        except BaseException as error:
+            self._look_back(error)
+            raise
 
     def _open(self, stack: ExitStack) -> Any:
         plan, train = self._plan, self._train
@@ -99,7 +106,7 @@ class Session:
         if plan.saving is not None:
             self._saver = stack.enter_context(Checkpointer(train, plan.saving))
         cursor = self._restore()
-        self._outlets.begin(cursor)
+        self._outlets.begin()
         return train.windows(
             plan.data, plan.batch_size, plan.epochs, plan.seed, shuffle=plan.shuffle,
             drop_last=plan.drop_last, mask_key=plan.mask_key, placement=plan.placement,
@@ -125,16 +132,12 @@ class Session:
 
     def _loop(self) -> None:
         self._clock = self._due = time.perf_counter()
-        try:
-            for window in self._windows:
-                self._between(window)
-                if self._stopping():
-                    return
-                self._train_one(window)
-            self._between(None)
-        except BaseException as error:
-            self._look_back(error)
-            raise
+        for window in self._windows:
+            self._between(window)
+            if self._stopping():
+                return
+            self._train_one(window)
+        self._between(None)
 
     def _look_back(self, error: BaseException) -> None:
         """Also the windows that have led to an error are recorded."""
@@ -142,7 +145,8 @@ class Session:
             if self._sums is not None:
                 self._take_metrics()
         except Exception as second:
-            error.add_note(f"Besides, {second}")
+            if repr(second) != repr(error):  # not what has failed before
+                error.add_note(f"Besides, {second}")
 
     def _train_one(self, window: Window) -> None:
         if self._sums is None:
@@ -179,9 +183,9 @@ class Session:
             stop("early_stopping")
         if plan.max_windows is not None and self._index + 1 >= plan.max_windows:
             stop("max_windows")
-        seconds = time.perf_counter() - self._begun if self._window is not None else 0.0
-        if plan.max_seconds is not None and seconds >= plan.max_seconds:
-            stop("max_seconds")  # not before the first window, which comes anyway
+        limit = plan.max_seconds if self._window is not None else None  # the first one comes anyway
+        if limit is not None and time.perf_counter() - self._begun >= limit:
+            stop("max_seconds")
         return self._control.reason is not None
 
     def _end(self) -> None:

@@ -98,19 +98,19 @@ def test_groups_are_kinds_in_the_order_of_their_first_rank():
     [
         ([fake("cpu", "cpu")], "elche: 1 device | cpu"),
         ([fake("cpu", "cpu")] * 4, "elche: 4 devices | cpu x4"),
-        ([fake("NVIDIA H200", limit_gib=139.81)], "elche: 1 GPU | H200 (139.8 GB)"),
+        ([fake("NVIDIA H200", limit_gib=139.81)], "elche: 1 GPU | H200 (139.8 GiB)"),
         (
             [
                 fake("NVIDIA GeForce RTX 4090", limit_gib=24),
                 fake("NVIDIA GeForce RTX 3090", limit_gib=24),
                 fake("NVIDIA GeForce RTX 4090", limit_gib=24),
             ],
-            "elche: 3 GPUs (2 kinds) | RTX 4090 (24.0 GB) x2 | RTX 3090 (24.0 GB)",
+            "elche: 3 GPUs (2 kinds) | RTX 4090 (24.0 GiB) x2 | RTX 3090 (24.0 GiB)",
         ),
-        ([fake("TPU v5e", "tpu", 16)] * 2, "elche: 2 TPUs | TPU v5e (16.0 GB) x2"),
+        ([fake("TPU v5e", "tpu", 16)] * 2, "elche: 2 TPUs | TPU v5e (16.0 GiB) x2"),
         (
             [fake("L4", "gpu", 24), fake("cpu", "cpu")],
-            "elche: 2 devices (2 kinds) | L4 (24.0 GB) | cpu",
+            "elche: 2 devices (2 kinds) | L4 (24.0 GiB) | cpu",
         ),
     ],
 )

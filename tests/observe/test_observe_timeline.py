@@ -765,56 +765,18 @@ def test_events_say_when_they_came(monkeypatch):
     assert [event.at for event in timeline.events] == [0.5, 3.0]
 
 
-def test_a_window_that_was_over_before_has_its_own_time(monkeypatch):
-    now = iter([100.0, 103.0, 104.0, 105.0, 106.0])
-    monkeypatch.setattr(module.time, "perf_counter", lambda: next(now))
-    timeline = Timeline()
-    timeline.window(RECORD, at=101.0)
-    timeline.window(RECORD, 100.5)  # no earlier than what is there
-    timeline.add(SkipEvent, window=3, epoch=1, reason="not finite")
-    assert [event.at for event in timeline.events] == [1.0, 1.0, 5.0]
-    with pytest.raises(
-        ValueError, match=r"^Timeline\.window: at must be .* at most 106.0, got 107"
-    ):
-        timeline.window(RECORD, at=107.0)
-
-
-def test_a_time_that_is_none_is_refused():
-    timeline = Timeline()
-    with pytest.raises(ValueError, match=r"^Timeline\.window: at must be a time .* got nan"):
-        timeline.window(RECORD, at=float("nan"))
-    assert timeline.events == []
-
-
-ODD = (  # what makes a value of another type than the field's, or one that must be refused
-    lambda value: float("nan"), lambda value: float("inf"), lambda value: "3", lambda value: None,
-    lambda value: True, lambda value: np.float32(2.5), lambda value: np.int64(3), lambda value: 2,
-    lambda value: 2.5, lambda value: value, lambda value: (), lambda value: (1, 2),
-    lambda value: (1.5, 2), lambda value: (1.5, float("nan")), lambda value: (True, 2),
-    lambda value: [1, 2], lambda value: (np.int64(1), 2), lambda value: (1e308, 1e308),
-)  # fmt: skip
-
-
-@settings(laws, max_examples=300)
-@given(record=records, name=st.sampled_from([f.name for f in fields(WindowRecord)]),
-       odd=st.sampled_from(ODD))  # fmt: skip
-def test_a_window_is_the_event_that_checks_everything(record, name, odd):
-    """What is recorded quickly is what making the event would give; or both refuse it."""
-    record = replace(record, **{name: odd(getattr(record, name))})
-    values = {field.name: getattr(record, field.name) for field in fields(record)}
-    timeline = Timeline()
-    try:
-        expected = WindowEvent(**values, at=0.0)
-    except (TypeError, ValueError) as error:
-        with pytest.raises(type(error)) as raised:
+@laws
+@given(records=st.lists(records, min_size=1, max_size=5))
+def test_what_a_step_has_measured_is_recorded_as_any_window(tmp_path_factory, records):
+    path = tmp_path_factory.mktemp("run") / "run.jsonl"
+    with Timeline(path) as timeline:
+        for record in records:
+            timeline.measured(record)
             timeline.window(record)
-        assert str(raised.value) == str(error)
-        assert timeline.events == []
-        return
-    timeline.window(record)
-    (event,) = timeline.events
-    for field in fields(WindowEvent)[:-1]:
-        got, want = getattr(event, field.name), getattr(expected, field.name)
-        assert got == want and type(got) is type(want)
-        if isinstance(want, tuple):
-            assert [type(x) for x in got] == [type(x) for x in want]
+        found = timeline.events
+    assert Timeline.read(path) == timeline.events == found
+    assert [event.at for event in found] == sorted(event.at for event in found)
+    for got, want, record in zip(found[::2], found[1::2], records, strict=True):
+        assert isinstance(got, WindowEvent)
+        assert replace(got, at=0.0) == replace(want, at=0.0)
+        assert got.counts == record.counts and got.wall_ms == record.wall_ms

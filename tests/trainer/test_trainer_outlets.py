@@ -16,6 +16,7 @@ import elche_jax as elche
 from elche_jax.observe import events
 from elche_jax.observe.timeline import Timeline
 from elche_jax.observe.writers import CSVWriter
+from elche_jax.trainer import outlets, session
 
 EVALUATION = elche.Evaluation(metric_fn, HELD_OUT, 16)
 
@@ -234,3 +235,49 @@ def test_the_writers_of_the_library_are_writers(tmp_path):
     trainer().fit(PARAMS, DATA, 8, 1, writers=[table], progress=False)
     table.close()
     assert (tmp_path / "a.csv").read_text().startswith("step,loss,mae,")
+
+
+@pytest.mark.parametrize("first", [{"epochs": 1}, {"epochs": 3, "max_windows": 4}])
+@pytest.mark.parametrize("known", [True, False])
+def test_how_far_a_run_is_after_a_resume(first, known, tmp_path, monkeypatch):
+    """The bar goes on where the run was, at the end of an epoch and in the middle."""
+    monkeypatch.setattr(session, "LOOK_S", 0.0)  # every window is shown
+    shown, totals = [], []
+
+    class Shown:
+        def __init__(self, total, epochs, names):
+            totals.append(total)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def line(self, text):
+            pass
+
+        def update(self, epoch, done, *rest):
+            shown[-1].append((epoch, done))
+
+    monkeypatch.setattr(outlets, "Progress", Shown)
+    batches = [{k: v[at : at + 8] for k, v in DATA.items()} for at in range(0, 192, 8)]
+
+    class Batches:
+        def __iter__(self):
+            return iter(batches)
+
+    data, size = (DATA, 8) if known else (Batches(), None)
+    for options in (first, {"epochs": 3, "max_windows": None}):
+        shown.append([])
+        trainer().fit(
+            PARAMS, data, size, **options, progress=True, resume="auto",
+            checkpoints=elche.Checkpoints(tmp_path, every_windows=4),
+        )  # fmt: skip
+    assert totals == ([24 * first["epochs"], 72] if known else [None, None])
+    for part in shown:
+        done = [done for _, done in part]
+        assert done == sorted(done) and done[0] > 0
+    if known:
+        assert all(epoch * 24 < done <= epoch * 24 + 24 for part in shown for epoch, done in part)
+        assert shown[-1][-1] == (2, 72) and shown[-1][0][1] > shown[0][-1][1]

@@ -1,7 +1,6 @@
 """What a trainer's run is recorded by: nothing is lost, and everything has its time."""
 
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -11,136 +10,122 @@ import elche_jax as elche
 from elche_jax.observe import events
 from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.timeline import Timeline
-from elche_jax.trainer import relay as module, session
+from elche_jax.trainer import session
+from elche_jax.trainer.epochs import AT_ONCE, DeviceSums
 from elche_jax.trainer.relay import Relay
 
 
-def record(window):
-    return WindowRecord(window, 0, (1, 1), 16, (1.0, 1.0), 2.0, 0.0, 0.0, True)
+def record(window, epoch=0):
+    return WindowRecord(window, epoch, (1, 1), 16, (1.0, 1.0), 2.0, 0.0, 0.0, True)
 
 
-@pytest.fixture
-def slow(monkeypatch):
-    """A relay that has just handed on, and does not so again by itself."""
-    monkeypatch.setattr(module, "GATHER_S", 1e9)
-    timeline, relay = Timeline(), Relay(None)
-    relay.begin(2, timeline)
-    relay.flush()
-    return relay, timeline
+@pytest.mark.parametrize("windows", [1, AT_ONCE - 1, AT_ONCE, 3 * AT_ONCE + 1])
+def test_sums_know_all_windows(windows):
+    sums = DeviceSums(2)
+    for window in range(windows):
+        sums.see(record(window, epoch=window % 2))
+    assert sums.of(0) == ((1000.0, 1000.0), (0.5, 0.5))
+    sums.forget(0)
+    assert set(sums._epochs) == ({1} if windows > 1 else set())
 
 
-def numbers(timeline):
-    return [event.window for event in timeline.events]
+def test_threads_that_report_while_the_loop_reads_lose_nothing():
+    sums, start = DeviceSums(2), threading.Barrier(4)
 
-
-def test_windows_are_handed_on_together_with_their_own_times(slow):
-    relay, timeline = slow
-    before = time.perf_counter()
-    for window in range(3):
-        relay.window(record(window))
-        assert timeline.events == []
-    after = time.perf_counter()
-    relay.flush()
-    ats = [event.at for event in timeline.events]
-    assert numbers(timeline) == [0, 1, 2] and ats == sorted(ats)
-    relay.add(events.SkipEvent, window=3, epoch=0, reason="r")
-    assert ats[-1] - ats[0] <= after - before <= timeline.events[-1].at
-
-
-def test_what_comes_after_a_window_is_told_after_it(slow):
-    relay, timeline = slow
-    relay.window(record(0))
-    relay.add(events.SkipEvent, window=0, epoch=0, reason="r")
-    relay.window(record(1))
-    relay.loss(0, 0, 1.5)
-    kinds = [type(event).__name__ for event in timeline.events]
-    assert kinds == ["WindowEvent", "SkipEvent", "WindowEvent", "LossEvent"]
-
-
-def test_windows_do_not_wait_long(slow):
-    relay, timeline = slow
-    for window in range(module.AT_ONCE - 1):
-        relay.window(record(window))
-    assert timeline.events == []
-    relay.window(record(module.AT_ONCE - 1))
-    assert numbers(timeline) == [*range(module.AT_ONCE)]
-
-
-def test_windows_do_not_wait_at_all_where_they_are_long(monkeypatch):
-    monkeypatch.setattr(module, "GATHER_S", 0.0)
-    timeline, relay = Timeline(), Relay(None)
-    relay.begin(2, timeline)
-    for window in range(3):
-        relay.window(record(window))
-        assert numbers(timeline) == [*range(window + 1)]
-
-
-def test_the_end_hands_on_the_rest_and_keeps_nothing(slow):
-    relay, timeline = slow
-    relay.window(record(0))
-    relay.window_metrics(0, 0, {"loss": np.float32(1.0)})
-    relay.end()
-    assert numbers(timeline) == [0] and relay.waiting == 0
-    relay.window(record(1))  # of a loop of the user's own
-    relay.begin(2, again := Timeline())
-    relay.flush()
-    assert again.events == [] and numbers(timeline) == [0]
-
-
-def test_the_sums_know_what_has_not_been_handed_on(slow):
-    relay, _ = slow
-    relay.window(record(0))
-    assert relay.devices.of(0) == ((1000.0, 1000.0), (0.5, 0.5))
-
-
-def test_a_timeline_of_the_configuration_has_all_at_once(monkeypatch):
-    monkeypatch.setattr(module, "GATHER_S", 1e9)
-    own, timeline = Timeline(), Timeline()
-    relay = Relay(own)
-    relay.begin(2, timeline)
-    relay.flush()
-    relay.window(record(0))
-    assert numbers(own) == [0] and timeline.events == []
-    relay.end()
-    relay.window(record(1))
-    relay.window_metrics(1, 0, {"loss": np.float32(1.0)})
-    kinds = [type(event).__name__ for event in own.events]
-    assert kinds == ["WindowEvent", "WindowEvent", "LossEvent"]
-
-
-def test_a_loss_that_is_no_number_is_not_told(slow):
-    relay, timeline = slow
-    relay.loss(0, 0, float("nan"))
-    assert timeline.events == []
-
-
-def test_threads_that_report_and_hand_on_at_once_lose_nothing(monkeypatch):
-    monkeypatch.setattr(module, "AT_ONCE", 3)
-    timeline, relay = Timeline(), Relay(None)
-    relay.begin(2, timeline)
-    start = threading.Barrier(4)
-
-    def report(first):
+    def report():
         start.wait()
-        for window in range(first, 2000, 4):
-            relay.window(record(window))
-            if window % 10 < 4:
-                relay.loss(window, 0, 1.0)
+        for window in range(2000):
+            sums.see(record(window))
 
-    threads = [threading.Thread(target=report, args=(first,)) for first in range(4)]
+    threads = [threading.Thread(target=report) for _ in range(3)]
     for thread in threads:
         thread.start()
+    start.wait()
+    while any(thread.is_alive() for thread in threads):
+        sums.of(0)
     for thread in threads:
         thread.join()
+    sums.of(0)
+    assert sums._epochs[0][0] == [6000.0, 6000.0]
+
+
+def test_a_run_is_recorded_by_both_timelines_and_a_users_loop_by_its_own():
+    own, timeline, relay = Timeline(), Timeline(), None
+    relay = Relay(own)
+    relay.begin(2, timeline)
+    relay.window(record(0))
+    relay.window_metrics(0, 0, {"loss": np.float32(1.0)})
+    assert relay.waiting == 1
+    relay.loss(0, 0, 1.0)
+    relay.loss(1, 0, float("nan"))  # a skip tells of it
     relay.end()
+    assert relay.waiting == 0
+    relay.window(record(1))
+    relay.window_metrics(1, 0, {"loss": np.float32(2.0)})
+
+    def kinds(of):
+        return [type(event).__name__ for event in of.events]
+
+    assert kinds(timeline) == ["WindowEvent", "LossEvent"]
+    assert kinds(own) == ["WindowEvent", "LossEvent"] * 2
+
+
+class Mine(Timeline):
+    """A timeline of somebody's own, which wants to see the windows."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def window(self, record):
+        self.seen.append(record.window)
+        super().window(record)
+
+
+@pytest.mark.parametrize("make", [Timeline, Mine])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_losses_come_after_their_windows(make, devices):
+    """In a loop of the user's own over a trainer's step, and in `fit`."""
+    timeline = make()
+    one = trainer(devices, config=elche.DDPConfig(timeline=timeline))
+    state = one.train.init(PARAMS)
+    for window in one.train.windows(DATA, 8):
+        state, _ = one.train(state, window)
+    one.fit(PARAMS, DATA, 8, 1, progress=False)
     found = timeline.events
-    windows = [event.window for event in found if isinstance(event, events.WindowEvent)]
-    assert sorted(windows) == [*range(2000)]
-    for first in range(4):  # each thread's own in its order
-        mine = [event.window for event in found if event.window % 4 == first]
-        assert mine == sorted(mine)
-    ats = [event.at for event in found]
-    assert ats == sorted(ats)
+    for kind in (events.WindowEvent, events.LossEvent):
+        numbers = [event.window for event in found if isinstance(event, kind)]
+        assert numbers == [*range(len(numbers) // 2)] * 2
+    begins = [at for at, event in enumerate(found) if isinstance(event, events.RunEvent)]
+    for part in (found[: begins[-1]], found[begins[-1] :]):
+        over = set()
+        for event in part:
+            if isinstance(event, events.WindowEvent):
+                over.add(event.window)
+            elif isinstance(event, events.LossEvent):
+                assert event.window in over
+    if make is Mine:
+        assert timeline.seen == [e.window for e in found if isinstance(e, events.WindowEvent)]
+
+
+@pytest.mark.parametrize("stop", ["callback", "max_windows"])
+def test_what_has_led_to_an_error_at_the_end_is_recorded(stop, tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "LOOK_S", 1e9)  # metrics wait
+    data = {name: values.copy() for name, values in DATA.items()}
+    data["x"][100] = np.nan  # in window 2
+
+    class Stop(elche.Callback):
+        def on_window(self, run):
+            if run.window.index == 2 and stop == "callback":
+                run.stop()
+
+    with pytest.raises(elche.NonFiniteError):
+        trainer().fit(
+            PARAMS, data, 8, 1, shuffle=False, run_dir=tmp_path, progress=False,
+            callbacks=[Stop()], max_windows=3,
+        )  # fmt: skip
+    found = Timeline.read(tmp_path / "timeline.jsonl")
+    assert [e.window for e in found if isinstance(e, events.LossEvent)] == [0, 1]
 
 
 def test_what_has_led_to_an_error_is_recorded(tmp_path):
