@@ -31,6 +31,8 @@ from turns import Turns, take_turns
 import elche_jax as elche
 from elche_jax.lab import EmulatedSpeeds
 from elche_jax.observe.events import LossEvent
+from elche_jax.trainer.callback import Moment
+from elche_jax.trainer.control import Control
 
 BATCH = 16
 FLEET = [5, 5, 10, 20]
@@ -54,7 +56,7 @@ class Switch:
 
 
 class Turn(elche.Callback):
-    """Has the trainer take turns."""
+    """Has a loop or the trainer take turns; it costs both the same."""
 
     def __init__(self, turns: Turns, name: str):
         self._turns, self._name = turns, name
@@ -111,10 +113,11 @@ class Work:
 
     def _run(self, train: elche.TrainStep, turns: Turns, name: str) -> None:
         turns.begin(name)
+        turn, control = Turn(turns, name), Control()
         state = train.init(self._params)
         for window in train.windows(self._data, BATCH, self._epochs):
-            state, _ = train(state, window)
-            turns.window(name, sum(window.counts), state)
+            state, metrics = train(state, window)
+            turn.on_window(Moment(train, state, window, metrics, (), control))
 
     def _fit(self, turns: Turns, name: str) -> None:
         turns.begin(name)
@@ -135,8 +138,8 @@ def measure(repeats: int) -> list[Result]:
         "5:5:10:20 ms emulated": Work(
             small, 300, 3, 4, FLEET, devices=devices[:4], cadence=elche.ElChe(anchor=4)
         ),
-        "two real devices": Work(large, 300, 2, 4, devices=devices[:2], cadence=fixed),
-        "one real device": Work(large, 300, 2, 60, devices=devices[:1]),
+        "two real devices": Work(large, 600, 2, 8, devices=devices[:2], cadence=fixed),
+        "one real device": Work(large, 600, 2, 60, devices=devices[:1]),
     }
     results = []
     for name, work in cases.items():
