@@ -87,8 +87,8 @@ def _forget(traced: Callable[..., Any]) -> None:
     nothing in it ever goes: some thousand programs, each with up to a hundred maps of the
     process's memory, and the kernel gives it no more.
     """
-    # no public name: where a JAX has another one, programs stay, as they do without the library
-    cache: Any = getattr(sys.modules.get("jax._src.pmap"), "_cached_shard_map", None)
+    pmap = sys.modules.get("jax._src.pmap")  # JAX has no public name for what it keeps
+    cache: Any = getattr(pmap, "_cached_shard_map", None)  # not there: programs stay
     evict = getattr(cache, "evict_function", None)
     if evict is not None:  # a JAX without it is caught by `test_engine_mapped`
         evict(traced)

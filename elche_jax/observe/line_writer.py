@@ -26,11 +26,11 @@ PATIENCE_S = 10.0
 """How long to wait for a file that takes nothing."""
 
 
-_process = os.getpid()
+_process = os.getpid()  # kept, as to ask the system for every line costs too much
 
 
 def _forked() -> None:
-    """This process was forked off; to ask the system with every line costs too much."""
+    """This process was forked off."""
     global _process
     _process = os.getpid()
 
@@ -136,7 +136,7 @@ class _Shared:
         return self._process != _process
 
     def put(self, item: Any) -> bool:
-        if self._process != _process:
+        if self.elsewhere:
             if self._error is None:
                 text = "the process that opened it has been forked, and this is the other one"
                 self._error = OSError(errno.EBADF, text)

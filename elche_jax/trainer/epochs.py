@@ -148,9 +148,7 @@ class DeviceSums:
             record = self._new.popleft()
             if not record.steady:  # times of a window that compiled say nothing
                 continue
-            if record.epoch not in self._epochs:
-                self._epochs[record.epoch] = self._nothing()
-            counts, busy, wall = self._epochs[record.epoch]
+            counts, busy, wall = self._epochs.setdefault(record.epoch, self._nothing())
             for rank, ms in enumerate(record.busy_ms or (record.wall_ms,)):
                 counts[rank] += record.counts[rank]
                 busy[rank] += ms

@@ -108,24 +108,22 @@ class Outlets:
         for writer in self._writers:
             writer.scalars(step, values)
 
-    def evaluated(
-        self, window: int, epoch: int, seconds: float, results: Mapping[str, float]
-    ) -> None:
-        """An evaluation after this window is over."""
+    def evaluated(self, at: Cursor, seconds: float, results: Mapping[str, float]) -> None:
+        """An evaluation is over, at this place."""
         names, values = _finite(results)
         self._relay.add(
-            EvaluationEvent, window=window, epoch=epoch, seconds=seconds, names=names,
+            EvaluationEvent, window=at.window - 1, epoch=at.epoch, seconds=seconds, names=names,
             values=values,
         )  # fmt: skip
 
-    def epoch(self, window: int, end: Cursor, metrics: EpochMetrics, sums: EpochSums) -> None:
-        """An epoch is over, after this window."""
+    def epoch(self, end: Cursor, metrics: EpochMetrics, sums: EpochSums) -> None:
+        """An epoch is over, at this place."""
         self.show(end, sums)
         self._before += end.microbatch
-        self.scalars(window + 1, metrics.values)
+        self.scalars(end.window, metrics.values)
         names, values = _finite({"loss": metrics.loss, **metrics.metrics})
         self._relay.add(
-            EpochEvent, epoch=metrics.epoch, window=window, windows=metrics.windows,
+            EpochEvent, epoch=metrics.epoch, window=end.window - 1, windows=metrics.windows,
             examples=metrics.examples, seconds=metrics.seconds, names=names, values=values,
         )  # fmt: skip
 

@@ -64,8 +64,7 @@ class Session:
         self._sums: EpochSums | None = None
         self._history: tuple[EpochMetrics, ...] = ()
         self._window: Window | None = None
-        # of the last window, also of one before a resume
-        self._index, self._epoch, self._cursor = -1, 0, Cursor()
+        self._cursor = Cursor()  # after the last window, also after one before a resume
         self._metrics: Mapping[str, Any] = {}
         self._evaluated: int | None = None
         self._results: dict[str, float] = {}
@@ -155,7 +154,6 @@ class Session:
         if self._window is None:
             self._watching.training(self._names())
         self._window, self._cursor = window, window.cursor
-        self._index, self._epoch = window.index, window.epoch
         self._sums.see(window.counts, window.examples)
         if self._relay.waiting >= FOLD or time.perf_counter() >= self._due:
             self._look()
@@ -181,7 +179,7 @@ class Session:
         plan, stop = self._plan, self._control.stop
         if self._watching.over:
             stop("early_stopping")
-        if plan.max_windows is not None and self._index + 1 >= plan.max_windows:
+        if plan.max_windows is not None and self._cursor.window >= plan.max_windows:
             stop("max_windows")
         limit = plan.max_seconds if self._window is not None else None  # the first one comes anyway
         if limit is not None and time.perf_counter() - self._begun >= limit:
@@ -210,9 +208,9 @@ class Session:
         metrics = epoch_metrics(sums, self._relay.devices, whole)
         self._history = (*self._history, metrics)
         if whole:
-            self._watching.epoch(self._index + 1, {"loss": metrics.loss, **metrics.metrics})
+            self._watching.epoch(self._cursor.window, {"loss": metrics.loss, **metrics.metrics})
             self._sums = None
-            self._outlets.epoch(self._index, self._cursor, metrics, sums)
+            self._outlets.epoch(self._cursor, metrics, sums)
         self._control.told(metrics)
         self._call("on_epoch", metrics)
 
@@ -220,7 +218,7 @@ class Session:
         """Evaluates the present state, once."""
         plan, evaluation = self._plan, self._plan.evaluation
         assert evaluation is not None and self._evaluator is not None
-        if self._evaluated == self._index:
+        if self._evaluated == self._cursor.window:
             return
         self._drain()
         begun = time.perf_counter()
@@ -229,13 +227,13 @@ class Session:
             params, evaluation.data, evaluation.batch_size, model_state=model_state,
             mask_key=evaluation.mask_key, window_bytes=plan.window_bytes,
         )  # fmt: skip
-        self._evaluated = self._index
+        self._evaluated = self._cursor.window
         self._results = {name: x for name, x in results.items() if isinstance(x, float)}
         if self._sums is not None:
             self._sums.evaluation = self._results
         seconds = time.perf_counter() - begun
-        self._outlets.evaluated(self._index, self._epoch, seconds, self._results)
-        self._watching.evaluation(self._index + 1, self._results)
+        self._outlets.evaluated(self._cursor, seconds, self._results)
+        self._watching.evaluation(self._cursor.window, self._results)
         self._call("on_evaluation", results)
         self._clock = time.perf_counter()  # no time of the epoch
 
@@ -245,7 +243,7 @@ class Session:
         self._saver.check()
         if force or self._saver.due(self._window):
             self._drain()
-            score = self._watching.score(self._index + 1)
+            score = self._watching.score(self._cursor.window)
             self._saver.save(
                 self._state, self._window, force=True, score=score, notes=self._notes()
             )
@@ -319,7 +317,7 @@ class Session:
         self._state, cursor, notes = restored.state, restored.cursor, restored.notes
         if cursor is None:
             return None
-        self._index, self._epoch, self._cursor = cursor.window - 1, cursor.epoch, cursor
+        self._cursor = cursor
         if notes:
             sums = notes["sums"]
             self._sums = None if sums is None else EpochSums(**sums)
@@ -352,7 +350,7 @@ class Session:
             model_state=self._one_model_state(),
             history=self._history,
             stopped=self._control.reason or "epochs",
-            windows=self._index + 1,
+            windows=self._cursor.window,
             seconds=time.perf_counter() - self._begun,
             report=self._train.report(),
             state=self._state,

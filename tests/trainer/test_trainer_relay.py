@@ -50,7 +50,7 @@ def test_threads_that_report_while_the_loop_reads_lose_nothing():
 
 
 def test_a_run_is_recorded_by_both_timelines_and_a_users_loop_by_its_own():
-    own, timeline, relay = Timeline(), Timeline(), None
+    own, timeline = Timeline(), Timeline()
     relay = Relay(own)
     relay.begin(2, timeline)
     relay.window(record(0))
