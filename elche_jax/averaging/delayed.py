@@ -28,7 +28,7 @@ from elche_jax.engine.exchange import packed_psum
 from elche_jax.engine.fetch import Orders, Payload
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.merge import MergeRules, changes, merged
-from elche_jax.engine.microbatch import all_finite
+from elche_jax.engine.microbatch import all_finite, chosen, computed_once
 from elche_jax.engine.state import TrainState
 
 PyTree = Any
@@ -109,12 +109,8 @@ class DelayedProgram(LocalProgram):
         joined = join(kept.base, own, kept.outer[0], kept.error, share)
         made = (joined.params, joined.outer, joined.error)
         fine = all_finite(joined.params) & share.sound
-        good = share.good & fine
-        base, outer, error = jax.tree.map(
-            lambda new, old: jnp.where(good, new, old),
-            made,
-            (kept.base, kept.outer[0], kept.error),
-        )
+        good = computed_once(share.good & fine)
+        base, outer, error = chosen(good, made, (kept.base, kept.outer[0], kept.error))
         correction = [
             jnp.where(good, x.astype(jnp.float32) - y.astype(jnp.float32), 0)
             for x, y in zip(base, own, strict=True)
@@ -138,7 +134,7 @@ class DelayedProgram(LocalProgram):
         nothing = jax.tree.map(jnp.zeros_like, now)
         moved = packed_psum(changes(self.merge, now, nothing, share), AXIS)
         together = merged(self.merge, now, nothing, share, moved, jnp.float32(1))
-        return jax.tree.map(lambda new, old: jnp.where(good, new, old), together, now)
+        return chosen(good, together, now)
 
     def _apply(
         self, state: TrainState, walk: Walk, exchanged: Exchanged
@@ -151,9 +147,7 @@ class DelayedProgram(LocalProgram):
         ]
         trained = structure.unflatten(corrected)
         _, frozen = self.work.selection.split(state.params)
-        opt_state = jax.tree.map(
-            lambda new, anew: jnp.where(own, new, anew), walk.opt_state, self.tx.init(trained)
-        )
+        opt_state = chosen(own, walk.opt_state, self.tx.init(trained))
         kept = AveragingState(
             outer=exchanged.outer,
             base=exchanged.base,

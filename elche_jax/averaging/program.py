@@ -31,7 +31,14 @@ from elche_jax.engine.fetch import Orders, Payload
 from elche_jax.engine.loop import LoopHook, run_loop
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.merge import MergeRules, changes, merged
-from elche_jax.engine.microbatch import Microbatches, all_finite, clip, floats
+from elche_jax.engine.microbatch import (
+    Microbatches,
+    all_finite,
+    chosen,
+    clip,
+    computed_once,
+    floats,
+)
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.trainable import Selection
 
@@ -134,7 +141,7 @@ class LocalProgram:
     def begun(self, state: TrainState, walk: Walk, orders: Orders) -> Walk:
         """The walk to go on with: in the first call of a window that of no step."""
         fresh = orders.fresh
-        return jax.tree.map(lambda a, b: jnp.where(fresh, a, b), self.zeros(state), walk)
+        return chosen(fresh, self.zeros(state), walk)
 
     def window(
         self, state: TrainState, payload: Payload, orders: Orders, single: bool
@@ -155,10 +162,7 @@ class LocalProgram:
         """
         own = finite(state, walk)
         # a device that is left out goes on from what it began the window with
-        model_state = jax.tree.map(
-            lambda new, old: jnp.where(own, new, old), walk.model_state, state.model_state
-        )
-        walk = walk.replace(model_state=model_state)
+        walk = walk.replace(model_state=chosen(own, walk.model_state, state.model_state))
         share = share_of(walk.steps, own, self.averaging.exponent, state.step, self.world_size)
         trained, frozen = self.work.selection.split(state.params)
         new, extra, said = self._join(state, trained, walk, own, share)
@@ -171,8 +175,8 @@ class LocalProgram:
         kept = (state.params, state.opt_state, state.model_state, state.averaging)
         # the outer optimizer may make of finite differences what is not
         fine = all_finite(new) & share.sound
-        good = share.good & fine  # else no device has anything to give
-        made = jax.tree.map(lambda a, b: jnp.where(good, a, b), made, kept)
+        good = computed_once(share.good & fine)  # else no device has anything to give
+        made = chosen(good, made, kept)
         totals = self.summed(seen(walk, own))
         totals["bad"] += ~fine
         params, opt_state, model_state, extra = made
@@ -211,10 +215,8 @@ class LocalProgram:
             )  # fmt: skip
             trained = optax.apply_updates(walk.trained, updates)
             if self.work.form == "weighted":  # no weight, no step
-                trained, opt_state = jax.tree.map(
-                    lambda new, old: jnp.where(own.weight > 0, new, old),
-                    (trained, opt_state),
-                    (walk.trained, walk.opt_state),
+                trained, opt_state = chosen(
+                    own.weight > 0, (trained, opt_state), (walk.trained, walk.opt_state)
                 )
             return Walk(
                 trained,
@@ -298,9 +300,7 @@ class LocalProgram:
         if how == "reset":
             return self.tx.init(new)
         if how == "keep":
-            return jax.tree.map(
-                lambda a, b: jnp.where(own, a, b), walk.opt_state, self.tx.init(new)
-            )
+            return chosen(own, walk.opt_state, self.tx.init(new))
         rules = opt_rules(state.opt_state)
         return self._merged(rules, walk.opt_state, state.opt_state, share)
 
@@ -334,7 +334,7 @@ def finite(state: TrainState, walk: Walk) -> Any:
     after, before = (floats((x.opt_state, x.model_state)) for x in (walk, state))
     worse = [broken(new, old) for new, old in zip(after, before, strict=True)]
     own = all_finite((walk.trained, walk.loss, walk.weight))
-    return own & ~jnp.any(jnp.stack([jnp.bool_(False), *worse]))
+    return computed_once(own & ~jnp.any(jnp.stack([jnp.bool_(False), *worse])))
 
 
 def other_bytes(averaging: Averaging, merge: MergeRules, state: TrainState, world_size: int) -> int:

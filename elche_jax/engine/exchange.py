@@ -1,19 +1,26 @@
 """Sums over devices: which arrays travel together, and in which type.
 
 A sum over devices costs a little per array and a little per byte. Small arrays are packed
-into one buffer per dtype, large ones are summed where they lie: copying them into a buffer
-and back would cost more than it saves (docs/design/0006-exchange.md has the figures).
+into buffers, large ones are summed where they lie: copying them into a buffer and back would
+cost more than it saves (docs/design/0006-exchange.md has the figures).
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 PyTree = Any
 
 PACK_BELOW = 64 * 2**10
 """Bytes of an array below which it is packed with others."""
+
+BASE = 16
+"""Of the numbers that `_numbers` makes."""
 
 
 def packed_psum(tree: PyTree, axis_name: str) -> PyTree:
@@ -21,22 +28,8 @@ def packed_psum(tree: PyTree, axis_name: str) -> PyTree:
 
     The same values as `jax.lax.psum`, bit for bit.
     """
-    leaves, structure = jax.tree.flatten(tree)
-    packs: dict[Any, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        if leaf.size * leaf.dtype.itemsize < PACK_BELOW:
-            packs.setdefault(leaf.dtype, []).append(i)
-    packed = {i for members in packs.values() for i in members}
-    alone = [i for i in range(len(leaves)) if i not in packed]
-    buffers = [_flat([leaves[i] for i in members]) for members in packs.values()]
-    buffers, large = jax.lax.psum((buffers, [leaves[i] for i in alone]), axis_name)
-    summed: list[Any] = [None] * len(leaves)
-    for i, leaf in zip(alone, large, strict=True):
-        summed[i] = leaf
-    for buffer, members in zip(buffers, packs.values(), strict=True):
-        for i, leaf in zip(members, _cut(buffer, [leaves[i] for i in members]), strict=True):
-            summed[i] = leaf
-    return jax.tree.unflatten(structure, summed)
+    packing = Packing.of(tree)
+    return packing.unpack(jax.lax.psum(packing.pack(tree), axis_name), axis_name)
 
 
 def psum_bfloat16(tree: PyTree, axis_name: str, world_size: int) -> PyTree:
@@ -46,25 +39,92 @@ def psum_bfloat16(tree: PyTree, axis_name: str, world_size: int) -> PyTree:
     again: each number is rounded once before and once after, by at most 2**-8 of its size,
     whatever the number of devices. The result is the same on all devices, bit for bit.
     """
-    leaves, structure = jax.tree.flatten(tree)
-    if not leaves:
-        return tree
-    flat = _flat(leaves)
-    padded = jnp.pad(flat, (0, -flat.size % world_size)).astype(jnp.bfloat16)
-    mine = jax.lax.all_to_all(padded.reshape(world_size, -1), axis_name, 0, 0)
-    summed = mine.astype(jnp.float32).sum(axis=0).astype(jnp.bfloat16)
-    whole = jax.lax.all_gather(summed, axis_name, tiled=True)[: flat.size]
-    return jax.tree.unflatten(structure, _cut(whole.astype(jnp.float32), leaves))
+
+    def summed(buffer: Any) -> Any:
+        flat = buffer.reshape(-1)
+        padded = jnp.pad(flat, (0, -flat.size % world_size)).astype(jnp.bfloat16)
+        mine = jax.lax.all_to_all(padded.reshape(world_size, -1), axis_name, 0, 0)
+        part = mine.astype(jnp.float32).sum(axis=0).astype(jnp.bfloat16)
+        whole = jax.lax.all_gather(part, axis_name, tiled=True)[: flat.size]
+        return whole.astype(jnp.float32).reshape(buffer.shape)
+
+    packing = Packing.of(tree)
+    return packing.unpack([summed(buffer) for buffer in packing.pack(tree)], axis_name)
 
 
-def _flat(leaves: list[Any]) -> Any:
-    return jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
+@dataclass(frozen=True)
+class Packing:
+    """Which arrays of a pytree travel together.
+
+    Attributes:
+        like: The pytree, shapes and dtypes.
+        packs: Numbers of leaves: large ones alone, small ones of a dtype together, those of
+            one shape side by side.
+    """
+
+    like: PyTree
+    packs: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, tree: PyTree) -> "Packing":
+        """That of a pytree of arrays."""
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+        leaves = jax.tree.leaves(like)
+        large = [x.size * x.dtype.itemsize >= PACK_BELOW for x in leaves]
+        small = [i for i, alone in enumerate(large) if not alone]
+        small.sort(key=lambda i: (str(leaves[i].dtype), leaves[i].shape))
+        together = [tuple(pack) for _, pack in groupby(small, key=lambda i: leaves[i].dtype)]
+        return cls(like, (*((i,) for i, alone in enumerate(large) if alone), *together))
+
+    def pack(self, tree: PyTree) -> list[Any]:
+        """The buffers, one per pack; of an array that travels alone the array."""
+        leaves = jax.tree.leaves(tree)
+        return [
+            leaves[pack[0]]
+            if len(pack) == 1
+            else jnp.concatenate([leaves[i].reshape(-1) for i in pack])
+            for pack in self.packs
+        ]
+
+    def unpack(self, buffers: Sequence[Any], axis_name: str) -> PyTree:
+        """The pytree of such buffers; inside a mapped function."""
+        like, structure = jax.tree.flatten(self.like)
+        leaves: list[Any] = [None] * len(like)
+        for buffer, pack in zip(buffers, self.packs, strict=True):
+            if len(pack) == 1:
+                leaves[pack[0]] = buffer
+                continue
+            numbers, at = _numbers(len(pack), axis_name), 0
+            for shape, alike in groupby(pack, key=lambda i: like[i].shape):
+                members = list(alike)
+                size, count = like[members[0]].size, len(members)
+                rows = buffer[at : at + count * size].reshape(count, size)
+                for number, i in zip(numbers, members, strict=False):
+                    row = jax.lax.dynamic_slice(
+                        rows, (number, 0), (1, size), allow_negative_indices=False
+                    )
+                    leaves[i] = row.reshape(shape)
+                at += count * size
+        return structure.unflatten(leaves)
 
 
-def _cut(buffer: Any, like: list[Any]) -> list[Any]:
-    """The arrays that `_flat` has put one after the other."""
-    cut, at = [], 0
-    for leaf in like:
-        cut.append(buffer[at : at + leaf.size].reshape(leaf.shape))
-        at += leaf.size
-    return cut
+def _numbers(count: int, axis_name: str) -> list[Any]:
+    """The numbers from 0 on, which only the running program knows to be these.
+
+    XLA compiles a kernel once for all arrays that it treats alike. Where arrays lie at
+    constant places in a buffer no two are alike, and their kernels, which hold whatever is
+    made of the arrays, are most of what a first window takes. A sort keeps its results from
+    being constants, and from being computed within those kernels. A number is made of its
+    digits, each in an array of its own, so that all numbers are made alike.
+    """
+    rank = jax.lax.axis_index(axis_name)
+    key = jnp.stack([rank, rank + 1])  # in order already
+    powers = [BASE**n for n in range(len(np.base_repr(count - 1, BASE)))]
+    values = [np.full(2, power * digit, np.int32) for power in powers for digit in range(BASE)]
+    _, *values = jax.lax.sort((key, *map(jnp.asarray, values)), num_keys=1)
+    digits = [value[0] for value in values]
+    rows = [digits[n * BASE : (n + 1) * BASE] for n in range(len(powers))]
+    return [
+        sum(row[number // power % BASE] for row, power in zip(rows, powers, strict=True))
+        for number in range(count)
+    ]

@@ -1,5 +1,6 @@
 """The gradient of one microbatch: where its data, its key and its precision come from."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -36,6 +37,9 @@ class Terms(NamedTuple):
     model_state: PyTree
     valid: Any
 
+
+TOGETHER = 8
+"""Arrays of one shape that are looked at together for numbers that are not finite."""
 
 Gradient = Callable[[Any, PyTree, PyTree], Terms]
 """`gradient(i, trained parameters, model state)` of microbatch `i` of a call."""
@@ -115,12 +119,41 @@ def clip(grads: PyTree, max_norm: float | None, weight: Any = 1.0) -> PyTree:
     # a norm that overflows must not turn the gradient into zeros
     factor = jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-30))
     factor = jnp.where(jnp.isfinite(norm), factor, jnp.nan)
+    factor = computed_once(factor)
     return jax.tree.map(lambda g: g * factor, grads)
 
 
 def all_finite(tree: PyTree) -> Any:
-    """Whether all numbers of a tree of floats are finite."""
-    return jnp.all(jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]))
+    """Whether all numbers of a tree of floats are finite.
+
+    A number less itself is 0 if it is finite, and NaN if not. Arrays of a shape are added up
+    by some at a time, as every reduction takes its time to compile.
+    """
+    alike: dict[Any, list[Any]] = {}
+    for leaf in jax.tree.leaves(tree):
+        alike.setdefault((leaf.shape, leaf.dtype), []).append(jax.lax.sub(leaf, leaf))
+    zeros = [
+        functools.reduce(jax.lax.add, leaves[at : at + TOGETHER])
+        for leaves in alike.values()
+        for at in range(0, len(leaves), TOGETHER)
+    ]
+    sums = [jax.lax.reduce_sum(zero, range(zero.ndim)).astype(jnp.float32) for zero in zeros]
+    return jax.lax.reduce_sum(jnp.stack(sums), (0,)) == 0
+
+
+def chosen(flag: Any, new: PyTree, old: PyTree) -> PyTree:
+    """The first of two trees alike where a scalar flag is true, else the second."""
+    return jax.tree.map(lambda a, b: jax.lax.select(flag, a, b), new, old)
+
+
+def computed_once(value: Any) -> Any:
+    """The same scalar, for whatever is computed for every array of a tree.
+
+    XLA's CPU compiler would otherwise compute it anew in each of them: a flag that looks at
+    all of a tree's arrays and chooses each of them takes code, and time to compile, in the
+    square of their number. It puts nothing that comes out of a sort into another kernel.
+    """
+    return jax.lax.sort(jnp.stack([value, value]))[0]
 
 
 def floats(tree: PyTree) -> list[Any]:

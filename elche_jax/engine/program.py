@@ -17,12 +17,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from elche_jax.engine.exchange import packed_psum, psum_bfloat16
+from elche_jax.engine.exchange import Packing, psum_bfloat16
 from elche_jax.engine.fetch import Orders, Payload
 from elche_jax.engine.loop import LoopHook, run_loop
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.merge import MergeRules, changes, merged
-from elche_jax.engine.microbatch import Microbatches, all_finite, clip, floats
+from elche_jax.engine.microbatch import (
+    Microbatches,
+    all_finite,
+    chosen,
+    clip,
+    computed_once,
+    floats,
+)
 from elche_jax.engine.precision import adjust
 from elche_jax.engine.state import TrainState
 
@@ -108,7 +115,7 @@ class Program:
         """
         start = self.zeros(state)
         fresh = orders.fresh
-        sums = jax.tree.map(lambda a, b: jnp.where(fresh, a, b), start, sums)
+        sums = chosen(fresh, start, sums)
         sums, token = self._loop(state, sums, payload, orders)
         return (sums, token), None
 
@@ -121,7 +128,7 @@ class Program:
         trained, frozen = self.work.selection.split(state.params)
         total, own, finite = self._exchange(self._clip(sums), state.model_state)
         worked = total.weight > 0  # else nothing was counted: a window without effect
-        scale = jnp.where(worked, 1.0 / total.weight, 0.0)
+        scale = computed_once(jnp.where(worked, 1.0 / total.weight, 0.0))
         grads = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), total.grads, trained)
         tx = optax.with_extra_args_support(self.tx)  # some ask for the loss, or the work done
         updates, opt_state = tx.update(
@@ -130,12 +137,10 @@ class Program:
         )  # fmt: skip
         params = self.work.selection.join(optax.apply_updates(trained, updates), frozen)
         finite &= ~worked | all_finite((floats(total.model_state), updates))
-        good = (finite | (not self.drop_nonfinite)) & worked
+        good = computed_once((finite | (not self.drop_nonfinite)) & worked)
         kept = (state.params, state.opt_state, state.model_state)
         made = (params, opt_state, total.model_state)
-        params, opt_state, model_state = jax.tree.map(
-            lambda new, old: jnp.where(good, new, old), made, kept
-        )
+        params, opt_state, model_state = chosen(good, made, kept)
         metrics = {name: value * scale for name, value in total.metrics.items()}
         metrics |= {"loss": total.loss * scale, "weight": total.weight, "finite": finite}
         if state.loss_scale is not None:
@@ -199,20 +204,26 @@ class Program:
             The sums; whether this device's own are finite; and whether all are, with
             what they sum up to.
         """
-        own = all_finite((sums.grads, sums.loss, sums.weight))
         # a device without work has the state of before, which is no news
-        own &= ~(sums.weight > 0) | all_finite((sums.weight, floats(sums.model_state)))
+        worked = sums.weight > 0
+        own = ~worked | all_finite((sums.weight, floats(sums.model_state)))
         if self.world_size == 1:
+            own &= all_finite((sums.grads, sums.loss, sums.weight))
             return sums, own, own
-        grads, state = sums.grads, sums.model_state
+        state = sums.model_state
         moved = changes(self.merge, state, before, sums.weight)
+        # other numbers that are not finite stay so in the sum
         bad = (~own).astype(jnp.float32)
-        small = sums.replace(grads=None, model_state=None)
+        others = (sums.replace(grads=None, model_state=None), moved, bad)
+        packing, rest = Packing.of(sums.grads), Packing.of(others)
+        buffers = packing.pack(sums.grads)
+        own &= all_finite((buffers, sums.loss, sums.weight))
         if self.exchange_dtype == "bfloat16":
-            grads = psum_bfloat16(grads, AXIS, self.world_size)
-            small, moved, bad = packed_psum((small, moved, bad), AXIS)
+            buffers = psum_bfloat16(buffers, AXIS, self.world_size)
+            summed = jax.lax.psum(rest.pack(others), AXIS)
         else:
-            grads, small, moved, bad = packed_psum((grads, small, moved, bad), AXIS)
+            buffers, summed = jax.lax.psum((buffers, rest.pack(others)), AXIS)
+        small, moved, bad = rest.unpack(summed, AXIS)
         state = merged(self.merge, state, before, sums.weight, moved, small.weight)
-        total = small.replace(grads=grads, model_state=state)
-        return total, own, (bad == 0) & all_finite((grads, small.loss, small.weight))
+        total = small.replace(grads=packing.unpack(buffers, AXIS), model_state=state)
+        return total, own, (bad == 0) & all_finite((buffers, small.loss, small.weight))

@@ -30,6 +30,16 @@ def test_small_arrays_are_packed_and_no_bit_changes():
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+def test_hundreds_of_arrays_find_their_places_again():
+    """Places are numbers of two digits here: 17 of one shape, 300 of another."""
+    rng = np.random.default_rng(1)
+    shapes = [(2, 3)] * 17 + [(2,)] * 300 + [(2, 5)]
+    tree = [rng.normal(size=(2, *shapes[i])).astype("float32") for i in rng.permutation(318)]
+    got = mapped(lambda t: packed_psum(t, "d"), 2)(tree)
+    for out, values in zip(got, tree, strict=True):
+        np.testing.assert_array_equal(np.asarray(out)[1], values[0] + values[1])
+
+
 def test_one_collective_per_dtype_and_large_array():
     """What packing is for: 40 small arrays and 2 large ones are 3 operands, not 42."""
     tree = [jnp.ones((2, 8))] * 40 + [jnp.ones((2, PACK_BELOW // 4))] * 2

@@ -25,7 +25,7 @@ from elche_jax.averaging.program import LocalProgram, Walk, finite, opt_rules, s
 from elche_jax.averaging.state import AveragingState
 from elche_jax.engine.fetch import Orders
 from elche_jax.engine.merge import MergeRules
-from elche_jax.engine.microbatch import all_finite
+from elche_jax.engine.microbatch import all_finite, chosen, computed_once
 from elche_jax.engine.state import TrainState
 
 PyTree = Any
@@ -93,8 +93,8 @@ class HostProgram(LocalProgram):
         own = finite(state, walk)
         kept: AveragingState = state.averaging
         before, structure = jax.tree.flatten(state.params)
-        after, opt_state, model_state = jax.tree.map(
-            lambda new, old: jnp.where(own, new, old),
+        after, opt_state, model_state = chosen(
+            own,
             (jax.tree.leaves(walk.trained), walk.opt_state, walk.model_state),
             (before, state.opt_state, state.model_state),
         )
@@ -154,11 +154,9 @@ class HostProgram(LocalProgram):
             moves = zip(new, jax.tree.leaves(updates), news.delta, strict=True)
             new = [m + (u + d) for m, u, d in moves]  # see `elche_jax.averaging.join`
         finite_new = all_finite(new)
-        good = news.good & finite_new
+        good = computed_once(news.good & finite_new)
         base = [leaf.astype(old.dtype) for leaf, old in zip(new, kept.base, strict=True)]
-        base, outer = jax.tree.map(
-            lambda a, b: jnp.where(good, a, b), (base, outer), (kept.base, kept.outer)
-        )
+        base, outer = chosen(good, (base, outer), (kept.base, kept.outer))
         own, steps = base, jnp.zeros_like(kept.steps)
         for window in later:
             own = [_less(y, g) for y, g in zip(own, window.progress, strict=True)]
@@ -195,7 +193,7 @@ class HostProgram(LocalProgram):
             new, changed = self.tx.init(trained), good
             if self.averaging.optimizer_state == "keep":
                 changed = good & ~own
-        return jax.tree.map(lambda a, b: jnp.where(changed, a, b), new, state.opt_state)
+        return chosen(changed, new, state.opt_state)
 
     def _told(
         self, now: list[Any], common: list[Any], ended: list[Any], good: Any, late: bool

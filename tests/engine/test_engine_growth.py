@@ -1,0 +1,73 @@
+"""What grows with the number of arrays in a program, and what does not."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import elche_jax as elche
+from elche_jax.engine.mapped import Mapped
+
+DATA = {"x": np.ones((16, 4), np.float32)}
+
+
+@pytest.fixture(autouse=True)
+def compiled_as_for_users():
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def loss_fn(params, batch, rng):
+    return jnp.mean(sum(jnp.tanh(batch["x"] * p) for p in params) ** 2)
+
+
+def ends(monkeypatch, arrays, **options):
+    """The optimized program that ends a window, as text."""
+    texts = []
+    compile_ = Mapped.compile
+
+    def record(self, *args):
+        program = compile_(self, *args)
+        texts.append(program.as_text())
+        return program
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Mapped, "compile", record)
+        devices = jax.devices()[:2]
+        train = elche.build_train_step(loss_fn, optax.adam(1e-3), devices=devices, **options)
+        state = train.init([np.ones(4, np.float32)] * arrays)
+        with train.windows(DATA, batch_size=2, epochs=1) as windows:
+            train(state, next(windows))
+    (text,) = (text for text in texts if "all-reduce(" in text)
+    return text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"config": elche.DDPConfig(max_grad_norm=1.0)},
+        {"averaging": elche.ParameterAveraging(optimizer_state="average")},
+    ],
+    ids=["gradients", "averaging"],
+)
+def test_arrays_of_a_shape_share_their_kernels(monkeypatch, options):
+    """A kernel is compiled once for all arrays that are treated alike, and kernels are most
+    of what a first window waits for."""
+    few, many = (ends(monkeypatch, arrays, **options) for arrays in (8, 32))
+    assert len(kernels(many)) <= len(kernels(few)) + 6  # 72 and 192 more without it
+
+
+def kernels(text):
+    """The kernels of an optimized program that are not alike."""
+    texts = [part for part in re.split(r"\n(?=%|ENTRY)", text) if part.startswith("%fused")]
+    return {without_names(re.sub(r", metadata=\{[^}]*\}", "", text)) for text in texts}
+
+
+def without_names(kernel):
+    names: dict[str, str] = {}
+    return re.sub(r"%?[\w-]+\.[\w.]+", lambda m: names.setdefault(m[0], str(len(names))), kernel)
