@@ -3,7 +3,6 @@
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +38,8 @@ class CompileCache:
     """Programs by key. Thread-safe: two requests for one key compile once.
 
     A program is what `build()` returns. `prepare` builds in a background thread that
-    exists only while there is something to build.
+    exists only while there is something to build, and `begin` in one of its own. What a
+    loop waits for comes first: nothing is begun by `prepare` meanwhile.
 
     Args:
         told: Told of every program that was compiled; or None.
@@ -50,8 +50,10 @@ class CompileCache:
         self._lock = threading.Lock()
         self._entries: dict[Hashable, _Entry] = {}
         self._stats = CompileStats()
-        self._jobs: deque[tuple[Hashable, _Entry, Build]] = deque()
+        self._jobs: dict[Hashable, tuple[_Entry, Build]] = {}
         self._working = False
+        self._waited_for = 0
+        self._changed = threading.Condition(self._lock)
 
     @property
     def stats(self) -> CompileStats:
@@ -71,19 +73,39 @@ class CompileCache:
         An error of the compile is raised once and forgotten: the next request tries anew.
         """
         entry, new = self._claim(key)
-        if not new and entry.done.is_set() and entry.error is None:
+        if not new and entry.done.is_set() and entry.error is None and not entry.begun:
             self._count(hits=1)
             return entry.program
         begun = time.perf_counter()
-        if new:
-            self._fill(key, entry, build)
-        else:
-            entry.done.wait()
+        with self._lock:
+            self._waited_for += 1
+            entry.begun = False
+            if key in self._jobs:  # prepared, and not begun
+                new, (_, build) = True, self._jobs.pop(key)
+        try:
+            if new:
+                self._fill(key, entry, build)
+            else:
+                entry.done.wait()
+        finally:
+            with self._changed:
+                self._waited_for -= 1
+                self._changed.notify_all()
         self._count(misses=1, waited_s=time.perf_counter() - begun)
         if entry.error is not None:
             self._forget(key, entry)
             raise entry.error
         return entry.program
+
+    def begin(self, key: Hashable, build: Build) -> None:
+        """Begins to compile the program of this key, which will be asked for at once.
+
+        That request counts as one that waited, whoever is done first.
+        """
+        entry, new = self._claim(key)
+        if new:
+            entry.begun = True
+            self._start(lambda: self._fill(key, entry, build))
 
     def prepare(self, key: Hashable, build: Build) -> None:
         """Compiles the program of this key in the background; returns at once.
@@ -94,12 +116,15 @@ class CompileCache:
         if not new:
             return
         with self._lock:
-            self._jobs.append((key, entry, build))
+            self._jobs[key] = (entry, build)
             if self._working:
                 return
             self._working = True
+        self._start(self._work)
+
+    def _start(self, work: Callable[[], None]) -> None:
         # not a daemon: a process that ends in the middle of a compile would crash
-        threading.Thread(target=self._work, name="elche-compile", daemon=False).start()
+        threading.Thread(target=work, name="elche-compile", daemon=False).start()
 
     def wait(self) -> None:
         """Waits until everything prepared so far is compiled."""
@@ -117,11 +142,13 @@ class CompileCache:
 
     def _work(self) -> None:
         while True:
-            with self._lock:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._waited_for or not self._jobs)
                 if not self._jobs or not threading.main_thread().is_alive():
                     self._working = False
                     return
-                key, entry, build = self._jobs.popleft()
+                key = next(iter(self._jobs))
+                entry, build = self._jobs.pop(key)
             self._fill(key, entry, build, ahead=1)
             if entry.error is not None:
                 logger.warning(
@@ -159,3 +186,4 @@ class _Entry:
         self.done = threading.Event()
         self.program: Any = None
         self.error: BaseException | None = None
+        self.begun = False  # and not asked for since

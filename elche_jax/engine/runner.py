@@ -161,7 +161,7 @@ class Runner(Timed):
         self.replicated = program.replicated
         self._sums_shape = jax.eval_shape(program.zeros, one)
         self._sums: PyTree = None
-        self._several = False
+        self._several, self._begun = False, False
         self.capacities: dict[Hashable, set[int]] = {}
 
     def run(
@@ -195,6 +195,10 @@ class Runner(Timed):
         last: Call | None = None
         if overlap and self._last is not None:
             *calls, last = calls
+        if not self._begun:  # the last program of a window takes the longest to compile
+            self._begun = True
+            ends = self._combine_program() if last is None else self._last_program(last.payload)
+            self._cache.begin(*ends)
         read, token = self._program.reads(state), None
         for call in calls:
             accumulate = self._cache.get(*self._accumulate_program(call.payload))

@@ -238,3 +238,42 @@ def test_real_programs_can_be_compiled_in_the_background():
     one = np.ones(3, np.float32)
     np.testing.assert_array_equal(cache.get(2, never)(one), [2, 2, 2])
     np.testing.assert_array_equal(cache.get(3, never)(one), [3, 3, 3])
+
+
+def test_what_is_begun_is_compiled_beside_what_is_asked_for():
+    cache, first, second = CompileCache(), Build("first"), Build("second")
+    cache.begin("first", first)
+    asked = in_thread(cache.get, "second", second)
+    assert first.begun.wait(GIVE_UP) and second.begun.wait(GIVE_UP)  # both at once
+    first.go.set()
+    second.go.set()
+    assert asked() == "second"
+    assert cache.get("first", never) == "first"
+    cache.begin("first", never)
+    assert first.calls == 1 and cache.stats.ahead == 0
+
+
+def test_an_error_of_what_was_begun_is_raised_where_it_is_asked_for():
+    cache, build = CompileCache(), Build(error=RuntimeError("no"))
+    build.go.set()
+    cache.begin("a", build)
+    with pytest.raises(RuntimeError, match="no"):
+        cache.get("a", never)
+    assert cache.get("a", lambda: "now") == "now"
+
+
+def test_what_is_waited_for_comes_before_what_is_prepared():
+    cache, needed, later, last = CompileCache(), Build("needed"), Build("later"), Build("last")
+    asked = in_thread(cache.get, "needed", needed)
+    assert needed.begun.wait(GIVE_UP)
+    cache.prepare("later", later)
+    cache.prepare("last", last)
+    taken = in_thread(cache.get, "later", later)  # by whoever needs it, not by the background
+    assert later.begun.wait(GIVE_UP)
+    assert later.threads != ["elche-compile"] and not last.begun.is_set()
+    for build in (needed, later, last):
+        build.go.set()
+    assert (asked(), taken()) == ("needed", "later")
+    cache.wait()
+    assert last.threads == ["elche-compile"]
+    assert counts(cache) == (0, 2, 1)
