@@ -1,0 +1,192 @@
+"""Seconds until the first window is over, beside a hand-written step's first call.
+
+    python benchmarks/first_window.py [--repeats 3] [--case 200] [--out FILE]
+
+Every start is a process of its own, plain and ours in turn. `n`: a perceptron of so many arrays,
+half of them vectors, Adam, four devices, against `jax.pmap`. `transformer`: Flax linen, 150
+arrays. `one`: 200 arrays on one device, against `jax.jit`. `again`: 200 arrays, a second start that
+reads JAX's persistent compilation cache. The clock starts when data and parameters are there, at
+the first call (ours: at `windows`), and stops when the loss is.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from measure import Result, interleave, ratios, result, show
+
+ROOT = Path(__file__).parents[1]
+ARRAYS = (100, 200, 400, 800)
+CASES = (*map(str, ARRAYS), "transformer", "one", "again")
+BATCH = 8
+MOST = 1.2
+"""Asked: at most so many times a plain step's first call."""
+MOST_AGAIN = 2.0
+"""Asked of a second start: at most so many seconds more than a plain one's."""
+
+
+def perceptron(arrays: int, width: int = 16):
+    """Parameters, loss and data of a perceptron of so many arrays."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    params = {
+        f"layer{i:03d}": {
+            "w": (rng.normal(size=(width, width)) / width**0.5).astype("float32"),
+            "b": np.zeros(width, "float32"),
+        }
+        for i in range(arrays // 2)
+    }
+
+    def loss_fn(params, batch, rng):
+        x = batch["x"]
+        for layer in params.values():
+            x = jnp.tanh(x @ layer["w"] + layer["b"])
+        return ((x - batch["y"]) ** 2).mean()
+
+    data = rng.normal(size=(2, 8 * BATCH, width)).astype("float32")
+    return params, loss_fn, {"x": data[0], "y": data[1]}
+
+
+def transformer(layers: int = 9, width: int = 64, length: int = 16, words: int = 128):
+    """Parameters, loss and data of a decoder in Flax linen: 16 arrays a layer, and 6."""
+    import flax.linen as nn
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            mask = nn.make_causal_mask(x[..., 0])
+            y = nn.MultiHeadDotProductAttention(num_heads=4)(nn.LayerNorm()(x), mask=mask)
+            x = x + y
+            y = nn.Dense(4 * width)(nn.LayerNorm()(x))
+            return x + nn.Dense(width)(nn.gelu(y))
+
+    class Decoder(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            places = nn.Embed(length, width)(jnp.arange(length))
+            x = nn.Embed(words, width)(tokens) + places
+            for _ in range(layers):
+                x = Block()(x)
+            return nn.Dense(words)(nn.LayerNorm()(x))
+
+    model = Decoder()
+
+    def loss_fn(params, batch, rng):
+        logits = model.apply(params, batch["x"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+    tokens = np.random.default_rng(0).integers(0, words, (8 * BATCH, length + 1)).astype("int32")
+    params = model.init(jax.random.key(0), tokens[:1, :-1])
+    return params, loss_fn, {"x": tokens[:, :-1], "y": tokens[:, 1:]}
+
+
+def start(way: str, model: str, world: int) -> float:
+    """In a fresh process: seconds of the first window, or of a plain step's first call."""
+    import time
+
+    import jax
+    import numpy as np
+    import optax
+    import setup_devices  # noqa: F401  (before the backend starts)
+
+    import elche_jax as elche
+
+    params, loss_fn, data = transformer() if model == "transformer" else perceptron(int(model))
+    optimizer, devices = optax.adam(1e-3), jax.devices()[:world]
+    if way == "ours":
+        train = elche.build_train_step(loss_fn, optimizer, devices=devices)
+        state = train.init(params)
+        begun = time.perf_counter()
+        with train.windows(data, batch_size=BATCH, epochs=1) as windows:
+            _, metrics = train(state, next(windows))
+            jax.block_until_ready(metrics)
+            return time.perf_counter() - begun
+
+    def step(params, opt_state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch, None)
+        if world > 1:
+            loss, grads = jax.lax.pmean((loss, grads), "devices")
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    rows = jax.tree.map(lambda a: a[: world * BATCH], data)
+    if world > 1:
+        rows = jax.tree.map(lambda a: a.reshape(world, BATCH, *a.shape[1:]), rows)
+        plain = jax.pmap(step, axis_name="devices", devices=devices, donate_argnums=(0, 1))
+        copies = jax.tree.map(
+            lambda a: np.stack([np.asarray(a)] * world), (params, optimizer.init(params))
+        )
+    else:
+        plain = jax.jit(step, donate_argnums=(0, 1))
+        copies = jax.tree.map(jax.numpy.array, (params, optimizer.init(params)))
+    begun = time.perf_counter()
+    jax.block_until_ready(plain(*copies, rows))
+    return time.perf_counter() - begun
+
+
+def in_a_process(way: str, model: str, world: int, cache: str | None = None) -> float:
+    """`start` in a process of its own."""
+    call = f"import first_window; print(first_window.start({way!r}, {model!r}, {world}))"
+    environment = dict(os.environ, PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}")
+    if cache is not None:
+        environment |= {
+            "JAX_COMPILATION_CACHE_DIR": cache,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+    done = subprocess.run(
+        [sys.executable, "-c", call], env=environment, check=True, capture_output=True, text=True
+    )
+    return json.loads(done.stdout)
+
+
+def measure(case: str, repeats: int) -> list[Result]:
+    """The seconds of both, and what is asked of them."""
+    model, world = ("200", 1 if case == "one" else 4) if case in ("one", "again") else (case, 4)
+    plain = "plain jit" if world == 1 else "plain pmap"
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {way: str(Path(folder, way)) if case == "again" else None for way in WAYS}
+        if case == "again":
+            for way in WAYS:
+                in_a_process(way, model, world, caches[way])
+        found = interleave(
+            {way: lambda way=way: in_a_process(way, model, world, caches[way]) for way in WAYS},
+            repeats,
+        )
+    rows = [
+        result(case[:5], f"{model}: {plain}, first call", found["plain"], "s"),
+        result(case[:5], f"{model}: elche_jax, first window", found["ours"], "s"),
+    ]
+    if case == "again":
+        more = tuple(a - b for a, b in zip(found["ours"], found["plain"], strict=True))
+        return [*rows, result("again", "200: second start, more", more, "s", most=MOST_AGAIN)]
+    share = ratios(found["ours"], found["plain"])
+    return [*rows, result(case[:5], f"{model}: over {plain}", share, most=MOST)]
+
+
+WAYS = ("plain", "ours")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--case", choices=CASES, action="append")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/out/first_window.json"))
+    args = parser.parse_args()
+    results = [row for case in args.case or CASES for row in measure(case, args.repeats)]
+    import setup_devices  # noqa: F401  (only now: no child may share a backend with us)
+
+    show(results, args.out)
+
+
+if __name__ == "__main__":
+    main()
