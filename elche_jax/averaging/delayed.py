@@ -96,6 +96,14 @@ class DelayedProgram(LocalProgram):
         state, own, metrics = self._apply(state, walk, exchanged)
         return (state, walk, own), metrics
 
+    def unreported(self, walk: Walk) -> dict[str, Any]:
+        """What of a window's walk the next window reports."""
+        return walk.sums
+
+    def reporting(self, walk: Walk, unreported: dict[str, Any]) -> Walk:
+        """The walk with the sums that another run's last window has left."""
+        return walk.replace(**unreported)
+
     def _exchange(self, state: TrainState, before: dict[str, Any]) -> Exchanged:
         kept: AveragingState = state.averaging
         trained, _ = self.work.selection.split(state.params)

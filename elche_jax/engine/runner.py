@@ -14,7 +14,7 @@ from elche_jax.data.split import Range
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import Group
 from elche_jax.engine.fetch import Orders, Payload
-from elche_jax.engine.mapped import Mapped
+from elche_jax.engine.mapped import Mapped, stacked_sharding
 from elche_jax.engine.replicas import replicate
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.timing import Stopwatch
@@ -96,12 +96,21 @@ class WindowProgram(Protocol):
 
 @runtime_checkable
 class Overlaps(Protocol):
-    """A program that can run the end of a window together with its last call."""
+    """A program that can run the end of a window together with its last call, as it reports
+    every window with the next one."""
 
     def last_call(
         self, state: TrainState, sums: Any, /, payload: Payload, orders: Orders
     ) -> tuple[tuple[TrainState, Any, Any], dict[str, Any]]:
         """Gives `((state, sums, own), metrics)`, see `WindowProgram.combine`."""
+        ...
+
+    def unreported(self, sums: Any, /) -> PyTree:
+        """What of the sums of a window the next one reports."""
+        ...
+
+    def reporting(self, sums: Any, unreported: PyTree, /) -> PyTree:
+        """The sums with that of another run's window."""
         ...
 
 
@@ -153,14 +162,17 @@ class Runner(Timed):
             single: Mapped(partial(_window, program, single), devices, donate=(0,))
             for single in (True, False)
         }
+        self._overlaps: Overlaps | None = None
         self._last = None
         if isinstance(program, Overlaps) and len(devices) > 1:
+            self._overlaps = program
             self._last = Mapped(program.last_call, devices, donate=(0, 1))
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
         self._read_shape = program.reads(state)
         self.replicated = program.replicated
         self._sums_shape = jax.eval_shape(program.zeros, one)
         self._sums: PyTree = None
+        self._unreported: PyTree = None
         self._several, self._begun = False, False
         self.capacities: dict[Hashable, set[int]] = {}
 
@@ -225,7 +237,23 @@ class Runner(Timed):
 
     def release(self) -> None:
         """Gives back the memory of the accumulator, which the next window makes anew."""
-        self._sums = None
+        self._sums = self._unreported = None
+
+    @property
+    def unreported(self) -> PyTree:
+        """What the next window will report of the last one: host arrays, leaves
+        `(devices,)`; None where a window reports itself. Waits for the last window."""
+        if self._overlaps is None or self._sums is None:
+            return self._unreported
+        return jax.tree.map(np.asarray, self._overlaps.unreported(self._sums))
+
+    @unreported.setter
+    def unreported(self, rows: PyTree) -> None:
+        if self._overlaps is None:
+            return
+        here = jax.eval_shape(self._overlaps.unreported, self._sums_shape)
+        if jax.tree.structure(rows) == jax.tree.structure(here):  # else of other metrics
+            self._sums, self._unreported = None, rows
 
     def ready(self, payload: Payload) -> bool:
         """Whether the programs for data of these shapes are compiled."""
@@ -272,7 +300,14 @@ class Runner(Timed):
         return Orders(jax.ShapeDtypeStruct((self.group.world_size, Orders.WIDTH), jnp.int32))
 
     def _zero_sums(self) -> PyTree:
-        return replicate(jax.tree.map(zeros, self._sums_shape), self.group.devices)
+        sums = replicate(jax.tree.map(zeros, self._sums_shape), self.group.devices)
+        if self._overlaps is None or self._unreported is None:
+            return sums
+        rows, self._unreported = self._unreported, None
+        sharding = stacked_sharding(self.group.devices)
+        # copies, as the CPU reads them in place and a window gives them up
+        placed = jax.tree.map(lambda row: jax.device_put(np.array(row), sharding), rows)
+        return self._overlaps.reporting(sums, placed)
 
 
 _NUMBERS = count()

@@ -4,6 +4,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ class GuardWatch:
     def __init__(self, guard: Guard, devices: Sequence[jax.Device], late: bool):
         self._lock = threading.Lock()  # a watching thread writes, the user reads
         self._late = late
-        self._before: Measured | None = None
+        self._before: tuple[int, tuple[int, ...]] | None = None
         self._guard, self._devices = guard, devices
         self._history: deque[Divergence] = deque(maxlen=HISTORY)
         self._warned = len(devices) < 2
@@ -43,26 +44,31 @@ class GuardWatch:
         with self._lock:
             return list(self._history)
 
-    def restore(self, history: Sequence[Divergence]) -> None:
+    def to_dict(self) -> dict[str, Any]:
+        """What it knows, as plain numbers, which `restore` takes."""
+        return {"divergence": [asdict(seen) for seen in self.history], "unread": self._before}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
         """Goes on after windows of an earlier process."""
+        unread = saved.get("unread")
+        self._before = None if unread is None else (unread[0], tuple(unread[1]))
         with self._lock:
-            self._history = deque(history, maxlen=HISTORY)
+            self._history = deque(map(_divergence, saved["divergence"]), maxlen=HISTORY)
 
     def see(self, measured: Measured, metrics: Mapping[str, Any]) -> Verdict:
         """Takes note of a window that is over; gives what the cadence is to be told."""
+        window: tuple[int, tuple[int, ...]] | None = (measured.window, measured.counts)
         if self._late:
-            self._before, now = measured, self._before
-            if now is None:  # the first window has none before it
-                return STABLE
-            measured = now
+            self._before, window = window, self._before
+        if window is None:  # the first window has none before it
+            return STABLE
 
         def read(name: str) -> tuple[float, ...]:
             return tuple(np.asarray(metrics[name]).tolist())
 
         seen = Divergence(
-            measured.window, measured.counts, read("distance"), read("update_norm"),
-            read("cosine"), read("share"),
-        )  # fmt: skip
+            *window, read("distance"), read("update_norm"), read("cosine"), read("share")
+        )
         with self._lock:
             self._history.append(seen)
         self._warn(seen)
@@ -92,3 +98,8 @@ def guard_watch(
     if averaging is None or guard is None:
         return None
     return GuardWatch(guard, devices, late=bool(averaging.delay))
+
+
+def _divergence(saved: Mapping[str, Any]) -> Divergence:
+    values: Any = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
+    return Divergence(**values)

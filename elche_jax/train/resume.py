@@ -2,14 +2,12 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from elche_jax.averaging.guards import Divergence
 from elche_jax.averaging.program import average
 from elche_jax.averaging.rules import Averaging
 from elche_jax.cadence.base import State
@@ -19,6 +17,8 @@ from elche_jax.engine.trainable import Selection
 from elche_jax.train.finite import FiniteWatch
 from elche_jax.train.guarding import GuardWatch
 from elche_jax.train.pace import Pace
+
+PyTree = Any
 
 logger = logging.getLogger("elche_jax")
 
@@ -31,7 +31,7 @@ def run_to_dict(pace: Pace, watch: FiniteWatch, guard: GuardWatch | None) -> dic
         "cadence": state.to_dict() if keeps else None,
         "cadence_name": pace.cadence_name,
         "counts": pace.history_array,
-        "divergence": [] if guard is None else [asdict(seen) for seen in guard.history],
+        **({"divergence": []} if guard is None else guard.to_dict()),
         "skipped": watch.skipped,
         "in_a_row": watch.in_a_row,
         "left_out": list(watch.left_out),
@@ -61,7 +61,7 @@ def restore_run(
     watch.restore(saved["skipped"], saved["left_out"], saved["in_a_row"])
     pace.restart(saved["counts"])
     if guard is not None:
-        guard.restore([_divergence(seen) for seen in saved["divergence"]])
+        guard.restore(saved)
     if saved["cadence_name"] != pace.cadence_name:
         logger.warning(
             "elche: the checkpoint is of a run with %s, this one has %s: the cadence begins anew.",
@@ -119,6 +119,23 @@ def _alike(rows: np.ndarray) -> bool:
     return bool((flat == flat[:1]).all())
 
 
-def _divergence(saved: Mapping[str, Any]) -> Divergence:
-    values: Any = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
-    return Divergence(**values)
+def rows_to_dict(rows: PyTree) -> PyTree:
+    """What a run has not reported yet as plain numbers, which `rows_of` takes."""
+    return jax.tree.map(lambda row: row.tolist(), rows)
+
+
+def rows_of(saved: PyTree, world_size: int) -> PyTree:
+    """What the next window of a run reports of the last one, see `Runner.unreported`.
+
+    Of another number of devices the first one has it all, without what is not finite: of
+    that no window tells.
+    """
+
+    def rows(saved: list[float]) -> np.ndarray:
+        row = np.array(saved, np.float32)
+        if len(row) == world_size:
+            return row
+        total = row.sum(where=np.isfinite(row), dtype=np.float32)
+        return np.append(total, np.zeros(world_size - 1, np.float32))
+
+    return jax.tree.map(rows, saved, is_leaf=lambda x: isinstance(x, list))

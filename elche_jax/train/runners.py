@@ -83,14 +83,26 @@ class Runners:
         self._loss_fn, self._optimizer, self._group = loss_fn, optimizer, group
         self._options, self._cache = options, cache
         self._runners: dict[Any, Runner | HostRunner] = {}
+        self._used: Runner | HostRunner | None = None
+        self._unreported: PyTree = None
 
     def __contains__(self, runner: Any) -> bool:
         return runner in self._runners.values()
 
     def release(self) -> None:
         """Gives back what runners keep on the devices."""
+        self._unreported = None
         for runner in self._runners.values():
             runner.release()
+
+    @property
+    def unreported(self) -> PyTree:
+        """What the next window will report of the last one, see `Runner.unreported`."""
+        return self._used.unreported if isinstance(self._used, Runner) else self._unreported
+
+    @unreported.setter
+    def unreported(self, rows: PyTree) -> None:
+        self._used, self._unreported = None, rows
 
     def get(self, initial: Initial, reads: Reads) -> Runner | HostRunner:
         """The runner for a state and data of these shapes.
@@ -131,7 +143,11 @@ class Runners:
                 loss_fn, form.form, names, impl, initial.selection, options.precision
             )
             self._runners[known] = self._make(work, initial)
-        return self._runners[known]
+        runner = self._runners[known]
+        if isinstance(runner, Runner) and runner is not self._used:
+            runner.unreported = self.unreported
+        self._used = runner
+        return runner
 
     def _make(self, work: Microbatches, initial: Initial) -> Runner | HostRunner:
         options, shapes = self._options, initial.shapes

@@ -44,7 +44,7 @@ from elche_jax.train.initial import (
 from elche_jax.train.loading import WINDOW_BYTES, Loading
 from elche_jax.train.options import Options
 from elche_jax.train.pace import Pace
-from elche_jax.train.resume import join, restore_run, run_to_dict
+from elche_jax.train.resume import join, restore_run, rows_of, rows_to_dict, run_to_dict
 from elche_jax.train.run import Run, Window
 from elche_jax.train.runners import Initial, Reads, Runners, reads_ragged
 from elche_jax.train.spec import check_cursor, check_data_plan, microbatch_shapes, reading_of
@@ -425,9 +425,10 @@ class TrainStep:
 
     def run_to_dict(self) -> dict[str, Any]:
         """What is known of the run besides the state: the cadence's state, `counts_history`,
-        `divergence`, `skipped` and `left_out`, as plain numbers for a checkpoint (`"counts"`
-        as an array, `(windows, world_size)`)."""
-        return run_to_dict(self._pace, self._watch, self._guard)
+        `divergence`, `skipped`, `left_out` and what the next window reports of the last one,
+        as plain numbers for a checkpoint (`"counts"` as an array, `(windows, world_size)`)."""
+        known = run_to_dict(self._pace, self._watch, self._guard)
+        return known | {"unreported": rows_to_dict(self._runners.unreported)}
 
     def restore_run(self, saved: Mapping[str, Any]) -> None:
         """Goes on with what `run_to_dict` gave; to be called after `init`.
@@ -445,6 +446,7 @@ class TrainStep:
         exchange, frozen = (0, 0) if self._initial is None else self._exchanged(self._initial)
         return make_report(
             self.records, [str(d) for d in self.devices], self.counts, vars(self._cache.stats),
+        self._runners.unreported = rows_of(saved.get("unreported"), len(self.devices))
             self.skipped, exchange, frozen,
         )  # fmt: skip
 

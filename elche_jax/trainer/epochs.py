@@ -27,7 +27,7 @@ class EpochMetrics:
         windows: Windows of it.
         examples: Valid examples.
         loss: Mean loss, by weight, over the windows whose loss is finite; NaN where there is
-            none.
+            none. With `delay=1` a window is told of by the next one, and counts to its epoch.
         metrics: The `aux` of `loss_fn`, the same means.
         evaluation: The metrics of the last evaluation in it; empty where there was none.
         seconds: How long it took; evaluations, and what callbacks do at its end, left out.

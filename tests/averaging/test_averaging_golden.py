@@ -197,3 +197,25 @@ def test_windows_that_overlap_give_the_same_bits(monkeypatch, window_bytes):
     for a, b in zip(*map(jax.tree.leaves, ((plain, first), (overlapped, second))), strict=True):
         assert a.tobytes() == b.tobytes()
     assert [r.steady for r in train.records][7:] == [w % 6 == 0 for w in range(7, 20)]
+
+
+def test_delay_over_data_that_come_otherwise():
+    """Another call of `windows`, with programs of its own, tells of the window before it; a run
+    that begins anew does not."""
+    train = elche.build_train_step(
+        loss_fn, TX, devices=jax.devices()[:2], cadence=elche.Replay([(3, 1)] * 4),
+        averaging=elche.ParameterAveraging(optimizer_state="keep", delay=1),
+    )  # fmt: skip
+
+    def weights(state, **how):
+        seen, rows = [], {name: leaf[: 4 * BATCH] for name, leaf in data().items()}
+        for window in train.windows(rows, BATCH, **how):
+            state, metrics = train(state, window)
+            seen.append(float(metrics["weight"]))
+        return seen, state
+
+    first, state = weights(train.init(params()))
+    second, state = weights(state, mask_key="mask")
+    third, _ = weights(state)
+    assert [first, second, third] == [[0], [4], [4]]
+    assert weights(train.init(params()))[0] == [0]

@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+import shutil
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -188,3 +190,106 @@ def test_a_folder_that_is_not_empty_is_not_mixed_with_another_run(tmp_path):
     with pytest.raises(ValueError, match=r"^Trainer\.fit: run_dir must hold no run with resume='n"):
         trainer().fit(PARAMS, DATA, 8, 1, **options)
     assert (tmp_path / "timeline.jsonl").read_bytes() == kept
+
+
+# -- what the epochs say, wherever the run stopped
+
+KEEP = {"optimizer_state": "keep"}
+OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
+RULES = {
+    "gradients": {},
+    "keep": {"averaging": elche.ParameterAveraging(**KEEP)},
+    "average": {"averaging": elche.ParameterAveraging()},
+    "reset": {"averaging": elche.ParameterAveraging(optimizer_state="reset")},
+    "delay": {"averaging": elche.ParameterAveraging(**KEEP, delay=1)},
+    "diloco": {"averaging": elche.DiLoCo(OUTER)},
+    "delayed diloco": {"averaging": elche.DiLoCo(OUTER, delay=1)},
+    "fragments": {"averaging": elche.DiLoCo(OUTER, fragments=2)},
+    "int8": {"averaging": elche.DiLoCo(OUTER, compression="int8")},
+    "host": {
+        "averaging": elche.ParameterAveraging(**KEEP),
+        "config": elche.DDPConfig(exchange="host"),
+    },
+    "host diloco": {
+        "averaging": elche.DiLoCo(OUTER),
+        "config": elche.DDPConfig(exchange="host"),
+    },
+}
+
+
+class PerWindow(elche.Callback):
+    """Notes the metrics of every window, with its epoch."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_window(self, moment):
+        self.seen.append((moment.window.epoch, moment.metrics))
+
+    def means(self, epoch):
+        """The means of an epoch, by weight."""
+        rows = [jax.device_get(metrics) for at, metrics in self.seen if at == epoch]
+        rows = [row for row in rows if np.isfinite(row["loss"])]  # of no window: the first one
+        weight = np.array([row["weight"] for row in rows], "float64")
+        return {name: weight @ [row[name] for row in rows] / weight.sum() for name in NAMES}
+
+
+NAMES = ("loss", "mae")
+EPOCHS = 2
+
+
+def whole_and_resumed(rule, stops, folder):
+    """What a run says of its epochs by itself, what it should, and what runs say that go on
+    from checkpoints of it."""
+    one, seen = trainer(**RULES[rule]), PerWindow()
+    options = {"data": DATA, "batch_size": 8, "epochs": EPOCHS, "progress": False}
+    saving = elche.Checkpoints(folder / "whole", every_windows=1, keep_last=100)
+    whole = one.fit(PARAMS, **options, callbacks=[seen], checkpoints=saving)
+    want = [seen.means(epoch) for epoch in range(EPOCHS)]
+    resumed = {}
+    for stop in stops:
+        shutil.copytree(folder / "whole" / str(stop), folder / str(stop) / str(stop))
+        again = elche.Checkpoints(folder / str(stop), every_epochs=None)
+        resumed[stop] = one.fit(PARAMS, **options, checkpoints=again, resume="must")
+    return whole, want, resumed
+
+
+@pytest.mark.parametrize(("rule", "stops"), [("delay", (4, 5, 6, 8)), ("delayed diloco", (7,))])
+def test_the_losses_of_the_epochs_wherever_it_stopped(rule, stops, tmp_path):
+    """In an epoch, at its end, at the beginning of the next, and where exchanges overlap."""
+    whole, want, resumed = whole_and_resumed(rule, stops, tmp_path)
+    assert [metrics.windows for metrics in whole.history] == [5, 6]
+    for metrics, means in zip(whole.history, want, strict=True):
+        assert {name: metrics.values[name] for name in NAMES} == pytest.approx(means, rel=1e-12)
+    for stop, result in resumed.items():
+        assert told(result.history) == told(whole.history), f"stopped after {stop}"
+        assert same_bits(result.state, whole.state)
+
+
+def test_a_run_that_was_told_to_stop_says_the_same(tmp_path):
+    """With the guard's history, of which the last window is read late as well."""
+    options = {"data": DATA, "batch_size": 8, "epochs": EPOCHS, "progress": False}
+    one, another = trainer(**RULES["delay"]), trainer(**RULES["delay"])
+    whole = one.fit(PARAMS, **options)
+    divergence = one.train.divergence
+    for stop in (6, 9):
+        options["checkpoints"] = elche.Checkpoints(tmp_path)
+        result = another.fit(PARAMS, **options, max_windows=stop, resume="auto")
+        assert result.windows == stop
+    result = another.fit(PARAMS, **options, resume="must")
+    assert told(result.history) == told(whole.history)
+    assert repr(another.train.divergence) == repr(divergence)
+
+
+def test_the_last_window_is_told_of_on_fewer_devices(tmp_path):
+    options = {"data": DATA, "batch_size": 8, "progress": False}
+    whole, part = PerWindow(), PerWindow()
+    trainer(**RULES["delay"]).fit(PARAMS, **options, epochs=2, callbacks=[whole])
+    options["checkpoints"] = elche.Checkpoints(tmp_path)
+    trainer(**RULES["delay"]).fit(PARAMS, **options, epochs=1)
+    two = trainer(2, **RULES["delay"], cadence=elche.Replay([(2, 2)] * 100))
+    two.fit(PARAMS, **options, epochs=2, resume="must", callbacks=[part])
+    want = next(metrics for epoch, metrics in whole.seen if epoch == 1)
+    _, got = part.seen[0]
+    assert float(got["weight"]) == float(want["weight"]) == 6 * 8
+    assert [float(got[name]) for name in NAMES] == pytest.approx([float(want[n]) for n in NAMES])
