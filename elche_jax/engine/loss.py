@@ -225,14 +225,34 @@ def microbatch_terms(
 
 
 def check_weight(name: str, weight: Any) -> None:
-    """Raises where a scalar weight is of a type that rounds counts.
+    """Raises where a scalar weight is no real number, or of a type that rounds counts.
 
     Args:
         name: Where it comes from, for the message.
         weight: The weight, or its shape.
 
     Raises:
-        TypeError: It is a float of 16 bits or less.
+def sound_weight(weight: Any) -> Any:
+    """A float32 weight that compares as it should, on devices that take the smallest for 0.
+
+    A negative one is not a number, so that its window counts as not finite. One below the
+    smallest normal number, which devices may take for 0 in sums and comparisons, becomes that
+    one: it still counts as work, and a window that has no more is told by `SMALLEST_WEIGHT`.
+    """
+    bits = jax.lax.bitcast_convert_type(weight, jnp.int32)  # comparisons, too, may see a 0
+    tiny = jnp.finfo(jnp.float32).tiny
+    first = jax.lax.bitcast_convert_type(jnp.asarray(tiny, jnp.float32), jnp.int32)
+    weight = jnp.where((bits > 0) & (bits < first), tiny, weight)
+    return jnp.where((bits < 0) & (bits << 1 != 0), jnp.nan, weight)
+
+
+def is_real(value: Any) -> bool:
+    """Whether an array is of real numbers or bools: what there is a float32 mean of."""
+    kinds = (jnp.floating, jnp.integer, jnp.bool_)
+    return any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+
+
+        TypeError: It is complex, say, or a float of 16 bits or less.
     """
     dtype = weight.dtype
     if weight.shape == () and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
@@ -243,6 +263,8 @@ def check_weight(name: str, weight: Any) -> None:
 
 
 def batch_size_of(batch: PyTree) -> int:
+    if not is_real(weight):
+        raise TypeError(f"{name} must be a real number or a bool, got {describe(weight)}.")
     """Length of the leading axis of a microbatch."""
     return int(jax.tree.leaves(batch)[0].shape[0])
 
@@ -315,6 +337,11 @@ def _check_same(old: PyTree, new: PyTree) -> None:
     if want != got:
         raise TypeError(
             f"loss_fn: the new model_state must have the structure of the old one "
+        if not is_real(value):
+            raise TypeError(
+                f"loss_fn: aux[{name!r}] must be of real numbers or bools, got {describe(value)}. "
+                "Take the parts or the size of complex numbers."
+            )
             f"({want}), got {got}."
         )
     named = jax.tree_util.tree_flatten_with_path(old)[0]

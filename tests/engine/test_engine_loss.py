@@ -346,6 +346,23 @@ FORMS = [
         r"loss_fn: aux\['acc'\] must be a scalar or one value per example \(5\), got a dict\.",
     ),
 ]
+    (
+        lambda p, b, r: (b["y"].sum(), {"acc": b["y"] * 1j}),
+        {"has_aux": True},
+        r"loss_fn: aux\['acc'\] must be of real numbers or bools, got an array of shape \(5,\) "
+        r"and dtype complex64\. Take the parts or the size of complex numbers\.",
+    ),
+    (
+        lambda p, b, r: (b["y"].sum(), {"acc": r}),
+        {"has_aux": True},
+        r"loss_fn: aux\['acc'\] must be of real numbers or bools, got .* dtype key<fry>\. Take .*",
+    ),
+    (
+        lambda p, b, r: Weighted(b["y"].sum(), 1j),
+        {},
+        r"loss_fn: Weighted.weight must be a real number or a bool, got an array of shape \(\) "
+        r"and dtype complex64\.",
+    ),
 
 
 @pytest.mark.parametrize(
