@@ -29,6 +29,7 @@ from elche_jax.averaging.state import AveragingState, common_part
 from elche_jax.engine.exchange import packed_psum
 from elche_jax.engine.fetch import Orders, Payload
 from elche_jax.engine.loop import LoopHook, run_loop
+from elche_jax.engine.loss import SMALLEST_WEIGHT
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.merge import MergeRules, changes, merged
 from elche_jax.engine.microbatch import (
@@ -316,12 +317,13 @@ class LocalProgram:
 
     def means(self, totals: dict[str, Any]) -> dict[str, Any]:
         """The metrics of a window, from what all devices have seen of it."""
-        scale = jnp.where(totals["weight"] > 0, 1 / totals["weight"], 0)
+        weight = totals["weight"]
+        scale = jnp.where(weight > 0, 1 / weight, 0)
         metrics = {name: value * scale for name, value in totals["metrics"].items()}
         return metrics | {
             "loss": jnp.where(scale > 0, totals["loss"] * scale, jnp.nan),
-            "weight": totals["weight"],
-            "finite": totals["bad"] == 0,
+            "weight": weight,
+            "finite": (totals["bad"] == 0) & (~(weight > 0) | (weight >= SMALLEST_WEIGHT)),
         }
 
 

@@ -23,6 +23,11 @@ Form = Literal["scalar", "vector", "weighted"]
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+SMALLEST_WEIGHT = 2.0**-100
+"""Smallest weight of a window, 8e-31, that means are taken with. Its sums are float32 and of
+`weight * gradient`, of which devices take for 0 what is below 2**-126."""
+
+
 class Weighted:
     """What a loss function returns to choose the weight of its microbatch itself.
 
@@ -30,7 +35,8 @@ class Weighted:
         loss: Scalar, the mean loss over whatever is counted (tokens, say).
         weight: Scalar, how much was counted, at least 0. It is a constant to the
             gradient. With weight 0 the microbatch contributes nothing, even where
-            `loss` is not a number. A negative weight makes the window not finite.
+            `loss` is not a number. A negative weight makes the window not finite, and so do
+            weights above 0 whose sum over the window is below 2**-100 (8e-31).
 
     Example:
         >>> import jax.numpy as jnp
@@ -215,8 +221,7 @@ def microbatch_terms(
         weight = valid.astype(jnp.float32)
         mean = jnp.where(mask, loss, 0).astype(jnp.float32).sum() / weight
     else:
-        weight = jax.lax.stop_gradient(jnp.asarray(loss.weight, jnp.float32))
-        weight = jnp.where(weight < 0, jnp.nan, weight)  # the window will count as not finite
+        weight = sound_weight(jax.lax.stop_gradient(jnp.asarray(loss.weight, jnp.float32)))
         mean = jnp.where(weight > 0, jnp.asarray(loss.loss, jnp.float32), 0)
     metrics = {name: _mean(value, mask, valid) * weight for name, value in aux.items()}
     if form == "weighted":

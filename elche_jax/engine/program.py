@@ -20,6 +20,7 @@ import optax
 from elche_jax.engine.exchange import Packing, psum_bfloat16
 from elche_jax.engine.fetch import Orders, Payload
 from elche_jax.engine.loop import LoopHook, run_loop
+from elche_jax.engine.loss import SMALLEST_WEIGHT
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.merge import MergeRules, changes, merged
 from elche_jax.engine.microbatch import (
@@ -128,6 +129,7 @@ class Program:
         trained, frozen = self.work.selection.split(state.params)
         total, own, finite = self._exchange(self._clip(sums), state.model_state)
         worked = total.weight > 0  # else nothing was counted: a window without effect
+        finite &= ~worked | (total.weight >= SMALLEST_WEIGHT)
         scale = computed_once(jnp.where(worked, 1.0 / total.weight, 0.0))
         grads = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), total.grads, trained)
         tx = optax.with_extra_args_support(self.tx)  # some ask for the loss, or the work done

@@ -16,12 +16,23 @@ from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import Group
 from elche_jax.engine.fetch import Orders, Payload
 from elche_jax.engine.loop import LoopHook
-from elche_jax.engine.loss import Weighted, batch_size_of, check_takes, check_weight, describe
+from elche_jax.engine.loss import (
+    Weighted,
+    batch_size_of,
+    check_takes,
+    check_weight,
+    describe,
+    is_real,
+    sound_weight,
+)
 from elche_jax.engine.mapped import Mapped
 from elche_jax.engine.runner import Call, Timed, abstract, new_number, signature
 
 PyTree = Any
 
+
+ARGUMENTS = ("params", "model_state", "batch")
+"""What the user's function takes."""
 
 @dataclass(frozen=True)
 class Variables:
@@ -172,12 +183,6 @@ class SweepRunner(Timed):
         return key, lambda: self._mapped.compile(self._variables, payload, orders)
 
 
-_REAL = (jnp.floating, jnp.integer, jnp.bool_)
-
-
-ARGUMENTS = ("params", "model_state", "batch")
-
-
 def inspect_metrics(
     fn: BatchFn, variables: Variables, batch: PyTree, ragged: bool
 ) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -243,7 +248,7 @@ def _check_metric(name: str, value: Any, size: int, ragged: bool) -> tuple[int, 
             f"({size}), or Weighted of scalars or of vectors, got "
             f"{' and '.join(map(describe, parts))}."
         )
-    if not all(any(jnp.issubdtype(part.dtype, kind) for kind in _REAL) for part in parts):
+    if not all(map(is_real, parts)):
         raise TypeError(
             f"metric_fn: metric {name!r} must be of real numbers or bools, got "
             f"{' and '.join(map(describe, parts))}."
@@ -272,8 +277,7 @@ def _add(sums: tuple[Any, Any], value: Any, mask: Any, valid: Any) -> tuple[Any,
     elif jnp.ndim(value) == 0:
         weight = valid  # a mean over the microbatch
     value = jnp.asarray(value, jnp.float32)
-    weight = jnp.asarray(weight, jnp.float32)
-    weight = jnp.where(weight < 0, jnp.nan, weight)
+    weight = sound_weight(jnp.asarray(weight, jnp.float32))
     if value.ndim == 0:
         return sums[0] + jnp.where(weight != 0, value * weight, 0), sums[1] + weight
     keep = mask.reshape(-1, *(1,) * (value.ndim - 1))

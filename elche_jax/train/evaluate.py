@@ -1,5 +1,6 @@
 """`build_eval_step` and `predict`: exact metrics, and outputs in the order of the data."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -12,6 +13,7 @@ from elche_jax.cadence.scheduler import SchedulerState
 from elche_jax.data.split import piece_lengths
 from elche_jax.engine.devices import select_devices
 from elche_jax.engine.loop import LoopHook
+from elche_jax.engine.loss import SMALLEST_WEIGHT
 from elche_jax.engine.sweep import (
     Apply,
     BatchFn,
@@ -94,7 +96,7 @@ class EvalStep:
 
         Returns:
             The metrics: floats, or float64 arrays where a metric has more axes. Not a
-            number where the weights sum up to 0.
+            number where the weights sum up to 0, or to less than 2**-100.
 
         Raises:
             TypeError: `metric_fn` returns what is no metric; `data` has none of the forms.
@@ -310,3 +312,5 @@ def _mean(total: Any, weight: Any) -> Any:
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = total / weight
     return float(mean) if np.ndim(mean) == 0 else mean
+    if 0 < weight < SMALLEST_WEIGHT:
+        weight = math.nan

@@ -93,7 +93,7 @@ GRADIENTS = Wording(
     "rate, or pass nonfinite='skip' to drop such windows and go on.",
     "{most} windows in a row were dropped as not finite (max_skips), the last one {name}: "
     "{culprits}. Look at the data, lower the learning rate, or raise max_skips.",
-    "each device's sums were, what they combine to was not",
+    "each device's sums were, what they combine to was not, or weighs less than 2**-100",
     "not finite",
 )
 
@@ -104,7 +104,7 @@ AVERAGES = Wording(
     "in {most} windows in a row a device was left out of the average as not finite (max_skips), "
     "the last one {name}: {culprits}. Look at the data, lower the learning rate, or raise "
     "max_skips.",
-    "no device, but what they were joined to",
+    "no device, but what they were joined to, or it weighs less than 2**-100",
     "left out: not finite",
 )
 

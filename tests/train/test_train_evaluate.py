@@ -219,6 +219,32 @@ class Callable:
         return {"value": batch["x"]}
 
 
+def test_a_function_that_has_changed_since_the_last_call():
+    """As one that reads a threshold that is found in between."""
+    threshold, data = {"at": 1.0}, examples(24)
+
+    def above(params, batch):
+        return {"above": batch["x"] > threshold["at"]}
+
+    evaluate = build(metric=above)
+    for at in (1.0, 1.6, 1.6):
+        threshold["at"] = at
+        misses = evaluate.report().compile_misses
+        assert evaluate(PARAMS, data, 4) == {"above": (data["x"] > at).mean()}
+    assert evaluate.report().compile_misses == misses
+
+
+def test_weights_too_small_for_a_mean_say_so():
+    def tiny(params, batch):
+        return {
+            "tiny": elche.Weighted(batch["x"] / 100, jnp.full(len(batch["x"]), 1e-37)),
+            "among": elche.Weighted(batch["x"], jnp.where(batch["index"] > 0, 1e-37, 1.0)),
+        }
+
+    found, data = build(metric=tiny)(PARAMS, examples(8), 4), examples(8)
+    assert np.isnan(found["tiny"]) and found["among"] == data["x"][0]
+
+
 def test_a_function_without_a_hash():
     evaluate, data = build(2, Callable()), examples(8)
     for _ in range(2):

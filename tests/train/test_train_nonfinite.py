@@ -382,6 +382,58 @@ def test_a_norm_that_overflows_does_not_make_zeros_of_the_gradient():
     assert history == [False]
 
 
+RULES = {
+    "gradients": {},
+    "averaging": {"averaging": elche.ParameterAveraging()},
+    "host": {
+        "averaging": elche.ParameterAveraging(),
+        "config": elche.DDPConfig(exchange="host"),
+    },
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_weights_too_small_for_float32_are_not_lost(rule):
+    """Devices take 1e-40 for 0, and 1e-35 times a gradient: each alone leaves no mean."""
+
+    def loss(params, batch, rng):
+        return elche.Weighted(loss_fn(params, batch, rng), batch["n"][0])
+
+    weights = [1e-40, 1e-35, 1e-29, 1e-40, 0, 0]
+    examples = data() | {"n": np.repeat(weights, 16).astype("float32")}
+    examples["n"][3 * 16 : 3 * 16 + 4] = 1.0  # beside this one the others count as they should
+    train = elche.build_train_step(
+        loss, optax.sgd(0.1), devices=jax.devices()[:2], cadence=Fixed((3, 1)),
+        nonfinite="skip", **RULES[rule],
+    )  # fmt: skip
+    state, seen = train.init(PARAMS), []
+    for window in train.windows(examples, 4, shuffle=False):
+        before = np.asarray(state.params["w"])[0]
+        state, metrics = train(state, window)
+        moved = bool(np.abs(np.asarray(state.params["w"])[0] - before).max() > 1e-3)
+        seen.append((bool(metrics["finite"]), moved))
+    steps = rule != "gradients"  # which devices take by themselves, whatever the weight
+    assert seen == [
+        (False, steps),
+        (False, steps),
+        (True, True),
+        (True, True),
+        *[(True, False)] * 2,
+    ]
+    assert train.skipped == 2
+
+
+def test_the_error_names_small_weights():
+    def loss(params, batch, rng):
+        return elche.Weighted(loss_fn(params, batch, rng), jnp.float32(1e-40))
+
+    train = elche.build_train_step(loss, optax.sgd(0.1), devices=jax.devices()[:1])
+    with pytest.raises(
+        elche.NonFiniteError, match=r"combine to was not, or weighs less than 2\*\*-"
+    ):
+        run(train, train.init(PARAMS), data(), epochs=1)
+
+
 def test_a_window_without_weight_changes_nothing_of_the_optimizer():
     """Adam would move by its momentum, and count."""
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from elche_jax import _check as check
 from elche_jax.averaging.rules import Exponent
+from elche_jax.engine.loss import SMALLEST_WEIGHT
 from elche_jax.engine.merge import MergeRules
 
 Arrays = list[np.ndarray]
@@ -124,7 +125,8 @@ class HostAverage:
             np.bool_(bool(parts)),
         )
         metrics = _means([d.sums for d in there], self.metrics)
-        metrics["finite"] = np.bool_(own.all() and all(d.fine for d in there))
+        counted = not 0 < metrics["weight"] < SMALLEST_WEIGHT
+        metrics["finite"] = np.bool_(own.all() and all(d.fine for d in there) and counted)
         metrics |= _distances(deliveries, news.delta, shares, own)
         metrics["share"] = shares
         metrics["workers"] = np.float32(1 / (shares**2).sum() if parts else 1.0)
