@@ -133,6 +133,11 @@ class CompileCache:
         for entry in entries:
             entry.done.wait()
 
+    def clear(self) -> None:
+        """Lets go of all programs; of one that is being compiled, when it is done."""
+        with self._lock:
+            self._entries.clear()
+
     def _claim(self, key: Hashable) -> "tuple[_Entry, bool]":
         with self._lock:
             if key in self._entries:

@@ -27,12 +27,13 @@ from elche_jax.engine.loss import (
 )
 from elche_jax.engine.mapped import Mapped
 from elche_jax.engine.runner import Call, Timed, abstract, new_number, signature
+from elche_jax.engine.traced import Traced, trace
 
 PyTree = Any
 
-
 ARGUMENTS = ("params", "model_state", "batch")
 """What the user's function takes."""
+
 
 @dataclass(frozen=True)
 class Variables:
@@ -66,6 +67,26 @@ class BatchFn:
         state = (variables.model_state,) if self.has_model_state else ()
         return self.fn(variables.params, *state, batch)
 
+    def trace(self, name: str, variables: Variables, batch: PyTree) -> Traced:
+        """The function as it is now, for a microbatch of these shapes.
+
+        Args:
+            name: What the user calls it.
+            variables: Shapes, of one device.
+            batch: Shapes of one microbatch.
+
+        Raises:
+            TypeError: It takes other arguments.
+            ValueError: It uses a named axis.
+        """
+        check_takes(name, self.fn, ARGUMENTS, self.has_model_state)
+        mask = jax.ShapeDtypeStruct((batch_size_of(batch),), jnp.bool_)
+        return trace(name, self, variables, batch, mask)
+
+
+PerBatch = Callable[[Variables, PyTree, Any], Any]
+"""`fn(variables, microbatch, mask of its valid examples)`: a `BatchFn`, or one traced."""
+
 
 class SweepProgram(Protocol):
     """What a device computes in one call."""
@@ -87,7 +108,7 @@ class Score:
         hook: Emulation, or None.
     """
 
-    fn: BatchFn
+    fn: PerBatch
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     hook: LoopHook | None = None
 
@@ -120,7 +141,7 @@ class Apply:
         hook: Emulation, or None.
     """
 
-    fn: BatchFn
+    fn: PerBatch
     hook: LoopHook | None = None
 
     def call(
@@ -185,8 +206,8 @@ class SweepRunner(Timed):
 
 def inspect_metrics(
     fn: BatchFn, variables: Variables, batch: PyTree, ragged: bool
-) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Calls a metric function with shapes only.
+) -> tuple[Traced, tuple[tuple[str, tuple[int, ...]], ...]]:
+    """Traces a metric function.
 
     Args:
         fn: The function.
@@ -195,34 +216,34 @@ def inspect_metrics(
         ragged: Whether the last microbatch may have fewer examples.
 
     Returns:
-        Names of the metrics and the shapes of their means.
+        The function as it is now; names of the metrics and the shapes of their means.
 
     Raises:
         TypeError: It does not return a dict of metrics.
         ValueError: A metric cannot leave out the examples that a ragged microbatch lacks.
     """
     size = batch_size_of(batch)
-    mask = jax.ShapeDtypeStruct((size,), jnp.bool_)
-    check_takes("metric_fn", fn.fn, ARGUMENTS, fn.has_model_state)
-    metrics = jax.eval_shape(fn, variables, batch, mask)
+    traced = fn.trace("metric_fn", variables, batch)
+    metrics = traced.outputs
     if not isinstance(metrics, dict) or not metrics:
         got = "an empty one" if isinstance(metrics, dict) else describe(metrics)
         raise TypeError(f"metric_fn: must return a dict of metrics, name to value, got {got}.")
-    return tuple(
+    shapes = tuple(
         (name, _check_metric(name, value, size, ragged and fn.mask_key is None))
         for name, value in sorted(metrics.items())
     )
+    return traced, shapes
 
 
-def inspect_outputs(fn: BatchFn, variables: Variables, batch: PyTree) -> PyTree:
-    """Calls a function with shapes only; gives the shapes of its outputs.
+def inspect_outputs(fn: BatchFn, variables: Variables, batch: PyTree) -> Traced:
+    """Traces a function; gives it as it is now.
 
     Raises:
         TypeError: An output does not have one entry per example.
     """
     size = batch_size_of(batch)
-    check_takes("apply_fn", fn.fn, ARGUMENTS, fn.has_model_state)
-    outputs = jax.eval_shape(fn, variables, batch, jax.ShapeDtypeStruct((size,), jnp.bool_))
+    traced = fn.trace("apply_fn", variables, batch)
+    outputs = traced.outputs
     named = jax.tree_util.tree_flatten_with_path(outputs)[0]
     for path, leaf in named:
         if leaf.shape[:1] != (size,):
@@ -233,7 +254,7 @@ def inspect_outputs(fn: BatchFn, variables: Variables, batch: PyTree) -> PyTree:
             )
     if not named:
         raise TypeError(f"predict: apply_fn must return arrays, got {describe(outputs)}.")
-    return outputs
+    return traced
 
 
 def _check_metric(name: str, value: Any, size: int, ragged: bool) -> tuple[int, ...]:

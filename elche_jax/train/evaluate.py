@@ -125,7 +125,8 @@ def build_eval_step(
 
     Every example counts exactly once, also in a last microbatch that is smaller and
     where there are more devices than microbatches. Speeds are measured while it runs and
-    stay known for the next call.
+    stay known for the next call. Every call traces `metric_fn`, and compiles it anew where it
+    has changed since the last one, as what it reads besides its arguments has.
 
     Args:
         metric_fn: `metric_fn(params, batch)`, with model state
@@ -162,8 +163,8 @@ def build_eval_step(
     chosen = select_devices(devices, "build_eval_step")
 
     def make(fn: BatchFn, variables: Variables, batch: PyTree, ragged: bool) -> Task:
-        shapes = inspect_metrics(fn, variables, batch, ragged)
-        return Task(Score(fn, shapes, emulate))
+        traced, shapes = inspect_metrics(fn, variables, batch, ragged)
+        return Task(traced, Score(traced, shapes, emulate))
 
     return EvalStep(Sweep("build_eval_step", metric_fn, make, chosen, cadence, emulate))
 
@@ -185,9 +186,13 @@ def predict(
     """Applies a model to data on all devices; the outputs come in the order of the data.
 
     Programs and measured speeds are kept for the last 8 functions used, as long as it is
-    the same function object, on the same devices; `clear_predict_cache` lets them go. Data
-    are not kept, but for an iterator that a call that failed has looked into: the next call
-    goes on with its first microbatch.
+    the same function object, on the same devices; `clear_predict_cache` lets them go. Every
+    call traces the function, and compiles it anew where it has changed since the last one:
+    where it is a method of an object that was changed, or reads a global that was. What
+    `jax.jit` has made of a function is not traced again, and is as it was.
+
+    Data are not kept, but for an iterator that a call that failed has looked into: the next
+    call goes on with its first microbatch.
 
     Args:
         apply_fn: `apply_fn(params, batch)`, with model state
@@ -270,9 +275,9 @@ def _kept_sweep(
     apply_fn: _Same, devices: tuple[jax.Device, ...], cadence: _Same, emulate: _Same
 ) -> Sweep:
     def make(fn: BatchFn, variables: Variables, batch: PyTree, ragged: bool) -> Task:
-        outputs = jax.tree.leaves(inspect_outputs(fn, variables, batch))
-        size = sum(x.size * x.dtype.itemsize for x in outputs)
-        return Task(Apply(fn, emulate.value), size)
+        traced = inspect_outputs(fn, variables, batch)
+        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(traced.outputs))
+        return Task(traced, Apply(traced, emulate.value), size)
 
     return Sweep("predict", apply_fn.value, make, devices, cadence.value, emulate.value)
 

@@ -25,6 +25,7 @@ from elche_jax.engine.replicas import devices_of, replicate
 from elche_jax.engine.runner import signature
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.sweep import BatchFn, SweepProgram, SweepRunner, Variables
+from elche_jax.engine.traced import Traced
 from elche_jax.observe.report import RunReport, make_report
 from elche_jax.train.feed import DataPlan
 from elche_jax.train.finite import FinitePolicy, FiniteWatch
@@ -57,10 +58,12 @@ class Task:
     """What a sweep computes, once the shapes are known.
 
     Attributes:
+        traced: The user's function as it was when the task was made.
         program: What a device computes.
         row_bytes: Bytes that the results of a microbatch take on a device.
     """
 
+    traced: Traced
     program: SweepProgram
     row_bytes: int = 0
 
@@ -166,9 +169,12 @@ class Sweep:
         shapes = shapes_of(variables)
         # not the function itself, the same in all calls, which may have no hash
         key = (fn.has_model_state, fn.mask_key, ragged, signature((shapes, microbatch)))
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
+        task = self._make(fn, one, microbatch, ragged)
+        if key in self._runners and self._runners[key][1].traced != task.traced:
+            self._runners.clear()  # it has changed since
+            self._cache.clear()
         if key not in self._runners:
-            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
-            task = self._make(fn, one, microbatch, ragged)
             runner = SweepRunner(task.program, self._group, self._cache, shapes)
             self._runners[key] = (runner, task)
         runner, task = self._runners[key]

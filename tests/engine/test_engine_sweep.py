@@ -163,7 +163,7 @@ def test_what_a_microbatch_adds(value, examples, total, weight):
     def fn(params, batch):
         return {"m": jax.tree.map(jnp.asarray, value)}
 
-    ((_, shape),) = inspect_metrics(BatchFn(fn, mask_key="mask"), *SHAPES, ragged=True)
+    _, ((_, shape),) = inspect_metrics(BatchFn(fn, mask_key="mask"), *SHAPES, ragged=True)
     assert shape == np.shape(total)
     ((results, _),) = Setup(score(fn, (("m", shape),)), 1, examples).run((1,), 1)
     np.testing.assert_array_equal(results["m"][0][0], np.asarray(total, "float32"))
@@ -273,7 +273,8 @@ SHAPES = (
 
 
 def inspected(value, ragged=False, mask_key=None):
-    return inspect_metrics(BatchFn(lambda params, batch: value, mask_key=mask_key), *SHAPES, ragged)
+    fn = BatchFn(lambda params, batch: value, mask_key=mask_key)
+    return inspect_metrics(fn, *SHAPES, ragged)[1]
 
 
 def test_metrics_are_named_with_the_shapes_of_their_means():
@@ -352,7 +353,7 @@ def test_a_mean_cannot_leave_examples_out(value):
 
 
 def test_outputs_are_known_by_their_shapes():
-    found = inspect_outputs(BatchFn(outputs), *SHAPES)
+    found = inspect_outputs(BatchFn(outputs), *SHAPES).outputs
     assert [leaf.shape for leaf in found["axes"]] == [(BATCH, 2), (BATCH, 3, 0)]
     dtypes = [leaf.dtype for leaf in found["numbers"]]
     assert dtypes == [np.float32, np.bool_, np.int32, jnp.bfloat16] and found["nothing"] == ()

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from hypothesis import example, given, settings
 from models import Script
 from sweeping import Batches, cases, examples, in_form
@@ -202,6 +203,83 @@ def test_the_same_function_is_kept(make):
     for _ in range(3):
         np.testing.assert_array_equal(elche.predict(fn, None, x, 2, **OPTIONS), x + 1)
     assert sweep_of(fn, **OPTIONS).report().compile_misses == 1
+
+
+SCALE = 2.0
+"""Read by a function below, and changed by its test."""
+
+
+def scaled(params, x):
+    return x * SCALE
+
+
+class Shifted:
+    """A model that may change, in each of the ways in which functions come."""
+
+    def __init__(self, shift):
+        self.shift, self.array = shift, np.full(8, shift, "float32")
+
+    def __call__(self, params, x):
+        return x + self.shift
+
+    def method(self, params, x):
+        return x + self.shift
+
+    def set(self, shift):
+        self.shift = shift
+        self.array[:] = shift  # in place
+
+
+CHANGING = {
+    "an object": lambda model: model,
+    "a method": lambda model: model.method,
+    "a closure": lambda model: lambda params, x: x + model.shift,
+    "a partial": lambda model: functools.partial(lambda shift, params, x: x + shift, model.array),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_function_that_has_changed_is_compiled_anew(name):
+    """Never the first call's result again; and once for each change, whatever the capacity."""
+    x, model = inputs(24), Shifted(1.0)
+    fn = CHANGING[name](model)
+    with CompileCount() as compiles:
+        for shift, first in ((1.0, True), (5.0, True), (5.0, False), (1.0, True)):
+            model.set(shift)
+            before = compiles.count
+            got = elche.predict(fn, None, x, 2, **OPTIONS)
+            np.testing.assert_array_equal(got, x + np.float32(shift))
+            assert (compiles.count > before) == first
+    assert len(sweep_of(fn, **OPTIONS)._runners) == 1  # the ones before are let go
+
+
+def test_a_global_that_has_changed(monkeypatch):
+    x = inputs(6)
+    for scale in (2.0, 3.0):
+        monkeypatch.setitem(globals(), "SCALE", scale)
+        np.testing.assert_array_equal(elche.predict(scaled, None, x, 2, **OPTIONS), x * scale)
+
+
+def test_a_module_whose_weights_have_changed():
+    x, net = inputs(6), nnx.Linear(8, 3, rngs=nnx.Rngs(0))
+
+    def apply_fn(params, x):
+        return net(x)
+
+    for _ in range(2):
+        np.testing.assert_allclose(
+            elche.predict(apply_fn, None, x, 2, **OPTIONS), net(x), rtol=1e-5, atol=1e-6
+        )
+        net.kernel[...] = 2 * net.kernel[...]
+
+
+def test_a_function_that_changes_between_shapes():
+    """What was compiled before, for other shapes, is not used either."""
+    x, model = inputs(6), Shifted(1.0)
+    for shift, columns in ((1.0, 8), (2.0, 4), (2.0, 8), (3.0, 4)):
+        model.set(shift)
+        got = elche.predict(model, None, x[:, :columns], 2, **OPTIONS)
+        np.testing.assert_array_equal(got, x[:, :columns] + np.float32(shift))
 
 
 def double(params, x):
