@@ -17,6 +17,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from elche_jax.engine.traced import no_named_axis
+
 PyTree = Any
 Form = Literal["scalar", "vector", "weighted"]
 
@@ -129,14 +131,15 @@ def inspect_loss(
     Raises:
         TypeError: What it returns has none of the forms of this module, or an
             auxiliary value or the model state has another structure than expected.
-        ValueError: `mask_key` is an entry of the batch.
+        ValueError: `mask_key` is an entry of the batch; the function uses a named axis.
     """
     size = batch_size_of(batch)
     names = ("params", "model_state", "batch", "rng")
     check_takes("loss_fn", loss_fn.fn, names, loss_fn.has_model_state)
     check_mask_key(loss_fn.mask_key, batch)
     mask = jax.ShapeDtypeStruct((size,), jnp.bool_)
-    loss, new_state, aux = jax.eval_shape(loss_fn, params, model_state, batch, mask, rng)
+    with no_named_axis("loss_fn"):
+        loss, new_state, aux = jax.eval_shape(loss_fn, params, model_state, batch, mask, rng)
     if loss_fn.has_model_state:
         _check_same(model_state, new_state)
     return LossForm(_form_of(loss, size), _check_aux(aux, size))

@@ -1,5 +1,6 @@
 """The forms of a loss function: what a microbatch adds, and what is no form at all."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -371,6 +372,23 @@ FORMS = [
 def test_what_is_no_form_is_an_error(loss_fn, how, message):
     with pytest.raises(TypeError, match=rf"^{message}(\n|$)"):  # JAX may add a note
         inspect(loss_fn, **how)
+
+
+def test_a_named_axis_is_an_error():
+    """As of Flax's `BatchNorm(axis_name=...)` in a loop with pmap."""
+    norm = nn.BatchNorm(use_running_average=False, axis_name="batch")
+    stats = jax.eval_shape(norm.init, jax.random.key(0), BATCH["x"])
+
+    def loss_fn(params, model_state, batch, rng):
+        x, new = norm.apply(model_state, batch["x"], mutable=["batch_stats"])
+        return x.mean(), {**model_state, **new}
+
+    with pytest.raises(
+        ValueError,
+        match=r"^loss_fn: must use no named axis, as devices meet at the end of a window only, got "
+        r"'batch'\. Leave out axis_name \(BatchNorm\), psum and pmean: .* as merge= says\.$",
+    ):
+        inspect(loss_fn, stats, has_model_state=True)
 
 
 @pytest.mark.parametrize(
