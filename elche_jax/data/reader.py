@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from elche_jax.data.convert import as_arrays
 from elche_jax.data.order import epoch_order
 from elche_jax.data.source import ArraySource, IterableSource, MapSource, stack
 
@@ -127,6 +128,7 @@ class IterableReader:
 
     def _hold(self, item: PyTree) -> None:
         number = self._first + len(self._held)
+        item = as_arrays(item)
         size = microbatch_size(item, number)
         if self._batch_size is None:
             self._batch_size = size

@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from elche_jax.data.convert import as_arrays, check_plain, has_numpy_dtype, name_of
+
 PyTree = Any
 
 
@@ -61,13 +63,16 @@ class ArraySource:
             if np.ndim(leaf) == 0:
                 raise ValueError(
                     f"data: every leaf must have a leading axis of examples, "
-                    f"leaf {_name(path)} is a scalar."
+                    f"leaf {name_of(path)} is a scalar."
                 )
-        lengths = {_name(path): int(leaf.shape[0]) for path, leaf in named}
+            check_plain(path, leaf)
+        lengths = {name_of(path): int(leaf.shape[0]) for path, leaf in named}
         if len(set(lengths.values())) > 1:
             raise ValueError(
                 f"data: all leaves must have the same number of examples, got {lengths}."
             )
+        if not all(has_numpy_dtype(leaf) for _, leaf in named):  # tensors of other libraries
+            tree = as_arrays(tree)
         self.tree = tree
         self.size = next(iter(lengths.values()))
         self._host: PyTree | None = None
@@ -91,11 +96,15 @@ class MapSource:
         self.dataset = dataset
         self.size = len(dataset)
 
+    def example(self, number: int) -> PyTree:
+        """One example; its leaves are arrays or numbers."""
+        return as_arrays(self.dataset[number])
+
     def rows(self, index: NDArray[np.int64]) -> PyTree:
         """The examples at `index`, stacked; leaves `(len(index), ...)`."""
         examples = []
         for number, i in enumerate(index.tolist()):
-            examples.append(self.dataset[i])
+            examples.append(self.example(i))
             if number % HAND_OVER == 0:
                 time.sleep(0)
         return stack(examples)
@@ -123,7 +132,7 @@ class IterableSource:
         if self._peeked is None:
             iterator = iter(self.iterable)
             try:
-                self._peeked = (next(iterator), iterator)
+                self._peeked = (as_arrays(next(iterator)), iterator)
             except StopIteration:
                 raise ValueError(
                     "data must hold at least one microbatch, the iterator is empty."
@@ -131,7 +140,7 @@ class IterableSource:
         return self._peeked[0]
 
     def epoch(self) -> Iterator[PyTree]:
-        """The microbatches of one epoch."""
+        """The microbatches of one epoch, as they come."""
         if self._peeked is None:
             yield from self.iterable
             return
@@ -148,7 +157,8 @@ def as_source(data: Any) -> Source:
 
     Args:
         data: A pytree whose leaves all have a `shape`; an object with `__len__` and
-            `__getitem__`; or an iterable of microbatches.
+            `__getitem__`; or an iterable of microbatches. Tensors of other libraries are
+            arrays, and so are lists of numbers in an example or a microbatch.
 
     Raises:
         TypeError: `data` is none of these.
@@ -188,7 +198,3 @@ def as_source(data: Any) -> Source:
 def _describe(data: Any, leaves: list[Any]) -> str:
     kinds = sorted({type(leaf).__name__ for leaf in leaves if not hasattr(leaf, "shape")})
     return f"a {type(data).__name__} with leaves of type {', '.join(kinds) or 'none'}"
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path) or "data"

@@ -12,6 +12,7 @@ from elche_jax import _check as check
 from elche_jax.averaging.rules import Averaging
 from elche_jax.averaging.state import initial_averaging
 from elche_jax.engine.loss import describe
+from elche_jax.data.convert import check_plain
 from elche_jax.engine.replicas import is_key, is_stacked, replicate
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.trainable import Selection
@@ -71,10 +72,11 @@ def check_params(trained: PyTree, frozen: PyTree) -> None:
 
 
 def check_one_copy(where: str, argument: str, tree: PyTree) -> None:
-    """Raises where arrays hold one entry per device, as those of a state do."""
+    """Raises where arrays hold one entry per device, as those of a state do, or have a mask."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if is_stacked(leaf) and not leaf.is_fully_replicated:  # on one device who knows
             name = jax.tree_util.keystr(path) or argument
+        check_plain(path, leaf, f"{where}: {argument}")
             rule = "be one copy"
             got = f"leaf {name} with those of {leaf.shape[0]} devices"
             todo = "Take one: elche_jax.unreplicate."

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from asking import DATA, build, windows
+from asking import DATA, PARAMS, build, windows
 
 import elche_jax as elche
 
@@ -214,6 +214,25 @@ def test_model_state(value, has_aux, message):
 
     with pytest.raises(TypeError, match=message):
         windows(loss, model_state={"m": np.zeros(3, "float32")}, build_options={"has_aux": has_aux})
+
+
+def test_arrays_with_a_mask():
+    masked = np.ma.masked_array(PARAMS["w"], mask=[True, False, True])
+    with pytest.raises(
+        TypeError, match=r"^data: every leaf must be a plain array, leaf \['x'\] is"
+    ):
+        windows(data={"x": np.ma.masked_array(DATA["x"])})
+    for argument in ("params", "model_state"):
+        given = {"params": PARAMS} | {argument: {"w": masked}}
+        with pytest.raises(
+            TypeError,
+            match=rf"^TrainStep\.init: {argument}: every leaf must be a plain array, leaf",
+        ):
+            build().init(**given)
+    with pytest.raises(
+        TypeError, match=r"^predict: params: every leaf must be a plain array, leaf "
+    ):
+        elche.predict(lambda params, batch: batch["x"], {"w": masked}, DATA, 4)
 
 
 def test_the_users_own_error_comes_through():

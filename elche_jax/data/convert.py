@@ -1,0 +1,120 @@
+"""What datasets and iterators hand over, as arrays of NumPy or JAX."""
+
+import numbers
+from typing import Any
+
+import jax
+import numpy as np
+
+PyTree = Any
+
+
+def as_arrays(item: PyTree) -> PyTree:
+    """An example or a microbatch with leaves of NumPy or JAX.
+
+    A list of numbers, or of such lists, is an array; tensors of other libraries become arrays
+    by their `__array__`, or where that fails by DLPack. What is neither stays as it is.
+
+    Args:
+        item: The example or the microbatch.
+
+    Raises:
+        TypeError: A leaf is a masked array, or a tensor that cannot be read.
+        ValueError: Lists of numbers differ in length.
+
+    Example:
+        >>> as_arrays({"x": [1.0, 2.0], "y": 3})
+        {'x': array([1., 2.]), 'y': 3}
+    """
+    if _is_plain(item):
+        return item
+    return jax.tree_util.tree_map_with_path(_as_array, item, is_leaf=_is_numbers)
+
+
+def check_plain(path: Any, leaf: Any, where: str = "data") -> None:
+    """Raises where an array has a mask, which JAX does not know: it would be lost.
+
+    Args:
+        path: Of the leaf, by JAX.
+        leaf: The leaf.
+        where: What it is of, for the message.
+    """
+    if isinstance(leaf, np.ma.MaskedArray):
+        name = name_of(path, where.split()[-1])
+        raise TypeError(
+            f"{where}: every leaf must be a plain array, leaf {name} is a masked one, whose mask "
+            "would be lost. Fill it (.filled), with the mask as a leaf of its own."
+        )
+
+
+def name_of(path: Any, otherwise: str = "data") -> str:
+    """A leaf's name in a message."""
+    return jax.tree_util.keystr(path) or otherwise
+
+
+def has_numpy_dtype(leaf: Any) -> bool:
+    """Whether NumPy and JAX understand the `dtype` of an array."""
+    if isinstance(leaf, np.ndarray | np.generic | jax.Array):
+        return True
+    try:
+        np.dtype(leaf.dtype)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_plain(item: PyTree) -> bool:
+    """Whether there is nothing to convert; of every example, so that it has to be fast."""
+    kind = type(item)
+    if kind is dict:
+        return all(map(_is_plain, item.values()))
+    if kind is tuple:
+        return all(map(_is_plain, item))
+    return kind is np.ndarray or isinstance(item, int | float | np.generic | jax.Array)
+
+
+def _is_numbers(item: Any) -> bool:
+    """Whether it is a list of numbers, or of such lists."""
+    if not isinstance(item, list) or not item:
+        return False
+    kinds = set(map(type, item))
+    if kinds == {list}:
+        return all(map(_is_numbers, item))
+    return all(issubclass(kind, numbers.Number | np.generic) for kind in kinds)
+
+
+def _as_array(path: Any, leaf: Any) -> Any:
+    check_plain(path, leaf)
+    if isinstance(leaf, list):
+        return _of_list(path, leaf)
+    if not hasattr(leaf, "dtype") or has_numpy_dtype(leaf):
+        return leaf
+    return _of_tensor(path, leaf)
+
+
+def _of_list(path: Any, leaf: list[Any]) -> np.ndarray:
+    try:
+        return np.asarray(leaf)
+    except ValueError as error:
+        raise ValueError(
+            f"data: lists of numbers must have one length on every level, leaf {name_of(path)} has "
+            "several. Pad them, with the lengths or a mask as a leaf of its own."
+        ) from error
+
+
+def _of_tensor(path: Any, leaf: Any) -> Any:
+    try:
+        array = np.asarray(leaf)
+        if array.dtype != object:
+            return array
+        error: Exception = TypeError("NumPy makes objects of it")
+    except Exception as failed:
+        error = failed
+    try:
+        return jax.dlpack.from_dlpack(leaf)  # types that NumPy has not, such as bfloat16
+    except Exception:
+        kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+        raise TypeError(
+            f"data: every leaf must convert to a NumPy array, leaf {name_of(path)} is a {kind} "
+            f"that does not ({type(error).__name__}: {error}). Convert it in the dataset."
+        ) from error
