@@ -26,6 +26,7 @@ from elche_jax.train.averaging import (
 )
 from elche_jax.train.finite import MAX_SKIPS, FinitePolicy
 from elche_jax.train.options import Options
+from elche_jax.train.outside import check_outside
 from elche_jax.train.parts import check_parts
 from elche_jax.train.step import TrainStep
 
@@ -121,7 +122,8 @@ def build_train_step(
     Raises:
         TypeError: `devices` are no devices, `loss_fn` is not callable.
         ValueError: No device, one twice, several kinds; both `cadence` and a
-            `config` with knobs for a cadence; an option out of range.
+            `config` with knobs for a cadence; an option out of range; a call inside of `jit`
+            or under `jax_disable_jit`.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpy as np, optax
@@ -139,6 +141,7 @@ def build_train_step(
         >>> elche.unreplicate(state.params)["w"].round(1).tolist()
         [1.0, -2.0, 3.0]
     """
+    check_outside("build_train_step")
     if not callable(loss_fn):
         raise TypeError(
             f"build_train_step: loss_fn must be callable, got {type(loss_fn).__name__}."

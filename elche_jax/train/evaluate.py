@@ -25,6 +25,7 @@ from elche_jax.engine.sweep import (
 from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.report import RunReport
 from elche_jax.train.loading import WINDOW_BYTES
+from elche_jax.train.outside import check_outside
 from elche_jax.train.run import Window
 from elche_jax.train.sweep import Reading, Sweep, Task
 
@@ -156,6 +157,7 @@ def build_eval_step(
         >>> evaluate({"w": np.float32(1)}, data, batch_size=2)
         {'error': 6.0}
     """
+    check_outside("build_eval_step")
     if not callable(metric_fn):
         raise TypeError(
             f"build_eval_step: metric_fn must be callable, got {type(metric_fn).__name__}."
@@ -226,6 +228,7 @@ def predict(
         >>> elche.predict(apply_fn, {"w": np.float32(2)}, x, batch_size=2).tolist()
         [0.0, 2.0, 4.0, 6.0, 8.0]
     """
+    check_outside("predict")
     if not callable(apply_fn):
         raise TypeError(f"predict: apply_fn must be callable, got {type(apply_fn).__name__}.")
     chosen = select_devices(devices, "predict")
@@ -314,8 +317,8 @@ def _shard_of(rank: int) -> Callable[[jax.Array], np.ndarray]:
 
 
 def _mean(total: Any, weight: Any) -> Any:
+    if 0 < weight < SMALLEST_WEIGHT:
+        weight = math.nan
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = total / weight
     return float(mean) if np.ndim(mean) == 0 else mean
-    if 0 < weight < SMALLEST_WEIGHT:
-        weight = math.nan

@@ -43,6 +43,7 @@ from elche_jax.train.initial import (
 )
 from elche_jax.train.loading import WINDOW_BYTES, Loading
 from elche_jax.train.options import Options
+from elche_jax.train.outside import check_outside
 from elche_jax.train.pace import Pace
 from elche_jax.train.resume import join, restore_run, rows_of, rows_to_dict, run_to_dict
 from elche_jax.train.run import Run, Window
@@ -184,6 +185,7 @@ class TrainStep:
             NonFiniteError, ReplicaMismatch: Of windows of the run before, which the loop
                 left early, where that run is closed; else the next `windows` raises it.
         """
+        check_outside("TrainStep.init")
         if self._last_run is not None and self._last_run.closed:
             self.settle()
         self._runners.release()
@@ -265,6 +267,7 @@ class TrainStep:
             TypeError: `data` has none of the forms, or is not numbers; `loss_fn` returns
                 none of its.
         """
+        check_outside("windows")
         if self._initial is None:
             raise RuntimeError(
                 "TrainStep.windows: init must be called before, so that shapes are known."
@@ -320,6 +323,7 @@ class TrainStep:
                 or the state is another model's; `window` is another training step's.
             NonFiniteError: An earlier window's gradient was not finite.
         """
+        check_outside("train")
         if not isinstance(window, Window):
             raise TypeError(
                 f"train: window must come from TrainStep.windows, got {type(window).__name__}."
@@ -375,6 +379,7 @@ class TrainStep:
             TypeError: `state` is no training state on the devices.
             ValueError: A leaf of it was given up in an earlier call.
         """
+        check_outside("TrainStep.average")
         check_buffers(state, "TrainStep.average")
         averaging = self._options.averaging
         self._check_stacked(state, "TrainStep.average")
@@ -441,13 +446,13 @@ class TrainStep:
             saved: The dict.
         """
         restore_run(saved, len(self.devices), self._pace, self._watch, self._guard)
+        self._runners.unreported = rows_of(saved.get("unreported"), len(self.devices))
 
     def report(self) -> RunReport:
         """What was measured so far: speeds, counts, busy shares, compiles."""
         exchange, frozen = (0, 0) if self._initial is None else self._exchanged(self._initial)
         return make_report(
             self.records, [str(d) for d in self.devices], self.counts, vars(self._cache.stats),
-        self._runners.unreported = rows_of(saved.get("unreported"), len(self.devices))
             self.skipped, exchange, frozen,
         )  # fmt: skip
 

@@ -31,6 +31,7 @@ from elche_jax.train.feed import DataPlan
 from elche_jax.train.finite import FinitePolicy, FiniteWatch
 from elche_jax.train.initial import check_buffers, check_one_copy, shapes_of
 from elche_jax.train.loading import Loading
+from elche_jax.train.outside import check_outside
 from elche_jax.train.pace import Pace
 from elche_jax.train.parts import check_parts
 from elche_jax.train.run import IN_FLIGHT, Run, Window
@@ -131,6 +132,7 @@ class Sweep:
 
         Results are stacked arrays on the devices, ready or about to be.
         """
+        check_outside(self._where)
         variables = self._variables(params, model_state)
         windows, runner = self._open(variables, data, reading)
         pending: deque[tuple[Window, list[PyTree]]] = deque()
