@@ -23,13 +23,13 @@ PyTree = Any
 Form = Literal["scalar", "vector", "weighted"]
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
 SMALLEST_WEIGHT = 2.0**-100
 """Smallest weight of a window, 8e-31, that means are taken with. Its sums are float32 and of
 `weight * gradient`, of which devices take for 0 what is below 2**-126."""
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Weighted:
     """What a loss function returns to choose the weight of its microbatch itself.
 
@@ -232,14 +232,6 @@ def microbatch_terms(
     return mean, (weight, metrics, new_state)
 
 
-def check_weight(name: str, weight: Any) -> None:
-    """Raises where a scalar weight is no real number, or of a type that rounds counts.
-
-    Args:
-        name: Where it comes from, for the message.
-        weight: The weight, or its shape.
-
-    Raises:
 def sound_weight(weight: Any) -> Any:
     """A float32 weight that compares as it should, on devices that take the smallest for 0.
 
@@ -260,9 +252,19 @@ def is_real(value: Any) -> bool:
     return any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
 
 
+def check_weight(name: str, weight: Any) -> None:
+    """Raises where a scalar weight is no real number, or of a type that rounds counts.
+
+    Args:
+        name: Where it comes from, for the message.
+        weight: The weight, or its shape.
+
+    Raises:
         TypeError: It is complex, say, or a float of 16 bits or less.
     """
     dtype = weight.dtype
+    if not is_real(weight):
+        raise TypeError(f"{name} must be a real number or a bool, got {describe(weight)}.")
     if weight.shape == () and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
         raise TypeError(
             f"{name} must be an integer, a bool or a float of at least 32 bits, as {dtype} rounds "
@@ -271,8 +273,6 @@ def is_real(value: Any) -> bool:
 
 
 def batch_size_of(batch: PyTree) -> int:
-    if not is_real(weight):
-        raise TypeError(f"{name} must be a real number or a bool, got {describe(weight)}.")
     """Length of the leading axis of a microbatch."""
     return int(jax.tree.leaves(batch)[0].shape[0])
 
@@ -337,6 +337,11 @@ def _check_aux(aux: Any, size: int) -> dict[str, jax.ShapeDtypeStruct]:
                 f"loss_fn: aux[{name!r}] must be a scalar or one value per example "
                 f"({size}), got {describe(value)}."
             )
+        if not is_real(value):
+            raise TypeError(
+                f"loss_fn: aux[{name!r}] must be of real numbers or bools, got {describe(value)}. "
+                "Take the parts or the size of complex numbers."
+            )
     return aux
 
 
@@ -345,11 +350,6 @@ def _check_same(old: PyTree, new: PyTree) -> None:
     if want != got:
         raise TypeError(
             f"loss_fn: the new model_state must have the structure of the old one "
-        if not is_real(value):
-            raise TypeError(
-                f"loss_fn: aux[{name!r}] must be of real numbers or bools, got {describe(value)}. "
-                "Take the parts or the size of complex numbers."
-            )
             f"({want}), got {got}."
         )
     named = jax.tree_util.tree_flatten_with_path(old)[0]

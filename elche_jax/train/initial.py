@@ -1,6 +1,7 @@
 """The first training state, and its shapes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -11,8 +12,8 @@ import optax
 from elche_jax import _check as check
 from elche_jax.averaging.rules import Averaging
 from elche_jax.averaging.state import initial_averaging
-from elche_jax.engine.loss import describe
 from elche_jax.data.convert import check_plain
+from elche_jax.engine.loss import describe
 from elche_jax.engine.replicas import is_key, is_stacked, replicate
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.trainable import Selection
@@ -34,7 +35,8 @@ def initial_state(
     """Makes the replicated state before the first window; see `TrainStep.init`."""
     trained, frozen = selection.split(params)
     check_params(trained, frozen)
-    opt_state = optimizer.init(trained)
+    with _optimizer_errors():
+        opt_state = optimizer.init(trained)
     check_optimizer(optimizer, trained, opt_state)
     state = TrainState(
         params=params,
@@ -74,9 +76,9 @@ def check_params(trained: PyTree, frozen: PyTree) -> None:
 def check_one_copy(where: str, argument: str, tree: PyTree) -> None:
     """Raises where arrays hold one entry per device, as those of a state do, or have a mask."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        check_plain(path, leaf, f"{where}: {argument}")
         if is_stacked(leaf) and not leaf.is_fully_replicated:  # on one device who knows
             name = jax.tree_util.keystr(path) or argument
-        check_plain(path, leaf, f"{where}: {argument}")
             rule = "be one copy"
             got = f"leaf {name} with those of {leaf.shape[0]} devices"
             todo = "Take one: elche_jax.unreplicate."
@@ -113,7 +115,8 @@ def check_model_state(model_state: PyTree) -> None:
 def check_optimizer(
     optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree
 ) -> None:
-    """Raises where an update changes the structure or the dtypes of the state."""
+    """Raises where an update does not work with these parameters, or changes the structure or
+    the dtypes of the state."""
 
     def update(params: PyTree, opt_state: PyTree) -> PyTree:
         tx = optax.with_extra_args_support(optimizer)
@@ -121,20 +124,36 @@ def check_optimizer(
         work = {"microbatches": jnp.int32(0), "examples": jnp.int32(0)}
         return tx.update(grads, opt_state, params, value=jnp.float32(0), grad=grads, **work)[1]
 
-    try:
+    with _optimizer_errors():
         new = jax.eval_shape(update, params, opt_state)
-    except TypeError as error:  # asks for something else, a function of the parameters say
-        raise TypeError(
-            "TrainStep.init: the optimizer must work with update(grads, state, params, "
-            "value=loss, grad=grads, microbatches=m, examples=e), got "
-            f"{type(error).__name__}: {str(error).rstrip('.')}."
-        ) from error
     differs = difference(new, jax.eval_shape(lambda: opt_state))
     if differs:
         raise TypeError(
             "TrainStep.init: an update of the optimizer must keep the structure, shapes and "
             f"dtypes of its state, got another: {differs}."
         )
+
+
+@contextmanager
+def _optimizer_errors() -> Generator[None]:
+    """Says what an optimizer must do, where it asks for something else."""
+    try:
+        yield
+    except Exception as error:  # it wants a function of the parameters, say
+        raise TypeError(
+            "TrainStep.init: the optimizer must work with update(grads, state, params, "
+            "value=loss, grad=grads, microbatches=m, examples=e), got "
+            f"{type(error).__name__}: {str(error).rstrip('.')}.{_instead(error)}"
+        ) from error
+
+
+def _instead(error: Exception) -> str:
+    """What there is for an optimizer that has parameters of a kind of its own."""
+    if not isinstance(error, AttributeError) or error.name not in ("fast", "slow"):
+        return ""
+    return (
+        " For Lookahead write averaging=DiLoCo(optax.sgd(slow_step_size), inner_steps=sync_period)."
+    )
 
 
 def check_buffers(state: Any, where: str = "train") -> None:

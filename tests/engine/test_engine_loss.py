@@ -346,7 +346,6 @@ FORMS = [
         {"has_aux": True},
         r"loss_fn: aux\['acc'\] must be a scalar or one value per example \(5\), got a dict\.",
     ),
-]
     (
         lambda p, b, r: (b["y"].sum(), {"acc": b["y"] * 1j}),
         {"has_aux": True},
@@ -364,6 +363,7 @@ FORMS = [
         r"loss_fn: Weighted.weight must be a real number or a bool, got an array of shape \(\) "
         r"and dtype complex64\.",
     ),
+]
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,38 @@ def test_an_optimizer_that_asks_for_more():
         train.init(PARAMS)
 
 
+def test_lookahead_of_plain_parameters(caplog):
+    """Which has two sets of them; the same steps are an average with an outer optimizer."""
+    tx = optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5)
+    train = elche.build_train_step(loss_fn, tx, devices=jax.devices()[:2])
+    with pytest.raises(
+        TypeError,
+        match=r"^TrainStep\.init: the optimizer must work with .* got AttributeError: .*'fast'\. "
+        r"For Lookahead write averaging=DiLoCo\(optax\.sgd\(slow_step_size\), inner_steps=sync_",
+    ):
+        train.init(PARAMS)
+    assert "assuming that only fast parameters" in caplog.text  # what optax says of it
+
+
+def test_lookahead_as_an_average():
+    """On one device: the steps of optax."""
+    x, fast = {"x": DATA["x"][:4]}, optax.LookaheadParams.init_synced(PARAMS)
+    tx = optax.lookahead(optax.sgd(0.01), sync_period=2, slow_step_size=0.5)
+    opt_state = tx.init(fast)
+    for _ in range(4):
+        grads = jax.grad(loss_fn)(fast.fast, x, None)
+        updates, opt_state = tx.update(grads, opt_state, fast)
+        fast = optax.apply_updates(fast, updates)
+    train = elche.build_train_step(
+        loss_fn, optax.sgd(0.01), devices=jax.devices()[:1],
+        averaging=elche.DiLoCo(optax.sgd(0.5), inner_steps=2),
+    )  # fmt: skip
+    state = train.init(PARAMS)
+    for window in train.windows({"x": np.tile(x["x"], (4, 1))}, 4):
+        state, _ = train(state, window)
+    np.testing.assert_allclose(elche.unreplicate(state.params)["w"], fast.slow["w"], rtol=1e-6)
+
+
 def test_parameters_that_are_no_pytree():
     with pytest.raises(
         TypeError, match=r"leaf params is a Kind\. Convert numbers with jnp\.asarray"
