@@ -81,6 +81,7 @@ def build_train_step(
             `(loss, aux)`. With model state (see `TrainStep.init`) it is
             `loss_fn(params, model_state, batch, rng)` and returns `(loss, model_state)`,
             with `has_aux` `(loss, (model_state, aux))`.
+            What it reads besides its arguments must stay as it is, as with `jax.jit`.
         optimizer: An optax optimizer.
         devices: The devices; None for all local ones.
         cadence: How many microbatches each device gets; None: what `config` says.
