@@ -119,8 +119,8 @@ def advise(
 
     Raises:
         TypeError: `data` is an iterator; an argument is of the wrong type.
-        ValueError: Too few data for every device to get some; devices of several kinds; an
-            argument out of range; a `cadence`, `averaging`, or a `config` for it.
+        ValueError: Too few data for every device to get some; devices of several kinds; several
+            processes; an argument out of range; a `cadence`, `averaging`, or a `config` for it.
         NonFiniteError: The loss is not finite.
 
     Example:

@@ -24,6 +24,7 @@ from elche_jax.checkpoint.snapshot import (
 )
 from elche_jax.checkpoint.store import Saved, Store
 from elche_jax.data.order import Cursor
+from elche_jax.engine.devices import check_one_process
 from elche_jax.engine.state import TrainState
 from elche_jax.observe.events import CheckpointEvent
 from elche_jax.train.run import Window
@@ -84,7 +85,7 @@ class Checkpointer:
         checkpoints: Where and how often; with a folder.
 
     Raises:
-        ValueError: There is no folder.
+        ValueError: There is no folder, or the job has several processes.
         RuntimeError: Another process, or another `Checkpointer`, is at work there.
         OSError: It cannot be made, with `on_error="now"`; else training goes on without
             checkpoints, and `close` raises `CheckpointError`.
@@ -113,6 +114,7 @@ class Checkpointer:
     """
 
     def __init__(self, train: TrainStep, checkpoints: Checkpoints):
+        check_one_process("Checkpointer")
         folder = checkpoints.path
         if folder is None:
             todo = "Write Checkpoints('runs/name')."

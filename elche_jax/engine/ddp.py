@@ -43,7 +43,7 @@ class DDP:
 
     Raises:
         TypeError: `devices` are no devices.
-        ValueError: Fewer than two, one twice, or of several kinds.
+        ValueError: Fewer than two, one twice, or of several kinds; several processes.
 
     Example:
         >>> import jax, jax.numpy as jnp

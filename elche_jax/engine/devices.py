@@ -31,7 +31,7 @@ class Group:
 def select_devices(
     devices: Sequence[jax.Device] | None, where: str = "build_train_step"
 ) -> tuple[jax.Device, ...]:
-    """Checks the user's choice of devices; None stands for all local ones.
+    """Checks the user's choice of devices to compute on; None stands for all local ones.
 
     Args:
         devices: The devices, or None.
@@ -39,8 +39,32 @@ def select_devices(
 
     Raises:
         TypeError: It is no sequence, or an entry is not a `jax.Device`.
-        ValueError: There is none, or one of them appears twice.
+        ValueError: There is none, one of them appears twice, or the job has several
+            processes.
     """
+    chosen = _listed(devices, where)
+    check_one_process(where)
+    return chosen
+
+
+def check_one_process(where: str) -> None:
+    """Checks that no other process is part of the job, whose devices would train apart.
+
+    Args:
+        where: The function the user called.
+
+    Raises:
+        ValueError: There are others, by `jax.distributed`.
+    """
+    processes = jax.process_count()
+    if processes > 1:
+        raise ValueError(
+            f"{where}: jax.process_count() must be 1, got {processes}. Devices of several "
+            "processes cannot work together yet: leave out jax.distributed.initialize."
+        )
+
+
+def _listed(devices: Sequence[jax.Device] | None, where: str) -> tuple[jax.Device, ...]:
     chosen = jax.local_devices() if devices is None else devices
     if not isinstance(chosen, Iterable):
         raise TypeError(
@@ -103,7 +127,7 @@ def device_summary(devices: Sequence[jax.Device] | None = None) -> str:
         >>> device_summary(jax.devices("cpu")[:1])
         'elche: 1 device | cpu'
     """
-    groups = group_devices(select_devices(devices, "device_summary"))
+    groups = group_devices(_listed(devices, "device_summary"))
     platforms = {group.devices[0].platform for group in groups}
     noun = {"gpu": "GPU", "tpu": "TPU"}.get(platforms.pop(), "device")
     if platforms:

@@ -122,7 +122,7 @@ def build_train_step(
 
     Raises:
         TypeError: `devices` are no devices, `loss_fn` is not callable.
-        ValueError: No device, one twice, several kinds; both `cadence` and a
+        ValueError: No device, one twice, several kinds; several processes; both `cadence` and a
             `config` with knobs for a cadence; an option out of range; a call inside of `jit`
             or under `jax_disable_jit`.
 

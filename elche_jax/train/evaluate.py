@@ -145,7 +145,7 @@ def build_eval_step(
 
     Raises:
         TypeError: `metric_fn` is not callable, `devices` are no devices.
-        ValueError: No device, one twice, several kinds.
+        ValueError: No device, one twice, several kinds; several processes.
 
     Example:
         >>> import jax, numpy as np
@@ -217,7 +217,7 @@ def predict(
     Raises:
         TypeError: `apply_fn` is not callable or an output has no entry per example;
             `data` has none of the forms.
-        ValueError: Empty data; a `TrainState` on other devices.
+        ValueError: Empty data; a `TrainState` on other devices; several processes.
 
     Example:
         >>> import jax, numpy as np

@@ -1,0 +1,108 @@
+"""A job of several processes is refused in words, wherever it would train or compute apart."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import elche_jax as elche
+
+PARAMS = {"w": np.zeros(2, "float32")}
+DATA = {"x": np.ones((8, 2), "float32")}
+
+
+def loss_fn(params, batch, rng):
+    return ((batch["x"] @ params["w"]) ** 2).mean()
+
+
+def apply_fn(params, batch):
+    return batch["x"] @ params["w"]
+
+
+TX = optax.sgd(0.1)
+ENTRIES = {
+    "build_train_step": lambda: elche.build_train_step(loss_fn, TX),
+    "build_train_step, devices of all": lambda: elche.build_train_step(
+        loss_fn, TX, devices=jax.devices()
+    ),
+    "build_train_step, by Trainer": lambda: elche.Trainer(loss_fn, TX),
+    "DDP": lambda: elche.DDP(),
+    "DDP, wrap": lambda: elche.DDP.wrap([PARAMS, PARAMS]),
+    "build_eval_step": lambda: elche.build_eval_step(lambda params, batch: {}),
+    "predict": lambda: elche.predict(apply_fn, PARAMS, DATA, 4),
+    "advise": lambda: elche.advise(loss_fn, TX, PARAMS, DATA, 4),
+    "Checkpointer": lambda: elche.Checkpointer(None, elche.Checkpoints("/dev/null/no")),
+}
+
+
+def refused(name):
+    """What an entry says."""
+    try:
+        ENTRIES[name]()
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def told(name):
+    """What it must say."""
+    where = name.partition(",")[0]
+    return (
+        f"{where}: jax.process_count() must be 1, got 2. Devices of several processes cannot work "
+        "together yet: leave out jax.distributed.initialize."
+    )
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_every_entry_asks(name, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert refused(name) == told(name)
+
+
+def test_devices_can_still_be_named(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert elche.device_summary(jax.devices()[:1]).startswith("elche: 1 device")
+
+
+def test_two_processes_are_refused():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    arguments = [sys.executable, __file__, str(port)]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    children = [
+        subprocess.Popen(
+            [*arguments, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=env,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        for child in children:
+            out, err = child.communicate(timeout=120)
+            assert child.returncode == 0, err
+            assert json.loads(out) == {name: told(name) for name in ENTRIES}
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+def main():
+    """One of the two processes."""
+    port, rank = sys.argv[1:]
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.distributed.initialize(f"localhost:{port}", 2, int(rank))
+    print(json.dumps({name: refused(name) for name in ENTRIES}))
+
+
+if __name__ == "__main__":
+    main()
