@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import IO, Any
 
 import numpy as np
@@ -141,7 +142,7 @@ class Checkpointer:
                 self._lock.close()
             if asked.on_error == "now":
                 raise
-            logger.warning("elche: there will be no checkpoints: %s", error)
+            logger.warning("elche: there will be no checkpoints: %s", _in_words(error))
             self._error = error
             return None
 
@@ -321,8 +322,7 @@ class Checkpointer:
         error, self._error = self._error, None
         assert error is not None
         raise CheckpointError(
-            f"checkpoints: {self._folder} must take checkpoints, but "
-            f"{type(error).__name__}: {error}"
+            f"checkpoints: {self._folder} must take checkpoints, but {_in_words(error)}"
         ) from error
 
     def _write(self, store: Store, job: "_Job") -> None:
@@ -331,7 +331,11 @@ class Checkpointer:
         try:
             size = store.save(step, job.leaves(), job.snapshot.own, job.notes(), job.score)
         except BaseException as error:  # raised in the loop, or at the end
-            logger.warning("elche: the checkpoint of window %d was not written: %s", step, error)
+            if self._error is None:  # on a full disk the next ones fail as well
+                logger.warning(
+                    "elche: the checkpoint of window %d was not written: %s. Later failures are "
+                    "not logged.", step, _in_words(error),
+                )  # fmt: skip
             self._error, self._step = self._error or error, None
             return
         self.written = step
@@ -363,6 +367,10 @@ class Checkpointer:
         if before != train.world_size or not apart <= own:
             rows = repeated(train.join(rows), train.world_size)
         return put(state, rows, train.devices)
+
+
+def _in_words(error: BaseException) -> str:
+    return shorten(f"{type(error).__name__}: {error}", 300)
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,11 @@ import hashlib
 import json
 import logging
 import math
+import os
+import re
 import shutil
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import shorten
@@ -19,6 +21,12 @@ from elche_jax.checkpoint.leaves import LeafSpec, digest, nested, unwritten, wri
 logger = logging.getLogger("elche_jax")
 
 FORMAT = 1
+
+HALF = ".orbax-checkpoint-tmp"
+"""End of the name of what is not whole; orbax's."""
+
+STATE, MANIFEST = "state", "manifest/metadata"
+"""Where in a checkpoint the arrays are, and the list of them."""
 
 
 class DamagedCheckpoint(RuntimeError):
@@ -74,22 +82,19 @@ class Store:
     ):
         import orbax.checkpoint as ocp
 
+        from elche_jax.checkpoint import handler
+
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._keep_last, self._keep_best = keep_last, keep_best
         self._sign, self._monitor = 1 if best == "min" else -1, monitor
-        self._drop_halves()  # orbax would in a thread, that a later manager's writes may meet
-        options = ocp.CheckpointManagerOptions(
-            enable_async_checkpointing=False,  # `Checkpointer` has a thread for it
-            cleanup_tmp_directories=False,
-        )
-        self._orbax = ocp
-        handlers = {
-            "state": ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False),  # see `_arrays`
-            "manifest": ocp.JsonCheckpointHandler(),
-        }
-        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
-        self._scores = {step: self._score(step) for step in self.steps}
+        self._drop_halves()
+        with _quiet():
+            self._orbax = ocp.Checkpointer(handler.Handler())
+        self._content = handler.Content
+        names = [path.name for path in self.folder.iterdir()]
+        steps = [int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name)]
+        self._scores = {step: self._score(step) for step in steps}
 
     def save(
         self,
@@ -112,8 +117,12 @@ class Store:
             Bytes of the arrays.
 
         Raises:
-            OSError, ValueError: It could not be written.
+            ValueError: The step is there already.
+            OSError: It could not be written.
         """
+        if step in self.steps:
+            place = self._place(step)
+            raise ValueError(f"checkpoint: {place} must not be there yet. Delete it before.")
         specs = {name: LeafSpec.of(array, name in own) for name, array in leaves.items()}
         score = None if score is None or not math.isfinite(score) else float(score)
         content = {
@@ -127,16 +136,15 @@ class Store:
         text = json.dumps(content)
         manifest = {"text": text, "digest": _digest(text)}
         there = {name: written(array) for name, array in leaves.items() if array.size}
-        args = self._orbax.args
-        both = args.Composite(
-            state=args.PyTreeSave(nested(there)), manifest=args.JsonSave(manifest)
-        )
         try:
             with _quiet():
-                self._manager.save(step, args=both, force=True)
-        except BaseException:  # a disk that is full should not be filled with halves
-            self._drop_halves()
-            raise
+                self._orbax.save(self._place(step), args=self._content(nested(there), manifest))
+        except BaseException as error:
+            self._drop_halves()  # a disk that is full should not be filled with halves
+            cause = _system_error(error, self._place(step))
+            if cause is None:
+                raise
+            raise cause from error
         self._scores[step] = score
         self._tidy()
         return sum(array.nbytes for array in leaves.values())
@@ -144,13 +152,14 @@ class Store:
     @property
     def steps(self) -> list[int]:
         """The steps of the checkpoints there are, oldest first."""
-        return sorted(self._manager.all_steps())
+        return sorted(self._scores)
 
     @property
     def ranked(self) -> list[int]:
         """The steps of those that have a score, the best first."""
-        scores = {step: self._scores.get(step) for step in self.steps}
-        known = [(self._sign * score, step) for step, score in scores.items() if score is not None]
+        known = [
+            (self._sign * score, step) for step, score in self._scores.items() if score is not None
+        ]
         return [step for _, step in sorted(known)]
 
     def read(self, step: int) -> Saved:
@@ -195,11 +204,14 @@ class Store:
 
     def close(self) -> None:
         """Lets go of the folder."""
-        self._manager.close()
+        self._orbax.close()
+
+    def _place(self, step: int) -> Path:
+        return self.folder / str(step)
 
     def _drop_halves(self) -> None:
         """Deletes what a kill or an error has left unfinished."""
-        for half in self.folder.glob("*.orbax-checkpoint-tmp*"):
+        for half in self.folder.glob(f"*{HALF}*"):
             shutil.rmtree(half, ignore_errors=True)  # one that stays is no checkpoint either
 
     def _tidy(self) -> None:
@@ -207,7 +219,10 @@ class Store:
         steps = self.steps
         kept = {*steps[-self._keep_last :], *self.ranked[: self._keep_best]}
         for step in (step for step in steps if step not in kept):
-            self._manager.delete(step)
+            half = self.folder / f"{step}{HALF}"  # a kill leaves no half of a checkpoint
+            with suppress(FileNotFoundError):  # somebody has deleted it
+                shutil.rmtree(self._place(step).rename(half))
+            del self._scores[step]
 
     def _score(self, step: int) -> float | None:
         try:
@@ -218,19 +233,19 @@ class Store:
 
     def _damaged(self, step: int, error: Exception) -> DamagedCheckpoint:
         what = shorten(str(error), 160).rstrip(".") or "it is not"
-        place = self.folder / str(step)
         return DamagedCheckpoint(
-            f"checkpoint: {place} must be as it was written, but {type(error).__name__}: {what}"
+            f"checkpoint: {self._place(step)} must be as it was written, but "
+            f"{type(error).__name__}: {what}"
         )
 
     def _manifest(self, step: int) -> dict[str, Any]:
-        manifest = self._restore(step, manifest=self._orbax.args.JsonRestore())
+        manifest = json.loads((self._place(step) / MANIFEST).read_text())
         if _digest(manifest["text"]) != manifest["digest"]:
             raise ValueError("its list of leaves has changed")
         content = json.loads(manifest["text"])
         if content["format"] != FORMAT:
             raise OtherFormat(
-                f"checkpoint: {self.folder / str(step)} must have format {FORMAT}, got "
+                f"checkpoint: {self._place(step)} must have format {FORMAT}, got "
                 f"{content['format']}. Read it with the version of elche_jax that wrote it."
             )
         return content
@@ -258,7 +273,7 @@ class Store:
         to stderr where one cannot be read."""
         import tensorstore as ts
 
-        base = {"driver": "file", "path": f"{self.folder / str(step) / 'state'}/"}
+        base = {"driver": "file", "path": f"{self._place(step) / STATE}/"}
 
         def spec(name: str) -> dict[str, Any]:
             path = name.replace("/", ".") + "/"
@@ -268,15 +283,10 @@ class Store:
         reading = {name: array.result().read() for name, array in opened.items()}
         return {name: np.asarray(array.result()) for name, array in reading.items()}
 
-    def _restore(self, step: int, **item: Any) -> Any:
-        restored: Any = self._manager.restore(step, args=self._orbax.args.Composite(**item))
-        return restored[next(iter(item))]
-
     def _put_aside(self, step: int) -> Path:
-        place = self.folder / str(step)
         aside = _free(lambda number: self.folder / f"damaged-{step}-{number}")
-        place.rename(aside)
-        self._manager.reload()
+        self._place(step).rename(aside)
+        del self._scores[step]
         return aside
 
 
@@ -294,6 +304,12 @@ def _quiet() -> Generator[None]:
         yield
     finally:
         absl.removeFilter(others)
+
+
+def _system_error(error: BaseException, place: Path) -> OSError | None:
+    """What the system said, where tensorstore reports it, at length, as a `ValueError`."""
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    return None if code is None else OSError(int(code[1]), os.strerror(int(code[1])), str(place))
 
 
 def _digest(text: str) -> str:

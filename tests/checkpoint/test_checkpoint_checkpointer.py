@@ -225,7 +225,7 @@ def broken(monkeypatch, until=None):
 
     def fails(self, step, *arguments):
         if until is None or step <= until:
-            raise OSError(28, "No space left on device")
+            raise OSError(28, "No space left\non device")  # said in one line
         return save(self, step, *arguments)
 
     monkeypatch.setattr(Store, "save", fails)
@@ -248,13 +248,19 @@ def test_at_once(train, tmp_path, monkeypatch, caplog):
     assert any("the checkpoint of window 3 was not written" in text for text in caplog.messages)
 
 
-def test_at_the_end(train, tmp_path, monkeypatch):
-    broken(monkeypatch, until=3)
+@pytest.mark.parametrize(("until", "written"), [(3, [6]), (None, [])])
+def test_at_the_end(until, written, train, tmp_path, monkeypatch, caplog):
+    broken(monkeypatch, until)
     saver = saver_in(train, tmp_path, on_error="end")
     state = loop(train, saver)
     with pytest.raises(elche.CheckpointError, match=FULL):
         saver.close()
-    assert int(state.step[0]) == 8 and steps(tmp_path) == [6]  # later ones are written
+    assert int(state.step[0]) == 8 and steps(tmp_path) == written  # those that can be
+    [said] = [text for text in caplog.messages if "not written" in text]
+    assert said == (
+        "elche: the checkpoint of window 3 was not written: OSError: [Errno 28] No space left on "
+        "device. Later failures are not logged."
+    )
 
 
 def test_what_failed_may_be_tried_again(train, windows8, tmp_path, monkeypatch):

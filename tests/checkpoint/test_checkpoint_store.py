@@ -76,7 +76,9 @@ def test_what_is_written_is_read(tmp_path):
 
 def test_a_step_that_is_there_is_not_overwritten(tmp_path):
     store = Store(fill(tmp_path))
-    with pytest.raises(Exception, match="step 2 already exists"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint: .*/2 must not be there yet\. Delete it before\."
+    ):
         store.save(2, LEAVES, OWN, {})
     assert is_whole(store.newest())
     store.close()
