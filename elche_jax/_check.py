@@ -9,6 +9,8 @@ infinity are never numbers. What passes comes back as plain Python numbers.
 
 import math
 from collections.abc import Sequence
+from os import PathLike, fsdecode
+from pathlib import Path
 from typing import Any, cast
 
 
@@ -233,6 +235,30 @@ def instance(where: str, argument: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         rule = f"be of type {kind.__name__}"
         raise TypeError(message(where, argument, rule, describe(value)))
+
+
+def path(where: str, argument: str, value: object, *, rule: str = "be a path") -> Path:
+    """Return a path that can be the name of something.
+
+    Raises:
+        TypeError: If ``value`` is neither a string nor a path.
+        ValueError: If it is empty or has a null byte in it.
+
+    Example:
+        >>> path("Timeline", "path", "")
+        Traceback (most recent call last):
+        ...
+        ValueError: Timeline: path must not be empty, got ''. Write '.' for the current folder.
+    """
+    if not isinstance(value, str | PathLike):
+        raise TypeError(message(where, argument, rule, describe(value)))
+    text = fsdecode(cast("str | PathLike[str]", value))
+    if not text:
+        todo = "Write '.' for the current folder."
+        raise ValueError(message(where, argument, "not be empty", repr(text), todo))
+    if "\0" in text:
+        raise ValueError(message(where, argument, "hold no null byte", repr(text)))
+    return Path(text)
 
 
 def per_device(where: str, argument: str, got: int, expected: int) -> None:

@@ -1,7 +1,7 @@
 """`Checkpoints`: where and when, and what is kept."""
 
 from dataclasses import dataclass
-from os import PathLike, fspath
+from os import PathLike, fsdecode
 from pathlib import Path
 
 from elche_jax import _check as check
@@ -53,9 +53,8 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         where = "Checkpoints"
-        if self.folder is not None and not isinstance(self.folder, str | PathLike):
-            got = check.describe(self.folder)
-            raise TypeError(check.message(where, "folder", "be a path or None", got))
+        if self.folder is not None:
+            check.path(where, "folder", self.folder, rule="be a path or None")
         for name in ("every_windows", "every_epochs"):
             value = getattr(self, name)
             if value is not None:
@@ -71,4 +70,4 @@ class Checkpoints:
     @property
     def path(self) -> Path | None:
         """The folder as a path."""
-        return None if self.folder is None else Path(fspath(self.folder))
+        return None if self.folder is None else Path(fsdecode(self.folder))

@@ -3,6 +3,7 @@
 import argparse
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax
 
@@ -36,6 +37,11 @@ def words(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError("must not be empty")
     return text
+
+
+def path(text: str) -> Path:
+    """A path."""
+    return Path(words(text))
 
 
 def listed(parse: Callable[[str], float]) -> Callable[[str], list[float]]:

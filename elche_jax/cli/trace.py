@@ -1,8 +1,8 @@
 """`elche-jax trace`: a run for a trace viewer."""
 
 import argparse
-from pathlib import Path
 
+from elche_jax.cli import arguments
 from elche_jax.cli.report import load, output_of
 from elche_jax.observe.trace import write_trace
 
@@ -19,10 +19,12 @@ example:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Takes the command's arguments."""
-    parser.add_argument("path", metavar="RUN", type=Path, help="folder of a run, or a timeline")
+    parser.add_argument(
+        "path", metavar="RUN", type=arguments.path, help="folder of a run, or a timeline"
+    )
     parser.add_argument(
         "--output",
-        type=Path,
+        type=arguments.path,
         help="the trace to write, compressed where it ends in .gz (trace.json.gz beside the "
         "timeline)",
     )

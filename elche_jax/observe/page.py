@@ -37,7 +37,8 @@ def write_page(run: Run, path: str | PathLike[str], title: str | None = None) ->
         The path.
 
     Raises:
-        TypeError: `run` is no `Run`, or `title` no string.
+        TypeError: `run` is no `Run`, `title` no string, or `path` no path.
+        ValueError: `path` is empty, or has a null byte in it.
         OSError: The file cannot be written.
 
     Example:
@@ -57,6 +58,7 @@ def write_page(run: Run, path: str | PathLike[str], title: str | None = None) ->
     check.instance("write_page", "run", run, Run)
     if title is not None:
         check.instance("write_page", "title", title, str)
+    path = check.path("write_page", "path", path)
     report = run.report()
     script, style = _part("page.js"), _part("page.css")
     parts = {
@@ -74,7 +76,6 @@ def write_page(run: Run, path: str | PathLike[str], title: str | None = None) ->
     }
     # In one pass: what is put in is not looked at again.
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _part("page.html"))
-    path = Path(path)
     with replacing(path) as file:
         file.write(page.encode("utf-8", "backslashreplace"))
     return path

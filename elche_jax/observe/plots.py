@@ -7,6 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from elche_jax import _check as check
 from elche_jax.observe.records import WindowRecord
 
 INK, FAINT = "#1f2933", "#c3ccd5"
@@ -40,7 +41,8 @@ def plot_run(
         The path.
 
     Raises:
-        ValueError: `records` or `baseline` is empty; they or `devices` differ in the
+        TypeError: `path` is no path.
+        ValueError: `path`, `records` or `baseline` is empty; they or `devices` differ in the
             number of devices.
 
     Example:
@@ -53,6 +55,7 @@ def plot_run(
         ...     plot_run(windows, f"{folder}/run.png", "two devices").stat().st_size > 0
         True
     """
+    target = check.path("plot_run", "path", path)
     world_size = _check(records, baseline, devices)
     labels = [f"device {rank}" for rank in range(world_size)] if devices is None else devices
     runs = [(names[0], records)]
@@ -84,7 +87,6 @@ def plot_run(
     bar.outline.set_visible(False)
     _count_lines(axes[-1], records, labels)
     _headline(axes[-1], f"{names[0]}: counts per window")
-    target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, format="png")
     return target

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
-from os import PathLike, fspath
-from pathlib import Path
+from os import PathLike
 from typing import Any, TypeVar, cast
 
 from elche_jax import _check as check
@@ -239,7 +238,7 @@ def read_run(path: str | PathLike[str]) -> Run:
 
     Raises:
         TypeError: `path` is no path.
-        ValueError: A line is no event.
+        ValueError: A line is no event; `path` is empty or has a null byte in it.
         OSError: The timeline cannot be read.
 
     Example:
@@ -255,9 +254,7 @@ def read_run(path: str | PathLike[str]) -> Run:
         >>> run.devices, run.report().limit_share
         (('device 0', 'device 1'), 0.5)
     """
-    if not isinstance(path, str | PathLike):
-        raise TypeError(check.message("read_run", "path", "be a path", check.describe(path)))
-    path = Path(fspath(path))
+    path = check.path("read_run", "path", path)
     file = path / TIMELINE if path.is_dir() else path
     reading = _Reading()
     for _, clock in groupby(_with_clock(Timeline.read(file)), key=lambda pair: pair[0]):

@@ -14,7 +14,7 @@ from dataclasses import fields
 from functools import partial
 from io import FileIO
 from operator import attrgetter
-from os import PathLike, fsdecode
+from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Final, NamedTuple, Self, cast
@@ -76,7 +76,8 @@ class Timeline:
 
     Raises:
         TypeError: `path` is no path, `keep` no integer.
-        ValueError: `keep` is below 1, or the file is there and no timeline.
+        ValueError: `keep` is below 1; `path` is empty or has a null byte in it; the file is there
+            and no timeline.
         OSError: The file cannot be opened.
 
     Example:
@@ -98,7 +99,7 @@ class Timeline:
         keep = check.integer("Timeline", "keep", keep, low=1)
         self._lock = threading.Lock()
         self._events: deque[Event | _Measured] = deque(maxlen=keep)
-        self._path = None if path is None else _as_path("Timeline", path)
+        self._path = None if path is None else check.path("Timeline", "path", path)
         self._writer = (
             None if self._path is None else LineWriter(_open(self._path), repr(self), _to_line)
         )
@@ -223,7 +224,7 @@ class Timeline:
 
         Raises:
             TypeError: `path` is no path.
-            ValueError: Another line is not an event; it is named.
+            ValueError: Another line is not an event; it is named. Or `path` is empty.
             OSError: The file cannot be read.
 
         Example:
@@ -236,17 +237,11 @@ class Timeline:
             >>> Timeline.read(path)
             [SkipEvent(window=7, epoch=1, reason='NaN', at=2.5)]
         """
-        path = _as_path("Timeline.read", path)
+        path = check.path("Timeline.read", "path", path)
         *lines, last = path.read_bytes().rstrip(NUL).split(b"\n")
         where = "Timeline.read"
         events = [_from_line(where, path, f"line {at + 1}", line) for at, line in enumerate(lines)]
         return events + _last(where, path, f"line {len(lines) + 1}", last)
-
-
-def _as_path(where: str, path: object) -> Path:
-    if not isinstance(path, str | PathLike):
-        raise TypeError(check.message(where, "path", "be a path", check.describe(path)))
-    return Path(fsdecode(cast("str | PathLike[str]", path)))
 
 
 def _open(path: Path) -> FileIO:

@@ -43,7 +43,8 @@ def write_trace(run: Run, path: str | PathLike[str]) -> Path:
         The path.
 
     Raises:
-        TypeError: `run` is no `Run`.
+        TypeError: `run` is no `Run`, or `path` no path.
+        ValueError: `path` is empty, or has a null byte in it.
         OSError: The file cannot be written.
 
     Example:
@@ -61,7 +62,7 @@ def write_trace(run: Run, path: str | PathLike[str]) -> Path:
         [40000.0, 36000.0]
     """
     check.instance("write_trace", "run", run, Run)
-    path = Path(path)
+    path = check.path("write_trace", "path", path)
     tracks = _device_tracks(run)
     streams = [_bars(run, tracks), _instants(run), _losses(run), _anchors(run)]
     events = heapq.merge(*streams, key=lambda event: event["ts"])

@@ -60,6 +60,7 @@ class CSVWriter:
 
     Raises:
         TypeError: `path` is no path.
+        ValueError: It is empty, or has a null byte in it.
 
     Example:
         >>> import tempfile
@@ -78,9 +79,7 @@ class CSVWriter:
     """
 
     def __init__(self, path: str | PathLike[str]):
-        if not isinstance(path, str | PathLike):
-            raise TypeError(check.message("CSVWriter", "path", "be a path", check.describe(path)))
-        self._path = Path(path)
+        self._path = check.path("CSVWriter", "path", path)
         self._steps = _Steps("CSVWriter")
         self._columns: list[str] = []
         self._file: FileIO | None = None
@@ -184,6 +183,7 @@ class TensorBoardWriter:
 
     Raises:
         TypeError: `folder` is no path.
+        ValueError: It is empty, or has a null byte in it.
         ImportError: tensorboardX is not installed.
 
     Example:
@@ -199,16 +199,13 @@ class TensorBoardWriter:
     """
 
     def __init__(self, folder: str | PathLike[str]):
-        if not isinstance(folder, str | PathLike):
-            text = check.message("TensorBoardWriter", "folder", "be a path", check.describe(folder))
-            raise TypeError(text)
+        self._folder = check.path("TensorBoardWriter", "folder", folder)
         try:
             for module in ("tensorboardX", *MODULES):  # now, not in the middle of a run
                 importlib.import_module(module)
         except ImportError as error:
             todo = "pip install 'elche_jax[tensorboard]'"
             raise ImportError(f"TensorBoardWriter: needs tensorboardX: {todo}.") from error
-        self._folder = Path(folder)
         self._steps = _Steps("TensorBoardWriter")
         self._file: FileIO | None = None
 

@@ -46,6 +46,8 @@ class Outlets:
 
     def __enter__(self) -> "Outlets":
         plan = self._plan
+        if plan.folder is not None:
+            _make(plan.folder)
         if plan.folder is not None and plan.resume == "never" and _written(plan.folder):
             rule = "hold no run with resume='never'"
             todo = "Pass resume='auto' to go on with it, or another folder."
@@ -171,15 +173,19 @@ class Table:
                 error.add_note(f"Besides, {unwritten}")
 
 
-def _timeline(folder: Path) -> Timeline:
-    """The timeline of a run's folder; one that is damaged is put aside, and a new one begun."""
-    path = folder / "timeline.jsonl"
+def _make(folder: Path) -> None:
+    """Makes the run's folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         rule = "be a folder that can be made"
-        got = f"{folder} ({error})"
+        got = f"{folder} ({error.strerror})"
         raise ValueError(check.message("Trainer.fit", "run_dir", rule, got)) from error
+
+
+def _timeline(folder: Path) -> Timeline:
+    """The timeline of a run's folder; one that is damaged is put aside, and a new one begun."""
+    path = folder / "timeline.jsonl"
     try:
         return Timeline(path)
     except ValueError as error:  # what is there to be looked at does not decide over the run

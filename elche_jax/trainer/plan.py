@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from os import PathLike, fspath
+from os import PathLike, fsdecode
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -85,9 +85,8 @@ class FitPlan:
         for name, kind in kinds.items():
             if getattr(self, name) is not None:
                 check.instance(where, name, getattr(self, name), kind)
-        if self.run_dir is not None and not isinstance(self.run_dir, str | PathLike):
-            got = check.describe(self.run_dir)
-            raise TypeError(check.message(where, "run_dir", "be a path or None", got))
+        if self.run_dir is not None:
+            check.path(where, "run_dir", self.run_dir, rule="be a path or None")
         check.one_of(where, "resume", self.resume, RESUME)
         check.instance(where, "progress", self.progress, bool)
         parts = (("callbacks", self.callbacks, Callback), ("writers", self.writers, Writer))
@@ -109,7 +108,7 @@ class FitPlan:
     @property
     def folder(self) -> Path | None:
         """The run's folder."""
-        return None if self.run_dir is None else Path(fspath(self.run_dir))
+        return None if self.run_dir is None else Path(fsdecode(self.run_dir))
 
     @cached_property
     def saving(self) -> Checkpoints | None:
