@@ -1,12 +1,15 @@
 """The command line: `elche-jax`, or `python -m elche_jax`."""
 
 import argparse
+import codecs
+import io
 import os
 import select
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from typing import NoReturn, TextIO
 
 import elche_jax
 from elche_jax.cli import advise, demo, devices, report, trace
@@ -14,6 +17,9 @@ from elche_jax.cli.errors import CommandError, UsageError
 
 PROGRAM = "elche-jax"
 COMMANDS = (devices, demo, advise, report, trace)
+
+_MAY_FAIL = ("strict", "surrogateescape")
+"""Ways to encode text that fail; the second, of the C locale, only where that is not UTF-8."""
 
 OK, FAILED, USAGE = 0, 1, 2
 INTERRUPTED, BROKEN_PIPE = 130, 141
@@ -67,8 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         >>> main(["devices", "--seconds", "soon"])  # says why on stderr
         2
     """
-    options = argparse.Namespace(debug=False, prog=PROGRAM)
     _open_streams()
+    with _any_text(sys.stdout):
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    options = argparse.Namespace(debug=False, prog=PROGRAM)
     try:
         make_parser().parse_args(argv, options)
         code = options.run(options)
@@ -103,6 +114,25 @@ def _open_streams() -> None:
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             setattr(sys, name, os.fdopen(nowhere, "w", encoding="utf-8", closefd=False))
+
+
+@contextmanager
+def _any_text(stream: TextIO) -> Generator[None]:
+    r"""Writes what the stream's encoding does not have as `\u00e9`, as stderr does.
+
+    Names of files and devices are printed, of which no command should die.
+    """
+    if not isinstance(stream, io.TextIOWrapper) or stream.errors not in _MAY_FAIL:
+        yield
+        return
+    errors = stream.errors
+    if errors == "strict" or codecs.lookup(stream.encoding).name != "utf-8":
+        stream.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        with suppress(OSError, ValueError):  # it writes what is left: said already, or closed
+            stream.reconfigure(errors=errors)
 
 
 def _nobody_reads() -> bool:

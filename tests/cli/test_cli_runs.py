@@ -1,7 +1,10 @@
 """`elche-jax report` and `elche-jax trace`: files of a run."""
 
 import gzip
+import io
 import json
+import os
+import sys
 import webbrowser
 
 import pytest
@@ -61,6 +64,33 @@ def test_trace(folder, tmp_path, capsys):
     plain = tmp_path / "trace.json"
     assert main(["trace", str(folder / "timeline.jsonl"), "--output", str(plain)]) == 0
     assert [event["name"] for event in json.loads(plain.read_bytes())[EVENTS]] == names
+
+
+@pytest.mark.parametrize(
+    ("encoding", "errors", "printed"),
+    [
+        ("ascii", "strict", rb"gr\xf6\xdfe-\udcff"),
+        ("ascii", "surrogateescape", rb"gr\xf6\xdfe-\udcff"),
+        ("latin-1", "strict", b"gr\xf6\xdfe-\\udcff"),
+        ("utf-8", "strict", "größe-\\udcff".encode()),
+        ("utf-8", "surrogateescape", "größe-".encode() + b"\xff"),
+    ],
+)
+def test_names_that_stdout_cannot_encode(encoding, errors, printed, folder, monkeypatch):
+    folder = folder.rename(folder.with_name(os.fsdecode("größe-".encode() + b"\xff")))
+    out = io.BytesIO()
+    stream = io.TextIOWrapper(out, encoding, errors)
+    monkeypatch.setattr(sys, "stdout", stream)
+    for command, page in (("report", b"report.html"), ("trace", b"trace.json.gz")):
+        assert main([command, str(folder)]) == 0
+        assert b"%s/%s\n" % (printed, page) in out.getvalue()
+    assert stream.errors == errors  # as it was
+
+
+def test_a_path_that_is_empty(capsys):
+    for argv in (["report", ""], ["trace", ""], ["report", "run", "--output", ""]):
+        assert main(argv) == 2
+        assert ": must not be empty (elche-jax " in capsys.readouterr().err
 
 
 EVENTS = "traceEvents"
