@@ -20,6 +20,9 @@ from elche_jax import _check as check
 from elche_jax.observe.atomic import replacing
 
 STEP: Final = "step"
+FORMULA: Final = ("=", "+", "-", "@", "\t", "\r", "\n", "\0")
+"""How a cell begins that a spreadsheet may take for a formula (OWASP, CSV injection)."""
+
 MODULES: Final = (
     "tensorboardX.summary",
     "tensorboardX.proto.event_pb2",
@@ -54,6 +57,10 @@ class CSVWriter:
     the right, empty in the rows above: the file is written anew then, and takes the place of
     the old one at once. A file that is there is continued: rows from the first new step on
     are dropped, as is a last one that a kill has left unfinished.
+
+    A spreadsheet takes a cell that begins with `=`, `+`, `-`, `@`, a tab or a new line for a
+    formula, which may run programs. A name that does has an apostrophe in front in the file, as
+    OWASP advises: who reads it back with `csv` takes that off. Numbers are written as they are.
 
     Args:
         path: The file; missing folders are made. It is opened by the first `scalars`.
@@ -126,7 +133,7 @@ class CSVWriter:
         columns, rows = _read(self._path)
         columns += [name for name in new if name not in columns]
         with replacing(self._path) as file:
-            file.write(_line([STEP, *columns]))
+            file.write(_line([STEP, *map(_as_text, columns)]))
             for step, cells in rows:
                 if before is None or step < before:
                     empty = [""] * (len(columns) - len(cells))
@@ -135,10 +142,22 @@ class CSVWriter:
         return FileIO(self._path, "ab")  # without a buffer: a row is one write
 
 
+def _as_text(name: str) -> str:
+    """A name as a cell that no spreadsheet takes for a formula."""
+    return f"'{name}" if name.lstrip("'").startswith(FORMULA) else name
+
+
+def _as_name(cell: str) -> str:
+    """The name that `_as_text` made a cell of; those of older files are there as they are."""
+    is_text = cell.startswith("'") and cell.lstrip("'").startswith(FORMULA)
+    return cell[1:] if is_text else cell
+
+
 def _line(cells: Sequence[str]) -> bytes:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(cells)
-    return text.getvalue().encode()
+    # Both characters, so that names with either of them are quoted
+    csv.writer(text, lineterminator="\r\n").writerow(cells)
+    return text.getvalue().removesuffix("\r\n").encode() + b"\n"
 
 
 def _append(file: FileIO, line: bytes) -> None:
@@ -164,7 +183,7 @@ def _read(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
         head, *rows = csv.reader(io.StringIO(text, newline=""), strict=True)
         if head[0] != STEP or any(len(row) != len(head) for row in rows):
             raise ValueError("rows differ in length")
-        return head[1:], [(int(step), cells) for step, *cells in rows]
+        return list(map(_as_name, head[1:])), [(int(step), cells) for step, *cells in rows]
     except (ValueError, LookupError, csv.Error) as error:
         rule = f"be a table with a first column {STEP!r}"
         todo = "Is it another file, or was it edited?"

@@ -80,6 +80,28 @@ def test_numbers_of_every_kind(tmp_path):
     }  # fmt: skip
 
 
+FORMULAS = ("=cmd|' /C calc'!A0", "+1", "-x", "@S", "\t=1", "\r=1", "\n=1", "\0", "'=1", "''-")
+PLAIN = ("loss", "a=b", "'loss", "x-1", "", "a\rb", '"=1"', "größe")
+
+
+def test_names_that_a_spreadsheet_would_take_for_formulas(tmp_path):
+    path = tmp_path / "metrics.csv"
+    values = {name: -1.0 - at for at, name in enumerate((*FORMULAS, *PLAIN))}
+    write(path, [(0, values)])
+    write(path, [(1, values)])  # goes on with the same columns
+    with open(path, newline="") as file:
+        head, *table = csv.reader(file, strict=True)
+    assert head == ["step", *(f"'{name}" for name in FORMULAS), *PLAIN]
+    assert table == [[str(step), *map(repr, values.values())] for step in range(2)]
+
+
+def test_a_file_of_before_gets_the_same_names(tmp_path):
+    path = tmp_path / "metrics.csv"
+    path.write_text("step,=1\n0,2.0\n")
+    write(path, [(1, {"=1": 3.0})])
+    assert path.read_text() == "step,'=1\n0,2.0\n1,3.0\n"
+
+
 def test_a_run_that_goes_on(tmp_path):
     path = tmp_path / "metrics.csv"
     write(path, [(step, {"loss": float(step)}) for step in range(10)])
