@@ -17,7 +17,7 @@ from typing import Any, cast
 def describe(value: object) -> str:
     """Return ``value`` with the name of its type, as a type error shows it.
 
-    Example:
+    Examples:
         >>> describe(2.5)
         '2.5 (float)'
     """
@@ -37,7 +37,7 @@ def message(where: str, argument: str, rule: str, got: object, todo: str = "") -
     Returns:
         The one-line message.
 
-    Example:
+    Examples:
         >>> message("ElChe", "anchor", "be at least 1", 0)
         'ElChe: anchor must be at least 1, got 0.'
     """
@@ -67,7 +67,7 @@ def integer(
         TypeError: If ``value`` is not an integer (a bool is not).
         ValueError: If it is out of range.
 
-    Example:
+    Examples:
         >>> integer("ElChe", "anchor", 10, low=1)
         10
     """
@@ -107,7 +107,7 @@ def real(
         TypeError: If ``value`` is not a number (a bool is not).
         ValueError: If it is not finite, or out of range.
 
-    Example:
+    Examples:
         >>> real("ElChe", "overhead_target", 0.1, low=0.01, high=0.5)
         0.1
     """
@@ -136,7 +136,7 @@ def items(where: str, argument: str, values: object, of: str) -> tuple[Any, ...]
     Raises:
         TypeError: If ``values`` is neither (a string is not).
 
-    Example:
+    Examples:
         >>> items("Replay", "counts", [1, 2], "integers")
         (1, 2)
     """
@@ -159,7 +159,7 @@ def integers(
         TypeError: If it is no sequence, or an entry is not an integer.
         ValueError: If an entry is below ``low``.
 
-    Example:
+    Examples:
         >>> integers("WindowReport", "counts", [3, 1], low=0)
         (3, 1)
     """
@@ -186,7 +186,7 @@ def reals(
         TypeError: If it is no sequence, or an entry is not a number.
         ValueError: If an entry is not finite or out of range.
 
-    Example:
+    Examples:
         >>> reals("apportion", "ms_per_batch", [1, 2.5], above=0)
         (1.0, 2.5)
     """
@@ -209,7 +209,7 @@ def one_of(where: str, argument: str, value: object, choices: Sequence[str]) -> 
     Raises:
         ValueError: If it is not.
 
-    Example:
+    Examples:
         >>> one_of("Checkpoints", "mode", "least", ("min", "max"))
         Traceback (most recent call last):
         ...
@@ -226,7 +226,7 @@ def instance(where: str, argument: str, value: object, kind: type) -> None:
     Raises:
         TypeError: If it is not.
 
-    Example:
+    Examples:
         >>> instance("ElChe.update", "verdict", "stable", int)
         Traceback (most recent call last):
         ...
@@ -244,7 +244,7 @@ def path(where: str, argument: str, value: object, *, rule: str = "be a path") -
         TypeError: If ``value`` is neither a string nor a path.
         ValueError: If it is empty or has a null byte in it.
 
-    Example:
+    Examples:
         >>> path("Timeline", "path", "")
         Traceback (most recent call last):
         ...
@@ -267,7 +267,7 @@ def per_device(where: str, argument: str, got: int, expected: int) -> None:
     Raises:
         ValueError: If ``got`` differs from ``expected``.
 
-    Example:
+    Examples:
         >>> per_device("ElChe.update", "report", 3, 2)
         Traceback (most recent call last):
         ...

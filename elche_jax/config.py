@@ -95,7 +95,7 @@ class DDPConfig:
         ValueError: A knob is out of range, or contradicts another one.
         TypeError: A knob is of another type.
 
-    Example:
+    Examples:
         >>> from elche_jax import DDPConfig
         >>> DDPConfig(policy="cadence", speed_hint=(1, 2.3)).cadence_for(2, kinds=1)
         ... # doctest: +ELLIPSIS
@@ -155,7 +155,7 @@ class DDPConfig:
         Raises:
             ValueError: `speed_hint` does not fit the number of devices.
 
-        Example:
+        Examples:
             >>> from elche_jax import DDPConfig
             >>> DDPConfig(max_anchor=0, total=64).cadence_for(4, kinds=1).init(4).counts
             (16, 16, 16, 16)

@@ -54,7 +54,7 @@ def to_flax(
             `trainable`, so that there is no optimizer state of all parameters; the model
             state has no place.
 
-    Example:
+    Examples:
         >>> import jax, numpy as np, optax
         >>> import elche_jax as elche
         >>> def loss_fn(params, batch, rng):

@@ -25,7 +25,7 @@ class Head(Protocol):
 
     Both methods are traced, and must not change the object.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> class Scale:
         ...     def variables(self):
@@ -195,7 +195,7 @@ def from_head(
         ValueError: As by `from_linen` and `from_nnx`. Reading `params` or `model_state`
             raises it where a collection is in both.
 
-    Example:
+    Examples:
         >>> from dataclasses import dataclass
         >>> import jax, numpy as np, optax
         >>> from flax import linen as nn

@@ -145,7 +145,7 @@ def from_linen(
         ValueError: `__call__` has several switches, and `train_kwargs` or `eval_kwargs` is
             missing; a name in `rngs` is there twice.
 
-    Example:
+    Examples:
         >>> import jax, numpy as np, optax
         >>> from flax import linen as nn
         >>> import elche_jax as elche

@@ -282,7 +282,7 @@ def from_nnx(
         TypeError: An argument is of another kind than above.
         ValueError: `param_type` chooses nothing; `__call__` has several switches.
 
-    Example:
+    Examples:
         >>> import jax, numpy as np, optax
         >>> from flax import nnx
         >>> import elche_jax as elche

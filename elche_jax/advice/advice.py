@@ -193,7 +193,7 @@ def make_advice(
     Returns:
         The advice.
 
-    Example:
+    Examples:
         >>> from elche_jax.advice import Speeds
         >>> from elche_jax.advice.advice import make_advice
         >>> from elche_jax.cadence import ElChe

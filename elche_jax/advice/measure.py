@@ -123,7 +123,7 @@ def advise(
             processes; an argument out of range; a `cadence`, `averaging`, or a `config` for it.
         NonFiniteError: The loss is not finite.
 
-    Example:
+    Examples:
         >>> import jax, numpy as np, optax
         >>> from elche_jax.advice import advise
         >>> def loss_fn(params, batch, rng):
@@ -195,7 +195,7 @@ def alone_ms(short: Sequence[WindowRecord], long: Sequence[WindowRecord]) -> tup
         short: Steady windows of one microbatch.
         long: Steady windows of more, where the data have more.
 
-    Example:
+    Examples:
         >>> from elche_jax.advice.measure import alone_ms
         >>> from elche_jax.observe.records import WindowRecord
         >>> wall = {1: (8.0,), 4: (20.0, 22.0, 20.0), 2: (50.0,)}  # 2: the end of an epoch
@@ -267,7 +267,7 @@ def team_ms(records: Sequence[WindowRecord]) -> tuple[tuple[float, ...], float]:
     Raises:
         ValueError: A device had no work in any of them.
 
-    Example:
+    Examples:
         >>> from elche_jax.advice.measure import team_ms
         >>> from elche_jax.observe.records import WindowRecord
         >>> team_ms([WindowRecord(0, 0, (4, 1), 40, (20.0, 21.0), 22.0, 1.0, 0.0, True)])

@@ -39,7 +39,7 @@ class Speeds:
         TypeError: An entry is not a number.
         ValueError: A number is out of range; they differ in length, or are empty.
 
-    Example:
+    Examples:
         >>> from elche_jax.advice import Speeds
         >>> Speeds((5.0, 20.0), (5.0, 21.0), sync_ms=1.0, step_ms=(0.5, 0.75)).step_ms
         (0.5, 0.75)
@@ -80,7 +80,7 @@ class Speeds:
 
             ms[d] = solo_ms[d] + (together_ms[d] - solo_ms[d]) * (len(ranks) - 1) / (n - 1)
 
-        Example:
+        Examples:
             >>> from elche_jax.advice import Speeds
             >>> Speeds((2.0, 2.0, 4.0), (3.0, 3.0, 6.0), 1.0).of((0, 2))
             (2.5, 5.0)
@@ -152,7 +152,7 @@ def plan(
     Returns:
         The plan.
 
-    Example:
+    Examples:
         >>> from elche_jax.advice.predict import Speeds, plan
         >>> from elche_jax.cadence import ElChe
         >>> plan("ElChe", ElChe(anchor=4), Speeds((5.0, 20.0), (5.0, 20.0), 2.0), 8).counts
@@ -200,7 +200,7 @@ def one_device(cadence: ElChe, ms: float, step_ms: float) -> EveryBatch | FixedT
 
     `EveryBatch` where that is not more than 2 % faster.
 
-    Example:
+    Examples:
         >>> from elche_jax.advice.predict import one_device
         >>> from elche_jax.cadence import ElChe
         >>> one_device(ElChe(), ms=5.0, step_ms=0.01)
@@ -217,7 +217,7 @@ def one_device(cadence: ElChe, ms: float, step_ms: float) -> EveryBatch | FixedT
 def settled(cadence: Cadence[Any], ms: Sequence[float], sync_ms: float) -> tuple[int, ...]:
     """The counts a cadence ends up with on devices of constant speeds.
 
-    Example:
+    Examples:
         >>> from elche_jax.advice.predict import settled
         >>> from elche_jax.cadence import FixedTotal
         >>> settled(FixedTotal(8), (30.0, 30.0, 10.0), sync_ms=1.0)
@@ -250,7 +250,7 @@ def best_plan(
         all_devices: The plan with all of them.
         epoch: Microbatches of an epoch; None where nobody knows.
 
-    Example:
+    Examples:
         An exchange that costs more than the slow device gives:
 
         >>> from elche_jax.advice.predict import Speeds, best_plan, plan
@@ -272,7 +272,7 @@ def best_plan(
 def plain_pmap(speeds: Speeds, batch_size: int, epoch: int | None = None) -> Plan:
     """The usual loop: one microbatch each, then all wait for the slowest, step, go on.
 
-    Example:
+    Examples:
         >>> from elche_jax.advice.predict import Speeds, plain_pmap
         >>> plain_pmap(Speeds((5.0, 19.0), (5.0, 19.0), 1.0), batch_size=10).examples_per_s
         1000.0

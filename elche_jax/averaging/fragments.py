@@ -20,7 +20,7 @@ def assign_fragments(sizes: Sequence[int], fragments: int) -> tuple[tuple[int, .
     Raises:
         ValueError: There are more parts than arrays.
 
-    Example:
+    Examples:
         >>> from elche_jax.averaging.fragments import assign_fragments
         >>> assign_fragments([4, 100, 90, 5], 2)
         ((1,), (0, 2, 3))

@@ -57,7 +57,7 @@ class Divergence:
 class Guard(Protocol):
     """What a guard must do; a user's own class needs no base class.
 
-    Example:
+    Examples:
         >>> from elche_jax.averaging.guards import Guard
         >>> from elche_jax import HOLD_GROWTH, STABLE
         >>> class Opposed:
@@ -76,7 +76,7 @@ class Guard(Protocol):
 class NoGuard:
     """No opinion, and none is asked for: only the cadence's own bound holds the anchor.
 
-    Example:
+    Examples:
         >>> NoGuard().verdict([])
         Verdict(action='stable', factor=None)
     """
@@ -102,7 +102,7 @@ class TrendGuard:
         TypeError: An argument is no number.
         ValueError: An argument is out of range.
 
-    Example:
+    Examples:
         >>> from elche_jax.averaging.guards import Divergence, TrendGuard
         >>> def seen(*distances):
         ...     return [Divergence(0, (1,), (d,), (1.0,), (1.0,), (1.0,)) for d in distances]
@@ -144,7 +144,7 @@ class LevelGuard:
         TypeError: An argument is no number.
         ValueError: An argument is out of range.
 
-    Example:
+    Examples:
         >>> from elche_jax.averaging.guards import Divergence, LevelGuard
         >>> def seen(*distances):
         ...     return [Divergence(0, (1,), (d,), (1.0,), (1.0,), (1.0,)) for d in distances]
@@ -175,7 +175,7 @@ def is_level(history: Sequence[Divergence]) -> bool:
     Silence is no evidence: it takes three windows with a distance each, of which the last
     is not more than a tenth above the first.
 
-    Example:
+    Examples:
         >>> from elche_jax.averaging.guards import is_level
         >>> is_level([])
         False

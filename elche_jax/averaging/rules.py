@@ -47,7 +47,7 @@ class ParameterAveraging:
         ValueError: `exponent` is not finite, `optimizer_state` another word, `delay` not
             0 or 1.
 
-    Example:
+    Examples:
         >>> import optax
         >>> from elche_jax import ParameterAveraging
         >>> ParameterAveraging(exponent=optax.linear_schedule(2.0, 0.0, 100)).exponent(50)
@@ -107,7 +107,7 @@ class DiLoCo:
         TypeError: `outer` is no optax optimizer, or a number is of another type.
         ValueError: A value is out of range, or contradicts another one.
 
-    Example:
+    Examples:
         >>> import optax
         >>> from elche_jax import DiLoCo
         >>> rule = DiLoCo(outer=optax.sgd(0.7, momentum=0.9, nesterov=True), inner_steps=50)

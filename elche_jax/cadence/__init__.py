@@ -3,7 +3,7 @@
 A cadence is a frozen config object: ``init(world_size)`` makes a state,
 ``update(state, report, verdict)`` the next one, ``state.counts`` is the plan.
 
-Example:
+Examples:
     >>> cadence = ElChe(anchor=10)
     >>> state = cadence.init(world_size=2)
     >>> report = WindowReport(wall_ms=(300.0, 100.0), counts=(10, 10), sync_ms=5.0)

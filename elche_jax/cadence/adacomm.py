@@ -50,7 +50,7 @@ class AdaComm(AnchorRule):
         ValueError: If an argument is out of range; in ``update``, if the report has no
             loss, or a negative one.
 
-    Example:
+    Examples:
         >>> rule = AdaComm(anchor=16, interval=1)
         >>> state = rule.init(2)
         >>> for loss in (4.0, 1.0):

@@ -66,7 +66,7 @@ class AnchorRule(ABC):
             TypeError: If ``world_size`` is not an integer.
             ValueError: If it is below 1.
 
-        Example:
+        Examples:
             >>> from elche_jax.cadence import PostLocal
             >>> PostLocal(switch=100, anchor=8).init(2).counts
             (1, 1)
@@ -95,7 +95,7 @@ class AnchorRule(ABC):
             TypeError: If the report or the verdict is of another class.
             ValueError: If the report has another number of devices.
 
-        Example:
+        Examples:
             >>> from elche_jax.cadence import PostLocal
             >>> rule = PostLocal(switch=1, anchor=8)
             >>> report = WindowReport((6.0, 2.0), (1, 1), 0.1)
@@ -122,7 +122,7 @@ class AnchorRule(ABC):
         Returns:
             The uncalibrated state.
 
-        Example:
+        Examples:
             >>> from elche_jax.cadence import PostLocal
             >>> rule = PostLocal(switch=1, anchor=8)
             >>> rule.recalibrate(rule.init(2)).ms_per_batch
@@ -139,7 +139,7 @@ class AnchorRule(ABC):
         Returns:
             The state; the same where a device was never measured.
 
-        Example:
+        Examples:
             >>> from elche_jax.cadence import PostLocal
             >>> rule = PostLocal(switch=1, anchor=8)
             >>> rule.replan(rule.init(2)) == rule.init(2)

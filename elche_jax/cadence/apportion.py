@@ -55,7 +55,7 @@ def clamp_counts(counts: Sequence[int], max_total: int) -> tuple[int, ...]:
         TypeError: If an argument is not made of integers.
         ValueError: If one is negative.
 
-    Example:
+    Examples:
         >>> clamp_counts((10, 20), 100)
         (10, 20)
         >>> clamp_counts((10, 20), 15)
@@ -102,7 +102,7 @@ def shard_sizes(ratios: Sequence[float], total: int) -> tuple[int, ...]:
         TypeError: If a ratio is not a number, or the total not an integer.
         ValueError: If a number is negative, or all ratios are zero.
 
-    Example:
+    Examples:
         >>> shard_sizes((0.5, 0.25, 0.25), 10)
         (5, 3, 2)
         >>> shard_sizes((0.9, 0.05, 0.05), 4)
@@ -143,7 +143,7 @@ def apportion(total: int, ms_per_batch: Sequence[float]) -> tuple[int, ...]:
         TypeError: If the total is not an integer, or a time not a number.
         ValueError: If the total is negative, or a time is below 1e-9.
 
-    Example:
+    Examples:
         The shares are 2.33 and 0.67; rounded to (2, 1) they would need 3.5 ms,
         not 3.
 
@@ -175,7 +175,7 @@ def split(total: int, ms: FloatArray) -> NDArray[np.int64]:
     Returns:
         Counts, shape ``(devices,)``.
 
-    Example:
+    Examples:
         >>> split(10, np.array([1.0, 2.5])).tolist()
         [7, 3]
     """

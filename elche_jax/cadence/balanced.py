@@ -81,7 +81,7 @@ class Balanced:
         TypeError: If an argument is of the wrong type.
         ValueError: If an argument is out of range.
 
-    Example:
+    Examples:
         >>> cadence = Balanced(total=8, calibration_windows=1)
         >>> state = cadence.init(2)
         >>> state.counts
@@ -138,7 +138,7 @@ class Balanced:
             ValueError: If it is below 1, too large for ``min_ratio``, or does not fit
                 ``speed_hint``.
 
-        Example:
+        Examples:
             >>> Balanced(total=10).init(2).ratios
             (0.5, 0.5)
             >>> Balanced(total=10, speed_hint=[4, 1]).init(2).counts
@@ -171,7 +171,7 @@ class Balanced:
         Raises:
             ValueError: If it is not.
 
-        Example:
+        Examples:
             >>> Balanced(8).check_state(Balanced(8).init(2))
         """
         check_total("Balanced.check_state", state.counts, self.total)
@@ -193,7 +193,7 @@ class Balanced:
             TypeError: If the report or the verdict is of another class.
             ValueError: If the report has another number of devices.
 
-        Example:
+        Examples:
             >>> cadence = Balanced(total=8)
             >>> report = WindowReport((60.0, 20.0), (4, 4), 1.0)
             >>> cadence.update(cadence.init(2), report).counts

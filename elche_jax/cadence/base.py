@@ -35,7 +35,7 @@ class WindowReport:
         ValueError: If a number is negative or not finite, the two sequences
             differ in length, or they are empty.
 
-    Example:
+    Examples:
         >>> WindowReport(wall_ms=[120, 60.0], counts=[4, 4], sync_ms=3)
         WindowReport(wall_ms=(120.0, 60.0), counts=(4, 4), sync_ms=3.0, loss=None)
     """
@@ -82,7 +82,7 @@ class Verdict:
             range or given to another action.
         TypeError: If the factor is not a number.
 
-    Example:
+    Examples:
         >>> Verdict("nudge_down")
         Verdict(action='nudge_down', factor=0.5)
     """
@@ -125,7 +125,7 @@ def nudge_down(factor: float = 0.5) -> Verdict:
         ValueError: If ``factor`` is out of range.
         TypeError: If ``factor`` is not a number.
 
-    Example:
+    Examples:
         >>> nudge_down(0.75).factor
         0.75
     """
@@ -135,7 +135,7 @@ def nudge_down(factor: float = 0.5) -> Verdict:
 def stronger(one: Verdict, other: Verdict) -> Verdict:
     """Return the verdict that asks for less, the first where they ask for the same.
 
-    Example:
+    Examples:
         >>> stronger(HOLD_GROWTH, nudge_down(0.9)).action
         'nudge_down'
     """
@@ -174,7 +174,7 @@ class State:
         Returns:
             Numbers, strings, ``None`` and lists of them, one key per field.
 
-        Example:
+        Examples:
             >>> from elche_jax.cadence import EveryBatch
             >>> EveryBatch().init(2).to_dict()
             {'counts': [1, 1]}
@@ -195,7 +195,7 @@ class State:
             ValueError: If the keys are not those of this class: the state of
                 another cadence.
 
-        Example:
+        Examples:
             >>> from elche_jax.cadence import EveryBatch
             >>> state = EveryBatch().init(2)
             >>> type(state).from_dict({"counts": [1, 1]}) == state
@@ -234,7 +234,7 @@ class Cadence(Protocol[S]):
     Deriving the state from `State` makes it storable, and naming that class as
     ``state_type`` on the cadence lets a scheduler restore it.
 
-    Example:
+    Examples:
         >>> from dataclasses import dataclass
         >>> from elche_jax.cadence import State, STABLE
         >>> @dataclass(frozen=True)
@@ -283,7 +283,7 @@ def check_update(where: str, world_size: int, report: WindowReport, verdict: Ver
         TypeError: If the report or the verdict is of another class.
         ValueError: If the report has another number of devices.
 
-    Example:
+    Examples:
         >>> check_update("ElChe.update", 1, WindowReport([5.0], [1], 0.0), STABLE)
     """
     check.instance(where, "report", report, WindowReport)
@@ -302,7 +302,7 @@ def check_total(where: str, counts: Sequence[int], total: int) -> None:
     Raises:
         ValueError: If they do not.
 
-    Example:
+    Examples:
         >>> check_total("FixedTotal.check_state", (5, 3), 8)
     """
     if sum(counts) != total:

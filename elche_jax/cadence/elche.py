@@ -87,7 +87,7 @@ def recount(
         max_batch_diff: Largest change of a count, or ``None``.
         dead_zone: Percent of a count that a change must exceed.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> recount(ElChe().init(2), 10, np.array([30.0, 10.0])).counts
         (10, 30)
@@ -118,7 +118,7 @@ def refit(state: S, max_batch_diff: int | None = None) -> S:
             never measured.
         max_batch_diff: Largest change of a count, or ``None``.
 
-    Example:
+    Examples:
         >>> refit(ElCheState(10, (10, 28), (3.0, 1.0), True)).counts
         (10, 30)
     """
@@ -131,7 +131,7 @@ def refit(state: S, max_batch_diff: int | None = None) -> S:
 def forget(state: S) -> S:
     """Return the state as if no device had been measured; anchor and counts stay.
 
-    Example:
+    Examples:
         >>> forget(ElCheState(10, (10, 28), (3.0, 1.0), True)).ms_per_batch
         (None, None)
     """
@@ -183,7 +183,7 @@ class ElChe:
         TypeError: If an argument is of the wrong type.
         ValueError: If an argument is out of range.
 
-    Example:
+    Examples:
         >>> from elche_jax.cadence import WindowReport
         >>> cadence = ElChe(anchor=10)
         >>> state = cadence.init(2)
@@ -244,7 +244,7 @@ class ElChe:
             TypeError: If ``world_size`` is not an integer.
             ValueError: If it is below 2 or does not fit ``speed_hint``.
 
-        Example:
+        Examples:
             >>> ElChe(anchor=4, speed_hint=(1.0, 2.0, 1.5)).init(3).counts
             (4, 8, 6)
         """
@@ -276,7 +276,7 @@ class ElChe:
             TypeError: If the report or the verdict is of another class.
             ValueError: If the report has another number of devices.
 
-        Example:
+        Examples:
             Synchronising costs 30 % where 10 % are wanted: the anchor triples.
 
             >>> from elche_jax.cadence import HOLD_GROWTH
@@ -307,7 +307,7 @@ class ElChe:
             TypeError: If ``factor`` is not a number.
             ValueError: If it is out of range.
 
-        Example:
+        Examples:
             >>> cadence = ElChe(anchor=10)
             >>> cadence.nudge_anchor_down(cadence.init(2), 0.5).counts
             (5, 5)
@@ -329,7 +329,7 @@ class ElChe:
         Returns:
             The uncalibrated state.
 
-        Example:
+        Examples:
             >>> cadence = ElChe()
             >>> state = ElCheState(10, (10, 30), (3.0, 1.0), True)
             >>> cadence.recalibrate(state).ms_per_batch
@@ -346,7 +346,7 @@ class ElChe:
         Raises:
             ValueError: If it is not.
 
-        Example:
+        Examples:
             >>> ElChe().check_state(ElChe().init(2))
         """
         if state.anchor > max(self.max_anchor, self.anchor):
@@ -367,7 +367,7 @@ class ElChe:
             The state with counts ``round(anchor * slow_ms / ms)``; the same where a
             device was never measured.
 
-        Example:
+        Examples:
             >>> state = ElCheState(10, (10, 28), (3.0, 1.0), True)
             >>> ElChe().replan(state).counts
             (10, 30)

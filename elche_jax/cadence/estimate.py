@@ -25,7 +25,7 @@ SHORTEST_MS = 1e-9
 def as_array(times: Sequence[float | None] | FloatArray) -> FloatArray:
     """Return times as a float64 array, ``None`` as NaN.
 
-    Example:
+    Examples:
         >>> as_array((2.0, None))
         array([ 2., nan])
     """
@@ -35,7 +35,7 @@ def as_array(times: Sequence[float | None] | FloatArray) -> FloatArray:
 def as_times(array: FloatArray) -> Times:
     """Return an array as a tuple of floats, NaN as ``None``.
 
-    Example:
+    Examples:
         >>> as_times(np.array([2.0, np.nan]))
         (2.0, None)
     """
@@ -56,7 +56,7 @@ def measured_ms(report: WindowReport) -> FloatArray:
     Returns:
         Milliseconds per microbatch, NaN for a device that was not measured.
 
-    Example:
+    Examples:
         >>> measured_ms(WindowReport([30.0, 0.0, 9.0], [10, 10, 0], 0.0))
         array([ 3., nan, nan])
     """
@@ -89,7 +89,7 @@ def update_ms(
     Returns:
         The new estimates, NaN for a device never measured.
 
-    Example:
+    Examples:
         Device 0 goes from 10 to 15 ms: the error is 0.5, hence 12.5.
 
         >>> update_ms((10.0, None), WindowReport([60.0, 8.0], [4, 2], 0.0))

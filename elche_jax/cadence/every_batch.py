@@ -24,7 +24,7 @@ class EveryBatch:
 
     Reports and verdicts change nothing: windows cannot get shorter.
 
-    Example:
+    Examples:
         >>> EveryBatch().init(4).counts
         (1, 1, 1, 1)
     """
@@ -45,7 +45,7 @@ class EveryBatch:
             TypeError: If ``world_size`` is not an integer.
             ValueError: If it is below 1.
 
-        Example:
+        Examples:
             >>> EveryBatch().init(1).counts
             (1,)
         """
@@ -70,7 +70,7 @@ class EveryBatch:
             TypeError: If the report or the verdict is of another class.
             ValueError: If the report has another number of devices.
 
-        Example:
+        Examples:
             >>> cadence = EveryBatch()
             >>> report = WindowReport((9.0, 3.0), (1, 1), 0.5)
             >>> cadence.update(cadence.init(2), report).counts

@@ -62,7 +62,7 @@ class FixedTotal:
         TypeError: If ``total`` is not an integer.
         ValueError: If ``total`` is below 1.
 
-    Example:
+    Examples:
         >>> cadence = FixedTotal(8)
         >>> state = cadence.init(3)
         >>> state.counts
@@ -93,7 +93,7 @@ class FixedTotal:
             TypeError: If ``world_size`` is not an integer.
             ValueError: If it is below 1.
 
-        Example:
+        Examples:
             >>> FixedTotal(2).init(3).counts
             (1, 1, 0)
         """
@@ -120,7 +120,7 @@ class FixedTotal:
             TypeError: If the report or the verdict is of another class.
             ValueError: If the report has another number of devices.
 
-        Example:
+        Examples:
             >>> cadence = FixedTotal(4)
             >>> report = WindowReport((6.0, 2.0), (2, 2), sync_ms=0.1)
             >>> cadence.update(cadence.init(2), report).counts
@@ -161,7 +161,7 @@ class FixedTotal:
         Raises:
             ValueError: If it is not.
 
-        Example:
+        Examples:
             >>> FixedTotal(8).check_state(FixedTotal(8).init(2))
         """
         check_total("FixedTotal.check_state", state.counts, self.total)
@@ -175,7 +175,7 @@ class FixedTotal:
         Returns:
             The state as if no device had been measured.
 
-        Example:
+        Examples:
             >>> state = FixedTotalState((1, 3), (3.0, 1.0))
             >>> FixedTotal(4).recalibrate(state).ms_per_batch
             (None, None)

@@ -38,7 +38,7 @@ def checked_hint(where: str, hint: object) -> tuple[Any, ...]:
             above 0, there is none, or the fastest device is more than 2**53 times as
             fast as the slowest.
 
-    Example:
+    Examples:
         >>> checked_hint("ElChe", (1, 2))
         (1, 2.0)
         >>> checked_hint("ElChe", [1, 2])
@@ -76,7 +76,7 @@ def hinted_speeds(where: str, hint: Sequence[float], world_size: int) -> tuple[f
     Raises:
         ValueError: If the hint is for another number of devices.
 
-    Example:
+    Examples:
         >>> hinted_speeds("ElChe.init", (1, 2.3), world_size=3)
         (2.3, 1.0, 2.3)
         >>> hinted_speeds("ElChe.init", (1.0, 2.3), world_size=2)

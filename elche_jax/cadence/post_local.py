@@ -24,7 +24,7 @@ class PostLocal(AnchorRule):
         TypeError: If an argument is not an integer.
         ValueError: If an argument is out of range.
 
-    Example:
+    Examples:
         >>> rule = PostLocal(switch=2, anchor=8)
         >>> state = rule.init(2)
         >>> for _ in range(2):
@@ -54,7 +54,7 @@ class PostLocal(AnchorRule):
     ) -> AnchorRuleState:
         """Return the state for the next window, see `AnchorRule.update`.
 
-        Example:
+        Examples:
             >>> rule = PostLocal(switch=9)
             >>> rule.update(rule.init(2), WindowReport((6.0, 2.0), (1, 1), 0.1)).counts
             (1, 1)

@@ -40,7 +40,7 @@ class QSR(AnchorRule):
         ValueError: If an argument is out of range; in ``update``, if the schedule gives
             a number that is below 0 or not finite.
 
-    Example:
+    Examples:
         >>> rule = QSR(alpha=0.1, base=4, learning_rate=lambda step: 0.05 / (1 + step))
         >>> state = rule.init(2)
         >>> state.counts

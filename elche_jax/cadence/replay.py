@@ -60,7 +60,7 @@ class Replay:
         ValueError: If there is no window, a window has no microbatch, a count is
             negative, or windows differ in their number of devices.
 
-    Example:
+    Examples:
         >>> cadence = Replay([(4, 4), (2, 6)])
         >>> state = cadence.init(2)
         >>> state.counts
@@ -111,7 +111,7 @@ class Replay:
             TypeError: If ``window`` is not an integer.
             ValueError: If it is negative or not recorded.
 
-        Example:
+        Examples:
             >>> Replay([(4, 4), (2, 6)]).counts_at(1)
             (2, 6)
         """
@@ -133,7 +133,7 @@ class Replay:
             TypeError: If ``world_size`` is not an integer.
             ValueError: If the recording is of another number of devices.
 
-        Example:
+        Examples:
             >>> Replay([(5,), (3,)]).init(1).counts
             (5,)
         """
@@ -163,7 +163,7 @@ class Replay:
             ValueError: If the report has another number of devices, or ``state`` is
                 already past the last window.
 
-        Example:
+        Examples:
             >>> cadence = Replay([(4, 4), (2, 6)])
             >>> report = WindowReport((9.0, 3.0), (4, 4), 0.1)
             >>> cadence.update(cadence.init(2), report).window

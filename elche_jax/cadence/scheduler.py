@@ -86,7 +86,7 @@ class SchedulerState:
         Raises:
             TypeError: If the cadence's state has no ``to_dict``.
 
-        Example:
+        Examples:
             >>> from elche_jax.cadence import EveryBatch
             >>> Scheduler(EveryBatch(), shift=None).init(2).to_dict()
             ... # doctest: +NORMALIZE_WHITESPACE
@@ -137,7 +137,7 @@ class Scheduler:
         cadence: The rule for the counts.
         shift: The detector of lasting speed changes, or ``None`` for none.
 
-    Example:
+    Examples:
         >>> from elche_jax.cadence import ElChe
         >>> scheduler = Scheduler(ElChe(anchor=4))
         >>> state = scheduler.init(2)
@@ -179,7 +179,7 @@ class Scheduler:
             TypeError: If ``world_size`` is not an integer.
             ValueError: If the cadence does not allow it.
 
-        Example:
+        Examples:
             >>> from elche_jax.cadence import EveryBatch
             >>> Scheduler(EveryBatch()).init(2).counts
             (1, 1)
@@ -202,7 +202,7 @@ class Scheduler:
         Raises:
             ValueError: If a replay has no such window.
 
-        Example:
+        Examples:
             >>> from elche_jax.cadence import Replay
             >>> scheduler = Scheduler(Replay([(4, 4), (2, 6)]))
             >>> scheduler.plan(scheduler.init(2), window=1)
@@ -229,7 +229,7 @@ class Scheduler:
             TypeError: If the report or the verdict is of another class.
             ValueError: If the report has another number of devices.
 
-        Example:
+        Examples:
             A device becomes three times slower; in the second such window that is
             certain and the estimate is exact again.
 
@@ -286,7 +286,7 @@ class Scheduler:
         Returns:
             The next state; the estimates stay.
 
-        Example:
+        Examples:
             >>> from elche_jax.cadence import PostLocal
             >>> scheduler = Scheduler(PostLocal(switch=1, anchor=8))
             >>> scheduler.passed(scheduler.init(2), (1, 1)).counts
@@ -311,7 +311,7 @@ class Scheduler:
                 does not fit its knobs, or the state has a detector and this scheduler
                 has none, or the reverse.
 
-        Example:
+        Examples:
             >>> from elche_jax.cadence import FixedTotal
             >>> scheduler = Scheduler(FixedTotal(8))
             >>> state = scheduler.init(2)
@@ -371,7 +371,7 @@ def rescale_sync(report: WindowReport, planned: tuple[int, ...]) -> WindowReport
     Returns:
         The report to judge the overhead by.
 
-    Example:
+    Examples:
         5 ms on a full window of 100 ms are 5 %, not 5 / 20 as in the rest of 2.
 
         >>> report = WindowReport((20.0, 20.0), (2, 4), sync_ms=5.0)

@@ -44,7 +44,7 @@ class Shift:
         TypeError: If an argument is of the wrong type.
         ValueError: If an argument is out of range.
 
-    Example:
+    Examples:
         >>> detector = Shift(threshold=0.10, confirm=2)
         >>> state = detector.init(2)
         >>> state, shifted = detector.update(state, (10.0, 10.0), (30.0, 10.0))
@@ -77,7 +77,7 @@ class Shift:
             TypeError: If ``world_size`` is not an integer.
             ValueError: If it is below 1.
 
-        Example:
+        Examples:
             >>> Shift().init(3).runs
             (0, 0, 0)
         """
@@ -111,7 +111,7 @@ class Shift:
             ValueError: If an argument has another number of devices, or a time is
                 not above 0 or infinite.
 
-        Example:
+        Examples:
             >>> detector = Shift(confirm=1)
             >>> detector.update(detector.init(2), (10.0, None), (8.0, 5.0))[1]
             True

@@ -46,7 +46,7 @@ class WindowTime:
         TypeError: If an argument is of the wrong type.
         ValueError: If an argument is out of range.
 
-    Example:
+    Examples:
         >>> cadence = WindowTime(window_ms=100)
         >>> state = cadence.init(2)
         >>> cadence.update(state, WindowReport((20.0, 5.0), (1, 1), 0.0)).counts
@@ -78,7 +78,7 @@ class WindowTime:
             TypeError: If ``world_size`` is not an integer.
             ValueError: If it is below 1.
 
-        Example:
+        Examples:
             >>> WindowTime().init(3).counts
             (1, 1, 1)
         """
@@ -103,7 +103,7 @@ class WindowTime:
             TypeError: If the report or the verdict is of another class.
             ValueError: If the report has another number of devices.
 
-        Example:
+        Examples:
             >>> cadence = WindowTime(window_ms=10)
             >>> report = WindowReport((20.0, 0.0), (1, 1), 0.0)
             >>> cadence.update(cadence.init(2), report).counts

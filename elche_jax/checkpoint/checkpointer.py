@@ -91,7 +91,7 @@ class Checkpointer:
         OSError: It cannot be made, with `on_error="now"`; else training goes on without
             checkpoints, and `close` raises `CheckpointError`.
 
-    Example:
+    Examples:
         >>> import tempfile, elche_jax as elche, jax, numpy as np, optax
         >>> def loss_fn(params, batch, rng):
         ...     return ((batch["x"] @ params["w"] - 1) ** 2).mean()

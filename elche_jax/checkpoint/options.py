@@ -34,7 +34,7 @@ class Checkpoints:
         TypeError: A value is of another type.
         ValueError: A value is out of range.
 
-    Example:
+    Examples:
         >>> from elche_jax import Checkpoints
         >>> Checkpoints("runs/digits", every_windows=100, keep_best=1, mode="max")
         ... # doctest: +ELLIPSIS

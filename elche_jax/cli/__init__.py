@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 done, 1 the command could not do it, 2 wrong usage, 130 stopped by
         Ctrl-C, 141 nobody reads the output any more.
 
-    Example:
+    Examples:
         >>> from elche_jax.cli import main
         >>> main(["devices", "--seconds", "soon"])  # says why on stderr
         2

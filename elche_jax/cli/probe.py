@@ -39,7 +39,7 @@ def probe(devices: Sequence[jax.Device], seconds: float) -> list[dict[str, float
         multiplication, billions per second), `gb_per_s_alone`, `gb_per_s_together` (bytes
         read and written, 1e9 per second).
 
-    Example:
+    Examples:
         >>> import jax
         >>> from elche_jax.cli.probe import probe
         >>> [rates] = probe(jax.devices()[:1], seconds=0.01)

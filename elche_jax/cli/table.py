@@ -8,7 +8,7 @@ from collections.abc import Sequence
 def show(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Prints a table; the first column is text, the others are numbers.
 
-    Example:
+    Examples:
         >>> show(["device", "speed"], [["a", "1.5"], ["bb", "10"]])
         device  speed
         a         1.5

@@ -22,7 +22,7 @@ def as_arrays(item: PyTree) -> PyTree:
         TypeError: A leaf is a masked array, or a tensor that cannot be read.
         ValueError: Lists of numbers differ in length.
 
-    Example:
+    Examples:
         >>> as_arrays({"x": [1.0, 2.0], "y": 3})
         {'x': array([1., 2.]), 'y': 3}
     """

@@ -27,7 +27,7 @@ def epoch_order(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
     Returns:
         Permutation of `0 .. size - 1`, shape `(size,)`, int64.
 
-    Example:
+    Examples:
         >>> from elche_jax.data.order import epoch_order
         >>> sorted(epoch_order(5, seed=0, epoch=3).tolist())
         [0, 1, 2, 3, 4]
@@ -78,7 +78,7 @@ class Cursor:
         TypeError: A number is not an integer.
         ValueError: A number is below 0.
 
-    Example:
+    Examples:
         >>> from elche_jax import Cursor
         >>> Cursor.from_dict(Cursor(1, 40, 12).to_dict())
         Cursor(epoch=1, microbatch=40, window=12)

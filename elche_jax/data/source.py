@@ -164,7 +164,7 @@ def as_source(data: Any) -> Source:
         TypeError: `data` is none of these.
         ValueError: The data is empty or its leaves differ in length.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from elche_jax.data.source import as_source
         >>> as_source({"x": np.zeros((10, 3)), "y": np.zeros(10)}).size

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 def capacity_for(count: int) -> int:
     """Smallest capacity `2**k - 1` that holds `count` microbatches.
 
-    Example:
+    Examples:
         >>> from elche_jax.data.split import capacity_for
         >>> [capacity_for(n) for n in (1, 2, 3, 4, 40)]
         [1, 3, 3, 7, 63]
@@ -25,7 +25,7 @@ def capacity_for(count: int) -> int:
 def piece_lengths(capacity: int) -> tuple[int, ...]:
     """Lengths of the pieces a program of this capacity takes, longest first.
 
-    Example:
+    Examples:
         >>> from elche_jax.data.split import piece_lengths
         >>> piece_lengths(15)
         (8, 4, 2, 1)
@@ -43,7 +43,7 @@ class Range:
     def pieces(self) -> dict[int, int]:
         """Start of each piece by its length: the binary digits of `count`.
 
-        Example:
+        Examples:
             >>> from elche_jax.data.split import Range
             >>> Range(start=100, count=13).pieces()
             {8: 100, 4: 108, 1: 112}
@@ -69,7 +69,7 @@ def split_window(counts: Sequence[int], capacity: int) -> list[tuple[Range, ...]
         counts go with speeds, so the devices end a call together, also where the
         runtime starts a call on all of them at once.
 
-    Example:
+    Examples:
         >>> from elche_jax.data.split import split_window
         >>> [[(r.start, r.count) for r in chunk] for chunk in split_window((5, 2), 3)]
         [[(0, 2), (5, 1)], [(2, 3), (6, 1)]]

@@ -37,7 +37,7 @@ def weighted_psum(tree: PyTree, weight: Any, axis_name: str) -> PyTree:
         TypeError: A leaf is not a float array.
         ValueError: `weight` is not a scalar.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> from elche_jax import weighted_psum
         >>> values, counts = jnp.array([1.0, jnp.nan, 5.0]), jnp.array([2, 0, 1])
@@ -70,7 +70,7 @@ def weighted_mean(tree: PyTree, weight: Any, axis_name: str) -> PyTree:
         TypeError: A leaf is not a float array.
         ValueError: `weight` is not a scalar.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> from elche_jax import weighted_mean
         >>> mean = lambda x, n: weighted_mean(x, n, "devices")
@@ -93,7 +93,7 @@ def broadcast_from(tree: PyTree, source: Any, axis_name: str) -> PyTree:
     Returns:
         The values of device `source`, on every device.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> from elche_jax import broadcast_from
         >>> first = lambda x: broadcast_from(x, 0, "devices")

@@ -45,7 +45,7 @@ class DDP:
         TypeError: `devices` are no devices.
         ValueError: Fewer than two, one twice, or of several kinds; several processes.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> import elche_jax as elche
         >>> ddp = elche.DDP(jax.devices()[:2])
@@ -87,7 +87,7 @@ class DDP:
             ValueError: Another number of replicas than devices, or replica `r` differs from
                 the first one; the message names the leaf.
 
-        Example:
+        Examples:
             >>> import jax, jax.numpy as jnp
             >>> import elche_jax as elche
             >>> ddp, params = elche.DDP.wrap([{"w": jnp.zeros(2)}, {"w": jnp.ones(2)}],
@@ -174,7 +174,7 @@ class DDP:
                 above 0; a leaf is not stacked over these devices.
             TypeError: A count is not a number; a leaf is not a float array.
 
-        Example:
+        Examples:
             >>> import jax, jax.numpy as jnp
             >>> import elche_jax as elche
             >>> ddp = elche.DDP(jax.devices()[:2])

@@ -121,7 +121,7 @@ def device_summary(devices: Sequence[jax.Device] | None = None) -> str:
         For instance `elche: 4 devices | cpu x4`, or
         `elche: 3 GPUs (2 kinds) | RTX 4090 (24.0 GiB) x2 | RTX 3090 (24.0 GiB)`.
 
-    Example:
+    Examples:
         >>> import jax
         >>> from elche_jax import device_summary
         >>> device_summary(jax.devices("cpu")[:1])

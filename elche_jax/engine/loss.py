@@ -40,7 +40,7 @@ class Weighted:
             `loss` is not a number. A negative weight makes the window not finite, and so do
             weights above 0 whose sum over the window is below 2**-100 (8e-31).
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from elche_jax import Weighted
         >>> def loss_fn(params, batch, rng):

@@ -28,7 +28,7 @@ def replicate(tree: PyTree, devices: Sequence[jax.Device]) -> PyTree:
         The same structure; leaves `(len(devices),) + shape`, entry `d` on device `d`.
         No leaf shares memory with the argument.
 
-    Example:
+    Examples:
         >>> import jax, numpy as np
         >>> from elche_jax import replicate, unreplicate
         >>> tree = replicate({"w": np.ones(3)}, jax.devices()[:1])
@@ -81,7 +81,7 @@ def check_replicas(tree: PyTree) -> None:
             first such leaf, the device, and how many elements differ.
         ValueError: A leaf is not stacked.
 
-    Example:
+    Examples:
         >>> import jax, numpy as np
         >>> from elche_jax import check_replicas, replicate
         >>> check_replicas(replicate({"w": np.ones(3)}, jax.devices()))

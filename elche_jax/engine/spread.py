@@ -21,7 +21,7 @@ def spread(argument: str, of: str, values: PyTree, tree: PyTree) -> list[Any]:
     Raises:
         ValueError: The values have another structure; the message says where.
 
-    Example:
+    Examples:
         >>> from elche_jax.engine.spread import spread
         >>> spread("trainable", "params", {"a": True, "b": False}, {"a": 0, "b": (1, 2)})
         [True, False, False]

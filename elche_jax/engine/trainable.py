@@ -64,7 +64,7 @@ def select_trainable(trainable: Trainable | None, params: PyTree) -> Selection:
         ValueError: No leaf is trained, or the structure is another.
         TypeError: A flag is not a bool.
 
-    Example:
+    Examples:
         >>> from elche_jax.engine.trainable import select_trainable
         >>> params = {"body": {"w": 1.0, "b": 2.0}, "head": 3.0}
         >>> select_trainable({"body": False, "head": True}, params).trained

@@ -44,7 +44,7 @@ def constant(ms: Sequence[float]) -> Schedule:
     Args:
         ms: Milliseconds per microbatch for each device, at least 0.
 
-    Example:
+    Examples:
         >>> from elche_jax.lab import constant
         >>> constant([5, 20])(0, 1, 0)
         20.0
@@ -72,7 +72,7 @@ def throttle(
         at: First window that is slower, at least 0.
         until: First window that is not any more, above `at`; None: for good.
 
-    Example:
+    Examples:
         >>> from elche_jax.lab import constant, throttle
         >>> slow = throttle(constant([5, 5]), rank=0, factor=3, at=10)
         >>> slow(9, 0, 0), slow(10, 0, 0), slow(10, 1, 0)
@@ -100,7 +100,7 @@ def drift(base: Schedule, rank: int, per_window: float) -> Schedule:
         rank: The device.
         per_window: Share per window, at least 0: 0.01 doubles the time in 100 windows.
 
-    Example:
+    Examples:
         >>> from elche_jax.lab import constant, drift
         >>> drift(constant([10, 10]), rank=1, per_window=0.01)(50, 1, 0)
         15.0
@@ -124,7 +124,7 @@ def jitter(base: Schedule, share: float, seed: int = 0) -> Schedule:
         seed: Seed, at least 0; the times are a function of it and of the arguments
             alone.
 
-    Example:
+    Examples:
         >>> from elche_jax.lab import constant, jitter
         >>> 8.0 <= jitter(constant([10]), share=0.2)(0, 0, 0) <= 12.0
         True
@@ -198,7 +198,7 @@ class EmulatedSpeeds:
     Attributes:
         schedule: A schedule, or one number of milliseconds per device.
 
-    Example:
+    Examples:
         >>> from elche_jax.lab import EmulatedSpeeds, constant, throttle
         >>> EmulatedSpeeds([5, 5, 10, 20])  # doctest: +ELLIPSIS
         EmulatedSpeeds(...)
@@ -327,7 +327,7 @@ class ExtraWork:
     Attributes:
         times: How often each device computes it, at least 1.
 
-    Example:
+    Examples:
         >>> from elche_jax.lab import ExtraWork
         >>> ExtraWork((1, 3))
         ExtraWork(times=(1, 3))

@@ -24,7 +24,7 @@ def replacing(path: str | PathLike[str]) -> Generator[BinaryIO, None, None]:
     Raises:
         OSError: The file cannot be written; `path` is a folder.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from pathlib import Path
         >>> from elche_jax.observe.atomic import replacing

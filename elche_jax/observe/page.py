@@ -41,7 +41,7 @@ def write_page(run: Run, path: str | PathLike[str], title: str | None = None) ->
         ValueError: `path` is empty, or has a null byte in it.
         OSError: The file cannot be written.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from pathlib import Path
         >>> from elche_jax.observe.page import write_page

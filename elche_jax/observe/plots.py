@@ -45,7 +45,7 @@ def plot_run(
         ValueError: `path`, `records` or `baseline` is empty; they or `devices` differ in the
             number of devices.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from elche_jax.observe.plots import plot_run
         >>> from elche_jax.observe.records import WindowRecord

@@ -53,7 +53,7 @@ class Progress:
         TypeError: `total` or `epochs` is no integer, or `devices` no sequence of strings.
         ValueError: `total` or `epochs` is below 1.
 
-    Example:
+    Examples:
         >>> import io
         >>> from elche_jax.observe.progress import Progress
         >>> out = io.StringIO()

@@ -241,7 +241,7 @@ def read_run(path: str | PathLike[str]) -> Run:
         ValueError: A line is no event; `path` is empty or has a null byte in it.
         OSError: The timeline cannot be read.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from pathlib import Path
         >>> from elche_jax.observe.records import WindowRecord

@@ -80,7 +80,7 @@ class Timeline:
             and no timeline.
         OSError: The file cannot be opened.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from pathlib import Path
         >>> from elche_jax.observe.records import WindowRecord
@@ -227,7 +227,7 @@ class Timeline:
             ValueError: Another line is not an event; it is named. Or `path` is empty.
             OSError: The file cannot be read.
 
-        Example:
+        Examples:
             >>> import tempfile
             >>> from pathlib import Path
             >>> from elche_jax.observe.timeline import Timeline

@@ -47,7 +47,7 @@ def write_trace(run: Run, path: str | PathLike[str]) -> Path:
         ValueError: `path` is empty, or has a null byte in it.
         OSError: The file cannot be written.
 
-    Example:
+    Examples:
         >>> import json, tempfile
         >>> from pathlib import Path
         >>> from elche_jax.observe.records import WindowRecord

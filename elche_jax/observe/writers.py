@@ -69,7 +69,7 @@ class CSVWriter:
         TypeError: `path` is no path.
         ValueError: It is empty, or has a null byte in it.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from pathlib import Path
         >>> from elche_jax.observe.writers import CSVWriter
@@ -205,7 +205,7 @@ class TensorBoardWriter:
         ValueError: It is empty, or has a null byte in it.
         ImportError: tensorboardX is not installed.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from pathlib import Path
         >>> from elche_jax.observe.writers import TensorBoardWriter

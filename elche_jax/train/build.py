@@ -126,7 +126,7 @@ def build_train_step(
             `config` with knobs for a cadence; an option out of range; a call inside of `jit`
             or under `jax_disable_jit`.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp, numpy as np, optax
         >>> import elche_jax as elche
         >>> def loss_fn(params, batch, rng):

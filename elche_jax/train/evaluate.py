@@ -147,7 +147,7 @@ def build_eval_step(
         TypeError: `metric_fn` is not callable, `devices` are no devices.
         ValueError: No device, one twice, several kinds; several processes.
 
-    Example:
+    Examples:
         >>> import jax, numpy as np
         >>> import elche_jax as elche
         >>> def metric_fn(params, batch):
@@ -219,7 +219,7 @@ def predict(
             `data` has none of the forms.
         ValueError: Empty data; a `TrainState` on other devices; several processes.
 
-    Example:
+    Examples:
         >>> import jax, numpy as np
         >>> import elche_jax as elche
         >>> def apply_fn(params, x):

@@ -81,7 +81,7 @@ def schedule_by_work(
         ValueError: `unit` is another one; `factory` has no argument of a name in
             `static_args`.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, optax
         >>> from elche_jax.train.learning_rate import schedule_by_work
         >>> sgd = schedule_by_work(optax.sgd, unit="examples")(
@@ -224,7 +224,7 @@ def learning_rate_factor(world_size: float, rule: Rule = "linear", ratio: float 
         TypeError: `world_size` or `ratio` is not a number.
         ValueError: `world_size` is below 1, `ratio` outside [0, 1], `rule` another one.
 
-    Example:
+    Examples:
         >>> from elche_jax.train.learning_rate import learning_rate_factor
         >>> learning_rate_factor(4), learning_rate_factor(4, "sqrt")
         (4.0, 2.0)
@@ -271,7 +271,7 @@ def scale_learning_rate(
         TypeError: `optimizer` is not an optax optimizer; see `learning_rate_factor`.
         ValueError: See `learning_rate_factor`.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, optax
         >>> from elche_jax.train.learning_rate import scale_learning_rate
         >>> optimizer = scale_learning_rate(optax.sgd(0.5), world_size=3)

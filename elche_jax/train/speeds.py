@@ -43,7 +43,7 @@ def throughput(state: Any, records: Sequence[WindowRecord], world_size: int) -> 
         Microbatches per second, one entry per device, above 0; None for a device that was
         not measured yet.
 
-    Example:
+    Examples:
         >>> from elche_jax.cadence import ElCheState, EveryBatch
         >>> throughput(ElCheState(10, (10, 10), (8.0, None), False), [], world_size=2)
         (125.0, None)
@@ -80,7 +80,7 @@ def ratios(state: Any, records: Sequence[WindowRecord], counts: Sequence[int]) -
         TypeError: The state has `ratios` that are no numbers.
         ValueError: It has others than one per device, not below 0 and not all 0.
 
-    Example:
+    Examples:
         >>> from elche_jax.cadence import ElChe, ElCheState
         >>> hinted = ElChe(speed_hint=(1, 3.0)).init(2)
         >>> ratios(hinted, [], hinted.counts)

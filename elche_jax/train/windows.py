@@ -12,7 +12,7 @@ from elche_jax.train.run import Run, Window
 class Windows(Iterator[Window]):
     """Iterator of windows; closes itself at the end, on errors and when dropped.
 
-    Example:
+    Examples:
         ```python
         with train.windows(data, batch_size=32) as windows:
             for window in windows:

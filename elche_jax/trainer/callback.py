@@ -42,7 +42,7 @@ class Callback:
     An exception ends the run: threads end, files are closed, and `fit`, or the handle's
     `join`, raises it.
 
-    Example:
+    Examples:
         >>> import elche_jax as elche
         >>> class Losses(elche.Callback):
         ...     def on_epoch(self, moment, metrics):

@@ -26,7 +26,7 @@ class Evaluation:
         TypeError: `metric_fn` is not callable, a number is no integer.
         ValueError: A number is below 1; both `every_epochs` and `every_windows` are None.
 
-    Example:
+    Examples:
         >>> from elche_jax import Evaluation
         >>> def metric_fn(params, batch):
         ...     return {"error": (batch["x"] @ params["w"] - batch["y"]) ** 2}
@@ -70,7 +70,7 @@ class EarlyStopping:
         TypeError: A value is of another type.
         ValueError: A value is out of range.
 
-    Example:
+    Examples:
         >>> from elche_jax import EarlyStopping
         >>> EarlyStopping("accuracy", mode="max", patience=5)
         EarlyStopping(monitor='accuracy', mode='max', patience=5, min_delta=0.0)

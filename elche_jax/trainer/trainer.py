@@ -37,7 +37,7 @@ class Trainer:
     Raises:
         TypeError, ValueError: As `build_train_step`.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp, numpy as np, optax
         >>> import elche_jax as elche
         >>> def loss_fn(params, batch, rng):
