@@ -91,28 +91,36 @@ class Trainer:
             batch_size: Examples per microbatch; None for an iterable.
             epochs: Number of epochs, counted from the start of the run; None: until
                 something else ends it.
-            model_state, rng: As in `TrainStep.init`.
-            seed, shuffle, drop_last, mask_key, placement, window_bytes: As in
-                `TrainStep.windows`.
-            evaluation: An `Evaluation`, or None.
-            early_stopping: An `EarlyStopping`, or None.
-            max_windows: Most windows, which in gradient mode are optimizer steps, counted
-                from the start of the run; at least 1, or None.
-            max_seconds: Most seconds of this call; above 0, or None.
-            checkpoints: `Checkpoints`; None: none, or those of `run_dir`.
-            resume: What to do with checkpoints that are there: `"never"` (an error),
+
+        Keyword Args:
+            model_state (PyTree): As in `TrainStep.init`.
+            rng (jax.Array | int): As in `TrainStep.init`.
+            seed (int): As in `TrainStep.windows`, like the next five.
+            shuffle (bool): Whether the order of the data changes.
+            drop_last (bool): Whether to leave out what does not fill a microbatch.
+            mask_key (str | None): Name of the mask of valid examples.
+            placement (str): `"stream"`, `"resident"` or `"auto"`.
+            window_bytes (int): Most bytes of streamed data in one program call.
+            evaluation (Evaluation | None): What is evaluated, and when.
+            early_stopping (EarlyStopping | None): When to end before the last epoch.
+            max_windows (int | None): Most windows, which in gradient mode are optimizer steps,
+                counted from the start of the run; at least 1.
+            max_seconds (float | None): Most seconds of this call; above 0.
+            checkpoints (Checkpoints | None): None: none, or those of `run_dir`.
+            resume (str): What to do with checkpoints that are there: `"never"` (an error),
                 `"auto"` (go on with the newest one that is whole, or begin), `"must"` (none
                 is an error).
-            run_dir: A folder for everything: `timeline.jsonl`, `metrics.csv`,
-                `checkpoints/` (at the ends of epochs, unless `checkpoints` says otherwise)
-                and, at the end, `report.html`. None: nothing is written.
-            callbacks: `Callback` objects.
-            writers: Where scalars go, at the ends of epochs, after evaluations, and as
-                `log_every` says: `CSVWriter`, `TensorBoardWriter`, or your own. Left open.
-            log_every: Write the means of so many windows, as `window_loss` and so on, at
-                least 1; None: not.
-            progress: Show the devices and a bar on the standard error stream, or where that
-                is no terminal one line per epoch.
+            run_dir (str | PathLike | None): A folder for everything: `timeline.jsonl`,
+                `metrics.csv`, `checkpoints/` (at the ends of epochs, unless `checkpoints` says
+                otherwise) and, at the end, `report.html`. None: nothing is written.
+            callbacks (Sequence[Callback]): `Callback` objects.
+            writers (Sequence[Writer]): Where scalars go, at the ends of epochs, after
+                evaluations, and as `log_every` says: `CSVWriter`, `TensorBoardWriter`, or your
+                own. Left open.
+            log_every (int | None): Write the means of so many windows, as `window_loss` and so
+                on, at least 1; None: not.
+            progress (bool): Show the devices and a bar on the standard error stream, or where
+                that is no terminal one line per epoch.
 
         Returns:
             Parameters, history and more.
