@@ -20,6 +20,7 @@ help:
 	@echo "make bench        measure against hand-written loops"
 	@echo "make lint         check style (make format repairs it)"
 	@echo "make types        check types, strictly"
+	@echo "make docs         build the documentation into site/; a warning is an error"
 
 demo: $(VENV)/.installed
 	$(RUN) examples/01_mixed_speeds.py $(if $(SHORT),--short) $(if $(PLOT),--plot $(PLOT))
@@ -45,10 +46,18 @@ format: $(VENV)/.installed
 types: $(VENV)/.installed
 	$(RUN) -m pyright --project .
 
+.PHONY: docs
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
 $(VENV)/.installed: pyproject.toml
 	@echo "setting up $(VENV) (once; a minute or two)"
 	test -x $(RUN) || { python=$$(.ci/find-python oldest 11) && "$$python" -m venv $(VENV); }
 	$(RUN) $(PIP) -e ".[test,examples]"
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(RUN) $(PIP) -e ".[docs]"
 	@touch $@
 
 $(NEWEST)/.installed: pyproject.toml
