@@ -17,6 +17,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from elche_jax.engine.returned import check_metric_name, returned
 from elche_jax.engine.traced import no_named_axis
 
 PyTree = Any
@@ -78,7 +79,7 @@ class LossFn:
         if self.mask_key is not None:
             batch = {**batch, self.mask_key: mask}
         state = (model_state,) if self.has_model_state else ()
-        out = self.fn(params, *state, batch, rng)
+        out = returned("loss_fn", self.fn(params, *state, batch, rng))
         if not self.has_aux and not self.has_model_state:
             return out, model_state, {}
         if not isinstance(out, tuple) or len(out) != 2:
@@ -327,6 +328,7 @@ def _check_aux(aux: Any, size: int) -> dict[str, jax.ShapeDtypeStruct]:
             f"example), got {describe(aux)}."
         )
     for name, value in aux.items():
+        check_metric_name("loss_fn", name)
         if name in ("loss", "weight", "finite"):
             raise TypeError(
                 f"loss_fn: aux must not use the name {name!r}, every window reports it "

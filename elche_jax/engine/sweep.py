@@ -26,6 +26,7 @@ from elche_jax.engine.loss import (
     sound_weight,
 )
 from elche_jax.engine.mapped import Mapped
+from elche_jax.engine.returned import check_metric_name
 from elche_jax.engine.runner import Call, Timed, abstract, new_number, signature
 from elche_jax.engine.traced import Traced, trace
 
@@ -228,6 +229,8 @@ def inspect_metrics(
     if not isinstance(metrics, dict) or not metrics:
         got = "an empty one" if isinstance(metrics, dict) else describe(metrics)
         raise TypeError(f"metric_fn: must return a dict of metrics, name to value, got {got}.")
+    for name in metrics:
+        check_metric_name("metric_fn", name)
     shapes = tuple(
         (name, _check_metric(name, value, size, ragged and fn.mask_key is None))
         for name, value in sorted(metrics.items())
@@ -239,18 +242,23 @@ def inspect_outputs(fn: BatchFn, variables: Variables, batch: PyTree) -> Traced:
     """Traces a function; gives it as it is now.
 
     Raises:
-        TypeError: An output does not have one entry per example.
+        TypeError: An output does not have one entry per example, or is of random keys.
     """
     size = batch_size_of(batch)
     traced = fn.trace("apply_fn", variables, batch)
     outputs = traced.outputs
     named = jax.tree_util.tree_flatten_with_path(outputs)[0]
     for path, leaf in named:
+        name = jax.tree_util.keystr(path) or "output"
         if leaf.shape[:1] != (size,):
             raise TypeError(
                 f"predict: every output of apply_fn must have one entry per example ({size}) "
-                f"on its first axis, got {describe(leaf)} for leaf "
-                f"{jax.tree_util.keystr(path) or 'output'}."
+                f"on its first axis, got {describe(leaf)} for leaf {name}."
+            )
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # NumPy has no such type
+            raise TypeError(
+                "predict: every output of apply_fn must be of numbers or bools, got "
+                f"{describe(leaf)} for leaf {name}. Return jax.random.key_data of it."
             )
     if not named:
         raise TypeError(f"predict: apply_fn must return arrays, got {describe(outputs)}.")

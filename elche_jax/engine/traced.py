@@ -14,6 +14,8 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from elche_jax.engine.returned import returned
+
 PyTree = Any
 
 DERIVATIVES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "checkpoint")
@@ -50,11 +52,16 @@ def trace(name: str, fn: Callable[..., Any], *shapes: PyTree) -> Traced:
         *shapes: Shapes of its arguments.
 
     Raises:
+        TypeError: It returns what is no pytree of arrays and numbers.
         ValueError: It uses a named axis.
     """
+
+    def call(*args: PyTree) -> PyTree:
+        return returned(name, fn(*args))
+
     with no_named_axis(name):
         # JAX keeps what it has traced by the function: this one is new
-        closed, outputs = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*shapes)
+        closed, outputs = jax.make_jaxpr(call, return_shape=True)(*shapes)
     # NumPy's arrays may change, JAX's do not
     consts = [x.copy() if isinstance(x, np.ndarray) else x for x in closed.consts]
     content = (jax.tree.structure(outputs), _content(closed))

@@ -15,6 +15,7 @@ from elche_jax.averaging.state import initial_averaging
 from elche_jax.data.convert import check_plain
 from elche_jax.engine.loss import describe
 from elche_jax.engine.replicas import is_key, is_stacked, replicate
+from elche_jax.engine.returned import named_leaves
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.trainable import Selection
 
@@ -75,7 +76,7 @@ def check_params(trained: PyTree, frozen: PyTree) -> None:
 
 def check_one_copy(where: str, argument: str, tree: PyTree) -> None:
     """Raises where arrays hold one entry per device, as those of a state do, or have a mask."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    for path, leaf in named_leaves(where, argument, tree):
         check_plain(path, leaf, f"{where}: {argument}")
         if is_stacked(leaf) and not leaf.is_fully_replicated:  # on one device who knows
             name = jax.tree_util.keystr(path) or argument

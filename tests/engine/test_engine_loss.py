@@ -336,6 +336,22 @@ FORMS = [
         r"Choose another name\.",
     ),
     (
+        lambda p, b, r: (b["y"].sum(), {1: b["y"].sum()}),
+        {"has_aux": True},
+        r"loss_fn: names of metrics must be strings, got 1 \(int\)\.",
+    ),
+    (
+        lambda p, b, r: (b["y"].sum(), {1: b["y"].sum(), "acc": b["y"].sum()}),
+        {"has_aux": True},
+        r"loss_fn: dicts in what it returns must have keys of one type, as JAX sorts them, got "
+        r"several \('<' not supported between instances of 'str' and 'int'\)\. Use strings\.",
+    ),
+    (
+        lambda p, b, r: (b["y"].sum(), {"acc": "high"}),
+        {"has_aux": True},
+        r"loss_fn: must return arrays and numbers alone, got 'high' \(str\)\.",
+    ),
+    (
         lambda p, b, r: (b["y"].sum(), {"acc": b["x"]}),
         {"has_aux": True},
         r"loss_fn: aux\['acc'\] must be a scalar or one value per example \(5\), got an "

@@ -307,6 +307,7 @@ ONE = r"metric 'm' must be a scalar, an array of one entry per example \(4\), or
         ({"m": np.ones((1, 4))}, ONE + r".* got an array of shape \(1, 4\) and"),
         ({"m": {"a": VALUES}}, ONE + r".* got a dict\.$"),
         ({"m": None}, ONE + r".* got a NoneType\.$"),
+        ({1: VALUES}, r"names of metrics must be strings, got 1 \(int\)\.$"),
         ({"m": elche.Weighted((1.0, 2.0), 1.0)}, ONE + r".* got a tuple of 2 and an array of sha"),
         (
             {"m": elche.Weighted(np.ones((4, 2)), np.ones((4, 2)))},
@@ -368,6 +369,11 @@ def test_outputs_are_known_by_their_shapes():
             r"got an array of shape \(3,\) and dtype float32 for leaf output\.$",
         ),
         ({"a": VALUES, "b": (1.0,)}, r".* got an array of shape \(\) .* for leaf \['b'\]\[0\]\.$"),
+        (
+            {"a": VALUES, "b": jax.random.split(jax.random.key(0), 4)},
+            r"every output of apply_fn must be of numbers or bools, got an array of shape \(4,\) "
+            r"and dtype key<fry> for leaf \['b'\]\. Return jax\.random\.key_data of it\.$",
+        ),
         ({"a": None}, r"apply_fn must return arrays, got a dict\.$"),
         (None, r"apply_fn must return arrays, got a NoneType\.$"),
     ],
@@ -376,6 +382,21 @@ def test_what_is_no_output(value, message):
     fn = BatchFn(lambda params, batch: value)
     with pytest.raises(TypeError, match=r"^predict: " + message):
         inspect_outputs(fn, *SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({1: VALUES, "a": VALUES}, r"dicts in what it returns must have keys of one type, as JAX "),
+        ({"a": VALUES, "b": "x"}, r"must return arrays and numbers alone, got 'x' \(str\)\."),
+    ],
+)
+def test_what_jax_cannot_take(value, message):
+    fn = BatchFn(lambda params, batch: value)
+    with pytest.raises(TypeError, match=r"^apply_fn: " + message):
+        inspect_outputs(fn, *SHAPES)
+    with pytest.raises(TypeError, match=r"^metric_fn: " + message):
+        inspect_metrics(fn, *SHAPES, False)
 
 
 # -- programs

@@ -33,6 +33,18 @@ def test_copies_of_several_devices_are_no_model(argument):
         build().init(given["params"], model_state=given["model_state"])
 
 
+@pytest.mark.parametrize("argument", ["params", "model_state"])
+def test_keys_that_cannot_be_sorted(argument):
+    mixed = {"w": np.ones(3, "float32"), 1: np.ones(3, "float32")}
+    given = {"params": PARAMS, "model_state": None, argument: mixed}
+    with pytest.raises(
+        TypeError,
+        match=rf"^TrainStep.init: dicts in {argument} must have keys of one type, as JAX sorts "
+        r"them, got several \('<' not .* 'int' and 'str'\)\. Use strings\.$",
+    ):
+        build().init(given["params"], model_state=given["model_state"])
+
+
 def test_a_copy_of_one_device_is():
     copy = elche.unreplicate(build().init(PARAMS).params)
     assert np.asarray(build().init(copy).params["w"]).shape == (2, 3)
