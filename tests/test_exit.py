@@ -1,22 +1,16 @@
 """What is called when a program ends: in order, once, in the process that asked for it."""
 
 import os
-import subprocess
 import sys
-from pathlib import Path
 
+import children
 import pytest
-
-ROOT = Path(__file__).parents[1]
 
 
 def lines(program):
     """What a program prints, line by line; it must end well."""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True,
-        env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
-    assert not done.stderr, done.stderr
+    done = children.run(sys.executable, "-c", children.NO_JAX + program)
+    assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()
 
 
@@ -44,10 +38,9 @@ print("over")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks on this system")
 def test_a_fork_calls_only_what_it_asked_for_itself():
     program = """
-import os, sys, warnings
+import os, sys
 from elche_jax._exit import before_exit
 
-warnings.simplefilter("ignore")  # forks beside the threads of JAX
 before_exit(lambda: print("parent", flush=True))
 child = os.fork()
 if not child:

@@ -8,10 +8,9 @@ import ast
 import sys
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parents[1] / "elche_jax"
 FILES = sorted(PACKAGE.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 LONGEST = 500  # lines
 
 # Layer (a folder or file of the package): the layers it may import besides itself.
@@ -59,6 +58,11 @@ def layer_of(path):
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
+def found(wrong):
+    """The files in which something was found."""
+    return {name: what for name, what in wrong.items() if what}
+
+
 def imports(tree):
     """Dotted names a file imports, wherever in the file it does."""
     for node in ast.walk(tree):
@@ -85,50 +89,56 @@ def names(tree):
             yield from node.module.split(".")
 
 
-@pytest.fixture(params=FILES, ids=name_of)
-def path(request):
-    return request.param
+def test_imports_run_one_way():
+    wrong = {}
+    for path, tree in TREES.items():
+        layer = layer_of(path)
+        if layer == "__init__":
+            allowed = set(BELOW) - {"lab", "cli", "__main__"}
+        else:
+            assert layer in BELOW, f"{name_of(path)}: give {layer} a rule in BELOW"
+            allowed = BELOW[layer] | {layer}
+        used = {name.split(".")[1] for name in imports(tree) if name.startswith("elche_jax.")}
+        wrong[name_of(path)] = used - allowed
+    assert found(wrong) == {}
 
 
-@pytest.fixture
-def tree(path):
-    return ast.parse(path.read_text(encoding="utf-8"))
+def test_jax_stays_out_of_the_plain_layers():
+    plain = {path: tree for path, tree in TREES.items() if layer_of(path) in NO_JAX}
+    assert {layer_of(path) for path in plain} == set(NO_JAX)
+    top = {name_of(p): {name.split(".")[0] for name in imports(t)} for p, t in plain.items()}
+    assert found({name: packages & JAX for name, packages in top.items()}) == {}
 
 
-def test_imports_run_one_way(path, tree):
-    layer = layer_of(path)
-    if layer == "__init__":
-        allowed = set(BELOW) - {"lab", "cli", "__main__"}
-    else:
-        assert layer in BELOW, f"{layer} has no rule yet: give it one in BELOW"
-        allowed = BELOW[layer] | {layer}
-    used = {name.split(".")[1] for name in imports(tree) if name.startswith("elche_jax.")}
-    assert used <= allowed
+def test_loading_needs_only_the_dependencies():
+    wrong, allowed = {}, AT_IMPORT | {"elche_jax"} | set(sys.stdlib_module_names)
+    for path, tree in TREES.items():
+        nodes = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        top = {name.split(".")[0] for node in nodes for name in imports(node)}
+        wrong[name_of(path)] = top - allowed - LATE.get(name_of(path), set())
+    assert found(wrong) == {}
 
 
-def test_jax_stays_out_of_the_plain_layers(path, tree):
-    if layer_of(path) in NO_JAX:
-        assert not {name.split(".")[0] for name in imports(tree)} & JAX
+def test_no_private_jax():
+    assert [name_of(path) for path, tree in TREES.items() if "_src" in names(tree)] == []
 
 
-def test_loading_needs_only_the_dependencies(path, tree):
-    nodes = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    top = {name.split(".")[0] for node in nodes for name in imports(node)}
-    allowed = AT_IMPORT | LATE.get(name_of(path), set()) | {"elche_jax"}
-    assert top - set(sys.stdlib_module_names) <= allowed
-
-
-def test_no_private_jax(tree):
-    assert "_src" not in names(tree)
-
-
-def test_files_stay_short(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST
+def test_files_stay_short():
+    lines = {name_of(path): len(path.read_text("utf-8").splitlines()) for path in FILES}
+    assert {name: count for name, count in lines.items() if count > LONGEST} == {}
 
 
 def test_one_file_names_pmap():
-    naming = [p for p in FILES if "pmap" in names(ast.parse(p.read_text(encoding="utf-8")))]
-    assert list(map(name_of, naming)) == ["engine/mapped.py"]
+    naming = [name_of(path) for path, tree in TREES.items() if "pmap" in names(tree)]
+    assert naming == ["engine/mapped.py"]
+
+
+def test_one_file_starts_the_processes_of_the_suite():
+    """The one that ends them, whatever happens."""
+    tests = {p: ast.parse(p.read_text("utf-8")) for p in Path(__file__).parent.rglob("*.py")}
+    starting = {"subprocess", "multiprocessing", "Popen", "posix_spawn"}
+    wrong = {path.name: starting & set(names(tree)) for path, tree in tests.items()}
+    assert found(wrong) == {"children.py": {"subprocess", "Popen"}}
 
 
 def test_the_rules_can_fail():

@@ -1,12 +1,11 @@
 """A job of several processes is refused in words, wherever it would train or compute apart."""
 
 import json
-import os
 import socket
-import subprocess
 import sys
-from pathlib import Path
+from contextlib import ExitStack
 
+import children
 import jax
 import numpy as np
 import optax
@@ -75,24 +74,13 @@ def test_two_processes_are_refused():
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    arguments = [sys.executable, __file__, str(port)]
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    children = [
-        subprocess.Popen(
-            [*arguments, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=env,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        for child in children:
-            out, err = child.communicate(timeout=120)
+    with ExitStack() as stack:
+        arguments = sys.executable, __file__, port
+        both = [stack.enter_context(children.started(*arguments, rank)) for rank in range(2)]
+        for child in both:
+            out, err = child.communicate()
             assert child.returncode == 0, err
             assert json.loads(out) == {name: told(name) for name in ENTRIES}
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
 
 
 def main():

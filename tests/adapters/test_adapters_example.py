@@ -1,24 +1,19 @@
 """`examples/03_nnx.py` runs, learns, and goes on from its checkpoints."""
 
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+import children
+import pytest
+
+EXAMPLE = children.ROOT / "examples" / "03_nnx.py"
 
 
 def run(folder, *args):
-    return subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "03_nnx.py"), "--folder", str(folder), *args],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    return children.run(sys.executable, EXAMPLE, "--folder", folder, *args)
 
 
+@pytest.mark.slow  # docs/flax.md trains, test_adapters_nnx and test_checkpoint_resume go on
 def test_the_example_learns_and_resumes(tmp_path):
     first = run(tmp_path, "--devices", "2", "--epochs", "1")
     assert first.returncode == 0, first.stderr

@@ -1,10 +1,9 @@
 """Loading the adapters stays cheap: what Flax does not load itself waits until it is used."""
 
-import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+import children
+
 LATER = ("flax.nnx", "flax.training", "orbax.checkpoint")
 SCRIPT = f"""
 import sys
@@ -19,7 +18,5 @@ assert "flax.nnx" in sys.modules
 
 
 def test_nnx_and_training_of_flax_are_loaded_when_they_are_used():
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, cwd=ROOT
-    )
+    done = children.run(sys.executable, "-c", SCRIPT)
     assert (done.returncode, done.stdout.strip()) == (0, "[] []"), done.stderr

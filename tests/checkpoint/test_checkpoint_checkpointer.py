@@ -2,10 +2,10 @@
 
 import logging
 import math
-import subprocess
 import sys
 import threading
 
+import children
 import jax
 import numpy as np
 import pytest
@@ -368,10 +368,8 @@ print(seen, saver.written, left, flush=True)
 def test_a_disk_that_is_full(on_error, tmp_path):
     """In another process, which may not write files of this size any more."""
     folder = tmp_path / "run"
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, folder, on_error],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
+    done = children.run(sys.executable, "-c", FULL_DISK, folder, on_error)
+    assert done.returncode == 0, done.stderr
     *said, last = done.stdout.splitlines()
     assert said == ["in the loop: True" if on_error == "now" else "at the end: True"]
     assert last.endswith(" 3 []") and (on_error == "now" or last.startswith("16 "))

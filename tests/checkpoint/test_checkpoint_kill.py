@@ -2,13 +2,14 @@
 
 import pickle
 import random
-import subprocess
 import sys
 import time
 
+import children
 import jax
+import pytest
+from marks import slow
 
-KILLS = 20
 EVERY = 3
 SEED = 5
 
@@ -19,7 +20,7 @@ jax.config.update("jax_num_cpu_devices", 4)
 import jax.numpy as jnp, numpy as np, optax
 import elche_jax as elche
 
-folder, out = sys.argv[1:]
+folder, out, epochs = sys.argv[1:]
 rng = np.random.default_rng(0)
 x = rng.normal(size=(4096, 256)).astype("float32")
 data = {"x": x, "y": np.sin(x).sum(1)}
@@ -39,7 +40,7 @@ say("ready")
 saver = elche.Checkpointer(train, elche.Checkpoints(folder, every_windows=3, keep_last=2))
 state, cursor = saver.restore(state, resume="auto")
 say("from", 0 if cursor is None else cursor.window)
-for window in train.windows(data, batch_size=32, epochs=14, cursor=cursor):
+for window in train.windows(data, batch_size=32, epochs=int(epochs), cursor=cursor):
     state, metrics = train(state, window)
     jax.block_until_ready(metrics)
     say("window", window.index)
@@ -58,12 +59,19 @@ say("done")
 class Life:
     """A process, and the lines it has printed."""
 
-    def __init__(self, folder, out):
+    def __init__(self, folder, out, epochs):
         self.begun, self.lines, self.at = time.perf_counter(), [], []
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(folder), str(out)],
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        # programs of their own, as a kill may leave half of one
+        env = {"JAX_COMPILATION_CACHE_DIR": str(out.parent / "compiled")}
+        command = (sys.executable, "-c", CHILD, folder, out, epochs)
+        self._started = children.started(*command, stderr=None, env=env)
+
+    def __enter__(self):
+        self._process = self._started.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._started.__exit__(*error)
 
     def until(self, word, number=1):
         """Reads until the so many-th line that begins with a word, or the end."""
@@ -79,7 +87,7 @@ class Life:
         """Kills it so many seconds later; False where it had ended before."""
         try:
             self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
+        except children.TimeoutExpired:
             self._process.kill()
         self.rest()
         return self._process.returncode == -9
@@ -87,7 +95,6 @@ class Life:
     def rest(self):
         """Reads what is left, and waits for the end."""
         self.until("nothing more")
-        self._process.stdout.close()
         return self._process.wait(60)
 
     def numbers(self, word):
@@ -95,11 +102,11 @@ class Life:
         return [int(line[1]) for line in self.lines if line[0] == word]
 
 
-def moments(rng):
+def moments(rng, kills):
     """When to kill: after which line, the how many-th, and what share of which time later."""
     most = {"begun": 1, "saving": 3, "window": 8, "from": 1, "written": 2, "ready": 1}
-    words = ["window", "saving", "written", *most]
-    for number in range(KILLS):
+    words = ["saving", "window", "written", *most]
+    for number in range(kills):
         word = words[number % len(words)]
         yield word, rng.randint(1, most[word]), rng.random()
 
@@ -108,9 +115,10 @@ def is_save(line):
     return line[0] == "saving"
 
 
-def test_twenty_kills(tmp_path):
-    whole = Life(tmp_path / "apart", tmp_path / "whole")
-    assert whole.rest() == 0
+@pytest.mark.parametrize(("kills", "epochs"), [(1, 4), slow(20, 14)])
+def test_kills(kills, epochs, tmp_path):
+    with Life(tmp_path / "apart", tmp_path / "whole", epochs) as whole:
+        assert whole.rest() == 0
     at = {
         line[0]: moment for line, moment in reversed(list(zip(whole.lines, whole.at, strict=True)))
     }
@@ -121,18 +129,18 @@ def test_twenty_kills(tmp_path):
         "from": at["window"] - at["from"], "window": one / EVERY, "saving": one, "written": one,
     }  # fmt: skip
     folder, out, reported, starts = tmp_path / "run", tmp_path / "out", 0, []
-    for word, number, share in moments(random.Random(SEED)):
-        life = Life(folder, out)
-        assert word == "begun" or life.until(word, number), life.lines
-        assert life.kill(share * takes[word]), "it ended before it was killed"
+    for word, number, share in moments(random.Random(SEED), kills):
+        with Life(folder, out, epochs) as life:
+            assert word == "begun" or life.until(word, number), life.lines
+            assert life.kill(share * takes[word]), "it ended before it was killed"
         assert not out.exists()
         for start in life.numbers("from"):
             starts.append(start)
             assert start >= reported and start % EVERY == 0
         reported = max([reported, *life.numbers("written")])
-    assert len(set(starts)) > KILLS // 4, "it got on, in spite of the kills"
-    last = Life(folder, out)
-    assert last.rest() == 0
+    assert len(set(starts)) > kills // 4, "it got on, in spite of the kills"
+    with Life(folder, out, epochs) as last:
+        assert last.rest() == 0
     assert last.numbers("from")[0] >= reported
     (state, counts), (wanted, history) = (
         pickle.loads(path.read_bytes()) for path in (out, tmp_path / "whole")

@@ -4,11 +4,11 @@ import json
 import logging
 import math
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import children
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -218,7 +218,7 @@ store.save(3, {"w": np.ones((100, 100))}, frozenset(), {})
 def test_what_a_killed_save_leaves_behind(filled, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(filled, folder)
-    done = subprocess.run([sys.executable, "-c", KILLED, folder], timeout=120, check=False)
+    done = children.run(sys.executable, "-c", KILLED, folder)
     assert done.returncode == -9
     left = [path.name for path in folder.iterdir() if path.name not in "12"]
     assert left, "the temporary folder"

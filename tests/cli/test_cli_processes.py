@@ -1,48 +1,28 @@
 """The command line as real processes: devices, pipes, Ctrl-C. Few of them: each is slow."""
 
+import contextlib
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
-from pathlib import Path
 
+import children
 import pytest
 
-ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-W", "error", "-m", "elche_jax"]
 GIVE_UP = 120
-# a process that was started in the background ignores Ctrl-C
-LISTENING = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from elche_jax.cli import main
-sys.exit(main())
-"""
 
 
 @pytest.fixture
 def start(tmp_path):
     """Starts a command in an empty folder; ends what is left of it."""
-    started = []
+    with contextlib.ExitStack() as stack:
 
-    def start(*argv, command=COMMAND, **env):
-        process = subprocess.Popen(
-            [*command, *argv],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
-        )
-        started.append(process)
-        return process
+        def start(*argv, **env):
+            process = children.started(*COMMAND, *argv, cwd=tmp_path, env=env)
+            return stack.enter_context(process)
 
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+        yield start
 
 
 def test_arguments_are_above_the_environment(start):
@@ -57,6 +37,7 @@ def test_arguments_are_above_the_environment(start):
     assert [device["platform"] for device in json.loads(out)["devices"]] == ["cpu"] * 3
 
 
+@pytest.mark.slow  # test_cli_advise advises, test_cli_main makes emulated devices
 def test_emulated_devices_are_made_and_advised_on(start):
     process = start(
         "advise", "--emulate", "1,3", "--seconds", "0.05", "--batch-size", "2", "--json"
@@ -69,6 +50,7 @@ def test_emulated_devices_are_made_and_advised_on(start):
     assert len(advice["devices"]) == len(advice["elche"]["counts"]) == 2
 
 
+@pytest.mark.slow  # test_ctrl_c begins one, tests/lab shows what it is made of
 def test_demo(start):
     process = start("demo", "--short")
     out, err = process.communicate(timeout=GIVE_UP)
@@ -130,7 +112,7 @@ def test_a_target_may_make_its_devices(start, tmp_path):
 
 
 def test_ctrl_c(start):
-    process = start("demo", command=[*COMMAND[:-2], "-c", LISTENING])
+    process = start("demo")
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)][1].startswith("16,000 examples")
     process.send_signal(signal.SIGINT)

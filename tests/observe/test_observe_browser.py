@@ -6,9 +6,9 @@ import json
 import re
 import shutil
 import socket
-import subprocess
 import threading
 
+import children
 import pytest
 
 from elche_jax.observe.page import write_page
@@ -16,6 +16,7 @@ from elche_jax.observe.run import read_run
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
+# Each starts a browser: one page is enough for `make test`, the others are slow.
 in_browser = pytest.mark.skipif(BROWSER is None, reason="needs Chromium, to open the page")
 
 
@@ -33,10 +34,9 @@ def dom(path, folder, *more):
         "--disable-background-networking --disable-component-update --disable-dev-shm-usage"
     )
     command = [BROWSER, *flags.split(), f"--user-data-dir={folder}", *more, "--dump-dom"]
-    done = subprocess.run(
-        [*command, f"file://{path}"], capture_output=True, check=True, timeout=120
-    )
-    return done.stdout.decode("utf-8")
+    done = children.run(*command, f"file://{path}", encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def drawn(text):
@@ -69,6 +69,7 @@ def test_every_picture_is_drawn(page, tmp_path):
 
 
 @in_browser
+@pytest.mark.slow
 def test_a_long_run_and_a_narrow_window(tmp_path, made):
     made.write(tmp_path / "timeline.jsonl", made.long_run(3000))
     page = write_page(read_run(tmp_path), tmp_path / "report.html")
@@ -79,6 +80,7 @@ def test_a_long_run_and_a_narrow_window(tmp_path, made):
 
 
 @in_browser
+@pytest.mark.slow
 def test_nasty_names_and_empty_runs(tmp_path, made):
     run = read_run(made.write(tmp_path / "timeline.jsonl", made.nasty()))
     page = write_page(run, tmp_path / "report.html", made.NASTY)
@@ -113,6 +115,7 @@ class Server:
 
 
 @in_browser
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [True, False])
 def test_nothing_is_loaded_and_no_other_script_runs(page, tmp_path, strict):
     # A copy that tries, with the policy and, to see that the test can fail, without it.
@@ -129,6 +132,7 @@ def test_nothing_is_loaded_and_no_other_script_runs(page, tmp_path, strict):
 
 
 @in_browser
+@pytest.mark.slow
 def test_a_script_error_is_shown(page, tmp_path):
     text = page.read_text()
     page.write_text(re.sub(r'"curves":\{', '"curvs":{', text))
@@ -171,6 +175,7 @@ const settle = () => new Promise((done) => setTimeout(done, 50));
 
 
 @in_browser
+@pytest.mark.slow
 def test_it_is_moved_zoomed_and_read_by_pointing(page, tmp_path, made):
     text = re.sub("<meta http-equiv.*>", "", page.read_text())  # it would refuse our script
     # Nobody looks at the page, so that there are no frames to wait for.

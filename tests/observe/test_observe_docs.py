@@ -1,11 +1,12 @@
 """What the page on observing shows: it runs as written, and leaves the files it names."""
 
-import os
 import re
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+
+import children
+import pytest
 
 from elche_jax.observe.events import EVENTS
 from elche_jax.observe.run import read_run
@@ -15,14 +16,12 @@ PAGE = (ROOT / "docs" / "observing.md").read_text()
 DEVICES = 'import jax; jax.config.update("jax_num_cpu_devices", 4)\n'
 
 
+@pytest.mark.slow  # tests/observe shows each of its pieces
 def test_the_code_runs_in_order(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert len(blocks) == 8
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", "\n".join([DEVICES, *blocks])],
-        env=environment, capture_output=True, text=True, timeout=300, cwd=tmp_path,
-    )  # fmt: skip
+    script = "\n".join([DEVICES, *blocks])
+    done = children.run(sys.executable, "-W", "error", "-c", script, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"epoch 1 of 1: loss [\d.]+\n", done.stderr)
     assert "of the limit" in done.stdout

@@ -1,13 +1,10 @@
 """Pictures: a PNG comes out, of any run, and nothing global is touched."""
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
+import children
 import pytest
 
-import elche_jax as elche
 from elche_jax.observe.plots import _widths, plot_run
 from elche_jax.observe.records import WindowRecord
 
@@ -55,9 +52,8 @@ window = WindowRecord(0, 0, (1, 2), 3, (1.0, 2.0), 2.0, 0.0, 0.0, True)
 plot_run([window], {str(tmp_path / "a.png")!r})
 assert "matplotlib.figure" in sys.modules and "matplotlib.pyplot" not in sys.modules
 """
-    root = Path(elche.__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, env=environment)
+    done = children.run(sys.executable, "-c", children.NO_JAX + script)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -6,18 +6,16 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
-from pathlib import Path
 
+import children
 import numpy as np
 import pytest
 
 from elche_jax.observe import progress as module
 from elche_jax.observe.progress import Progress
 
-ROOT = Path(__file__).parents[2]
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 pty = pytest.importorskip("pty", reason="needs a pseudo terminal, which this system has not")
 
@@ -288,12 +286,9 @@ with Progress(10**9, 1, ["a"]) as progress:
 
 
 def test_ctrl_c_gives_the_terminal_back(terminal):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    with subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED], env=environment, stdout=subprocess.PIPE,
-        stderr=terminal.stream,
-    ) as child:  # fmt: skip
-        assert child.stdout.readline() == b"ready\n"
+    command = (sys.executable, "-c", children.NO_JAX + INTERRUPTED)
+    with children.started(*command, stderr=terminal.stream) as child:
+        assert child.stdout.readline() == "ready\n"
         child.send_signal(signal.SIGINT)
         assert child.wait(60) == -signal.SIGINT
     text = terminal.text

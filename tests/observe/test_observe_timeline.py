@@ -6,13 +6,13 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 import threading
 import weakref
 from dataclasses import fields, replace
 from pathlib import Path
 
+import children
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -205,13 +205,9 @@ for window in range(10**9):
 
 def test_after_a_kill_everything_flushed_is_there(tmp_path):
     path = tmp_path / "run.jsonl"
-    with subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(path)],
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-    ) as process:
-        assert process.stdout.readline() == b"ready\n"
-        process.send_signal(signal.SIGKILL)
+    with children.started(sys.executable, "-c", children.NO_JAX + KILLED, path) as child:
+        assert child.stdout.readline() == "ready\n"
+        child.send_signal(signal.SIGKILL)
     events = Timeline.read(path)
     assert len(events) > 100
     assert [event.window for event in events] == list(range(len(events)))
@@ -606,11 +602,8 @@ timeline.close()
 
 def test_a_forked_process_says_that_it_cannot_write(tmp_path):
     path = tmp_path / "run.jsonl"
-    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", FORKED, str(path)], env=env, check=True, timeout=60,
-        capture_output=True, text=True,
-    )  # fmt: skip
+    done = children.run(sys.executable, "-c", children.NO_JAX + FORKED, path)
+    assert done.returncode == 0, done.stderr
     assert "the process that opened it has been forked" in done.stdout
     assert "could not be written, events are kept in memory only" in done.stderr
     assert [event.reason for event in Timeline.read(path)] == ["parent", "parent"]
@@ -632,11 +625,7 @@ for window in range(2000):
 def test_the_end_of_the_interpreter_says_what_could_not_be_written(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", STUCK, str(pipe)], env=env, timeout=60, capture_output=True,
-        text=True,
-    )  # fmt: skip
+    done = children.run(sys.executable, "-c", children.NO_JAX + STUCK, pipe)
     assert done.returncode == 0
     assert "the file has taken nothing for 0.3 s" in done.stderr
 
@@ -669,8 +658,8 @@ del timeline
 
 def test_a_timeline_collected_in_its_own_thread_is_still_written_whole(tmp_path):
     path = tmp_path / "lines"
-    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    subprocess.run([sys.executable, "-c", CYCLE, str(path)], env=env, check=True, timeout=60)
+    done = children.run(sys.executable, "-c", children.NO_JAX + CYCLE, path)
+    assert done.returncode == 0, done.stderr
     assert path.read_text() == "50"
 
 
@@ -685,8 +674,8 @@ for window in range(1000):
 
 def test_the_end_of_the_interpreter_waits_for_the_file(tmp_path):
     path = tmp_path / "run.jsonl"
-    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    subprocess.run([sys.executable, "-c", FORGOTTEN, str(path)], env=env, check=True, timeout=60)
+    done = children.run(sys.executable, "-c", children.NO_JAX + FORGOTTEN, path)
+    assert done.returncode == 0, done.stderr
     assert len(Timeline.read(path)) == 1000
 
 

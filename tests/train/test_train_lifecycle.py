@@ -1,19 +1,18 @@
 """Threads end, errors surface, nothing hangs: whatever the loop does."""
 
 import gc
-import os
 import signal
-import subprocess
 import sys
 import threading
 import traceback
 import weakref
-from pathlib import Path
 
+import children
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow
 from small import PARAMS, build, data, loss_fn, threads
 
 import elche_jax as elche
@@ -395,22 +394,19 @@ for window in train.windows(data, 4, epochs=None):
 
 @pytest.mark.parametrize(
     ("world", "emulate"),
-    [(1, None), (1, "EmulatedSpeeds([10.0])"), (4, "EmulatedSpeeds([10.0] * 4)")],
+    [
+        slow(1, None),
+        slow(1, "EmulatedSpeeds([10.0])"),
+        (4, "EmulatedSpeeds([10.0] * 4)"),
+    ],
 )
 def test_ctrl_c_ends_a_run(world, emulate):
     """A real process, a real signal; it must end by KeyboardInterrupt, not hang or crash."""
-    root = Path(elche.__file__).parents[1]
-    with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT.format(world=world, emulate=emulate)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    ) as process:  # fmt: skip
-        try:
-            assert process.stdout.readline().strip() == "running"
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=60)
-        finally:
-            process.kill()
+    code = SCRIPT.format(world=world, emulate=emulate)
+    with children.started(sys.executable, "-c", code) as process:
+        assert process.stdout.readline().strip() == "running"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
     # an emulated device's program may run in the main thread: there JAX may make an error
     # of its own of an interrupt
     ends = {-signal.SIGINT, 1} if emulate and world == 1 else {-signal.SIGINT}
@@ -425,16 +421,12 @@ def test_a_process_may_end_in_the_middle_of_everything():
         "FixedTotal(20)", "Replay([(1,) * 4, (9,) * 4] * 99)"
     )
     code = code.replace('print("running", flush=True)', "break")
-    root = Path(elche.__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    )  # fmt: skip
+    done = children.run(sys.executable, "-c", code)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("cadence", [elche.FixedTotal(4), elche.EveryBatch()])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [slow(1), 2])
 def test_at_most_two_windows_are_in_flight(world, cadence):
     """The loop is held back while the devices work: seen from the inside."""
     train = build(world, cadence=cadence, emulate=EmulatedSpeeds([5.0] * world))
@@ -497,8 +489,12 @@ LATE = {"averaging": elche.ParameterAveraging(optimizer_state="keep", delay=1)}
 
 @pytest.mark.parametrize(
     "how",
-    [{}, AVERAGE, LATE, {**AVERAGE, "config": elche.DDPConfig(exchange="host")}],
-    ids=["gradients", "averaging", "late", "host"],
+    [
+        pytest.param({}, id="gradients"),
+        slow(AVERAGE, id="averaging"),
+        pytest.param(LATE, id="late"),
+        slow({**AVERAGE, "config": elche.DDPConfig(exchange="host")}, id="host"),
+    ],
 )
 def test_a_dropped_training_step_leaves_nothing_behind(how):
     def train_and_drop():

@@ -1,19 +1,18 @@
 """Evaluation and inference: bad input is named, errors surface, threads end."""
 
 import gc
-import os
 import signal
-import subprocess
 import sys
 import traceback
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
 
+import children
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow
 from small import threads
 from sweeping import Batches, MapStyle, examples
 
@@ -406,8 +405,6 @@ def test_all_goes_with_the_last_reference():
 
 
 SCRIPT = """
-import signal
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 import threading
 import jax
 jax.config.update("jax_num_cpu_devices", 4)
@@ -445,22 +442,15 @@ for call in calls:
 """
 
 
-@pytest.mark.parametrize(("world", "emulate"), [(1, None), (4, "EmulatedSpeeds([1.0] * 4)")])
+@pytest.mark.parametrize(("world", "emulate"), [slow(1, None), (4, "EmulatedSpeeds([1.0] * 4)")])
 def test_ctrl_c(world, emulate):
     """A real process, a real signal; then the same call again, and a clean end."""
-    root = Path(elche.__file__).parents[1]
-    with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT.format(world=world, emulate=emulate)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    ) as process:  # fmt: skip
-        try:
-            for _ in range(2):
-                assert process.stdout.readline().strip() == "running"
-                process.send_signal(signal.SIGINT)
-                assert process.stdout.readline().strip() == "interrupted"
-                assert process.stdout.readline().strip() == "24.5"
-            _, errors = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert (process.returncode, errors) == (0, "")
+    code = SCRIPT.format(world=world, emulate=emulate)
+    with children.started(sys.executable, "-c", code) as child:
+        for _ in range(2):
+            assert child.stdout.readline().strip() == "running"
+            child.send_signal(signal.SIGINT)
+            assert child.stdout.readline().strip() == "interrupted"
+            assert child.stdout.readline().strip() == "24.5"
+        _, errors = child.communicate(timeout=60)
+    assert (child.returncode, errors) == (0, "")

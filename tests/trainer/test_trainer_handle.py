@@ -1,14 +1,14 @@
 """A run in the background: followed, stopped, joined; and programs that do not wait for it."""
 
-import os
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import children
 import pytest
 from fitting import DATA, PARAMS, own_loop, same_bits, steps, trainer
+from marks import slow
 
 import elche_jax as elche
 
@@ -43,7 +43,7 @@ def test_a_handle_follows_the_run():
     assert result.history == tuple(followed) and handle.join() is result
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [slow(1), 4])
 def test_stop_ends_it_at_the_next_window_with_a_checkpoint(devices, tmp_path):
     gate = Gate(0)
     saving = elche.Checkpoints(tmp_path, every_epochs=None)
@@ -165,10 +165,7 @@ options = dict(callbacks=[Say()], checkpoints=saving, progress=False)
 
 def program(body, folder):
     text = PROGRAM.format(here=str(HERE), folder=str(folder), body=body)
-    return subprocess.Popen(
-        [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(HERE.parents[1])},
-    )  # fmt: skip
+    return children.started(sys.executable, "-c", text)
 
 
 def ended(child):
@@ -181,7 +178,8 @@ def test_a_program_that_ends_stops_its_run(tmp_path):
 handle = trainer(cadence=elche.EveryBatch()).start(PARAMS, DATA, 8, None, **options)
 next(handle.metrics())
 """
-    code, out, err = ended(program(body, tmp_path))
+    with program(body, tmp_path) as child:
+        code, out, err = ended(child)
     assert (code, err) == (0, "") and out.startswith("epoch 0\n")
     (kept,) = steps(tmp_path)
     assert kept >= 6  # whole, of the last window
@@ -200,22 +198,23 @@ options["callbacks"].append(First())
 threading.Thread(target=lambda: one.fit(PARAMS, DATA, 8, None, **options)).start()
 said.wait()
 """
-    code, out, err = ended(program(body, tmp_path))
+    with program(body, tmp_path) as child:
+        code, out, err = ended(child)
     assert (code, err) == (0, "") and out.startswith("epoch 0\n")
     assert steps(tmp_path)[-1] >= 6
 
 
-@pytest.mark.parametrize("how", ["fit", "join"])
+@pytest.mark.parametrize("how", ["fit", slow("join")])
 def test_an_interrupt_ends_it(how, tmp_path):
     body = "one = trainer(cadence=elche.EveryBatch())\n"
     body += {
         "fit": "one.fit(PARAMS, DATA, 8, None, **options)",
         "join": "one.start(PARAMS, DATA, 8, None, **options).join()",
     }[how]
-    child = program(body, tmp_path)
-    assert child.stdout.readline() == "epoch 0\n"
-    child.send_signal(signal.SIGINT)
-    code, _, err = ended(child)
+    with program(body, tmp_path) as child:
+        assert child.stdout.readline() == "epoch 0\n"
+        child.send_signal(signal.SIGINT)
+        code, _, err = ended(child)
     assert code == -signal.SIGINT or code == 130, err
     assert err.rstrip().endswith("KeyboardInterrupt")
     assert steps(tmp_path)[-1] >= 6

@@ -5,13 +5,14 @@ import io
 import json
 import logging
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import children
 import numpy as np
 import pytest
 from fitting import DATA, HELD_OUT, PARAMS, metric_fn, own_loop, steps, trainer
+from marks import slow
 
 import elche_jax as elche
 from elche_jax.observe import events
@@ -192,10 +193,7 @@ def test_a_full_disk(on_error, epochs, tmp_path):
     """A disk that takes no large file: checkpoints fail, small files are written."""
     here = Path(__file__).parent
     text = FULL.format(here=str(here), folder=str(tmp_path), on_error=on_error)
-    child = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False,
-        env={"PYTHONPATH": str(here.parents[1])},
-    )  # fmt: skip
+    child = children.run(sys.executable, "-c", text)
     assert (child.returncode, child.stdout) == (0, f"epochs {epochs}\n"), child.stderr
     assert re.fullmatch(
         r"WARNING:elche_jax:elche: the checkpoint of window \d+ was not written: OSError: "
@@ -243,7 +241,7 @@ def test_the_writers_of_the_library_are_writers(tmp_path):
 
 
 @pytest.mark.parametrize("first", [{"epochs": 1}, {"epochs": 3, "max_windows": 4}])
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("known", [True, slow(False)])
 def test_how_far_a_run_is_after_a_resume(first, known, tmp_path, monkeypatch):
     """The bar goes on where the run was, at the end of an epoch and in the middle."""
     monkeypatch.setattr(session, "LOOK_S", 0.0)  # every window is shown

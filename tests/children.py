@@ -1,0 +1,79 @@
+"""Processes that tests start: each is ended, with whatever it has started, whatever happens."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import TimeoutExpired
+
+__all__ = ["NO_JAX", "ROOT", "TimeoutExpired", "run", "started"]
+ROOT = Path(__file__).parents[1]
+NO_JAX = f"""
+import sys, types
+package = types.ModuleType("elche_jax")
+package.__path__ = [{str(ROOT / "elche_jax")!r}]
+sys.modules["elche_jax"] = package
+"""
+"""How a program begins that takes a layer without JAX: quickly, as `elche_jax/__init__.py`, which
+loads JAX, is not run."""
+
+LIMIT = 300
+"""Seconds after which a child is killed, so that nobody reads from it forever."""
+
+
+@contextlib.contextmanager
+def started(*command: object, env: dict[str, str] | None = None, **options) -> Iterator:
+    """Starts a process, and kills its group in the end.
+
+    Args:
+        command: The program and its arguments.
+        env: Variables beside those of this process.
+        options: What else `subprocess.Popen` takes.
+    """
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    given = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | (env or {})
+    with _interruptible():
+        child = subprocess.Popen(
+            list(map(str, command)), env=given, start_new_session=True, **pipes | options
+        )
+    too_late = threading.Timer(LIMIT, _kill, [child])
+    too_late.start()
+    try:
+        yield child
+    finally:
+        too_late.cancel()
+        _kill(child)
+        for stream in filter(None, (child.stdin, child.stdout, child.stderr)):
+            stream.close()
+        child.wait()
+
+
+def run(*command: object, **options) -> subprocess.CompletedProcess:
+    """Runs a program to its end; options as those of `started`."""
+    with started(*command, **options) as child:
+        out, err = child.communicate()
+    return subprocess.CompletedProcess(command, child.returncode, out, err)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Gives what is started meanwhile SIGINT's default back.
+
+    A suite in the background (`nohup make test &`, some CI runners) ignores the signal, and
+    what is ignored stays ignored in a new program.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _kill(child: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
