@@ -10,16 +10,33 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 DEVICES = 8
-ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {ONE_THREAD}".strip()
+FLAGS = "--xla_cpu_multi_thread_eigen=false"
+# What `make test` asks of JAX, programs that are compiled quickly. Without XLA's emitters of
+# fusions and threads of LLVM they are compiled in a third of the time; later releases have no
+# such switch.
+if os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") and version("jaxlib").startswith("0.10."):
+    FLAGS += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+if FLAGS not in os.environ.get("XLA_FLAGS", ""):  # a process of xdist has them already
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
+
+# Many tests compile the same programs: what one has compiled, the next one reads, in whatever
+# process it is.
+COMPILED = "JAX_COMPILATION_CACHE_DIR"
+if COMPILED not in os.environ:
+    folder = tempfile.TemporaryDirectory(prefix="elche-tests-")
+    os.environ[COMPILED] = folder.name
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+MANY_MAPS = 20_000
 GIVE_UP = 60
 """Seconds after which a thread that should end counts as left; a good run waits for none."""
 
@@ -33,12 +50,6 @@ def _gpu_usable() -> bool:
 GPU = _gpu_usable()
 jax.config.update("jax_platforms", "cpu,cuda" if GPU else "cpu")  # the first is the default
 jax.config.update("jax_num_cpu_devices", DEVICES)
-
-# Many tests compile the same programs: what one has compiled, the next one reads.
-COMPILED = tempfile.TemporaryDirectory(prefix="elche-tests-")
-jax.config.update("jax_compilation_cache_dir", COMPILED.name)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 hypothesis.settings.register_profile("elche", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("elche")
@@ -57,15 +68,21 @@ def devices4() -> list[jax.Device]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def programs_of_a_file_go() -> Iterator[None]:
-    """Lets go of what the tests of a file have compiled.
+def programs_of_files_go() -> Iterator[None]:
+    """Lets go of what the tests of the last files have compiled, where it has become much.
 
     A program for eight devices takes up some thirty maps of the process's memory. Linux
     grants a process 65 530, and the runtime crashes where it gets no more.
     """
     yield
-    jax.clear_caches()
-    gc.collect()
+    if _maps() > MANY_MAPS:
+        jax.clear_caches()
+        gc.collect()
+
+
+def _maps() -> float:
+    maps = Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else float("inf")
 
 
 @pytest.fixture(autouse=True)
