@@ -8,15 +8,19 @@ RUN := $(VENV)/bin/python
 # order, as the last ones are short. A process that crashes ends the run: xdist waits forever
 # for what it would have done.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# Most of a suite's time goes into compiling: these programs are compiled quickly. test-newest
+# has those that users have.
+QUICKLY := JAX_DISABLE_MOST_OPTIMIZATIONS=1
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test test-newest bench lint format types
+.PHONY: help demo test test-all test-newest bench lint format types
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo         train on four unequal devices, plain pmap against elche_jax"
-	@echo "make test         run the test suite"
-	@echo "make test-newest  run it with the newest Python found, and its newest JAX"
+	@echo "make test         run the tests of every behaviour, in a few minutes"
+	@echo "make test-all     run all tests: also the slow ones, further rows of the same"
+	@echo "make test-newest  run all tests with the newest Python found, and its newest JAX"
 	@echo "make bench        measure against hand-written loops"
 	@echo "make lint         check style (make format repairs it)"
 	@echo "make types        check types, strictly"
@@ -26,7 +30,10 @@ demo: $(VENV)/.installed
 	$(RUN) examples/01_mixed_speeds.py $(if $(SHORT),--short) $(if $(PLOT),--plot $(PLOT))
 
 test: $(VENV)/.installed
-	$(RUN) -m pytest -q $(WORKERS) $(ARGS)
+	$(QUICKLY) $(RUN) -m pytest -q $(WORKERS) -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.installed
+	$(QUICKLY) $(RUN) -m pytest -q $(WORKERS) $(ARGS)
 
 test-newest: $(NEWEST)/.installed
 	$(NEWEST)/bin/python -m pytest -q $(WORKERS) $(ARGS)

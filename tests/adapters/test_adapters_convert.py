@@ -10,6 +10,7 @@ import pytest
 from flax import jax_utils, serialization
 from flax.training import train_state
 from flax_nets import LinenCNN, LinenMLP, assert_equal, cross_entropy, data
+from marks import slow
 
 import elche_jax as elche
 from elche_jax.adapters.convert import from_flax, to_flax
@@ -38,7 +39,7 @@ def run(train, state, windows=3):
     return state
 
 
-@pytest.mark.parametrize("where", ["devices", "one device", "host"])
+@pytest.mark.parametrize("where", ["devices", slow("one device"), slow("host")])
 def test_there_and_back(where):
     train, state = build()
     state = run(train, state)

@@ -10,6 +10,7 @@ import pytest
 from flax import linen as nn, nnx
 from flax.core import freeze
 from flax_nets import LinenCNN, LinenMLP, NnxCNN, assert_equal, cross_entropy, data, trained
+from marks import slow
 
 from elche_jax.adapters.head import from_head
 from elche_jax.adapters.linen import from_linen
@@ -44,7 +45,7 @@ def variables(module=None):
     return {"params": made[0], **(made[1] or {})}
 
 
-@pytest.mark.parametrize("form", ["whole", "apart"])
+@pytest.mark.parametrize("form", [slow("whole"), "apart"])
 def test_a_head_of_a_linen_module_with_state(form):
     whole = variables()
     state = {"batch_stats": whole["batch_stats"]}
@@ -70,7 +71,7 @@ def test_a_head_of_a_linen_module_with_state(form):
     assert_equal(head.params, whole if form == "whole" else whole["params"])
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("frozen", [slow(False), True])
 def test_a_head_with_whole_variables_and_state_apart(frozen):
     """A collection in each place; each is written back to where it was."""
     made = variables()
@@ -89,7 +90,7 @@ def test_a_head_with_whole_variables_and_state_apart(frozen):
     assert_equal(back.model_state, {"batch_stats": end.model_state["batch_stats"]})
 
 
-@pytest.mark.parametrize("form", ["whole", "mixed"])
+@pytest.mark.parametrize("form", [slow("whole"), "mixed"])
 def test_state_that_is_not_given_stays_in_the_head(form):
     whole = variables()
     stats = {"batch_stats": whole["batch_stats"]}
@@ -139,7 +140,7 @@ def test_options_of_the_module_are_passed_on():
     np.testing.assert_allclose(loss, 2 * plain.sum(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("form", ["dict", "state"])
+@pytest.mark.parametrize("form", [slow("dict"), "state"])
 def test_a_head_of_an_nnx_module(form):
     module = NnxCNN(nnx.Rngs(0))
     params = nnx.state(module, nnx.Param)

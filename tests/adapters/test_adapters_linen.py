@@ -8,13 +8,14 @@ import pytest
 from flax import linen as nn
 from flax.core import freeze
 from flax_nets import LinenCNN, LinenMLP, assert_equal, cross_entropy, data, trained
+from marks import slow
 
 import elche_jax as elche
 from elche_jax.adapters.linen import from_linen
 
 X = data()["x"]
 SGD = optax.sgd(0.1)
-WORLDS = pytest.mark.parametrize("world", [1, 4])
+WORLDS = pytest.mark.parametrize("world", [slow(1), 4])
 
 
 def mlp_by_hand(params, batch, rng):
@@ -221,7 +222,7 @@ def test_weighted_losses_and_masks_reach_the_step():
     def whole(params):
         return ((nn.Dense(1).apply({"params": params}, x)[:, 0] - 1) ** 2).mean()
 
-    want = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(whole)(params))
+    want = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.jit(jax.grad(whole))(params))
     assert_equal(jax.device_get(elche.unreplicate(state.params)), jax.device_get(want), rtol=1e-5)
 
 

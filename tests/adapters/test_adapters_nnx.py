@@ -9,12 +9,13 @@ import optax
 import pytest
 from flax import nnx
 from flax_nets import NnxCNN, NnxMLP, assert_equal, cross_entropy, data, trained
+from marks import slow
 
 import elche_jax as elche
 from elche_jax.adapters.nnx import from_nnx
 
 X = data()["x"]
-WORLDS = pytest.mark.parametrize("world", [1, 4])
+WORLDS = pytest.mark.parametrize("world", [slow(1), 4])
 
 
 def strings(tree):

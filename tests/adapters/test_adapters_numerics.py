@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax_nets import TX, LinenCNN, NnxCNN, assert_equal, cross_entropy, data, trained
+from marks import slow
 
 import elche_jax as elche
 from elche_jax.adapters.linen import from_linen
@@ -23,7 +24,7 @@ def begin(kind, loss=cross_entropy, **options):
     return model, *model.init(0, {"x": X[:1]})
 
 
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("kind", ["linen", slow("nnx")])
 def test_half_precision_computes_in_half_and_keeps_state_and_parameters_whole(kind):
     seen = []
 
@@ -73,7 +74,7 @@ def test_a_mask_reaches_the_module():
     np.testing.assert_allclose(got, mean, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("kind", [slow("linen"), "nnx"])
 def test_devices_with_steps_of_their_own(kind):
     """Under averaging with one step per window, on one device: the plain step."""
     model, params, model_state = begin(kind)

@@ -16,14 +16,19 @@ from averaged import (
     poisoned,
     train_on,
 )
+from marks import slow
 from reference import BATCH, LEAVES, Outer, data, loss_fn, params, run
 
 import elche_jax as elche
 from elche_jax.observe.timeline import SkipEvent, Timeline
 
 
-@pytest.mark.parametrize("how", ["average", "keep", "reset"])
-@pytest.mark.parametrize("diloco", [False, True])
+@pytest.mark.parametrize(
+    ("diloco", "how"),
+    [(False, "keep"), (True, "average")]
+    + [slow(False, how) for how in ("average", "reset")]
+    + [slow(True, how) for how in ("keep", "reset")],
+)
 def test_a_device_that_is_not_finite_is_left_out_and_comes_back(diloco, how, caplog):
     if diloco:
         rule = elche.DiLoCo(outer=optax.sgd(**NESTEROV), optimizer_state=how)
@@ -52,7 +57,7 @@ def test_a_device_that_is_not_finite_is_left_out_and_comes_back(diloco, how, cap
     elche.check_replicas(state.params)
 
 
-@pytest.mark.parametrize("fragments", [2, 3])
+@pytest.mark.parametrize("fragments", [2, slow(3)])
 def test_a_device_that_is_left_out_begins_anew_in_all_fragments(fragments):
     rule = elche.DiLoCo(outer=optax.sgd(**NESTEROV), fragments=fragments)
     history, _, _, _ = train_on(rule, THREE, nonfinite="skip", **poisoned())
@@ -266,7 +271,7 @@ def test_an_optimizer_state_that_is_not_finite_leaves_a_device_out():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(history))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float16")])
 def test_parameters_of_16_bits_are_joined_in_float32(dtype):
     """Bit for bit as ParameterAveraging, and on one device as plain training."""
     small = jax.tree.map(lambda x: jnp.asarray(x, dtype), params())
@@ -304,9 +309,9 @@ def test_microbatches_without_weight_are_no_steps():
 
 @pytest.mark.parametrize(
     "rule",
-    [elche.ParameterAveraging(), elche.DiLoCo(optax.sgd(1.0), fragments=2),
-     elche.DiLoCo(optax.sgd(1.0), delay=1)],
-    ids=["plain", "fragments", "delay"],
+    [slow(elche.ParameterAveraging(), id="plain"),
+     pytest.param(elche.DiLoCo(optax.sgd(1.0), fragments=2), id="fragments"),
+     slow(elche.DiLoCo(optax.sgd(1.0), delay=1), id="delay")],
 )  # fmt: skip
 def test_frozen_parameters_are_compared_whatever_the_rule(rule):
     train = elche.build_train_step(

@@ -5,6 +5,7 @@ import numpy as np
 import optax
 import pytest
 from averaged import COUNTS, NESTEROV, PARTS, THREE, TX, assert_history, train_on
+from marks import slow
 from reference import BATCH, LEARNING_RATE, LEAVES, Outer, data, loss_fn, params, run
 
 import elche_jax as elche
@@ -14,10 +15,10 @@ from elche_jax.train import averaging as choice
 @pytest.mark.parametrize(
     ("how", "exponent", "counts"),
     [
-        ("average", 1.0, COUNTS),
+        slow("average", 1.0, COUNTS),
         ("average", 1.0, THREE),
-        ("average", -0.5, THREE),
-        ("keep", 0.0, THREE),
+        slow("average", -0.5, THREE),
+        slow("keep", 0.0, THREE),
         ("keep", 2.0, COUNTS),
         ("reset", 1.0, THREE),
     ],
@@ -44,8 +45,11 @@ def test_an_exponent_that_follows_a_schedule():
         np.testing.assert_allclose(said["share"], powers / powers.sum(), rtol=1e-5)
 
 
-@pytest.mark.parametrize("counts", [COUNTS, THREE], ids=["two", "three"])
-@pytest.mark.parametrize("how", ["average", "keep", "reset"])
+TWO_OR_THREE = [slow(COUNTS, id="two"), pytest.param(THREE, id="three")]
+
+
+@pytest.mark.parametrize("counts", TWO_OR_THREE)
+@pytest.mark.parametrize("how", [slow("average"), "keep", slow("reset")])
 def test_diloco_with_nesterov(how, counts):
     rule = elche.DiLoCo(outer=optax.sgd(**NESTEROV), optimizer_state=how)
     history, _, state, _ = train_on(rule, counts)
@@ -54,8 +58,8 @@ def test_diloco_with_nesterov(how, counts):
     elche.check_replicas(state.averaging.outer)
 
 
-@pytest.mark.parametrize("fragments", PARTS)
-@pytest.mark.parametrize("counts", [COUNTS, THREE], ids=["two", "three"])
+@pytest.mark.parametrize("fragments", [slow(1), 2, slow(3)])
+@pytest.mark.parametrize("counts", TWO_OR_THREE)
 def test_fragments(counts, fragments):
     rule = elche.DiLoCo(outer=optax.sgd(**NESTEROV), fragments=fragments)
     history, metrics, state, _ = train_on(rule, counts)
@@ -97,8 +101,8 @@ def test_bfloat16_on_the_wire():
 # rules that must agree
 
 
-@pytest.mark.parametrize("how", ["average", "keep", "reset"])
-@pytest.mark.parametrize("tx", [TX, optax.adamw(0.01)], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("how", ["average", slow("keep"), slow("reset")])
+@pytest.mark.parametrize("tx", [slow(TX, id="sgd"), pytest.param(optax.adamw(0.01), id="adamw")])
 def test_diloco_with_sgd_of_rate_1_is_parameter_averaging_bit_for_bit(how, tx):
     ours, _, first, _ = train_on(elche.ParameterAveraging(optimizer_state=how), THREE, tx=tx)
     other, _, second, _ = train_on(
@@ -112,9 +116,10 @@ def test_diloco_with_sgd_of_rate_1_is_parameter_averaging_bit_for_bit(how, tx):
 
 @pytest.mark.parametrize(
     "rule",
-    [elche.ParameterAveraging(), elche.ParameterAveraging(0.0, "keep"),
-     elche.DiLoCo(outer=optax.sgd(1.0)), elche.DiLoCo(outer=optax.sgd(1.0), compression="int8")],
-    ids=["average", "keep", "diloco", "int8"],
+    [slow(elche.ParameterAveraging(), id="average"),
+     slow(elche.ParameterAveraging(0.0, "keep"), id="keep"),
+     slow(elche.DiLoCo(outer=optax.sgd(1.0)), id="diloco"),
+     pytest.param(elche.DiLoCo(outer=optax.sgd(1.0), compression="int8"), id="int8")],
 )  # fmt: skip
 def test_one_device_is_plain_training_bit_for_bit(rule):
     tx = optax.adamw(0.01)
@@ -133,9 +138,15 @@ def test_one_device_is_plain_training_bit_for_bit(rule):
             assert got[name][0].tobytes() == np.asarray(p[name]).tobytes()
 
 
-@pytest.mark.parametrize("tx", [optax.sgd(LEARNING_RATE), TX], ids=["plain", "momentum"])
 @pytest.mark.parametrize(
-    "rule", [elche.ParameterAveraging(), elche.DiLoCo(outer=optax.sgd(1.0))], ids=["pa", "diloco"]
+    "tx", [slow(optax.sgd(LEARNING_RATE), id="plain"), pytest.param(TX, id="momentum")]
+)
+@pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param(elche.ParameterAveraging(), id="pa"),
+        slow(elche.DiLoCo(outer=optax.sgd(1.0)), id="diloco"),
+    ],
 )
 def test_windows_of_one_microbatch_are_gradient_mode(tx, rule):
     """Of SGD: with the state averaged, or kept where it is the same as averaged, none."""
@@ -161,8 +172,8 @@ def test_what_no_device_changes_stays_to_the_last_bit():
 # delay
 
 
-@pytest.mark.parametrize("counts", [COUNTS, THREE], ids=["two", "three"])
-@pytest.mark.parametrize("exponent", [1.0, 0.0])
+@pytest.mark.parametrize("counts", TWO_OR_THREE)
+@pytest.mark.parametrize("exponent", [1.0, slow(0.0)])
 def test_delay_of_the_average(counts, exponent):
     rule = elche.ParameterAveraging(exponent=exponent, optimizer_state="keep", delay=1)
     history, metrics, state, _ = train_on(rule, counts)
@@ -174,7 +185,7 @@ def test_delay_of_the_average(counts, exponent):
         assert said["weight"] == sum(before)
 
 
-@pytest.mark.parametrize("counts", [COUNTS, THREE], ids=["two", "three"])
+@pytest.mark.parametrize("counts", TWO_OR_THREE)
 def test_delay_of_diloco(counts):
     rule = elche.DiLoCo(outer=optax.sgd(**NESTEROV), delay=1)
     history, _, state, _ = train_on(rule, counts)
@@ -184,7 +195,9 @@ def test_delay_of_diloco(counts):
     elche.check_replicas(state.averaging.outer)
 
 
-@pytest.mark.parametrize("window_bytes", [2**28, 120], ids=["one call", "several calls"])
+@pytest.mark.parametrize(
+    "window_bytes", [slow(2**28, id="one call"), pytest.param(120, id="several calls")]
+)
 def test_windows_that_overlap_give_the_same_bits(monkeypatch, window_bytes):
     """Which windows do depends on how many there were: 6 to 11 do not, or all do not."""
     counts = THREE + THREE

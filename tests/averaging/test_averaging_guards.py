@@ -1,6 +1,7 @@
 """Guards: what they say, that cadences obey, and that silence does not let windows grow."""
 
 import math
+from functools import cache
 
 import jax
 import numpy as np
@@ -136,10 +137,15 @@ def alone_after(window, before, trace):
     return np.array(rebuilt)
 
 
+@cache
+def without_momentum():
+    """Momentum is reset, so that a window needs only the parameters before it."""
+    return train_on(elche.ParameterAveraging(optimizer_state="reset"), THREE)
+
+
 @pytest.mark.parametrize("window", [0, 4, 7])
 def test_distances_by_hand(window):
-    """With momentum reset, so that a window needs only the parameters before it."""
-    _, metrics, _, train = train_on(elche.ParameterAveraging(optimizer_state="reset"), THREE)
+    _, metrics, _, train = without_momentum()
     after = [each[0] for each in run(THREE, optimizer_state="reset")]
     before = after[window - 1] if window else {n: np.float64(x) for n, x in params().items()}
     none = {n: np.zeros_like(leaf) for n, leaf in before.items()}

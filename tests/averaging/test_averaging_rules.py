@@ -2,6 +2,7 @@
 
 import pickle
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import optax
 import pytest
 from averaged import poisoned
 from hypothesis import assume, given, settings, strategies as st
+from marks import slow
 from reference import BATCH, data, loss_fn, params
 
 import elche_jax as elche
@@ -186,12 +188,25 @@ def test_fragments_share_the_arrays_out(sizes, fragments):
     assert max(loads) <= sum(sizes) / fragments + max(sizes)
 
 
-trees = st.lists(
-    st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=6), min_size=1, max_size=3
-)
+def list_of(values, *sizes):
+    """Of a few sizes, as each one is compiled."""
+    return st.one_of(*(st.lists(values, min_size=size, max_size=size) for size in sizes))
 
 
-@given(trees, st.lists(st.integers(0, 5), min_size=2, max_size=4), st.integers(0, 2**31))
+LEAF = list_of(st.floats(-1e3, 1e3, width=32), 1, 5)
+
+
+@partial(jax.jit, static_argnums=3)
+def sums_of(rows, error, share, compression):
+    return jax.vmap(
+        lambda x, e, s: sum_differences(x, e, s, compression, AXIS, len(share)), axis_name=AXIS
+    )(rows, error, share)
+
+
+@given(
+    st.tuples(LEAF) | st.tuples(LEAF, LEAF), list_of(st.integers(0, 5), 2, 4),
+    st.integers(0, 2**31),
+)  # fmt: skip
 @settings(max_examples=40, deadline=None)
 @pytest.mark.parametrize("compression", [None, "bfloat16", "int8"])
 def test_the_wire_sums_what_devices_send(compression, leaves, steps, seed):
@@ -200,9 +215,7 @@ def test_the_wire_sums_what_devices_send(compression, leaves, steps, seed):
     rows = [np.outer(rng.normal(size=len(steps)), leaf).astype("float32") for leaf in leaves]
     error = [np.zeros_like(row) for row in rows] if compression == "int8" else []
     share = np.float32(steps) / np.float32(sum(steps))
-    sums, lost = jax.vmap(
-        lambda x, e, s: sum_differences(x, e, s, compression, AXIS, len(steps)), axis_name=AXIS
-    )(rows, error, share)
+    sums, lost = sums_of(rows, error, share, compression)
     for i, row in enumerate(rows):
         exact = share.astype(np.float64) @ row
         largest = np.abs(row).max(axis=1)
@@ -329,7 +342,7 @@ def test_a_rule_that_cannot_be_followed_late():
         train.init(params(), model_state=start)
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [slow(1), 3])
 def test_a_device_that_is_left_out_of_a_late_exchange(world):
     """Its window's steps are gone, and nobody sees a number that is none."""
     counts = [(2,) * world] * 8
@@ -388,7 +401,7 @@ def test_schedules_that_are_none():
             )  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", ["auto", "cadence", "async"])
+@pytest.mark.parametrize("policy", ["auto", slow("cadence"), slow("async")])
 def test_an_outer_optimizer_steps_after_windows_on_one_device_too(policy):
     """Whatever the policy, but "sync", which is a step after every microbatch."""
     rule = elche.DiLoCo(optax.sgd(0.5))
@@ -429,9 +442,10 @@ def test_average_of_one_copy():
 
 @pytest.mark.parametrize(
     "rule",
-    [elche.ParameterAveraging(optimizer_state="keep"), elche.DiLoCo(optax.sgd(0.5), fragments=2),
-     elche.DiLoCo(optax.sgd(0.5), compression="int8"), elche.DiLoCo(optax.sgd(0.5), delay=1)],
-    ids=["keep", "fragments", "int8", "delay"],
+    [slow(elche.ParameterAveraging(optimizer_state="keep"), id="keep"),
+     slow(elche.DiLoCo(optax.sgd(0.5), fragments=2), id="fragments"),
+     slow(elche.DiLoCo(optax.sgd(0.5), compression="int8"), id="int8"),
+     pytest.param(elche.DiLoCo(optax.sgd(0.5), delay=1), id="delay")],
 )  # fmt: skip
 def test_a_whole_state_goes_on_bit_for_bit(rule):
     """As the page on averaging says it: all devices' own states are saved and put back."""

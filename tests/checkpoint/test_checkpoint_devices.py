@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from marks import slow
 from resumed import (
     AVERAGES,
     EVERY,
@@ -47,7 +48,7 @@ def test_the_scripts_give_windows_the_same_microbatches():
     assert totals(SCRIPT[2]) == totals(SCRIPT[4])
 
 
-@pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 4), (4, 1), (1, 4)])
+@pytest.mark.parametrize(("before", "now"), [(4, 2), slow(2, 4), slow(4, 1), slow(1, 4)])
 def test_other_devices_go_on_with_the_same_numbers(before, now, tmp_path, caplog):
     case = GRADIENTS["dropout"]
     scripts = {n: elche.Replay(SCRIPT[n]) for n in (2, 4)}
@@ -81,8 +82,12 @@ def test_other_devices_save_again_and_come_back(tmp_path):
     assert back.counts_history == train.counts_history and len(train.counts_history) == EVERY
 
 
-@pytest.mark.parametrize("now", [1, 2])
-@pytest.mark.parametrize("name", ["keep", "average", "fragments", "int8", "delay"])
+@pytest.mark.parametrize(
+    ("name", "now"),
+    [("keep", 1), ("fragments", 2)]
+    + [slow(name, 1) for name in ("average", "fragments", "int8", "delay")]
+    + [slow(name, 2) for name in ("keep", "average", "int8", "delay")],
+)
 def test_devices_that_have_their_own_are_averaged(name, now, tmp_path):
     case = AVERAGES[name]
     stopped, first = run(case, tmp_path, until=EVERY)

@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+from marks import slow
 from resumed import AVERAGES, CASES, EVERY, GRADIENTS, averaged, content, data, run, steps
 
 import elche_jax as elche
@@ -23,9 +24,14 @@ def both(case, folder, world, cadence=None):
     return whole, run(case, folder, world=world, cadence=cadence, resume="must")
 
 
+QUICK = ("dropout", "delayed_diloco", "host")
+"""One case of each kind: gradients, averages on the devices, and on the host."""
+
+
 @pytest.mark.parametrize(
     ("name", "world"),
-    [(name, 4) for name in CASES] + [(name, 1) for name in (*GRADIENTS, "keep", "int8", "delay")],
+    [(name, 4) if name in QUICK else slow(name, 4) for name in CASES]
+    + [slow(name, 1) for name in (*GRADIENTS, "keep", "int8", "delay")],
 )
 def test_the_same_bits(name, world, tmp_path):
     (state, train), (again, resumed) = both(CASES[name], tmp_path, world)
@@ -43,13 +49,14 @@ def assert_divergence(whole, resumed):
     assert lost <= {AT - 3, AT - 2, AT - 1}
 
 
-@pytest.mark.parametrize("name", ["dropout", "keep", "host"])
+@pytest.mark.parametrize("name", ["keep", slow("dropout"), slow("host")])
 def test_the_same_bits_with_counts_that_do_not_change(name, tmp_path):
     (state, train), (again, resumed) = both(CASES[name], tmp_path, 4, elche.EveryBatch())
     assert content(again) == content(state)
     assert resumed.counts_history == train.counts_history
 
 
+@pytest.mark.slow  # test_the_same_bits shows it for counts that are given
 def test_counts_that_followed_the_speeds_of_another_process(tmp_path, caplog):
     """What was measured is told to no other cadence; the run's own counts give its bits."""
     rule = elche.ParameterAveraging(optimizer_state="keep")
@@ -70,7 +77,7 @@ def test_counts_that_followed_the_speeds_of_another_process(tmp_path, caplog):
     )
 
 
-@pytest.mark.parametrize("name", ["dropout", "average"])
+@pytest.mark.parametrize("name", ["average", slow("dropout")])
 def test_stopped_between_two_checkpoints(name, tmp_path):
     """The windows since the last one are lost, and trained again; saving changes nothing."""
     case = CASES[name]
@@ -120,7 +127,7 @@ def test_the_cadence_goes_on_with_what_it_has_measured(tmp_path):
     assert fresh.counts_history == train.counts_history
 
 
-@pytest.mark.parametrize("name", ["dropout", "average"])
+@pytest.mark.parametrize("name", ["average", slow("dropout")])
 def test_windows_that_were_not_finite_stay_counted(name, tmp_path):
     """One microbatch in each epoch, in the first one in window 0, before the checkpoint."""
     case, rows = CASES[name], data()

@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+from marks import slow
 
 from elche_jax.cli import advise, main
 from elche_jax.cli.models import MODELS
@@ -56,7 +57,7 @@ def target(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("name", ["my_job:job", "my_job.py:job"])
+@pytest.mark.parametrize("name", ["my_job:job", slow("my_job.py:job")])
 def test_a_target_is_measured(target, capsys, name):
     target()
     assert main(["advise", name, "--devices", "0,3", "--json", "--batch-size", "4"]) == 0
@@ -145,7 +146,7 @@ def test_what_a_step_prints_is_not_the_answer(target, capsys):
     assert printed.err.startswith("madetraced")
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("name", [name if name == "mlp" else slow(name) for name in sorted(MODELS)])
 def test_models_of_the_command_line_train(capsys, name):
     argv = f"--model {name} --devices 0 --seconds 0.01 --batch-size 4 --json"
     assert main(["advise", *argv.split()]) == 0

@@ -1,6 +1,6 @@
 """Real models and data of the contract tests."""
 
-from functools import cache
+from functools import cache, partial
 
 import flax.linen as nn
 import jax
@@ -39,8 +39,10 @@ class Cnn(nn.Module):
         return nn.Dense(10)(x)
 
 
+@cache
 def variables(model: Cnn) -> dict:
-    return jax.device_get(model.init(jax.random.key(0), digits()["image"][:1], train=False))
+    init = jax.jit(partial(model.init, train=False))
+    return jax.device_get(init(jax.random.key(0), digits()["image"][:1]))
 
 
 def cross_entropy(logits, batch):

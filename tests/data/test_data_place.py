@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from marks import slow
 
 from elche_jax.data import place
 from elche_jax.data.place import Placer, choose_placement
@@ -69,8 +70,8 @@ def assert_microbatches(got, rank, numbers):
             np.testing.assert_array_equal(got[name][rank, place_of], want[name])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("capacity", [1, 3, 7, 15])
+@pytest.mark.parametrize("world_size", [slow(1), slow(2), 3])
+@pytest.mark.parametrize("capacity", [1, 3, slow(7), slow(15)])
 def test_fetch_gives_every_microbatch_of_every_count(world_size, capacity):
     devices = jax.devices()[:world_size]
     placer, reader = a_placer(devices), a_reader()

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow
 
 from elche_jax.data.split import Range, piece_lengths
 from elche_jax.engine.fetch import Orders, Pieces, Rows
@@ -26,7 +27,7 @@ def pieces_of(numbers, capacity):
     )
 
 
-@pytest.mark.parametrize("capacity", [1, 3, 7, 15, 31])
+@pytest.mark.parametrize("capacity", [1, 3, slow(7), slow(15), slow(31)])
 def test_pieces_give_every_microbatch_of_every_count_and_nothing_else(capacity):
     @jax.jit
     def fetch_all(payload, count):
@@ -45,7 +46,7 @@ def test_no_microbatch_is_no_error():
     assert payload.fetch(jnp.int32(0), jnp.int32(0))["x"].shape == (BATCH,)
 
 
-@pytest.mark.parametrize("capacity", [1, 3, 31])
+@pytest.mark.parametrize("capacity", [1, 3, slow(31)])
 def test_capacity_of_pieces(capacity):
     shapes = [
         {"x": jax.ShapeDtypeStruct((length, BATCH), jnp.float32)}

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow
 
 from elche_jax.engine.mapped import (
     AXIS,
@@ -101,7 +102,7 @@ def test_shards_come_in_rank_order(world_size):
 
 
 @pytest.mark.parametrize("use", [Mapped.compile, Mapped.__call__], ids=["compiled", "called"])
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [slow(1), 3])
 def test_what_was_compiled_goes_with_its_owner(use, world_size):
     devices = jax.devices()[:world_size]
     x = place(X[:world_size], devices)

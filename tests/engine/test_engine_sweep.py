@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow
 
 import elche_jax as elche
 from elche_jax.data.place import Placer
@@ -101,7 +102,7 @@ def test_arguments_of_the_function():
 
 
 @pytest.mark.parametrize("resident", [False, True])
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [slow(1), 3])
 def test_every_device_sums_its_own_microbatches(world_size, resident):
     setup = Setup(score(doubled, (("x", ()),)), world_size, 38, resident)
     for counts in ((3, 7, 0), (0, 4, 6), (10, 0, 0), (2, 2, 5)):
@@ -183,7 +184,7 @@ def outputs(params, batch):
 
 
 @pytest.mark.parametrize("resident", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_the_digits_of_the_count_name_the_pieces(world_size, resident):
     capacity = 7
     setup = Setup(apply(outputs), world_size, 12 * BATCH, resident)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import given, strategies as st
+from marks import slow
 
 from elche_jax.data.place import Placer
 from elche_jax.data.split import Range
@@ -347,7 +348,7 @@ def sums_of(hook, world_size, counts):
 
 @pytest.mark.parametrize(
     ("counts", "times"),
-    [((3, 2), (1, 1)), ((3, 2), (1, 4)), ((0, 3), (2, 3)), ((3,), (5,))],
+    [slow((3, 2), (1, 1)), ((3, 2), (1, 4)), slow((0, 3), (2, 3)), slow((3,), (5,))],
 )
 def test_extra_work_changes_no_bit_of_the_sums(counts, times):
     plain = sums_of(None, len(counts), counts)

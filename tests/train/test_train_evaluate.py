@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import example, given, settings
+from marks import slow
 from models import Script
 from small import threads
 from sweeping import SIZES, Batches, MapStyle, cases, examples, in_form
@@ -88,7 +89,7 @@ def build(world=2, metric=metric_fn, **options):
 # -- exact
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(cases())
 @example(
     {
@@ -123,7 +124,9 @@ CADENCES = {
 }
 
 
-@pytest.mark.parametrize("name", CADENCES)
+@pytest.mark.parametrize(
+    "name", ["none", "window time", "replay", *(slow(name) for name in list(CADENCES)[2:-1])]
+)
 def test_any_cadence(name):
     evaluate, data = build(3, cadence=CADENCES[name]), examples(47)
     for batch_size in (4, 5):

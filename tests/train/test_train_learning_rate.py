@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import example, given, settings, strategies as st
+from marks import slow
 
 import elche_jax as elche
 from elche_jax.train.initial import check_optimizer
@@ -293,7 +294,7 @@ def test_resumed_it_goes_on_the_same():
 
 
 @pytest.mark.parametrize("unit", ["microbatches", "examples"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [slow(1), 2])
 def test_in_a_training_step(world, unit):
     """Windows of changing sizes, the last microbatch of the epoch smaller than the others."""
 

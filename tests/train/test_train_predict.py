@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from hypothesis import example, given, settings
+from marks import slow
 from models import Script
 from sweeping import Batches, cases, examples, in_form
 from test_contract_no_stall import CompileCount
@@ -89,7 +90,7 @@ def inputs(size):
     return np.random.default_rng(0).normal(size=(size, 8)).astype("float32")
 
 
-@pytest.mark.parametrize("cadence", [None, elche.FixedTotal(5), elche.EveryBatch()])
+@pytest.mark.parametrize("cadence", [None, slow(elche.FixedTotal(5)), slow(elche.EveryBatch())])
 def test_a_model_with_state(cadence):
     x, model = inputs(37), Model()
     variables = jax.device_get(model.init(jax.random.key(0), x))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from marks import slow
 
 import elche_jax as elche
 from elche_jax.engine.trainable import select_trainable
@@ -39,7 +40,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [slow(1), 3])
 @pytest.mark.parametrize("form", FORMS)
 def test_as_optax_does_it_with_gradients_set_to_zero(form, world):
     """The reference computes all gradients on one device and throws those of the body away."""

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from fitting import DATA, HELD_OUT, PARAMS, metric_fn, trainer
+from marks import slow
 
 import elche_jax as elche
 
@@ -72,7 +73,7 @@ class Boom(Exception):
     pass
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [False, slow(True)])
 @pytest.mark.parametrize("where", ["on_window", "on_epoch", "on_evaluation", "on_checkpoint"])
 def test_an_exception_ends_the_run_and_is_raised(where, background, tmp_path):
     class Bad(elche.Callback):

@@ -21,13 +21,14 @@ from fitting import (
     stateful_loss_fn,
     trainer,
 )
+from marks import slow
 
 import elche_jax as elche
 
 EVALUATION = elche.Evaluation(metric_fn, HELD_OUT, 16)
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [slow(1), 4])
 def test_fit_is_the_users_loop(devices):
     _, state, seen = own_loop(devices)
     result = trainer(devices).fit(PARAMS, DATA, 8, 3, progress=False)
@@ -38,7 +39,7 @@ def test_fit_is_the_users_loop(devices):
     assert result.report.windows == len(seen)
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [slow(1), 4])
 def test_history_is_the_mean_by_weight(devices):
     _, _, seen = own_loop(devices)
     result = trainer(devices).fit(PARAMS, DATA, 8, 3, progress=False)
@@ -60,7 +61,7 @@ def test_history_is_the_mean_by_weight(devices):
     assert result.loss == result.history[-1].loss
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [slow(1), 4])
 def test_model_state(devices):
     options = {"loss": stateful_loss_fn, "model_state": MODEL_STATE}
     _, state, _ = own_loop(devices, **options)
@@ -71,7 +72,7 @@ def test_model_state(devices):
     assert same_bits(result.model_state, elche.unreplicate(state.model_state))
 
 
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [slow(1), 4])
 def test_evaluation_at_the_ends_of_epochs_is_exact_and_changes_nothing(devices):
     evaluation = elche.Evaluation(metric_fn, HELD_OUT, 16, every_epochs=2)
     plain = trainer(devices).fit(PARAMS, DATA, 8, 5, progress=False)
@@ -129,7 +130,7 @@ def test_averaging_gives_one_copy_of_what_the_devices_have():
     assert got == pytest.approx(held_out_error(want), rel=1e-5)
 
 
-@pytest.mark.parametrize("rule", ["mean", "keep"])
+@pytest.mark.parametrize("rule", [slow("mean"), "keep"])
 def test_model_states_of_their_own_are_averaged(rule):
     options = {
         "averaging": elche.ParameterAveraging(), "merge": rule, "loss": stateful_loss_fn,

@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 from fitting import DATA, PARAMS, trainer
+from marks import slow
 
 import elche_jax as elche
 from elche_jax.observe import events
@@ -83,7 +84,7 @@ class Mine(Timeline):
 
 
 @pytest.mark.parametrize("make", [Timeline, Mine])
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [slow(1), 4])
 def test_losses_come_after_their_windows(make, devices):
     """In a loop of the user's own over a trainer's step, and in `fit`."""
     timeline = make()

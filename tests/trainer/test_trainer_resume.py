@@ -19,6 +19,7 @@ from fitting import (
     steps,
     trainer,
 )
+from marks import slow
 
 import elche_jax as elche
 
@@ -49,9 +50,9 @@ def told(history):
     return [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-@pytest.mark.parametrize("error", [True, False])
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("devices", [slow(1), 4])
+@pytest.mark.parametrize("error", [True, slow(False)])
+@pytest.mark.parametrize("every", [slow(1), 3])
 def test_the_run_and_what_it_says(devices, error, every, tmp_path):
     evaluation = elche.Evaluation(metric_fn, HELD_OUT, 16, every_epochs=2)
     options = {"evaluation": evaluation, "progress": False}
