@@ -159,7 +159,7 @@ def test_the_policy_async_makes_exchanges_late():
     schedule=st.booleans(),
     bad=st.sets(st.integers(0, 3)),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_shares_are_those_of_float64(counts, exponent, schedule, bad):
     ok = np.array([rank not in bad for rank in range(len(counts))])
     worked = ok & (np.array(counts) > 0)

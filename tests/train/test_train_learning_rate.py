@@ -76,7 +76,7 @@ def once(tx, params=PARAMS, microbatches=7, examples=70):
 
 @pytest.mark.parametrize("unit", ["microbatches", "examples"])
 @pytest.mark.parametrize("name", SCHEDULES)
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(windows=st.lists(st.tuples(st.integers(0, 80), st.integers(1, 32)), min_size=1, max_size=12))
 @example(windows=[(50, 2), (100, 2), (200, 2), (350, 2), (150, 2), (1, 2)])  # the schedules' edges
 def test_each_update_uses_the_schedule_at_the_work_before(name, unit, windows):

@@ -490,7 +490,7 @@ LATE = {"averaging": elche.ParameterAveraging(optimizer_state="keep", delay=1)}
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param({}, id="gradients"),
+        slow({}, id="gradients"),
         slow(AVERAGE, id="averaging"),
         pytest.param(LATE, id="late"),
         slow({**AVERAGE, "config": elche.DDPConfig(exchange="host")}, id="host"),

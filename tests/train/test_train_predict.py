@@ -365,13 +365,13 @@ def test_an_emulation_without_a_hash_is_kept(make):
 
 def test_speeds_stay_known():
     x, fn = inputs(256), fresh()  # some windows: one that compiles tells no speed
-    options = {"devices": DEVICES[:2], "emulate": EmulatedSpeeds((1.0, 10.0))}
+    options = {"devices": DEVICES[:2], "emulate": EmulatedSpeeds((1.0, 30.0))}
     elche.predict(fn, None, x, 1, **options)
-    fast, slow = sweep_of(fn, **options).pace.counts
-    assert fast > slow
+    fast, late = sweep_of(fn, **options).pace.counts
+    assert fast > late
     elche.predict(fn, None, x, 1, **options)
     first = sweep_of(fn, **options).pace.records[0]
-    assert first.counts == elche.clamp_counts((fast, slow), 256)
+    assert first.counts == elche.clamp_counts((fast, late), 256)
 
 
 def test_other_devices_have_programs_of_their_own():

@@ -188,7 +188,7 @@ except elche.CheckpointError as error:
 """
 
 
-@pytest.mark.parametrize(("on_error", "epochs"), [("now", None), ("end", 3)])
+@pytest.mark.parametrize(("on_error", "epochs"), [slow("now", None), ("end", 3)])
 def test_a_full_disk(on_error, epochs, tmp_path):
     """A disk that takes no large file: checkpoints fail, small files are written."""
     here = Path(__file__).parent
