@@ -45,8 +45,8 @@ def first(microbatches):
     ("rule", "want"),
     [
         slow(elche.ParameterAveraging(), {}, id="average"),
-        slow(elche.ParameterAveraging(0.5, optimizer_state="reset"),
-             {"exponent": 0.5, "optimizer_state": "reset"}, id="reset"),
+        pytest.param(elche.ParameterAveraging(0.5, optimizer_state="reset"),
+                     {"exponent": 0.5, "optimizer_state": "reset"}, id="reset"),
         pytest.param(elche.DiLoCo(optax.sgd(**NESTEROV)),
                      {"outer": Outer(0.7, 0.9, True), "optimizer_state": "keep"}, id="diloco"),
         pytest.param(elche.ParameterAveraging(lambda window: 1.0 - 0.1 * window), None,
@@ -615,14 +615,13 @@ def busy_for(seconds, device):
     return lambda state: work(x, int(rate * seconds))
 
 
-@pytest.mark.slow  # with real work; test_a_device_that_does_not_deliver holds one by an event
 def test_a_device_that_really_works_on_something_else():
     """Nothing is queued on it, so that the others go on for as long as it takes."""
     train = elche.build_train_step(
         loss_fn, TX, devices=jax.devices()[:2], averaging=KEEP, cadence=elche.EveryBatch(),
         config=elche.DDPConfig(exchange="host", exchange_timeout=0.1, verify_every=3),
     )  # fmt: skip
-    work = busy_for(4.0, train.devices[1])
+    work = busy_for(3.0, train.devices[1])
     state, while_late, known = train.init(params()), 0, False
     with train.windows(first(4 * 120), BATCH) as windows:
         for window in windows:
@@ -636,14 +635,14 @@ def test_a_device_that_really_works_on_something_else():
                 state = state.replace(params=state.params | {"b": b})
             state, _ = train(state, window)
             while_late += not other.is_ready() if window.index > 5 else 0
-            if window.index == 40:
+            if window.index == 20:
                 jax.device_get(state)
                 train.average(state)
                 known = not other.is_ready()
-            if window.index == 80:
+            if window.index == 40:
                 other.block_until_ready()
                 eventually(lambda: not windows._run.late)
-    assert while_late >= 40, "others have trained while it worked"
+    assert while_late >= 15, "others have trained while it worked"
     assert known, "a state can be saved while it works"
     assert 1 <= train.left_out[1] <= 5
     elche.check_replicas(state.params)

@@ -31,7 +31,8 @@ QUICK = ("dropout", "delayed_diloco", "host")
 @pytest.mark.parametrize(
     ("name", "world"),
     [(name, 4) if name in QUICK else slow(name, 4) for name in CASES]
-    + [slow(name, 1) for name in (*GRADIENTS, "keep", "int8", "delay")],
+    + [("frozen", 1)]
+    + [slow(name, 1) for name in (*GRADIENTS, "keep", "int8", "delay") if name != "frozen"],
 )
 def test_the_same_bits(name, world, tmp_path):
     (state, train), (again, resumed) = both(CASES[name], tmp_path, world)

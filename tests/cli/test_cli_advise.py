@@ -3,6 +3,7 @@
 import json
 import sys
 
+import jax
 import pytest
 from marks import slow
 
@@ -144,6 +145,14 @@ def test_what_a_step_prints_is_not_the_answer(target, capsys):
     printed = capsys.readouterr()
     assert json.loads(printed.out)["batch_size"] == 8
     assert printed.err.startswith("madetraced")
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_models_of_the_command_line_have_a_loss(name):
+    job = MODELS[name]()
+    batch = {key: leaf[:4] for key, leaf in job["data"].items()}
+    loss = jax.eval_shape(job["loss_fn"], job["params"], batch, jax.random.key(0))
+    assert (loss.shape, loss.dtype) == ((), "float32")
 
 
 @pytest.mark.parametrize("name", [name if name == "mlp" else slow(name) for name in sorted(MODELS)])

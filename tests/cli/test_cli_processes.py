@@ -37,7 +37,6 @@ def test_arguments_are_above_the_environment(start):
     assert [device["platform"] for device in json.loads(out)["devices"]] == ["cpu"] * 3
 
 
-@pytest.mark.slow  # test_cli_advise advises, test_cli_main makes emulated devices
 def test_emulated_devices_are_made_and_advised_on(start):
     process = start(
         "advise", "--emulate", "1,3", "--seconds", "0.05", "--batch-size", "2", "--json"
@@ -50,7 +49,6 @@ def test_emulated_devices_are_made_and_advised_on(start):
     assert len(advice["devices"]) == len(advice["elche"]["counts"]) == 2
 
 
-@pytest.mark.slow  # test_ctrl_c begins one, tests/lab shows what it is made of
 def test_demo(start):
     process = start("demo", "--short")
     out, err = process.communicate(timeout=GIVE_UP)
