@@ -7,7 +7,8 @@ microbatches last 1.25, 1.25, 2.5 and 5 ms. Every method sees the same number of
 with Adam, whose learning rate falls to 0 over them. Its first value, the outer optimizer and what
 happens to Adam's moments were chosen on other examples and other seeds (5, 7 and 8; of gradients
 0.003, 0.005 and 0.01 on seed 0). The loss is that of held-out text, in nats per character, with the
-parameters that `train.average` gives at the end.
+parameters that `train.average` gives at the end. Speed stands as a share of the limit, and of the
+control, which takes its turn before and after each method (docs/benchmarks.md).
 """
 
 import setup_devices  # noqa: I001,F401  (first: it sets the devices)
@@ -22,11 +23,13 @@ from statistics import mean, stdev
 import jax
 import numpy as np
 import optax
+from loops import apart
 
 import elche_jax as elche
 from elche_jax.lab import EmulatedSpeeds
 
 FLEET = [1.25, 1.25, 2.5, 5.0]
+LIMIT = sum(1 / ms for ms in FLEET)
 BATCH, CONTEXT, VOCABULARY, WIDTH = 16, 16, 96, 96
 INNER_STEPS = 56  # with moments three times the bytes: so that there are 50 times fewer
 OUTER = optax.sgd(1.0, momentum=0.5, nesterov=True)  # some 200 exchanges are few for 0.9
@@ -119,11 +122,10 @@ def run(rate: float, options: dict, data: dict, held_out: dict, seed: int) -> di
     sent = sum(float(each) for each in said)
     params = jax.device_get(train.average(state))
     held = float(jax.jit(lambda p, b: losses(p, b).mean())(params, held_out))
-    limit = sum(1 / ms for ms in FLEET)
     used = left - sum(train.counts_history[0])
     return {
         "loss": held, "bytes": sent, "windows": len(said), "seconds": seconds,
-        "share": used / (1e3 * seconds) / limit,
+        "share": used / (1e3 * seconds) / LIMIT,
     }  # fmt: skip
 
 
@@ -135,10 +137,18 @@ def measure(microbatches: int, seeds: int) -> dict[str, list[dict]]:
     held_at = rng.integers(border, len(codes) - CONTEXT - 1, 20_000)
     data, held_out = examples(codes, train_at), examples(codes, held_at)
     found: dict[str, list[dict]] = {name: [] for name in methods()}
+    counts = tuple(round(INNER_STEPS * max(FLEET) / ms) for ms in FLEET)
+    control = apart(
+        first_params(0), jax.devices()[: len(FLEET)], counts, BATCH, EmulatedSpeeds(FLEET),
+        loss=loss_fn, stream=data,
+    )  # fmt: skip
     for seed in range(seeds):  # in turns, as the machine's speed changes
         for name, (rate, options) in methods().items():
-            found[name].append(run(rate, options, data, held_out, seed))
-            one = found[name][-1]
+            before = control.rate(1.0)
+            one = run(rate, options, data, held_out, seed)
+            reachable = (before + control.rate(1.0)) / 2 / LIMIT
+            one |= {"control": reachable, "of_control": one["share"] / reachable}
+            found[name].append(one)
             print(f"seed {seed} {name:30} " + "  ".join(f"{k} {v:.5g}" for k, v in one.items()),
                   flush=True)  # fmt: skip
     return found
@@ -149,8 +159,8 @@ def summary(found: dict[str, list[dict]]) -> str:
     base = found["gradients, every microbatch"]
     lines = [
         "| method | loss | against gradients | bytes per device | times fewer | seconds | "
-        "share of the limit |",
-        "|---|---|---|---|---|---|---|",
+        "share of the limit | of the control |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, runs in found.items():
         loss = [each["loss"] for each in runs]
@@ -159,10 +169,10 @@ def summary(found: dict[str, list[dict]]) -> str:
         sent = mean(each["bytes"] for each in runs)
         fewer = mean(each["bytes"] for each in base) / sent
         seconds = mean(each["seconds"] for each in runs)
-        share = mean(each["share"] for each in runs)
+        share, of = (mean(each[key] for each in runs) for key in ("share", "of_control"))
         lines.append(
             f"| {name} | {mean(loss):.4f}{spread} | {100 * (ratio - 1):+.1f} % | "
-            f"{sent / 1e6:.2f} MB | {fewer:.0f} | {seconds:.1f} | {share:.2f} |"
+            f"{sent / 1e6:.2f} MB | {fewer:.0f} | {seconds:.1f} | {share:.2f} | {of:.2f} |"
         )
     return "\n".join(lines)
 

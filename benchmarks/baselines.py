@@ -1,6 +1,6 @@
 """What one would write by hand: a model, and plain pmap and jit loops over it."""
 
-from itertools import pairwise
+from itertools import pairwise, repeat
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +72,9 @@ def microbatches(count: int, batch: int, world: int) -> dict:
     return jax.tree.map(lambda a: a.reshape(world, count, batch, *a.shape[1:]), flat)
 
 
-def _accumulate(params, batches, count, loss=mlp_loss):
+def _accumulate(params, batches, count, loss=mlp_loss, hook=None, rank=0, number=0):
+    """Loss and gradients summed; `hook` is the emulation, `number` that of the step."""
+
     def body(i, sums):
         loss_sum, grad_sum = sums
         batch = jax.tree.map(lambda a: a[i], batches)
@@ -80,7 +82,14 @@ def _accumulate(params, batches, count, loss=mlp_loss):
         return loss_sum + value, jax.tree.map(jnp.add, grad_sum, grads)
 
     zeros = jax.tree.map(jnp.zeros_like, params)
-    return jax.lax.fori_loop(0, count, body, (jnp.float32(0), zeros))
+    if hook is None:
+        return jax.lax.fori_loop(0, count, body, (jnp.float32(0), zeros))
+    start = hook.begin(jnp.int32(rank), number, True), zeros
+    total, grads = jax.lax.fori_loop(
+        0, count, lambda i, sums: hook.around(body, jnp.int32(rank), i, sums), start
+    )
+    zero = hook.end(jnp.int32(rank), jnp.int32(count), grads)
+    return total + zero, jax.tree.map(lambda g: g + zero, grads)
 
 
 def _apply(params, opt_state, grads):
@@ -89,24 +98,27 @@ def _apply(params, opt_state, grads):
 
 
 class PlainPmap:
-    """Accumulation over `count` microbatches per device, fused with the exchange."""
+    """Accumulation over so many microbatches per device, fused with the exchange.
 
-    def __init__(self, params, devices, count: int, batch: int, emulate=None, loss=mlp_loss):
-        world = len(devices)
+    Args:
+        params: Parameters to begin with.
+        devices: The devices.
+        counts: Microbatches of each device in a step.
+        batch: Examples of a microbatch.
+        emulate: What makes the devices slow, or None.
+        loss: The loss of a microbatch.
+    """
+
+    def __init__(self, params, devices, counts, batch: int, emulate=None, loss=mlp_loss):
+        world, total = len(devices), sum(counts)
 
         def step(params, opt_state, batches, number):
-            if emulate is None:
-                total, grads = _accumulate(params, batches, count, loss)
-            else:
-                rank = jax.lax.axis_index(AXIS)
-                zero = emulate.begin(rank, number, True)
-                start = jax.tree.map(lambda p: p + zero, params)
-                total, grads = _accumulate(start, batches, count, loss)
-                zero = emulate.end(rank, jnp.int32(count), grads)
-                grads = jax.tree.map(lambda g: g + zero, grads)
-            grads = jax.tree.map(lambda g: jax.lax.pmean(g / count, AXIS), grads)
+            rank = jax.lax.axis_index(AXIS)
+            count = counts[0] if len(set(counts)) == 1 else jnp.array(counts)[rank]
+            value, grads = _accumulate(params, batches, count, loss, emulate, rank, number)
+            grads = jax.tree.map(lambda g: jax.lax.psum(g, AXIS) / total, grads)
             params, opt_state = _apply(params, opt_state, grads)
-            return params, opt_state, jax.lax.pmean(total, AXIS)
+            return params, opt_state, jax.lax.psum(value, AXIS) / total
 
         self._step = jax.pmap(step, axis_name=AXIS, devices=devices, donate_argnums=(0, 1))
         stack = jax.pmap(lambda a: a, devices=devices)
@@ -115,7 +127,7 @@ class PlainPmap:
         self._opt = stack(
             jax.tree.map(lambda a: np.stack([np.asarray(a)] * world), OPTIMIZER.init(params))
         )
-        self._batches = stack(microbatches(count, batch, world))
+        self._batches = stack(microbatches(max(counts), batch, world))
         self._number = stack(np.zeros(world, np.int32))
 
     def __call__(self):
@@ -126,21 +138,58 @@ class PlainPmap:
 
 
 class PlainJit:
-    """Accumulation over `count` microbatches on one device."""
+    """Accumulation over `count` microbatches on one device, that of `rank` in an emulation.
 
-    def __init__(self, params, device, count: int, batch: int):
-        def step(params, opt_state, batches):
-            loss, grads = _accumulate(params, batches, count)
+    Args:
+        params: Parameters to begin with.
+        device: The device.
+        count: Microbatches of a step.
+        batch: Examples of a microbatch.
+        emulate: What makes the device slow, or None.
+        rank: Which of the emulated devices it is.
+        loss: The loss of a microbatch.
+        updates: Steps of one call, in a loop on the device.
+        stream: Examples that a step takes from the host, in a shuffled order, instead of the
+            same ones that lie on the device.
+    """
+
+    def __init__(
+        self, params, device, count: int, batch: int, emulate=None, rank: int = 0, loss=mlp_loss,
+        updates: int = 1, stream=None,
+    ):  # fmt: skip
+        def update(number, params, opt_state, batches):
+            total, grads = _accumulate(params, batches, count, loss, emulate, rank, number)
             grads = jax.tree.map(lambda g: g / count, grads)
-            params, opt_state = _apply(params, opt_state, grads)
-            return params, opt_state, loss / count
+            return *_apply(params, opt_state, grads), total / count
+
+        def step(params, opt_state, batches):
+            if updates == 1:
+                return update(0, params, opt_state, batches)
+            start = params, opt_state, jnp.float32(0)
+            return jax.lax.fori_loop(
+                0, updates, lambda number, state: update(number, *state[:2], batches), start
+            )
 
         self._step = jax.jit(step, donate_argnums=(0, 1))
-        one = jax.tree.map(lambda a: a[0], microbatches(count, batch, 1))
         state = jax.device_put((params, OPTIMIZER.init(params)), device)
         self._params, self._opt = jax.tree.map(jnp.copy, state)  # the step donates them
-        self._batches = jax.device_put(one, device)
+        if stream is None:
+            one = jax.tree.map(lambda a: a[0], microbatches(count, batch, 1))
+            self._batches = repeat(jax.device_put(one, device))
+        else:
+            self._batches = _shuffled(stream, count, batch)
 
     def __call__(self):
-        self._params, self._opt, loss = self._step(self._params, self._opt, self._batches)
+        self._params, self._opt, loss = self._step(self._params, self._opt, next(self._batches))
         return loss
+
+
+def _shuffled(data, count: int, batch: int):
+    """Examples of a step, leaves `(count, batch, ...)`, in a new order every epoch."""
+    rng, size = np.random.default_rng(0), len(jax.tree.leaves(data)[0])
+    each = count * batch
+    while True:
+        order = rng.permutation(size)
+        for at in range(0, size - each + 1, each):
+            rows = order[at : at + each].reshape(count, batch)
+            yield jax.tree.map(lambda a, rows=rows: np.take(a, rows, axis=0), data)

@@ -1,20 +1,25 @@
 """Evaluation and inference on unequal devices, as shares of the sum of their speeds.
 
-    python benchmarks/evaluation.py [--repeats 5] [--batches 600] [--out FILE]
+    python benchmarks/evaluation.py [--repeats 7] [--batches 600] [--out FILE]
 
-The time is that of the whole call: reading the data, all devices, results on the host. An
-evaluator of one's own in plain `pmap`, one microbatch per device and step, takes its turns.
+The time is that of the whole call: reading the data, all devices, results on the host. Two
+others take their turns: windows of one microbatch per device, and the control, hand-written
+loops over the same devices at the same time, each device with data and sums of its own
+(docs/benchmarks.md).
 """
 
 import setup_devices  # noqa: I001,F401  (first: it sets the devices)
 
 import argparse
 import time
+from itertools import cycle
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from baselines import examples, mlp_params
-from measure import Result, interleave, result, show
+from loops import Apart
+from measure import Result, against_control, interleave, result, show, with_control
 
 import elche_jax as elche
 from elche_jax.lab import EmulatedSpeeds
@@ -38,16 +43,15 @@ def metric_fn(params, batch):
     return {"accuracy": outputs(params, batch).argmax(axis=-1) == batch["y"]}
 
 
-def share(call, batches: int) -> float:
-    """Share of the limit that a call reaches which works through so many microbatches."""
+def rate(call, batches: int) -> float:
+    """Microbatches per ms of a call that works through so many."""
     begun = time.perf_counter()
     call()
-    ms = 1e3 * (time.perf_counter() - begun)
-    return batches / sum(1 / each for each in FLEET) / ms
+    return batches / (1e3 * (time.perf_counter() - begun))
 
 
-class PlainPmap:
-    """Equal shares: a window of one microbatch per device at a time."""
+class EqualShares:
+    """Windows of one microbatch per device."""
 
     def __init__(self, devices, data):
         self._evaluate = elche.build_eval_step(
@@ -59,12 +63,48 @@ class PlainPmap:
         return self._evaluate(SMALL, self._data, BATCH)
 
 
+class PlainEvaluation:
+    """A hand-written step that sums over the next microbatches of the data on one device."""
+
+    def __init__(self, device, rank: int, count: int, data, emulate: EmulatedSpeeds):
+        def step(params, batches, total):
+            def body(i, total):
+                batch = jax.tree.map(lambda a: a[i], batches)
+                return total + metric_fn(params, batch)["accuracy"].sum()
+
+            total += emulate.begin(jnp.int32(rank), jnp.int32(0), True)
+            total = jax.lax.fori_loop(0, count, body, total)
+            return total + emulate.end(jnp.int32(rank), jnp.int32(count), total)
+
+        self._step = jax.jit(step)
+        self._params = jax.device_put(SMALL, device)
+        self._total = jax.device_put(jnp.float32(0), device)
+        self._shape = (count, BATCH)
+        each = count * BATCH
+        rows = len(data["y"]) // each * each
+        self._parts = cycle(
+            [{k: a[at : at + each] for k, a in data.items()} for at in range(0, rows, each)]
+        )
+
+    def __call__(self):
+        batches = jax.tree.map(lambda a: a.reshape(*self._shape, *a.shape[1:]), next(self._parts))
+        self._total = self._step(self._params, batches, self._total)
+        return self._total
+
+
 def measure(batches: int, repeats: int) -> list[Result]:
     devices = jax.devices()[: len(FLEET)]
     data = examples(BATCH * batches - 5)
     evaluate = elche.build_eval_step(metric_fn, devices=devices, emulate=EmulatedSpeeds(FLEET))
     emulate = EmulatedSpeeds(FLEET)
-    plain = PlainPmap(devices, data)
+    counts = tuple(round(100 / ms) for ms in FLEET)  # calls of a tenth of a second, as ours
+    control = Apart(
+        [
+            PlainEvaluation(device, rank, counts[rank], data, emulate)
+            for rank, device in enumerate(devices)
+        ],
+        counts,
+    )
 
     def predict():
         return elche.predict(outputs, SMALL, data, BATCH, devices=devices, emulate=emulate)
@@ -72,27 +112,27 @@ def measure(batches: int, repeats: int) -> list[Result]:
     calls = {
         "evaluation": lambda: evaluate(SMALL, data, BATCH),
         "predict": predict,
-        "equal shares": plain,
+        "equal shares": EqualShares(devices, data),
     }
-    first = {name: share(call, batches) for name, call in calls.items()}
-    found = interleave(
-        {name: lambda call=call: share(call, batches) for name, call in calls.items()}, repeats
-    )
+    of = sum(1 / ms for ms in FLEET)
+    first = {name: rate(call, batches) / of for name, call in calls.items()}
+    measures = {name: lambda call=call: rate(call, batches) for name, call in calls.items()}
+    seconds = batches / of / 1e3
+    rates = interleave(with_control(measures, lambda: control.rate(seconds)), repeats)
     results = [
-        result("eval", f"{name}: share of the limit", values,
-               **({"least": 0.90} if name != "equal shares" else {}))
-        for name, values in found.items()
+        against_control("eval", name, rates, name, of, 1.0,
+                        **({"least": 0.90} if name != "equal shares" else {}))
+        for name in calls
     ]  # fmt: skip
     for name in ("evaluation", "predict"):
-        results.append(
-            result("eval", f"{name}: the first call, compiling, speeds unknown", (first[name],))
-        )
+        what = f"{name}: the first call, compiling, speeds unknown: share of the limit"
+        results.append(result("eval", what, (first[name],)))
     return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--batches", type=int, default=600)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/out/evaluation.json"))
     args = parser.parse_args()
