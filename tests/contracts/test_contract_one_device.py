@@ -42,7 +42,9 @@ def test_default_is_a_step_per_microbatch():
     train = elche.build_train_step(scalar_loss(model), optax.adam(1e-3), devices=jax.devices()[:1])
     state = train.init(params)
     seen = set()
-    for number, window in enumerate(train.windows(digits(), 8, shuffle=False)):
+    # streamed: rows of data on the device are copied by a loop
+    windows = train.windows(digits(), 8, shuffle=False, placement="stream")
+    for number, window in enumerate(windows):
         state, _ = train(state, window)
         seen |= {thread.name for thread in threading.enumerate()}
         if number == 19:
