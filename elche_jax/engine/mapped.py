@@ -61,7 +61,11 @@ class Mapped:
         Args:
             *args: Pytrees of arrays or `jax.ShapeDtypeStruct`, stacked.
         """
-        return self._jitted.lower(*jax.tree.map(self._abstract, args)).compile()
+        return self.lower(*args).compile()
+
+    def lower(self, *args: PyTree) -> jax.stages.Lowered:
+        """Traces it for such arguments, under the settings of this thread."""
+        return self._jitted.lower(*jax.tree.map(self._abstract, args))
 
     def _abstract(self, leaf: Any) -> jax.ShapeDtypeStruct:
         sharding = SingleDeviceSharding(self._devices[0]) if len(self._devices) == 1 else None

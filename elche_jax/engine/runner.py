@@ -207,10 +207,9 @@ class Runner(Timed):
         last: Call | None = None
         if overlap and self._last is not None:
             *calls, last = calls
-        if not self._begun:  # the last program of a window takes the longest to compile
+        if not self._begun:
             self._begun = True
-            ends = self._combine_program() if last is None else self._last_program(last.payload)
-            self._cache.begin(*ends)
+            self._begin_last(last)
         read, token = self._program.reads(state), None
         for call in calls:
             accumulate = self._cache.get(*self._accumulate_program(call.payload))
@@ -225,6 +224,21 @@ class Runner(Timed):
             accumulating(token)
         (state, end), metrics = combine(state, self._sums)
         return state, metrics, end
+
+    def _begin_last(self, call: Call | None) -> None:
+        """Begins to compile what ends a window, which takes the longest, beside the rest of it.
+
+        It is traced here: a thread does not have the user's settings (`jax.enable_x64`, ...).
+        """
+        if call is None:
+            (key, _), mapped = self._combine_program(), self._combine
+            args = (self.state, self._sums_shapes())
+        else:
+            (key, _), mapped = self._last_program(call.payload), self._last
+            args = (self.state, self._sums_shapes(), abstract(call.payload), self._orders())
+        assert mapped is not None
+        if not self._cache.ready(key):
+            self._cache.begin(key, mapped.lower(*args).compile)
 
     def _run_last(
         self, state: TrainState, call: Call, accumulating: Accumulating

@@ -29,15 +29,15 @@ def loss_fn(params, batch, rng):
 def ends(monkeypatch, arrays, **options):
     """The optimized program that ends a window, as text."""
     texts = []
-    compile_ = Mapped.compile
+    lower = Mapped.lower
 
     def record(self, *args):
-        program = compile_(self, *args)
-        texts.append(program.as_text())
-        return program
+        lowered = lower(self, *args)
+        texts.append(lowered.compile().as_text())
+        return lowered
 
     with monkeypatch.context() as patch:
-        patch.setattr(Mapped, "compile", record)
+        patch.setattr(Mapped, "lower", record)
         devices = jax.devices()[:2]
         train = elche.build_train_step(loss_fn, optax.adam(1e-3), devices=devices, **options)
         state = train.init([np.ones(4, np.float32)] * arrays)

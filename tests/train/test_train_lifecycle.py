@@ -11,6 +11,7 @@ import children
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from marks import slow
 from small import PARAMS, build, data, loss_fn, threads
@@ -519,3 +520,24 @@ def test_a_dropped_training_step_leaves_nothing_behind(how):
 
     first = left()
     assert [left(), left()] == [first] * 2
+
+
+def test_programs_are_traced_under_the_settings_of_the_loop():
+    """Some of JAX's settings hold in a thread alone; the optimizer is traced under them."""
+    seen = []
+
+    def update(updates, state, params=None):
+        seen.append(jax.config.jax_default_matmul_precision)
+        return updates, state
+
+    optimizer = optax.GradientTransformation(lambda params: (), update)
+    with jax.default_matmul_precision("highest"):
+        train = elche.build_train_step(
+            lambda params, batch, rng: ((params["w"] - batch) ** 2).mean(),
+            optimizer,
+            devices=jax.devices()[:2],
+        )
+        state = train.init({"w": np.zeros(3, "float32")})
+        for window in train.windows(np.ones((8, 3), "float32"), 2):
+            state, _ = train(state, window)
+    assert seen and set(seen) == {"highest"}
