@@ -112,10 +112,10 @@ class CompileCache:
 
         An error is logged, kept, and raised when the program is asked for.
         """
-        entry, new = self._claim(key)
-        if not new:
-            return
-        with self._lock:
+        with self._lock:  # at once: whoever asks for it in between would wait for nobody
+            if key in self._entries:
+                return
+            self._entries[key] = entry = _Entry()
             self._jobs[key] = (entry, build)
             if self._working:
                 return
@@ -135,8 +135,12 @@ class CompileCache:
 
     def clear(self) -> None:
         """Lets go of all programs; of one that is being compiled, when it is done."""
-        with self._lock:
+        with self._changed:
             self._entries.clear()
+            for entry, _ in self._jobs.values():
+                entry.done.set()
+            self._jobs.clear()
+            self._changed.notify_all()
 
     def _claim(self, key: Hashable) -> "tuple[_Entry, bool]":
         with self._lock:

@@ -277,3 +277,17 @@ def test_what_is_waited_for_comes_before_what_is_prepared():
     cache.wait()
     assert last.threads == ["elche-compile"]
     assert counts(cache) == (0, 2, 1)
+
+
+def test_what_was_prepared_is_let_go_of_too():
+    cache, held, old, new = CompileCache(), Build(), Build("old"), Build("new")
+    cache.prepare("held", held)
+    assert held.begun.wait(GIVE_UP)
+    cache.prepare("a", old)
+    waiting = in_thread(cache.wait)
+    cache.clear()
+    new.go.set()
+    assert cache.get("a", new) == "new"
+    held.go.set()
+    waiting()
+    assert old.calls == 0
