@@ -40,16 +40,21 @@ def psum_bfloat16(tree: PyTree, axis_name: str, world_size: int) -> PyTree:
     whatever the number of devices. The result is the same on all devices, bit for bit.
     """
 
-    def summed(buffer: Any) -> Any:
-        flat = buffer.reshape(-1)
-        padded = jnp.pad(flat, (0, -flat.size % world_size)).astype(jnp.bfloat16)
-        mine = jax.lax.all_to_all(padded.reshape(world_size, -1), axis_name, 0, 0)
-        part = mine.astype(jnp.float32).sum(axis=0).astype(jnp.bfloat16)
-        whole = jax.lax.all_gather(part, axis_name, tiled=True)[: flat.size]
-        return whole.astype(jnp.float32).reshape(buffer.shape)
-
     packing = Packing.of(tree)
-    return packing.unpack([summed(buffer) for buffer in packing.pack(tree)], axis_name)
+    buffers = packing.pack(tree)
+    if not buffers:
+        return tree
+    flat = jnp.concatenate([buffer.reshape(-1) for buffer in buffers])
+    padded = jnp.pad(flat, (0, -flat.size % world_size)).astype(jnp.bfloat16)
+    mine = jax.lax.all_to_all(padded.reshape(world_size, -1), axis_name, 0, 0)
+    part = mine.astype(jnp.float32).sum(axis=0).astype(jnp.bfloat16)
+    whole = jax.lax.all_gather(part, axis_name, tiled=True).astype(jnp.float32)
+    ends = np.cumsum([0, *(buffer.size for buffer in buffers)])
+    summed = [
+        whole[begin:end].reshape(buffer.shape)
+        for buffer, begin, end in zip(buffers, ends[:-1], ends[1:], strict=True)
+    ]
+    return packing.unpack(summed, axis_name)
 
 
 @dataclass(frozen=True)
