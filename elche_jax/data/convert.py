@@ -12,15 +12,16 @@ PyTree = Any
 def as_arrays(item: PyTree) -> PyTree:
     """An example or a microbatch with leaves of NumPy or JAX.
 
-    A list of numbers, or of such lists, is an array; tensors of other libraries become arrays
-    by their `__array__`, or where that fails by DLPack. What is neither stays as it is.
+    In a dict or a tuple a list of numbers, or of such lists, is an array. Alone it could be
+    several arrays as well. Tensors of other libraries become arrays by their `__array__`, or
+    where that fails by DLPack. What is neither stays as it is.
 
     Args:
         item: The example or the microbatch.
 
     Raises:
         TypeError: A leaf is a masked array, or a tensor that cannot be read.
-        ValueError: Lists of numbers differ in length.
+        ValueError: Lists of numbers differ in length, or there is nothing but such a list.
 
     Examples:
         >>> as_arrays({"x": [1.0, 2.0], "y": 3})
@@ -28,6 +29,11 @@ def as_arrays(item: PyTree) -> PyTree:
     """
     if _is_plain(item):
         return item
+    if _is_numbers(item):
+        raise ValueError(
+            "data: an example or a microbatch must be an array, or a dict or tuple of them, got a "
+            "list of numbers. Return numpy.asarray(it) for one array, a tuple for several."
+        )
     return jax.tree_util.tree_map_with_path(_as_array, item, is_leaf=_is_numbers)
 
 

@@ -238,7 +238,8 @@ class TrainStep:
             data: A pytree of arrays with a common leading axis; a map-style dataset
                 (`__len__`, `__getitem__`); or an iterable of microbatches, such as a torch
                 `DataLoader`. A list of arrays is a pytree; to use one as microbatches, pass
-                `iter(list)`. In an example or a microbatch a list of numbers is an array.
+                `iter(list)`. In an example or a microbatch, a dict or a tuple, a list of
+                numbers is an array.
             batch_size: Examples per microbatch, at least 1. For an iterable, None: as
                 they come.
             epochs: Number of epochs, at least 1; None: without end.

@@ -75,8 +75,8 @@ def assert_same(got, want):
         (Tensor(X), X),
         ([Tensor(X), (Tensor(X[0]), 3)], [X, (X[0], 3)]),  # as a loader collates pairs
         ({"x": [1.0, 2.5], "y": True}, {"x": np.array([1.0, 2.5]), "y": True}),
-        ([[1, 2], [3, 4]], np.array([[1, 2], [3, 4]])),
-        ([np.float32(1), np.float32(2)], np.array([1, 2], "float32")),
+        (([[1, 2], [3, 4]],), (np.array([[1, 2], [3, 4]]),)),
+        ({"x": [np.float32(1), np.float32(2)]}, {"x": np.array([1, 2], "float32")}),
         ((1.0, 2), (1.0, 2)),
         ({"x": []}, {"x": []}),
         ({"x": [X, [1, 2]]}, {"x": [X, np.array([1, 2])]}),
@@ -111,6 +111,12 @@ def test_types_that_numpy_has_not_come_by_dlpack():
             {"x": [[1, 2], [3]]},
             ValueError,
             r"^data: lists of numbers must have one length on every level, leaf \['x'\] has sever",
+        ),
+        (
+            [1.0, 2.0],
+            ValueError,
+            r"^data: an example or a microbatch must be an array, or a dict or tuple of them, got "
+            r"a list of numbers\. Return numpy\.asarray\(it\) for one array, a tuple for",
         ),
         (
             {"x": np.ma.masked_array(X, mask=X > 0)},
