@@ -158,7 +158,9 @@ class Store:
     def ranked(self) -> list[int]:
         """The steps of those that have a score, the best first."""
         known = [
-            (self._sign * score, step) for step, score in self._scores.items() if score is not None
+            (self._sign * score, step)
+            for step, score in list(self._scores.items())  # a thread may add one meanwhile
+            if score is not None
         ]
         return [step for _, step in sorted(known)]
 

@@ -130,7 +130,7 @@ def all_finite(tree: PyTree) -> Any:
     by some at a time, as every reduction takes its time to compile.
     """
     alike: dict[Any, list[Any]] = {}
-    for leaf in jax.tree.leaves(tree):
+    for leaf in map(jnp.asarray, jax.tree.leaves(tree)):
         alike.setdefault((leaf.shape, leaf.dtype), []).append(jax.lax.sub(leaf, leaf))
     zeros = [
         functools.reduce(jax.lax.add, leaves[at : at + TOGETHER])
