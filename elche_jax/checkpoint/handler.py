@@ -86,7 +86,7 @@ class Handler(ocp.CheckpointHandler):
 
     def restore(self, directory: Any, *_: Any, **__: Any) -> Any:
         """Nobody reads by orbax, whose errors are of many kinds; see `Store`."""
-        raise NotImplementedError
+        raise NotImplementedError  # as `Store` reads by itself
 
     def close(self) -> None:
         """Ends orbax's threads."""
