@@ -90,11 +90,11 @@ def test_a_larger_capacity_is_compiled_in_the_background(devices4):
         fill = cache._fill
         started = threading.Event()
 
-        def held_back(key, entry, build, **more):
-            if threading.current_thread().name == "elche-compile":
+        def held_back(key, entry, build, ahead=0):
+            if ahead:
                 started.set()
                 release.wait(timeout=60)
-            fill(key, entry, build, **more)
+            fill(key, entry, build, ahead)
 
         cache._fill = held_back
         state, used = run(train, train.init(params), digits(), 4, windows=3)
