@@ -186,6 +186,7 @@ def test_the_gan_on_unequal_devices_is_the_gan_on_one(load, devices4, tx):
     assert not np.array_equal(got[1]["params"]["Dense_0"]["bias"], np.zeros(128))
 
 
+@pytest.mark.slow  # test_engine_ddp shows what makes them so
 def test_players_begin_alike_by_the_first_devices_seed(load, devices4):
     gan, ddp = load("04_gan.py"), elche.DDP(devices4)
     player = gan.new_player(ddp, gan.Generator(), gan.LATENT, optax.sgd(0.1), seed=3)
@@ -199,7 +200,8 @@ def test_players_begin_alike_by_the_first_devices_seed(load, devices4):
         )
 
 
-@pytest.mark.parametrize("who", [slow("critic"), "generator"])
+@pytest.mark.slow  # test_engine_ddp shows that weighted means are exact
+@pytest.mark.parametrize("who", ["critic", "generator"])
 def test_one_update_of_the_critic_is_by_the_mean_of_all_examples(load, who):
     """On four emulated devices (`vmap`) as by all their microbatches at once."""
     gan = load("05_gan_critic_steps.py")

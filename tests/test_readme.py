@@ -9,7 +9,6 @@ import children
 import numpy as np
 import optax
 import pytest
-from marks import slow
 
 import elche_jax as elche
 
@@ -40,7 +39,8 @@ def loss_on(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("devices", [4, slow(1)])
+@pytest.mark.slow  # the suite shows what each of its lines does
+@pytest.mark.parametrize("devices", [4, 1])
 def test_scripts_of_the_readme_run_and_the_devices_do_not_matter(devices, loss_on):
     assert loss_on(devices) < 0.3
     assert loss_on(devices) == pytest.approx(loss_on(4), abs=1e-3)

@@ -125,6 +125,7 @@ def test_shared_variables_stay_shared():
     assert merged.bias[...].tolist() == [1, 1, 1]
 
 
+@pytest.mark.slow  # as test_adapters_linen, and test_contract_splits
 def test_the_split_does_not_matter_with_dropout():
     model = from_nnx(NnxMLP(nnx.Rngs(0)), cross_entropy)
     even, odd = (

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from marks import slow
 
 PAGE = (Path(__file__).parents[2] / "docs" / "flax.md").read_text(encoding="utf-8")
 SCRIPTS = {
@@ -26,7 +27,7 @@ def test_every_script_is_found():
     assert PAGE.count("```python") == len(GOOD)
 
 
-@pytest.mark.parametrize("title", GOOD)
+@pytest.mark.parametrize("title", [slow(x) if x in ("Linen", "NNX") else x for x in GOOD])
 def test_a_script_runs(title, capsys):
     exec(compile(SCRIPTS[title], title, "exec"), {"__name__": "__main__"})
     number = float(re.findall(r"[\d.]+(?:e-\d+)?", capsys.readouterr().out)[-1])

@@ -49,8 +49,7 @@ def first(microbatches):
                      {"exponent": 0.5, "optimizer_state": "reset"}, id="reset"),
         pytest.param(elche.DiLoCo(optax.sgd(**NESTEROV)),
                      {"outer": Outer(0.7, 0.9, True), "optimizer_state": "keep"}, id="diloco"),
-        pytest.param(elche.ParameterAveraging(lambda window: 1.0 - 0.1 * window), None,
-                     id="schedule"),
+        slow(elche.ParameterAveraging(lambda window: 1.0 - 0.1 * window), None, id="schedule"),
     ],
 )  # fmt: skip
 def test_ten_windows(rule, want):
@@ -615,6 +614,7 @@ def busy_for(seconds, device):
     return lambda state: work(x, int(rate * seconds))
 
 
+@pytest.mark.slow  # with real time; test_a_device_that_does_not_deliver holds one by an event
 def test_a_device_that_really_works_on_something_else():
     """Nothing is queued on it, so that the others go on for as long as it takes."""
     train = elche.build_train_step(

@@ -208,7 +208,7 @@ def sums_of(rows, error, share, compression):
     st.integers(0, 2**31),
 )  # fmt: skip
 @settings(max_examples=40, deadline=None)
-@pytest.mark.parametrize("compression", [None, "bfloat16", "int8"])
+@pytest.mark.parametrize("compression", [None, slow("bfloat16"), "int8"])
 def test_the_wire_sums_what_devices_send(compression, leaves, steps, seed):
     assume(sum(steps) > 0)
     rng = np.random.default_rng(seed)

@@ -9,6 +9,7 @@ import children
 import jax
 import numpy as np
 import pytest
+from marks import slow
 from resumed import EVERY, GRADIENTS, PLAIN, Case, content, data, plain_loss, raw, run, steps
 
 import elche_jax as elche
@@ -364,7 +365,7 @@ print(seen, saver.written, left, flush=True)
 """
 
 
-@pytest.mark.parametrize("on_error", ["now", "end"])
+@pytest.mark.parametrize("on_error", ["now", slow("end")])
 def test_a_disk_that_is_full(on_error, tmp_path):
     """In another process, which may not write files of this size any more."""
     folder = tmp_path / "run"

@@ -84,9 +84,9 @@ def test_other_devices_save_again_and_come_back(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "now"),
-    [("keep", 1), ("fragments", 2)]
+    [("keep", 1)]
     + [slow(name, 1) for name in ("average", "fragments", "int8", "delay")]
-    + [slow(name, 2) for name in ("keep", "average", "int8", "delay")],
+    + [slow(name, 2) for name in ("keep", "average", "fragments", "int8", "delay")],
 )
 def test_devices_that_have_their_own_are_averaged(name, now, tmp_path):
     case = AVERAGES[name]

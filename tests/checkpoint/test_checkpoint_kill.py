@@ -105,7 +105,7 @@ class Life:
 def moments(rng, kills):
     """When to kill: after which line, the how many-th, and what share of which time later."""
     most = {"begun": 1, "saving": 3, "window": 8, "from": 1, "written": 2, "ready": 1}
-    words = ["saving", "window", "written", *most]
+    words = ["written", "saving", "window", *most]
     for number in range(kills):
         word = words[number % len(words)]
         yield word, rng.randint(1, most[word]), rng.random()
@@ -115,7 +115,7 @@ def is_save(line):
     return line[0] == "saving"
 
 
-@pytest.mark.parametrize(("kills", "epochs"), [(1, 4), slow(20, 14)])
+@pytest.mark.parametrize(("kills", "epochs"), [(1, 2), slow(20, 14)])
 def test_kills(kills, epochs, tmp_path):
     with Life(tmp_path / "apart", tmp_path / "whole", epochs) as whole:
         assert whole.rest() == 0
@@ -141,7 +141,7 @@ def test_kills(kills, epochs, tmp_path):
     assert len(set(starts)) > kills // 4, "it got on, in spite of the kills"
     with Life(folder, out, epochs) as last:
         assert last.rest() == 0
-    assert last.numbers("from")[0] >= reported
+    assert last.numbers("from")[0] >= reported > 0
     (state, counts), (wanted, history) = (
         pickle.loads(path.read_bytes()) for path in (out, tmp_path / "whole")
     )

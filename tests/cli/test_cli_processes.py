@@ -37,6 +37,7 @@ def test_arguments_are_above_the_environment(start):
     assert [device["platform"] for device in json.loads(out)["devices"]] == ["cpu"] * 3
 
 
+@pytest.mark.slow  # test_cli_advise advises in this process
 def test_emulated_devices_are_made_and_advised_on(start):
     process = start(
         "advise", "--emulate", "1,3", "--seconds", "0.05", "--batch-size", "2", "--json"
@@ -49,6 +50,7 @@ def test_emulated_devices_are_made_and_advised_on(start):
     assert len(advice["devices"]) == len(advice["elche"]["counts"]) == 2
 
 
+@pytest.mark.slow  # the command line's other tests call it; the comparison is `make demo`
 def test_demo(start):
     process = start("demo", "--short")
     out, err = process.communicate(timeout=GIVE_UP)
@@ -77,6 +79,7 @@ def test_nobody_reads_any_more(start):
     assert "Traceback" not in process.stderr.read()
 
 
+@pytest.mark.slow  # as test_nobody_reads_any_more
 def test_a_pipe_that_nobody_reads_is_noticed_without_a_buffer(start):
     process = start(
         "devices", "--cpu-devices", "1", "--seconds", "0.01", PYTHONUNBUFFERED="1"
@@ -101,6 +104,7 @@ def job():
 """
 
 
+@pytest.mark.slow  # test_cli_advise has a target measured in this process
 def test_a_target_may_make_its_devices(start, tmp_path):
     (tmp_path / "train.py").write_text(TARGET)
     process = start("advise", "train.py:job", "--json", JAX_PLATFORMS="cpu", XLA_FLAGS="")

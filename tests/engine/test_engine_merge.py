@@ -53,7 +53,7 @@ def merge(rules, before, after, weights):
 weights_of = st.lists(st.sampled_from([0.0, 1.0, 2.5, 7.0]), min_size=2, max_size=4).filter(any)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), weights=weights_of)
 def test_every_rule_against_numpy(seed, weights):
     before, after = random_states(np.random.default_rng(seed), len(weights))

@@ -49,7 +49,7 @@ def assert_bits(got, want):
         assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, np.asarray(b).tobytes())
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(cases())
 @example(
     {

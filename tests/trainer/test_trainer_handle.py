@@ -204,7 +204,7 @@ said.wait()
     assert steps(tmp_path)[-1] >= 6
 
 
-@pytest.mark.parametrize("how", ["fit", "join"])
+@pytest.mark.parametrize("how", ["fit", slow("join")])
 def test_an_interrupt_ends_it(how, tmp_path):
     body = "one = trainer(cadence=elche.EveryBatch())\n"
     body += {

@@ -255,7 +255,7 @@ def whole_and_resumed(rule, stops, folder):
     return whole, want, resumed
 
 
-@pytest.mark.parametrize(("rule", "stops"), [("delay", (4, 5, 6, 8)), ("delayed diloco", (7,))])
+@pytest.mark.parametrize(("rule", "stops"), [("delay", (4, 5, 6, 8)), slow("delayed diloco", (7,))])
 def test_the_losses_of_the_epochs_wherever_it_stopped(rule, stops, tmp_path):
     """In an epoch, at its end, at the beginning of the next, and where exchanges overlap."""
     whole, want, resumed = whole_and_resumed(rule, stops, tmp_path)

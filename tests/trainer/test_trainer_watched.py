@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from fitting import DATA, HELD_OUT, PARAMS, metric_fn, own_loop, same_bits, steps, trainer
+from marks import slow
 
 import elche_jax as elche
 
@@ -46,7 +47,7 @@ def scores(folder):
     return found
 
 
-@pytest.mark.parametrize("every", [1, 4, None])
+@pytest.mark.parametrize("every", [slow(1), 4, None])
 def test_a_score_belongs_to_the_state_that_was_evaluated(every, ends, tmp_path):
     values = [19.5, 14.6, 10.9, 12.0, 11.0, 13.0]
     saving = elche.Checkpoints(
