@@ -81,6 +81,21 @@ class Packing:
         together = [tuple(pack) for _, pack in groupby(small, key=lambda i: leaves[i].dtype)]
         return cls(like, (*((i,) for i, alone in enumerate(large) if alone), *together))
 
+    @classmethod
+    def apart(cls, tree: PyTree) -> "Packing":
+        """One in which every array is alone."""
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+        return cls(like, tuple((i,) for i in range(len(jax.tree.leaves(like)))))
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Those of the buffers."""
+        leaves = jax.tree.leaves(self.like)
+        return [
+            leaves[pack[0]].shape if len(pack) == 1 else (sum(leaves[i].size for i in pack),)
+            for pack in self.packs
+        ]
+
     def pack(self, tree: PyTree) -> list[Any]:
         """The buffers, one per pack; of an array that travels alone the array."""
         leaves = jax.tree.leaves(tree)

@@ -132,9 +132,9 @@ class Each:
 
 def _on_one(fn: Callable[..., tuple[PyTree, PyTree]]) -> Callable[..., Any]:
     def on_one(*args: PyTree) -> tuple[PyTree, PyTree]:
-        own: Any = jax.tree.map(lambda leaf: leaf[0], args)
+        own: Any = jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, (0,)), args)
         stacked, shared = fn(*own)
-        return jax.tree.map(lambda x: jnp.asarray(x)[None], stacked), shared
+        return jax.tree.map(lambda x: jax.lax.expand_dims(jnp.asarray(x), (0,)), stacked), shared
 
     return on_one
 

@@ -43,7 +43,7 @@ class Sums:
     """What a device has summed over its microbatches of a window; all float32.
 
     Attributes:
-        grads: Sum of `weight * grad(loss)`, like the parameters that are trained.
+        grads: Sum of `weight * grad(loss)` of the parameters that are trained, in buffers.
         loss: Sum of `weight * loss`.
         weight: Sum of the weights.
         count: Number of microbatches.
@@ -52,7 +52,7 @@ class Sums:
         model_state: The device's model state after its last microbatch.
     """
 
-    grads: PyTree
+    grads: list[Any]
     loss: Any
     weight: Any
     count: Any
@@ -101,7 +101,7 @@ class Program:
         """Sums of no microbatch."""
         zero = jnp.zeros((), jnp.float32)
         trained, _ = self.work.selection.split(state.params)
-        grads = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trained)
+        grads = [jnp.zeros(shape, jnp.float32) for shape in self._packing(trained).shapes]
         metrics = dict.fromkeys(self.work.metrics, zero)
         return Sums(grads, zero, zero, zero, zero, metrics, state.model_state)
 
@@ -131,7 +131,8 @@ class Program:
         worked = total.weight > 0  # else nothing was counted: a window without effect
         finite &= ~worked | (total.weight >= SMALLEST_WEIGHT)
         scale = computed_once(jnp.where(worked, 1.0 / total.weight, 0.0))
-        grads = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), total.grads, trained)
+        mean = self._packing(trained).unpack([g * scale for g in total.grads], AXIS)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), mean, trained)
         tx = optax.with_extra_args_support(self.tx)  # some ask for the loss, or the work done
         updates, opt_state = tx.update(
             grads, state.opt_state, trained, value=total.loss * scale, grad=grads,
@@ -179,12 +180,13 @@ class Program:
         self, state: TrainState, payload: Payload, orders: Orders
     ) -> Callable[[Any, Sums], Sums]:
         trained, _ = self.work.selection.split(state.params)
-        gradient = self.work.gradient(state, payload, orders)
+        gradient, packing = self.work.gradient(state, payload, orders), self._packing(trained)
 
         def body(i: Any, sums: Sums) -> Sums:
             own = gradient(i, trained, sums.model_state)
+            grads = packing.pack(own.grads)
             return Sums(
-                jax.tree.map(lambda total, g: total + g * own.weight, sums.grads, own.grads),
+                [total + g * own.weight for total, g in zip(sums.grads, grads, strict=True)],
                 sums.loss + own.loss * own.weight,
                 sums.weight + own.weight,
                 sums.count + 1,
@@ -194,6 +196,15 @@ class Program:
             )
 
         return body
+
+    def _packing(self, trained: PyTree) -> Packing:
+        """How gradients are kept and exchanged, as float32.
+
+        What travels together is also summed together: an array less is an argument less of
+        both programs, and arguments are a good part of what a first window waits for.
+        """
+        like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), trained)
+        return Packing.of(like) if self.world_size > 1 else Packing.apart(like)
 
     def _clip(self, sums: Sums) -> Sums:
         weight = jnp.where(sums.weight > 0, sums.weight, 1.0)
@@ -217,8 +228,7 @@ class Program:
         # other numbers that are not finite stay so in the sum
         bad = (~own).astype(jnp.float32)
         others = (sums.replace(grads=None, model_state=None), moved, bad)
-        packing, rest = Packing.of(sums.grads), Packing.of(others)
-        buffers = packing.pack(sums.grads)
+        rest, buffers = Packing.of(others), sums.grads
         own &= all_finite((buffers, sums.loss, sums.weight))
         if self.exchange_dtype == "bfloat16":
             buffers = psum_bfloat16(buffers, AXIS, self.world_size)
@@ -227,5 +237,5 @@ class Program:
             buffers, summed = jax.lax.psum((buffers, rest.pack(others)), AXIS)
         small, moved, bad = rest.unpack(summed, AXIS)
         state = merged(self.merge, state, before, sums.weight, moved, small.weight)
-        total = small.replace(grads=packing.unpack(buffers, AXIS), model_state=state)
+        total = small.replace(grads=buffers, model_state=state)
         return total, own, (bad == 0) & all_finite((buffers, small.loss, small.weight))
