@@ -19,6 +19,10 @@ PyTree = Any
 PACK_BELOW = 64 * 2**10
 """Bytes of an array below which it is packed with others."""
 
+SUM_BELOW = 8 * 2**10
+"""Bytes of an array below which the gradients of microbatches are summed with others: of a larger
+one the copy into the buffer costs more than an array less does."""
+
 BASE = 16
 """Of the numbers that `_numbers` makes."""
 
@@ -71,21 +75,15 @@ class Packing:
     packs: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, tree: PyTree) -> "Packing":
-        """That of a pytree of arrays."""
+    def of(cls, tree: PyTree, below: int = PACK_BELOW) -> "Packing":
+        """That of a pytree of arrays; smaller ones than so many bytes travel with others."""
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
         leaves = jax.tree.leaves(like)
-        large = [x.size * x.dtype.itemsize >= PACK_BELOW for x in leaves]
+        large = [x.size * x.dtype.itemsize >= below for x in leaves]
         small = [i for i, alone in enumerate(large) if not alone]
         small.sort(key=lambda i: (str(leaves[i].dtype), leaves[i].shape))
         together = [tuple(pack) for _, pack in groupby(small, key=lambda i: leaves[i].dtype)]
         return cls(like, (*((i,) for i, alone in enumerate(large) if alone), *together))
-
-    @classmethod
-    def apart(cls, tree: PyTree) -> "Packing":
-        """One in which every array is alone."""
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-        return cls(like, tuple((i,) for i in range(len(jax.tree.leaves(like)))))
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:

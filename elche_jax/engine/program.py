@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from elche_jax.engine.exchange import Packing, psum_bfloat16
+from elche_jax.engine.exchange import SUM_BELOW, Packing, psum_bfloat16
 from elche_jax.engine.fetch import Orders, Payload
 from elche_jax.engine.loop import LoopHook, run_loop
 from elche_jax.engine.loss import SMALLEST_WEIGHT
@@ -198,13 +198,13 @@ class Program:
         return body
 
     def _packing(self, trained: PyTree) -> Packing:
-        """How gradients are kept and exchanged, as float32.
+        """How gradients are summed: small ones in one buffer.
 
-        What travels together is also summed together: an array less is an argument less of
-        both programs, and arguments are a good part of what a first window waits for.
+        An array less is an argument less of both programs, and arguments are a good part of
+        what a first window waits for.
         """
         like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), trained)
-        return Packing.of(like) if self.world_size > 1 else Packing.apart(like)
+        return Packing.of(like, below=SUM_BELOW if self.world_size > 1 else 0)
 
     def _clip(self, sums: Sums) -> Sums:
         weight = jnp.where(sums.weight > 0, sums.weight, 1.0)
@@ -228,7 +228,8 @@ class Program:
         # other numbers that are not finite stay so in the sum
         bad = (~own).astype(jnp.float32)
         others = (sums.replace(grads=None, model_state=None), moved, bad)
-        rest, buffers = Packing.of(others), sums.grads
+        packing, rest = Packing.of(sums.grads), Packing.of(others)
+        buffers = packing.pack(sums.grads)
         own &= all_finite((buffers, sums.loss, sums.weight))
         if self.exchange_dtype == "bfloat16":
             buffers = psum_bfloat16(buffers, AXIS, self.world_size)
@@ -237,5 +238,5 @@ class Program:
             buffers, summed = jax.lax.psum((buffers, rest.pack(others)), AXIS)
         small, moved, bad = rest.unpack(summed, AXIS)
         state = merged(self.merge, state, before, sums.weight, moved, small.weight)
-        total = small.replace(grads=buffers, model_state=state)
+        total = small.replace(grads=packing.unpack(buffers, AXIS), model_state=state)
         return total, own, (bad == 0) & all_finite((buffers, small.loss, small.weight))
