@@ -46,7 +46,7 @@ def psum_bfloat16(tree: PyTree, axis_name: str, world_size: int) -> PyTree:
 
     packing = Packing.of(tree)
     buffers = packing.pack(tree)
-    if not buffers:
+    if not sum(buffer.size for buffer in buffers):
         return tree
     flat = jnp.concatenate([buffer.reshape(-1) for buffer in buffers])
     padded = jnp.pad(flat, (0, -flat.size % world_size)).astype(jnp.bfloat16)

@@ -71,6 +71,12 @@ def test_two_bytes_on_the_wire_err_by_two_roundings(world, data):
         assert (np.abs(out[0] - exact) <= bound).all()
 
 
+def test_two_bytes_on_the_wire_of_no_numbers():
+    tree = {"none": np.zeros((2, 0, 3), "float32")}
+    got = mapped(lambda t: psum_bfloat16(t, "d", 2), 2)(tree)
+    assert (got["none"].shape, got["none"].dtype) == ((2, 0, 3), "float32")
+
+
 def _rounded(world):
     fn = mapped(lambda t: psum_bfloat16(t, "d", world), world)
     return lambda tree: fn(tree)
