@@ -149,6 +149,41 @@ def test_clipping_per_device_and_of_the_combined_gradient():
     assert np.linalg.norm(before) < 0.9 < 0.999 < np.linalg.norm(after)
 
 
+WIDE = 800  # columns of three numbers: more than 8 KiB
+
+
+def wide_loss(params, batch, rng):
+    wide = (batch["x"] @ params["wide"]).sum(-1) / WIDE**0.5
+    out = batch["x"] @ params["w"] + params["bias"] + wide + params["none"].sum()
+    return ((out - batch["y"]) ** 2).mean()
+
+
+def test_small_arrays_are_summed_together_and_clipped_with_the_rest():
+    """In one buffer per device, others alone; the norm that is clipped is that of all."""
+    train = elche.build_train_step(
+        wide_loss, optax.sgd(1.0), devices=jax.devices()[:2], cadence=Script([(3, 5)]),
+        config=elche.DDPConfig(max_grad_norm=1.0),
+    )  # fmt: skip
+    zeros = {"w": (3,), "bias": (), "wide": (3, WIDE), "none": (0, 2)}
+    state = train.init({name: np.zeros(shape, "f") for name, shape in zeros.items()})
+    data = {"x": X.astype("f"), "y": Y.astype("f")}
+    with train.windows(data, 8, shuffle=False) as windows:
+        for window in windows:
+            state, _ = train(state, window)
+        (runner,) = train._runners._runners.values()
+        assert [sums.shape for sums in runner._sums.grads] == [(2, 3, WIDE), (2, 4)]
+
+    def numpy(first, last):
+        w, bias = gradient(first, last), -2 * Y[first:last].mean()
+        wide = np.repeat(w / WIDE**0.5, WIDE)
+        return clipped(np.concatenate([w, [bias], wide]), 1.0)
+
+    want = (3 * numpy(0, 24) + 5 * numpy(24, 64)) / 8
+    params = elche.unreplicate(state.params)
+    got = np.concatenate([np.ravel(params[name]) for name in ("w", "bias", "wide")])
+    np.testing.assert_allclose(-got, want, rtol=1e-5, atol=1e-7)
+
+
 # -- precision ------------------------------------------------------------------------
 
 
