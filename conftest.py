@@ -31,7 +31,7 @@ if COMPILED not in os.environ:
     os.environ[COMPILED] = folder.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-# Where in the source an operation comes from takes a tenth of the time to lower it.
+# Noting where in the source each operation comes from takes a tenth of the time of lowering.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 import hypothesis  # noqa: E402
@@ -60,7 +60,7 @@ hypothesis.settings.load_profile("elche")
 def pytest_collection_finish() -> None:
     """Lets the garbage collector look less often, and never at what has been imported.
 
-    Tracing makes so many objects that it would take a tenth of the suite's time.
+    Tracing makes so many objects that collecting would take a tenth of the suite's time.
     """
     gc.collect()
     gc.freeze()

@@ -39,7 +39,7 @@ def loss_on(tmp_path_factory):
     return run
 
 
-@pytest.mark.slow  # the suite shows what each of its lines does
+@pytest.mark.slow  # tests/train and tests/trainer show what its lines do
 @pytest.mark.parametrize("devices", [4, 1])
 def test_scripts_of_the_readme_run_and_the_devices_do_not_matter(devices, loss_on):
     assert loss_on(devices) < 0.3

@@ -1,8 +1,8 @@
 """The only file that names `jax.pmap`: one function, mapped over the devices of a group.
 
 Every array of a group is *stacked*: a leading axis with one entry per device, each entry
-on its device. With one device the program is a plain `jit` that strips that axis inside,
-which costs nothing.
+on its device. With one device the program is a plain `jit` that strips that axis inside: a
+reshape, but it may keep XLA from writing a result where an argument was that is given up.
 """
 
 import sys

@@ -201,7 +201,7 @@ class Program:
         """How gradients are summed: small ones in one buffer.
 
         An array less is an argument less of both programs, and arguments are a good part of
-        what a first window waits for.
+        what a first window waits for. On one device sums are no arguments.
         """
         like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), trained)
         return Packing.of(like, below=SUM_BELOW if self.world_size > 1 else 0)

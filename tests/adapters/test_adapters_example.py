@@ -27,7 +27,7 @@ def test_the_example_learns_and_resumes(tmp_path):
     assert again.returncode == 1 and "resume='never'" in again.stderr
 
 
-@pytest.mark.slow  # of an example's own command line
+@pytest.mark.slow  # only `make test-all` runs this example
 def test_bad_arguments(tmp_path):
     done = run(tmp_path, "--devices", "0")
     assert (done.returncode, done.stdout) == (2, "")

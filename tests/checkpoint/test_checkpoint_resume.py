@@ -24,7 +24,7 @@ def both(case, folder, world, cadence=None):
     return whole, run(case, folder, world=world, cadence=cadence, resume="must")
 
 
-QUICK = ("dropout", "keep", "host")
+QUICK = ("dropout", "delayed_diloco", "host")
 """One case of each kind: gradients, averages on the devices, and on the host."""
 
 
@@ -89,7 +89,7 @@ def test_stopped_between_two_checkpoints(name, tmp_path):
     assert resumed.counts_history == train.counts_history
 
 
-@pytest.mark.slow  # of the cases, which are all run with it
+@pytest.mark.slow  # test_the_same_bits in `make test-all` needs it
 def test_every_case_has_what_it_is_for():
     """Devices differ where they should, and the guard has something to say."""
     state, train = run(AVERAGES["keep"], until=4)

@@ -50,7 +50,7 @@ def test_emulated_devices_are_made_and_advised_on(start):
     assert len(advice["devices"]) == len(advice["elche"]["counts"]) == 2
 
 
-@pytest.mark.slow  # the command line's other tests call it; the comparison is `make demo`
+@pytest.mark.slow  # only `make test-all` shows that it ends, and what it prints
 def test_demo(start):
     process = start("demo", "--short")
     out, err = process.communicate(timeout=GIVE_UP)
