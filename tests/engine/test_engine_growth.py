@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from marks import slow
 
 import elche_jax as elche
 from elche_jax.engine.mapped import Mapped
@@ -50,10 +51,9 @@ def ends(monkeypatch, arrays, **options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"config": elche.DDPConfig(max_grad_norm=1.0)},
-        {"averaging": elche.ParameterAveraging(optimizer_state="average")},
+        pytest.param({"config": elche.DDPConfig(max_grad_norm=1.0)}, id="gradients"),
+        slow({"averaging": elche.ParameterAveraging(optimizer_state="average")}, id="averaging"),
     ],
-    ids=["gradients", "averaging"],
 )
 def test_arrays_of_a_shape_share_their_kernels(monkeypatch, options):
     """A kernel is compiled once for all arrays that are treated alike, and kernels are most
