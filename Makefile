@@ -8,8 +8,8 @@ RUN := $(VENV)/bin/python
 # order, as the last ones are short. A process that crashes ends the run: xdist waits forever
 # for what it would have done.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
-# Most of a suite's time goes into compiling: these programs are compiled quickly. test-newest
-# has those that users have, and so has any target with QUICKLY= on the command line.
+# Most of a suite's time goes into compiling: these programs are compiled quickly. With QUICKLY= on
+# the command line they are those that users have.
 QUICKLY := JAX_DISABLE_MOST_OPTIMIZATIONS=1
 PIP := -m pip install --quiet --disable-pip-version-check
 
@@ -36,7 +36,7 @@ test-all: $(VENV)/.installed
 	$(QUICKLY) $(RUN) -m pytest -q $(WORKERS) $(ARGS)
 
 test-newest: $(NEWEST)/.installed
-	$(NEWEST)/bin/python -m pytest -q $(WORKERS) $(ARGS)
+	$(QUICKLY) $(NEWEST)/bin/python -m pytest -q $(WORKERS) $(ARGS)
 
 bench: $(VENV)/.installed
 	$(RUN) benchmarks/import_time.py

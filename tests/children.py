@@ -20,6 +20,9 @@ sys.modules["elche_jax"] = package
 """How a program begins that takes a layer without JAX: quickly, as `elche_jax/__init__.py`, which
 loads JAX, is not run."""
 
+COMMON = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_USE_SHARDY_PARTITIONER": "true"}
+"""Variables of all children. Without Shardy, as the suite compiles, JAX warns on stderr."""
+
 LIMIT = 300
 """Seconds after which a child is killed, so that nobody reads from it forever."""
 
@@ -34,7 +37,7 @@ def started(*command: object, env: dict[str, str] | None = None, **options) -> I
         options: What else `subprocess.Popen` takes.
     """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    given = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | (env or {})
+    given = os.environ | COMMON | (env or {})
     with _interruptible():
         child = subprocess.Popen(
             list(map(str, command)), env=given, start_new_session=True, **pipes | options
