@@ -7,9 +7,9 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from subprocess import TimeoutExpired
+from subprocess import PIPE, TimeoutExpired
 
-__all__ = ["NO_JAX", "ROOT", "TimeoutExpired", "run", "started"]
+__all__ = ["NO_JAX", "PIPE", "ROOT", "TimeoutExpired", "run", "started"]
 ROOT = Path(__file__).parents[1]
 NO_JAX = f"""
 import sys, types

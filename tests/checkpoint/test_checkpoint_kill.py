@@ -1,7 +1,9 @@
 """A process that is killed, whenever, and started again, ends with the same bits."""
 
+import os
 import pickle
 import random
+import signal
 import sys
 import time
 
@@ -13,58 +15,76 @@ from marks import slow
 EVERY = 3
 SEED = 5
 
-CHILD = """
-import pickle, sys
-import jax
-jax.config.update("jax_num_cpu_devices", 4)
-import jax.numpy as jnp, numpy as np, optax
+LIVES = """
+import os, pickle, sys, traceback, warnings
+import jax, jax.numpy as jnp, numpy as np, optax, orbax.checkpoint
 import elche_jax as elche
 
-folder, out, epochs = sys.argv[1:]
-rng = np.random.default_rng(0)
-x = rng.normal(size=(4096, 256)).astype("float32")
-data = {"x": x, "y": np.sin(x).sum(1)}
-params = {"a": rng.normal(size=(256, 256)).astype("float32") / 16, "b": np.ones(256, "float32")}
+def live(folder, out, epochs):
+    jax.config.update("jax_num_cpu_devices", 4)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(4096, 256)).astype("float32")
+    data = {"x": x, "y": np.sin(x).sum(1)}
+    params = {"a": rng.normal(size=(256, 256)).astype("float32") / 16, "b": np.ones(256, "float32")}
 
-def loss_fn(params, batch, rng):
-    hidden = jnp.tanh(batch["x"] @ params["a"]) * jax.random.bernoulli(rng, 0.9, (256,))
-    return (hidden @ params["b"] - batch["y"]) ** 2
+    def loss_fn(params, batch, rng):
+        hidden = jnp.tanh(batch["x"] @ params["a"]) * jax.random.bernoulli(rng, 0.9, (256,))
+        return (hidden @ params["b"] - batch["y"]) ** 2
+
+    script = [(3, 1, 2, 2), (1, 1, 1, 1)] * 200  # more than twenty lives get done
+    train = elche.build_train_step(loss_fn, optax.adam(1e-3), cadence=elche.Replay(script))
+    state, written = train.init(params), None
+    say("ready")
+    saver = elche.Checkpointer(train, elche.Checkpoints(folder, every_windows=3, keep_last=2))
+    state, cursor = saver.restore(state, resume="auto")
+    say("from", 0 if cursor is None else cursor.window)
+    for window in train.windows(data, batch_size=32, epochs=int(epochs), cursor=cursor):
+        state, metrics = train(state, window)
+        jax.block_until_ready(metrics)
+        say("window", window.index)
+        if saver.written != written:
+            written = saver.written
+            say("written", written)
+        if saver.save(state, window):
+            say("saving", window.index + 1)
+    saver.close()
+    with open(out, "wb") as file:
+        pickle.dump((jax.device_get(state), train.counts_history), file)
+    say("done")
 
 def say(*words):
     print(*words, flush=True)
 
-script = [(3, 1, 2, 2), (1, 1, 1, 1)] * 200  # more than twenty lives get done
-train = elche.build_train_step(loss_fn, optax.adam(1e-3), cadence=elche.Replay(script))
-state, written = train.init(params), None
-say("ready")
-saver = elche.Checkpointer(train, elche.Checkpoints(folder, every_windows=3, keep_last=2))
-state, cursor = saver.restore(state, resume="auto")
-say("from", 0 if cursor is None else cursor.window)
-for window in train.windows(data, batch_size=32, epochs=int(epochs), cursor=cursor):
-    state, metrics = train(state, window)
-    jax.block_until_ready(metrics)
-    say("window", window.index)
-    if saver.written != written:
-        written = saver.written
-        say("written", written)
-    if saver.save(state, window):
-        say("saving", window.index + 1)
-saver.close()
-with open(out, "wb") as file:
-    pickle.dump((jax.device_get(state), train.counts_history), file)
-say("done")
+warnings.filterwarnings("ignore", r".*fork\\(\\)")  # no thread is running yet
+child = None
+for line in sys.stdin:
+    if child is not None:
+        os.waitpid(child, 0)
+    child = os.fork()
+    if not child:
+        try:
+            live(*line.rstrip().split("|"))
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    say("begun", child)
+    end = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # its number is still its own
+    say("ended", end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
 """
+"""Runs one life after the other, each a process of its own: what takes most of a life is the
+import of the libraries, which all share."""
 
 
-class Life:
-    """A process, and the lines it has printed."""
+class Lives:
+    """What starts lives; ends with them."""
 
-    def __init__(self, folder, out, epochs):
-        self.begun, self.lines, self.at = time.perf_counter(), [], []
+    def __init__(self, folder):
         # programs of their own, as a kill may leave half of one
-        env = {"JAX_COMPILATION_CACHE_DIR": str(out.parent / "compiled")}
-        command = (sys.executable, "-c", CHILD, folder, out, epochs)
-        self._started = children.started(*command, stderr=None, env=env)
+        env = {"JAX_COMPILATION_CACHE_DIR": str(folder), "OPENBLAS_NUM_THREADS": "1"}
+        self._started = children.started(
+            sys.executable, "-c", LIVES, stderr=None, stdin=children.PIPE, env=env
+        )
 
     def __enter__(self):
         self._process = self._started.__enter__()
@@ -73,29 +93,41 @@ class Life:
     def __exit__(self, *error):
         self._started.__exit__(*error)
 
+    def begin(self, *args):
+        """Begins a life."""
+        print(*args, sep="|", file=self._process.stdin, flush=True)
+        return Life(self._process.stdout)
+
+
+class Life:
+    """A process, and the lines it has printed."""
+
+    def __init__(self, stdout):
+        self._stdout, self.lines, self.at, self.code = stdout, [], [], None
+        assert self.until("begun")
+        (self._pid,), self.begun = self.numbers("begun"), self.at[0]
+
     def until(self, word, number=1):
         """Reads until the so many-th line that begins with a word, or the end."""
-        while sum(line[0] == word for line in self.lines) < number:
-            line = self._process.stdout.readline()
-            if not line:
-                return False
-            self.lines.append(line.split())
+        while self.code is None and sum(line[0] == word for line in self.lines) < number:
+            line = self._stdout.readline().split()
+            assert line, "what starts lives has died"
+            self.lines.append(line)
             self.at.append(time.perf_counter())
-        return True
+            if line[0] == "ended":
+                self.code = int(line[1])
+        return sum(line[0] == word for line in self.lines) >= number
 
     def kill(self, seconds):
         """Kills it so many seconds later; False where it had ended before."""
-        try:
-            self._process.wait(seconds)
-        except children.TimeoutExpired:
-            self._process.kill()
-        self.rest()
-        return self._process.returncode == -9
+        time.sleep(seconds)
+        os.kill(self._pid, signal.SIGKILL)
+        return self.rest() == -signal.SIGKILL
 
     def rest(self):
-        """Reads what is left, and waits for the end."""
-        self.until("nothing more")
-        return self._process.wait(60)
+        """Reads what is left, waits for the end, and gives the exit code."""
+        assert self.until("ended")
+        return self.code
 
     def numbers(self, word):
         """The numbers after a word."""
@@ -117,8 +149,13 @@ def is_save(line):
 
 @pytest.mark.parametrize(("kills", "epochs"), [(1, 2), slow(20, 14)])
 def test_kills(kills, epochs, tmp_path):
-    with Life(tmp_path / "apart", tmp_path / "whole", epochs) as whole:
-        assert whole.rest() == 0
+    with Lives(tmp_path / "compiled") as lives:
+        lived(lives, kills, epochs, tmp_path)
+
+
+def lived(lives, kills, epochs, tmp_path):
+    whole = lives.begin(tmp_path / "apart", tmp_path / "whole", epochs)
+    assert whole.rest() == 0
     at = {
         line[0]: moment for line, moment in reversed(list(zip(whole.lines, whole.at, strict=True)))
     }
@@ -130,17 +167,17 @@ def test_kills(kills, epochs, tmp_path):
     }  # fmt: skip
     folder, out, reported, starts = tmp_path / "run", tmp_path / "out", 0, []
     for word, number, share in moments(random.Random(SEED), kills):
-        with Life(folder, out, epochs) as life:
-            assert word == "begun" or life.until(word, number), life.lines
-            assert life.kill(share * takes[word]), "it ended before it was killed"
+        life = lives.begin(folder, out, epochs)
+        assert life.until(word, number), life.lines
+        assert life.kill(share * takes[word]), "it ended before it was killed"
         assert not out.exists()
         for start in life.numbers("from"):
             starts.append(start)
             assert start >= reported and start % EVERY == 0
         reported = max([reported, *life.numbers("written")])
     assert len(set(starts)) > kills // 4, "it got on, in spite of the kills"
-    with Life(folder, out, epochs) as last:
-        assert last.rest() == 0
+    last = lives.begin(folder, out, epochs)
+    assert last.rest() == 0
     assert last.numbers("from")[0] >= reported > 0
     (state, counts), (wanted, history) = (
         pickle.loads(path.read_bytes()) for path in (out, tmp_path / "whole")
