@@ -1,5 +1,6 @@
 """What runs the windows of a training step: one runner per kind of loss and model."""
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from elche_jax.train.averaging import sent_bytes
 from elche_jax.train.options import Options
 
 PyTree = Any
+logger = logging.getLogger("elche_jax")
 
 
 @dataclass(frozen=True)
@@ -145,9 +147,18 @@ class Runners:
             self._runners[known] = self._make(work, initial)
         runner = self._runners[known]
         if isinstance(runner, Runner) and runner is not self._used:
-            runner.unreported = self.unreported
+            self._hand_on(runner)
         self._used = runner
         return runner
+
+    def _hand_on(self, runner: Runner) -> None:
+        rows = self.unreported
+        runner.unreported = rows
+        if rows is not None and jax.tree.structure(runner.unreported) != jax.tree.structure(rows):
+            logger.warning(
+                "train: loss and metrics of the last window before this one are not reported, as "
+                "it was of another averaging rule or had other metrics."
+            )
 
     def _make(self, work: Microbatches, initial: Initial) -> Runner | HostRunner:
         options, shapes = self._options, initial.shapes

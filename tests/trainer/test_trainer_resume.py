@@ -13,6 +13,7 @@ from fitting import (
     HELD_OUT,
     MODEL_STATE,
     PARAMS,
+    loss_fn,
     metric_fn,
     same_bits,
     stateful_loss_fn,
@@ -294,3 +295,17 @@ def test_the_last_window_is_told_of_on_fewer_devices(tmp_path):
     _, got = part.seen[0]
     assert float(got["weight"]) == float(want["weight"]) == 6 * 8
     assert [float(got[name]) for name in NAMES] == pytest.approx([float(want[n]) for n in NAMES])
+
+
+def test_what_no_window_can_tell_any_more_is_said(tmp_path, caplog):
+    def renamed(params, batch, rng):
+        error, metrics = loss_fn(params, batch, rng)
+        return error, {"absolute": metrics["mae"]}
+
+    options = {"data": DATA, "batch_size": 8, "progress": False}
+    options["checkpoints"] = elche.Checkpoints(tmp_path)
+    trainer(**RULES["delay"]).fit(PARAMS, **options, epochs=1)
+    told = "train: loss and metrics of the last window before this one are not reported, as it"
+    assert told not in caplog.text
+    trainer(loss=renamed, **RULES["delay"]).fit(PARAMS, **options, epochs=2, resume="must")
+    assert caplog.text.count(told) == 1
