@@ -105,10 +105,10 @@ class FitPlan:
             rule = "have a folder where there is no run_dir"
             raise ValueError(check.message(where, "checkpoints", rule, None))
 
-    @property
+    @cached_property
     def folder(self) -> Path | None:
-        """The run's folder."""
-        return None if self.run_dir is None else Path(fsdecode(self.run_dir))
+        """The run's folder, wherever the process goes meanwhile."""
+        return None if self.run_dir is None else Path(fsdecode(self.run_dir)).absolute()
 
     @cached_property
     def saving(self) -> Checkpoints | None:

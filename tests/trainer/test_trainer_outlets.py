@@ -40,6 +40,19 @@ def test_the_folder_of_a_run(run):
     assert page.startswith("<!doctype html>") and folder.name in page
 
 
+def test_the_folder_of_a_run_stays_where_it_is(tmp_path, monkeypatch):
+    class Elsewhere(elche.Callback):
+        def on_epoch(self, moment, metrics):
+            (tmp_path / "elsewhere").mkdir(exist_ok=True)
+            monkeypatch.chdir(tmp_path / "elsewhere")
+
+    monkeypatch.chdir(tmp_path)
+    trainer().fit(PARAMS, DATA, 8, 2, run_dir="run", callbacks=[Elsewhere()], progress=False)
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {"timeline.jsonl", "metrics.csv", "checkpoints", "report.html"}
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_the_table_is_the_history(run):
     folder, result = run
     with (folder / "metrics.csv").open(newline="") as file:
