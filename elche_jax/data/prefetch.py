@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
+from elche_jax._waiting import interruptible
+
 Item = TypeVar("Item")
 _END = object()
 
@@ -52,7 +54,8 @@ class Prefetch(Generic[Item]):
     def __next__(self) -> Item:
         if self._stop.is_set():
             raise StopIteration
-        item = self._ready.get()
+        with interruptible():
+            item = self._ready.get()
         if item is _END:
             self.close()
             raise StopIteration

@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
+from elche_jax._waiting import interruptible
+
 logger = logging.getLogger("elche_jax")
 
 Build = Callable[[], Any]
@@ -86,7 +88,8 @@ class CompileCache:
             if new:
                 self._fill(key, entry, build)
             else:
-                entry.done.wait()
+                with interruptible():
+                    entry.done.wait()
         finally:
             with self._changed:
                 self._waited_for -= 1

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from elche_jax._waiting import interruptible
 from elche_jax.averaging.host.board import Outcome
 from elche_jax.averaging.host.exchange import HostExchange
 from elche_jax.cadence import STABLE, clamp_counts
@@ -216,7 +217,7 @@ class Run:
 
     def dispatching(self, window: Window) -> None:
         """Before the dispatch: waits while too many windows are in flight."""
-        with self._changed:
+        with interruptible(), self._changed:
             if self._feed.world_size > 1:
                 self._changed.wait_for(
                     lambda: self._error or self._closed or len(self._flying) < self._in_flight
@@ -286,7 +287,7 @@ class Run:
         """The loop has used its last window: waits until those in flight are over."""
         while self._tokens:
             self._land()
-        with self._changed:
+        with interruptible(), self._changed:
             self._changed.wait_for(lambda: self._error or self._closed or not self._flying)
         self.check()
 

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from elche_jax._waiting import interruptible
 from elche_jax.trainer.epochs import EpochMetrics
 
 
@@ -47,7 +48,7 @@ class Control:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for the end; False where it does not come in time."""
-        with self._changed:
+        with interruptible(), self._changed:
             return self._changed.wait_for(lambda: self._ended, timeout)
 
     def result(self) -> Any:
@@ -72,6 +73,6 @@ class Control:
             number += len(there)
 
     def _next(self, number: int) -> tuple[EpochMetrics, ...]:
-        with self._changed:
+        with interruptible(), self._changed:
             self._changed.wait_for(lambda: len(self._epochs) > number or self._ended)
         return self.since(number)

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from elche_jax._waiting import interruptible
 from elche_jax.averaging.host.average import Average, Delivery
 from elche_jax.engine.timing import WindowTimes
 
@@ -181,7 +182,7 @@ class Board:
     # -- the loop --------------------------------------------------------------------
 
     def admit(self, counts: tuple[int, ...]) -> frozenset[int]:
-        with self.changed:
+        with interruptible(), self.changed:
             self._until(lambda: self._has_room(counts))
             return frozenset(self.late)
 
@@ -204,7 +205,7 @@ class Board:
             self.changed.notify_all()
 
     def wait(self, number: int) -> Outcome:
-        with self.changed:
+        with interruptible(), self.changed:
             window = self.windows[number]
             self._until(lambda: window.average is not None)
             return self._outcome(window)
