@@ -21,19 +21,22 @@ sys.modules["elche_jax"] = package
 loads JAX, is not run."""
 
 COMMON = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_USE_SHARDY_PARTITIONER": "true"}
-"""Variables of all children. Without Shardy, as the suite compiles, JAX warns on stderr."""
+"""Variables of all children. Where Shardy is off, as in `make test`, XLA warns on stderr."""
 
 LIMIT = 300
 """Seconds after which a child is killed, so that nobody reads from it forever."""
 
 
 @contextlib.contextmanager
-def started(*command: object, env: dict[str, str] | None = None, **options) -> Iterator:
+def started(
+    *command: object, env: dict[str, str] | None = None, limit: float = LIMIT, **options
+) -> Iterator:
     """Starts a process, and kills its group in the end.
 
     Args:
         command: The program and its arguments.
         env: Variables beside those of this process.
+        limit: Seconds after which it is killed.
         options: What else `subprocess.Popen` takes.
     """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -42,7 +45,7 @@ def started(*command: object, env: dict[str, str] | None = None, **options) -> I
         child = subprocess.Popen(
             list(map(str, command)), env=given, start_new_session=True, **pipes | options
         )
-    too_late = threading.Timer(LIMIT, _kill, [child])
+    too_late = threading.Timer(limit, _kill, [child])
     too_late.start()
     try:
         yield child
@@ -50,7 +53,8 @@ def started(*command: object, env: dict[str, str] | None = None, **options) -> I
         too_late.cancel()
         _kill(child)
         for stream in filter(None, (child.stdin, child.stdout, child.stderr)):
-            stream.close()
+            with contextlib.suppress(BrokenPipeError):  # what a dead child did not read
+                stream.close()
         child.wait()
 
 
