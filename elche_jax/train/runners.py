@@ -146,18 +146,22 @@ class Runners:
             )
             self._runners[known] = self._make(work, initial)
         runner = self._runners[known]
-        if isinstance(runner, Runner) and runner is not self._used:
+        if runner is not self._used:
             self._hand_on(runner)
         self._used = runner
         return runner
 
-    def _hand_on(self, runner: Runner) -> None:
-        rows = self.unreported
-        runner.unreported = rows
-        if rows is not None and jax.tree.structure(runner.unreported) != jax.tree.structure(rows):
+    def _hand_on(self, runner: Runner | HostRunner) -> None:
+        """Gives a runner what the one before has not reported yet, where it can report it."""
+        rows, taken = self.unreported, None
+        self._unreported = None
+        if isinstance(runner, Runner):
+            runner.unreported = rows
+            taken = runner.unreported
+        if rows is not None and jax.tree.structure(taken) != jax.tree.structure(rows):
             logger.warning(
-                "train: loss and metrics of the last window before this one are not reported, as "
-                "it was of another averaging rule or had other metrics."
+                "train: loss and metrics of the window before the stop are not reported, as this "
+                "run has one device, other metrics or an exchange on the host."
             )
 
     def _make(self, work: Microbatches, initial: Initial) -> Runner | HostRunner:

@@ -297,15 +297,26 @@ def test_the_last_window_is_told_of_on_fewer_devices(tmp_path):
     assert [float(got[name]) for name in NAMES] == pytest.approx([float(want[n]) for n in NAMES])
 
 
-def test_what_no_window_can_tell_any_more_is_said(tmp_path, caplog):
-    def renamed(params, batch, rng):
-        error, metrics = loss_fn(params, batch, rng)
-        return error, {"absolute": metrics["mae"]}
+def renamed(params, batch, rng):
+    error, metrics = loss_fn(params, batch, rng)
+    return error, {"absolute": metrics["mae"]}
 
+
+@pytest.mark.parametrize(
+    ("devices", "changed", "lost"),
+    [
+        (4, {}, 0),
+        (4, {"loss": renamed}, 1),
+        (4, RULES["host"], 1),
+        (1, {}, 1),
+    ],
+    ids=["same", "renamed", "host", "one"],
+)
+def test_what_no_window_can_tell_any_more_is_said(devices, changed, lost, tmp_path, caplog):
     options = {"data": DATA, "batch_size": 8, "progress": False}
     options["checkpoints"] = elche.Checkpoints(tmp_path)
     trainer(**RULES["delay"]).fit(PARAMS, **options, epochs=1)
-    told = "train: loss and metrics of the last window before this one are not reported, as it"
-    assert told not in caplog.text
-    trainer(loss=renamed, **RULES["delay"]).fit(PARAMS, **options, epochs=2, resume="must")
-    assert caplog.text.count(told) == 1
+    again = trainer(devices, **RULES["delay"] | changed)
+    again.fit(PARAMS, **options, epochs=2, resume="must")
+    said = "train: loss and metrics of the window before the stop are not reported, as this run"
+    assert caplog.text.count(said) == lost
