@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from textwrap import shorten
 from typing import IO, Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from elche_jax import _check as check
 from elche_jax._exit import before_exit
+from elche_jax._waiting import interruptible
 from elche_jax.checkpoint.lock import lock
 from elche_jax.checkpoint.options import RESUME, Checkpoints
 from elche_jax.checkpoint.snapshot import (
@@ -124,6 +125,7 @@ class Checkpointer:
         self._train, self._checkpoints, self._folder = train, checkpoints, folder.absolute()
         self.written: int | None = None
         self._thread: threading.Thread | None = None
+        self._written = threading.Event()  # of the thread
         self._error: BaseException | None = None
         self._step: int | None = None
         self._last = time.monotonic()
@@ -271,13 +273,15 @@ class Checkpointer:
         job = _Job(window, take(state, self._train.common(state)), run, score, notes)
         thread = threading.Thread(target=self._write, args=(store, job), name="elche-checkpoint")
         thread.start()
-        self._thread = thread
+        self._thread, self._written = thread, job.over
         self._forget = before_exit(thread.join)
         return True
 
     def wait(self) -> None:
         """Waits until what was saved is on the disk, or has failed."""
         if self._thread is not None:
+            with interruptible():  # a join that is interrupted takes the thread for ended (3.11)
+                self._written.wait()
             self._thread.join()
             self._forget()
             self._thread = None
@@ -326,6 +330,12 @@ class Checkpointer:
         ) from error
 
     def _write(self, store: Store, job: "_Job") -> None:
+        try:
+            self._save(store, job)
+        finally:
+            job.over.set()
+
+    def _save(self, store: Store, job: "_Job") -> None:
         begun = time.perf_counter()
         step = job.window.index + 1
         try:
@@ -382,6 +392,7 @@ class _Job:
     run: Mapping[str, Any]
     score: float | None
     more: Notes | None
+    over: threading.Event = field(default_factory=threading.Event)
 
     def leaves(self) -> dict[str, np.ndarray]:
         """The arrays by name."""

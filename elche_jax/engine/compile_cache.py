@@ -79,12 +79,13 @@ class CompileCache:
             self._count(hits=1)
             return entry.program
         begun = time.perf_counter()
-        with self._lock:
-            self._waited_for += 1
-            entry.begun = False
-            if key in self._jobs:  # prepared, and not begun
-                new, (_, build) = True, self._jobs.pop(key)
+        waits = 0
         try:
+            with self._lock:
+                self._waited_for, waits = self._waited_for + 1, 1
+                entry.begun = False
+                if key in self._jobs:  # prepared, and not begun
+                    new, (_, build) = True, self._jobs.pop(key)
             if new:
                 self._fill(key, entry, build)
             else:
@@ -92,7 +93,7 @@ class CompileCache:
                     entry.done.wait()
         finally:
             with self._changed:
-                self._waited_for -= 1
+                self._waited_for -= waits
                 self._changed.notify_all()
         self._count(misses=1, waited_s=time.perf_counter() - begun)
         if entry.error is not None:

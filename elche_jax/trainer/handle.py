@@ -86,6 +86,7 @@ class Handle:
             ended = self._control.wait(timeout)
         except KeyboardInterrupt:
             self.stop()
+            self._control.wait()  # a join that is interrupted takes the thread for ended (3.11)
             self._thread.join()
             raise
         if not ended:

@@ -93,15 +93,16 @@ class FitPlan:
         for name, values, kind in parts:
             for at, value in enumerate(check.items(where, name, values, f"{kind.__name__}s")):
                 check.instance(where, f"{name}[{at}]", value, kind)
-        if self.resume != "never" and self.saving is None:
+        folder, saving = self.folder, self.saving  # now, as the process may go elsewhere
+        if self.resume != "never" and saving is None:
             rule = "be 'never' without checkpoints"
             todo = "Pass checkpoints or run_dir."
             raise ValueError(check.message(where, "resume", rule, repr(self.resume), todo))
-        if self.log_every is not None and not self.writers and self.run_dir is None:
+        if self.log_every is not None and not self.writers and folder is None:
             rule = "be None without writers and run_dir"
             todo = "There is nobody to write to."
             raise ValueError(check.message(where, "log_every", rule, self.log_every, todo))
-        if self.checkpoints is not None and self.saving is None:
+        if self.checkpoints is not None and saving is None:
             rule = "have a folder where there is no run_dir"
             raise ValueError(check.message(where, "checkpoints", rule, None))
 
