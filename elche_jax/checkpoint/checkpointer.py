@@ -117,6 +117,8 @@ class Checkpointer:
 
     def __init__(self, train: TrainStep, checkpoints: Checkpoints):
         check_one_process("Checkpointer")
+        check.instance("Checkpointer", "train", train, TrainStep)
+        check.instance("Checkpointer", "checkpoints", checkpoints, Checkpoints)
         folder = checkpoints.path
         if folder is None:
             todo = "Write Checkpoints('runs/name')."
@@ -251,10 +253,16 @@ class Checkpointer:
         Raises:
             CheckpointError: An earlier one could not be written, with `on_error="now"`.
             NonFiniteError, ReplicaMismatch: Of a window under way.
+            TypeError: `window` is none.
             ValueError: The folder has a checkpoint of this window or a later one, which
-                `restore` was not asked for.
+                `restore` was not asked for; or another window was trained since.
         """
         self.check()
+        check.instance("Checkpointer.save", "window", window, Window)
+        if window.run.trained != window.index:
+            rule = f"be the one that was trained last ({window.run.trained})"
+            todo = "Save before the next window is trained."
+            raise ValueError(check.message("Checkpointer.save", "window", rule, window.index, todo))
         step = window.index + 1
         store = self._store
         if store is None or not (force or self.due(window)) or self._step == step:

@@ -6,7 +6,7 @@ dataset with `__len__` and `__getitem__` (`MapSource`), and an iterable of micro
 """
 
 import time
-from collections.abc import Iterable, Iterator, MappingView
+from collections.abc import Iterable, Iterator, MappingView, Sequence
 from typing import Any
 
 import jax
@@ -26,12 +26,17 @@ interpreter only every 5 ms, and the loop that feeds the devices would wait that
 """
 
 
-def stack(examples: list[PyTree]) -> PyTree:
+def stack(examples: list[PyTree], numbers: Sequence[int] | None = None) -> PyTree:
     """Stacks equally structured examples along a new leading axis, on the host.
+
+    Args:
+        examples: The examples.
+        numbers: Their numbers in the dataset, for messages; None: from 0 on.
 
     Raises:
         ValueError: The examples differ in structure, or a leaf in shape.
     """
+    numbers = range(len(examples)) if numbers is None else numbers
     first, structure = jax.tree.flatten(examples[0])
     rows = [np.empty((len(examples), *np.shape(leaf)), np.asarray(leaf).dtype) for leaf in first]
     for position, example in enumerate(examples):
@@ -39,13 +44,13 @@ def stack(examples: list[PyTree]) -> PyTree:
         if found != structure:
             raise ValueError(
                 f"data: every example must have one structure ({structure}), "
-                f"example {position} of a block has {found}."
+                f"example {numbers[position]} has {found}."
             )
         for row, leaf in zip(rows, map(np.asarray, leaves), strict=True):
             if leaf.shape != row.shape[1:] or leaf.dtype != row.dtype:
                 raise ValueError(
                     f"data: every example must have one shape and dtype "
-                    f"({row.shape[1:]}, {row.dtype}), example {position} of a block has "
+                    f"({row.shape[1:]}, {row.dtype}), example {numbers[position]} has "
                     f"{leaf.shape}, {leaf.dtype}."
                 )
             row[position] = leaf
@@ -107,7 +112,7 @@ class MapSource:
             examples.append(self.example(i))
             if number % HAND_OVER == 0:
                 time.sleep(0)
-        return stack(examples)
+        return stack(examples, index.tolist())
 
 
 class IterableSource:

@@ -42,7 +42,7 @@ def select_devices(
         ValueError: There is none, one of them appears twice, or the job has several
             processes.
     """
-    chosen = _listed(devices, where)
+    chosen = listed(devices, where)
     check_one_process(where)
     return chosen
 
@@ -64,7 +64,8 @@ def check_one_process(where: str) -> None:
         )
 
 
-def _listed(devices: Sequence[jax.Device] | None, where: str) -> tuple[jax.Device, ...]:
+def listed(devices: Sequence[jax.Device] | None, where: str) -> tuple[jax.Device, ...]:
+    """The devices as a tuple, see `select_devices`; of whatever process they are."""
     chosen = jax.local_devices() if devices is None else devices
     if not isinstance(chosen, Iterable):
         raise TypeError(
@@ -127,7 +128,7 @@ def device_summary(devices: Sequence[jax.Device] | None = None) -> str:
         >>> device_summary(jax.devices("cpu")[:1])
         'elche: 1 device | cpu'
     """
-    groups = group_devices(_listed(devices, "device_summary"))
+    groups = group_devices(listed(devices, "device_summary"))
     platforms = {group.devices[0].platform for group in groups}
     noun = {"gpu": "GPU", "tpu": "TPU"}.get(platforms.pop(), "device")
     if platforms:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from elche_jax.engine.checksum import checksums, differing
+from elche_jax.engine.devices import listed
 from elche_jax.engine.mapped import stack_shards, stacked_sharding
 
 PyTree = Any
@@ -28,6 +29,10 @@ def replicate(tree: PyTree, devices: Sequence[jax.Device]) -> PyTree:
         The same structure; leaves `(len(devices),) + shape`, entry `d` on device `d`.
         No leaf shares memory with the argument.
 
+    Raises:
+        TypeError: `devices` are no devices, a leaf is no array of numbers.
+        ValueError: There is no device, or one twice.
+
     Examples:
         >>> import jax, numpy as np
         >>> from elche_jax import replicate, unreplicate
@@ -35,17 +40,23 @@ def replicate(tree: PyTree, devices: Sequence[jax.Device]) -> PyTree:
         >>> tree["w"].shape, unreplicate(tree)["w"].shape
         ((1, 3), (3,))
     """
+    devices = listed(devices, "replicate")
     sharding = stacked_sharding(devices)
 
-    def copy(leaf: Any) -> jax.Array:
+    def copy(path: Any, leaf: Any) -> jax.Array:
         if is_key(leaf):
-            data = copy(jax.random.key_data(leaf))
+            data = copy(path, jax.random.key_data(leaf))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
         row = np.array(leaf)[None]  # a copy, as the CPU may read it in place
+        if row.dtype.kind in "OSUMm":
+            raise TypeError(
+                f"replicate: every leaf must be an array of numbers, leaf {_name(path)} is of "
+                f"dtype {row.dtype}."
+            )
         shards = jax.device_put([row] * len(devices), list(devices))
         return stack_shards(shards, sharding, (len(devices), *row.shape[1:]))
 
-    return jax.tree.map(copy, tree)
+    return jax.tree_util.tree_map_with_path(copy, tree)
 
 
 def unreplicate(tree: PyTree) -> PyTree:

@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 import jax
 import optax
 
+from elche_jax import _check as check
 from elche_jax.averaging.guards import Guard, NoGuard, TrendGuard
 from elche_jax.averaging.rules import Averaging
 from elche_jax.cadence import Cadence, EveryBatch
@@ -147,6 +148,7 @@ def build_train_step(
         raise TypeError(
             f"build_train_step: loss_fn must be callable, got {type(loss_fn).__name__}."
         )
+    check.instance("build_train_step", "has_aux", has_aux, bool)
     check_parts("build_train_step", optimizer=optimizer, cadence=cadence, emulate=emulate)
     if config is not None and not isinstance(config, DDPConfig):
         raise TypeError(

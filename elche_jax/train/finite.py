@@ -88,7 +88,8 @@ class Wording:
 
 
 GRADIENTS = Wording(
-    "loss, gradient, weight, update and model state of every window must be finite, those of "
+    "loss, gradient, weight (not negative), update and model state of every window must be finite, "
+    "those of "
     "{name} were not: {culprits}. Its update was dropped; look at the data, lower the learning "
     "rate, or pass nonfinite='skip' to drop such windows and go on.",
     "{most} windows in a row were dropped as not finite (max_skips), the last one {name}: "

@@ -124,6 +124,7 @@ class Run:
         self._error: BaseException | None = None
         self._tokens: deque[tuple[int, float, jax.Array]] = deque()
         self.told = False
+        self.trained: int | None = None  # the window dispatched last
         self._closed = False
         self._unseen: list[Flying] = []
         self._tardy: dict[int, Measured] = {}
@@ -263,6 +264,7 @@ class Run:
             metrics: The window's metrics; arrays that nobody gives up.
         """
         self._pace.dispatched(window.counts)
+        self.trained = window.index
         first = window.cursor.microbatch - sum(window.counts)
         measured = Measured(
             window.index, window.epoch, window.counts, window.examples, steady, self._asked, first

@@ -87,6 +87,9 @@ def microbatch_shapes(source: Source, batch_size: int) -> PyTree:
     else:
         rows = source.tree
 
+    if not jax.tree.leaves(rows):
+        raise ValueError(f"data: every example must hold at least one array, got {rows!r}.")
+
     def shape(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         dtype = leaf.dtype
         if not any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_)):

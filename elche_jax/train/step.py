@@ -277,6 +277,8 @@ class TrainStep:
         window_bytes = check.integer("windows", "window_bytes", window_bytes, low=1)
         if epochs is not None:
             epochs = check.integer("windows", "epochs", epochs, low=1)
+        check.instance("windows", "shuffle", shuffle, bool)
+        check.instance("windows", "drop_last", drop_last, bool)
         if mask_key is not None and not isinstance(mask_key, str):
             raise TypeError(f"windows: mask_key must be a string, got {type(mask_key).__name__}.")
         self.settle()

@@ -46,7 +46,7 @@ class Evaluation:
         if not callable(self.metric_fn):
             got = check.describe(self.metric_fn)
             raise TypeError(check.message(where, "metric_fn", "be callable", got))
-        for name in ("every_epochs", "every_windows"):
+        for name in ("batch_size", "every_epochs", "every_windows"):
             if getattr(self, name) is not None:
                 check.integer(where, name, getattr(self, name), low=1)
         if self.every_epochs is None and self.every_windows is None:

@@ -1,5 +1,6 @@
 """`Checkpointer`: when it saves, what it says, and what happens where it cannot."""
 
+import dataclasses
 import logging
 import math
 import sys
@@ -25,13 +26,23 @@ def train():
     return CASE.build(1, elche.EveryBatch())
 
 
+@dataclasses.dataclass(frozen=True)
+class Past:
+    """Stands for a run in which a window was the last one."""
+
+    trained: int
+
+    def finish(self):
+        pass
+
+
 @pytest.fixture(scope="module")
 def windows8(train):
-    """A state after eight windows, and the windows."""
+    """A state after eight windows, and the windows, each as if it were the last one."""
     state, found = CASE.init(train), []
     for window in train.windows(TINY, 2):
         state, _ = train(state, window)
-        found.append(window)
+        found.append(dataclasses.replace(window, run=Past(window.index)))
     return state, found
 
 
@@ -463,3 +474,32 @@ def test_leaves_do_not_share_memory_with_what_was_read(train, windows8, tmp_path
     for leaf, like in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
         assert leaf.sharding == like.sharding and leaf.dtype == like.dtype
         assert raw(leaf).shape == raw(like).shape
+
+
+def test_a_window_that_is_not_the_last_one(train, tmp_path):
+    state, windows = CASE.init(train), train.windows(TINY, 2)
+    with windows, saver_in(train, tmp_path, every_windows=1) as saver:
+        first, second = next(windows), next(windows)
+        message = r"window must be the one that was trained last \({}\), got {}\. Save before"
+        with pytest.raises(ValueError, match=message.format(None, 0)):
+            saver.save(state, first)
+        for window in (first, second):
+            state, _ = train(state, window)
+        with pytest.raises(ValueError, match=message.format(1, 0)):
+            saver.save(state, first)
+        assert saver.save(state, second)
+    assert steps(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("window", [3, None])
+def test_something_else_than_a_window(window, train, tmp_path):
+    message = r"^Checkpointer\.save: window must be .* Window, got"
+    with saver_in(train, tmp_path) as saver, pytest.raises(TypeError, match=message):
+        saver.save(CASE.init(train), window)
+
+
+def test_something_else_than_what_saves(train, tmp_path):
+    with pytest.raises(TypeError, match=r"^Checkpointer: checkpoints must be .* Checkpoints, got"):
+        elche.Checkpointer(train, str(tmp_path))
+    with pytest.raises(TypeError, match=r"^Checkpointer: train must be .* TrainStep, got None"):
+        elche.Checkpointer(None, elche.Checkpoints(tmp_path))

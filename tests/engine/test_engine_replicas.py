@@ -139,3 +139,27 @@ def test_typed_keys_are_copied_and_compared(world_size):
         assert one[name].dtype == keys.dtype
         np.testing.assert_array_equal(*map(jax.random.key_data, (one[name], keys)))
         assert one[name].devices() == {devices[0]}
+
+
+@pytest.mark.parametrize(
+    ("tree", "devices", "error", "message"),
+    [
+        ({"a": 1.0}, 3, TypeError, r"^replicate: devices must be a sequence of jax\.Device"),
+        ({"a": 1.0}, [], ValueError, r"^replicate: devices must "),
+        (
+            {"a": "s"},
+            None,
+            TypeError,
+            r"^replicate: every leaf .* \['a'\] is of dtype <U1",
+        ),
+        (
+            {"a": {1}},
+            None,
+            TypeError,
+            r"^replicate: every leaf .* \['a'\] is of dtype obj",
+        ),
+    ],
+)
+def test_what_cannot_be_replicated(tree, devices, error, message):
+    with pytest.raises(error, match=message):
+        replicate(tree, jax.devices()[:2] if devices is None else devices)

@@ -17,6 +17,16 @@ def test_windows_before_init():
         build().windows(DATA, 4)
 
 
+class Nothing:
+    """A dataset that forgot to return its examples."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, number):
+        pass
+
+
 @pytest.mark.parametrize(
     ("data", "batch_size", "error", "message"),
     [
@@ -47,6 +57,8 @@ def test_windows_before_init():
             {"x": np.ones((20, 3), "float32"), "id": np.full(20, 2**31)}, 4, ValueError,
             r"data: integers must fit int32, which JAX makes of int64, got 2147483648\. Encode",
         ),
+        (Nothing(), 4, ValueError, r"data: every example must hold at least one array, got None"),
+        (iter([{}]), None, ValueError, r"leading axis, microbatch 0 has shapes \[\]"),
         (iter([]), None, ValueError, r"at least one microbatch, the iterator is empty"),
     ],
 )  # fmt: skip
@@ -66,6 +78,8 @@ def test_data(data, batch_size, error, message):
             {"window_bytes": 47, "placement": "stream"}, ValueError,
             r"window_bytes must hold at least one microbatch \(48 bytes\), got 47\. Raise",
         ),
+        ({"shuffle": "no"}, TypeError, r"windows: shuffle must be of type bool, got 'no'"),
+        ({"drop_last": 0}, TypeError, r"windows: drop_last must be of type bool, got 0"),
         ({"mask_key": 3}, TypeError, r"mask_key must be a string, got int"),
         (
             {"cursor": elche.Cursor(epoch=2), "epochs": 2}, ValueError,

@@ -63,6 +63,7 @@ def test_arguments_of_fit(one, options, error, message):
     ("options", "error", "message"),
     [
         ({"metric_fn": 3}, TypeError, r"^Evaluation: metric_fn must be callable, got 3 \(int\)"),
+        ({"batch_size": 0}, ValueError, r"^Evaluation: batch_size must be at least 1, got 0"),
         ({"every_epochs": 0}, ValueError, r"^Evaluation: every_epochs must be at least 1, got 0"),
         ({"every_windows": 0}, ValueError, r"^Evaluation: every_windows must be at least 1, got"),
         (
