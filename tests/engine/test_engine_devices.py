@@ -115,7 +115,7 @@ def test_groups_are_kinds_in_the_order_of_their_first_rank():
     ],
 )
 def test_summary(devices, line, monkeypatch):
-    monkeypatch.setattr(module, "_listed", lambda chosen, where: tuple(chosen))
+    monkeypatch.setattr(module, "listed", lambda chosen, where: tuple(chosen))
     assert device_summary(devices) == line
 
 
