@@ -503,3 +503,28 @@ def test_something_else_than_what_saves(train, tmp_path):
         elche.Checkpointer(train, str(tmp_path))
     with pytest.raises(TypeError, match=r"^Checkpointer: train must be .* TrainStep, got None"):
         elche.Checkpointer(None, elche.Checkpoints(tmp_path))
+
+
+def test_an_interrupt_of_the_wait_does_not_give_a_checkpoint_up(train, windows8, tmp_path):
+    state, windows = windows8
+    saver, go, wait = saver_in(train, tmp_path), threading.Event(), threading.Condition.wait
+    here = threading.current_thread()
+
+    def interrupted(condition, timeout=None):
+        if threading.current_thread() is here:
+            raise KeyboardInterrupt
+        return wait(condition, timeout)
+
+    def notes():
+        go.wait()
+        return {}
+
+    assert saver.save(state, windows[2], notes=notes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Condition, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            saver.wait()
+    assert saver.written is None
+    go.set()
+    saver.close()
+    assert saver.written == 3 and steps(tmp_path) == [3]
