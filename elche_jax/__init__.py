@@ -14,13 +14,6 @@ from elche_jax.advice import (
     Plan as Plan,
     advise as advise,
 )
-from elche_jax.averaging.guards import (
-    Divergence as Divergence,
-    Guard as Guard,
-    LevelGuard as LevelGuard,
-    NoGuard as NoGuard,
-    TrendGuard as TrendGuard,
-)
 from elche_jax.averaging.rules import (
     DiLoCo as DiLoCo,
     ParameterAveraging as ParameterAveraging,
@@ -32,11 +25,16 @@ from elche_jax.cadence import (
     AdaComm as AdaComm,
     Balanced as Balanced,
     Cadence as Cadence,
+    Divergence as Divergence,
     ElChe as ElChe,
     EveryBatch as EveryBatch,
     FixedTotal as FixedTotal,
+    Guard as Guard,
+    LevelGuard as LevelGuard,
+    NoGuard as NoGuard,
     PostLocal as PostLocal,
     Replay as Replay,
+    TrendGuard as TrendGuard,
     Verdict as Verdict,
     WindowReport as WindowReport,
     apportion as apportion,

@@ -29,6 +29,7 @@ from elche_jax.cadence.base import (
 from elche_jax.cadence.elche import ElChe, ElCheState
 from elche_jax.cadence.every_batch import EveryBatch, EveryBatchState
 from elche_jax.cadence.fixed_total import FixedTotal, FixedTotalState
+from elche_jax.cadence.guards import Divergence, Guard, LevelGuard, NoGuard, TrendGuard
 from elche_jax.cadence.post_local import PostLocal
 from elche_jax.cadence.qsr import QSR
 from elche_jax.cadence.replay import Replay, ReplayState
@@ -48,12 +49,16 @@ __all__ = [
     "BalancedState",
     "Cadence",
     "CadenceState",
+    "Divergence",
     "ElChe",
     "ElCheState",
     "EveryBatch",
     "EveryBatchState",
     "FixedTotal",
     "FixedTotalState",
+    "Guard",
+    "LevelGuard",
+    "NoGuard",
     "PostLocal",
     "Replay",
     "ReplayState",
@@ -62,6 +67,7 @@ __all__ = [
     "Shift",
     "ShiftState",
     "State",
+    "TrendGuard",
     "Verdict",
     "WindowReport",
     "WindowTime",

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from elche_jax import _check as check
-from elche_jax.averaging.guards import Guard
 from elche_jax.averaging.host.board import Limits
 from elche_jax.averaging.program import other_bytes
 from elche_jax.averaging.rules import Averaging, DiLoCo, ParameterAveraging
 from elche_jax.averaging.wire import wire_bytes
 from elche_jax.cadence import Cadence, ElChe, FixedTotal
+from elche_jax.cadence.guards import Guard
 from elche_jax.config import DDPConfig
 from elche_jax.engine.merge import MergeRules
 from elche_jax.engine.state import TrainState

@@ -8,9 +8,9 @@ import jax
 import optax
 
 from elche_jax import _check as check
-from elche_jax.averaging.guards import Guard, NoGuard, TrendGuard
 from elche_jax.averaging.rules import Averaging
 from elche_jax.cadence import Cadence, EveryBatch
+from elche_jax.cadence.guards import Guard, NoGuard, TrendGuard
 from elche_jax.config import DDPConfig
 from elche_jax.engine.devices import check_one_kind, select_devices
 from elche_jax.engine.loop import LoopHook

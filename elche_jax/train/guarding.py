@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from elche_jax.averaging.guards import HISTORY, Divergence, Guard, judge
 from elche_jax.averaging.rules import Averaging
 from elche_jax.cadence import STABLE, Verdict
+from elche_jax.cadence.guards import HISTORY, Divergence, Guard, judge
 from elche_jax.train.pace import Measured
 
 logger = logging.getLogger("elche_jax")

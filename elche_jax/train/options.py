@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from elche_jax.averaging.guards import Guard
 from elche_jax.averaging.host.board import Limits
 from elche_jax.averaging.rules import Averaging
+from elche_jax.cadence.guards import Guard
 from elche_jax.config import Recorder
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.merge import Merge

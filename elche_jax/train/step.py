@@ -10,10 +10,10 @@ import jax
 import optax
 
 from elche_jax import _check as check
-from elche_jax.averaging.guards import Divergence
 from elche_jax.averaging.program import average
 from elche_jax.averaging.state import common_part
 from elche_jax.cadence import Cadence
+from elche_jax.cadence.guards import Divergence
 from elche_jax.cadence.scheduler import Scheduler, SchedulerState
 from elche_jax.config import Recorder
 from elche_jax.data.order import Cursor

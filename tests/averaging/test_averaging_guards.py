@@ -12,8 +12,8 @@ from hypothesis import given, strategies as st
 from reference import BATCH, LEARNING_RATE, MOMENTUM, data, gradient, loss_fn, params, run
 
 import elche_jax as elche
-from elche_jax.averaging.guards import Divergence, is_level, judge
 from elche_jax.cadence import HOLD_GROWTH, STABLE, Scheduler, nudge_down
+from elche_jax.cadence.guards import Divergence, is_level, judge
 from elche_jax.observe.timeline import Timeline, VerdictEvent
 
 numbers = st.floats(0, 1) | st.just(math.nan)

@@ -2,7 +2,7 @@
 
 A guard is an object with one method, `verdict(history) -> Verdict`, where `history` holds
 the last windows' `Divergence`, oldest first. It is asked once per window and keeps no
-state. No JAX.
+state.
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from elche_jax import _check as check
-from elche_jax.cadence import HOLD_GROWTH, STABLE, Verdict, nudge_down
+from elche_jax.cadence.base import HOLD_GROWTH, STABLE, Verdict, nudge_down
 
 HISTORY = 64
 """Windows that a guard sees."""
@@ -58,7 +58,7 @@ class Guard(Protocol):
     """What a guard must do; a user's own class needs no base class.
 
     Examples:
-        >>> from elche_jax.averaging.guards import Guard
+        >>> from elche_jax.cadence.guards import Guard
         >>> from elche_jax import HOLD_GROWTH, STABLE
         >>> class Opposed:
         ...     def verdict(self, history):
@@ -103,7 +103,7 @@ class TrendGuard:
         ValueError: An argument is out of range.
 
     Examples:
-        >>> from elche_jax.averaging.guards import Divergence, TrendGuard
+        >>> from elche_jax.cadence.guards import Divergence, TrendGuard
         >>> def seen(*distances):
         ...     return [Divergence(0, (1,), (d,), (1.0,), (1.0,), (1.0,)) for d in distances]
         >>> TrendGuard(0.05).verdict(seen(0.04, 0.05, 0.06)).action
@@ -145,7 +145,7 @@ class LevelGuard:
         ValueError: An argument is out of range.
 
     Examples:
-        >>> from elche_jax.averaging.guards import Divergence, LevelGuard
+        >>> from elche_jax.cadence.guards import Divergence, LevelGuard
         >>> def seen(*distances):
         ...     return [Divergence(0, (1,), (d,), (1.0,), (1.0,), (1.0,)) for d in distances]
         >>> LevelGuard(0.05, windows=2).verdict(seen(0.2, 0.06, 0.05)).action
@@ -176,7 +176,7 @@ def is_level(history: Sequence[Divergence]) -> bool:
     is not more than a tenth above the first.
 
     Examples:
-        >>> from elche_jax.averaging.guards import is_level
+        >>> from elche_jax.cadence.guards import is_level
         >>> is_level([])
         False
     """
