@@ -6,7 +6,7 @@ from typing import ClassVar, cast
 
 from elche_jax import _check as check
 from elche_jax.cadence.anchor_rule import AnchorRule, AnchorRuleState
-from elche_jax.cadence.base import WindowReport
+from elche_jax.cadence.base import State, WindowReport
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class AdaComm(AnchorRule):
         (8, 8)
     """
 
-    state_type: ClassVar[type[AnchorRuleState]] = AdaCommState
+    state_type: ClassVar[type[State] | None] = AdaCommState
     uses_loss: ClassVar[bool] = True
 
     anchor: int = 16

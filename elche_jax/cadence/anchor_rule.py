@@ -1,11 +1,11 @@
 """What cadences share whose rule sets the anchor, while the speeds set the counts."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar, cast
 
 from elche_jax import _check as check
-from elche_jax.cadence.base import STABLE, Verdict, WindowReport, check_update
+from elche_jax.cadence.base import STABLE, Cadence, State, Verdict, WindowReport, check_update
 from elche_jax.cadence.elche import ElCheState, forget, recount, refit, round_up
 from elche_jax.cadence.estimate import update_ms
 
@@ -30,7 +30,7 @@ class AnchorRuleState(ElCheState):
 S = TypeVar("S", bound=AnchorRuleState)
 
 
-class AnchorRule(ABC):
+class AnchorRule(Cadence[AnchorRuleState]):
     """Base of `QSR`, `PostLocal` and `AdaComm`.
 
     In every update, with ``ms`` the smoothed times (see `elche_jax.cadence.estimate`),
@@ -42,7 +42,8 @@ class AnchorRule(ABC):
     1) and holds the rule below that; with every stable window by one less.
     """
 
-    state_type: ClassVar[type[AnchorRuleState]] = AnchorRuleState
+    state_type: ClassVar[type[State] | None] = AnchorRuleState
+    estimates: ClassVar[bool] = True
     counts_windows: ClassVar[bool] = True
 
     @abstractmethod
@@ -74,7 +75,7 @@ class AnchorRule(ABC):
         where = f"{type(self).__name__}.init"
         world_size = check.integer(where, "world_size", world_size, low=1)
         unknown = (None,) * world_size
-        state = self.state_type(1, (1,) * world_size, unknown, False)
+        state = cast(type[AnchorRuleState], self.state_type)(1, (1,) * world_size, unknown, False)
         anchor = self.wanted(state)
         return replace(state, anchor=anchor, counts=(anchor,) * world_size)
 
@@ -146,6 +147,10 @@ class AnchorRule(ABC):
             True
         """
         return refit(state)
+
+    def anchor_of(self, state: AnchorRuleState) -> int:
+        """Return the anchor of a state."""
+        return state.anchor
 
     def _obeying(self, state: AnchorRuleState, wanted: int, verdict: Verdict) -> tuple[int, int]:
         """The anchor and the ceiling under a verdict."""

@@ -10,6 +10,7 @@ from elche_jax import _check as check
 from elche_jax.cadence.apportion import MAX_TOTAL, shard_sizes
 from elche_jax.cadence.base import (
     STABLE,
+    Cadence,
     State,
     Verdict,
     WindowReport,
@@ -50,7 +51,7 @@ class BalancedState(State):
 
 
 @dataclass(frozen=True)
-class Balanced:
+class Balanced(Cadence[BalancedState]):
     """Cadence that shares out ``total`` microbatches by measured throughput.
 
     Throughput is an exponential moving average, ``alpha * new + (1 - alpha) * old``
@@ -100,7 +101,7 @@ class Balanced:
         (2, 6)
     """
 
-    state_type: ClassVar[type[BalancedState]] = BalancedState
+    state_type: ClassVar[type[State] | None] = BalancedState
 
     total: int
     alpha: float = 0.3

@@ -1,4 +1,4 @@
-"""The records a cadence reads and writes, and the protocol it follows.
+"""The records a cadence reads and writes, and the base of all cadences.
 
 A *cadence* decides how many microbatches each device computes in the next window.
 It is a frozen config object with two pure methods, in the manner of an optax
@@ -7,9 +7,10 @@ States are plain numbers, so that the plan is the same in every process, goes in
 checkpoint as JSON, and can be replayed.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final, Literal, Protocol, Self, TypeVar, cast
+from typing import Any, ClassVar, Final, Generic, Literal, Protocol, Self, TypeVar, cast
 
 from elche_jax import _check as check
 
@@ -224,41 +225,65 @@ class CadenceState(Protocol):
         ...
 
 
-S = TypeVar("S")
+S = TypeVar("S", bound=CadenceState)
 
 
-class Cadence(Protocol[S]):
-    """What a cadence must do; a user's own class needs no base class.
+class Cadence(ABC, Generic[S]):
+    """Base of all cadences; one of your own needs ``init`` and ``update``.
 
-    ``S`` is its state: an immutable object with ``counts`` (see `CadenceState`).
-    Deriving the state from `State` makes it storable, and naming that class as
-    ``state_type`` on the cadence lets a scheduler restore it.
+    ``S`` is its state: an immutable object with ``counts`` (see `CadenceState`). All else here
+    are hooks of the loop that asks for counts, with defaults for a rule that follows reports
+    and keeps no estimates of times.
+
+    Attributes:
+        state_type: Class of its states, derived from `State`; ``None`` for states that are
+            not stored in a checkpoint.
+        adaptive: Whether counts depend on reports. Where they do not, windows are planned
+            further ahead.
+        scripted: Whether the counts of every window are known beforehand, see `counts_at`.
+        estimates: Whether states hold ``ms_per_batch``, a time or ``None`` per device, that
+            `recalibrate` forgets and `replan` fits the counts to.
+        uses_loss: Whether reports must hold the window's loss.
+        counts_windows: Whether ``update`` must hear of windows whose times are not known, too;
+            their report has times of 0.
+        overhead_target: Share of a window that synchronising may cost; 0 for no target.
 
     Examples:
         >>> from dataclasses import dataclass
-        >>> from elche_jax.cadence import State, STABLE
+        >>> from elche_jax.cadence import Cadence, State, STABLE
         >>> @dataclass(frozen=True)
-        ... class Twos:
+        ... class TwosState(State):
+        ...     counts: tuple[int, ...]
+        >>> @dataclass(frozen=True)
+        ... class Twos(Cadence[TwosState]):
+        ...     state_type = TwosState
+        ...
         ...     def init(self, world_size):
         ...         return TwosState((2,) * world_size)
         ...
         ...     def update(self, state, report, verdict=STABLE):
         ...         return state
-        >>> @dataclass(frozen=True)
-        ... class TwosState(State):
-        ...     counts: tuple[int, ...]
         >>> Twos().init(3).counts
         (2, 2, 2)
     """
 
+    state_type: ClassVar[type[State] | None] = None
+    adaptive: ClassVar[bool] = True
+    scripted: ClassVar[bool] = False
+    estimates: ClassVar[bool] = False
+    uses_loss: ClassVar[bool] = False
+    counts_windows: ClassVar[bool] = False
+    overhead_target: float = 0.0
+
+    @abstractmethod
     def init(self, world_size: int) -> S:
         """Return the state before the first window.
 
         Args:
             world_size: Number of devices.
         """
-        ...
 
+    @abstractmethod
     def update(self, state: S, report: WindowReport, verdict: Verdict = STABLE) -> S:
         """Return the state for the next window; ``state`` stays as it is.
 
@@ -267,7 +292,33 @@ class Cadence(Protocol[S]):
             report: What was measured.
             verdict: The guard's opinion.
         """
-        ...
+
+    def counts_at(self, window: int) -> tuple[int, ...]:
+        """Return the counts of a window, counted from 0; asked where ``scripted``."""
+        raise NotImplementedError(f"{type(self).__name__}.counts_at")
+
+    @property
+    def largest_count(self) -> int | None:
+        """The largest count of any window, where it is known beforehand."""
+        return None
+
+    def recalibrate(self, state: S) -> S:
+        """Return the state as if no device had been measured; asked where it ``estimates``,
+        when a device's speed has changed."""
+        return state
+
+    def replan(self, state: S) -> S:
+        """Return the state with counts that fit the estimates as well as they can; asked where
+        it ``estimates``, when counts have stayed for a while."""
+        return state
+
+    def anchor_of(self, state: S) -> int | None:
+        """Return the anchor of a state; ``None`` for a rule without one."""
+        del state
+        return None
+
+    def check_state(self, state: S) -> None:
+        """Check a stored state against the knobs; raise ``ValueError`` where it does not fit."""
 
 
 def check_update(where: str, world_size: int, report: WindowReport, verdict: Verdict) -> None:

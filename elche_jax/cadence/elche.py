@@ -8,7 +8,14 @@ from typing import ClassVar, TypeVar, cast
 import numpy as np
 
 from elche_jax import _check as check
-from elche_jax.cadence.base import STABLE, State, Verdict, WindowReport, check_update
+from elche_jax.cadence.base import (
+    STABLE,
+    Cadence,
+    State,
+    Verdict,
+    WindowReport,
+    check_update,
+)
 from elche_jax.cadence.estimate import (
     FloatArray,
     Times,
@@ -139,7 +146,7 @@ def forget(state: S) -> S:
 
 
 @dataclass(frozen=True)
-class ElChe:
+class ElChe(Cadence[ElCheState]):
     """Cadence for devices of different speed: counts proportional to speed.
 
     The slowest device runs ``anchor`` microbatches between two synchronisations, a
@@ -199,7 +206,8 @@ class ElChe:
         (10, 23)
     """
 
-    state_type: ClassVar[type[ElCheState]] = ElCheState
+    state_type: ClassVar[type[State] | None] = ElCheState
+    estimates: ClassVar[bool] = True
 
     anchor: int = 10
     overhead_target: float = 0.10
@@ -336,6 +344,10 @@ class ElChe:
             (None, None)
         """
         return forget(state)
+
+    def anchor_of(self, state: ElCheState) -> int:
+        """Return the anchor of a state."""
+        return state.anchor
 
     def check_state(self, state: ElCheState) -> None:
         """Check that a stored state is of a cadence with these knobs.

@@ -4,7 +4,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from elche_jax import _check as check
-from elche_jax.cadence.base import STABLE, State, Verdict, WindowReport, check_update
+from elche_jax.cadence.base import (
+    STABLE,
+    Cadence,
+    State,
+    Verdict,
+    WindowReport,
+    check_update,
+)
 
 
 @dataclass(frozen=True)
@@ -19,7 +26,7 @@ class EveryBatchState(State):
 
 
 @dataclass(frozen=True)
-class EveryBatch:
+class EveryBatch(Cadence[EveryBatchState]):
     """Cadence that gives every device one microbatch per window, whatever it takes.
 
     Reports and verdicts change nothing: windows cannot get shorter.
@@ -30,7 +37,7 @@ class EveryBatch:
     """
 
     adaptive: ClassVar[bool] = False
-    state_type: ClassVar[type[EveryBatchState]] = EveryBatchState
+    state_type: ClassVar[type[State] | None] = EveryBatchState
 
     def init(self, world_size: int) -> EveryBatchState:
         """Return the state, the same before every window.

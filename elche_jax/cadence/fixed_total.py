@@ -10,6 +10,7 @@ from elche_jax import _check as check
 from elche_jax.cadence.apportion import MAX_TOTAL, split
 from elche_jax.cadence.base import (
     STABLE,
+    Cadence,
     State,
     Verdict,
     WindowReport,
@@ -36,7 +37,7 @@ class FixedTotalState(State):
 
 
 @dataclass(frozen=True)
-class FixedTotal:
+class FixedTotal(Cadence[FixedTotalState]):
     """Cadence with a constant number of microbatches per window.
 
     Hyper-parameters mean the same on any machine, since the global batch does not
@@ -72,7 +73,8 @@ class FixedTotal:
         (2, 2, 4)
     """
 
-    state_type: ClassVar[type[FixedTotalState]] = FixedTotalState
+    state_type: ClassVar[type[State] | None] = FixedTotalState
+    estimates: ClassVar[bool] = True
 
     total: int
 

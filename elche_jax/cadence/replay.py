@@ -5,7 +5,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from elche_jax import _check as check
-from elche_jax.cadence.base import STABLE, State, Verdict, WindowReport, check_update
+from elche_jax.cadence.base import (
+    STABLE,
+    Cadence,
+    State,
+    Verdict,
+    WindowReport,
+    check_update,
+)
 
 
 def _exhausted(windows: int, window: int) -> ValueError:
@@ -43,7 +50,7 @@ class ReplayState(State):
 
 
 @dataclass(frozen=True)
-class Replay:
+class Replay(Cadence[ReplayState]):
     """Cadence that repeats recorded counts, whatever is measured.
 
     Reports and verdicts change nothing but the position: one report, one window
@@ -76,7 +83,8 @@ class Replay:
     """
 
     adaptive: ClassVar[bool] = False
-    state_type: ClassVar[type[ReplayState]] = ReplayState
+    scripted: ClassVar[bool] = True
+    state_type: ClassVar[type[State] | None] = ReplayState
 
     counts_per_window: Sequence[Sequence[int]]
 
@@ -119,6 +127,11 @@ class Replay:
         if window >= len(self.counts_per_window):
             raise _exhausted(len(self.counts_per_window), window)
         return tuple(self.counts_per_window[window])
+
+    @property
+    def largest_count(self) -> int:
+        """The largest recorded count."""
+        return max(map(max, self.counts_per_window))
 
     def init(self, world_size: int) -> ReplayState:
         """Return the state before the first window.

@@ -4,10 +4,9 @@ Pure and host-side. A training loop keeps one `SchedulerState`, asks `Scheduler.
 before a window and calls `Scheduler.update` with every report.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any
 
 from elche_jax import _check as check
 from elche_jax.cadence.base import (
@@ -21,36 +20,8 @@ from elche_jax.cadence.base import (
 from elche_jax.cadence.estimate import measured_ms
 from elche_jax.cadence.shift import Shift, ShiftState
 
-
-@runtime_checkable
-class Recalibrates(Protocol):
-    """A cadence that can forget its estimates; its states have ``ms_per_batch``."""
-
-    def recalibrate(self, state: Any) -> Any:
-        """Return the state as if no device had been measured."""
-        ...
-
-
-@runtime_checkable
-class Replans(Protocol):
-    """A cadence that holds counts still while they fit its estimates roughly."""
-
-    def replan(self, state: Any) -> Any:
-        """Return the state with counts that fit the estimates as well as they can."""
-        ...
-
-
 REPLAN_AFTER = 8
 """Reports of one plan after which its counts are fitted to the estimates."""
-
-
-@runtime_checkable
-class Scripted(Protocol):
-    """A cadence whose counts are known for every window beforehand."""
-
-    def counts_at(self, window: int) -> tuple[int, ...]:
-        """Return the counts of a window, counted from 0."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -117,7 +88,7 @@ class Scheduler:
     """What a training loop asks for counts: a cadence, made fit for real reports.
 
     Four things come on top of the cadence's own rule, and only where it estimates
-    times (`ElChe`, `FixedTotal`, or any cadence with ``recalibrate``):
+    times (`ElChe`, `FixedTotal`, or any other with ``estimates``):
 
     - The first report of a window that ran the measured plan is taken as it is, like
       the very first one. That came from a short window of equal counts, whose times
@@ -152,20 +123,6 @@ class Scheduler:
     cadence: Cadence[Any]
     shift: Shift | None = field(default_factory=Shift)
 
-    # asked for in every window, and slow to find out
-    @cached_property
-    def scripted(self) -> Scripted | None:
-        """The cadence, where its counts are known beforehand."""
-        return self.cadence if isinstance(self.cadence, Scripted) else None
-
-    @cached_property
-    def _recalibrates(self) -> Recalibrates | None:
-        return self.cadence if isinstance(self.cadence, Recalibrates) else None
-
-    @cached_property
-    def _replans(self) -> Replans | None:
-        return self.cadence if isinstance(self.cadence, Replans) else None
-
     def init(self, world_size: int) -> SchedulerState:
         """Return the state before the first window.
 
@@ -176,7 +133,8 @@ class Scheduler:
             The state.
 
         Raises:
-            TypeError: If ``world_size`` is not an integer.
+            TypeError: If ``world_size`` is not an integer, or the cadence's state has no
+                ``counts``.
             ValueError: If the cadence does not allow it.
 
         Examples:
@@ -185,6 +143,9 @@ class Scheduler:
             (1, 1)
         """
         cadence = self.cadence.init(world_size)
+        if not hasattr(cadence, "counts"):
+            where, rule = type(self.cadence).__name__, "return a state with counts"
+            raise TypeError(check.message(where, "init", rule, check.describe(cadence)))
         return SchedulerState(cadence, self.shift and self.shift.init(world_size))
 
     def plan(self, state: SchedulerState, window: int | None = None) -> tuple[int, ...]:
@@ -208,8 +169,8 @@ class Scheduler:
             >>> scheduler.plan(scheduler.init(2), window=1)
             (2, 6)
         """
-        if window is not None and self.scripted is not None:
-            return self.scripted.counts_at(window)
+        if window is not None and self.cadence.scripted:
+            return self.cadence.counts_at(window)
         return state.counts
 
     def update(
@@ -242,8 +203,7 @@ class Scheduler:
             >>> state.cadence.ms_per_batch, state.shifts
             ((30.0, 10.0), 1)
         """
-        rule = self._recalibrates
-        if rule is None:
+        if not self.cadence.estimates:
             return replace(state, cadence=self.cadence.update(state.cadence, report, verdict))
         before, shift, shifted = state.cadence, state.shift, False
         planned: tuple[int, ...] = before.counts
@@ -254,19 +214,13 @@ class Scheduler:
         of_plan = report.counts == planned
         measured_plan = of_plan and None not in before.ms_per_batch
         if shifted or (measured_plan and not state.settled):
-            before = rule.recalibrate(before)
+            before = self.cadence.recalibrate(before)
         cadence = self.cadence.update(before, rescale_sync(report, planned), verdict)
         agreed = state.agreed + of_plan if cadence.counts == planned else 0
-        if agreed >= REPLAN_AFTER and self._replans is not None:
-            cadence, agreed = self._replans.replan(cadence), 0
+        if agreed >= REPLAN_AFTER:
+            cadence, agreed = self.cadence.replan(cadence), 0
         settled = state.settled or measured_plan
         return SchedulerState(cadence, shift, state.shifts + shifted, settled, agreed)
-
-    @cached_property
-    def counts_windows(self) -> bool:
-        """Whether the cadence counts windows, so that it must hear of those, too, whose
-        times are not known."""
-        return getattr(self.cadence, "counts_windows", False)
 
     def passed(
         self,
@@ -307,9 +261,8 @@ class Scheduler:
         Raises:
             TypeError: If the cadence does not name its ``state_type``.
             ValueError: If the keys are others, as those of another cadence's state,
-                the cadence's ``check_state`` (where it has one) says that the state
-                does not fit its knobs, or the state has a detector and this scheduler
-                has none, or the reverse.
+                the cadence's ``check_state`` says that the state does not fit its knobs, or
+                the state has a detector and this scheduler has none, or the reverse.
 
         Examples:
             >>> from elche_jax.cadence import FixedTotal
@@ -323,17 +276,11 @@ class Scheduler:
         if sorted(values) != names:
             rule = f"have the keys {names}"
             raise ValueError(check.message(where, "values", rule, sorted(values)))
-        state_type: object = getattr(self.cadence, "state_type", None)
-        if not (isinstance(state_type, type) and issubclass(state_type, State)):
-            raise TypeError(
-                check.message(
-                    where,
-                    "state_type of the cadence",
-                    "be a subclass of elche_jax.cadence.State",
-                    repr(cast(object, state_type)),
-                    "Name the state's class as `state_type` on the cadence's class.",
-                )
-            )
+        state_type = self.cadence.state_type
+        if state_type is None:
+            rule = "be a subclass of elche_jax.cadence.State"
+            todo = "Name the state's class as `state_type` on the cadence's class."
+            raise TypeError(check.message(where, "state_type of the cadence", rule, None, todo))
         shift = values["shift"]
         if (shift is None) != (self.shift is None):
             rule = "fit the scheduler's"
@@ -341,9 +288,7 @@ class Scheduler:
             todo = "Resume with the scheduler that wrote the state."
             raise ValueError(check.message(where, "shift", rule, got, todo))
         cadence = state_type.from_dict(values["cadence"])
-        check_state: Callable[[Any], None] | None = getattr(self.cadence, "check_state", None)
-        if check_state is not None:
-            check_state(cadence)
+        self.cadence.check_state(cadence)
         return SchedulerState(
             cadence,
             None if shift is None else ShiftState.from_dict(shift),

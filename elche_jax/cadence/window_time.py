@@ -6,7 +6,14 @@ from typing import ClassVar
 import numpy as np
 
 from elche_jax import _check as check
-from elche_jax.cadence.base import STABLE, State, Verdict, WindowReport, check_update
+from elche_jax.cadence.base import (
+    STABLE,
+    Cadence,
+    State,
+    Verdict,
+    WindowReport,
+    check_update,
+)
 from elche_jax.cadence.estimate import Times, as_times, update_ms
 
 MAX_COUNT = 4096
@@ -27,7 +34,7 @@ class WindowTimeState(State):
 
 
 @dataclass(frozen=True)
-class WindowTime:
+class WindowTime(Cadence[WindowTimeState]):
     """Cadence whose windows last as long on every device: for work without an exchange.
 
     The slowest device gets ``anchor = max(least, round(window_ms / max(ms)))``
@@ -53,7 +60,7 @@ class WindowTime:
         (5, 20)
     """
 
-    state_type: ClassVar[type[WindowTimeState]] = WindowTimeState
+    state_type: ClassVar[type[State] | None] = WindowTimeState
 
     window_ms: float = 100.0
     least: int = 4

@@ -109,7 +109,7 @@ class Pace:
     @property
     def adaptive(self) -> bool:
         """Whether plans depend on reports."""
-        return getattr(self._scheduler.cadence, "adaptive", True)
+        return self._scheduler.cadence.adaptive
 
     def compiled(self, key: Any, seconds: float, ahead: bool) -> None:
         """Notes that a program was compiled; its key begins with its name."""
@@ -124,12 +124,12 @@ class Pace:
     @property
     def scripted(self) -> bool:
         """Whether a recording is replayed."""
-        return self._scheduler.scripted is not None
+        return self._scheduler.cadence.scripted
 
     @property
     def uses_loss(self) -> bool:
         """Whether the cadence follows the loss."""
-        return getattr(self._scheduler.cadence, "uses_loss", False)
+        return self._scheduler.cadence.uses_loss
 
     @property
     def wants_loss(self) -> bool:
@@ -149,7 +149,7 @@ class Pace:
             cadence = self._scheduler.cadence
             self.timeline.add(
                 RunEvent, devices=tuple(names), cadence=repr(cadence), windows=window,
-                overhead_target=getattr(cadence, "overhead_target", 0.0),
+                overhead_target=cadence.overhead_target,
                 exchange_bytes=exchange, frozen_bytes=frozen,
             )  # fmt: skip
 
@@ -162,13 +162,13 @@ class Pace:
     @property
     def counts(self) -> tuple[int, ...]:
         """The plan for the next window; after the end of a script its last counts."""
-        script, window = self._scheduler.scripted, self.windows
-        if script is None:
+        cadence, window = self._scheduler.cadence, self.windows
+        if not cadence.scripted:
             return self.state.counts
         try:
-            return script.counts_at(window)
+            return cadence.counts_at(window)
         except ValueError:  # the script is over
-            return self.history[-1] if window else script.counts_at(0)
+            return self.history[-1] if window else cadence.counts_at(0)
 
     @property
     def throughput(self) -> tuple[float | None, ...]:
@@ -195,8 +195,7 @@ class Pace:
     @property
     def largest(self) -> int | None:
         """The largest count of a recording; None where plans come as they come."""
-        rows = getattr(self._scheduler.cadence, "counts_per_window", None)
-        return None if rows is None else max(map(max, rows))
+        return self._scheduler.cadence.largest_count
 
     @property
     def state(self) -> SchedulerState:
@@ -305,7 +304,7 @@ class Pace:
             self._records.append(record)
             self._owed = stronger(self._owed, verdict)
             before = self._anchor
-            if self._scheduler.scripted is None and not self._broken(loss):
+            if not self.scripted and not self._broken(loss):
                 self._report(record, loss if self.uses_loss else None)
             anchor = self._anchor
             if self._hint:
@@ -318,7 +317,7 @@ class Pace:
     @property
     def _anchor(self) -> int | None:
         """The cadence's anchor; None where it has none."""
-        return getattr(self._state.cadence, "anchor", None)
+        return self._scheduler.cadence.anchor_of(self._state.cadence)
 
     def _broken(self, loss: float | None) -> bool:
         """Whether a loss that the cadence would use is none."""
@@ -332,7 +331,7 @@ class Pace:
     def learned(self, record: WindowRecord) -> None:
         """Takes the times of a window that were not known when it was over."""
         with self._lock:
-            if self._scheduler.scripted is None and record.steady:
+            if not self.scripted and record.steady:
                 self._report(record, None)
 
     def _report(self, record: WindowRecord, loss: float | None) -> None:
@@ -340,7 +339,7 @@ class Pace:
         if record.steady and record.busy_ms:
             report = WindowReport(record.busy_ms, record.counts, record.sync_ms, loss)
             self._state = self._scheduler.update(self._state, report, self._owed)
-        elif self._scheduler.counts_windows:
+        elif self._scheduler.cadence.counts_windows:
             self._state = self._scheduler.passed(self._state, record.counts, loss, self._owed)
         else:
             return

@@ -2,27 +2,32 @@
 
 from typing import Any
 
-PARTS = {
+from elche_jax.cadence import Cadence
+
+METHODS = {
     "optimizer": (("init", "update"), "an optax optimizer"),
-    "cadence": (("init", "update"), "a cadence such as ElChe()"),
     "emulate": (("check", "begin", "around", "end", "settle"), "an emulation of elche_jax.lab"),
 }
 
 
 def check_parts(where: str, **parts: Any) -> None:
-    """Checks that objects have the methods of what they stand for; all but the optimizer
-    may be None.
+    """Checks that objects are what they stand for; all but the optimizer may be None.
 
     Args:
         where: The function the user called.
-        **parts: The objects, by the name of the argument: a key of `PARTS`.
+        **parts: The objects, by the name of the argument: `"cadence"` or a key of `METHODS`.
 
     Raises:
         TypeError: One of them is something else.
     """
     for name, part in parts.items():
-        methods, expected = PARTS[name]
-        fits = all(callable(getattr(part, method, None)) for method in methods)
-        missing = part is None and name != "optimizer"
-        if isinstance(part, type) or not (fits or missing):
+        if part is None and name != "optimizer":
+            continue
+        if name == "cadence":
+            fits, expected = isinstance(part, Cadence), "an elche_jax.Cadence such as ElChe()"
+        else:
+            methods, expected = METHODS[name]
+            callables = all(callable(getattr(part, method, None)) for method in methods)
+            fits = callables and not isinstance(part, type)
+        if not fits:
             raise TypeError(f"{where}: {name} must be {expected}, got {part!r}.")

@@ -7,7 +7,14 @@ from hypothesis import given, settings, strategies as st
 
 from elche_jax.advice import Speeds
 from elche_jax.advice.predict import best_plan, one_device, plain_pmap, plan, settled
-from elche_jax.cadence import ElChe, EveryBatch, FixedTotal, WindowReport, clamp_counts
+from elche_jax.cadence import (
+    Cadence,
+    ElChe,
+    EveryBatch,
+    FixedTotal,
+    WindowReport,
+    clamp_counts,
+)
 
 MS = st.floats(0.5, 40)
 SYNC = st.floats(0, 30)
@@ -77,7 +84,7 @@ def test_elche_has_settled_on_counts_in_proportion_and_a_bearable_overhead(ms, s
 def test_the_cadence_is_told_of_its_own_counts():
     told = []
 
-    class Spy:
+    class Spy(Cadence):
         def init(self, world_size):
             return EveryBatch().init(world_size)
 

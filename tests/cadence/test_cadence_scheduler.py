@@ -7,6 +7,7 @@ import pytest
 
 from elche_jax.cadence import (
     Balanced,
+    Cadence,
     ElChe,
     EveryBatch,
     FixedTotal,
@@ -166,8 +167,8 @@ def test_state_through_json_goes_on_as_if_nothing_had_been(cadence, shift):
 
 
 @dataclass(frozen=True)
-class Plain:
-    """A cadence of a user: no base class, a bare state."""
+class Plain(Cadence):
+    """A cadence of a user: two methods, a bare state."""
 
     def init(self, world_size):
         return PlainState((2,) * world_size)
@@ -205,6 +206,15 @@ def test_a_users_cadence_needs_two_methods_and_counts():
         r"on the cadence's class\.$",
     ):
         scheduler.from_dict(values)
+
+
+def test_a_users_state_without_counts():
+    class Zero(Plain):
+        def init(self, world_size):
+            return 0
+
+    with pytest.raises(TypeError, match=r"^Zero: init must return a state with counts, got 0 "):
+        Scheduler(Zero()).init(2)
 
 
 def test_from_dict_errors():

@@ -184,7 +184,7 @@ def test_another_cadence_begins_anew(tmp_path, caplog):
     assert train.counts_history == before.counts_history
 
 
-class Mine:
+class Mine(elche.Cadence):
     """A cadence whose state nobody can store."""
 
     adaptive = False

@@ -82,10 +82,11 @@ def norm_loss(model: Cnn):
     return loss_fn
 
 
-class Script:
+class Script(elche.Cadence):
     """A cadence that gives the counts of a list, over and over."""
 
     adaptive = False
+    scripted = True
 
     def __init__(self, counts):
         self.script = list(counts)

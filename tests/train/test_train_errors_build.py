@@ -26,8 +26,8 @@ def test_loss_fn_must_be_callable():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cadence": 8}, r"cadence must be a cadence such as ElChe\(\), got 8"),
-        ({"cadence": elche.EveryBatch}, r"cadence must be a cadence .* got <class"),
+        ({"cadence": 8}, r"cadence must be an elche_jax\.Cadence such as ElChe\(\), got 8"),
+        ({"cadence": elche.EveryBatch}, r"cadence must be an .*Cadence .* got <class"),
         ({"has_aux": "no"}, r"has_aux must be of type bool, got 'no'"),
         ({"config": {}}, r"config must be a DDPConfig, got dict"),
         ({"emulate": [1, 2]}, r"emulate must be an emulation of elche_jax\.lab, got \[1, 2\]"),

@@ -166,7 +166,7 @@ def test_the_parameters_given_are_copied():
     np.testing.assert_array_equal(device_params["w"], np.ones(3))
 
 
-class Cadence:
+class Cadence(elche.Cadence):
     """A cadence of the user's own, which gives what it was told to."""
 
     def __init__(self, counts):

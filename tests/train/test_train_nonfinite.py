@@ -47,7 +47,7 @@ def build(counts=((3, 1),), world=2, **options):
     )  # fmt: skip
 
 
-class Fixed:
+class Fixed(elche.Cadence):
     """Always the same counts."""
 
     adaptive = False

@@ -39,7 +39,7 @@ class OnesState(State):
     counts: tuple[int, ...]
 
 
-class Ones:
+class Ones(elche.Cadence):
     """A user's own cadence, which estimates nothing."""
 
     def init(self, world_size):

@@ -84,7 +84,7 @@ class Kind:
         self.device_kind, self.platform = kind, platform
 
 
-class Told:
+class Told(elche.Cadence):
     """A cadence of the user's own, which gives what it was told to."""
 
     def __init__(self, counts):
@@ -109,8 +109,16 @@ def built(where, **options):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"cadence": 8}, TypeError, r"cadence must be a cadence such as ElChe\(\), got 8\.$"),
-        ({"cadence": elche.EveryBatch}, TypeError, r"cadence must be a cadence .* got <class"),
+        (
+            {"cadence": 8},
+            TypeError,
+            r"cadence must be an elche_jax\.Cadence such as ElChe\(\), got 8\.$",
+        ),
+        (
+            {"cadence": elche.EveryBatch},
+            TypeError,
+            r"cadence must be an .*Cadence .* got <class",
+        ),
         ({"emulate": [1, 2]}, TypeError, r"emulate must be an emulation of .*lab, got \[1, 2\]\.$"),
         ({"emulate": EmulatedSpeeds}, TypeError, r"emulate must be an emulation of .* got <class"),
         ({"devices": []}, ValueError, r"devices must hold at least one device, got none\.$"),
