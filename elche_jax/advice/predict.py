@@ -11,6 +11,7 @@ from elche_jax.cadence import (
     ElChe,
     EveryBatch,
     FixedTotal,
+    Scheduler,
     WindowReport,
     clamp_counts,
 )
@@ -127,7 +128,7 @@ def plan(
 ) -> Plan:
     """Computes what a cadence would give on some devices.
 
-    The cadence itself is told of windows of these speeds until its counts have settled.
+    Its scheduler is told of windows of these speeds until its counts have settled.
     Then
 
         window_ms = max over d of counts[d] * ms[d] + sync_ms
@@ -215,7 +216,7 @@ def one_device(cadence: ElChe, ms: float, step_ms: float) -> EveryBatch | FixedT
 
 
 def settled(cadence: Cadence[Any], ms: Sequence[float], sync_ms: float) -> tuple[int, ...]:
-    """The counts a cadence ends up with on devices of constant speeds.
+    """The counts a cadence ends up with on devices of constant speeds, scheduled as in a run.
 
     Examples:
         >>> from elche_jax.advice.predict import settled
@@ -223,11 +224,13 @@ def settled(cadence: Cadence[Any], ms: Sequence[float], sync_ms: float) -> tuple
         >>> settled(FixedTotal(8), (30.0, 30.0, 10.0), sync_ms=1.0)
         (2, 1, 5)
     """
-    state = cadence.init(len(ms))
+    scheduler = Scheduler(cadence)
+    state = scheduler.init(len(ms))
     for _ in range(SETTLE):
-        wall = [count * each for count, each in zip(state.counts, ms, strict=True)]
-        state = cadence.update(state, WindowReport(wall, state.counts, sync_ms))
-    return state.counts
+        counts = scheduler.plan(state)
+        wall = [count * each for count, each in zip(counts, ms, strict=True)]
+        state = scheduler.update(state, WindowReport(wall, counts, sync_ms))
+    return scheduler.plan(state)
 
 
 def best_plan(
