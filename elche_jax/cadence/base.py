@@ -236,8 +236,8 @@ class Cadence(ABC, Generic[S]):
     and keeps no estimates of times.
 
     Attributes:
-        state_type: Class of its states, derived from `State`; ``None`` for states that are
-            not stored in a checkpoint.
+        state_type: Class of its states, derived from `State`; ``None`` for states that cannot
+            be restored from a checkpoint.
         adaptive: Whether counts depend on reports. Where they do not, windows are planned
             further ahead.
         scripted: Whether the counts of every window are known beforehand, see `counts_at`.
@@ -295,7 +295,7 @@ class Cadence(ABC, Generic[S]):
 
     def counts_at(self, window: int) -> tuple[int, ...]:
         """Return the counts of a window, counted from 0; asked where ``scripted``."""
-        raise NotImplementedError(f"{type(self).__name__}.counts_at")
+        raise self._unwritten("counts_at", "scripted")
 
     @property
     def largest_count(self) -> int | None:
@@ -305,7 +305,7 @@ class Cadence(ABC, Generic[S]):
     def recalibrate(self, state: S) -> S:
         """Return the state as if no device had been measured; asked where it ``estimates``,
         when a device's speed has changed."""
-        return state
+        raise self._unwritten("recalibrate", "estimates")
 
     def replan(self, state: S) -> S:
         """Return the state with counts that fit the estimates as well as they can; asked where
@@ -319,6 +319,10 @@ class Cadence(ABC, Generic[S]):
 
     def check_state(self, state: S) -> None:
         """Check a stored state against the knobs; raise ``ValueError`` where it does not fit."""
+
+    def _unwritten(self, hook: str, flag: str) -> NotImplementedError:
+        rule = f"be written where {flag} is True"
+        return NotImplementedError(check.message(type(self).__name__, hook, rule, "none"))
 
 
 def check_update(where: str, world_size: int, report: WindowReport, verdict: Verdict) -> None:

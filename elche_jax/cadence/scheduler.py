@@ -276,11 +276,12 @@ class Scheduler:
         if sorted(values) != names:
             rule = f"have the keys {names}"
             raise ValueError(check.message(where, "values", rule, sorted(values)))
-        state_type = self.cadence.state_type
-        if state_type is None:
+        state_type: object = self.cadence.state_type
+        if not (isinstance(state_type, type) and issubclass(state_type, State)):
             rule = "be a subclass of elche_jax.cadence.State"
             todo = "Name the state's class as `state_type` on the cadence's class."
-            raise TypeError(check.message(where, "state_type of the cadence", rule, None, todo))
+            got = repr(state_type)
+            raise TypeError(check.message(where, "state_type of the cadence", rule, got, todo))
         shift = values["shift"]
         if (shift is None) != (self.shift is None):
             rule = "fit the scheduler's"

@@ -217,6 +217,27 @@ def test_a_users_state_without_counts():
         Scheduler(Zero()).init(2)
 
 
+@pytest.mark.parametrize(
+    ("flag", "hook", "ask"),
+    [
+        ("scripted", "counts_at", lambda cadence: Scheduler(cadence).plan(None, window=0)),
+        ("estimates", "recalibrate", lambda cadence: cadence.recalibrate(None)),
+    ],
+)
+def test_a_hook_that_a_flag_asks_for(flag, hook, ask):
+    flagged = type("Flagged", (Plain,), {flag: True})()
+    message = rf"^Flagged: {hook} must be written where {flag} is True, got none\.$"
+    with pytest.raises(NotImplementedError, match=message):
+        ask(flagged)
+
+
+def test_a_state_type_that_is_no_state():
+    flagged = type("Flagged", (Plain,), {"state_type": int})()
+    values = SchedulerState(Kept((1, 1)), Shift().init(2)).to_dict()
+    with pytest.raises(TypeError, match=r"state_type of the cadence must .* got <class 'int'>\."):
+        Scheduler(flagged).from_dict(values)
+
+
 def test_from_dict_errors():
     scheduler = Scheduler(ElChe())
     values = scheduler.init(2).to_dict()
