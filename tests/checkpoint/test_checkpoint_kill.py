@@ -17,7 +17,7 @@ EVERY = 3
 SEED = 5
 
 LIVES = """
-import os, pickle, sys, traceback
+import faulthandler, os, pickle, sys, traceback
 import jax, jax.numpy as jnp, numpy as np, optax, orbax.checkpoint
 import elche_jax as elche
 
@@ -54,7 +54,8 @@ def live(folder, out, epochs):
     say("done")
 
 def say(*words):
-    print(*words, flush=True)
+    # in one piece, also where Python does not buffer: a kill may come between the words
+    os.write(1, (" ".join(map(str, words)) + os.linesep).encode())
 
 if os.path.isdir("/proc/self/task"):
     assert len(os.listdir("/proc/self/task")) == 1, "a fork takes no thread along"
@@ -65,6 +66,7 @@ for line in sys.stdin:
     child = os.fork()
     if not child:
         say("begun", os.getpid())
+        faulthandler.dump_traceback_later(300, exit=True)  # if it hangs, it says where
         try:
             live(*line.rstrip().split("|"))
         except BaseException:
