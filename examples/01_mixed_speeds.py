@@ -27,9 +27,9 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import elche_jax as elche
+from elche_jax.cadence.window import WindowRecord
 from elche_jax.lab import EmulatedSpeeds
 from elche_jax.observe.plots import plot_run
-from elche_jax.observe.records import WindowRecord
 
 MS = (5.0, 5.0, 10.0, 20.0)  # emulated milliseconds per microbatch of each device
 DEVICES = len(MS)

@@ -19,7 +19,7 @@ BELOW = {
     "_exit": set(),
     "_waiting": set(),
     "cadence": {"_check"},
-    "observe": {"_check"},
+    "observe": {"_check", "cadence"},
     "config": {"_check", "cadence"},
     "data": {"_check", "_waiting", "cadence"},
     "engine": {"_check", "_waiting", "cadence", "data"},

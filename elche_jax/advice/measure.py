@@ -13,13 +13,12 @@ from elche_jax import _check as check
 from elche_jax.advice.advice import Advice, make_advice
 from elche_jax.advice.of_rank import OfRank
 from elche_jax.advice.predict import Speeds
-from elche_jax.cadence import Cadence, ElChe, EveryBatch, FixedTotal, WindowTime
+from elche_jax.cadence import Cadence, ElChe, EveryBatch, FixedTotal, WindowRecord, WindowTime
 from elche_jax.cadence.window_time import MAX_COUNT
 from elche_jax.config import CADENCE_KNOBS, DDPConfig
 from elche_jax.data.source import IterableSource, as_source
 from elche_jax.engine.devices import check_one_kind, select_devices
 from elche_jax.engine.loop import LoopHook
-from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.report import ms_per_batch
 from elche_jax.train.build import build_train_step
 from elche_jax.train.step import TrainStep
@@ -197,7 +196,7 @@ def alone_ms(short: Sequence[WindowRecord], long: Sequence[WindowRecord]) -> tup
 
     Examples:
         >>> from elche_jax.advice.measure import alone_ms
-        >>> from elche_jax.observe.records import WindowRecord
+        >>> from elche_jax.cadence import WindowRecord
         >>> wall = {1: (8.0,), 4: (20.0, 22.0, 20.0), 2: (50.0,)}  # 2: the end of an epoch
         >>> one, four, rest = (
         ...     [WindowRecord(0, 0, (n,), n, (), ms, 0.0, 0.0, True) for ms in wall[n]]
@@ -269,7 +268,7 @@ def team_ms(records: Sequence[WindowRecord]) -> tuple[tuple[float, ...], float]:
 
     Examples:
         >>> from elche_jax.advice.measure import team_ms
-        >>> from elche_jax.observe.records import WindowRecord
+        >>> from elche_jax.cadence import WindowRecord
         >>> team_ms([WindowRecord(0, 0, (4, 1), 40, (20.0, 21.0), 22.0, 1.0, 0.0, True)])
         ((5.0, 21.0), 1.0)
     """

@@ -8,11 +8,11 @@ from typing import Any
 from elche_jax import _check as check
 from elche_jax.cadence import (
     Cadence,
+    Controller,
     ElChe,
     EveryBatch,
     FixedTotal,
-    Scheduler,
-    WindowReport,
+    WindowPlan,
     clamp_counts,
 )
 
@@ -128,7 +128,7 @@ def plan(
 ) -> Plan:
     """Computes what a cadence would give on some devices.
 
-    Its scheduler is told of windows of these speeds until its counts have settled.
+    Its controller is told of windows of these speeds until its counts have settled.
     Then
 
         window_ms = max over d of counts[d] * ms[d] + sync_ms
@@ -216,7 +216,7 @@ def one_device(cadence: ElChe, ms: float, step_ms: float) -> EveryBatch | FixedT
 
 
 def settled(cadence: Cadence[Any], ms: Sequence[float], sync_ms: float) -> tuple[int, ...]:
-    """The counts a cadence ends up with on devices of constant speeds, scheduled as in a run.
+    """The counts a cadence ends up with on devices of constant speeds, steered as in a run.
 
     Examples:
         >>> from elche_jax.advice.predict import settled
@@ -224,13 +224,15 @@ def settled(cadence: Cadence[Any], ms: Sequence[float], sync_ms: float) -> tuple
         >>> settled(FixedTotal(8), (30.0, 30.0, 10.0), sync_ms=1.0)
         (2, 1, 5)
     """
-    scheduler = Scheduler(cadence)
-    state = scheduler.init(len(ms))
-    for _ in range(SETTLE):
-        counts = scheduler.plan(state)
-        wall = [count * each for count, each in zip(counts, ms, strict=True)]
-        state = scheduler.update(state, WindowReport(wall, counts, sync_ms))
-    return scheduler.plan(state)
+    controller = Controller(cadence)
+    state = controller.init(len(ms))
+    for window in range(SETTLE):
+        plan = WindowPlan(window, 0, controller.plan(state, window), examples=0)
+        busy = tuple(count * each for count, each in zip(plan.counts, ms, strict=True))
+        last = max(busy)
+        record = plan.measured(busy, last + sync_ms, sync_ms, last - min(busy), steady=True)
+        state = controller.observe(state, record)
+    return controller.plan(state, SETTLE)
 
 
 def best_plan(

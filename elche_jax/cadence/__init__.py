@@ -26,15 +26,17 @@ from elche_jax.cadence.base import (
     nudge_down,
     stronger,
 )
+from elche_jax.cadence.controller import Controller, ControllerState
 from elche_jax.cadence.elche import ElChe, ElCheState
 from elche_jax.cadence.every_batch import EveryBatch, EveryBatchState
 from elche_jax.cadence.fixed_total import FixedTotal, FixedTotalState
-from elche_jax.cadence.guards import Divergence, Guard, LevelGuard, NoGuard, TrendGuard
+from elche_jax.cadence.guards import Guard, LevelGuard, NoGuard, TrendGuard
 from elche_jax.cadence.post_local import PostLocal
 from elche_jax.cadence.qsr import QSR
 from elche_jax.cadence.replay import Replay, ReplayState
 from elche_jax.cadence.scheduler import Scheduler, SchedulerState
 from elche_jax.cadence.shift import Shift, ShiftState
+from elche_jax.cadence.window import Divergence, WindowPlan, WindowRecord
 from elche_jax.cadence.window_time import WindowTime, WindowTimeState
 
 __all__ = [
@@ -49,6 +51,8 @@ __all__ = [
     "BalancedState",
     "Cadence",
     "CadenceState",
+    "Controller",
+    "ControllerState",
     "Divergence",
     "ElChe",
     "ElCheState",
@@ -69,6 +73,8 @@ __all__ = [
     "State",
     "TrendGuard",
     "Verdict",
+    "WindowPlan",
+    "WindowRecord",
     "WindowReport",
     "WindowTime",
     "WindowTimeState",

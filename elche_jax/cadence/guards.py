@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from elche_jax import _check as check
 from elche_jax.cadence.base import HOLD_GROWTH, STABLE, Verdict, nudge_down
+from elche_jax.cadence.window import Divergence
 
 HISTORY = 64
 """Windows that a guard sees."""
@@ -21,36 +22,6 @@ LEVEL_AFTER = 3
 
 LEVEL_SLACK = 1.1
 """By how much the last of them may exceed the first."""
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """How far apart the devices were at the end of a window; one entry per device.
-
-    With `x` the parameters before the window, `y` the device's own after its steps, `a`
-    the ones after the synchronisation and `delta` the averaged difference; what a window
-    did not exchange is not looked at. A device that was left out has NaN.
-
-    Attributes:
-        window: Number of the window.
-        counts: Microbatches.
-        distance: `|y - a| / |a|`.
-        update_norm: `|x - y|`.
-        cosine: Between `x - y` and `delta`.
-        share: Shares in the average; they sum to 1, or are all 0 where no device had one.
-    """
-
-    window: int
-    counts: tuple[int, ...]
-    distance: tuple[float, ...]
-    update_norm: tuple[float, ...]
-    cosine: tuple[float, ...]
-    share: tuple[float, ...]
-
-    @property
-    def largest(self) -> float:
-        """The largest distance of a device that was not left out; NaN where all were."""
-        return max((d for d in self.distance if not math.isnan(d)), default=math.nan)
 
 
 @runtime_checkable

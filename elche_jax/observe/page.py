@@ -45,7 +45,7 @@ def write_page(run: Run, path: str | PathLike[str], title: str | None = None) ->
         >>> import tempfile
         >>> from pathlib import Path
         >>> from elche_jax.observe.page import write_page
-        >>> from elche_jax.observe.records import WindowRecord
+        >>> from elche_jax.cadence import WindowRecord
         >>> from elche_jax.observe.run import read_run
         >>> from elche_jax.observe.timeline import Timeline
         >>> folder = Path(tempfile.mkdtemp())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from elche_jax import _check as check
-from elche_jax.observe.records import WindowRecord
+from elche_jax.cadence import WindowRecord
 
 INK, FAINT = "#1f2933", "#c3ccd5"
 BUSY = ("#f3f6f9", "#9cc9d9", "#2a86a8", "#0b4a6b")
@@ -48,7 +48,7 @@ def plot_run(
     Examples:
         >>> import tempfile
         >>> from elche_jax.observe.plots import plot_run
-        >>> from elche_jax.observe.records import WindowRecord
+        >>> from elche_jax.cadence import WindowRecord
         >>> busy, wall = (80.0, 76.0), 82.0
         >>> windows = [WindowRecord(i, 0, (4, 16), 160, busy, wall, 1, 4, True) for i in range(9)]
         >>> with tempfile.TemporaryDirectory() as folder:

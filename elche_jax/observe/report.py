@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from elche_jax.observe.records import WindowRecord
+from elche_jax.cadence import WindowRecord
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def limit_share(records: Sequence[WindowRecord]) -> float | None:
         `sum(counts) / (sum(wall_ms) * sum over devices of 1 / ms_per_batch)`.
 
     Examples:
-        >>> from elche_jax.observe.records import WindowRecord
+        >>> from elche_jax.cadence import WindowRecord
         >>> from elche_jax.observe.report import limit_share
         >>> window = WindowRecord(0, 0, (4, 2), 60, (40.0, 40.0), 80.0, 1.0, 0.0, True)
         >>> limit_share([window])

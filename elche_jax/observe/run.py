@@ -9,6 +9,7 @@ from os import PathLike
 from typing import Any, TypeVar, cast
 
 from elche_jax import _check as check
+from elche_jax.cadence import WindowRecord
 from elche_jax.observe.events import (
     AnchorEvent,
     CheckpointEvent,
@@ -23,7 +24,6 @@ from elche_jax.observe.events import (
     WindowEvent,
     moved,
 )
-from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.report import RunReport, make_report
 from elche_jax.observe.timeline import Timeline
 
@@ -244,7 +244,7 @@ def read_run(path: str | PathLike[str]) -> Run:
     Examples:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from elche_jax.observe.records import WindowRecord
+        >>> from elche_jax.cadence import WindowRecord
         >>> from elche_jax.observe.run import read_run
         >>> from elche_jax.observe.timeline import Timeline
         >>> path = Path(tempfile.mkdtemp(), "timeline.jsonl")

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from io import FileIO
 from operator import attrgetter
@@ -20,6 +19,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Final, NamedTuple, Self, cast
 
 from elche_jax import _check as check
+from elche_jax.cadence import WindowRecord
 from elche_jax.observe.events import (
     EVENTS as EVENTS,
     NAMES,
@@ -30,7 +30,6 @@ from elche_jax.observe.events import (
     field_names,
 )
 from elche_jax.observe.line_writer import LineWriter
-from elche_jax.observe.records import WindowRecord
 
 KEEP = 10_000
 """Events a timeline keeps in memory."""
@@ -39,7 +38,7 @@ KEEP = 10_000
 BLOCK = 65_536
 """Bytes of a file that are read at once, from its end on."""
 
-_values: Final = attrgetter(*(field.name for field in fields(WindowRecord)))
+_values: Final = attrgetter(*(name for name in field_names(WindowEvent) if name != "at"))
 _encode: Final = json.JSONEncoder(allow_nan=False).encode
 _BEGIN: Final = b'{"event": "'
 _LATER: Final = {"run": {"exchange_bytes": 0, "frozen_bytes": 0}}
@@ -83,7 +82,7 @@ class Timeline:
     Examples:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from elche_jax.observe.records import WindowRecord
+        >>> from elche_jax.cadence import WindowRecord
         >>> from elche_jax.observe.timeline import Timeline
         >>> path = Path(tempfile.mkdtemp(), "run.jsonl")
         >>> with Timeline(path) as timeline:

@@ -50,7 +50,7 @@ def write_trace(run: Run, path: str | PathLike[str]) -> Path:
     Examples:
         >>> import json, tempfile
         >>> from pathlib import Path
-        >>> from elche_jax.observe.records import WindowRecord
+        >>> from elche_jax.cadence import WindowRecord
         >>> from elche_jax.observe.run import read_run
         >>> from elche_jax.observe.timeline import Timeline
         >>> from elche_jax.observe.trace import write_trace

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from elche_jax.cadence import Cadence
+from elche_jax.cadence import Cadence, WindowRecord
 from elche_jax.cadence.scheduler import SchedulerState
 from elche_jax.data.split import piece_lengths
 from elche_jax.engine.devices import select_devices
@@ -22,7 +22,6 @@ from elche_jax.engine.sweep import (
     inspect_metrics,
     inspect_outputs,
 )
-from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.report import RunReport
 from elche_jax.train.loading import WINDOW_BYTES
 from elche_jax.train.outside import check_outside

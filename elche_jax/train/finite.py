@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from elche_jax import _check as check
-from elche_jax.train.pace import Measured
+from elche_jax.cadence import WindowPlan
 
 logger = logging.getLogger("elche_jax")
 
@@ -150,11 +150,11 @@ class FiniteWatch:
         """How many of the last windows were not finite."""
         return self._in_a_row
 
-    def see(self, measured: Measured, finite: bool, own: Any) -> NonFiniteError | None:
+    def see(self, plan: WindowPlan, finite: bool, own: Any) -> NonFiniteError | None:
         """Takes note of a window; gives the error to raise, if it is time for one.
 
         Args:
-            measured: The window.
+            plan: The window.
             finite: Whether it was finite.
             own: For each device whether its own sums were; read only where needed.
         """
@@ -167,20 +167,20 @@ class FiniteWatch:
         too_many = self._in_a_row == self._policy.max_skips
         if not raises and not too_many and self._wording is GRADIENTS:
             return None
-        bad = self._culprits(measured, own)
+        bad = self._culprits(plan, own)
         if raises:
-            return self._error(measured, bad, self._wording.rule)
+            return self._error(plan, bad, self._wording.rule)
         if too_many:
             self._in_a_row = 0  # whoever goes on hears of the next ones too
-            return self._error(measured, bad, self._wording.many)
+            return self._error(plan, bad, self._wording.many)
         logger.warning(
             "elche: left out of the average of %s, as not finite: %s.",
-            _name(measured),
+            _name(plan),
             self._names(bad) or self._wording.together,
         )
         return None
 
-    def late(self, measured: Measured, ranks: Sequence[int]) -> None:
+    def late(self, plan: WindowPlan, ranks: Sequence[int]) -> None:
         """Takes note of devices that were late for the average of a window."""
         for rank in ranks:
             self.left_out[rank] += 1
@@ -189,18 +189,16 @@ class FiniteWatch:
                 "in time; it gets no work until it has.",
                 rank,
                 self._devices[rank],
-                _name(measured),
+                _name(plan),
             )
 
-    def _culprits(self, measured: Measured, own: Any) -> dict[int, range]:
+    def _culprits(self, plan: WindowPlan, own: Any) -> dict[int, range]:
         """The devices that were not finite, and their work."""
-        ends = np.cumsum(measured.counts) + measured.first
+        ends = np.cumsum(plan.counts) + plan.first
         ranks = np.flatnonzero(~np.asarray(own)).tolist()
         for rank in ranks:
             self.left_out[rank] += 1
-        return {
-            rank: range(int(ends[rank]) - measured.counts[rank], int(ends[rank])) for rank in ranks
-        }
+        return {rank: range(int(ends[rank]) - plan.counts[rank], int(ends[rank])) for rank in ranks}
 
     def _names(self, bad: dict[int, range]) -> str:
         return "; ".join(
@@ -208,12 +206,12 @@ class FiniteWatch:
             for rank, work in bad.items()
         )
 
-    def _error(self, measured: Measured, bad: dict[int, range], text: str) -> NonFiniteError:
+    def _error(self, plan: WindowPlan, bad: dict[int, range], text: str) -> NonFiniteError:
         culprits = self._names(bad) or self._wording.together
         text = "train: " + text.format(
-            name=_name(measured), culprits=culprits, most=self._policy.max_skips
+            name=_name(plan), culprits=culprits, most=self._policy.max_skips
         )
-        return NonFiniteError(text, measured.window, measured.epoch, bad)
+        return NonFiniteError(text, plan.window, plan.epoch, bad)
 
 
 def _microbatches(work: range) -> str:
@@ -222,5 +220,5 @@ def _microbatches(work: range) -> str:
     return f"microbatches {work.start} to {work.stop - 1}"
 
 
-def _name(measured: Measured) -> str:
-    return f"window {measured.window} (epoch {measured.epoch}, counts {measured.counts})"
+def _name(plan: WindowPlan) -> str:
+    return f"window {plan.window} (epoch {plan.epoch}, counts {plan.counts})"

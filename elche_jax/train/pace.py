@@ -9,7 +9,7 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from math import isfinite
 from statistics import median
 from typing import Any
@@ -18,8 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elche_jax import _check as check
-from elche_jax.cadence import STABLE, Verdict, WindowReport, stronger
-from elche_jax.cadence.scheduler import Scheduler, SchedulerState
+from elche_jax.cadence import (
+    STABLE,
+    Cadence,
+    Controller,
+    ControllerState,
+    Divergence,
+    SchedulerState,
+    Verdict,
+    WindowPlan,
+    WindowRecord,
+)
 from elche_jax.config import Recorder
 from elche_jax.observe.events import (
     AnchorEvent,
@@ -29,7 +38,6 @@ from elche_jax.observe.events import (
     SkipEvent,
     VerdictEvent,
 )
-from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.report import imbalance
 from elche_jax.observe.timeline import Timeline
 from elche_jax.train import speeds
@@ -57,28 +65,11 @@ def windows_to(recorder: Recorder) -> Callable[[WindowRecord], None]:
     return recorder.measured if type(recorder) is Timeline else recorder.window
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A window as it was dispatched: what a record needs besides the times.
-
-    `asked` is the moment the loop asked for it, `time.perf_counter` seconds; `first` the
-    number of its first microbatch in the epoch.
-    """
-
-    window: int
-    epoch: int
-    counts: tuple[int, ...]
-    examples: int
-    steady: bool
-    asked: float
-    first: int = 0
-
-
 class Pace:
     """Plans and records of one training step.
 
     Args:
-        scheduler: The pure scheduler.
+        controller: The pure controller.
         world_size: Number of devices.
         hint: Log one line when devices of one kind turn out to be unequally fast, and the
             cadence makes nothing of it.
@@ -88,28 +79,32 @@ class Pace:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        controller: Controller,
         world_size: int,
         hint: bool,
         timeline: Recorder | None = None,
         owner: str = "TrainStep",
     ):
         self._lock = threading.Lock()
-        self._scheduler = scheduler
-        self._state = scheduler.init(world_size)
+        self._controller = controller
+        self._state = controller.init(world_size)
         self._records: deque[WindowRecord] = deque(maxlen=RECORDS_KEPT)
         self._world_size = world_size
         self._history = array("q")
         self._hint = hint and world_size > 1 and not self.adaptive
         self.timeline = timeline
         self._tell = getattr(timeline, "window_metrics", None)  # it takes the losses from them
-        self._told = self._owed = STABLE
+        self._told = STABLE
         self._where = f"{owner}.cadence_state"
+
+    @property
+    def _cadence(self) -> Cadence[Any]:
+        return self._controller.cadence
 
     @property
     def adaptive(self) -> bool:
         """Whether plans depend on reports."""
-        return self._scheduler.cadence.adaptive
+        return self._cadence.adaptive
 
     def compiled(self, key: Any, seconds: float, ahead: bool) -> None:
         """Notes that a program was compiled; its key begins with its name."""
@@ -119,17 +114,17 @@ class Pace:
     @property
     def cadence_name(self) -> str:
         """The class of the cadence."""
-        return type(self._scheduler.cadence).__name__
+        return type(self._cadence).__name__
 
     @property
     def scripted(self) -> bool:
         """Whether a recording is replayed."""
-        return self._scheduler.cadence.scripted
+        return self._cadence.scripted
 
     @property
     def uses_loss(self) -> bool:
         """Whether the cadence follows the loss."""
-        return self._scheduler.cadence.uses_loss
+        return self._cadence.uses_loss
 
     @property
     def wants_loss(self) -> bool:
@@ -146,7 +141,7 @@ class Pace:
             frozen: Bytes that frozen parameters would add.
         """
         if self.timeline is not None:
-            cadence = self._scheduler.cadence
+            cadence = self._cadence
             self.timeline.add(
                 RunEvent, devices=tuple(names), cadence=repr(cadence), windows=window,
                 overhead_target=cadence.overhead_target,
@@ -162,7 +157,7 @@ class Pace:
     @property
     def counts(self) -> tuple[int, ...]:
         """The plan for the next window; after the end of a script its last counts."""
-        cadence, window = self._scheduler.cadence, self.windows
+        cadence, window = self._cadence, self.windows
         if not cadence.scripted:
             return self.state.counts
         try:
@@ -178,7 +173,7 @@ class Pace:
         windows, see `elche_jax.train.speeds.throughput`.
         """
         with self._lock:
-            state, records = self._state.cadence, list(self._records)
+            state, records = self._state.schedule.cadence, list(self._records)
         return speeds.throughput(state, records, self._world_size)
 
     @property
@@ -187,21 +182,28 @@ class Pace:
 
         See `elche_jax.train.speeds.ratios`.
         """
-        counts = self._sound(self.counts, self.windows)
+        counts, windows = self.counts, self.windows
         with self._lock:
-            state, records = self._state.cadence, list(self._records)
-        return speeds.ratios(state, records, counts)
+            state, records = self._state, list(self._records)
+        self._controller.check_counts(state, counts, windows)
+        return speeds.ratios(state.schedule.cadence, records, counts)
 
     @property
     def largest(self) -> int | None:
         """The largest count of a recording; None where plans come as they come."""
-        return self._scheduler.cadence.largest_count
+        return self._cadence.largest_count
 
     @property
     def state(self) -> SchedulerState:
-        """The scheduler's state: plain numbers."""
+        """What is known of the speeds, and the counts: plain numbers."""
         with self._lock:
-            return self._state
+            return self._state.schedule
+
+    @property
+    def divergence(self) -> list[Divergence]:
+        """How far the devices were apart after the last windows, oldest first."""
+        with self._lock:
+            return list(self._state.divergence)
 
     def restore(self, state: SchedulerState | Mapping[str, Any]) -> None:
         """Takes a state that was saved."""
@@ -212,13 +214,13 @@ class Pace:
             )
         if isinstance(state, SchedulerState):
             state = state.to_dict()
-        state = self._scheduler.from_dict(state)
+        state = self._controller.scheduler.from_dict(state)
         for part in (state.cadence, state.shift):
             for name, values in vars(part).items() if part is not None else ():
                 if isinstance(values, tuple):
                     self._check_numbers(name, values)
         with self._lock:
-            self._state = state
+            self._state = replace(self._state, schedule=state)
 
     def _check_numbers(self, name: str, values: tuple[Any, ...]) -> None:
         where = self._where
@@ -251,106 +253,78 @@ class Pace:
         with self._lock:
             return np.array(self._history, np.int64).reshape(-1, self._world_size)
 
-    def restart(self, history: NDArray[np.int64] | None = None) -> None:
-        """A run begins, or goes on after windows of these counts: forgets the records, not
-        the speeds."""
+    def restart(
+        self,
+        history: NDArray[np.int64] | None = None,
+        divergence: Sequence[Divergence] = (),
+    ) -> None:
+        """A run begins, or goes on after windows of these counts and divergences: forgets
+        the records, not the speeds."""
         with self._lock:
             self._records.clear()
+            self._told = STABLE
+            self._state = ControllerState(self._state.schedule, self._world_size, tuple(divergence))
             self._history = array("q", () if history is None else history.ravel().tolist())
 
     def plan(self, window: int) -> tuple[int, ...]:
         """Counts for a window, were there no end of the data."""
         with self._lock:
-            counts = self._scheduler.plan(self._state, window=window)
-        return self._sound(counts, window)
-
-    def _sound(self, counts: tuple[int, ...], window: int) -> tuple[int, ...]:
-        if len(counts) != self._world_size or min(counts) < 0 or max(counts) == 0:
-            cadence = type(self._scheduler.cadence).__name__
-            raise ValueError(
-                f"{cadence}: counts must have one entry per device ({self._world_size}), none "
-                f"below 0 and not all 0, got {counts} for window {window}."
-            )
-        return counts
+            return self._controller.plan(self._state, window)
 
     def dispatched(self, counts: tuple[int, ...]) -> None:
         """Notes the counts of a window that was handed to the devices."""
         with self._lock:
             self._history.extend(counts)
 
-    def measured(
-        self, record: WindowRecord, verdict: Verdict = STABLE, loss: float | None = None
-    ) -> None:
-        """Takes a window's times; feeds the cadence where they are steady.
-
-        Args:
-            record: The times.
-            verdict: The guard's opinion.
-            loss: The window's mean loss, for the timeline and a cadence that uses it; None
-                where neither asks for it.
-        """
-        if self.timeline is not None:  # not under the lock: it may write to a disk
-            windows_to(self.timeline)(record)
-            if verdict.action == "nudge_down" or verdict != self._told:
-                self.timeline.add(
-                    VerdictEvent, window=record.window, epoch=record.epoch,
-                    action=verdict.action, factor=verdict.factor or 1.0,
-                )  # fmt: skip
-            if loss is not None and isfinite(loss) and self._tell is None:
-                where = {"window": record.window, "epoch": record.epoch}
-                self.timeline.add(LossEvent, **where, loss=loss)
-        self._told = verdict
+    def measured(self, record: WindowRecord) -> None:
+        """Takes a window that is over: tells the timeline, and the controller."""
+        timeline, where = self.timeline, {"window": record.window, "epoch": record.epoch}
+        if timeline is not None:  # not under the lock: it may write to a disk
+            windows_to(timeline)(record)
         with self._lock:
             self._records.append(record)
-            self._owed = stronger(self._owed, verdict)
             before = self._anchor
-            if not self.scripted and not self._broken(loss):
-                self._report(record, loss if self.uses_loss else None)
-            anchor = self._anchor
+            self._state = self._controller.observe(self._state, record)
+            verdict, anchor = self._state.verdict, self._anchor
             if self._hint:
                 self._give_hint()
-        if self.timeline is not None and before != anchor and None not in (before, anchor):
+        if timeline is None:
+            return
+        if record.divergence is not None:
+            self._tell_verdict(verdict, where)
+        if record.loss is not None and isfinite(record.loss) and self._tell is None:
+            timeline.add(LossEvent, **where, loss=record.loss)
+        if before != anchor and None not in (before, anchor):
+            timeline.add(AnchorEvent, **where, before=before, anchor=anchor)
+
+    def _tell_verdict(self, verdict: Verdict, where: Mapping[str, int]) -> None:
+        """Every *nudge down* goes to the timeline, of the rest what is new."""
+        told, self._told = self._told, verdict
+        if self.timeline is not None and (verdict.action == "nudge_down" or verdict != told):
             self.timeline.add(
-                AnchorEvent, window=record.window, epoch=record.epoch, before=before, anchor=anchor
+                VerdictEvent, **where, action=verdict.action, factor=verdict.factor or 1.0
             )
 
     @property
     def _anchor(self) -> int | None:
         """The cadence's anchor; None where it has none."""
-        return self._scheduler.cadence.anchor_of(self._state.cadence)
+        return self._cadence.anchor_of(self._state.schedule.cadence)
 
-    def _broken(self, loss: float | None) -> bool:
-        """Whether a loss that the cadence would use is none."""
-        return self.uses_loss and loss is not None and not isfinite(loss)
-
-    def told(self, measured: Measured, metrics: Mapping[str, Any]) -> None:
+    def told(self, plan: WindowPlan, metrics: Mapping[str, Any]) -> None:
         """Hands the metrics of a window that is over to a recorder that takes them."""
         if self._tell is not None:
-            self._tell(measured.window, measured.epoch, metrics)
+            self._tell(plan.window, plan.epoch, metrics)
 
     def learned(self, record: WindowRecord) -> None:
         """Takes the times of a window that were not known when it was over."""
         with self._lock:
-            if not self.scripted and record.steady:
-                self._report(record, None)
+            if record.steady:
+                self._state = self._controller.observe(self._state, record)
 
-    def _report(self, record: WindowRecord, loss: float | None) -> None:
-        """Tells the cadence of a window, and what guards have said since it was told last."""
-        if record.steady and record.busy_ms:
-            report = WindowReport(record.busy_ms, record.counts, record.sync_ms, loss)
-            self._state = self._scheduler.update(self._state, report, self._owed)
-        elif self._scheduler.cadence.counts_windows:
-            self._state = self._scheduler.passed(self._state, record.counts, loss, self._owed)
-        else:
-            return
-        self._owed = STABLE
-
-    def skipped(self, measured: Measured, reason: str) -> None:
+    def skipped(self, plan: WindowPlan, reason: str) -> None:
         """Notes that a window's update was dropped, and why."""
         if self.timeline is not None:
-            self.timeline.add(
-                SkipEvent, window=measured.window, epoch=measured.epoch, reason=reason
-            )
+            self.timeline.add(SkipEvent, window=plan.window, epoch=plan.epoch, reason=reason)
 
     def _give_hint(self) -> None:
         steady = [record for record in self._records if record.steady]

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,8 @@ from elche_jax.cadence.base import State
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.trainable import Selection
+from elche_jax.train.divergence import DivergenceReader, divergence_of
 from elche_jax.train.finite import FiniteWatch
-from elche_jax.train.guarding import GuardWatch
 from elche_jax.train.pace import Pace
 
 PyTree = Any
@@ -23,7 +24,9 @@ PyTree = Any
 logger = logging.getLogger("elche_jax")
 
 
-def run_to_dict(pace: Pace, watch: FiniteWatch, guard: GuardWatch | None) -> dict[str, Any]:
+def run_to_dict(
+    pace: Pace, watch: FiniteWatch, divergence: DivergenceReader | None
+) -> dict[str, Any]:
     """The run as plain numbers and an array of counts, which `restore_run` takes."""
     state = pace.state
     keeps = isinstance(state.cadence, State)  # a user's own may be anything
@@ -31,7 +34,8 @@ def run_to_dict(pace: Pace, watch: FiniteWatch, guard: GuardWatch | None) -> dic
         "cadence": state.to_dict() if keeps else None,
         "cadence_name": pace.cadence_name,
         "counts": pace.history_array,
-        **({"divergence": []} if guard is None else guard.to_dict()),
+        "divergence": [asdict(seen) for seen in pace.divergence],
+        "unread": None if divergence is None else divergence.unread,
         "skipped": watch.skipped,
         "in_a_row": watch.in_a_row,
         "left_out": list(watch.left_out),
@@ -40,7 +44,7 @@ def run_to_dict(pace: Pace, watch: FiniteWatch, guard: GuardWatch | None) -> dic
 
 def restore_run(
     saved: Mapping[str, Any], world_size: int, pace: Pace, watch: FiniteWatch,
-    guard: GuardWatch | None,
+    divergence: DivergenceReader | None,
 ) -> None:  # fmt: skip
     """Goes on where the run of a dict of `run_to_dict` was.
 
@@ -59,9 +63,11 @@ def restore_run(
         watch.restore(saved["skipped"], [0] * world_size, saved["in_a_row"])
         return
     watch.restore(saved["skipped"], saved["left_out"], saved["in_a_row"])
-    pace.restart(saved["counts"])
-    if guard is not None:
-        guard.restore(saved)
+    seen = [] if divergence is None else saved["divergence"]
+    pace.restart(saved["counts"], [divergence_of(one) for one in seen])
+    unread = saved.get("unread")
+    if divergence is not None and unread is not None:
+        divergence.unread = (unread[0], tuple(unread[1]))
     if saved["cadence_name"] != pace.cadence_name:
         logger.warning(
             "elche: the checkpoint is of a run with %s, this one has %s: the cadence begins anew.",

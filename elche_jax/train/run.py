@@ -13,17 +13,16 @@ import numpy as np
 from elche_jax._waiting import interruptible
 from elche_jax.averaging.host.board import Outcome
 from elche_jax.averaging.host.exchange import HostExchange
-from elche_jax.cadence import STABLE, clamp_counts
+from elche_jax.cadence import WindowPlan, WindowRecord, clamp_counts
 from elche_jax.data.order import Cursor
 from elche_jax.data.reader import Reader
 from elche_jax.engine.replicas import ReplicaMismatch, mismatch
 from elche_jax.engine.runner import Call, Launch
 from elche_jax.engine.timing import ENDS, Stopwatch, WindowTimes
-from elche_jax.observe.records import WindowRecord
+from elche_jax.train.divergence import DivergenceReader
 from elche_jax.train.feed import Feed
 from elche_jax.train.finite import FiniteWatch
-from elche_jax.train.guarding import GuardWatch
-from elche_jax.train.pace import Measured, Pace
+from elche_jax.train.pace import Pace
 
 IN_FLIGHT = 2
 """Windows that may be dispatched and not yet over."""
@@ -40,21 +39,35 @@ class Window:
     """The work between two synchronisations, its data on the devices.
 
     Attributes:
-        index: Number of the window in the run.
-        epoch: Its epoch.
-        counts: Microbatches per device.
-        examples: Valid examples of all devices.
+        plan: What it is, in plain numbers.
         cursor: The place in the data after this window; `windows(cursor=...)` goes on
             from there.
     """
 
-    index: int
-    epoch: int
-    counts: tuple[int, ...]
-    examples: int
+    plan: WindowPlan
     cursor: Cursor
     calls: tuple[Call, ...] = field(repr=False)
     run: "Run" = field(repr=False)
+
+    @property
+    def index(self) -> int:
+        """Number of the window in the run."""
+        return self.plan.window
+
+    @property
+    def epoch(self) -> int:
+        """Its epoch."""
+        return self.plan.epoch
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Microbatches per device."""
+        return self.plan.counts
+
+    @property
+    def examples(self) -> int:
+        """Valid examples of all devices."""
+        return self.plan.examples
 
 
 @dataclass(frozen=True)
@@ -62,17 +75,21 @@ class Flying:
     """A window that was dispatched and is not over.
 
     Attributes:
-        measured: What its record needs besides the times.
+        plan: The window.
+        asked: When the loop asked for it, `time.perf_counter` seconds.
+        steady: Whether its times are to be told to the cadence, as far as is known.
         finite: Whether it was finite, or for each device whether it was; on the devices.
         own: The same of each device's own sums.
         sums: Checksums of the state after it, or None.
         metrics: The window's metrics, on the devices.
     """
 
-    measured: Measured
+    plan: WindowPlan
+    asked: float
+    steady: bool
     finite: Any
     own: Any
-    sums: jax.Array | None
+    sums: jax.Array | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -92,7 +109,7 @@ class Run:
         watch: Told of every window whether it was finite.
         runner: What runs the windows; for whoever made the run.
         combines: Whether the devices synchronise at the end of a window.
-        guard: Told of every window how far the devices drifted apart; or None.
+        divergence: Reads how far the devices drifted apart in a window; or None.
         in_flight: Windows that may be dispatched and not yet over.
     """
 
@@ -105,12 +122,12 @@ class Run:
         watch: FiniteWatch,
         runner: Any,
         combines: bool = True,
-        guard: GuardWatch | None = None,
+        divergence: DivergenceReader | None = None,
         in_flight: int = IN_FLIGHT,
     ):
         self._feed, self._pace = feed, pace
         self._start, self._epochs, self._in_flight = start, epochs, in_flight
-        self._watch, self._guard, self.runner = watch, guard, runner
+        self._watch, self._divergence, self.runner = watch, divergence, runner
         # without a synchronisation devices end apart, and the CPU's runtime starts a
         # program on all of them at once
         self._lockstep = not combines and feed.devices[0].platform == "cpu"
@@ -127,7 +144,7 @@ class Run:
         self.trained: int | None = None  # the window dispatched last
         self._closed = False
         self._unseen: list[Flying] = []
-        self._tardy: dict[int, Measured] = {}
+        self._tardy: dict[int, Flying] = {}
         self._landing: int | None = None
         self.stopwatch: Stopwatch | HostExchange | None = None
 
@@ -183,9 +200,8 @@ class Run:
         there = reader.available(cursor.microbatch, sum(counts))
         counts = clamp_counts(counts, there)
         examples, calls = self._feed.load(counts, cursor.microbatch, reader)
-        return Window(
-            cursor.window, cursor.epoch, counts, examples, cursor.advance(there), calls, self
-        )
+        plan = WindowPlan(cursor.window, cursor.epoch, counts, examples, first=cursor.microbatch)
+        return Window(plan, cursor.advance(there), calls, self)
 
     def _without_late(self, counts: tuple[int, ...]) -> tuple[int, ...]:
         """A device that owes what it should have delivered gets no more until it has."""
@@ -265,14 +281,11 @@ class Run:
         """
         self._pace.dispatched(window.counts)
         self.trained = window.index
-        first = window.cursor.microbatch - sum(window.counts)
-        measured = Measured(
-            window.index, window.epoch, window.counts, window.examples, steady, self._asked, first
-        )
+        flying = Flying(window.plan, self._asked, steady, finite, token, sums, metrics or {})
         with self._changed:
             if self._closed:
                 return
-            self._flying[self._dispatches] = Flying(measured, finite, token, sums, metrics or {})
+            self._flying[self._dispatches] = flying
         if self._feed.world_size == 1:
             self._tokens.append((self._dispatches, at, token))
         elif self.stopwatch is not None:
@@ -350,18 +363,13 @@ class Run:
             return
         if outcome is not None:
             if outcome.will_be_known:
-                self._tardy[times.window] = flying.measured
+                self._tardy[times.window] = flying
             if outcome.late:
-                self._pace.skipped(flying.measured, LATE)
+                self._pace.skipped(flying.plan, LATE)
+                self._watch.late(flying.plan, outcome.late)
             flying = _with(flying, outcome)
-            self._watch.late(flying.measured, outcome.late)
-        verdict, loss = STABLE, None
-        if self._guard is not None:
-            verdict = self._guard.see(flying.measured, flying.metrics)
-        if self._pace.wants_loss and "loss" in flying.metrics:
-            loss = float(np.asarray(flying.metrics["loss"]))
-        self._pace.measured(_record(flying.measured, times, free, ahead), verdict, loss)
-        self._pace.told(flying.measured, flying.metrics)
+        self._pace.measured(self._record(flying, times, free, outcome))
+        self._pace.told(flying.plan, flying.metrics)
         self._verify(flying)
         with self._changed:
             self._flying.pop(times.window, None)
@@ -375,18 +383,35 @@ class Run:
             times: When the devices were done.
             begins: When they began; None where the late one's time says nothing.
         """
-        measured = self._tardy.pop(times.window, None)
-        if measured is not None and begins is not None:
-            self._pace.learned(_record(measured, times, list(begins), ahead=False))
+        flying = self._tardy.pop(times.window, None)
+        if flying is not None and begins is not None:
+            self._pace.learned(_measured(flying, times, begins, ahead=False))
+
+    def _record(
+        self,
+        flying: Flying,
+        times: WindowTimes,
+        free: Sequence[float],
+        outcome: Outcome | None,
+    ) -> WindowRecord:
+        loss, divergence, metrics = None, None, flying.metrics
+        if self._divergence is not None:
+            divergence = self._divergence.read(flying.plan, metrics)
+        if self._pace.wants_loss and "loss" in metrics:
+            loss = float(np.asarray(metrics["loss"]))
+        ahead, late = (False, ()) if outcome is None else (outcome.ahead, outcome.late)
+        return _measured(
+            flying, times, free, ahead, left_out=late, divergence=divergence, loss=loss
+        )
 
     def _verify(self, flying: "Flying") -> None:
         finite = bool(np.asarray(flying.finite).all())
         skipped = self._watch.skipped
-        error: Exception | None = self._watch.see(flying.measured, finite, flying.own)
+        error: Exception | None = self._watch.see(flying.plan, finite, flying.own)
         if self._watch.skipped > skipped:
-            self._pace.skipped(flying.measured, self._watch.event)
+            self._pace.skipped(flying.plan, self._watch.event)
         if flying.sums is not None and error is None:
-            where = f"train: after window {flying.measured.window}"
+            where = f"train: after window {flying.plan.window}"
             text = mismatch(
                 where, self.runner.replicated(self.runner.state), self._feed.devices, flying.sums
             )
@@ -404,10 +429,9 @@ class Run:
 
 def _with(flying: Flying, outcome: Outcome) -> Flying:
     average = outcome.average
-    measured = replace(flying.measured, steady=flying.measured.steady and not outcome.late)
     return replace(
         flying,
-        measured=measured,
+        steady=flying.steady and not outcome.late,
         finite=average.metrics["finite"],
         own=average.own,
         sums=None if outcome.missing or outcome.late else flying.sums,
@@ -415,18 +439,17 @@ def _with(flying: Flying, outcome: Outcome) -> Flying:
     )
 
 
-def _record(measured: Measured, times: WindowTimes, free: list[float], ahead: bool) -> WindowRecord:
-    begun = max(measured.asked, *free)
-    single = len(measured.counts) == 1
+def _measured(
+    flying: Flying, times: WindowTimes, free: Sequence[float], ahead: bool, **known: Any
+) -> WindowRecord:
+    begun = max(flying.asked, *free)
+    single = len(flying.plan.counts) == 1
     ends = times.accumulated if ahead else times.combined
-    return WindowRecord(
-        window=measured.window,
-        epoch=measured.epoch,
-        counts=measured.counts,
-        examples=measured.examples,
+    return flying.plan.measured(
         busy_ms=() if single else times.busy_ms(free),
         wall_ms=1e3 * (max(ends) - begun),
         sync_ms=0.0 if single else times.sync_ms,
         skew_ms=0.0 if single else times.skew_ms,
-        steady=measured.steady,
+        steady=flying.steady,
+        **known,
     )

@@ -11,6 +11,7 @@ from elche_jax.averaging.delayed import DelayedProgram
 from elche_jax.averaging.host.program import HostProgram
 from elche_jax.averaging.host.runner import HostRunner
 from elche_jax.averaging.program import LocalProgram
+from elche_jax.averaging.rules import Averaging
 from elche_jax.data.source import IterableSource
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import Group
@@ -41,6 +42,16 @@ class Initial:
     def one(self) -> TrainState:
         """Shapes of one device's state."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.shapes)
+
+    def exchanged_bytes(self, averaging: Averaging | None) -> tuple[int, int]:
+        """Bytes of float32 that each device exchanges, and that frozen parameters save."""
+        if self.shapes.step.shape == (1,):
+            return 0, 0
+        parts = self.selection.split(self.one.params)
+        trained, frozen = (4 * sum(x.size for x in jax.tree.leaves(part)) for part in parts)
+        if averaging is None:
+            return trained, frozen
+        return sent_bytes(averaging, self.selection, self.merge, self.one), frozen
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from statistics import median
 from typing import Any
 
 from elche_jax import _check as check
-from elche_jax.cadence import BalancedState
+from elche_jax.cadence import BalancedState, WindowRecord
 from elche_jax.cadence.estimate import SHORTEST_MS, Times
-from elche_jax.observe.records import WindowRecord
 
 RECENT = 32
 """Steady windows of a device that its median is taken over."""

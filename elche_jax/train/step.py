@@ -12,9 +12,14 @@ import optax
 from elche_jax import _check as check
 from elche_jax.averaging.program import average
 from elche_jax.averaging.state import common_part
-from elche_jax.cadence import Cadence
-from elche_jax.cadence.guards import Divergence
-from elche_jax.cadence.scheduler import Scheduler, SchedulerState
+from elche_jax.cadence import (
+    Cadence,
+    Controller,
+    Divergence,
+    NoGuard,
+    SchedulerState,
+    WindowRecord,
+)
 from elche_jax.config import Recorder
 from elche_jax.data.order import Cursor
 from elche_jax.engine.checksum import checksums
@@ -26,12 +31,11 @@ from elche_jax.engine.merge import resolve_merge
 from elche_jax.engine.replicas import unreplicate
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.trainable import select_trainable
-from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.report import RunReport, make_report
-from elche_jax.train.averaging import check_merge, in_flight, overlaps, sent_bytes
+from elche_jax.train.averaging import check_merge, in_flight, overlaps
+from elche_jax.train.divergence import divergence_reader
 from elche_jax.train.feed import DataPlan
 from elche_jax.train.finite import AVERAGES, GRADIENTS, FiniteWatch
-from elche_jax.train.guarding import guard_watch
 from elche_jax.train.initial import (
     check_buffers,
     check_model_state,
@@ -71,9 +75,10 @@ class TrainStep:
     ):
         self.devices = devices
         self._optimizer, self._options = optimizer, options
-        self._pace = Pace(Scheduler(cadence), len(devices), options.hint, options.timeline)
+        controller = Controller(cadence, options.guard or NoGuard())
+        self._pace = Pace(controller, len(devices), options.hint, options.timeline)
         self._watch = _finite_watch(options, devices)
-        self._guard = guard_watch(options.guard, options.averaging, devices)
+        self._divergence = divergence_reader(options.averaging, devices)
         self._cache = CompileCache(None if options.timeline is None else self._pace.compiled)
         group, *_ = group_devices(devices)  # one: build_train_step sees to it
         self._runners = Runners(loss_fn, optimizer, group, options, self._cache)
@@ -160,7 +165,7 @@ class TrainStep:
     def divergence(self) -> list[Divergence]:
         """How far the devices were apart at the end of the last 64 windows, oldest first;
         empty without `averaging`."""
-        return self._guard.history if self._guard is not None else []
+        return self._pace.divergence
 
     def init(self, params: PyTree, *, model_state: PyTree = None, rng: Any = 0) -> TrainState:
         """Makes the replicated training state, and begins a new run.
@@ -210,7 +215,7 @@ class TrainStep:
         )  # fmt: skip
         self._initial = Initial(shapes_of(state), key_impl_of(rng), selection, merge)
         self._watch = _finite_watch(self._options, self.devices)
-        self._guard = guard_watch(self._options.guard, self._options.averaging, self.devices)
+        self._divergence = divergence_reader(self._options.averaging, self.devices)
         self._average = None
         self._pace.restart()
         return state
@@ -294,12 +299,12 @@ class TrainStep:
         feed = self._loading.feed(plan, runner, self._pace.adaptive, self._pace.largest)
         start = replace(cursor or Cursor(window=self._pace.windows), reading=reading)
         run = Run(
-            feed, self._pace, start, epochs, self._watch, runner, guard=self._guard,
+            feed, self._pace, start, epochs, self._watch, runner, divergence=self._divergence,
             in_flight=in_flight(self._options),
         )  # fmt: skip
         self._last_run = run
         names = [str(device) for device in self.devices]
-        self._pace.begins(names, start.window, *self._exchanged(self._initial))
+        self._pace.begins(names, start.window, *self._exchanged)
         return Windows(run, len(self.devices))
 
     def __call__(
@@ -436,7 +441,7 @@ class TrainStep:
         """What is known of the run besides the state: the cadence's state, `counts_history`,
         `divergence`, `skipped`, `left_out` and what the next window reports of the last one,
         as plain numbers for a checkpoint (`"counts"` as an array, `(windows, world_size)`)."""
-        known = run_to_dict(self._pace, self._watch, self._guard)
+        known = run_to_dict(self._pace, self._watch, self._divergence)
         return known | {"unreported": rows_to_dict(self._runners.unreported)}
 
     def restore_run(self, saved: Mapping[str, Any]) -> None:
@@ -448,12 +453,12 @@ class TrainStep:
         Args:
             saved: The dict.
         """
-        restore_run(saved, len(self.devices), self._pace, self._watch, self._guard)
+        restore_run(saved, len(self.devices), self._pace, self._watch, self._divergence)
         self._runners.unreported = rows_of(saved.get("unreported"), len(self.devices))
 
     def report(self) -> RunReport:
         """What was measured so far: speeds, counts, busy shares, compiles."""
-        exchange, frozen = (0, 0) if self._initial is None else self._exchanged(self._initial)
+        exchange, frozen = (0, 0) if self._initial is None else self._exchanged
         return make_report(
             self.records, [str(d) for d in self.devices], self.counts, vars(self._cache.stats),
             self.skipped, exchange, frozen,
@@ -470,18 +475,10 @@ class TrainStep:
         if last is not None:
             last.settle()
 
-    def _exchanged(self, initial: "Initial") -> tuple[int, int]:
-        """Bytes of float32 that each device exchanges, and that frozen parameters save."""
-        if len(self.devices) == 1:
-            return 0, 0
-        trained, frozen = initial.selection.split(initial.shapes.params)
-        sizes = [sum(x.size for x in jax.tree.leaves(part)) for part in (trained, frozen)]
-        averaging = self._options.averaging
-        if averaging is not None:
-            sent = sent_bytes(averaging, initial.selection, initial.merge, initial.one)
-        else:
-            sent = 4 * sizes[0] // len(self.devices)
-        return sent, 4 * sizes[1] // len(self.devices)
+    @property
+    def _exchanged(self) -> tuple[int, int]:
+        assert self._initial is not None  # `init` was called
+        return self._initial.exchanged_bytes(self._options.averaging)
 
     def _checksums(self, state: TrainState, window: Window) -> jax.Array | None:
         """Launches checksums of the state where it is time for it: at the first window, so

@@ -13,8 +13,7 @@ from typing import Any
 import jax
 
 from elche_jax import _check as check
-from elche_jax.cadence import Cadence, FixedTotal, WindowTime
-from elche_jax.cadence.scheduler import Scheduler
+from elche_jax.cadence import Cadence, Controller, FixedTotal, WindowTime
 from elche_jax.data.order import Cursor
 from elche_jax.data.source import IterableSource
 from elche_jax.engine.compile_cache import CompileCache
@@ -105,7 +104,7 @@ class Sweep:
         self._where, self._fn, self._make, self._emulate = where, fn, make, emulate
         if cadence is None:
             cadence = WindowTime() if len(self.devices) > 1 else FixedTotal(ONE_DEVICE)
-        self._pace = Pace(Scheduler(cadence), len(self.devices), hint=False, owner="EvalStep")
+        self._pace = Pace(Controller(cadence), len(self.devices), hint=False, owner="EvalStep")
         self._group = Group(self.devices, tuple(range(len(self.devices))))
         self._cache = CompileCache()
         self._runners: dict[Any, tuple[SweepRunner, Task]] = {}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from elche_jax.observe.records import WindowRecord
+from elche_jax.cadence import WindowRecord
 
 NO_MEANS = ("finite", "weight")
 """Metrics of a window of which there is no mean."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from elche_jax.cadence import WindowRecord
 from elche_jax.config import Recorder
 from elche_jax.observe.events import LossEvent
-from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.timeline import Timeline
 from elche_jax.train.pace import windows_to
 from elche_jax.trainer.epochs import DeviceSums

@@ -12,8 +12,8 @@ from elche_jax.advice import advise, measure
 from elche_jax.advice.measure import LEAST, WARM, alone_ms, team_ms
 from elche_jax.advice.of_rank import OfRank
 from elche_jax.cadence import EveryBatch, FixedTotal, WindowTime
+from elche_jax.cadence.window import WindowRecord
 from elche_jax.lab import EmulatedSpeeds, ExtraWork
-from elche_jax.observe.records import WindowRecord
 
 DATA = {"x": np.ones((512, 3), "float32")}
 PARAMS = {"w": np.zeros(3, "float32")}

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from reference import BATCH, LEARNING_RATE, MOMENTUM, data, gradient, loss_fn, params, run
 
 import elche_jax as elche
-from elche_jax.cadence import HOLD_GROWTH, STABLE, Scheduler, nudge_down
+from elche_jax.cadence import HOLD_GROWTH, STABLE, Controller, WindowPlan, nudge_down
 from elche_jax.cadence.guards import Divergence, is_level, judge
 from elche_jax.observe.timeline import Timeline, VerdictEvent
 
@@ -94,13 +94,14 @@ def test_silence_is_not_stability():
 @pytest.mark.parametrize(("guard", "grows"), [(Silent(), False), (elche.NoGuard(), True)])
 def test_a_silent_guard_does_not_let_windows_grow_while_devices_drift_apart(guard, grows):
     """The overhead asks for ever longer windows, and the distance rises with them."""
-    scheduler = Scheduler(elche.ElChe(anchor=4, max_anchor=1000))
-    state, history = scheduler.init(2), []
+    controller = Controller(elche.ElChe(anchor=4, max_anchor=1000), guard)
+    state = controller.init(2)
     for window in range(50):
-        history += seen(0.001 * 1.2**window)
-        report = elche.WindowReport((8.0, 8.0), state.counts, 4.0)
-        state = scheduler.update(state, report, judge(guard, history))
-    assert state.cadence.anchor == (1000 if grows else 4)
+        plan = WindowPlan(window, 0, controller.plan(state, window), examples=0)
+        (apart,) = seen(0.001 * 1.2**window)
+        record = plan.measured((8.0, 8.0), 12.0, 4.0, 0.0, steady=True, divergence=apart)
+        state = controller.observe(state, record)
+    assert state.schedule.cadence.anchor == (1000 if grows else 4)
 
 
 def test_a_verdict_that_is_none():

@@ -9,8 +9,8 @@ import webbrowser
 
 import pytest
 
+from elche_jax.cadence.window import WindowRecord
 from elche_jax.cli import main
-from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.timeline import Timeline
 
 

@@ -5,8 +5,8 @@ import sys
 import children
 import pytest
 
+from elche_jax.cadence.window import WindowRecord
 from elche_jax.observe.plots import _widths, plot_run
-from elche_jax.observe.records import WindowRecord
 
 
 def record(window, counts, wall_ms=80.0):
@@ -46,7 +46,7 @@ def test_matplotlib_is_loaded_only_for_a_picture_and_has_no_current_figure(tmp_p
     script = f"""
 import sys
 from elche_jax.observe.plots import plot_run
-from elche_jax.observe.records import WindowRecord
+from elche_jax.cadence.window import WindowRecord
 assert "matplotlib" not in sys.modules
 window = WindowRecord(0, 0, (1, 2), 3, (1.0, 2.0), 2.0, 0.0, 0.0, True)
 plot_run([window], {str(tmp_path / "a.png")!r})

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from elche_jax.observe.records import WindowRecord
+from elche_jax.cadence.window import WindowRecord
 
 RECORD = WindowRecord(
     window=3, epoch=1, counts=(4, 2), examples=60, busy_ms=(40.0, 25.0), wall_ms=50.0,

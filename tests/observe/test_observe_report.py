@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from elche_jax.observe.records import WindowRecord
+from elche_jax.cadence.window import WindowRecord
 from elche_jax.observe.report import (
     DeviceReport,
     RunReport,

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from elche_jax.cadence.window import WindowRecord
 from elche_jax.observe import line_writer, timeline as module
-from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.report import limit_share
 from elche_jax.observe.timeline import Event, SkipEvent, Timeline, WindowEvent
 

@@ -17,8 +17,8 @@ from sweeping import SIZES, Batches, MapStyle, cases, examples, in_form
 
 import elche_jax as elche
 from elche_jax.cadence import WindowTime
+from elche_jax.cadence.window import WindowRecord
 from elche_jax.lab import EmulatedSpeeds, ExtraWork
-from elche_jax.observe.records import WindowRecord
 
 DEVICES = jax.devices()
 GIVE_UP = 60  # seconds after which a hang is a failure; never waited for in a good run

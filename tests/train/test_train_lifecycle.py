@@ -372,10 +372,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", 4)
 import jax.numpy as jnp, numpy as np, optax
 import elche_jax as elche
-from elche_jax.cadence import Scheduler
 from elche_jax.lab import EmulatedSpeeds
-from elche_jax.observe.records import WindowRecord
-from elche_jax.train.pace import HINT_AFTER, Pace
 
 def loss_fn(params, batch, rng):
     return jnp.mean((batch["x"] @ params["w"]) ** 2)

@@ -11,9 +11,9 @@ import pytest
 from small import PARAMS, build, data
 
 import elche_jax as elche
-from elche_jax.cadence import Scheduler
+from elche_jax.cadence import Controller
+from elche_jax.cadence.window import WindowRecord
 from elche_jax.lab import EmulatedSpeeds
-from elche_jax.observe.records import WindowRecord
 from elche_jax.train.pace import HINT_AFTER, Pace
 
 
@@ -50,7 +50,7 @@ def test_hint_for_unequal_devices_of_one_kind(caplog):
 
 @pytest.mark.parametrize(("ms", "hints"), [((0.1, 0.6), 0), ((1.0, 6.0), 1)])
 def test_no_hint_on_times_that_are_mostly_noise(caplog, ms, hints):
-    pace = Pace(Scheduler(elche.EveryBatch()), 2, hint=True)
+    pace = Pace(Controller(elche.EveryBatch()), 2, hint=True)
     for number in range(HINT_AFTER):
         assert not caplog.records, "not before it is certain"
         pace.measured(WindowRecord(number, 0, (1, 1), 2, ms, max(ms), 0.0, 0.0, True))

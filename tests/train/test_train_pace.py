@@ -7,10 +7,17 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import elche_jax as elche
-from elche_jax.cadence import BalancedState, ElCheState, EveryBatch, Scheduler, State
-from elche_jax.observe.records import WindowRecord
+from elche_jax.cadence import (
+    BalancedState,
+    Controller,
+    ElCheState,
+    EveryBatch,
+    State,
+    WindowPlan,
+    WindowRecord,
+)
 from elche_jax.observe.timeline import SkipEvent, Timeline, WindowEvent
-from elche_jax.train.pace import HINT_AFTER, Measured, Pace
+from elche_jax.train.pace import HINT_AFTER, Pace
 from elche_jax.train.speeds import RECENT, ratios, throughput
 
 laws = settings(deadline=None, database=None, derandomize=True)
@@ -24,7 +31,7 @@ def record(counts, busy_ms, *, window=0, steady=True, wall_ms=None):
 
 
 def pace_of(cadence, world_size, **options):
-    return Pace(Scheduler(cadence), world_size, hint=False, **options)
+    return Pace(Controller(cadence), world_size, hint=False, **options)
 
 
 def feed(pace, ms, windows=1):
@@ -244,7 +251,7 @@ def test_windows_and_skips_are_told(tmp_path):
         steady = record((10, 10), (60.0, 20.0))
         compiled = replace(steady, window=1, steady=False)
         pace.measured(steady)
-        pace.skipped(Measured(0, 0, (10, 10), 160, True, 0.0), "not finite")
+        pace.skipped(WindowPlan(0, 0, (10, 10), 160), "not finite")
         pace.measured(compiled)
     first, dropped, second = Timeline.read(tmp_path / "run.jsonl")
     assert isinstance(first, WindowEvent) and isinstance(second, WindowEvent)
@@ -257,7 +264,7 @@ def test_windows_and_skips_are_told(tmp_path):
 def test_without_a_timeline_nothing_is_told():
     pace = pace_of(elche.ElChe(), 2)
     pace.measured(record((10, 10), (60.0, 20.0)))
-    pace.skipped(Measured(0, 0, (10, 10), 160, True, 0.0), "not finite")
+    pace.skipped(WindowPlan(0, 0, (10, 10), 160), "not finite")
     assert len(pace.records) == 1 and pace.timeline is None
 
 
@@ -280,7 +287,7 @@ def test_a_timeline_may_look_at_the_pace_that_tells_it():
 
 @pytest.mark.parametrize(("cadence", "hints"), [(EveryBatch(), 1), (elche.Balanced(2), 0)])
 def test_only_a_cadence_that_does_not_balance_is_worth_a_hint(cadence, hints, caplog):
-    pace = Pace(Scheduler(cadence), 2, hint=True)
+    pace = Pace(Controller(cadence), 2, hint=True)
     for window in range(HINT_AFTER):
         pace.measured(record((1, 1), (5.0, 30.0), window=window))
     assert len(caplog.records) == hints

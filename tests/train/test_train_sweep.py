@@ -17,12 +17,12 @@ from small import threads
 from sweeping import Batches, MapStyle, examples
 
 import elche_jax as elche
-from elche_jax.cadence import Scheduler
+from elche_jax.cadence import Controller, WindowPlan
 from elche_jax.engine.timing import Ends, WindowTimes
 from elche_jax.lab import EmulatedSpeeds
 from elche_jax.train.evaluate import _kept_sweep, _Same
 from elche_jax.train.finite import FinitePolicy, FiniteWatch
-from elche_jax.train.pace import Measured, Pace
+from elche_jax.train.pace import Pace
 from elche_jax.train.run import Flying, Run
 from elche_jax.train.sweep import Reading
 
@@ -248,14 +248,14 @@ def test_when_a_device_begins_its_next_window(combines, platform, busy, monkeypa
     """Two windows dispatched at 0 ms; the devices end them at 2 and 6, and at 8 and 12 ms."""
     devices = [Kind("a", platform), Kind("b", platform)]
     feed = SimpleNamespace(devices=devices, world_size=2)
-    pace, measured = Pace(Scheduler(elche.EveryBatch()), 2, hint=False), []
-    monkeypatch.setattr(pace, "measured", lambda record, *_: measured.append(record))
+    pace, measured = Pace(Controller(elche.EveryBatch()), 2, hint=False), []
+    monkeypatch.setattr(pace, "measured", measured.append)
     monkeypatch.setattr("elche_jax.train.run.ENDS", Ends())
     watch = FiniteWatch(FinitePolicy("ignore"), devices)
     run = Run(feed, pace, elche.Cursor(), 1, watch, None, combines)
     for number, ends in enumerate([(0.002, 0.006), (0.008, 0.012)]):
-        about = Measured(number, 0, (1, 1), 2, steady=True, asked=0.0)
-        run._flying[number] = Flying(about, True, None, None)
+        plan = WindowPlan(number, 0, (1, 1), 2)
+        run._flying[number] = Flying(plan, 0.0, True, True, None)
         run.over(WindowTimes(number, 0.0, ends, ends))
     assert [record.busy_ms for record in measured] == [
         pytest.approx((2.0, 6.0)),

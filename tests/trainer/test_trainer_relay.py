@@ -8,8 +8,8 @@ from fitting import DATA, PARAMS, trainer
 from marks import slow
 
 import elche_jax as elche
+from elche_jax.cadence.window import WindowRecord
 from elche_jax.observe import events
-from elche_jax.observe.records import WindowRecord
 from elche_jax.observe.timeline import Timeline
 from elche_jax.trainer import session
 from elche_jax.trainer.epochs import AT_ONCE, DeviceSums
