@@ -258,9 +258,9 @@ class Checkpointer:
                 `restore` was not asked for; or another window was trained since.
         """
         self.check()
-        check.instance("Checkpointer.save", "window", window, Window)
-        if window.run.trained != window.index:
-            rule = f"be the one that was trained last ({window.run.trained})"
+        run = self._train.run_of(window, "Checkpointer.save")
+        if run.trained != window.index:
+            rule = f"be the one that was trained last ({run.trained})"
             todo = "Save before the next window is trained."
             raise ValueError(check.message("Checkpointer.save", "window", rule, window.index, todo))
         step = window.index + 1
@@ -275,10 +275,10 @@ class Checkpointer:
                 f"one to be saved ({step}), got one after {store.steps[-1]}. Call restore before "
                 "the loop and pass its cursor, or take another folder."
             )
-        window.run.finish()
+        run.finish()
         self._step, self._last = step, time.monotonic()
-        run = self._train.run_to_dict()
-        job = _Job(window, take(state, self._train.common(state)), run, score, notes)
+        known = self._train.run_to_dict()
+        job = _Job(window, take(state, self._train.common(state)), known, score, notes)
         thread = threading.Thread(target=self._write, args=(store, job), name="elche-checkpoint")
         thread.start()
         self._thread, self._written = thread, job.over

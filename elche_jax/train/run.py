@@ -34,7 +34,7 @@ LOOKAHEAD = 4
 """Windows planned and not yet over, where plans do not depend on reports."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Window:
     """The work between two synchronisations, its data on the devices.
 
@@ -47,7 +47,6 @@ class Window:
     plan: WindowPlan
     cursor: Cursor
     calls: tuple[Call, ...] = field(repr=False)
-    run: "Run" = field(repr=False)
 
     @property
     def index(self) -> int:
@@ -134,7 +133,7 @@ class Run:
         self._changed = threading.Condition()
         self._planned = 0
         self._over = 0
-        self._current: Window | None = None
+        self._current: int | None = None  # the window handed out and not used yet
         self._asked = 0.0
         self._dispatches = 0
         self._flying: dict[int, Flying] = {}
@@ -201,7 +200,7 @@ class Run:
         counts = clamp_counts(counts, there)
         examples, calls = self._feed.load(counts, cursor.microbatch, reader)
         plan = WindowPlan(cursor.window, cursor.epoch, counts, examples, first=cursor.microbatch)
-        return Window(plan, cursor.advance(there), calls, self)
+        return Window(plan, cursor.advance(there), calls)
 
     def _without_late(self, counts: tuple[int, ...]) -> tuple[int, ...]:
         """A device that owes what it should have delivered gets no more until it has."""
@@ -230,7 +229,7 @@ class Run:
 
     def handed_out(self, window: Window) -> None:
         """The loop gets a window."""
-        self._current = window
+        self._current = window.index
 
     def dispatching(self, window: Window) -> None:
         """Before the dispatch: waits while too many windows are in flight."""
@@ -241,7 +240,7 @@ class Run:
                 )
             self.check()
             # only now: whoever interrupts the wait may use the window again
-            if self._current is window:
+            if self._current == window.index:
                 self._current = None
             else:  # given up before: it counts as planned anew
                 self._planned += 1

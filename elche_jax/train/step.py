@@ -53,7 +53,7 @@ from elche_jax.train.resume import join, restore_run, rows_of, rows_to_dict, run
 from elche_jax.train.run import Run, Window
 from elche_jax.train.runners import Initial, Reads, Runners, reads_ragged
 from elche_jax.train.spec import check_cursor, check_data_plan, microbatch_shapes, reading_of
-from elche_jax.train.windows import Windows
+from elche_jax.train.windows import HandedOut, Windows
 
 PyTree = Any
 
@@ -83,6 +83,7 @@ class TrainStep:
         group, *_ = group_devices(devices)  # one: build_train_step sees to it
         self._runners = Runners(loss_fn, optimizer, group, options, self._cache)
         self._last_run: Run | None = None
+        self._handed_out = HandedOut()
         self._initial: Initial | None = None
         self._loading = Loading(devices)
         self._verified = False
@@ -305,7 +306,7 @@ class TrainStep:
         self._last_run = run
         names = [str(device) for device in self.devices]
         self._pace.begins(names, start.window, *self._exchanged)
-        return Windows(run, len(self.devices))
+        return Windows(run, len(self.devices), self._handed_out.note)
 
     def __call__(
         self, state: TrainState, window: Window
@@ -332,18 +333,9 @@ class TrainStep:
             NonFiniteError: An earlier window's gradient was not finite.
         """
         check_outside("train")
-        if not isinstance(window, Window):
-            raise TypeError(
-                f"train: window must come from TrainStep.windows, got {type(window).__name__}."
-            )
+        run = self.run_of(window, "train")
         check_buffers(state)
         self._check_stacked(state, "train")
-        run = window.run
-        if run.runner not in self._runners:
-            raise ValueError(
-                "train: window must come from this training step's windows, got one of another "
-                "step's."
-            )
         run.dispatching(window)
         overlap = overlaps(self._options.averaging, len(self.devices), self._pace.windows)
         misses = self._cache.stats.misses
@@ -361,13 +353,17 @@ class TrainStep:
             raise
         # of windows that overlap nobody knows the devices' own times
         steady = self._cache.stats.misses == misses and not overlap
-        sums = self._checksums(state, window)
+        sums = self._checksums(state, window, run)
         delayed = self._options.averaging is not None and self._options.averaging.delay
         finite = token if delayed else metrics["finite"]  # those metrics are of the window before
         run.dispatched(window, at, steady, finite, token, sums, metrics)
         if self._options.emulate is not None:
             self._options.emulate.settle()
         return state, dict(metrics)  # the run reads its own when the window is over
+
+    def run_of(self, window: Window, where: str) -> Run:
+        """What runs a window, for those who must wait for it; see `HandedOut.run_of`."""
+        return self._handed_out.run_of(window, where, self._runners)
 
     def average(self, state: TrainState) -> PyTree:
         """One set of parameters of a state, whatever the devices' copies are.
@@ -480,16 +476,16 @@ class TrainStep:
         assert self._initial is not None  # `init` was called
         return self._initial.exchanged_bytes(self._options.averaging)
 
-    def _checksums(self, state: TrainState, window: Window) -> jax.Array | None:
+    def _checksums(self, state: TrainState, window: Window, run: Run) -> jax.Array | None:
         """Launches checksums of the state where it is time for it: at the first window, so
         that nothing is compiled later on, and after every so many."""
         every = self._options.verify_every
         if every is None or len(self.devices) == 1 or (self._verified and window.index % every):
             return None
-        if window.run.late:  # a device that is behind, and that nobody is to wait for
+        if run.late:  # a device that is behind, and that nobody is to wait for
             return None
         self._verified = True
-        return checksums(window.run.runner.replicated(state), self.devices)
+        return checksums(run.runner.replicated(state), self.devices)
 
 
 def _finite_watch(options: Options, devices: tuple[jax.Device, ...]) -> FiniteWatch:

@@ -133,20 +133,19 @@ class Sweep:
         """
         check_outside(self._where)
         variables = self._variables(params, model_state)
-        windows, runner = self._open(variables, data, reading)
+        run = self._open(variables, data, reading)
         pending: deque[tuple[Window, list[PyTree]]] = deque()
-        with windows:
+        with Windows(run, len(self.devices)) as windows:
             for window in windows:
-                pending.append((window, self._dispatch(runner, variables, window)))
+                pending.append((window, self._dispatch(run, variables, window)))
                 if len(pending) > IN_FLIGHT:
                     yield pending.popleft()
         yield from pending
 
-    def _dispatch(self, runner: SweepRunner, variables: Variables, window: Window) -> list[PyTree]:
-        run = window.run
+    def _dispatch(self, run: Run, variables: Variables, window: Window) -> list[PyTree]:
         run.dispatching(window)
         misses, at = self._cache.stats.misses, time.perf_counter()
-        outs = [runner.run(variables, call) for call in window.calls]
+        outs = [run.runner.run(variables, call) for call in window.calls]
         _, token = outs[-1]
         run.launch(at)(token)
         run.dispatched(window, at, self._cache.stats.misses == misses, True, token)
@@ -154,9 +153,7 @@ class Sweep:
             self._emulate.settle()
         return [results for results, _ in outs]
 
-    def _open(
-        self, variables: Variables, data: Any, reading: Reading
-    ) -> tuple[Windows, SweepRunner]:
+    def _open(self, variables: Variables, data: Any, reading: Reading) -> Run:
         limit = check.integer(self._where, "window_bytes", reading.window_bytes, low=1)
         if reading.mask_key is not None and not isinstance(reading.mask_key, str):
             kind = type(reading.mask_key).__name__
@@ -186,8 +183,7 @@ class Sweep:
         feed = self._loading.feed(plan, runner, self._pace.adaptive, self._pace.largest)
         self._pace.restart()
         watch = FiniteWatch(FinitePolicy("ignore"), self.devices)
-        run = Run(feed, self._pace, Cursor(), 1, watch, runner, combines=False)
-        return Windows(run, len(self.devices)), runner
+        return Run(feed, self._pace, Cursor(), 1, watch, runner, combines=False)
 
     def _variables(self, params: PyTree, model_state: PyTree) -> Variables:
         """Stacked parameters and model state: a training state's own, or copies."""

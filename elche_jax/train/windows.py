@@ -2,15 +2,26 @@
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from elche_jax import _check as check
 from elche_jax.data.prefetch import Prefetch
 from elche_jax.train.run import Run, Window
+from elche_jax.train.runners import Runners
+
+
+def _ignore(window: Window, run: Run) -> None:
+    del window, run
 
 
 class Windows(Iterator[Window]):
     """Iterator of windows; closes itself at the end, on errors and when dropped.
+
+    Args:
+        run: Plans the windows.
+        world_size: Number of devices.
+        hand_out: Told of every window that the loop gets, and who runs it.
 
     Examples:
         ```python
@@ -20,8 +31,10 @@ class Windows(Iterator[Window]):
         ```
     """
 
-    def __init__(self, run: Run, world_size: int):
-        self._run = run
+    def __init__(
+        self, run: Run, world_size: int, hand_out: Callable[[Window, Run], None] = _ignore
+    ):
+        self._run, self._hand_out = run, hand_out
         self._stop = threading.Event()
         self._ended = False
         self._prefetch: Prefetch[Window] | None = None
@@ -54,6 +67,7 @@ class Windows(Iterator[Window]):
             self.close()
             raise StopIteration
         self._run.handed_out(window)
+        self._hand_out(window, self._run)
         return window
 
     def __enter__(self) -> "Windows":
@@ -81,6 +95,38 @@ class Windows(Iterator[Window]):
         if self._prefetch is not None:
             self._prefetch.close()
         self._finish()
+
+
+class HandedOut:
+    """Knows which run every window is of. A window that somebody has keeps its run."""
+
+    def __init__(self) -> None:
+        self._runs: weakref.WeakKeyDictionary[Window, Run] = weakref.WeakKeyDictionary()
+
+    def note(self, window: Window, run: Run) -> None:
+        """The loop gets a window of a run."""
+        self._runs[window] = run
+
+    def run_of(self, window: Window, where: str, runners: Runners) -> Run:
+        """The run that a window is of.
+
+        Args:
+            window: A window.
+            where: Who asks, for messages.
+            runners: Those of the training step.
+
+        Raises:
+            TypeError: `window` is none.
+            ValueError: It is another training step's.
+        """
+        if not isinstance(window, Window):
+            rule, got = "come from TrainStep.windows", type(window).__name__
+            raise TypeError(check.message(where, "window", rule, got))
+        run = self._runs.get(window)
+        if run is None or run.runner not in runners:
+            rule, got = "come from this training step's windows", "one of another step's"
+            raise ValueError(check.message(where, "window", rule, got))
+        return run
 
 
 def _weakly(run: Run, method: str) -> Any:

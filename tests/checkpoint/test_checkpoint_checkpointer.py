@@ -31,6 +31,7 @@ class Past:
     """Stands for a run in which a window was the last one."""
 
     trained: int
+    runner: object
 
     def finish(self):
         pass
@@ -42,7 +43,9 @@ def windows8(train):
     state, found = CASE.init(train), []
     for window in train.windows(TINY, 2):
         state, _ = train(state, window)
-        found.append(dataclasses.replace(window, run=Past(window.index)))
+        found.append(dataclasses.replace(window))
+        past = Past(window.index, train.run_of(window, "test").runner)
+        train._handed_out.note(found[-1], past)
     return state, found
 
 
@@ -493,9 +496,22 @@ def test_a_window_that_is_not_the_last_one(train, tmp_path):
 
 @pytest.mark.parametrize("window", [3, None])
 def test_something_else_than_a_window(window, train, tmp_path):
-    message = r"^Checkpointer\.save: window must be .* Window, got"
+    message = (
+        r"^Checkpointer\.save: window must come from TrainStep\.windows, got (int|NoneType)\.$"
+    )
     with saver_in(train, tmp_path) as saver, pytest.raises(TypeError, match=message):
         saver.save(CASE.init(train), window)
+
+
+def test_a_window_of_another_training_step(train, tmp_path):
+    other = CASE.build(1, elche.EveryBatch())
+    state, windows = CASE.init(other), other.windows(TINY, 2)
+    message = r"^Checkpointer\.save: window must come from this training step's windows, got one"
+    with windows, saver_in(train, tmp_path) as saver:
+        window = next(windows)
+        state, _ = other(state, window)
+        with pytest.raises(ValueError, match=message):
+            saver.save(state, window)
 
 
 def test_something_else_than_what_saves(train, tmp_path):

@@ -244,7 +244,7 @@ def test_a_wait_that_was_interrupted_may_be_repeated():
     state, run, seen = train.init(PARAMS), None, 0
     for window in train.windows(data(), 4):
         if window.index == 3:
-            run = window.run
+            run = train.run_of(window, "test")
             wait_for, run._changed.wait_for = run._changed.wait_for, interrupted
             with pytest.raises(KeyboardInterrupt):
                 train(state, window)
@@ -256,6 +256,24 @@ def test_a_wait_that_was_interrupted_may_be_repeated():
 
 def interrupted(*_):
     raise KeyboardInterrupt
+
+
+def test_a_window_is_data_and_keeps_its_run():
+    """It may be used when its iterator is gone; whoever drops it drops all."""
+    train = build(2)
+    state, windows = train.init(PARAMS), train.windows(data(), 4)
+    window = next(windows)
+    assert sorted(vars(window)) == ["calls", "cursor", "plan"]
+    windows.close()
+    run = weakref.ref(train.run_of(window, "test"))
+    del windows
+    gc.collect()
+    state, metrics = train(state, window)
+    assert int(elche.unreplicate(state.step)) == 1 and np.isfinite(metrics["loss"])
+    train.settle()
+    del window
+    gc.collect()
+    assert run() is None
 
 
 def test_resident_data_are_not_held_by_the_run_before(monkeypatch):
