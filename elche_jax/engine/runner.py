@@ -133,7 +133,8 @@ class Timed:
 class Runner(Timed):
     """Compiles and launches the programs of one group; owns the gradient accumulator.
 
-    `state` is the shapes of the stacked state; `replicated(state)` what of a state must be
+    `begun` says whether what its first window needs was compiled. `state` is the shapes of the
+    stacked state; `replicated(state)` what of a state must be
     the same on all devices; `capacities` holds, by the layout of the
     data, the capacities compiled or asked for.
 
@@ -173,8 +174,36 @@ class Runner(Timed):
         self._sums_shape = jax.eval_shape(program.zeros, one)
         self._sums: PyTree = None
         self._unreported: PyTree = None
-        self._several, self._begun = False, False
+        self._several, self.begun = False, False
         self.capacities: dict[Hashable, set[int]] = {}
+
+    def begin(self, calls: Sequence[Call], overlap: bool = False) -> None:
+        """Compiles what a window needs before it is dispatched, so that the first one can be
+        timed; its last program, which takes the longest, beside the rest.
+
+        Args:
+            calls: The calls of the window.
+            overlap: See `run`.
+        """
+        self._several |= len(calls) > 1  # then one pair of programs serves all windows
+        self.begun = True
+        if self._fuses:
+            self._cache.get(*self._window_program(calls[0].payload))
+            return
+        last = calls[-1] if overlap and self._last is not None else None
+        self._begin_last(last)
+        for call in calls[:-1] if last is not None else calls:
+            self._cache.get(*self._accumulate_program(call.payload))
+        self._cache.get(
+            *(self._combine_program() if last is None else self._last_program(last.payload))
+        )
+        if self._sums is None:
+            self._sums = self._zero_sums()
+
+    @property
+    def _fuses(self) -> bool:
+        """Whether a window is one program: on one device, where there is nobody to time."""
+        return self.group.world_size == 1 and not self._several
 
     def run(
         self,
@@ -199,17 +228,14 @@ class Runner(Timed):
         never donated, so that threads can wait for it. The entries of the combine's say
         whether what the device itself had summed is finite.
         """
-        self._several |= len(calls) > 1  # then one pair of programs serves all windows
-        if self.group.world_size == 1 and not self._several:
+        self._several |= len(calls) > 1
+        if self._fuses:
             fused = self._cache.get(*self._window_program(calls[0].payload))
             (state, own), metrics = fused(state, calls[0].payload, calls[0].orders)
             return state, metrics, own
         last: Call | None = None
         if overlap and self._last is not None:
             *calls, last = calls
-        if not self._begun:
-            self._begun = True
-            self._begin_last(last)
         read, token = self._program.reads(state), None
         for call in calls:
             accumulate = self._cache.get(*self._accumulate_program(call.payload))

@@ -4,7 +4,7 @@ Scores are summed on each device; outputs are kept in the order of the microbatc
 neither case do the devices speak with each other: the host puts their results together.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -185,6 +185,13 @@ class SweepRunner(Timed):
         self._number = new_number()
         self._mapped = Mapped(program.call, group.devices, donate=())
         self.capacities: dict[Hashable, set[int]] = {}
+        self.begun = False
+
+    def begin(self, calls: Sequence[Call]) -> None:
+        """Compiles what a window needs before it is dispatched, see `Runner.begin`."""
+        self.begun = True
+        for call in calls:
+            self._cache.get(*self._program(call.payload))
 
     def run(self, variables: Variables, call: Call) -> tuple[PyTree, jax.Array]:
         """Dispatches a call; gives its results and its token, stacked."""

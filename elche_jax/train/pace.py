@@ -68,6 +68,10 @@ def windows_to(recorder: Recorder) -> Callable[[WindowRecord], None]:
 class Pace:
     """Plans and records of one training step.
 
+    Attributes:
+        knows: Whether plans have nothing more to wait for: speeds were measured, or were
+            restored, or plans do not depend on them.
+
     Args:
         controller: The pure controller.
         world_size: Number of devices.
@@ -95,6 +99,7 @@ class Pace:
         self.timeline = timeline
         self._tell = getattr(timeline, "window_metrics", None)  # it takes the losses from them
         self._told = STABLE
+        self.knows = not self.adaptive
         self._where = f"{owner}.cadence_state"
 
     @property
@@ -221,6 +226,7 @@ class Pace:
                     self._check_numbers(name, values)
         with self._lock:
             self._state = replace(self._state, schedule=state)
+            self.knows = True
 
     def _check_numbers(self, name: str, values: tuple[Any, ...]) -> None:
         where = self._where
@@ -286,6 +292,7 @@ class Pace:
             before = self._anchor
             self._state = self._controller.observe(self._state, record)
             verdict, anchor = self._state.verdict, self._anchor
+            self.knows |= record.steady
             if self._hint:
                 self._give_hint()
         if timeline is None:

@@ -98,7 +98,8 @@ class Run:
     A window is *planned* by the prefetch thread, *dispatched* by the loop and *over*
     when every device has combined. Plans wait for reports: a window is planned when all
     but one of the windows before it are over, while that one still runs, so that a
-    change of speed shows in the second window after the one it was measured in.
+    change of speed shows in the second window after the one it was measured in. The
+    second window of all waits for the first one, as no speed is known yet.
 
     Args:
         feed: Loads and places windows.
@@ -157,7 +158,7 @@ class Run:
         while self._epochs is None or cursor.epoch < self._epochs:
             reader = self._feed.open_epoch(cursor)
             begun = cursor.microbatch
-            while self._wait(stop, depth):
+            while self._wait(stop, depth if self._pace.knows else 1):
                 window = self._make(cursor, reader)
                 if window is None:
                     break
@@ -251,6 +252,10 @@ class Run:
         with self._changed:
             self._over += 1
             self._changed.notify_all()
+
+    def compiled(self) -> None:
+        """What the window needs was compiled first: its time begins now."""
+        self._asked = time.perf_counter()
 
     def launch(self, at: float) -> Launch:
         """The dispatch that begins now, for whoever makes it."""

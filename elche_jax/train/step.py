@@ -338,9 +338,11 @@ class TrainStep:
         self._check_stacked(state, "train")
         run.dispatching(window)
         overlap = overlaps(self._options.averaging, len(self.devices), self._pace.windows)
-        misses = self._cache.stats.misses
-        at = time.perf_counter()
         try:
+            if not run.runner.begun:
+                run.runner.begin(window.calls, overlap)
+                run.compiled()
+            misses, at = self._cache.stats.misses, time.perf_counter()
             state, metrics, token = run.runner.run(state, window.calls, run.launch(at), overlap)
         except BaseException as error:
             run.given_up()

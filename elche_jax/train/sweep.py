@@ -144,6 +144,9 @@ class Sweep:
 
     def _dispatch(self, run: Run, variables: Variables, window: Window) -> list[PyTree]:
         run.dispatching(window)
+        if not run.runner.begun:
+            run.runner.begin(window.calls)
+            run.compiled()
         misses, at = self._cache.stats.misses, time.perf_counter()
         outs = [run.runner.run(variables, call) for call in window.calls]
         _, token = outs[-1]

@@ -123,6 +123,7 @@ class HostRunner:
         self.group, self.limits, self.state = group, limits, state
         self.replicated = program.replicated
         self.capacities: dict[Hashable, set[int]] = {}
+        self.begun = False
         self._program, self._cache, self._seconds = program, cache, seconds
         self._split, self._join = program.work.selection.split, program.work.selection.join
         self._number = new_number()
@@ -159,6 +160,17 @@ class HostRunner:
     ) -> HostExchange:
         size = self.group.world_size
         return HostExchange(size, self._averaging, limits, self._seconds, done, learned, failed)
+
+    def begin(self, calls: Sequence[Call], overlap: bool = False) -> None:
+        """Compiles what a window needs before it is dispatched, see `Runner.begin`."""
+        del overlap
+        self.begun = True
+        for call in calls:
+            self._accumulators(call.payload)
+        self._delivering()
+        # where devices run ahead another number of windows is met in the middle of a run
+        for later in range(self.limits.in_flight if self.limits.ahead else 1):
+            self._applying(later)
 
     def run(
         self, state: TrainState, calls: Sequence[Call], launch: Launch, overlap: bool = False
@@ -430,10 +442,6 @@ class HostRunner:
         return self._all(lambda rank: ((*key, rank), lambda: self._deliver.compile(rank, *args)))
 
     def _applying(self, later: int) -> list[Any]:
-        if self.limits.ahead:  # another number of windows would be met in the middle of a run
-            for number in range(self.limits.in_flight):
-                for rank in range(len(self)):
-                    self._cache.prepare(*self._apply_program(number, rank))
         return self._all(lambda rank: self._apply_program(later, rank))
 
     def _apply_program(self, later: int, rank: int) -> Program:
