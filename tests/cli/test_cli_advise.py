@@ -58,7 +58,7 @@ def target(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("name", ["my_job:job", slow("my_job.py:job")])
+@pytest.mark.parametrize("name", ["my_job.py:job", slow("my_job:job")])
 def test_a_target_is_measured(target, capsys, name):
     target()
     assert main(["advise", name, "--devices", "0,3", "--json", "--batch-size", "4"]) == 0
