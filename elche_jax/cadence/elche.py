@@ -170,6 +170,9 @@ class ElChe(Cadence[ElCheState]):
     Until every device was measured, the counts keep the proportions of `init` and
     move only with the anchor.
 
+    With one device there is nothing to balance and no exchange to pay for: every window
+    is one microbatch, whatever the knobs say, so that a script runs unchanged on one.
+
     Attributes:
         anchor: Count of the slowest device at the start, at least 1.
         overhead_target: Share of a window that synchronising may cost, in
@@ -243,22 +246,25 @@ class ElChe(Cadence[ElCheState]):
         """Return the state before the first window.
 
         Args:
-            world_size: Number of devices, at least 2.
+            world_size: Number of devices, at least 1.
 
         Returns:
             A state with every count at the anchor, or as ``speed_hint`` says.
 
         Raises:
             TypeError: If ``world_size`` is not an integer.
-            ValueError: If it is below 2 or does not fit ``speed_hint``.
+            ValueError: If it is below 1 or does not fit ``speed_hint``.
 
         Examples:
             >>> ElChe(anchor=4, speed_hint=(1.0, 2.0, 1.5)).init(3).counts
             (4, 8, 6)
+            >>> ElChe(anchor=4).init(1).counts
+            (1,)
         """
-        todo = "One device needs no cadence; EveryBatch takes any number."
         where = "ElChe.init"
-        world_size = check.integer(where, "world_size", world_size, low=2, todo=todo)
+        world_size = check.integer(where, "world_size", world_size, low=1)
+        if world_size == 1:
+            return ElCheState(1, (1,), (None,), False)
         counts = (self.anchor,) * world_size
         if self.speed_hint is not None:
             speeds = hinted_speeds(where, self.speed_hint, world_size)
@@ -296,6 +302,8 @@ class ElChe(Cadence[ElCheState]):
             (10, 20)
         """
         check_update("ElChe.update", len(state.counts), report, verdict)
+        if len(state.counts) == 1:
+            return state
         anchor = self._next_anchor(state.anchor, report, verdict)
         ms = update_ms(state.ms_per_batch, report)
         return recount(state, anchor, ms, self.max_batch_diff)

@@ -170,14 +170,21 @@ def free_knobs(config: DDPConfig) -> list[str]:
     return [knob for knob in config.cadence_knobs() if knob not in late]
 
 
-def cadence_of(averaging: Averaging, config: DDPConfig, world_size: int) -> Cadence[Any] | None:
+def cadence_of(
+    averaging: Averaging, cadence: Cadence[Any] | None, config: DDPConfig, world_size: int
+) -> Cadence[Any] | None:
     """The cadence that a rule asks for; None where the config's own is to be used.
 
     Args:
         averaging: The rule.
+        cadence: The user's own, or None.
         config: The knobs.
         world_size: Number of devices.
     """
+    if cadence is not None:
+        if world_size == 1 and averaging.outer is not None and isinstance(cadence, ElChe):
+            return FixedTotal(cadence.anchor)  # an outer optimizer needs windows to step after
+        return cadence
     if averaging.inner_steps is not None:
         anchor = averaging.inner_steps // averaging.fragments
         return ElChe(anchor, max_anchor=anchor) if world_size > 1 else FixedTotal(anchor)

@@ -176,8 +176,8 @@ def build_train_step(
         dynamic_scale=dynamic is not None,
     )  # fmt: skip
     averaging = resolve_averaging(averaging, config)
-    if averaging is not None and cadence is None:
-        cadence = cadence_of(averaging, config, len(chosen))
+    if averaging is not None:
+        cadence = cadence_of(averaging, cadence, config, len(chosen))
     if averaging is not None and guard is None:
         guard = TrendGuard() if averaging.inner_steps is None else NoGuard()
     rule = cadence or config.cadence_for(len(chosen), kinds=1)

@@ -153,12 +153,8 @@ def test_config_bounds_are_inclusive():
 
 
 def test_init_errors():
-    with pytest.raises(
-        ValueError,
-        match=r"^ElChe\.init: world_size must be at least 2, got 1\. "
-        r"One device needs no cadence; EveryBatch takes any number\.$",
-    ):
-        ElChe().init(1)
+    with pytest.raises(ValueError, match=r"^ElChe\.init: world_size must be at least 1, got 0\.$"):
+        ElChe().init(0)
     with pytest.raises(TypeError, match=r"^ElChe\.init: world_size must be an integer"):
         ElChe().init(2.0)  # pyright: ignore[reportArgumentType]
     with pytest.raises(
@@ -458,3 +454,13 @@ def test_max_batch_diff_holds(ms, most):
         steps = zip(after.counts, state.counts, strict=True)
         assert all(abs(new - old) <= most for new, old in steps)
         state = after
+
+
+@pytest.mark.parametrize("hint", [None, (1, 3.0), [1.0, 2.0]])
+def test_one_device_has_nothing_to_balance(hint):
+    cadence = ElChe(anchor=7, speed_hint=hint)
+    state = cadence.init(1)
+    assert state.counts == (1,)
+    report = WindowReport((2.0,), (1,), sync_ms=9.0)
+    assert cadence.update(state, report) == state == cadence.nudge_anchor_down(state)
+    assert Scheduler(cadence).update(Scheduler(cadence).init(1), report).counts == (1,)

@@ -144,11 +144,6 @@ def test_speed_hint_in_a_config_that_does_not_use_it(policy, caplog):
     assert len(caplog.records) == 1
 
 
-def test_elche_on_one_device():
-    with pytest.raises(ValueError, match=r"ElChe.*world_size must be at least 2, got 1"):
-        build(devices=jax.devices()[:1], cadence=elche.ElChe())
-
-
 @pytest.mark.parametrize("counts", [[(1, 2, 3)], [(0, 0)], []])
 def test_recorded_counts_of_wrong_length_or_all_zero(counts):
     with pytest.raises(ValueError, match=r"Replay"):

@@ -136,8 +136,6 @@ def test_parts_that_do_not_fit(where, options, error, message):
 def test_parts_that_do_not_fit_the_devices(where, monkeypatch):
     with pytest.raises(ValueError, match=r"^EmulatedSpeeds: schedule .* \(2\), got 3\."):
         built(where, emulate=EmulatedSpeeds([1, 2, 3]))
-    with pytest.raises(ValueError, match=r"^ElChe.*world_size must be at least 2, got 1"):
-        built(where, cadence=elche.ElChe(), devices=DEVICES[:1])
     kinds = (Kind("RTX 4090"), Kind("RTX 4090"), Kind("cpu", "cpu"))
     for module in ("evaluate", "sweep"):
         monkeypatch.setattr(f"elche_jax.train.{module}.select_devices", lambda *_: kinds)

@@ -1,0 +1,51 @@
+"""A script that says `ElChe` runs unchanged on one device."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import elche_jax as elche
+
+DATA = {"x": np.random.default_rng(0).normal(size=(96, 3)).astype("float32")}
+ONE = jax.devices()[:1]
+
+
+def loss_fn(params, batch, rng):
+    return (batch["x"] @ params["w"]) ** 2
+
+
+def trained(**options):
+    train = elche.build_train_step(loss_fn, optax.adam(0.1), devices=ONE, **options)
+    state = train.init({"w": np.ones(3, "float32")})
+    for window in train.windows(DATA, 4, epochs=2):
+        state, _ = train(state, window)
+    return np.asarray(elche.unreplicate(state.params)["w"]), train.counts_history
+
+
+@pytest.mark.parametrize("rule", [None, elche.ParameterAveraging()])
+def test_it_is_a_step_for_every_microbatch(rule):
+    wanted, history = trained(averaging=rule, cadence=elche.EveryBatch())
+    cadence = elche.ElChe(anchor=10, speed_hint=(0, 3.0))
+    got, counts = trained(averaging=rule, cadence=cadence)
+    assert counts == history == [(1,)] * 48
+    assert got.tobytes() == wanted.tobytes()
+
+
+def test_an_outer_optimizer_steps_after_the_anchor():
+    rule = elche.DiLoCo(outer=optax.sgd(0.7, momentum=0.9, nesterov=True))
+    wanted, history = trained(averaging=rule, cadence=elche.FixedTotal(6))
+    got, counts = trained(averaging=rule, cadence=elche.ElChe(anchor=6))
+    assert counts == history == [(6,)] * 8
+    assert got.tobytes() == wanted.tobytes()
+    assert trained(averaging=rule, config=elche.DDPConfig(anchor=6))[1] == counts
+
+
+def test_an_evaluation_takes_it_too():
+    def metric_fn(params, batch):
+        return {"error": (batch["x"] @ params["w"]) ** 2}
+
+    params = {"w": np.ones(3, "float32")}
+    evaluate = elche.build_eval_step(metric_fn, devices=ONE, cadence=elche.ElChe())
+    wanted = np.mean((DATA["x"].astype(np.float64) @ params["w"]) ** 2)
+    assert evaluate(params, DATA, 4)["error"] == pytest.approx(wanted, rel=1e-6)
