@@ -31,7 +31,7 @@ from turns import Turns, take_turns
 import elche_jax as elche
 from elche_jax.lab import EmulatedSpeeds
 from elche_jax.observe.events import LossEvent
-from elche_jax.trainer.callback import Moment
+from elche_jax.trainer.callback import CallbackContext
 from elche_jax.trainer.control import Control
 
 BATCH = 16
@@ -117,7 +117,7 @@ class Work:
         state = train.init(self._params)
         for window in train.windows(self._data, BATCH, self._epochs):
             state, metrics = train(state, window)
-            turn.on_window(Moment(train, state, window, metrics, (), control))
+            turn.on_window(CallbackContext(train, state, window, metrics, (), control))
 
     def _fit(self, turns: Turns, name: str) -> None:
         turns.begin(name)

@@ -77,10 +77,10 @@ from elche_jax.train.learning_rate import (
     scale_learning_rate as scale_learning_rate,
     schedule_by_work as schedule_by_work,
 )
-from elche_jax.train.run import Window as Window
+from elche_jax.train.pipeline import Window as Window
 from elche_jax.train.step import TrainStep as TrainStep
 from elche_jax.train.windows import Windows as Windows
-from elche_jax.trainer.callback import Callback as Callback, Moment as Moment
+from elche_jax.trainer.callback import Callback as Callback, CallbackContext as CallbackContext
 from elche_jax.trainer.epochs import EpochMetrics as EpochMetrics
 from elche_jax.trainer.evaluation import (
     EarlyStopping as EarlyStopping,

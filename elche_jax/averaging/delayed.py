@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 
 from elche_jax.averaging.join import Join, share_of
-from elche_jax.averaging.program import LocalProgram, Walk, finite, other_bytes, seen
+from elche_jax.averaging.program import LocalProgram, LocalSteps, finite, other_bytes, seen
 from elche_jax.averaging.state import AveragingState
 from elche_jax.engine.exchange import packed_psum
-from elche_jax.engine.fetch import Orders, Payload
+from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.merge import MergeRules, changes, merged
 from elche_jax.engine.microbatch import all_finite, chosen, computed_once
@@ -60,49 +60,51 @@ class Exchanged(NamedTuple):
 class DelayedProgram(LocalProgram):
     """The functions of a window whose exchange is that of the window before."""
 
-    def zeros(self, state: TrainState) -> Walk:
+    def zeros(self, state: TrainState) -> LocalSteps:
         """Before the first step."""
-        walk = super().zeros(state)
+        local = super().zeros(state)
         none = jnp.zeros((), jnp.int32)
-        return walk.replace(extra={"total": none, "examples": none, "before": walk.sums})
+        return local.replace(extra={"total": none, "examples": none, "before": local.sums})
 
-    def begun(self, state: TrainState, walk: Walk, orders: Orders) -> Walk:
-        """The walk to go on with; in the first call of a window it keeps the sums of the
+    def begun(self, state: TrainState, local: LocalSteps, call_args: CallArgs) -> LocalSteps:
+        """The local steps to go on with; in the first call of a window it keeps the sums of the
         window before, which the exchange reports, and learns the work of all devices."""
-        fresh, (total, examples) = orders.fresh, orders.totals
-        extra = {"total": total, "examples": examples, "before": walk.sums}
+        fresh, (total, examples) = call_args.fresh, call_args.totals
+        extra = {"total": total, "examples": examples, "before": local.sums}
         start = self.zeros(state).replace(extra=extra)
-        return jax.tree.map(lambda a, b: jnp.where(fresh, a, b), start, walk)
+        return jax.tree.map(lambda a, b: jnp.where(fresh, a, b), start, local)
 
-    def combine(self, state: TrainState, walk: Walk) -> tuple[TrainState, Any, dict[str, Any]]:
+    def combine(
+        self, state: TrainState, local: LocalSteps
+    ) -> tuple[TrainState, Any, dict[str, Any]]:
         """Exchanges and corrects, one after the other."""
-        new, own, metrics = self._apply(state, walk, self._exchange(state, walk.extra["before"]))
+        new, own, metrics = self._apply(state, local, self._exchange(state, local.extra["before"]))
         if self.world_size == 1:  # which waits for nobody, and keeps no sums between windows
-            metrics |= self.means(seen(walk, own))
+            metrics |= self.means(seen(local, own))
         return new, own, metrics
 
     def last_call(
-        self, state: TrainState, walk: Walk, payload: Payload, orders: Orders
-    ) -> tuple[tuple[TrainState, Walk, Any], dict[str, Any]]:
+        self, state: TrainState, local: LocalSteps, payload: Payload, call_args: CallArgs
+    ) -> tuple[tuple[TrainState, LocalSteps, Any], dict[str, Any]]:
         """The window's last call and its end in one program, so that they may overlap.
 
         Returns:
-            `((state, walk, whether this device's own part was finite), metrics)`.
+            `((state, local steps, whether this device's own part was finite), metrics)`.
         """
-        walk = self.begun(state, walk, orders)
-        exchanged = self._exchange(state, walk.extra["before"])
-        walk, _ = self.loop(state, walk, payload, orders)
-        walk, exchanged = jax.lax.optimization_barrier((walk, exchanged))
-        state, own, metrics = self._apply(state, walk, exchanged)
-        return (state, walk, own), metrics
+        local = self.begun(state, local, call_args)
+        exchanged = self._exchange(state, local.extra["before"])
+        local, _ = self.loop(state, local, payload, call_args)
+        local, exchanged = jax.lax.optimization_barrier((local, exchanged))
+        state, own, metrics = self._apply(state, local, exchanged)
+        return (state, local, own), metrics
 
-    def unreported(self, walk: Walk) -> dict[str, Any]:
-        """What of a window's walk the next window reports."""
-        return walk.sums
+    def unreported(self, local: LocalSteps) -> dict[str, Any]:
+        """What of a window's local steps the next window reports."""
+        return local.sums
 
-    def reporting(self, walk: Walk, unreported: dict[str, Any]) -> Walk:
-        """The walk with the sums that another run's last window has left."""
-        return walk.replace(**unreported)
+    def reporting(self, local: LocalSteps, unreported: dict[str, Any]) -> LocalSteps:
+        """The local steps with the sums that another run's last window has left."""
+        return local.replace(**unreported)
 
     def _exchange(self, state: TrainState, before: dict[str, Any]) -> Exchanged:
         kept: AveragingState = state.averaging
@@ -145,39 +147,41 @@ class DelayedProgram(LocalProgram):
         return chosen(good, together, now)
 
     def _apply(
-        self, state: TrainState, walk: Walk, exchanged: Exchanged
+        self, state: TrainState, local: LocalSteps, exchanged: Exchanged
     ) -> tuple[TrainState, Any, dict[str, Any]]:
-        own = finite(state, walk)
-        leaves, structure = jax.tree.flatten(walk.trained)
+        own = finite(state, local)
+        leaves, structure = jax.tree.flatten(local.trained)
         corrected = [
             jnp.where(own, (z.astype(jnp.float32) + move).astype(z.dtype), x)
             for z, move, x in zip(leaves, exchanged.correction, exchanged.base, strict=True)
         ]
         trained = structure.unflatten(corrected)
         _, frozen = self.work.selection.split(state.params)
-        opt_state = chosen(own, walk.opt_state, self.tx.init(trained))
+        opt_state = chosen(own, local.opt_state, self.tx.init(trained))
         kept = AveragingState(
             outer=exchanged.outer,
             base=exchanged.base,
-            steps=jnp.where(own, walk.steps, 0)[None],
+            steps=jnp.where(own, local.steps, 0)[None],
             error=exchanged.error,
         )
         state = state.replace(
             params=self.work.selection.join(trained, frozen),
             opt_state=opt_state,
-            model_state=self._model_state(state, walk, own, exchanged.model_state),
+            model_state=self._model_state(state, local, own, exchanged.model_state),
             averaging=kept,
-            microbatches=state.microbatches + walk.extra["total"],
-            examples=state.examples + walk.extra["examples"],
+            microbatches=state.microbatches + local.extra["total"],
+            examples=state.examples + local.extra["examples"],
             step=state.step + 1,
         )
         return state, own & exchanged.fine, exchanged.metrics
 
-    def _model_state(self, state: TrainState, walk: Walk, own: Any, together: PyTree) -> PyTree:
+    def _model_state(
+        self, state: TrainState, local: LocalSteps, own: Any, together: PyTree
+    ) -> PyTree:
         """Model states are corrected by rule, variances by a factor, so that they stay
         above 0; what is the maximum stays the maximum."""
         before, structure = jax.tree.flatten(state.model_state)
-        after, common = jax.tree.leaves(walk.model_state), jax.tree.leaves(together)
+        after, common = jax.tree.leaves(local.model_state), jax.tree.leaves(together)
         leaves = []
         for i in range(len(after)):
             leaf = correct(self.merge, i)(after[i], common[i], before[i])

@@ -27,7 +27,7 @@ from elche_jax.averaging.join import (
 from elche_jax.averaging.rules import Averaging
 from elche_jax.averaging.state import AveragingState, common_part
 from elche_jax.engine.exchange import packed_psum
-from elche_jax.engine.fetch import Orders, Payload
+from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.loop import LoopHook, run_loop
 from elche_jax.engine.loss import SMALLEST_WEIGHT
 from elche_jax.engine.mapped import AXIS
@@ -48,7 +48,7 @@ PyTree = Any
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Walk:
+class LocalSteps:
     """What a device carries through its steps of a window.
 
     Attributes:
@@ -81,7 +81,7 @@ class Walk:
         named = {"loss": self.loss, "weight": self.weight, "metrics": self.metrics}
         return named | {"count": self.count, "examples": self.examples}
 
-    def replace(self, **changes: Any) -> "Walk":
+    def replace(self, **changes: Any) -> "LocalSteps":
         """A copy with some fields changed."""
         return replace(self, **changes)
 
@@ -122,55 +122,57 @@ class LocalProgram:
         """Whether averages are taken up late."""
         return bool(self.averaging.delay)
 
-    def zeros(self, state: TrainState) -> Walk:
+    def zeros(self, state: TrainState) -> LocalSteps:
         """Before the first step."""
         zero = jnp.zeros((), jnp.float32)
         trained, _ = self.work.selection.split(state.params)
         metrics = dict.fromkeys(self.work.metrics, zero)
-        return Walk(
+        return LocalSteps(
             trained, state.opt_state, state.model_state, zero, zero, zero, zero, zero, metrics
         )
 
     def accumulate(
-        self, state: TrainState, walk: Walk, payload: Payload, orders: Orders
-    ) -> tuple[tuple[Walk, Any], None]:
-        """Takes `orders.count` steps; gives `((walk, token), None)`."""
-        walk = self.begun(state, walk, orders)
-        walk, token = self.loop(state, walk, payload, orders)
-        return (walk, token), None
+        self, state: TrainState, local: LocalSteps, payload: Payload, call_args: CallArgs
+    ) -> tuple[tuple[LocalSteps, Any], None]:
+        """Takes `call_args.count` steps; gives `((local steps, token), None)`."""
+        local = self.begun(state, local, call_args)
+        local, token = self.loop(state, local, payload, call_args)
+        return (local, token), None
 
-    def begun(self, state: TrainState, walk: Walk, orders: Orders) -> Walk:
-        """The walk to go on with: in the first call of a window that of no step."""
-        fresh = orders.fresh
-        return chosen(fresh, self.zeros(state), walk)
+    def begun(self, state: TrainState, local: LocalSteps, call_args: CallArgs) -> LocalSteps:
+        """The local steps to go on with: none in the first call of a window."""
+        fresh = call_args.fresh
+        return chosen(fresh, self.zeros(state), local)
 
     def window(
-        self, state: TrainState, payload: Payload, orders: Orders, single: bool
+        self, state: TrainState, payload: Payload, call_args: CallArgs, single: bool
     ) -> tuple[TrainState, Any, dict[str, Any]]:
         """Both at once, for one device; `single` says the window is one microbatch."""
-        walk = self.begun(state, self.zeros(state), orders)
+        local = self.begun(state, self.zeros(state), call_args)
         if single and self.hook is None:
-            walk = self._body(state, payload, orders)(jnp.int32(0), walk)
+            local = self._body(state, payload, call_args)(jnp.int32(0), local)
         else:
-            walk, _ = self.loop(state, walk, payload, orders)
-        return self.combine(state, walk)
+            local, _ = self.loop(state, local, payload, call_args)
+        return self.combine(state, local)
 
-    def combine(self, state: TrainState, walk: Walk) -> tuple[TrainState, Any, dict[str, Any]]:
+    def combine(
+        self, state: TrainState, local: LocalSteps
+    ) -> tuple[TrainState, Any, dict[str, Any]]:
         """Joins the devices.
 
         Returns:
             The new state, whether this device's own part was finite, and the metrics.
         """
-        own = finite(state, walk)
+        own = finite(state, local)
         # a device that is left out goes on from what it began the window with
-        walk = walk.replace(model_state=chosen(own, walk.model_state, state.model_state))
-        share = share_of(walk.steps, own, self.averaging.exponent, state.step, self.world_size)
+        local = local.replace(model_state=chosen(own, local.model_state, state.model_state))
+        share = share_of(local.steps, own, self.averaging.exponent, state.step, self.world_size)
         trained, frozen = self.work.selection.split(state.params)
-        new, extra, said = self._join(state, trained, walk, own, share)
+        new, extra, said = self._join(state, trained, local, own, share)
         made = (
             self.work.selection.join(new, frozen),
-            self._optimizer_state(state, walk, new, own, share),
-            self._merged(self.merge, walk.model_state, state.model_state, share),
+            self._optimizer_state(state, local, new, own, share),
+            self._merged(self.merge, local.model_state, state.model_state, share),
             extra,
         )
         kept = (state.params, state.opt_state, state.model_state, state.averaging)
@@ -178,7 +180,7 @@ class LocalProgram:
         fine = all_finite(new) & share.sound
         good = computed_once(share.good & fine)  # else no device has anything to give
         made = chosen(good, made, kept)
-        totals = self.summed(seen(walk, own))
+        totals = self.summed(seen(local, own))
         totals["bad"] += ~fine
         params, opt_state, model_state, extra = made
         state = state.replace(
@@ -194,42 +196,42 @@ class LocalProgram:
         return state, own, self.means(totals) | said
 
     def loop(
-        self, state: TrainState, walk: Walk, payload: Payload, orders: Orders
-    ) -> tuple[Walk, Any]:
-        body = self._body(state, payload, orders)
-        return run_loop(self.hook, state.step, orders, body, walk)
+        self, state: TrainState, local: LocalSteps, payload: Payload, call_args: CallArgs
+    ) -> tuple[LocalSteps, Any]:
+        body = self._body(state, payload, call_args)
+        return run_loop(self.hook, state.step, call_args, body, local)
 
     def _body(
-        self, state: TrainState, payload: Payload, orders: Orders
-    ) -> Callable[[Any, Walk], Walk]:
-        gradient = self.work.gradient(state, payload, orders)
+        self, state: TrainState, payload: Payload, call_args: CallArgs
+    ) -> Callable[[Any, LocalSteps], LocalSteps]:
+        gradient = self.work.gradient(state, payload, call_args)
         tx = optax.with_extra_args_support(self.tx)
 
-        def body(i: Any, walk: Walk) -> Walk:
-            own = gradient(i, walk.trained, walk.model_state)
+        def body(i: Any, local: LocalSteps) -> LocalSteps:
+            own = gradient(i, local.trained, local.model_state)
             grads = clip(own.grads, self.max_grad_norm)
-            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, walk.trained)
+            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, local.trained)
             # the work done is that before the window: within it nobody knows the others'
             updates, opt_state = tx.update(
-                grads, walk.opt_state, walk.trained, value=own.loss, grad=grads,
+                grads, local.opt_state, local.trained, value=own.loss, grad=grads,
                 microbatches=state.microbatches, examples=state.examples,
             )  # fmt: skip
-            trained = optax.apply_updates(walk.trained, updates)
+            trained = optax.apply_updates(local.trained, updates)
             if self.work.form == "weighted":  # no weight, no step
                 trained, opt_state = chosen(
-                    own.weight > 0, (trained, opt_state), (walk.trained, walk.opt_state)
+                    own.weight > 0, (trained, opt_state), (local.trained, local.opt_state)
                 )
-            return Walk(
+            return LocalSteps(
                 trained,
                 opt_state,
                 own.model_state,
-                walk.loss + own.loss * own.weight,
-                walk.weight + own.weight,
-                walk.count + 1,
-                walk.steps + (1 if self.work.form != "weighted" else own.weight > 0),
-                walk.examples + own.valid.astype(jnp.float32),
-                {name: walk.metrics[name] + own.metrics[name] for name in self.work.metrics},
-                walk.extra,
+                local.loss + own.loss * own.weight,
+                local.weight + own.weight,
+                local.count + 1,
+                local.steps + (1 if self.work.form != "weighted" else own.weight > 0),
+                local.examples + own.valid.astype(jnp.float32),
+                {name: local.metrics[name] + own.metrics[name] for name in self.work.metrics},
+                local.extra,
             )
 
         return body
@@ -237,18 +239,18 @@ class LocalProgram:
     # -- the end of a window ---------------------------------------------------------
 
     def _join(
-        self, state: TrainState, trained: PyTree, walk: Walk, own: Any, share: Share
+        self, state: TrainState, trained: PyTree, local: LocalSteps, own: Any, share: Share
     ) -> tuple[PyTree, AveragingState | None, dict[str, Any]]:
         """The new trained parameters and averaging state, and what there is to say."""
         before, structure = jax.tree.flatten(trained)
-        mine = jax.tree.leaves(walk.trained)
+        mine = jax.tree.leaves(local.trained)
         join = Join(self.averaging, self.world_size)
         kept = state.averaging
         if kept is None:
             joined = join(before, mine, None, [], share)
             return structure.unflatten(joined.params), None, self.said(joined, own, share)
         parts = assign_fragments([leaf.size for leaf in before], self.averaging.fragments)
-        steps = kept.steps + walk.steps
+        steps = kept.steps + local.steps
         several = len(parts) > 1
         base = kept.base if several else before
 
@@ -295,15 +297,15 @@ class LocalProgram:
         return distances(sums) | {"share": shares, "workers": workers, "exchange_bytes": sent}
 
     def _optimizer_state(
-        self, state: TrainState, walk: Walk, new: PyTree, own: Any, share: Share
+        self, state: TrainState, local: LocalSteps, new: PyTree, own: Any, share: Share
     ) -> PyTree:
         how = self.averaging.optimizer_state
         if how == "reset":
             return self.tx.init(new)
         if how == "keep":
-            return chosen(own, walk.opt_state, self.tx.init(new))
+            return chosen(own, local.opt_state, self.tx.init(new))
         rules = opt_rules(state.opt_state)
-        return self._merged(rules, walk.opt_state, state.opt_state, share)
+        return self._merged(rules, local.opt_state, state.opt_state, share)
 
     def _merged(self, rules: MergeRules, new: PyTree, old: PyTree, share: Share) -> PyTree:
         if self.world_size == 1:
@@ -327,15 +329,15 @@ class LocalProgram:
         }
 
 
-def finite(state: TrainState, walk: Walk) -> Any:
+def finite(state: TrainState, local: LocalSteps) -> Any:
     """Whether what a device has made of a state is finite, where the state itself was."""
 
     def broken(new: Any, old: Any) -> Any:
         return jnp.any(~jnp.isfinite(new) & jnp.isfinite(old))
 
-    after, before = (floats((x.opt_state, x.model_state)) for x in (walk, state))
+    after, before = (floats((x.opt_state, x.model_state)) for x in (local, state))
     worse = [broken(new, old) for new, old in zip(after, before, strict=True)]
-    own = all_finite((walk.trained, walk.loss, walk.weight))
+    own = all_finite((local.trained, local.loss, local.weight))
     return computed_once(own & ~jnp.any(jnp.stack([jnp.bool_(False), *worse])))
 
 
@@ -358,10 +360,10 @@ def other_bytes(averaging: Averaging, merge: MergeRules, state: TrainState, worl
     return 4 * sent
 
 
-def seen(walk: Walk, own: Any) -> dict[str, Any]:
+def seen(local: LocalSteps, own: Any) -> dict[str, Any]:
     """What a device has seen of a window; of one that was left out only its work."""
-    sums = jax.tree.map(lambda x: jnp.where(own, x, 0), walk.sums)
-    work = {"count": walk.count, "examples": walk.examples}
+    sums = jax.tree.map(lambda x: jnp.where(own, x, 0), local.sums)
+    work = {"count": local.count, "examples": local.examples}
     return sums | work | {"bad": (~own).astype(jnp.float32)}
 
 

@@ -29,7 +29,7 @@ from elche_jax.data.order import Cursor
 from elche_jax.engine.devices import check_one_process
 from elche_jax.engine.state import TrainState
 from elche_jax.observe.events import CheckpointEvent
-from elche_jax.train.run import Window
+from elche_jax.train.pipeline import Window
 from elche_jax.train.step import TrainStep
 
 logger = logging.getLogger("elche_jax")
@@ -258,9 +258,9 @@ class Checkpointer:
                 `restore` was not asked for; or another window was trained since.
         """
         self.check()
-        run = self._train.run_of(window, "Checkpointer.save")
-        if run.trained != window.index:
-            rule = f"be the one that was trained last ({run.trained})"
+        pipeline = self._train.pipeline_of(window, "Checkpointer.save")
+        if pipeline.trained != window.index:
+            rule = f"be the one that was trained last ({pipeline.trained})"
             todo = "Save before the next window is trained."
             raise ValueError(check.message("Checkpointer.save", "window", rule, window.index, todo))
         step = window.index + 1
@@ -275,7 +275,7 @@ class Checkpointer:
                 f"one to be saved ({step}), got one after {store.steps[-1]}. Call restore before "
                 "the loop and pass its cursor, or take another folder."
             )
-        run.finish()
+        pipeline.finish()
         self._step, self._last = step, time.monotonic()
         known = self._train.run_to_dict()
         job = _Job(window, take(state, self._train.common(state)), known, score, notes)

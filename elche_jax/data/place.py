@@ -129,7 +129,7 @@ class Placer:
             numbers[rank, : share.count] = reader.index(first + share.start, share.count)
         return self.rows(numbers)
 
-    def orders(
+    def call_args(
         self,
         ranges: Sequence[Range],
         first: int,

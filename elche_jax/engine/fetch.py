@@ -112,7 +112,7 @@ Payload = Pieces | Rows
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Orders:
+class CallArgs:
     """What a device is to do in one call.
 
     Attributes:

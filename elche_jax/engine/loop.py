@@ -5,7 +5,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 import jax
 
-from elche_jax.engine.fetch import Orders
+from elche_jax.engine.fetch import CallArgs
 
 PyTree = Any
 Body = Callable[[Any, PyTree], PyTree]
@@ -64,16 +64,16 @@ C = TypeVar("C", bound=Carry)
 def run_loop(
     hook: LoopHook | None,
     step: Any,
-    orders: Orders,
+    call_args: CallArgs,
     body: Callable[[Any, C], C],
     carry: C,
 ) -> tuple[C, Any]:
-    """Runs `orders.count` microbatches.
+    """Runs `call_args.count` microbatches.
 
     Args:
         hook: Emulation, or None.
         step: Number of the window.
-        orders: How many microbatches.
+        call_args: How many microbatches.
         body: Runs one, `body(i, carry) -> carry`.
         carry: What the first one gets.
 
@@ -82,13 +82,13 @@ def run_loop(
         over.
     """
     if hook is None:
-        carry = jax.lax.fori_loop(0, orders.count, body, carry)
+        carry = jax.lax.fori_loop(0, call_args.count, body, carry)
         return carry, carry.weight
-    device = orders.rank
-    zero = hook.begin(device, step, orders.fresh)
+    device = call_args.rank
+    zero = hook.begin(device, step, call_args.fresh)
     carry = carry.replace(loss=carry.loss + zero)
     carry = jax.lax.fori_loop(
-        0, orders.count, lambda i, carry: hook.around(body, device, i, carry), carry
+        0, call_args.count, lambda i, carry: hook.around(body, device, i, carry), carry
     )
-    zero = hook.end(device, orders.count, carry)
+    zero = hook.end(device, call_args.count, carry)
     return carry.replace(loss=carry.loss + zero), carry.weight + zero

@@ -98,7 +98,7 @@ def _forget(traced: Callable[..., Any]) -> None:
         evict(traced)
 
 
-class Each:
+class PerDeviceJit:
     """A function that each of several devices runs by itself; no collective in it.
 
     Args:

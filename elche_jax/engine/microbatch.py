@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from elche_jax.engine.fetch import Orders, Payload
+from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.loss import Form, LossFn, batch_size_of, microbatch_terms
 from elche_jax.engine.precision import Precision
 from elche_jax.engine.state import TrainState
@@ -65,13 +65,13 @@ class Microbatches:
     selection: Selection = field(default_factory=Selection)
     precision: Precision = field(default_factory=Precision)
 
-    def gradient(self, state: TrainState, payload: Payload, orders: Orders) -> Gradient:
+    def gradient(self, state: TrainState, payload: Payload, call_args: CallArgs) -> Gradient:
         """The gradient as a function of the microbatch's number in a call.
 
         Args:
             state: Gives the frozen parameters, the key and the loss scale.
             payload: The data of the call.
-            orders: The orders of the call.
+            call_args: Those of the call.
         """
         scale = self.precision.scale_of(state.loss_scale)
         _, frozen = self.selection.split(state.params)
@@ -90,12 +90,12 @@ class Microbatches:
             return grad if scale is None else grad / scale
 
         def gradient(i: Any, trained: PyTree, model_state: PyTree) -> Terms:
-            place = orders.start + i
-            batch = payload.fetch(i, orders.count)
+            place = call_args.start + i
+            batch = payload.fetch(i, call_args.count)
             # The gradient's code must not depend on where the microbatch came from, so
             # that every capacity and placement gives the same bits.
             batch = jax.lax.optimization_barrier(batch)
-            valid = orders.valid(place, batch_size_of(batch))
+            valid = call_args.valid(place, batch_size_of(batch))
             rng = jax.random.fold_in(key, state.microbatches + place)
             grads, (loss, (weight, metrics, new_state)) = jax.grad(terms, has_aux=True)(
                 trained, model_state, batch, valid, rng

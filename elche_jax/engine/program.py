@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from elche_jax.engine.exchange import SUM_BELOW, Packing, psum_bfloat16
-from elche_jax.engine.fetch import Orders, Payload
+from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.loop import LoopHook, run_loop
 from elche_jax.engine.loss import SMALLEST_WEIGHT
 from elche_jax.engine.mapped import AXIS
@@ -106,18 +106,18 @@ class Program:
         return Sums(grads, zero, zero, zero, zero, metrics, state.model_state)
 
     def accumulate(
-        self, state: TrainState, sums: Sums, payload: Payload, orders: Orders
+        self, state: TrainState, sums: Sums, payload: Payload, call_args: CallArgs
     ) -> tuple[tuple[Sums, Any], None]:
-        """Adds `orders.count` microbatches to the sums.
+        """Adds `call_args.count` microbatches to the sums.
 
         Returns:
             `((sums, token), None)`; the token is small and never donated, so that a
             thread can wait for it.
         """
         start = self.zeros(state)
-        fresh = orders.fresh
+        fresh = call_args.fresh
         sums = chosen(fresh, start, sums)
-        sums, token = self._loop(state, sums, payload, orders)
+        sums, token = self._loop(state, sums, payload, call_args)
         return (sums, token), None
 
     def combine(self, state: TrainState, sums: Sums) -> tuple[TrainState, Any, dict[str, Any]]:
@@ -160,27 +160,27 @@ class Program:
         return state, own, metrics
 
     def window(
-        self, state: TrainState, payload: Payload, orders: Orders, single: bool
+        self, state: TrainState, payload: Payload, call_args: CallArgs, single: bool
     ) -> tuple[TrainState, Any, dict[str, Any]]:
         """Both at once, for one device; `single` says the window is one microbatch."""
         sums = self.zeros(state)
         if single and self.hook is None:
-            sums = self._body(state, payload, orders)(jnp.int32(0), sums)
+            sums = self._body(state, payload, call_args)(jnp.int32(0), sums)
         else:
-            sums, _ = self._loop(state, sums, payload, orders)
+            sums, _ = self._loop(state, sums, payload, call_args)
         return self.combine(state, sums)
 
     def _loop(
-        self, state: TrainState, sums: Sums, payload: Payload, orders: Orders
+        self, state: TrainState, sums: Sums, payload: Payload, call_args: CallArgs
     ) -> tuple[Sums, Any]:
-        body = self._body(state, payload, orders)
-        return run_loop(self.hook, state.step, orders, body, sums)
+        body = self._body(state, payload, call_args)
+        return run_loop(self.hook, state.step, call_args, body, sums)
 
     def _body(
-        self, state: TrainState, payload: Payload, orders: Orders
+        self, state: TrainState, payload: Payload, call_args: CallArgs
     ) -> Callable[[Any, Sums], Sums]:
         trained, _ = self.work.selection.split(state.params)
-        gradient, packing = self.work.gradient(state, payload, orders), self._packing(trained)
+        gradient, packing = self.work.gradient(state, payload, call_args), self._packing(trained)
 
         def body(i: Any, sums: Sums) -> Sums:
             own = gradient(i, trained, sums.model_state)

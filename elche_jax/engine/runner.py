@@ -13,7 +13,7 @@ import numpy as np
 from elche_jax.data.split import Range
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import Group
-from elche_jax.engine.fetch import Orders, Payload
+from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.mapped import Mapped, stacked_sharding
 from elche_jax.engine.replicas import replicate
 from elche_jax.engine.state import TrainState
@@ -25,16 +25,16 @@ Accumulating = Callable[[jax.Array], None]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a program: data and orders, stacked arrays, and who gets what.
+    """One call of a program: data and arguments, stacked arrays, and who gets what.
 
     Attributes:
         payload: The data.
-        orders: The orders.
+        call_args: How many microbatches, and which.
         ranges: Microbatches of each device, as places in the window.
     """
 
     payload: Payload
-    orders: Orders
+    call_args: CallArgs
     ranges: tuple[Range, ...]
 
 
@@ -77,9 +77,9 @@ class WindowProgram(Protocol):
         ...
 
     def accumulate(
-        self, state: TrainState, sums: Any, /, payload: Payload, orders: Orders
+        self, state: TrainState, sums: Any, /, payload: Payload, call_args: CallArgs
     ) -> tuple[tuple[Any, Any], None]:
-        """Runs `orders.count` microbatches; gives `((sums, token), None)`."""
+        """Runs `call_args.count` microbatches; gives `((sums, token), None)`."""
         ...
 
     def combine(self, state: TrainState, sums: Any, /) -> tuple[TrainState, Any, dict[str, Any]]:
@@ -88,7 +88,7 @@ class WindowProgram(Protocol):
         ...
 
     def window(
-        self, state: TrainState, payload: Payload, orders: Orders, single: bool
+        self, state: TrainState, payload: Payload, call_args: CallArgs, single: bool
     ) -> tuple[TrainState, Any, dict[str, Any]]:
         """Both at once, for one device; `single` says the window is one microbatch."""
         ...
@@ -100,7 +100,7 @@ class Overlaps(Protocol):
     every window with the next one."""
 
     def last_call(
-        self, state: TrainState, sums: Any, /, payload: Payload, orders: Orders
+        self, state: TrainState, sums: Any, /, payload: Payload, call_args: CallArgs
     ) -> tuple[tuple[TrainState, Any, Any], dict[str, Any]]:
         """Gives `((state, sums, own), metrics)`, see `WindowProgram.combine`."""
         ...
@@ -231,7 +231,7 @@ class Runner(Timed):
         self._several |= len(calls) > 1
         if self._fuses:
             fused = self._cache.get(*self._window_program(calls[0].payload))
-            (state, own), metrics = fused(state, calls[0].payload, calls[0].orders)
+            (state, own), metrics = fused(state, calls[0].payload, calls[0].call_args)
             return state, metrics, own
         last: Call | None = None
         if overlap and self._last is not None:
@@ -240,7 +240,7 @@ class Runner(Timed):
         for call in calls:
             accumulate = self._cache.get(*self._accumulate_program(call.payload))
             sums, self._sums = self._zero_sums() if self._sums is None else self._sums, None
-            (sums, token), _ = accumulate(read, sums, call.payload, call.orders)
+            (sums, token), _ = accumulate(read, sums, call.payload, call.call_args)
             self._sums = sums
         if last is not None:
             return self._run_last(state, last, accumulating)
@@ -261,7 +261,7 @@ class Runner(Timed):
             args = (self.state, self._sums_shapes())
         else:
             (key, _), mapped = self._last_program(call.payload), self._last
-            args = (self.state, self._sums_shapes(), abstract(call.payload), self._orders())
+            args = (self.state, self._sums_shapes(), abstract(call.payload), self._call_args())
         assert mapped is not None
         if not self._cache.ready(key):
             self._cache.begin(key, mapped.lower(*args).compile)
@@ -271,7 +271,7 @@ class Runner(Timed):
     ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
         program = self._cache.get(*self._last_program(call.payload))
         sums, self._sums = self._zero_sums() if self._sums is None else self._sums, None
-        (state, self._sums, end), metrics = program(state, sums, call.payload, call.orders)
+        (state, self._sums, end), metrics = program(state, sums, call.payload, call.call_args)
         accumulating(end)
         return state, metrics, end
 
@@ -311,7 +311,7 @@ class Runner(Timed):
     def _accumulate_program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
         key = ("accumulate", self._number, signature(payload))
         return key, lambda: self._accumulate.compile(
-            self._read_shape, self._sums_shapes(), payload, self._orders()
+            self._read_shape, self._sums_shapes(), payload, self._call_args()
         )
 
     def _combine_program(self) -> tuple[Hashable, Callable[[], Any]]:
@@ -322,13 +322,15 @@ class Runner(Timed):
     def _window_program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
         single = payload.capacity(stacked=True) == 1
         key = ("window", self._number, signature(payload))
-        return key, lambda: self._fused[single].compile(self.state, payload, self._orders())
+        return key, lambda: self._fused[single].compile(self.state, payload, self._call_args())
 
     def _last_program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
         key = ("last", self._number, signature(payload))
         last = self._last
         assert last is not None
-        return key, lambda: last.compile(self.state, self._sums_shapes(), payload, self._orders())
+        return key, lambda: last.compile(
+            self.state, self._sums_shapes(), payload, self._call_args()
+        )
 
     def _sums_shapes(self) -> PyTree:
         n = self.group.world_size
@@ -336,8 +338,8 @@ class Runner(Timed):
             lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), self._sums_shape
         )
 
-    def _orders(self) -> Orders:
-        return Orders(jax.ShapeDtypeStruct((self.group.world_size, Orders.WIDTH), jnp.int32))
+    def _call_args(self) -> CallArgs:
+        return CallArgs(jax.ShapeDtypeStruct((self.group.world_size, CallArgs.WIDTH), jnp.int32))
 
     def _zero_sums(self) -> PyTree:
         sums = replicate(jax.tree.map(zeros, self._sums_shape), self.group.devices)
@@ -364,9 +366,9 @@ def _combine(program: WindowProgram, state: TrainState, sums: PyTree) -> tuple[A
 
 
 def _window(
-    program: WindowProgram, single: bool, state: TrainState, payload: Payload, orders: Orders
+    program: WindowProgram, single: bool, state: TrainState, payload: Payload, call_args: CallArgs
 ) -> tuple[Any, dict[str, Any]]:
-    state, own, metrics = program.window(state, payload, orders, single)
+    state, own, metrics = program.window(state, payload, call_args, single)
     return (state, own), metrics
 
 

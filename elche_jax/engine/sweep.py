@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from elche_jax.data.split import piece_lengths
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import Group
-from elche_jax.engine.fetch import Orders, Payload
+from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.loss import (
     Weighted,
@@ -93,9 +93,9 @@ class SweepProgram(Protocol):
     """What a device computes in one call."""
 
     def call(
-        self, variables: Variables, payload: Payload, orders: Orders
+        self, variables: Variables, payload: Payload, call_args: CallArgs
     ) -> tuple[tuple[PyTree, Any], None]:
-        """Runs `orders.count` microbatches; gives `((results, token), None)`."""
+        """Runs `call_args.count` microbatches; gives `((results, token), None)`."""
         ...
 
 
@@ -114,20 +114,20 @@ class Score:
     hook: LoopHook | None = None
 
     def call(
-        self, variables: Variables, payload: Payload, orders: Orders
+        self, variables: Variables, payload: Payload, call_args: CallArgs
     ) -> tuple[tuple[PyTree, Any], None]:
         zero = jnp.zeros((), jnp.float32)
         start = {name: (jnp.zeros(shape, jnp.float32), zero) for name, shape in self.shapes}
 
         def body(i: Any, sums: PyTree) -> PyTree:
-            batch = payload.fetch(i, orders.count)
+            batch = payload.fetch(i, call_args.count)
             size = batch_size_of(batch)
-            valid = orders.valid(orders.start + i, size)
+            valid = call_args.valid(call_args.start + i, size)
             mask = jnp.arange(size) < valid
             metrics = self.fn(variables, batch, mask)
             return {name: _add(sums[name], value, mask, valid) for name, value in metrics.items()}
 
-        return _run(self.hook, orders, body, start), None
+        return _run(self.hook, call_args, body, start), None
 
 
 @dataclass(frozen=True)
@@ -146,15 +146,15 @@ class Apply:
     hook: LoopHook | None = None
 
     def call(
-        self, variables: Variables, payload: Payload, orders: Orders
+        self, variables: Variables, payload: Payload, call_args: CallArgs
     ) -> tuple[tuple[PyTree, Any], None]:
         capacity = payload.capacity(stacked=False)
 
         def outputs(i: Any) -> PyTree:
-            batch = payload.fetch(i, orders.count)
+            batch = payload.fetch(i, call_args.count)
             size = batch_size_of(batch)
             return self.fn(
-                variables, batch, jnp.arange(size) < orders.valid(orders.start + i, size)
+                variables, batch, jnp.arange(size) < call_args.valid(call_args.start + i, size)
             )
 
         one = jax.eval_shape(outputs, jnp.int32(0))
@@ -164,8 +164,11 @@ class Apply:
             put = jax.lax.dynamic_update_index_in_dim
             return jax.tree.map(lambda all_, new: put(all_, new, i, 0), rows, outputs(i))
 
-        rows, token = _run(self.hook, orders, body, start)
-        return (tuple(_piece(rows, orders.count, n) for n in piece_lengths(capacity)), token), None
+        rows, token = _run(self.hook, call_args, body, start)
+        return (
+            tuple(_piece(rows, call_args.count, n) for n in piece_lengths(capacity)),
+            token,
+        ), None
 
 
 class SweepRunner(Timed):
@@ -196,7 +199,7 @@ class SweepRunner(Timed):
     def run(self, variables: Variables, call: Call) -> tuple[PyTree, jax.Array]:
         """Dispatches a call; gives its results and its token, stacked."""
         program = self._cache.get(*self._program(call.payload))
-        return program(variables, call.payload, call.orders)[0]
+        return program(variables, call.payload, call.call_args)[0]
 
     def ready(self, payload: Payload) -> bool:
         """Whether the program for data of these shapes is compiled."""
@@ -207,9 +210,11 @@ class SweepRunner(Timed):
         self._cache.prepare(*self._program(abstract(payload)))
 
     def _program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
-        orders = Orders(jax.ShapeDtypeStruct((self.group.world_size, Orders.WIDTH), jnp.int32))
+        call_args = CallArgs(
+            jax.ShapeDtypeStruct((self.group.world_size, CallArgs.WIDTH), jnp.int32)
+        )
         key = ("sweep", self._number, signature(payload))
-        return key, lambda: self._mapped.compile(self._variables, payload, orders)
+        return key, lambda: self._mapped.compile(self._variables, payload, call_args)
 
 
 def inspect_metrics(
@@ -329,18 +334,22 @@ def _piece(rows: PyTree, total: Any, length: int) -> PyTree:
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, length), rows)
 
 
-def _run(hook: LoopHook | None, orders: Orders, body: Any, start: PyTree) -> tuple[PyTree, Any]:
+def _run(
+    hook: LoopHook | None, call_args: CallArgs, body: Any, start: PyTree
+) -> tuple[PyTree, Any]:
     """The loop; gives its results, and a small token that needs them."""
     if hook is None:
-        results = jax.lax.fori_loop(0, orders.count, body, start)
+        results = jax.lax.fori_loop(0, call_args.count, body, start)
         return results, _touch(results)
-    device = orders.rank
-    zero = hook.begin(device, jnp.int32(0), orders.fresh)
-    first, start = jax.lax.optimization_barrier((orders.count * 0 + zero.astype(jnp.int32), start))
-    results = jax.lax.fori_loop(
-        first, orders.count, lambda i, carry: hook.around(body, device, i, carry), start
+    device = call_args.rank
+    zero = hook.begin(device, jnp.int32(0), call_args.fresh)
+    first, start = jax.lax.optimization_barrier(
+        (call_args.count * 0 + zero.astype(jnp.int32), start)
     )
-    zero = hook.end(device, orders.count, results)
+    results = jax.lax.fori_loop(
+        first, call_args.count, lambda i, carry: hook.around(body, device, i, carry), start
+    )
+    zero = hook.end(device, call_args.count, results)
     return results, _touch(results) + zero
 
 

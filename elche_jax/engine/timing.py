@@ -125,10 +125,10 @@ class Stopwatch:
         done: Callable[[WindowTimes], None],
         failed: Callable[[BaseException], None],
     ):
-        board = _Board(world_size, done, failed)
+        collector = _Collector(world_size, done, failed)
         stop = threading.Event()
         self._queues: list[queue.SimpleQueue[_Job | None]]
-        watch = partial(_watch, board=board, stop=stop)
+        watch = partial(_watch, collector=collector, stop=stop)
         threads, self._queues = device_threads("watch", world_size, watch)
         for thread in threads:
             thread.start()
@@ -166,7 +166,7 @@ class _Job:
     combined: bool
 
 
-class _Board:
+class _Collector:
     """Collects the ends of a window until every device has reported both."""
 
     def __init__(
@@ -197,15 +197,15 @@ class _Board:
 def _watch(
     rank: int,
     jobs: "queue.SimpleQueue[_Job | None]",
-    board: _Board,
+    collector: _Collector,
     stop: threading.Event,
 ) -> None:
     while (job := jobs.get()) is not None and not stop.is_set():
         try:
             job.token.addressable_data(rank).block_until_ready()
-            board.note(rank, job, time.perf_counter())
+            collector.note(rank, job, time.perf_counter())
         except BaseException as error:  # handed to the loop, which raises it
-            board.failed(error)
+            collector.failed(error)
             return
 
 

@@ -255,9 +255,9 @@ class EmulatedSpeeds:
         done = sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in leaves)
         return _tell(self._wait, device, count, jnp.isnan(done))
 
-    def _begin(self, orders: Any) -> np.float32:
+    def _begin(self, call_args: Any) -> np.float32:
         now = time.perf_counter()
-        rank, step, fresh = orders.tolist()
+        rank, step, fresh = call_args.tolist()
         _AT_WORK.begins((id(self), rank))
         clock = self._clocks.get(rank)
         if clock is None or fresh:
@@ -265,8 +265,8 @@ class EmulatedSpeeds:
         clock.deadline = now
         return _ZERO
 
-    def _wait(self, orders: Any) -> np.float32:
-        rank, count, _ = orders.tolist()
+    def _wait(self, call_args: Any) -> np.float32:
+        rank, count, _ = call_args.tolist()
         try:
             self._sleep(rank, count)
         finally:

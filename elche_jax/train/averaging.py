@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from elche_jax import _check as check
-from elche_jax.averaging.host.board import Limits
+from elche_jax.averaging.host.coordinator import Limits
 from elche_jax.averaging.program import other_bytes
 from elche_jax.averaging.rules import Averaging, DiLoCo, ParameterAveraging
 from elche_jax.averaging.wire import wire_bytes
@@ -18,7 +18,7 @@ from elche_jax.engine.merge import MergeRules
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.trainable import Selection
 from elche_jax.train.options import Options
-from elche_jax.train.run import IN_FLIGHT
+from elche_jax.train.pipeline import IN_FLIGHT
 
 WHERE = "build_train_step"
 

@@ -25,7 +25,7 @@ from elche_jax.engine.sweep import (
 from elche_jax.observe.report import RunReport
 from elche_jax.train.loading import WINDOW_BYTES
 from elche_jax.train.outside import check_outside
-from elche_jax.train.run import Window
+from elche_jax.train.pipeline import Window
 from elche_jax.train.sweep import Reading, Sweep, Task
 
 PyTree = Any
@@ -45,21 +45,21 @@ class EvalStep:
     @property
     def counts(self) -> tuple[int, ...]:
         """Microbatches per device planned for the next window."""
-        return self._sweep.pace.counts
+        return self._sweep.scheduler.counts
 
     @property
     def cadence_state(self) -> SchedulerState:
         """What is known of the speeds, see `TrainStep.cadence_state`; may be set."""
-        return self._sweep.pace.state
+        return self._sweep.scheduler.state
 
     @cadence_state.setter
     def cadence_state(self, state: SchedulerState | Mapping[str, Any]) -> None:
-        self._sweep.pace.restore(state)
+        self._sweep.scheduler.restore(state)
 
     @property
     def records(self) -> list[WindowRecord]:
         """The windows of the last evaluation, oldest first, the last 1024 at most."""
-        return self._sweep.pace.records
+        return self._sweep.scheduler.records
 
     def report(self) -> RunReport:
         """What was measured in the last evaluation: speeds, counts, busy shares, compiles."""

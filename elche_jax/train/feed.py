@@ -14,7 +14,7 @@ from elche_jax.data.reader import IndexedReader, Reader, open_epoch
 from elche_jax.data.source import Source
 from elche_jax.data.split import capacity_for, piece_lengths, split_window
 from elche_jax.engine.devices import Group
-from elche_jax.engine.fetch import Orders, Payload, Pieces, Rows
+from elche_jax.engine.fetch import CallArgs, Payload, Pieces, Rows
 from elche_jax.engine.runner import Call
 
 PyTree = Any
@@ -139,8 +139,8 @@ class Feed:
                 assert isinstance(reader, IndexedReader)  # resident data is an array
                 index = self._placer.index(reader, first, ranges, capacity)
                 payload = Rows(self._resident, index)
-            orders = self._placer.orders(ranges, first, not calls, reader.partial, totals)
-            calls.append(Call(payload, Orders(orders), ranges))
+            call_args = self._placer.call_args(ranges, first, not calls, reader.partial, totals)
+            calls.append(Call(payload, CallArgs(call_args), ranges))
         return totals[1], tuple(calls)
 
     def capacity(self, count: int) -> int:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from elche_jax.averaging.host.board import Limits
+from elche_jax.averaging.host.coordinator import Limits
 from elche_jax.averaging.rules import Averaging
 from elche_jax.cadence.guards import Guard
 from elche_jax.config import Recorder

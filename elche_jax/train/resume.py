@@ -17,7 +17,7 @@ from elche_jax.engine.state import TrainState
 from elche_jax.engine.trainable import Selection
 from elche_jax.train.divergence import DivergenceReader, divergence_of
 from elche_jax.train.finite import FiniteWatch
-from elche_jax.train.pace import Pace
+from elche_jax.train.live_scheduler import LiveScheduler
 
 PyTree = Any
 
@@ -25,16 +25,16 @@ logger = logging.getLogger("elche_jax")
 
 
 def run_to_dict(
-    pace: Pace, watch: FiniteWatch, divergence: DivergenceReader | None
+    scheduler: LiveScheduler, watch: FiniteWatch, divergence: DivergenceReader | None
 ) -> dict[str, Any]:
     """The run as plain numbers and an array of counts, which `restore_run` takes."""
-    state = pace.state
+    state = scheduler.state
     keeps = isinstance(state.cadence, State)  # a user's own may be anything
     return {
         "cadence": state.to_dict() if keeps else None,
-        "cadence_name": pace.cadence_name,
-        "counts": pace.history_array,
-        "divergence": [asdict(seen) for seen in pace.divergence],
+        "cadence_name": scheduler.cadence_name,
+        "counts": scheduler.history_array,
+        "divergence": [asdict(seen) for seen in scheduler.divergence],
         "unread": None if divergence is None else divergence.unread,
         "skipped": watch.skipped,
         "in_a_row": watch.in_a_row,
@@ -43,7 +43,7 @@ def run_to_dict(
 
 
 def restore_run(
-    saved: Mapping[str, Any], world_size: int, pace: Pace, watch: FiniteWatch,
+    saved: Mapping[str, Any], world_size: int, scheduler: LiveScheduler, watch: FiniteWatch,
     divergence: DivergenceReader | None,
 ) -> None:  # fmt: skip
     """Goes on where the run of a dict of `run_to_dict` was.
@@ -64,25 +64,25 @@ def restore_run(
         return
     watch.restore(saved["skipped"], saved["left_out"], saved["in_a_row"])
     seen = [] if divergence is None else saved["divergence"]
-    pace.restart(saved["counts"], [divergence_of(one) for one in seen])
+    scheduler.restart(saved["counts"], [divergence_of(one) for one in seen])
     unread = saved.get("unread")
     if divergence is not None and unread is not None:
         divergence.unread = (unread[0], tuple(unread[1]))
-    if saved["cadence_name"] != pace.cadence_name:
+    if saved["cadence_name"] != scheduler.cadence_name:
         logger.warning(
             "elche: the checkpoint is of a run with %s, this one has %s: the cadence begins anew.",
             saved["cadence_name"],
-            pace.cadence_name,
+            scheduler.cadence_name,
         )
     elif saved["cadence"] is None:
         logger.warning(
             "elche: the state of %s was not saved, as it is no elche_jax.cadence.State: the "
             "cadence begins anew.",
-            pace.cadence_name,
+            scheduler.cadence_name,
         )
     else:
         try:
-            pace.restore(saved["cadence"])
+            scheduler.restore(saved["cadence"])
         except (TypeError, ValueError) as error:  # it was built with other arguments, say
             logger.warning("elche: the cadence begins anew: %s", error)
 

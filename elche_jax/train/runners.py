@@ -30,7 +30,7 @@ logger = logging.getLogger("elche_jax")
 
 
 @dataclass(frozen=True)
-class Initial:
+class StateSpec:
     """What `TrainStep.init` has learned: shapes of the state, and what follows of them."""
 
     shapes: TrainState
@@ -55,7 +55,7 @@ class Initial:
 
 
 @dataclass(frozen=True)
-class Reads:
+class BatchSpec:
     """How the data come.
 
     Attributes:
@@ -117,7 +117,7 @@ class Runners:
     def unreported(self, rows: PyTree) -> None:
         self._used, self._unreported = None, rows
 
-    def get(self, initial: Initial, reads: Reads) -> Runner | HostRunner:
+    def get(self, initial: StateSpec, reads: BatchSpec) -> Runner | HostRunner:
         """The runner for a state and data of these shapes.
 
         Raises:
@@ -175,7 +175,7 @@ class Runners:
                 "run has one device, other metrics or an exchange on the host."
             )
 
-    def _make(self, work: Microbatches, initial: Initial) -> Runner | HostRunner:
+    def _make(self, work: Microbatches, initial: StateSpec) -> Runner | HostRunner:
         options, shapes = self._options, initial.shapes
         if options.host is None or options.averaging is None:
             return Runner(self._program(work, initial.merge), self._group, self._cache, shapes)

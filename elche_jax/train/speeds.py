@@ -1,6 +1,6 @@
 """What the balancer knows of the devices: how fast each is, and its share of the work.
 
-Pure functions of a cadence's state and of the records; `Pace` calls them.
+Pure functions of a cadence's state and of the records; `LiveScheduler` calls them.
 """
 
 import math

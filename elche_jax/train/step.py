@@ -45,13 +45,13 @@ from elche_jax.train.initial import (
     key_impl_of,
     shapes_of,
 )
+from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.loading import WINDOW_BYTES, Loading
 from elche_jax.train.options import Options
 from elche_jax.train.outside import check_outside
-from elche_jax.train.pace import Pace
+from elche_jax.train.pipeline import Pipeline, Window
 from elche_jax.train.resume import join, restore_run, rows_of, rows_to_dict, run_to_dict
-from elche_jax.train.run import Run, Window
-from elche_jax.train.runners import Initial, Reads, Runners, reads_ragged
+from elche_jax.train.runners import BatchSpec, Runners, StateSpec, reads_ragged
 from elche_jax.train.spec import check_cursor, check_data_plan, microbatch_shapes, reading_of
 from elche_jax.train.windows import HandedOut, Windows
 
@@ -76,15 +76,15 @@ class TrainStep:
         self.devices = devices
         self._optimizer, self._options = optimizer, options
         controller = Controller(cadence, options.guard or NoGuard())
-        self._pace = Pace(controller, len(devices), options.hint, options.timeline)
+        self._scheduler = LiveScheduler(controller, len(devices), options.hint, options.timeline)
         self._watch = _finite_watch(options, devices)
         self._divergence = divergence_reader(options.averaging, devices)
-        self._cache = CompileCache(None if options.timeline is None else self._pace.compiled)
+        self._cache = CompileCache(None if options.timeline is None else self._scheduler.compiled)
         group, *_ = group_devices(devices)  # one: build_train_step sees to it
         self._runners = Runners(loss_fn, optimizer, group, options, self._cache)
-        self._last_run: Run | None = None
+        self._last_pipeline: Pipeline | None = None
         self._handed_out = HandedOut()
-        self._initial: Initial | None = None
+        self._initial: StateSpec | None = None
         self._loading = Loading(devices)
         self._verified = False
         self._average: Mapped | None = None
@@ -100,7 +100,7 @@ class TrainStep:
 
         After the end of a recording that is replayed: those of its last window.
         """
-        return self._pace.counts
+        return self._scheduler.counts
 
     @property
     def cadence_state(self) -> SchedulerState:
@@ -116,21 +116,21 @@ class TrainStep:
             TypeError: The value is neither.
             ValueError: It is of another cadence or number of devices.
         """
-        return self._pace.state
+        return self._scheduler.state
 
     @cadence_state.setter
     def cadence_state(self, state: SchedulerState | Mapping[str, Any]) -> None:
-        self._pace.restore(state)
+        self._scheduler.restore(state)
 
     @property
     def counts_history(self) -> list[tuple[int, ...]]:
         """Counts of every window so far, in order; `Replay` takes them."""
-        return self._pace.history
+        return self._scheduler.history
 
     @property
     def records(self) -> list[WindowRecord]:
         """The last 1024 windows as they were measured, oldest first."""
-        return self._pace.records
+        return self._scheduler.records
 
     @property
     def throughput(self) -> tuple[float | None, ...]:
@@ -139,7 +139,7 @@ class TrainStep:
         The cadence's smoothed estimate where it has one, else the median over the last 32
         steady windows of `counts / busy_ms` (one device: of `counts / wall_ms`).
         """
-        return self._pace.throughput
+        return self._scheduler.throughput
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -149,7 +149,7 @@ class TrainStep:
         its sum, a device that was not measured counting as the mean of the others. Before
         any measurement: the planned counts over their sum, so that a speed hint shows.
         """
-        return self._pace.ratios
+        return self._scheduler.ratios
 
     @property
     def skipped(self) -> int:
@@ -166,7 +166,7 @@ class TrainStep:
     def divergence(self) -> list[Divergence]:
         """How far the devices were apart at the end of the last 64 windows, oldest first;
         empty without `averaging`."""
-        return self._pace.divergence
+        return self._scheduler.divergence
 
     def init(self, params: PyTree, *, model_state: PyTree = None, rng: Any = 0) -> TrainState:
         """Makes the replicated training state, and begins a new run.
@@ -192,7 +192,7 @@ class TrainStep:
                 left early, where that run is closed; else the next `windows` raises it.
         """
         check_outside("TrainStep.init")
-        if self._last_run is not None and self._last_run.closed:
+        if self._last_pipeline is not None and self._last_pipeline.closed:
             self.settle()
         self._runners.release()
         check_one_copy("TrainStep.init", "params", params)
@@ -214,11 +214,11 @@ class TrainStep:
             self._optimizer, params, model_state, rng, self.devices, selection,
             self._options.loss_scale, self._options.averaging, self._options.host is not None,
         )  # fmt: skip
-        self._initial = Initial(shapes_of(state), key_impl_of(rng), selection, merge)
+        self._initial = StateSpec(shapes_of(state), key_impl_of(rng), selection, merge)
         self._watch = _finite_watch(self._options, self.devices)
         self._divergence = divergence_reader(self._options.averaging, self.devices)
         self._average = None
-        self._pace.restart()
+        self._scheduler.restart()
         return state
 
     def windows(
@@ -293,20 +293,20 @@ class TrainStep:
         reading = reading_of(source, size, seed, shuffle, drop_last)
         check_cursor(cursor, epochs, reading)
         microbatch = microbatch_shapes(source, size)
-        reads = Reads(microbatch, mask_key, reads_ragged(source, size, drop_last))
+        reads = BatchSpec(microbatch, mask_key, reads_ragged(source, size, drop_last))
         runner = self._runners.get(self._initial, reads)
         where = self._loading.placement(placement, source, window_bytes, microbatch)
         plan = DataPlan(source, size, seed, shuffle, drop_last, where, window_bytes, microbatch)
-        feed = self._loading.feed(plan, runner, self._pace.adaptive, self._pace.largest)
-        start = replace(cursor or Cursor(window=self._pace.windows), reading=reading)
-        run = Run(
-            feed, self._pace, start, epochs, self._watch, runner, divergence=self._divergence,
+        feed = self._loading.feed(plan, runner, self._scheduler.adaptive, self._scheduler.largest)
+        start = replace(cursor or Cursor(window=self._scheduler.windows), reading=reading)
+        pipeline = Pipeline(
+            feed, self._scheduler, start, epochs, self._watch, runner, divergence=self._divergence,
             in_flight=in_flight(self._options),
         )  # fmt: skip
-        self._last_run = run
+        self._last_pipeline = pipeline
         names = [str(device) for device in self.devices]
-        self._pace.begins(names, start.window, *self._exchanged)
-        return Windows(run, len(self.devices), self._handed_out.note)
+        self._scheduler.begins(names, start.window, *self._exchanged)
+        return Windows(pipeline, len(self.devices), self._handed_out.note)
 
     def __call__(
         self, state: TrainState, window: Window
@@ -333,20 +333,22 @@ class TrainStep:
             NonFiniteError: An earlier window's gradient was not finite.
         """
         check_outside("train")
-        run = self.run_of(window, "train")
+        pipeline = self.pipeline_of(window, "train")
         check_buffers(state)
         self._check_stacked(state, "train")
-        run.dispatching(window)
-        overlap = overlaps(self._options.averaging, len(self.devices), self._pace.windows)
+        pipeline.dispatching(window)
+        overlap = overlaps(self._options.averaging, len(self.devices), self._scheduler.windows)
         try:
-            if not run.runner.begun:
-                run.runner.begin(window.calls, overlap)
-                run.compiled()
+            if not pipeline.runner.begun:
+                pipeline.runner.begin(window.calls, overlap)
+                pipeline.compiled()
             misses, at = self._cache.stats.misses, time.perf_counter()
-            state, metrics, token = run.runner.run(state, window.calls, run.launch(at), overlap)
+            state, metrics, token = pipeline.runner.run(
+                state, window.calls, pipeline.launch(at), overlap
+            )
         except BaseException as error:
-            run.given_up()
-            differs = difference(shapes_of(state), run.runner.state)
+            pipeline.given_up()
+            differs = difference(shapes_of(state), pipeline.runner.state)
             if differs:
                 raise ValueError(
                     "train: state must have the shapes of the one that TrainStep.init made last, "
@@ -355,17 +357,17 @@ class TrainStep:
             raise
         # of windows that overlap nobody knows the devices' own times
         steady = self._cache.stats.misses == misses and not overlap
-        sums = self._checksums(state, window, run)
+        sums = self._checksums(state, window, pipeline)
         delayed = self._options.averaging is not None and self._options.averaging.delay
         finite = token if delayed else metrics["finite"]  # those metrics are of the window before
-        run.dispatched(window, at, steady, finite, token, sums, metrics)
+        pipeline.dispatched(window, at, steady, finite, token, sums, metrics)
         if self._options.emulate is not None:
             self._options.emulate.settle()
         return state, dict(metrics)  # the run reads its own when the window is over
 
-    def run_of(self, window: Window, where: str) -> Run:
-        """What runs a window, for those who must wait for it; see `HandedOut.run_of`."""
-        return self._handed_out.run_of(window, where, self._runners)
+    def pipeline_of(self, window: Window, where: str) -> Pipeline:
+        """What runs a window, for those who must wait for it; see `HandedOut.pipeline_of`."""
+        return self._handed_out.pipeline_of(window, where, self._runners)
 
     def average(self, state: TrainState) -> PyTree:
         """One set of parameters of a state, whatever the devices' copies are.
@@ -425,7 +427,7 @@ class TrainStep:
     @property
     def timeline(self) -> Recorder | None:
         """What the run is recorded by, or None."""
-        return self._pace.timeline
+        return self._scheduler.timeline
 
     def _check_stacked(self, state: TrainState, where: str) -> None:
         if state.step.shape != (len(self.devices),):
@@ -439,7 +441,7 @@ class TrainStep:
         """What is known of the run besides the state: the cadence's state, `counts_history`,
         `divergence`, `skipped`, `left_out` and what the next window reports of the last one,
         as plain numbers for a checkpoint (`"counts"` as an array, `(windows, world_size)`)."""
-        known = run_to_dict(self._pace, self._watch, self._divergence)
+        known = run_to_dict(self._scheduler, self._watch, self._divergence)
         return known | {"unreported": rows_to_dict(self._runners.unreported)}
 
     def restore_run(self, saved: Mapping[str, Any]) -> None:
@@ -451,7 +453,7 @@ class TrainStep:
         Args:
             saved: The dict.
         """
-        restore_run(saved, len(self.devices), self._pace, self._watch, self._divergence)
+        restore_run(saved, len(self.devices), self._scheduler, self._watch, self._divergence)
         self._runners.unreported = rows_of(saved.get("unreported"), len(self.devices))
 
     def report(self) -> RunReport:
@@ -469,7 +471,7 @@ class TrainStep:
             NonFiniteError, ReplicaMismatch: Of windows of that run, if the loop has not
                 heard of it as it left early.
         """
-        last, self._last_run = self._last_run, None
+        last, self._last_pipeline = self._last_pipeline, None
         if last is not None:
             last.settle()
 
@@ -478,16 +480,16 @@ class TrainStep:
         assert self._initial is not None  # `init` was called
         return self._initial.exchanged_bytes(self._options.averaging)
 
-    def _checksums(self, state: TrainState, window: Window, run: Run) -> jax.Array | None:
+    def _checksums(self, state: TrainState, window: Window, pipeline: Pipeline) -> jax.Array | None:
         """Launches checksums of the state where it is time for it: at the first window, so
         that nothing is compiled later on, and after every so many."""
         every = self._options.verify_every
         if every is None or len(self.devices) == 1 or (self._verified and window.index % every):
             return None
-        if run.late:  # a device that is behind, and that nobody is to wait for
+        if pipeline.late:  # a device that is behind, and that nobody is to wait for
             return None
         self._verified = True
-        return checksums(run.runner.replicated(state), self.devices)
+        return checksums(pipeline.runner.replicated(state), self.devices)
 
 
 def _finite_watch(options: Options, devices: tuple[jax.Device, ...]) -> FiniteWatch:

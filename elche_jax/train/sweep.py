@@ -29,11 +29,11 @@ from elche_jax.observe.report import RunReport, make_report
 from elche_jax.train.feed import DataPlan
 from elche_jax.train.finite import FinitePolicy, FiniteWatch
 from elche_jax.train.initial import check_buffers, check_one_copy, shapes_of
+from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.loading import Loading
 from elche_jax.train.outside import check_outside
-from elche_jax.train.pace import Pace
 from elche_jax.train.parts import check_parts
-from elche_jax.train.run import IN_FLIGHT, Run, Window
+from elche_jax.train.pipeline import IN_FLIGHT, Pipeline, Window
 from elche_jax.train.spec import check_data_plan, microbatch_shapes
 from elche_jax.train.windows import Windows
 
@@ -104,16 +104,18 @@ class Sweep:
         self._where, self._fn, self._make, self._emulate = where, fn, make, emulate
         if cadence is None:
             cadence = WindowTime() if len(self.devices) > 1 else FixedTotal(ONE_DEVICE)
-        self._pace = Pace(Controller(cadence), len(self.devices), hint=False, owner="EvalStep")
+        self._scheduler = LiveScheduler(
+            Controller(cadence), len(self.devices), hint=False, owner="EvalStep"
+        )
         self._group = Group(self.devices, tuple(range(len(self.devices))))
         self._cache = CompileCache()
         self._runners: dict[Any, tuple[SweepRunner, Task]] = {}
         self._loading = Loading(self.devices)
 
     @property
-    def pace(self) -> Pace:
+    def scheduler(self) -> LiveScheduler:
         """What is known of the speeds."""
-        return self._pace
+        return self._scheduler
 
     def release(self) -> None:
         """Gives back the memory of data that were kept on the devices."""
@@ -122,7 +124,9 @@ class Sweep:
     def report(self) -> RunReport:
         """What was measured in the last sweep."""
         names = [str(device) for device in self.devices]
-        return make_report(self._pace.records, names, self._pace.counts, vars(self._cache.stats))
+        return make_report(
+            self._scheduler.records, names, self._scheduler.counts, vars(self._cache.stats)
+        )
 
     def results(
         self, params: PyTree, model_state: PyTree, data: Any, reading: Reading
@@ -133,30 +137,30 @@ class Sweep:
         """
         check_outside(self._where)
         variables = self._variables(params, model_state)
-        run = self._open(variables, data, reading)
+        pipeline = self._open(variables, data, reading)
         pending: deque[tuple[Window, list[PyTree]]] = deque()
-        with Windows(run, len(self.devices)) as windows:
+        with Windows(pipeline, len(self.devices)) as windows:
             for window in windows:
-                pending.append((window, self._dispatch(run, variables, window)))
+                pending.append((window, self._dispatch(pipeline, variables, window)))
                 if len(pending) > IN_FLIGHT:
                     yield pending.popleft()
         yield from pending
 
-    def _dispatch(self, run: Run, variables: Variables, window: Window) -> list[PyTree]:
-        run.dispatching(window)
-        if not run.runner.begun:
-            run.runner.begin(window.calls)
-            run.compiled()
+    def _dispatch(self, pipeline: Pipeline, variables: Variables, window: Window) -> list[PyTree]:
+        pipeline.dispatching(window)
+        if not pipeline.runner.begun:
+            pipeline.runner.begin(window.calls)
+            pipeline.compiled()
         misses, at = self._cache.stats.misses, time.perf_counter()
-        outs = [run.runner.run(variables, call) for call in window.calls]
+        outs = [pipeline.runner.run(variables, call) for call in window.calls]
         _, token = outs[-1]
-        run.launch(at)(token)
-        run.dispatched(window, at, self._cache.stats.misses == misses, True, token)
+        pipeline.launch(at)(token)
+        pipeline.dispatched(window, at, self._cache.stats.misses == misses, True, token)
         if self._emulate is not None:
             self._emulate.settle()
         return [results for results, _ in outs]
 
-    def _open(self, variables: Variables, data: Any, reading: Reading) -> Run:
+    def _open(self, variables: Variables, data: Any, reading: Reading) -> Pipeline:
         limit = check.integer(self._where, "window_bytes", reading.window_bytes, low=1)
         if reading.mask_key is not None and not isinstance(reading.mask_key, str):
             kind = type(reading.mask_key).__name__
@@ -183,10 +187,10 @@ class Sweep:
         plan = DataPlan(
             source, size, 0, False, False, where, limit, microbatch, task.row_bytes
         )  # fmt: skip
-        feed = self._loading.feed(plan, runner, self._pace.adaptive, self._pace.largest)
-        self._pace.restart()
+        feed = self._loading.feed(plan, runner, self._scheduler.adaptive, self._scheduler.largest)
+        self._scheduler.restart()
         watch = FiniteWatch(FinitePolicy("ignore"), self.devices)
-        return Run(feed, self._pace, Cursor(), 1, watch, runner, combines=False)
+        return Pipeline(feed, self._scheduler, Cursor(), 1, watch, runner, combines=False)
 
     def _variables(self, params: PyTree, model_state: PyTree) -> Variables:
         """Stacked parameters and model state: a training state's own, or copies."""

@@ -7,19 +7,19 @@ from typing import Any
 
 from elche_jax import _check as check
 from elche_jax.data.prefetch import Prefetch
-from elche_jax.train.run import Run, Window
+from elche_jax.train.pipeline import Pipeline, Window
 from elche_jax.train.runners import Runners
 
 
-def _ignore(window: Window, run: Run) -> None:
-    del window, run
+def _ignore(window: Window, pipeline: Pipeline) -> None:
+    del window, pipeline
 
 
 class Windows(Iterator[Window]):
     """Iterator of windows; closes itself at the end, on errors and when dropped.
 
     Args:
-        run: Plans the windows.
+        pipeline: Plans the windows.
         world_size: Number of devices.
         hand_out: Told of every window that the loop gets, and who runs it.
 
@@ -32,21 +32,24 @@ class Windows(Iterator[Window]):
     """
 
     def __init__(
-        self, run: Run, world_size: int, hand_out: Callable[[Window, Run], None] = _ignore
+        self,
+        pipeline: Pipeline,
+        world_size: int,
+        hand_out: Callable[[Window, Pipeline], None] = _ignore,
     ):
-        self._run, self._hand_out = run, hand_out
+        self._pipeline, self._hand_out = pipeline, hand_out
         self._stop = threading.Event()
         self._ended = False
         self._prefetch: Prefetch[Window] | None = None
         if world_size == 1:
-            self._items: Iterator[Window] = run.plan(self._stop)
+            self._items: Iterator[Window] = pipeline.plan(self._stop)
         else:
-            run.stopwatch = run.runner.watch(
-                *(_weakly(run, method) for method in ("over", "learned", "failed"))
+            pipeline.stopwatch = pipeline.runner.watch(
+                *(_weakly(pipeline, method) for method in ("over", "learned", "failed"))
             )
-            self._prefetch = Prefetch(run.plan, run.wake)
+            self._prefetch = Prefetch(pipeline.plan, pipeline.wake)
             self._items = self._prefetch
-        self._finish = weakref.finalize(self, run.close)
+        self._finish = weakref.finalize(self, pipeline.close)
 
     def __iter__(self) -> "Windows":
         return self
@@ -55,19 +58,19 @@ class Windows(Iterator[Window]):
         if self._ended:
             raise StopIteration
         try:
-            self._run.asked()
+            self._pipeline.asked()
             window = next(self._items, None)
             if window is None:
-                self._run.finish()
+                self._pipeline.finish()
         except BaseException:
-            self._run.told = True  # whatever a thread ran into, the loop hears it now
+            self._pipeline.told = True  # whatever a thread ran into, the loop hears it now
             self.close()
             raise
         if window is None:
             self.close()
             raise StopIteration
-        self._run.handed_out(window)
-        self._hand_out(window, self._run)
+        self._pipeline.handed_out(window)
+        self._hand_out(window, self._pipeline)
         return window
 
     def __enter__(self) -> "Windows":
@@ -76,7 +79,7 @@ class Windows(Iterator[Window]):
     def __exit__(self, kind: Any, *exception: Any) -> None:
         try:
             if kind is None:
-                self._run.finish()
+                self._pipeline.finish()
         finally:
             self.close()
 
@@ -86,7 +89,7 @@ class Windows(Iterator[Window]):
         Raises:
             NonFiniteError, ReplicaMismatch: One of them was not as it must be.
         """
-        self._run.finish()
+        self._pipeline.finish()
 
     def close(self) -> None:
         """Ends the threads of this run. Idempotent; windows handed out stay usable."""
@@ -98,17 +101,17 @@ class Windows(Iterator[Window]):
 
 
 class HandedOut:
-    """Knows which run every window is of. A window that somebody has keeps its run."""
+    """Knows which pipeline runs a window. A window that somebody has keeps its pipeline."""
 
     def __init__(self) -> None:
-        self._runs: weakref.WeakKeyDictionary[Window, Run] = weakref.WeakKeyDictionary()
+        self._pipelines: weakref.WeakKeyDictionary[Window, Pipeline] = weakref.WeakKeyDictionary()
 
-    def note(self, window: Window, run: Run) -> None:
-        """The loop gets a window of a run."""
-        self._runs[window] = run
+    def note(self, window: Window, pipeline: Pipeline) -> None:
+        """The loop gets a window of a pipeline."""
+        self._pipelines[window] = pipeline
 
-    def run_of(self, window: Window, where: str, runners: Runners) -> Run:
-        """The run that a window is of.
+    def pipeline_of(self, window: Window, where: str, runners: Runners) -> Pipeline:
+        """The pipeline that runs a window.
 
         Args:
             window: A window.
@@ -122,16 +125,16 @@ class HandedOut:
         if not isinstance(window, Window):
             rule, got = "come from TrainStep.windows", type(window).__name__
             raise TypeError(check.message(where, "window", rule, got))
-        run = self._runs.get(window)
-        if run is None or run.runner not in runners:
+        pipeline = self._pipelines.get(window)
+        if pipeline is None or pipeline.runner not in runners:
             rule, got = "come from this training step's windows", "one of another step's"
             raise ValueError(check.message(where, "window", rule, got))
-        return run
+        return pipeline
 
 
-def _weakly(run: Run, method: str) -> Any:
-    """A method that the threads may hold without keeping the run alive."""
-    reference = weakref.ref(run)
+def _weakly(pipeline: Pipeline, method: str) -> Any:
+    """A method that the threads may hold without keeping the pipeline alive."""
+    reference = weakref.ref(pipeline)
 
     def call(*arguments: Any) -> None:
         target = reference()

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from elche_jax.engine.state import TrainState
-from elche_jax.train.run import Window
+from elche_jax.train.pipeline import Window
 from elche_jax.train.step import TrainStep
 from elche_jax.trainer.control import Control
 from elche_jax.trainer.epochs import EpochMetrics
 
 
 @dataclass(frozen=True)
-class Moment:
+class CallbackContext:
     """A run as a callback sees it.
 
     Attributes:
@@ -45,20 +45,20 @@ class Callback:
     Examples:
         >>> import elche_jax as elche
         >>> class Losses(elche.Callback):
-        ...     def on_epoch(self, moment, metrics):
+        ...     def on_epoch(self, context, metrics):
         ...         print(metrics.epoch, metrics.loss)
         ...         if metrics.loss < 0.1:
-        ...             moment.stop()
+        ...             context.stop()
     """
 
-    def on_window(self, moment: Moment) -> None:
+    def on_window(self, context: CallbackContext) -> None:
         """After every window was handed to the devices, before it is over."""
 
-    def on_epoch(self, moment: Moment, metrics: EpochMetrics) -> None:
+    def on_epoch(self, context: CallbackContext, metrics: EpochMetrics) -> None:
         """At the end of every epoch, after its evaluation."""
 
-    def on_evaluation(self, moment: Moment, results: Mapping[str, Any]) -> None:
+    def on_evaluation(self, context: CallbackContext, results: Mapping[str, Any]) -> None:
         """After every evaluation."""
 
-    def on_checkpoint(self, moment: Moment, step: int) -> None:
+    def on_checkpoint(self, context: CallbackContext, step: int) -> None:
         """When a checkpoint is on the disk; `step` is the number of windows it holds."""

@@ -109,5 +109,5 @@ class Handle:
         if threading.current_thread() is self._thread:
             raise RuntimeError(
                 f"Handle.{method}: must not be called by the run itself, in a callback, which "
-                "would wait for its own end. Call moment.stop."
+                "would wait for its own end. Call context.stop."
             )

@@ -14,16 +14,16 @@ from elche_jax.checkpoint.checkpointer import Checkpointer
 from elche_jax.data.order import Cursor
 from elche_jax.engine.replicas import unreplicate
 from elche_jax.train.evaluate import EvalStep
+from elche_jax.train.pipeline import Window
 from elche_jax.train.resume import join_rows
-from elche_jax.train.run import Window
 from elche_jax.train.step import TrainStep
-from elche_jax.trainer.callback import Moment
+from elche_jax.trainer.callback import CallbackContext
 from elche_jax.trainer.control import Control
 from elche_jax.trainer.epochs import NO_MEANS, EpochMetrics, EpochSums, epoch_metrics
-from elche_jax.trainer.outlets import Outlets
 from elche_jax.trainer.plan import FitPlan
-from elche_jax.trainer.relay import Relay
 from elche_jax.trainer.result import FitResult
+from elche_jax.trainer.run_writers import RunWriters
+from elche_jax.trainer.tee_recorder import TeeRecorder
 from elche_jax.trainer.watching import Watching
 
 PyTree = Any
@@ -43,7 +43,7 @@ class Session:
 
     Args:
         train: The training step.
-        relay: What it records to.
+        recorder: What it records to.
         plan: What was asked for.
         control: Lets other threads stop and follow it.
         evaluate: Evaluates; None where there is nothing to.
@@ -52,14 +52,14 @@ class Session:
     def __init__(
         self,
         train: TrainStep,
-        relay: Relay,
+        recorder: TeeRecorder,
         plan: FitPlan,
         control: Control,
         evaluate: EvalStep | None,
     ):
-        self._train, self._relay, self._plan, self._control = train, relay, plan, control
+        self._train, self._recorder, self._plan, self._control = train, recorder, plan, control
         self._evaluator = evaluate
-        self._outlets = Outlets(plan, train, relay)
+        self._writers = RunWriters(plan, train, recorder)
         self._watching = Watching(plan)
         self._sums: EpochSums | None = None
         self._history: tuple[EpochMetrics, ...] = ()
@@ -80,7 +80,7 @@ class Session:
                 with self._open(stack) as self._windows:
                     self._work()
                 result = self._result()
-            self._outlets.page()
+            self._writers.page()
         except BaseException as error:
             self._settle(error)
             if self._trained:  # what goes wrong after the last window costs no result
@@ -100,12 +100,12 @@ class Session:
 
     def _open(self, stack: ExitStack) -> Any:
         plan, train = self._plan, self._train
-        stack.enter_context(self._outlets)
+        stack.enter_context(self._writers)
         self._state = train.init(plan.params, model_state=plan.model_state, rng=plan.rng)
         if plan.saving is not None:
             self._saver = stack.enter_context(Checkpointer(train, plan.saving))
         cursor = self._restore()
-        self._outlets.begin()
+        self._writers.begin()
         return train.windows(
             plan.data, plan.batch_size, plan.epochs, plan.seed, shuffle=plan.shuffle,
             drop_last=plan.drop_last, mask_key=plan.mask_key, placement=plan.placement,
@@ -155,14 +155,14 @@ class Session:
             self._watching.training(self._names())
         self._window, self._cursor = window, window.cursor
         self._sums.see(window.counts, window.examples)
-        if self._relay.waiting >= FOLD or time.perf_counter() >= self._due:
+        if self._recorder.waiting >= FOLD or time.perf_counter() >= self._due:
             self._look()
         self._call("on_window")
         every = None if self._plan.evaluation is None else self._plan.evaluation.every_windows
         if every is not None and (window.index + 1) % every == 0:
             self._evaluate()
             named = {f"eval_{name}": value for name, value in self._results.items()}
-            self._outlets.scalars(window.index + 1, named)
+            self._writers.scalars(window.index + 1, named)
 
     def _between(self, following: Window | None) -> None:
         """Between two windows: does what the last one has made due."""
@@ -205,12 +205,12 @@ class Session:
         every = None if plan.evaluation is None else plan.evaluation.every_epochs
         if whole and every is not None and (sums.epoch + 1) % every == 0:
             self._evaluate()
-        metrics = epoch_metrics(sums, self._relay.devices, whole)
+        metrics = epoch_metrics(sums, self._recorder.devices, whole)
         self._history = (*self._history, metrics)
         if whole:
             self._watching.epoch(self._cursor.window, {"loss": metrics.loss, **metrics.metrics})
             self._sums = None
-            self._outlets.epoch(self._cursor, metrics, sums)
+            self._writers.epoch(self._cursor, metrics, sums)
         self._control.told(metrics)
         self._call("on_epoch", metrics)
 
@@ -232,7 +232,7 @@ class Session:
         if self._sums is not None:
             self._sums.evaluation = self._results
         seconds = time.perf_counter() - begun
-        self._outlets.evaluated(self._cursor, seconds, self._results)
+        self._writers.evaluated(self._cursor, seconds, self._results)
         self._watching.evaluation(self._cursor.window, self._results)
         self._call("on_evaluation", results)
         self._clock = time.perf_counter()  # no time of the epoch
@@ -261,7 +261,7 @@ class Session:
         self._take_metrics()
         self._due = self._clock + LOOK_S
         assert self._sums is not None
-        self._outlets.show(self._cursor, self._sums)
+        self._writers.show(self._cursor, self._sums)
 
     def _drain(self) -> None:
         """Waits until the windows so far are over, and takes their metrics."""
@@ -270,10 +270,10 @@ class Session:
 
     def _take_metrics(self) -> None:
         """Takes the metrics of the windows that are over, and the time since it was last done."""
-        for window, epoch, metrics in self._relay.take():
+        for window, epoch, metrics in self._recorder.take():
             assert self._sums is not None
-            self._relay.loss(window, epoch, self._sums.fold(metrics))
-            self._outlets.folded(window + 1, metrics)
+            self._recorder.loss(window, epoch, self._sums.fold(metrics))
+            self._writers.folded(window + 1, metrics)
         now = time.perf_counter()
         if self._sums is not None:
             self._sums.seconds += now - self._clock
@@ -287,18 +287,18 @@ class Session:
     def _call(self, name: str, *arguments: Any) -> None:
         if not self._plan.callbacks:
             return
-        moment = Moment(
+        context = CallbackContext(
             self._train, self._state, self._window, self._metrics, self._history, self._control
         )
         for callback in self._plan.callbacks:
-            getattr(callback, name)(moment, *arguments)
+            getattr(callback, name)(context, *arguments)
 
     # -- stop and go on --------------------------------------------------------------------
 
     def _notes(self) -> Callable[[], dict[str, Any]]:
         """What a checkpoint has besides the run itself; the thread that writes it calls."""
         sums, history, watching = copy.deepcopy(self._sums), self._history, self._watching.to_dict()
-        log = self._outlets.to_dict()
+        log = self._writers.to_dict()
 
         def notes() -> dict[str, Any]:
             return {
@@ -323,7 +323,7 @@ class Session:
             self._sums = None if sums is None else EpochSums(**sums)
             self._history = tuple(EpochMetrics.from_dict(m) for m in notes["history"])
             self._watching.restore(notes["watching"])
-            self._outlets.restore(notes["log"])
+            self._writers.restore(notes["log"])
         elif cursor.microbatch:  # of a loop of the user's own, in the middle of an epoch
             self._sums = EpochSums(cursor.epoch, whole=False)
         return cursor

@@ -17,9 +17,9 @@ from elche_jax.trainer.control import Control
 from elche_jax.trainer.handle import Handle
 from elche_jax.trainer.interrupt import interrupts
 from elche_jax.trainer.plan import FitPlan, RunOptions
-from elche_jax.trainer.relay import Relay
 from elche_jax.trainer.result import FitResult
 from elche_jax.trainer.session import Session
+from elche_jax.trainer.tee_recorder import TeeRecorder
 
 PyTree = Any
 
@@ -60,8 +60,8 @@ class Trainer:
     ):
         if config is not None:
             check.instance("Trainer", "config", config, DDPConfig)
-        self._relay = Relay(None if config is None else config.timeline)
-        config = replace(config or DDPConfig(), timeline=self._relay)
+        self._recorder = TeeRecorder(None if config is None else config.timeline)
+        config = replace(config or DDPConfig(), timeline=self._recorder)
         self._train = build_train_step(loss_fn, optimizer, config=config, **options)
         self._emulate = options.get("emulate")
         self._evaluation: tuple[Callable[..., Any], EvalStep] | None = None
@@ -177,7 +177,7 @@ class Trainer:
             )
         control = Control()
         try:
-            session = Session(self._train, self._relay, plan, control, self._evaluator(plan))
+            session = Session(self._train, self._recorder, plan, control, self._evaluator(plan))
         except BaseException:
             self._busy.release()
             raise

@@ -17,7 +17,7 @@ from elche_jax.averaging.host.average import (
     merge,
     shares_of,
 )
-from elche_jax.averaging.host.board import Limits
+from elche_jax.averaging.host.coordinator import Limits
 from elche_jax.averaging.host.exchange import HostExchange
 from elche_jax.engine.merge import MergeRules
 
@@ -80,8 +80,8 @@ class Setup:
         self.exchange.launch(number, at, counts, number, made, ahead)
 
     def has_room(self, counts):
-        with self.exchange._board.changed:
-            return self.exchange._board._has_room(counts)
+        with self.exchange._coordinator.changed:
+            return self.exchange._coordinator._has_room(counts)
 
     def admitted(self, counts):
         """A thread that waits for room; it ends when there is some."""
@@ -202,7 +202,7 @@ def test_a_window_whose_only_worker_is_late_is_closed_without(setup):
     one.wait_over(1, 2)
     outcome = one.log.over[1][1]
     assert outcome.late == (1,) and outcome.missing == () and not outcome.will_be_known
-    assert not outcome.average.news.good
+    assert not outcome.average.update.good
 
 
 def test_the_times_of_a_device_that_is_late_again_are_learned(setup):
@@ -222,7 +222,7 @@ def test_the_times_of_a_device_that_is_late_again_are_learned(setup):
     one.gates.open(3, 0, 1)
     one.launch(3, (1, 1))
     one.wait_over(1, 2, 3)
-    assert one.exchange._board.incidents == [0, 0] and one.exchange._board.tardy == {}
+    assert one.exchange._coordinator.incidents == [0, 0] and one.exchange._coordinator.tardy == {}
 
 
 # -- how far a device may run ahead
@@ -271,7 +271,7 @@ def test_what_was_delivered_bounds_but_the_average_does_not(setup):
     for one in (by_average, by_delivery):
         one.launch(1, (2, 2))
         one.gates.open(1, 0, 1)
-    eventually(lambda: all(by_delivery.exchange._board.windows[1].got))
+    eventually(lambda: all(by_delivery.exchange._coordinator.windows[1].got))
     free = by_delivery.admitted((2, 2))
     free.join(30)
     assert not free.is_alive() and not by_average.has_room((2, 2))
@@ -306,10 +306,10 @@ def test_a_window_is_over_only_when_the_loop_is_ready_to_hear_of_it(setup):
     one = setup(2)
     one.gates.open(1, 0, 1)
     one.begin(1, (1, 1))
-    eventually(lambda: one.exchange._board.windows[1].average is not None)
+    eventually(lambda: one.exchange._coordinator.windows[1].average is not None)
     assert one.windows == []
     one.exchange.combining(1, None)
-    assert one.windows == [1] and one.exchange._board.windows == {}
+    assert one.windows == [1] and one.exchange._coordinator.windows == {}
 
 
 def test_without_running_ahead_it_is_over_when_it_was_applied(setup):
@@ -318,7 +318,7 @@ def test_without_running_ahead_it_is_over_when_it_was_applied(setup):
     one.gates.open(1, 0, 1)
     outcome = one.exchange.wait(1)
     assert one.windows == [] and one.exchange.closed() == [] and not outcome.ahead
-    first, second = one.exchange._board.windows[1].ends
+    first, second = one.exchange._coordinator.windows[1].ends
     one.exchange.applied(1, [first + 0.5, second + 0.75])
     assert one.windows == [1]
     times = one.log.over[0][0]
@@ -331,10 +331,10 @@ def test_nobody_hears_of_a_window_that_was_abandoned(setup, closed_first):
     one.begin(1, (1, 1))
     if closed_first:
         one.gates.open(1, 0, 1)
-        eventually(lambda: one.exchange._board.windows[1].average is not None)
+        eventually(lambda: one.exchange._coordinator.windows[1].average is not None)
     one.exchange.abandon(1)
     one.gates.open(1, 0, 1)
-    eventually(lambda: one.exchange._board.windows == {})
+    eventually(lambda: one.exchange._coordinator.windows == {})
     one.exchange.combining(1, None)
     assert one.windows == []
 
@@ -367,7 +367,7 @@ def test_close_ends_the_threads_and_whoever_waits():
 def test_whoever_waits_hears_of_a_close():
     one = Setup(2, ahead=False)
     one.launch(1, (1, 1))
-    one.exchange._board.stop.set()
+    one.exchange._coordinator.stop.set()
     with pytest.raises(RuntimeError, match=r"^train: the windows of this run were closed while it"):
         one.exchange.wait(1)
     one.gates.open(1, 0, 1)
@@ -484,7 +484,7 @@ def test_metrics_are_of_those_who_have_worked():
     assert found.metrics["loss"] == 2.0 and found.metrics["weight"] == 4.0
     assert found.metrics["share"].tolist() == [0.75, 0.0, 0.25]
     np.testing.assert_allclose(found.metrics["workers"], 1 / (0.75**2 + 0.25**2))
-    np.testing.assert_allclose(found.news.delta[0], np.full(3, 0.5))
+    np.testing.assert_allclose(found.update.delta[0], np.full(3, 0.5))
     length = np.sqrt(3)
     np.testing.assert_allclose(found.metrics["update_norm"][[0, 2]], [length, length], rtol=1e-6)
     np.testing.assert_allclose(found.metrics["cosine"][[0, 2]], [1, -1], rtol=1e-6)
@@ -494,6 +494,6 @@ def test_metrics_are_of_those_who_have_worked():
 def test_an_average_of_nothing_that_is_finite():
     deliveries = [on_host(delivery(0, 0.0, own=False)), on_host(delivery(0, 0.0, own=False))]
     found = AVERAGE(deliveries, 0)
-    assert not found.news.good and not found.metrics["finite"]
+    assert not found.update.good and not found.metrics["finite"]
     assert np.isnan(found.metrics["loss"]) and found.metrics["workers"] == 1.0
-    assert not found.news.delta[0].any() and found.own.tolist() == [False, False]
+    assert not found.update.delta[0].any() and found.own.tolist() == [False, False]

@@ -15,7 +15,7 @@ from marks import slow
 from reference import BATCH, LEARNING_RATE, LEAVES, Outer, data, loss_fn, params, run
 
 import elche_jax as elche
-from elche_jax.averaging.host.board import Board
+from elche_jax.averaging.host.coordinator import Coordinator
 from elche_jax.averaging.host.exchange import HostExchange
 from elche_jax.lab import EmulatedSpeeds, ExtraWork
 
@@ -546,7 +546,7 @@ def test_a_device_that_does_not_deliver(late, caplog):
             counts.append(window.counts)
             if window.index == 20:
                 emulate.let_go(2, 1)
-                eventually(lambda: not windows._run.stopwatch.late)
+                eventually(lambda: not windows._pipeline.stopwatch.late)
             if window.index > 20 and window.counts[1] and back is None:
                 back = window.index
             if back is not None and window.index == back + 3:
@@ -580,7 +580,7 @@ def test_a_late_device_has_no_part_in_the_average():
         for window in windows:
             if window.index == back:
                 emulate.let_go(1, 1)
-                eventually(lambda: not windows._run.late)
+                eventually(lambda: not windows._pipeline.late)
             state, said = train(state, window)
             history.append(jax.device_get(state.params))
             if window.index == 1:
@@ -643,7 +643,7 @@ def test_a_device_that_really_works_on_something_else():
                 known = not other.is_ready()
             if window.index == 40:
                 other.block_until_ready()
-                eventually(lambda: not windows._run.late)
+                eventually(lambda: not windows._pipeline.late)
     assert while_late >= 15, "others have trained while it worked"
     assert known, "a state can be saved while it works"
     assert 1 <= train.left_out[1] <= 5
@@ -706,7 +706,7 @@ def test_a_slow_device_gets_less_when_it_is_late_again():
             state, _ = train(state, window)
             counts.append(window.counts)
             if train.left_out[1] and not window.counts[1]:
-                eventually(lambda: not windows._run.late)
+                eventually(lambda: not windows._pipeline.late)
     assert counts[0] == (8, 8) and counts[-1][1] <= 2
     fast, late = train.throughput
     assert late is None or (late < 30 and fast > 2 * late)  # None: left out again on a busy machine
@@ -783,7 +783,7 @@ def test_an_error_in_a_thread_reaches_the_loop(monkeypatch):
     def broken(board, *args):
         raise MemoryError("no room for a delivery")
 
-    monkeypatch.setattr(Board, "delivered", broken)
+    monkeypatch.setattr(Coordinator, "delivered", broken)
     with pytest.raises(MemoryError, match="no room for a delivery"):
         train_on(KEEP, THREE, config=HOST)
     assert threads() == []

@@ -131,14 +131,14 @@ def test_a_state_of_another_rule_is_named():
     ],
 )  # fmt: skip
 def test_the_cadence_of_a_rule(rule, world, config, cadence):
-    assert build(rule, world, config=config)._pace._controller.cadence == cadence
+    assert build(rule, world, config=config)._scheduler._controller.cadence == cadence
 
 
 def test_the_policy_async_makes_exchanges_late():
     config = elche.DDPConfig(policy="async")
     train = build(elche.ParameterAveraging(optimizer_state="keep"), config=config)
     assert train._options.averaging == elche.ParameterAveraging(optimizer_state="keep", delay=1)
-    assert train._pace._controller.cadence == elche.ElChe()
+    assert train._scheduler._controller.cadence == elche.ElChe()
     with pytest.raises(
         ValueError,
         match=r"^ParameterAveraging: optimizer_state must be 'keep' with policy='async', .*",

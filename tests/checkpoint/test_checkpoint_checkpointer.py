@@ -44,7 +44,7 @@ def windows8(train):
     for window in train.windows(TINY, 2):
         state, _ = train(state, window)
         found.append(dataclasses.replace(window))
-        past = Past(window.index, train.run_of(window, "test").runner)
+        past = Past(window.index, train.pipeline_of(window, "test").runner)
         train._handed_out.note(found[-1], past)
     return state, found
 

@@ -221,10 +221,11 @@ def test_index_names_the_examples_of_every_microbatch(counts, first):
 def test_orders_say_what_each_device_does(partial, expected, fresh):
     devices = jax.devices()[:2]
     ranges = [Range(0, 4), Range(4, 1)]
-    orders = a_placer(devices).orders(ranges, 100, fresh, partial, (5, 17))
-    assert orders.dtype == np.int32
+    call_args = a_placer(devices).call_args(ranges, 100, fresh, partial, (5, 17))
+    assert call_args.dtype == np.int32
     np.testing.assert_array_equal(
-        orders, [[4, 0, int(fresh), *expected, 5, 17, 0], [1, 4, int(fresh), *expected, 5, 17, 1]]
+        call_args,
+        [[4, 0, int(fresh), *expected, 5, 17, 0], [1, 4, int(fresh), *expected, 5, 17, 1]],
     )
 
 

@@ -9,7 +9,7 @@ from marks import slow
 
 from elche_jax.data.split import Range, piece_lengths
 from elche_jax.engine import fetch
-from elche_jax.engine.fetch import Orders, Pieces, Rows
+from elche_jax.engine.fetch import CallArgs, Pieces, Rows
 
 BATCH = 2
 
@@ -106,12 +106,12 @@ def test_payloads_and_orders_are_pytrees():
 
 
 def test_orders_are_read_by_name():
-    orders = Orders(jnp.array([5, 12, 1, 14, 3], jnp.int32))
-    assert int(orders.count) == 5
-    assert int(orders.start) == 12
-    assert bool(orders.fresh)
-    valid = [int(orders.valid(place, 8)) for place in range(12, 17)]
+    call_args = CallArgs(jnp.array([5, 12, 1, 14, 3], jnp.int32))
+    assert int(call_args.count) == 5
+    assert int(call_args.start) == 12
+    assert bool(call_args.fresh)
+    valid = [int(call_args.valid(place, 8)) for place in range(12, 17)]
     assert valid == [8, 8, 3, 8, 8]
-    later = Orders(jnp.array([5, 12, 0, -1, 0], jnp.int32))
+    later = CallArgs(jnp.array([5, 12, 0, -1, 0], jnp.int32))
     assert not bool(later.fresh)
     assert [int(later.valid(place, 8)) for place in range(3)] == [8, 8, 8]

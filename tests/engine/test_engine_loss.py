@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from elche_jax.engine.fetch import Orders, Pieces
+from elche_jax.engine.fetch import CallArgs, Pieces
 from elche_jax.engine.loss import (
     LossFn,
     LossForm,
@@ -187,8 +187,8 @@ def accumulate(loss_fn, numbers, has_aux=False):
     state = TrainState(params, (), None, jax.random.key_data(KEY), zero, zero, zero)
     rows = jnp.array(numbers, jnp.float32)[:, None]
     pieces = Pieces(({"x": rows[:2]}, {"x": rows[2:]}))
-    orders = Orders(jnp.array([3, 0, 1, -1, 0], jnp.int32))
-    (sums, _), _ = jax.jit(program.accumulate)(state, program.zeros(state), pieces, orders)
+    call_args = CallArgs(jnp.array([3, 0, 1, -1, 0], jnp.int32))
+    (sums, _), _ = jax.jit(program.accumulate)(state, program.zeros(state), pieces, call_args)
     return sums
 
 

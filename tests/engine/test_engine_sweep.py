@@ -15,7 +15,7 @@ from elche_jax.data.source import ArraySource
 from elche_jax.data.split import piece_lengths, split_window
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import Group
-from elche_jax.engine.fetch import Orders, Pieces, Rows
+from elche_jax.engine.fetch import CallArgs, Pieces, Rows
 from elche_jax.engine.mapped import stacked_sharding
 from elche_jax.engine.replicas import replicate
 from elche_jax.engine.runner import Call
@@ -62,8 +62,10 @@ class Setup:
             else:
                 index = self.placer.index(self.reader, first, ranges, capacity)
                 payload = Rows(self.data, index)
-            orders = self.placer.orders(ranges, first, number == 0, self.reader.partial, (0, 0))
-            yield Call(payload, Orders(orders), ranges)
+            call_args = self.placer.call_args(
+                ranges, first, number == 0, self.reader.partial, (0, 0)
+            )
+            yield Call(payload, CallArgs(call_args), ranges)
 
     def run(self, counts, capacity, first=0):
         """Results and tokens of a window's calls, on the host."""

@@ -13,7 +13,7 @@ SHAPE = jax.ShapeDtypeStruct((4, 3), "float32")
 X = jnp.arange(12.0).reshape(4, 3)
 
 
-class Reads:
+class BatchSpec:
     """What a function may read besides its arguments; it can be changed."""
 
     def __init__(self):
@@ -66,7 +66,7 @@ READERS = {
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_function_that_reads_what_has_changed_is_another(name):
-    reads = Reads()
+    reads = BatchSpec()
     fn = READERS[name](reads)
     one, same = trace("fn", fn, SHAPE), trace("fn", fn, SHAPE)
     assert one == same
@@ -77,7 +77,7 @@ def test_a_function_that_reads_what_has_changed_is_another(name):
 
 
 def test_what_was_traced_does_not_change_any_more():
-    reads = Reads()
+    reads = BatchSpec()
     traced = trace("fn", READERS["an array of NumPy"](reads), SHAPE)
     reads.change()
     np.testing.assert_array_equal(traced(X), X + 1)

@@ -13,7 +13,7 @@ from marks import slow
 
 from elche_jax.data.place import Placer
 from elche_jax.data.split import Range
-from elche_jax.engine.fetch import Orders, Pieces
+from elche_jax.engine.fetch import CallArgs, Pieces
 from elche_jax.engine.loss import LossFn
 from elche_jax.engine.mapped import AXIS, Mapped, stacked_sharding
 from elche_jax.engine.microbatch import Microbatches
@@ -340,8 +340,8 @@ def sums_of(hook, world_size, counts):
     starts = np.cumsum([0, *counts[:-1]]).tolist()
     ranges = [Range(*share) for share in zip(starts, counts, strict=True)]
     placer = Placer(devices, stacked_sharding(devices))
-    orders = Orders(placer.orders(ranges, 0, True, None, (0, 0)))
-    args = (state, sums, pieces, orders)
+    call_args = CallArgs(placer.call_args(ranges, 0, True, None, (0, 0)))
+    args = (state, sums, pieces, call_args)
     (sums, _), _ = Mapped(program.accumulate, devices, donate=()).compile(*args)(*args)
     return jax.tree.map(np.asarray, sums)
 

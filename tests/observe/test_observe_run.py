@@ -8,7 +8,7 @@ from elche_jax.observe.events import EVENTS, Event, LossEvent, RunEvent
 from elche_jax.observe.report import limit_share
 from elche_jax.observe.run import LATE, LEFT_OUT, read_run
 from elche_jax.observe.timeline import Timeline
-from elche_jax.train import run as train_run
+from elche_jax.train import pipeline
 from elche_jax.train.finite import AVERAGES, GRADIENTS
 
 
@@ -137,7 +137,7 @@ def test_a_late_device_drops_no_update(tmp_path, made):
     ]
     run = read_run(made.write(tmp_path / "timeline.jsonl", [made.window(0, 0.5), *lines]))
     assert len(run.skips) == 4 and run.report().skipped == 2
-    assert LATE == train_run.LATE and AVERAGES.event.startswith(LEFT_OUT)
+    assert LATE == pipeline.LATE and AVERAGES.event.startswith(LEFT_OUT)
     assert not GRADIENTS.event.startswith(LEFT_OUT)
 
 

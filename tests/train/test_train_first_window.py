@@ -77,6 +77,6 @@ def test_what_is_known_is_not_waited_for():
     again = elche.build_train_step(
         loss_fn, optax.sgd(1e-3), devices=jax.devices()[:3], cadence=elche.ElChe(anchor=10)
     )
-    assert not again._pace.knows
+    assert not again._scheduler.knows
     again.cadence_state = train.cadence_state
-    assert again._pace.knows and again.counts == train.counts
+    assert again._scheduler.knows and again.counts == train.counts

@@ -244,7 +244,7 @@ def test_a_wait_that_was_interrupted_may_be_repeated():
     state, run, seen = train.init(PARAMS), None, 0
     for window in train.windows(data(), 4):
         if window.index == 3:
-            run = train.run_of(window, "test")
+            run = train.pipeline_of(window, "test")
             wait_for, run._changed.wait_for = run._changed.wait_for, interrupted
             with pytest.raises(KeyboardInterrupt):
                 train(state, window)
@@ -265,7 +265,7 @@ def test_a_window_is_data_and_keeps_its_run():
     window = next(windows)
     assert sorted(vars(window)) == ["calls", "cursor", "plan"]
     windows.close()
-    run = weakref.ref(train.run_of(window, "test"))
+    run = weakref.ref(train.pipeline_of(window, "test"))
     del windows
     gc.collect()
     state, metrics = train(state, window)

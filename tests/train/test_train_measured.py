@@ -14,7 +14,7 @@ import elche_jax as elche
 from elche_jax.cadence import Controller
 from elche_jax.cadence.window import WindowRecord
 from elche_jax.lab import EmulatedSpeeds
-from elche_jax.train.pace import HINT_AFTER, Pace
+from elche_jax.train.live_scheduler import HINT_AFTER, LiveScheduler
 
 
 def test_a_run_of_several_calls_of_windows_replays():
@@ -50,10 +50,10 @@ def test_hint_for_unequal_devices_of_one_kind(caplog):
 
 @pytest.mark.parametrize(("ms", "hints"), [((0.1, 0.6), 0), ((1.0, 6.0), 1)])
 def test_no_hint_on_times_that_are_mostly_noise(caplog, ms, hints):
-    pace = Pace(Controller(elche.EveryBatch()), 2, hint=True)
+    scheduler = LiveScheduler(Controller(elche.EveryBatch()), 2, hint=True)
     for number in range(HINT_AFTER):
         assert not caplog.records, "not before it is certain"
-        pace.measured(WindowRecord(number, 0, (1, 1), 2, ms, max(ms), 0.0, 0.0, True))
+        scheduler.measured(WindowRecord(number, 0, (1, 1), 2, ms, max(ms), 0.0, 0.0, True))
     assert len(caplog.records) == hints
 
 

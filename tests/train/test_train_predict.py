@@ -367,10 +367,10 @@ def test_speeds_stay_known():
     x, fn = inputs(256), fresh()  # some windows: one that compiles tells no speed
     options = {"devices": DEVICES[:2], "emulate": EmulatedSpeeds((1.0, 30.0))}
     elche.predict(fn, None, x, 1, **options)
-    fast, late = sweep_of(fn, **options).pace.counts
+    fast, late = sweep_of(fn, **options).scheduler.counts
     assert fast > late
     elche.predict(fn, None, x, 1, **options)
-    first = sweep_of(fn, **options).pace.records[0]
+    first = sweep_of(fn, **options).scheduler.records[0]
     assert first.counts == elche.clamp_counts((fast, late), 256)
 
 

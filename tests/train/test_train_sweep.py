@@ -22,8 +22,8 @@ from elche_jax.engine.timing import Ends, WindowTimes
 from elche_jax.lab import EmulatedSpeeds
 from elche_jax.train.evaluate import _kept_sweep, _Same
 from elche_jax.train.finite import FinitePolicy, FiniteWatch
-from elche_jax.train.pace import Pace
-from elche_jax.train.run import Flying, Run
+from elche_jax.train.live_scheduler import LiveScheduler
+from elche_jax.train.pipeline import InFlight, Pipeline
 from elche_jax.train.sweep import Reading
 
 DEVICES = jax.devices()
@@ -246,14 +246,14 @@ def test_when_a_device_begins_its_next_window(combines, platform, busy, monkeypa
     """Two windows dispatched at 0 ms; the devices end them at 2 and 6, and at 8 and 12 ms."""
     devices = [Kind("a", platform), Kind("b", platform)]
     feed = SimpleNamespace(devices=devices, world_size=2)
-    pace, measured = Pace(Controller(elche.EveryBatch()), 2, hint=False), []
-    monkeypatch.setattr(pace, "measured", measured.append)
-    monkeypatch.setattr("elche_jax.train.run.ENDS", Ends())
+    scheduler, measured = LiveScheduler(Controller(elche.EveryBatch()), 2, hint=False), []
+    monkeypatch.setattr(scheduler, "measured", measured.append)
+    monkeypatch.setattr("elche_jax.train.pipeline.ENDS", Ends())
     watch = FiniteWatch(FinitePolicy("ignore"), devices)
-    run = Run(feed, pace, elche.Cursor(), 1, watch, None, combines)
+    run = Pipeline(feed, scheduler, elche.Cursor(), 1, watch, None, combines)
     for number, ends in enumerate([(0.002, 0.006), (0.008, 0.012)]):
         plan = WindowPlan(number, 0, (1, 1), 2)
-        run._flying[number] = Flying(plan, 0.0, True, True, None)
+        run._flights[number] = InFlight(plan, 0.0, True, True, None)
         run.over(WindowTimes(number, 0.0, ends, ends))
     assert [record.busy_ms for record in measured] == [
         pytest.approx((2.0, 6.0)),
@@ -288,7 +288,7 @@ def test_an_error_in_the_data_surfaces_with_its_traceback(kind, world, error):
         assert threads() == []
         frames = traceback.extract_tb(caught.value.__traceback__)
         assert any(frame.name == "__getitem__" for frame in frames)
-    assert call.sweep.pace.windows == 4 // world, "it was half way"
+    assert call.sweep.scheduler.windows == 4 // world, "it was half way"
     assert_usable(call)
 
 
@@ -350,7 +350,7 @@ def test_an_error_in_the_function_while_it_runs(kind, world):
 def test_an_interrupt_anywhere_in_the_loop(kind, world, at, monkeypatch):
     """Ctrl-C at some moment while windows are in flight."""
     call = kind(x_of, world, elche.EveryBatch())
-    method, seen = getattr(Run, at), 0
+    method, seen = getattr(Pipeline, at), 0
 
     def interrupted(run, *args):
         nonlocal seen
@@ -360,7 +360,7 @@ def test_an_interrupt_anywhere_in_the_loop(kind, world, at, monkeypatch):
         return method(run, *args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Run, at, interrupted)
+        patched.setattr(Pipeline, at, interrupted)
         with pytest.raises(KeyboardInterrupt) as caught:
             call(DATA, 2)
     # while its traceback is held, and all that is in it
@@ -377,7 +377,7 @@ def test_an_interrupt_that_came_while_a_device_was_emulated(kind, world):
     emulate._interrupted.set()
     with pytest.raises(KeyboardInterrupt):
         call()
-    assert call.sweep.pace.windows == 1 and threads() == []
+    assert call.sweep.scheduler.windows == 1 and threads() == []
     assert_usable(call)
 
 

@@ -17,18 +17,18 @@ class Diary(elche.Callback):
     def __init__(self):
         self.calls = []
 
-    def on_window(self, moment):
-        assert len(self.epochs) == len(moment.history)
-        self.calls.append(("window", moment.window.index))
+    def on_window(self, context):
+        assert len(self.epochs) == len(context.history)
+        self.calls.append(("window", context.window.index))
 
-    def on_epoch(self, moment, metrics):
-        assert moment.history[-1] is metrics
+    def on_epoch(self, context, metrics):
+        assert context.history[-1] is metrics
         self.calls.append(("epoch", metrics.epoch))
 
-    def on_evaluation(self, moment, results):
+    def on_evaluation(self, context, results):
         self.calls.append(("evaluation", sorted(results)))
 
-    def on_checkpoint(self, moment, step):
+    def on_checkpoint(self, context, step):
         self.calls.append(("checkpoint", step))
 
     @property
@@ -56,12 +56,12 @@ def test_the_order(tmp_path):
 
 def test_a_callback_reads_and_stops():
     class Stop(elche.Callback):
-        def on_window(self, moment):
-            if moment.window.index == 3:
-                self.loss = float(moment.metrics["loss"])
-                self.step = np.asarray(moment.state.step).tolist()
-                self.report = moment.train.report()
-                moment.stop()
+        def on_window(self, context):
+            if context.window.index == 3:
+                self.loss = float(context.metrics["loss"])
+                self.step = np.asarray(context.state.step).tolist()
+                self.report = context.train.report()
+                context.stop()
 
     stop = Stop()
     result = trainer().fit(PARAMS, DATA, 8, None, callbacks=[stop], progress=False)
@@ -79,7 +79,7 @@ def test_an_exception_ends_the_run_and_is_raised(where, background, tmp_path):
     class Bad(elche.Callback):
         pass
 
-    def fail(self, moment, *arguments):
+    def fail(self, context, *arguments):
         raise Boom(where)
 
     setattr(Bad, where, fail)
@@ -105,7 +105,7 @@ def test_several_callbacks_in_their_order():
         def __init__(self, name):
             self.name = name
 
-        def on_epoch(self, moment, metrics):
+        def on_epoch(self, context, metrics):
             heard.append(self.name)
 
     trainer().fit(
@@ -116,8 +116,8 @@ def test_several_callbacks_in_their_order():
 
 def test_a_state_that_is_copied_can_be_kept():
     class Best(elche.Callback):
-        def on_epoch(self, moment, metrics):
-            self.params = jax.tree.map(np.array, elche.unreplicate(moment.state.params))
+        def on_epoch(self, context, metrics):
+            self.params = jax.tree.map(np.array, elche.unreplicate(context.state.params))
 
     best = Best()
     result = trainer().fit(PARAMS, DATA, 8, 2, callbacks=[best], progress=False)

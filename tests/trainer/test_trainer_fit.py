@@ -94,18 +94,18 @@ class Kept(elche.Callback):
     def __init__(self):
         self.params, self.windows, self.evaluated = {}, [], []
 
-    def on_window(self, moment):
-        self.windows.append(moment.window.index)
+    def on_window(self, context):
+        self.windows.append(context.window.index)
 
-    def on_evaluation(self, moment, results):
-        self.evaluated.append((moment.window.index, results["error"], host(moment)))
+    def on_evaluation(self, context, results):
+        self.evaluated.append((context.window.index, results["error"], host(context)))
 
-    def on_epoch(self, moment, metrics):
-        self.params[metrics.epoch] = host(moment)
+    def on_epoch(self, context, metrics):
+        self.params[metrics.epoch] = host(context)
 
 
-def host(moment):
-    return jax.tree.map(np.array, elche.unreplicate(moment.state.params))
+def host(context):
+    return jax.tree.map(np.array, elche.unreplicate(context.state.params))
 
 
 def test_evaluation_after_windows():

@@ -21,7 +21,7 @@ class Gate(elche.Callback):
     def __init__(self, epoch):
         self.epoch, self.there, self.open = epoch, threading.Event(), threading.Event()
 
-    def on_epoch(self, moment, metrics):
+    def on_epoch(self, context, metrics):
         if metrics.epoch == self.epoch:
             self.there.set()
             assert self.open.wait(60)
@@ -98,7 +98,7 @@ def test_a_run_does_not_wait_for_itself():
     heard = []
 
     class Ask(elche.Callback):
-        def on_epoch(self, moment, metrics):
+        def on_epoch(self, context, metrics):
             for ask in (handle.join, handle.metrics):
                 with pytest.raises(RuntimeError, match="must not be called by the run itself"):
                     ask()
@@ -154,7 +154,7 @@ from fitting import DATA, PARAMS, trainer
 import elche_jax as elche
 
 class Say(elche.Callback):
-    def on_epoch(self, moment, metrics):
+    def on_epoch(self, context, metrics):
         print("epoch", metrics.epoch, flush=True)
 
 saving = elche.Checkpoints({folder!r}, every_epochs=None)
@@ -191,7 +191,7 @@ import threading
 one, said = trainer(cadence=elche.EveryBatch()), threading.Event()
 
 class First(elche.Callback):
-    def on_epoch(self, moment, metrics):
+    def on_epoch(self, context, metrics):
         said.set()
 
 options["callbacks"].append(First())

@@ -38,11 +38,11 @@ class StopAfter(elche.Callback):
     def __init__(self, window, error):
         self.window, self.error = window, error
 
-    def on_window(self, moment):
-        if moment.window.index + 1 == self.window:
+    def on_window(self, context):
+        if context.window.index + 1 == self.window:
             if self.error:
                 raise Halt
-            moment.stop()
+            context.stop()
 
 
 def told(history):
@@ -92,8 +92,8 @@ def test_the_end_of_the_last_epoch_is_made_up_for(tmp_path):
 class Refuse(elche.Callback):
     """Raises in the evaluation of the second epoch."""
 
-    def on_evaluation(self, moment, results):
-        if moment.history:
+    def on_evaluation(self, context, results):
+        if context.history:
             raise Halt
 
 
@@ -225,8 +225,8 @@ class PerWindow(elche.Callback):
     def __init__(self):
         self.seen = []
 
-    def on_window(self, moment):
-        self.seen.append((moment.window.epoch, moment.metrics))
+    def on_window(self, context):
+        self.seen.append((context.window.epoch, context.metrics))
 
     def means(self, epoch):
         """The means of an epoch, by weight."""

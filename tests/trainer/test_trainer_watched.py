@@ -112,7 +112,7 @@ def test_the_end_of_an_epoch_is_saved_once_it_is_told(ends, tmp_path):
         told = []
 
         class Told(elche.Callback):
-            def on_epoch(self, moment, metrics, told=told):
+            def on_epoch(self, context, metrics, told=told):
                 told.append(metrics.epoch)
 
         result = trainer().fit(
@@ -221,7 +221,7 @@ def test_nothing_of_a_run_is_kept_alive():
     del data
     gc.collect()
     assert watched() is None
-    assert one._relay.devices._epochs == {}
+    assert one._recorder.devices._epochs == {}
 
 
 def test_what_a_broken_run_has_left_does_not_reach_the_next():
@@ -229,8 +229,8 @@ def test_what_a_broken_run_has_left_does_not_reach_the_next():
     data["x"][:] = np.nan
 
     class Halt(elche.Callback):
-        def on_window(self, moment):
-            jax.block_until_ready(moment.state)
+        def on_window(self, context):
+            jax.block_until_ready(context.state)
             raise KeyError("halt")
 
     one = trainer()

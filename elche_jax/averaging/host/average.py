@@ -54,7 +54,7 @@ class Delivery:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class News:
+class AverageUpdate:
     """What the devices are told of an average.
 
     Attributes:
@@ -75,13 +75,13 @@ class Average:
     """The average of a window, and what there is to report of it.
 
     Attributes:
-        news: For the devices.
+        update: For the devices.
         metrics: Metrics of the window; those of devices have shape `(devices,)`.
         own: For every device whether what it delivered was finite; True where it
             delivered nothing.
     """
 
-    news: News
+    update: AverageUpdate
     metrics: dict[str, Any]
     own: np.ndarray
 
@@ -116,7 +116,7 @@ class HostAverage:
         steps = np.array([0.0 if d is None else float(d.steps) for d in deliveries])
         shares = shares_of(steps, self.exponent, window)
         parts = [(d, w) for d, w in zip(deliveries, shares, strict=True) if d is not None and w > 0]
-        news = News(
+        update = AverageUpdate(
             mean_of([d.progress for d, _ in parts], [w for _, w in parts])
             if parts
             else [np.zeros_like(x) for x in there[0].progress],
@@ -127,11 +127,11 @@ class HostAverage:
         metrics = _means([d.sums for d in there], self.metrics)
         counted = not 0 < metrics["weight"] < SMALLEST_WEIGHT
         metrics["finite"] = np.bool_(own.all() and all(d.fine for d in there) and counted)
-        metrics |= _distances(deliveries, news.delta, shares, own)
+        metrics |= _distances(deliveries, update.delta, shares, own)
         metrics["share"] = shares
         metrics["workers"] = np.float32(1 / (shares**2).sum() if parts else 1.0)
         metrics["exchange_bytes"] = np.float32(self.sent)
-        return Average(news, metrics, own)
+        return Average(update, metrics, own)
 
 
 def shares_of(steps: np.ndarray, exponent: Exponent, window: int) -> np.ndarray:

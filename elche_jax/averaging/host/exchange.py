@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from elche_jax.averaging.host.average import Average, Delivery
-from elche_jax.averaging.host.board import Board, Done, Failed, Learned, Limits, Outcome
+from elche_jax.averaging.host.coordinator import Coordinator, Done, Failed, Learned, Limits, Outcome
 from elche_jax.engine.loop import Seconds
 from elche_jax.engine.timing import device_threads, end_threads
 
@@ -55,30 +55,30 @@ class HostExchange:
         self.session: Any = None
         self.used = False
         self.limits = limits
-        self._board = board = Board(world_size, limits, done, learned, failed)
-        stop = board.stop
+        self._coordinator = coordinator = Coordinator(world_size, limits, done, learned, failed)
+        stop = coordinator.stop
         self._queues: list[queue.SimpleQueue[_Job | None]]
-        fetch = partial(_fetch, board=board, seconds=seconds)
+        fetch = partial(_fetch, coordinator=coordinator, seconds=seconds)
         threads, self._queues = device_threads("fetch", world_size, fetch)
         threads.append(
             threading.Thread(
-                target=_average, args=(board, averaging), name="elche-average", daemon=True
+                target=_average, args=(coordinator, averaging), name="elche-average", daemon=True
             )
         )
         for thread in threads:
             thread.start()
-        self._finish = weakref.finalize(self, _close, threads, self._queues, stop, board)
+        self._finish = weakref.finalize(self, _close, threads, self._queues, stop, coordinator)
 
     @property
     def late(self) -> frozenset[int]:
         """Ranks of the devices that owe something they should have delivered."""
-        with self._board.changed:
-            return frozenset(self._board.late)
+        with self._coordinator.changed:
+            return frozenset(self._coordinator.late)
 
     def admit(self, counts: tuple[int, ...]) -> frozenset[int]:
         """Waits until a window of these counts takes no device too far ahead; gives the
         ranks that are late then, never all of them."""
-        return self._board.admit(counts)
+        return self._coordinator.admit(counts)
 
     def launch(
         self,
@@ -102,33 +102,33 @@ class HostExchange:
         """
         self.used = True
         absent = frozenset(rank for rank, one in enumerate(deliveries) if one is None)
-        self._board.open(number, at, counts, step, absent, ahead)
+        self._coordinator.open(number, at, counts, step, absent, ahead)
         for rank, (jobs, delivery) in enumerate(zip(self._queues, deliveries, strict=True)):
             if delivery is not None:
                 jobs.put(_Job(number, at, counts[rank], step, delivery))
 
     def wait(self, number: int) -> Outcome:
         """Waits until a window is closed."""
-        return self._board.wait(number)
+        return self._coordinator.wait(number)
 
     def closed(self) -> list[tuple[int, Outcome]]:
         """The windows closed since it was asked last, in order."""
-        return self._board.take_closed()
+        return self._coordinator.take_closed()
 
     def applied(self, number: int, ends: Sequence[float]) -> None:
         """Says when the devices had taken up the average of a window."""
-        self._board.applied(number, tuple(ends))
+        self._coordinator.applied(number, tuple(ends))
 
     def abandon(self, number: int) -> None:
         """Nobody is to hear of a window any more."""
-        self._board.abandon(number)
+        self._coordinator.abandon(number)
 
     def accumulating(self, window: int, dispatched: float, token: Any) -> None:
         """Nothing to do: it was launched."""
 
     def combining(self, window: int, token: Any) -> None:
         """The loop is ready to hear of a window."""
-        self._board.register(window)
+        self._coordinator.register(window)
 
     def close(self) -> None:
         """Ends the threads; windows still on the devices are not averaged. Idempotent.
@@ -152,33 +152,33 @@ class _Job:
 def _fetch(
     rank: int,
     jobs: "queue.SimpleQueue[_Job | None]",
-    board: Board,
+    coordinator: Coordinator,
     seconds: Seconds | None,
 ) -> None:
     free = 0.0
-    while (job := jobs.get()) is not None and not board.stop.is_set():
+    while (job := jobs.get()) is not None and not coordinator.stop.is_set():
         try:
             jax.block_until_ready(job.delivery)
             if seconds is not None:
                 due = max(job.at, free) + seconds(job.step, rank, job.count)
-                board.stop.wait(max(0.0, due - time.perf_counter()))
+                coordinator.stop.wait(max(0.0, due - time.perf_counter()))
             free = time.perf_counter()
             host = jax.tree.map(lambda leaf: leaf[0], jax.device_get(job.delivery))
-            board.delivered(rank, job.number, free, host)
+            coordinator.delivered(rank, job.number, free, host)
             del job, host  # nothing is held while it waits
         except BaseException as error:  # handed to the loop, which raises it
-            board.failed(error)
+            coordinator.failed(error)
             return
 
 
-def _average(board: Board, averaging: Averaging) -> None:
-    while (found := board.next_complete()) is not None:
+def _average(coordinator: Coordinator, averaging: Averaging) -> None:
+    while (found := coordinator.next_complete()) is not None:
         window, deliveries = found
         try:
-            board.close(window, averaging(deliveries, window.step))
+            coordinator.close(window, averaging(deliveries, window.step))
             del found, window, deliveries  # nothing is held while it waits
         except BaseException as error:  # handed to the loop, which raises it
-            board.failed(error)
+            coordinator.failed(error)
             return
 
 
@@ -186,10 +186,10 @@ def _close(
     threads: list[threading.Thread],
     queues: "list[queue.SimpleQueue[_Job | None]]",
     stop: threading.Event,
-    board: Board,
+    coordinator: Coordinator,
 ) -> None:
     stop.set()
     for jobs in queues:
         jobs.put(None)
-    board.wake()
+    coordinator.wake()
     end_threads(threads)

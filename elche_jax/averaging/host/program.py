@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import optax
 
 from elche_jax.averaging.delayed import correct
-from elche_jax.averaging.host.average import Delivery, News
-from elche_jax.averaging.program import LocalProgram, Walk, finite, opt_rules, seen
+from elche_jax.averaging.host.average import AverageUpdate, Delivery
+from elche_jax.averaging.program import LocalProgram, LocalSteps, finite, opt_rules, seen
 from elche_jax.averaging.state import AveragingState
-from elche_jax.engine.fetch import Orders
+from elche_jax.engine.fetch import CallArgs
 from elche_jax.engine.merge import MergeRules
 from elche_jax.engine.microbatch import all_finite, chosen, computed_once
 from elche_jax.engine.state import TrainState
@@ -33,7 +33,7 @@ PyTree = Any
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Since:
+class PendingUpdate:
     """What a device has done in a window whose average it has not taken up.
 
     Attributes:
@@ -64,25 +64,25 @@ class HostProgram(LocalProgram):
         """Whether averages are taken up late: by devices that run ahead."""
         return self.ahead
 
-    def zeros(self, state: TrainState) -> Walk:
+    def zeros(self, state: TrainState) -> LocalSteps:
         """Before the first step."""
         none = jnp.zeros((), jnp.int32)
         return super().zeros(state).replace(extra={"total": none, "examples": none})
 
-    def begun(self, state: TrainState, walk: Walk, orders: Orders) -> Walk:
-        """The walk to go on with; it learns the work of all devices."""
-        walk = super().begun(state, walk, orders)
-        total, examples = orders.totals
-        return walk.replace(extra={"total": total, "examples": examples})
+    def begun(self, state: TrainState, local: LocalSteps, call_args: CallArgs) -> LocalSteps:
+        """The local steps to go on with; it learns the work of all devices."""
+        local = super().begun(state, local, call_args)
+        total, examples = call_args.totals
+        return local.replace(extra={"total": total, "examples": examples})
 
     def deliver(
-        self, state: TrainState, walk: Walk, anew: Any, fine: Any
+        self, state: TrainState, local: LocalSteps, anew: Any, fine: Any
     ) -> tuple[tuple[TrainState, Delivery], None]:
         """Ends the device's part of a window.
 
         Args:
             state: The state it began with, `params` being those that are trained.
-            walk: Where its steps have led.
+            local: Where its steps have led.
             anew: Whether the host knows nothing of windows before: then what the device
                 has done in them, and is not averaged, goes with it.
             fine: What `apply` has said last; passed on.
@@ -90,24 +90,24 @@ class HostProgram(LocalProgram):
         Returns:
             Its state, and the delivery. What is not finite is in neither.
         """
-        own = finite(state, walk)
+        own = finite(state, local)
         kept: AveragingState = state.averaging
         before, structure = jax.tree.flatten(state.params)
         after, opt_state, model_state = chosen(
             own,
-            (jax.tree.leaves(walk.trained), walk.opt_state, walk.model_state),
+            (jax.tree.leaves(local.trained), local.opt_state, local.model_state),
             (before, state.opt_state, state.model_state),
         )
         begin = [jnp.where(anew, x, y) for x, y in zip(kept.base, before, strict=True)]
         progress = [_wide(a) - _wide(b) for a, b in zip(begin, after, strict=True)]
-        pending = jnp.where(anew, kept.steps[0], 0)
-        steps = pending + jnp.where(own, walk.steps, 0)
+        carried = jnp.where(anew, kept.steps[0], 0)
+        steps = carried + jnp.where(own, local.steps, 0)
         known = [_wide(leaf) for leaf in kept.base]
         delivery = Delivery(
             progress,
             steps,
             own,
-            seen(walk, own),
+            seen(local, own),
             sent_leaves(self.merge, model_state),
             _raw(jax.tree.leaves(opt_state)) if self._averages else [],
             sum(jnp.vdot(x, x) for x in known),
@@ -119,22 +119,27 @@ class HostProgram(LocalProgram):
             opt_state=opt_state,
             model_state=model_state,
             averaging=AveragingState(
-                kept.outer, kept.base, kept.steps - pending + steps, kept.error
+                kept.outer, kept.base, kept.steps - carried + steps, kept.error
             ),
-            microbatches=state.microbatches + walk.extra["total"],
-            examples=state.examples + walk.extra["examples"],
+            microbatches=state.microbatches + local.extra["total"],
+            examples=state.examples + local.extra["examples"],
             step=state.step + 1,
         )
         return (state, delivery), None
 
     def apply(
-        self, state: TrainState, news: News, done: Since, later: list[Since], fine: Any
+        self,
+        state: TrainState,
+        update: AverageUpdate,
+        done: PendingUpdate,
+        later: list[PendingUpdate],
+        fine: Any,
     ) -> tuple[tuple[TrainState, list[list[Any]], Any], None]:
         """Takes up the average of a window.
 
         Args:
             state: The device's state, `params` being those that are trained.
-            news: The average.
+            update: The average.
             done: What the device did in that window.
             later: What it has done in windows after it, oldest first.
             fine: What `apply` has said before, since the last delivery.
@@ -145,16 +150,16 @@ class HostProgram(LocalProgram):
         """
         kept: AveragingState = state.averaging
         x = [_wide(leaf) for leaf in kept.base]
-        new = [a - move for a, move in zip(x, news.delta, strict=True)]
+        new = [a - move for a, move in zip(x, update.delta, strict=True)]
         outer = kept.outer
         if self.averaging.outer is not None:
             tx = optax.with_extra_args_support(self.averaging.outer)
-            updates, made = tx.update(news.delta, outer[0], x)
+            updates, made = tx.update(update.delta, outer[0], x)
             outer = (made,)
-            moves = zip(new, jax.tree.leaves(updates), news.delta, strict=True)
+            moves = zip(new, jax.tree.leaves(updates), update.delta, strict=True)
             new = [m + (u + d) for m, u, d in moves]  # see `elche_jax.averaging.join`
         finite_new = all_finite(new)
-        good = computed_once(news.good & finite_new)
+        good = computed_once(update.good & finite_new)
         base = [leaf.astype(old.dtype) for leaf, old in zip(new, kept.base, strict=True)]
         base, outer = chosen(good, (base, outer), (kept.base, kept.outer))
         own, steps = base, jnp.zeros_like(kept.steps)
@@ -165,12 +170,12 @@ class HostProgram(LocalProgram):
         ended = [window.model_state for window in later]
         now = sent_leaves(self.merge, state.model_state)
         told, *ended = [
-            self._told(leaves, news.model_state, done.model_state, good, late=bool(later))
+            self._told(leaves, update.model_state, done.model_state, good, late=bool(later))
             for leaves in (now, *ended)
         ]
         state = state.replace(
             params=trained,
-            opt_state=self._opt_state(state, news, trained, done.own, good),
+            opt_state=self._opt_state(state, update, trained, done.own, good),
             model_state=with_leaves(self.merge, state.model_state, told),
             averaging=AveragingState(outer, base, steps, kept.error),
         )
@@ -181,12 +186,12 @@ class HostProgram(LocalProgram):
         return self.averaging.optimizer_state == "average"
 
     def _opt_state(
-        self, state: TrainState, news: News, trained: PyTree, own: Any, good: Any
+        self, state: TrainState, update: AverageUpdate, trained: PyTree, own: Any, good: Any
     ) -> PyTree:
         """Anew for a device that was left out, where the others' is not to be had."""
         if self._averages:
             leaves, structure = jax.tree.flatten(state.opt_state)
-            pairs = zip(news.opt_state, leaves, strict=True)
+            pairs = zip(update.opt_state, leaves, strict=True)
             new: PyTree = structure.unflatten([_like(leaf, old) for leaf, old in pairs])
             changed = good
         else:

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from elche_jax.averaging.host.average import Delivery, HostAverage, News
-from elche_jax.averaging.host.board import Done, Failed, Learned, Limits, Outcome
+from elche_jax.averaging.host.average import AverageUpdate, Delivery, HostAverage
+from elche_jax.averaging.host.coordinator import Done, Failed, Learned, Limits, Outcome
 from elche_jax.averaging.host.exchange import HostExchange
 from elche_jax.averaging.host.program import (
     HostProgram,
-    Since,
+    PendingUpdate,
     averaged_rules,
     sent_leaves,
     sent_rules,
@@ -28,9 +28,9 @@ from elche_jax.averaging.host.program import (
 from elche_jax.averaging.state import AveragingState
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import Group
-from elche_jax.engine.fetch import Orders, Payload
+from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.loop import Seconds
-from elche_jax.engine.mapped import Each, stack_shards, stacked_sharding
+from elche_jax.engine.mapped import PerDeviceJit, stack_shards, stacked_sharding
 from elche_jax.engine.replicas import is_key, is_stacked, replicate
 from elche_jax.engine.runner import Call, Launch, new_number, signature, zeros
 from elche_jax.engine.state import TrainState
@@ -45,9 +45,9 @@ class Shapes:
 
     reads: TrainState
     thin: TrainState
-    walk: PyTree
-    news: News
-    since: Since
+    local: PyTree
+    update: AverageUpdate
+    pending: PendingUpdate
 
 
 @dataclass
@@ -56,11 +56,11 @@ class Begun:
 
     Attributes:
         number: Number of its dispatch.
-        since: What every device did in it; None of one that got no programs.
+        pending: What every device did in it; None of one that got no programs.
     """
 
     number: int
-    since: list[Since | None]
+    pending: list[PendingUpdate | None]
 
 
 @dataclass
@@ -129,12 +129,12 @@ class HostRunner:
         self._number = new_number()
         devices = group.devices
         self._sharding = stacked_sharding(devices)
-        self._accumulate = Each(program.accumulate, devices, donate=(1,))
-        self._deliver = Each(program.deliver, devices, donate=())
+        self._accumulate = PerDeviceJit(program.accumulate, devices, donate=(1,))
+        self._deliver = PerDeviceJit(program.deliver, devices, donate=())
         # whoever runs ahead applies to the state that the user still has
-        self._apply = Each(program.apply, devices, donate=() if limits.ahead else (0,))
+        self._apply = PerDeviceJit(program.apply, devices, donate=() if limits.ahead else (0,))
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
-        walk = jax.eval_shape(program.zeros, one)
+        local = jax.eval_shape(program.zeros, one)
         self._averaging = HostAverage(
             program.averaging.exponent,
             sent_rules(program.merge),
@@ -143,12 +143,12 @@ class HostRunner:
             sent,
         )
         flag = jax.ShapeDtypeStruct((), jnp.bool_)
-        (_, delivery), _ = jax.eval_shape(program.deliver, self._thin(one), walk, flag, flag)
-        news = News(delivery.progress, delivery.model_state, delivery.opt_state, flag)
-        shapes = (program.reads(one), self._thin(one), walk, news, _since(delivery))
+        (_, delivery), _ = jax.eval_shape(program.deliver, self._thin(one), local, flag, flag)
+        update = AverageUpdate(delivery.progress, delivery.model_state, delivery.opt_state, flag)
+        shapes = (program.reads(one), self._thin(one), local, update, _pending(delivery))
         self._shapes = Shapes(*map(_one_each, shapes))
-        self._walk_shape = walk
-        self._walks: list[PyTree] = []
+        self._local_shape = local
+        self._locals: list[PyTree] = []
         self._bools: dict[int, tuple[Any, Any]] = {}
 
     def watch(self, done: Done, learned: Learned, failed: Failed) -> HostExchange:
@@ -201,7 +201,7 @@ class HostRunner:
 
     def release(self) -> None:
         """Gives back the memory of what devices carry through their steps."""
-        self._walks = []
+        self._locals = []
 
     def ready(self, payload: Payload) -> bool:
         """Whether the programs for data of these shapes are compiled."""
@@ -244,7 +244,7 @@ class HostRunner:
                 self._restore(session, rank)
             new = self._whole(session, state)
         except BaseException:
-            self._walks = []
+            self._locals = []
             exchange.abandon(launch.number)
             raise
         session.state = weakref.ref(new)
@@ -280,26 +280,28 @@ class HostRunner:
         anew: bool,
         ahead: bool,
     ) -> None:
-        walks = self._walks or [self._zero_walk(device) for device in self.group.devices]
-        self._walks = []
+        locals_ = self._locals or [self._zero_local(device) for device in self.group.devices]
+        self._locals = []
         ranks = session.present
         reads = {rank: self._program.reads(self._full(session, rank)) for rank in ranks}
         for call in calls:
             programs = self._accumulators(call.payload)
             for rank in ranks:
-                orders = part_of(call.orders, rank)
+                call_args = part_of(call.call_args, rank)
                 payload = part_of(call.payload, rank)
-                (walks[rank], _), _ = programs[rank](reads[rank], walks[rank], payload, orders)
+                (locals_[rank], _), _ = programs[rank](
+                    reads[rank], locals_[rank], payload, call_args
+                )
         deliveries: list[Delivery | None] = [None] * len(self)
         programs = self._delivering()
         for rank in ranks:
             state, flag, fine = session.parts[rank], self._flags(rank)[anew], session.fine[rank]
-            (state, delivery), _ = programs[rank](state, walks[rank], flag, fine)
+            (state, delivery), _ = programs[rank](state, locals_[rank], flag, fine)
             session.parts[rank], deliveries[rank] = state, delivery
             session.fine[rank] = self._flags(rank)[True]
-        self._walks = walks
-        since = [None if one is None else _since(one) for one in deliveries]
-        session.begun.append(Begun(launch.number, since))
+        self._locals = locals_
+        pending = [None if one is None else _pending(one) for one in deliveries]
+        session.begun.append(Begun(launch.number, pending))
         exchange.launch(launch.number, launch.at, counts, session.step, deliveries, ahead)
         session.step += 1
 
@@ -311,32 +313,32 @@ class HostRunner:
             done, *session.begun = session.begun
             ranks = session.present
             devices = [self.group.devices[rank] for rank in ranks]
-            news = jax.device_put([_stacked(outcome.average.news)] * len(ranks), devices)
-            for rank, told in zip(ranks, news, strict=True):
+            update = jax.device_put([_stacked(outcome.average.update)] * len(ranks), devices)
+            for rank, told in zip(ranks, update, strict=True):
                 self._apply_one(session, rank, told, done)
             session.metrics = outcome.average.metrics
 
-    def _apply_one(self, session: Session, rank: int, news: News, done: Begun) -> None:
+    def _apply_one(self, session: Session, rank: int, update: AverageUpdate, done: Begun) -> None:
         part, fine = session.parts[rank], session.fine[rank]
-        later = [window for window in session.begun if window.since[rank] is not None]
-        since = [window.since[rank] for window in later]
-        own = done.since[rank] or self._nothing(session, rank)
+        later = [window for window in session.begun if window.pending[rank] is not None]
+        pending = [window.pending[rank] for window in later]
+        own = done.pending[rank] or self._nothing(session, rank)
         apply = self._applying(len(later))[rank]
-        (part, ended, fine), _ = apply(part, news, own, since, fine)
+        (part, ended, fine), _ = apply(part, update, own, pending, fine)
         session.parts[rank], session.fine[rank] = part, fine
-        for window, old, model_state in zip(later, since, ended, strict=True):
+        for window, old, model_state in zip(later, pending, ended, strict=True):
             assert old is not None
-            window.since[rank] = replace(old, model_state=model_state)
+            window.pending[rank] = replace(old, model_state=model_state)
 
-    def _nothing(self, session: Session, rank: int) -> Since:
+    def _nothing(self, session: Session, rank: int) -> PendingUpdate:
         """What a device did in a window without programs."""
         none = jax.device_put(
-            jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._shapes.since.progress),
+            jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._shapes.pending.progress),
             self.group.devices[rank],
         )
         model_state = sent_leaves(self._program.merge, session.parts[rank].model_state)
         steps = jax.device_put(np.zeros(1, np.float32), self.group.devices[rank])
-        return Since(none, steps, self._flags(rank)[True], model_state)
+        return PendingUpdate(none, steps, self._flags(rank)[True], model_state)
 
     def _restore(self, session: Session, rank: int) -> None:
         """Gives a late device what the others have agreed on: so the state is whole, whoever
@@ -364,7 +366,7 @@ class HostRunner:
         session.parts[rank] = state.replace(opt_state=opt_state, model_state=model_state)
         session.fine[rank] = self._flags(rank)[True]
         for window in session.begun:
-            window.since[rank] = self._nothing(session, rank)
+            window.pending[rank] = self._nothing(session, rank)
 
     def _await_applied(
         self, session: Session, exchange: HostExchange, number: int, outcome: Outcome
@@ -412,8 +414,8 @@ class HostRunner:
         """Stacked over the devices, where it was put together on one."""
         return leaf if is_stacked(leaf) else jax.device_put(leaf, self._sharding)
 
-    def _zero_walk(self, device: jax.Device) -> PyTree:
-        return replicate(jax.tree.map(zeros, self._walk_shape), [device])
+    def _zero_local(self, device: jax.Device) -> PyTree:
+        return replicate(jax.tree.map(zeros, self._local_shape), [device])
 
     def _flags(self, rank: int) -> tuple[Any, Any]:
         """False and True on a device."""
@@ -431,13 +433,13 @@ class HostRunner:
     def _accumulate_program(self, rank: int, payload: Payload) -> Program:
         key = ("host accumulate", self._number, rank, signature(payload))
         payload = _one_each(payload, stacked=True)
-        orders = Orders(jax.ShapeDtypeStruct((1, Orders.WIDTH), jnp.int32))
-        args = (self._shapes.reads, self._shapes.walk, payload, orders)
+        call_args = CallArgs(jax.ShapeDtypeStruct((1, CallArgs.WIDTH), jnp.int32))
+        args = (self._shapes.reads, self._shapes.local, payload, call_args)
         return key, lambda: self._accumulate.compile(rank, *args)
 
     def _delivering(self) -> list[Any]:
         flag = jax.ShapeDtypeStruct((1,), jnp.bool_)
-        args = (self._shapes.thin, self._shapes.walk, flag, flag)
+        args = (self._shapes.thin, self._shapes.local, flag, flag)
         key = ("host deliver", self._number)
         return self._all(lambda rank: ((*key, rank), lambda: self._deliver.compile(rank, *args)))
 
@@ -445,8 +447,8 @@ class HostRunner:
         return self._all(lambda rank: self._apply_program(later, rank))
 
     def _apply_program(self, later: int, rank: int) -> Program:
-        since, flag = self._shapes.since, jax.ShapeDtypeStruct((1,), jnp.bool_)
-        args = (self._shapes.thin, self._shapes.news, since, [since] * later, flag)
+        pending, flag = self._shapes.pending, jax.ShapeDtypeStruct((1,), jnp.bool_)
+        args = (self._shapes.thin, self._shapes.update, pending, [pending] * later, flag)
         key = ("host apply", self._number, later, rank)
         return key, lambda: self._apply.compile(rank, *args)
 
@@ -470,8 +472,8 @@ def _one_each(tree: PyTree, stacked: bool = False) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[at:]), x.dtype), tree)
 
 
-def _since(delivery: Delivery) -> Since:
-    return Since(delivery.progress, delivery.steps, delivery.own, delivery.model_state)
+def _pending(delivery: Delivery) -> PendingUpdate:
+    return PendingUpdate(delivery.progress, delivery.steps, delivery.own, delivery.model_state)
 
 
 def _ignore(*_: Any) -> None:

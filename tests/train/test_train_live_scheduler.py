@@ -1,4 +1,4 @@
-"""What `Pace` knows of the devices, and what it tells a timeline."""
+"""What `LiveScheduler` knows of the devices, and what it tells a timeline."""
 
 import math
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from elche_jax.cadence import (
     WindowRecord,
 )
 from elche_jax.observe.timeline import SkipEvent, Timeline, WindowEvent
-from elche_jax.train.pace import HINT_AFTER, Pace
+from elche_jax.train.live_scheduler import HINT_AFTER, LiveScheduler
 from elche_jax.train.speeds import RECENT, ratios, throughput
 
 laws = settings(deadline=None, database=None, derandomize=True)
@@ -30,15 +30,17 @@ def record(counts, busy_ms, *, window=0, steady=True, wall_ms=None):
     )
 
 
-def pace_of(cadence, world_size, **options):
-    return Pace(Controller(cadence), world_size, hint=False, **options)
+def scheduler_of(cadence, world_size, **options):
+    return LiveScheduler(Controller(cadence), world_size, hint=False, **options)
 
 
-def feed(pace, ms, windows=1):
+def feed(scheduler, ms, windows=1):
     """Runs the plan on devices of these speeds."""
     for _ in range(windows):
-        counts = pace.counts
-        pace.measured(record(counts, [count * one for count, one in zip(counts, ms, strict=True)]))
+        counts = scheduler.counts
+        scheduler.measured(
+            record(counts, [count * one for count, one in zip(counts, ms, strict=True)])
+        )
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,10 @@ class Ones(elche.Cadence):
     ids=lambda cadence: type(cadence).__name__,
 )  # fmt: skip
 def test_throughput_is_per_second(cadence):
-    pace = pace_of(cadence, 2)
-    assert pace.throughput == (None, None)
-    feed(pace, (8.0, 2.0))
-    assert pace.throughput == pytest.approx((125.0, 500.0))
+    scheduler = scheduler_of(cadence, 2)
+    assert scheduler.throughput == (None, None)
+    feed(scheduler, (8.0, 2.0))
+    assert scheduler.throughput == pytest.approx((125.0, 500.0))
 
 
 def test_the_cadences_own_estimate_comes_first():
@@ -81,10 +83,10 @@ def test_the_cadences_own_estimate_comes_first():
     state = BalancedState((4, 4), (0.5, 0.5), (None, 0.25), 1, 10)
     assert throughput(state, records, 2) == (None, 250.0)
     # smoothed: twice 8 ms, then 4: error 0.5, hence 6 ms and 1000 / 6
-    pace = pace_of(elche.ElChe(anchor=4), 2)
+    scheduler = scheduler_of(elche.ElChe(anchor=4), 2)
     for busy in ((32.0, 32.0), (32.0, 32.0), (16.0, 32.0)):
-        pace.measured(record((4, 4), busy))
-    assert pace.throughput == pytest.approx((1000 / 6, 125.0))
+        scheduler.measured(record((4, 4), busy))
+    assert scheduler.throughput == pytest.approx((1000 / 6, 125.0))
 
 
 def test_without_an_estimate_it_is_the_median_of_steady_windows():
@@ -110,30 +112,33 @@ def test_windows_without_work_say_nothing_of_a_device():
 
 
 def test_one_device_is_timed_by_its_windows():
-    pace = pace_of(elche.FixedTotal(4), 1)
-    assert (pace.throughput, pace.ratios) == ((None,), (1.0,))
-    pace.measured(record((4,), (), wall_ms=80.0))
-    assert (pace.throughput, pace.ratios) == ((50.0,), (1.0,))
+    scheduler = scheduler_of(elche.FixedTotal(4), 1)
+    assert (scheduler.throughput, scheduler.ratios) == ((None,), (1.0,))
+    scheduler.measured(record((4,), (), wall_ms=80.0))
+    assert (scheduler.throughput, scheduler.ratios) == ((50.0,), (1.0,))
 
 
 def test_speeds_that_were_restored_are_known():
-    pace, again = pace_of(elche.ElChe(anchor=4), 2), pace_of(elche.ElChe(anchor=4), 2)
-    feed(pace, (8.0, 2.0), windows=3)
-    again.restore(pace.state.to_dict())
-    assert again.throughput == pace.throughput == (125.0, 500.0)
-    assert again.ratios == pace.ratios == pytest.approx((0.2, 0.8))
+    scheduler, again = (
+        scheduler_of(elche.ElChe(anchor=4), 2),
+        scheduler_of(elche.ElChe(anchor=4), 2),
+    )
+    feed(scheduler, (8.0, 2.0), windows=3)
+    again.restore(scheduler.state.to_dict())
+    assert again.throughput == scheduler.throughput == (125.0, 500.0)
+    assert again.ratios == scheduler.ratios == pytest.approx((0.2, 0.8))
 
 
 @pytest.mark.parametrize("part", ["ms_per_batch", "throughput"])
 def test_a_restored_speed_must_be_one(part):
     cadence = elche.ElChe() if part == "ms_per_batch" else elche.Balanced(20)
-    pace = pace_of(cadence, 2)
-    saved = pace.state.to_dict()
+    scheduler = scheduler_of(cadence, 2)
+    saved = scheduler.state.to_dict()
     saved["cadence"][part] = [1.0, 0.0]
     with pytest.raises(
         ValueError, match=rf"^TrainStep\.cadence_state: {part}\[1\] must be above 0, got 0\.0\.$"
     ):
-        pace.restore(saved)
+        scheduler.restore(saved)
 
 
 # ratios
@@ -152,7 +157,7 @@ def test_a_restored_speed_must_be_one(part):
     ],
 )
 def test_before_any_measurement_the_plan_is_all_there_is(cadence, expected):
-    assert pace_of(cadence, 2).ratios == pytest.approx(expected)
+    assert scheduler_of(cadence, 2).ratios == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -160,18 +165,18 @@ def test_before_any_measurement_the_plan_is_all_there_is(cadence, expected):
     [elche.ElChe(), elche.ElChe(speed_hint=(0, 9.0)), elche.FixedTotal(8), EveryBatch(), Ones()],
 )
 def test_measured_devices_share_by_speed(cadence):
-    pace = pace_of(cadence, 2)
-    feed(pace, (6.0, 2.0))
-    assert pace.ratios == pytest.approx((0.25, 0.75))
+    scheduler = scheduler_of(cadence, 2)
+    feed(scheduler, (6.0, 2.0))
+    assert scheduler.ratios == pytest.approx((0.25, 0.75))
 
 
 def test_balanced_says_itself():
-    pace = pace_of(elche.Balanced(40), 2)
-    feed(pace, (3.0, 1.0), windows=9)
-    assert pace.throughput == pytest.approx((1000 / 3, 1000))
-    assert pace.ratios == (0.5, 0.5), "it rebalances after ten windows"
-    feed(pace, (3.0, 1.0))
-    assert pace.ratios == pytest.approx((0.25, 0.75))
+    scheduler = scheduler_of(elche.Balanced(40), 2)
+    feed(scheduler, (3.0, 1.0), windows=9)
+    assert scheduler.throughput == pytest.approx((1000 / 3, 1000))
+    assert scheduler.ratios == (0.5, 0.5), "it rebalances after ten windows"
+    feed(scheduler, (3.0, 1.0))
+    assert scheduler.ratios == pytest.approx((0.25, 0.75))
 
 
 def test_an_unmeasured_device_counts_as_the_mean():
@@ -181,10 +186,10 @@ def test_an_unmeasured_device_counts_as_the_mean():
 
 
 def test_after_a_recording_its_last_window_counts():
-    pace = pace_of(elche.Replay([(1, 1), (1, 3)]), 2)
+    scheduler = scheduler_of(elche.Replay([(1, 1), (1, 3)]), 2)
     for counts in ((1, 1), (1, 3)):
-        pace.dispatched(counts)
-    assert pace.ratios == (0.25, 0.75)
+        scheduler.dispatched(counts)
+    assert scheduler.ratios == (0.25, 0.75)
 
 
 @laws
@@ -239,7 +244,7 @@ def test_ratios_of_an_unsound_plan():
             return OnesState((0,) * world_size)
 
     with pytest.raises(ValueError, match=r"^Nothing: counts must have one entry .* for window 0"):
-        _ = pace_of(Nothing(), 2).ratios
+        _ = scheduler_of(Nothing(), 2).ratios
 
 
 # the timeline
@@ -247,25 +252,25 @@ def test_ratios_of_an_unsound_plan():
 
 def test_windows_and_skips_are_told(tmp_path):
     with Timeline(tmp_path / "run.jsonl") as timeline:
-        pace = pace_of(elche.ElChe(), 2, timeline=timeline)
+        scheduler = scheduler_of(elche.ElChe(), 2, timeline=timeline)
         steady = record((10, 10), (60.0, 20.0))
         compiled = replace(steady, window=1, steady=False)
-        pace.measured(steady)
-        pace.skipped(WindowPlan(0, 0, (10, 10), 160), "not finite")
-        pace.measured(compiled)
+        scheduler.measured(steady)
+        scheduler.skipped(WindowPlan(0, 0, (10, 10), 160), "not finite")
+        scheduler.measured(compiled)
     first, dropped, second = Timeline.read(tmp_path / "run.jsonl")
     assert isinstance(first, WindowEvent) and isinstance(second, WindowEvent)
     assert (first.window, first.busy_ms, first.steady) == (0, (60.0, 20.0), True)
     assert (second.window, second.steady) == (1, False)
     assert dropped == SkipEvent(0, 0, "not finite", dropped.at)
-    assert pace.records == [steady, compiled]
+    assert scheduler.records == [steady, compiled]
 
 
 def test_without_a_timeline_nothing_is_told():
-    pace = pace_of(elche.ElChe(), 2)
-    pace.measured(record((10, 10), (60.0, 20.0)))
-    pace.skipped(WindowPlan(0, 0, (10, 10), 160), "not finite")
-    assert len(pace.records) == 1 and pace.timeline is None
+    scheduler = scheduler_of(elche.ElChe(), 2)
+    scheduler.measured(record((10, 10), (60.0, 20.0)))
+    scheduler.skipped(WindowPlan(0, 0, (10, 10), 160), "not finite")
+    assert len(scheduler.records) == 1 and scheduler.timeline is None
 
 
 def test_a_timeline_may_look_at_the_pace_that_tells_it():
@@ -273,12 +278,12 @@ def test_a_timeline_may_look_at_the_pace_that_tells_it():
 
     class Looking(Timeline):
         def window(self, record):
-            self.seen = pace.throughput
+            self.seen = scheduler.throughput
             super().window(record)
 
     timeline = Looking()
-    pace = pace_of(elche.ElChe(), 2, timeline=timeline)
-    pace.measured(record((10, 10), (60.0, 20.0)))
+    scheduler = scheduler_of(elche.ElChe(), 2, timeline=timeline)
+    scheduler.measured(record((10, 10), (60.0, 20.0)))
     assert len(timeline.events) == 1 and timeline.seen == (None, None)
 
 
@@ -287,7 +292,7 @@ def test_a_timeline_may_look_at_the_pace_that_tells_it():
 
 @pytest.mark.parametrize(("cadence", "hints"), [(EveryBatch(), 1), (elche.Balanced(2), 0)])
 def test_only_a_cadence_that_does_not_balance_is_worth_a_hint(cadence, hints, caplog):
-    pace = Pace(Controller(cadence), 2, hint=True)
+    scheduler = LiveScheduler(Controller(cadence), 2, hint=True)
     for window in range(HINT_AFTER):
-        pace.measured(record((1, 1), (5.0, 30.0), window=window))
+        scheduler.measured(record((1, 1), (5.0, 30.0), window=window))
     assert len(caplog.records) == hints

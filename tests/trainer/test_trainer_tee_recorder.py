@@ -13,7 +13,7 @@ from elche_jax.observe import events
 from elche_jax.observe.timeline import Timeline
 from elche_jax.trainer import session
 from elche_jax.trainer.epochs import AT_ONCE, DeviceSums
-from elche_jax.trainer.relay import Relay
+from elche_jax.trainer.tee_recorder import TeeRecorder
 
 
 def record(window, epoch=0):
@@ -52,17 +52,17 @@ def test_threads_that_report_while_the_loop_reads_lose_nothing():
 
 def test_a_run_is_recorded_by_both_timelines_and_a_users_loop_by_its_own():
     own, timeline = Timeline(), Timeline()
-    relay = Relay(own)
-    relay.begin(2, timeline)
-    relay.window(record(0))
-    relay.window_metrics(0, 0, {"loss": np.float32(1.0)})
-    assert relay.waiting == 1
-    relay.loss(0, 0, 1.0)
-    relay.loss(1, 0, float("nan"))  # a skip tells of it
-    relay.end()
-    assert relay.waiting == 0
-    relay.window(record(1))
-    relay.window_metrics(1, 0, {"loss": np.float32(2.0)})
+    recorder = TeeRecorder(own)
+    recorder.begin(2, timeline)
+    recorder.window(record(0))
+    recorder.window_metrics(0, 0, {"loss": np.float32(1.0)})
+    assert recorder.waiting == 1
+    recorder.loss(0, 0, 1.0)
+    recorder.loss(1, 0, float("nan"))  # a skip tells of it
+    recorder.end()
+    assert recorder.waiting == 0
+    recorder.window(record(1))
+    recorder.window_metrics(1, 0, {"loss": np.float32(2.0)})
 
     def kinds(of):
         return [type(event).__name__ for event in of.events]

@@ -65,7 +65,7 @@ def windows_to(recorder: Recorder) -> Callable[[WindowRecord], None]:
     return recorder.measured if type(recorder) is Timeline else recorder.window
 
 
-class Pace:
+class LiveScheduler:
     """Plans and records of one training step.
 
     Attributes:

@@ -18,7 +18,7 @@ import elche_jax as elche
 from elche_jax.observe import events
 from elche_jax.observe.timeline import Timeline
 from elche_jax.observe.writers import CSVWriter
-from elche_jax.trainer import outlets, session
+from elche_jax.trainer import run_writers, session
 
 EVALUATION = elche.Evaluation(metric_fn, HELD_OUT, 16)
 
@@ -42,7 +42,7 @@ def test_the_folder_of_a_run(run):
 
 def test_the_folder_of_a_run_stays_where_it_is(tmp_path, monkeypatch):
     class Elsewhere(elche.Callback):
-        def on_epoch(self, moment, metrics):
+        def on_epoch(self, context, metrics):
             (tmp_path / "elsewhere").mkdir(exist_ok=True)
             monkeypatch.chdir(tmp_path / "elsewhere")
 
@@ -143,8 +143,8 @@ def test_scalars_of_windows_are_means_by_weight():
 
 def test_a_resumed_run_goes_on_with_its_table(tmp_path):
     class Halt(elche.Callback):
-        def on_window(self, moment):
-            if moment.window.index == 12:
+        def on_window(self, context):
+            if context.window.index == 12:
                 raise KeyboardInterrupt
 
     options = {"run_dir": tmp_path, "progress": False, "resume": "auto"}
@@ -223,7 +223,7 @@ def test_what_cannot_be_written_in_the_end_costs_no_result(tmp_path, monkeypatch
     def fail(*arguments, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("elche_jax.trainer.outlets.write_page", fail)
+    monkeypatch.setattr("elche_jax.trainer.run_writers.write_page", fail)
     with pytest.raises(OSError, match="No space left") as caught:
         trainer().fit(PARAMS, DATA, 8, 2, run_dir=tmp_path, progress=False)
     assert len(caught.value.result.history) == 2
@@ -238,7 +238,7 @@ def test_a_result_that_is_lost_too_does_not_hide_the_first_error(tmp_path, monke
         monkeypatch.setattr("elche_jax.trainer.session.FitResult", gone)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("elche_jax.trainer.outlets.write_page", full)
+    monkeypatch.setattr("elche_jax.trainer.run_writers.write_page", full)
     with pytest.raises(OSError, match="No space left") as caught:
         trainer().fit(PARAMS, DATA, 8, 1, run_dir=tmp_path, progress=False)
     assert caught.value.__notes__ == [
@@ -276,7 +276,7 @@ def test_how_far_a_run_is_after_a_resume(first, known, tmp_path, monkeypatch):
         def update(self, epoch, done, *rest):
             shown[-1].append((epoch, done))
 
-    monkeypatch.setattr(outlets, "Progress", Shown)
+    monkeypatch.setattr(run_writers, "Progress", Shown)
     batches = [{k: v[at : at + 8] for k, v in DATA.items()} for at in range(0, 192, 8)]
 
     class Batches:

@@ -11,11 +11,11 @@ from elche_jax.cadence import WindowRecord
 from elche_jax.config import Recorder
 from elche_jax.observe.events import LossEvent
 from elche_jax.observe.timeline import Timeline
-from elche_jax.train.pace import windows_to
+from elche_jax.train.live_scheduler import windows_to
 from elche_jax.trainer.epochs import DeviceSums
 
 
-class Relay:
+class TeeRecorder:
     """Hands every event of a run on; a `Recorder`.
 
     Args:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from elche_jax._waiting import interruptible
-from elche_jax.averaging.host.board import Outcome
+from elche_jax.averaging.host.coordinator import Outcome
 from elche_jax.averaging.host.exchange import HostExchange
 from elche_jax.cadence import WindowPlan, WindowRecord, clamp_counts
 from elche_jax.data.order import Cursor
@@ -22,7 +22,7 @@ from elche_jax.engine.timing import ENDS, Stopwatch, WindowTimes
 from elche_jax.train.divergence import DivergenceReader
 from elche_jax.train.feed import Feed
 from elche_jax.train.finite import FiniteWatch
-from elche_jax.train.pace import Pace
+from elche_jax.train.live_scheduler import LiveScheduler
 
 IN_FLIGHT = 2
 """Windows that may be dispatched and not yet over."""
@@ -70,7 +70,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Flying:
+class InFlight:
     """A window that was dispatched and is not over.
 
     Attributes:
@@ -92,7 +92,7 @@ class Flying:
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Run:
+class Pipeline:
     """What the threads of one call of `windows` share.
 
     A window is *planned* by the prefetch thread, *dispatched* by the loop and *over*
@@ -103,7 +103,7 @@ class Run:
 
     Args:
         feed: Loads and places windows.
-        pace: Plans and records.
+        scheduler: Plans and records.
         start: Where in the data to begin.
         epochs: Number of epochs; None for no end.
         watch: Told of every window whether it was finite.
@@ -116,7 +116,7 @@ class Run:
     def __init__(
         self,
         feed: Feed,
-        pace: Pace,
+        scheduler: LiveScheduler,
         start: Cursor,
         epochs: int | None,
         watch: FiniteWatch,
@@ -125,7 +125,7 @@ class Run:
         divergence: DivergenceReader | None = None,
         in_flight: int = IN_FLIGHT,
     ):
-        self._feed, self._pace = feed, pace
+        self._feed, self._scheduler = feed, scheduler
         self._start, self._epochs, self._in_flight = start, epochs, in_flight
         self._watch, self._divergence, self.runner = watch, divergence, runner
         # without a synchronisation devices end apart, and the CPU's runtime starts a
@@ -137,14 +137,14 @@ class Run:
         self._current: int | None = None  # the window handed out and not used yet
         self._asked = 0.0
         self._dispatches = 0
-        self._flying: dict[int, Flying] = {}
+        self._flights: dict[int, InFlight] = {}
         self._error: BaseException | None = None
         self._tokens: deque[tuple[int, float, jax.Array]] = deque()
         self.told = False
         self.trained: int | None = None  # the window dispatched last
         self._closed = False
-        self._unseen: list[Flying] = []
-        self._tardy: dict[int, Flying] = {}
+        self._unseen: list[InFlight] = []
+        self._tardy: dict[int, InFlight] = {}
         self._landing: int | None = None
         self.stopwatch: Stopwatch | HostExchange | None = None
 
@@ -153,12 +153,12 @@ class Run:
     def plan(self, stop: threading.Event) -> Iterator[Window]:
         """Makes the windows of the run, waiting for reports where plans need them."""
         cursor = self._start
-        ahead = not self._pace.adaptive and self._feed.world_size > 1
+        ahead = not self._scheduler.adaptive and self._feed.world_size > 1
         depth = LOOKAHEAD if ahead else self._in_flight
         while self._epochs is None or cursor.epoch < self._epochs:
             reader = self._feed.open_epoch(cursor)
             begun = cursor.microbatch
-            while self._wait(stop, depth if self._pace.knows else 1):
+            while self._wait(stop, depth if self._scheduler.knows else 1):
                 window = self._make(cursor, reader)
                 if window is None:
                     break
@@ -196,7 +196,7 @@ class Run:
     def _make(self, cursor: Cursor, reader: Reader) -> Window | None:
         if reader.available(cursor.microbatch, 1) == 0:
             return None
-        counts = self._without_late(self._pace.plan(cursor.window))
+        counts = self._without_late(self._scheduler.plan(cursor.window))
         there = reader.available(cursor.microbatch, sum(counts))
         counts = clamp_counts(counts, there)
         examples, calls = self._feed.load(counts, cursor.microbatch, reader)
@@ -205,7 +205,7 @@ class Run:
 
     def _without_late(self, counts: tuple[int, ...]) -> tuple[int, ...]:
         """A device that owes what it should have delivered gets no more until it has."""
-        if self._pace.scripted:  # a recording says who gets what
+        if self._scheduler.scripted:  # a recording says who gets what
             return counts
         late = self.late
         left = tuple(0 if rank in late else count for rank, count in enumerate(counts))
@@ -237,7 +237,7 @@ class Run:
         with interruptible(), self._changed:
             if self._feed.world_size > 1:
                 self._changed.wait_for(
-                    lambda: self._error or self._closed or len(self._flying) < self._in_flight
+                    lambda: self._error or self._closed or len(self._flights) < self._in_flight
                 )
             self.check()
             # only now: whoever interrupts the wait may use the window again
@@ -283,13 +283,13 @@ class Run:
             sums: Checksums of the new state, where they were asked for.
             metrics: The window's metrics; arrays that nobody gives up.
         """
-        self._pace.dispatched(window.counts)
+        self._scheduler.dispatched(window.counts)
         self.trained = window.index
-        flying = Flying(window.plan, self._asked, steady, finite, token, sums, metrics or {})
+        flying = InFlight(window.plan, self._asked, steady, finite, token, sums, metrics or {})
         with self._changed:
             if self._closed:
                 return
-            self._flying[self._dispatches] = flying
+            self._flights[self._dispatches] = flying
         if self._feed.world_size == 1:
             self._tokens.append((self._dispatches, at, token))
         elif self.stopwatch is not None:
@@ -307,7 +307,7 @@ class Run:
         while self._tokens:
             self._land()
         with interruptible(), self._changed:
-            self._changed.wait_for(lambda: self._error or self._closed or not self._flying)
+            self._changed.wait_for(lambda: self._error or self._closed or not self._flights)
         self.check()
 
     @property
@@ -339,8 +339,8 @@ class Run:
         with self._changed:
             self._closed = True
             if not isinstance(self.stopwatch, HostExchange):  # there they were not averaged
-                self._unseen += [f for n, f in self._flying.items() if n != self._landing]
-            self._flying.clear()
+                self._unseen += [f for n, f in self._flights.items() if n != self._landing]
+            self._flights.clear()
             self._changed.notify_all()
         if self.stopwatch is not None:
             self.stopwatch.close()
@@ -355,7 +355,7 @@ class Run:
             outcome: What came of it, where the exchange is on the host.
         """
         with self._changed:
-            flying = self._flying.get(times.window)
+            flying = self._flights.get(times.window)
             self._landing = times.window  # seen to here: not once more after a close
         free = ENDS.before(self._feed.devices, times.accumulated)
         if self._lockstep:
@@ -369,14 +369,14 @@ class Run:
             if outcome.will_be_known:
                 self._tardy[times.window] = flying
             if outcome.late:
-                self._pace.skipped(flying.plan, LATE)
+                self._scheduler.skipped(flying.plan, LATE)
                 self._watch.late(flying.plan, outcome.late)
             flying = _with(flying, outcome)
-        self._pace.measured(self._record(flying, times, free, outcome))
-        self._pace.told(flying.plan, flying.metrics)
+        self._scheduler.measured(self._record(flying, times, free, outcome))
+        self._scheduler.told(flying.plan, flying.metrics)
         self._verify(flying)
         with self._changed:
-            self._flying.pop(times.window, None)
+            self._flights.pop(times.window, None)
             self._over += 1
             self._changed.notify_all()
 
@@ -389,11 +389,11 @@ class Run:
         """
         flying = self._tardy.pop(times.window, None)
         if flying is not None and begins is not None:
-            self._pace.learned(_measured(flying, times, begins, ahead=False))
+            self._scheduler.learned(_measured(flying, times, begins, ahead=False))
 
     def _record(
         self,
-        flying: Flying,
+        flying: InFlight,
         times: WindowTimes,
         free: Sequence[float],
         outcome: Outcome | None,
@@ -401,19 +401,19 @@ class Run:
         loss, divergence, metrics = None, None, flying.metrics
         if self._divergence is not None:
             divergence = self._divergence.read(flying.plan, metrics)
-        if self._pace.wants_loss and "loss" in metrics:
+        if self._scheduler.wants_loss and "loss" in metrics:
             loss = float(np.asarray(metrics["loss"]))
         ahead, late = (False, ()) if outcome is None else (outcome.ahead, outcome.late)
         return _measured(
             flying, times, free, ahead, left_out=late, divergence=divergence, loss=loss
         )
 
-    def _verify(self, flying: "Flying") -> None:
+    def _verify(self, flying: "InFlight") -> None:
         finite = bool(np.asarray(flying.finite).all())
         skipped = self._watch.skipped
         error: Exception | None = self._watch.see(flying.plan, finite, flying.own)
         if self._watch.skipped > skipped:
-            self._pace.skipped(flying.plan, self._watch.event)
+            self._scheduler.skipped(flying.plan, self._watch.event)
         if flying.sums is not None and error is None:
             where = f"train: after window {flying.plan.window}"
             text = mismatch(
@@ -431,7 +431,7 @@ class Run:
             self._changed.notify_all()
 
 
-def _with(flying: Flying, outcome: Outcome) -> Flying:
+def _with(flying: InFlight, outcome: Outcome) -> InFlight:
     average = outcome.average
     return replace(
         flying,
@@ -444,7 +444,7 @@ def _with(flying: Flying, outcome: Outcome) -> Flying:
 
 
 def _measured(
-    flying: Flying, times: WindowTimes, free: Sequence[float], ahead: bool, **known: Any
+    flying: InFlight, times: WindowTimes, free: Sequence[float], ahead: bool, **known: Any
 ) -> WindowRecord:
     begun = max(flying.asked, *free)
     single = len(flying.plan.counts) == 1

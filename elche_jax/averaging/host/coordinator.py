@@ -137,7 +137,7 @@ class OpenWindow:
 
 
 @dataclass
-class Board:
+class Coordinator:
     """Windows and who has delivered; every method may be called from any thread.
 
     Attributes:

@@ -22,29 +22,29 @@ from elche_jax.observe.writers import CSVWriter, Writer
 from elche_jax.train.step import TrainStep
 from elche_jax.trainer.epochs import EpochMetrics, EpochSums
 from elche_jax.trainer.plan import FitPlan
-from elche_jax.trainer.relay import Relay
+from elche_jax.trainer.tee_recorder import TeeRecorder
 
 logger = logging.getLogger("elche_jax")
 
 
-class Outlets:
+class RunWriters:
     """Opens them, feeds them, closes them.
 
     Args:
         plan: What was asked for.
         train: The training step.
-        relay: What the run records to.
+        recorder: What the run records to.
     """
 
-    def __init__(self, plan: FitPlan, train: TrainStep, relay: Relay):
-        self._plan, self._train, self._relay = plan, train, relay
+    def __init__(self, plan: FitPlan, train: TrainStep, recorder: TeeRecorder):
+        self._plan, self._train, self._recorder = plan, train, recorder
         self._names = [str(device) for device in train.devices]
         self.per_epoch = microbatches_per_epoch(plan)
         self._before = 0  # microbatches of the epochs before, where the data do not tell
         self._log = EpochSums(0)
         self._progress: Progress | None = None
 
-    def __enter__(self) -> "Outlets":
+    def __enter__(self) -> "RunWriters":
         plan = self._plan
         if plan.folder is not None:
             _make(plan.folder)
@@ -58,8 +58,8 @@ class Outlets:
             if plan.folder is not None:
                 timeline = stack.enter_context(_timeline(plan.folder))
                 self._writers.append(stack.enter_context(Table(plan.folder / "metrics.csv")))
-            self._relay.begin(len(self._names), timeline)
-            stack.callback(self._relay.end)
+            self._recorder.begin(len(self._names), timeline)
+            stack.callback(self._recorder.end)
             self._stack = stack.pop_all()
         return self
 
@@ -80,7 +80,7 @@ class Outlets:
         if self._progress is None:
             return
         rate = sums.examples / sums.seconds if sums.seconds > 0 else None
-        _, busy = self._relay.devices.of(sums.epoch)
+        _, busy = self._recorder.devices.of(sums.epoch)
         loss = sums.means().get("loss")
         before = self._before if self.per_epoch is None else self.per_epoch * cursor.epoch
         done = before + cursor.microbatch
@@ -113,7 +113,7 @@ class Outlets:
     def evaluated(self, at: Cursor, seconds: float, results: Mapping[str, float]) -> None:
         """An evaluation is over, at this place."""
         names, values = _finite(results)
-        self._relay.add(
+        self._recorder.add(
             EvaluationEvent, window=at.window - 1, epoch=at.epoch, seconds=seconds, names=names,
             values=values,
         )  # fmt: skip
@@ -124,7 +124,7 @@ class Outlets:
         self._before += end.microbatch
         self.scalars(end.window, metrics.values)
         names, values = _finite({"loss": metrics.loss, **metrics.metrics})
-        self._relay.add(
+        self._recorder.add(
             EpochEvent, epoch=metrics.epoch, window=end.window - 1, windows=metrics.windows,
             examples=metrics.examples, seconds=metrics.seconds, names=names, values=values,
         )  # fmt: skip
