@@ -17,7 +17,7 @@ from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.mapped import Mapped, stacked_sharding
 from elche_jax.engine.replicas import replicate
 from elche_jax.engine.state import TrainState
-from elche_jax.engine.timing import Stopwatch
+from elche_jax.engine.timing import Clock, Stopwatch
 
 PyTree = Any
 Accumulating = Callable[[jax.Array], None]
@@ -43,12 +43,12 @@ class Launch:
     """The dispatch of a window: in which run, and since when.
 
     Attributes:
-        watch: What times the devices of the run.
+        watch: What times the devices of the run; None of one that was closed.
         number: Number of the dispatch in the run.
         at: When it began, `time.perf_counter` seconds.
     """
 
-    watch: Any
+    watch: Clock | None
     number: int
     at: float
 
@@ -114,6 +114,29 @@ class Overlaps(Protocol):
         ...
 
 
+class Watched(Protocol):
+    """What a pipeline asks of a runner."""
+
+    begun: bool
+    """Whether what its first window needs was compiled."""
+
+    def watch(
+        self,
+        done: Callable[..., None],
+        learned: Callable[..., None],
+        failed: Callable[..., None],
+    ) -> Clock:
+        """Makes what times the windows of a run; its threads end when it is closed.
+
+        Args:
+            done: Told of every window that is over, in order.
+            learned: Told of the times of a window that was over without some device, once
+                that is done.
+            failed: Told of an exception in a thread.
+        """
+        ...
+
+
 class Timed:
     """A runner whose devices are all waited for."""
 
@@ -125,7 +148,7 @@ class Timed:
         learned: Callable[..., None],
         failed: Callable[..., None],
     ) -> Stopwatch:
-        """Makes what times the windows of a run; its threads end when it is closed."""
+        """See `Watched.watch`."""
         del learned  # all devices are waited for
         return Stopwatch(self.group.world_size, done, failed)
 
@@ -133,8 +156,7 @@ class Timed:
 class Runner(Timed):
     """Compiles and launches the programs of one group; owns the gradient accumulator.
 
-    `begun` says whether what its first window needs was compiled. `state` is the shapes of the
-    stacked state; `replicated(state)` what of a state must be
+    `state` is the shapes of the stacked state; `replicated(state)` what of a state must be
     the same on all devices; `capacities` holds, by the layout of the
     data, the capacities compiled or asked for.
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import jax
 
@@ -105,6 +105,30 @@ ENDS = Ends()
 """Those of this process."""
 
 
+class Clock(Protocol):
+    """What times the windows of a run."""
+
+    ends_windows: ClassVar[bool]
+    """Whether windows end in it: those under way when it is closed then count for nothing."""
+
+    @property
+    def late(self) -> frozenset[int]:
+        """Ranks of devices that get no work, as they owe what they should have delivered."""
+        ...
+
+    def accumulating(self, window: int, dispatched: float, token: Any) -> None:
+        """Hands over a stacked array; entry `d` is ready when device `d` has accumulated."""
+        ...
+
+    def combining(self, window: int, token: Any) -> None:
+        """Hands over a stacked array; entry `d` is ready when device `d` has combined."""
+        ...
+
+    def close(self) -> None:
+        """Ends its threads. Idempotent."""
+        ...
+
+
 class Stopwatch:
     """Watches the windows of one run with one thread per device.
 
@@ -117,7 +141,8 @@ class Stopwatch:
         failed: Called with the exception when waiting for a device raised one.
     """
 
-    late: ClassVar[frozenset[int]] = frozenset()
+    ends_windows: ClassVar[bool] = False
+    late: frozenset[int] = frozenset()
 
     def __init__(
         self,

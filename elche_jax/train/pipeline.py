@@ -5,24 +5,26 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
 
 from elche_jax._waiting import interruptible
 from elche_jax.averaging.host.coordinator import Outcome
-from elche_jax.averaging.host.exchange import HostExchange
 from elche_jax.cadence import WindowPlan, WindowRecord, clamp_counts
 from elche_jax.data.order import Cursor
 from elche_jax.data.reader import Reader
 from elche_jax.engine.replicas import ReplicaMismatch, mismatch
-from elche_jax.engine.runner import Call, Launch
-from elche_jax.engine.timing import ENDS, Stopwatch, WindowTimes
+from elche_jax.engine.runner import Call, Launch, Watched
+from elche_jax.engine.timing import ENDS, Clock, WindowTimes
 from elche_jax.train.divergence import DivergenceReader
 from elche_jax.train.feed import Feed
 from elche_jax.train.finite import FiniteWatch
 from elche_jax.train.live_scheduler import LiveScheduler
+
+PyTree = Any
+R = TypeVar("R", bound=Watched)
 
 IN_FLIGHT = 2
 """Windows that may be dispatched and not yet over."""
@@ -92,7 +94,7 @@ class InFlight:
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Pipeline:
+class Pipeline(Generic[R]):
     """What the threads of one call of `windows` share.
 
     A window is *planned* by the prefetch thread, *dispatched* by the loop and *over*
@@ -109,6 +111,7 @@ class Pipeline:
         watch: Told of every window whether it was finite.
         runner: What runs the windows; for whoever made the run.
         combines: Whether the devices synchronise at the end of a window.
+        compared: What of a state must be the same on all devices, shapes.
         divergence: Reads how far the devices drifted apart in a window; or None.
         in_flight: Windows that may be dispatched and not yet over.
     """
@@ -120,14 +123,16 @@ class Pipeline:
         start: Cursor,
         epochs: int | None,
         watch: FiniteWatch,
-        runner: Any,
+        runner: R,
         combines: bool = True,
+        compared: PyTree = None,
         divergence: DivergenceReader | None = None,
         in_flight: int = IN_FLIGHT,
     ):
         self._feed, self._scheduler = feed, scheduler
         self._start, self._epochs, self._in_flight = start, epochs, in_flight
         self._watch, self._divergence, self.runner = watch, divergence, runner
+        self._compared = compared
         # without a synchronisation devices end apart, and the CPU's runtime starts a
         # program on all of them at once
         self._lockstep = not combines and feed.devices[0].platform == "cpu"
@@ -146,7 +151,7 @@ class Pipeline:
         self._unseen: list[InFlight] = []
         self._tardy: dict[int, InFlight] = {}
         self._landing: int | None = None
-        self.stopwatch: Stopwatch | HostExchange | None = None
+        self.clock: Clock | None = None
 
     # -- the prefetch thread ---------------------------------------------------------
 
@@ -259,7 +264,7 @@ class Pipeline:
 
     def launch(self, at: float) -> Launch:
         """The dispatch that begins now, for whoever makes it."""
-        return Launch(None if self._closed else self.stopwatch, self._dispatches, at)
+        return Launch(None if self._closed else self.clock, self._dispatches, at)
 
     def dispatched(
         self,
@@ -292,8 +297,8 @@ class Pipeline:
             self._flights[self._dispatches] = flying
         if self._feed.world_size == 1:
             self._tokens.append((self._dispatches, at, token))
-        elif self.stopwatch is not None:
-            self.stopwatch.combining(self._dispatches, token)
+        elif self.clock is not None:
+            self.clock.combining(self._dispatches, token)
 
     def _land(self) -> None:
         """One device: waits for the oldest window, in the loop, and records it."""
@@ -313,7 +318,7 @@ class Pipeline:
     @property
     def late(self) -> frozenset[int]:
         """Ranks of devices that owe what they should have delivered."""
-        return frozenset() if self.stopwatch is None else self.stopwatch.late
+        return frozenset() if self.clock is None else self.clock.late
 
     @property
     def closed(self) -> bool:
@@ -338,12 +343,12 @@ class Pipeline:
         """Ends the timing; windows in flight go on, unmeasured."""
         with self._changed:
             self._closed = True
-            if not isinstance(self.stopwatch, HostExchange):  # there they were not averaged
+            if self.clock is None or not self.clock.ends_windows:
                 self._unseen += [f for n, f in self._flights.items() if n != self._landing]
             self._flights.clear()
             self._changed.notify_all()
-        if self.stopwatch is not None:
-            self.stopwatch.close()
+        if self.clock is not None:
+            self.clock.close()
 
     # -- the watching threads --------------------------------------------------------
 
@@ -416,9 +421,7 @@ class Pipeline:
             self._scheduler.skipped(flying.plan, self._watch.event)
         if flying.sums is not None and error is None:
             where = f"train: after window {flying.plan.window}"
-            text = mismatch(
-                where, self.runner.replicated(self.runner.state), self._feed.devices, flying.sums
-            )
+            text = mismatch(where, self._compared, self._feed.devices, flying.sums)
             error = None if text is None else ReplicaMismatch(text)
         if error is not None:
             self.failed(error)

@@ -28,6 +28,9 @@ from elche_jax.train.options import Options
 PyTree = Any
 logger = logging.getLogger("elche_jax")
 
+TrainRunner = Runner | HostRunner
+"""What runs the windows of a training step."""
+
 
 @dataclass(frozen=True)
 class StateSpec:
@@ -95,11 +98,11 @@ class Runners:
     ):
         self._loss_fn, self._optimizer, self._group = loss_fn, optimizer, group
         self._options, self._cache = options, cache
-        self._runners: dict[Any, Runner | HostRunner] = {}
-        self._used: Runner | HostRunner | None = None
+        self._runners: dict[Any, TrainRunner] = {}
+        self._used: TrainRunner | None = None
         self._unreported: PyTree = None
 
-    def __contains__(self, runner: Any) -> bool:
+    def __contains__(self, runner: object) -> bool:
         return runner in self._runners.values()
 
     def release(self) -> None:
@@ -117,7 +120,7 @@ class Runners:
     def unreported(self, rows: PyTree) -> None:
         self._used, self._unreported = None, rows
 
-    def get(self, initial: StateSpec, reads: BatchSpec) -> Runner | HostRunner:
+    def get(self, initial: StateSpec, reads: BatchSpec) -> TrainRunner:
         """The runner for a state and data of these shapes.
 
         Raises:
@@ -175,7 +178,7 @@ class Runners:
                 "run has one device, other metrics or an exchange on the host."
             )
 
-    def _make(self, work: Microbatches, initial: StateSpec) -> Runner | HostRunner:
+    def _make(self, work: Microbatches, initial: StateSpec) -> TrainRunner:
         options, shapes = self._options, initial.shapes
         if options.host is None or options.averaging is None:
             return Runner(self._program(work, initial.merge), self._group, self._cache, shapes)

@@ -51,7 +51,7 @@ from elche_jax.train.options import Options
 from elche_jax.train.outside import check_outside
 from elche_jax.train.pipeline import Pipeline, Window
 from elche_jax.train.resume import join, restore_run, rows_of, rows_to_dict, run_to_dict
-from elche_jax.train.runners import BatchSpec, Runners, StateSpec, reads_ragged
+from elche_jax.train.runners import BatchSpec, Runners, StateSpec, TrainRunner, reads_ragged
 from elche_jax.train.spec import check_cursor, check_data_plan, microbatch_shapes, reading_of
 from elche_jax.train.windows import HandedOut, Windows
 
@@ -82,8 +82,8 @@ class TrainStep:
         self._cache = CompileCache(None if options.timeline is None else self._scheduler.compiled)
         group, *_ = group_devices(devices)  # one: build_train_step sees to it
         self._runners = Runners(loss_fn, optimizer, group, options, self._cache)
-        self._last_pipeline: Pipeline | None = None
-        self._handed_out = HandedOut()
+        self._last_pipeline: Pipeline[TrainRunner] | None = None
+        self._handed_out: HandedOut[TrainRunner] = HandedOut()
         self._initial: StateSpec | None = None
         self._loading = Loading(devices)
         self._verified = False
@@ -301,7 +301,7 @@ class TrainStep:
         start = replace(cursor or Cursor(window=self._scheduler.windows), reading=reading)
         pipeline = Pipeline(
             feed, self._scheduler, start, epochs, self._watch, runner, divergence=self._divergence,
-            in_flight=in_flight(self._options),
+            in_flight=in_flight(self._options), compared=runner.replicated(runner.state),
         )  # fmt: skip
         self._last_pipeline = pipeline
         names = [str(device) for device in self.devices]
@@ -365,7 +365,7 @@ class TrainStep:
             self._options.emulate.settle()
         return state, dict(metrics)  # the run reads its own when the window is over
 
-    def pipeline_of(self, window: Window, where: str) -> Pipeline:
+    def pipeline_of(self, window: Window, where: str) -> Pipeline[TrainRunner]:
         """What runs a window, for those who must wait for it; see `HandedOut.pipeline_of`."""
         return self._handed_out.pipeline_of(window, where, self._runners)
 
@@ -480,7 +480,9 @@ class TrainStep:
         assert self._initial is not None  # `init` was called
         return self._initial.exchanged_bytes(self._options.averaging)
 
-    def _checksums(self, state: TrainState, window: Window, pipeline: Pipeline) -> jax.Array | None:
+    def _checksums(
+        self, state: TrainState, window: Window, pipeline: Pipeline[TrainRunner]
+    ) -> jax.Array | None:
         """Launches checksums of the state where it is time for it: at the first window, so
         that nothing is compiled later on, and after every so many."""
         every = self._options.verify_every

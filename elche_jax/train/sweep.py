@@ -146,7 +146,9 @@ class Sweep:
                     yield pending.popleft()
         yield from pending
 
-    def _dispatch(self, pipeline: Pipeline, variables: Variables, window: Window) -> list[PyTree]:
+    def _dispatch(
+        self, pipeline: Pipeline[SweepRunner], variables: Variables, window: Window
+    ) -> list[PyTree]:
         pipeline.dispatching(window)
         if not pipeline.runner.begun:
             pipeline.runner.begin(window.calls)
@@ -160,7 +162,7 @@ class Sweep:
             self._emulate.settle()
         return [results for results, _ in outs]
 
-    def _open(self, variables: Variables, data: Any, reading: Reading) -> Pipeline:
+    def _open(self, variables: Variables, data: Any, reading: Reading) -> Pipeline[SweepRunner]:
         limit = check.integer(self._where, "window_bytes", reading.window_bytes, low=1)
         if reading.mask_key is not None and not isinstance(reading.mask_key, str):
             kind = type(reading.mask_key).__name__

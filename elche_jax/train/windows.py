@@ -3,15 +3,15 @@
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Generic
 
 from elche_jax import _check as check
 from elche_jax.data.prefetch import Prefetch
-from elche_jax.train.pipeline import Pipeline, Window
+from elche_jax.train.pipeline import Pipeline, R, Window
 from elche_jax.train.runners import Runners
 
 
-def _ignore(window: Window, pipeline: Pipeline) -> None:
+def _ignore(window: Window, pipeline: Pipeline[Any]) -> None:
     del window, pipeline
 
 
@@ -33,18 +33,19 @@ class Windows(Iterator[Window]):
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: Pipeline[R],
         world_size: int,
-        hand_out: Callable[[Window, Pipeline], None] = _ignore,
+        hand_out: Callable[[Window, Pipeline[R]], None] = _ignore,
     ):
-        self._pipeline, self._hand_out = pipeline, hand_out
+        self._pipeline: Pipeline[Any] = pipeline
+        self._hand_out: Callable[[Window, Any], None] = hand_out
         self._stop = threading.Event()
         self._ended = False
         self._prefetch: Prefetch[Window] | None = None
         if world_size == 1:
             self._items: Iterator[Window] = pipeline.plan(self._stop)
         else:
-            pipeline.stopwatch = pipeline.runner.watch(
+            pipeline.clock = pipeline.runner.watch(
                 *(_weakly(pipeline, method) for method in ("over", "learned", "failed"))
             )
             self._prefetch = Prefetch(pipeline.plan, pipeline.wake)
@@ -100,17 +101,19 @@ class Windows(Iterator[Window]):
         self._finish()
 
 
-class HandedOut:
+class HandedOut(Generic[R]):
     """Knows which pipeline runs a window. A window that somebody has keeps its pipeline."""
 
     def __init__(self) -> None:
-        self._pipelines: weakref.WeakKeyDictionary[Window, Pipeline] = weakref.WeakKeyDictionary()
+        self._pipelines: weakref.WeakKeyDictionary[Window, Pipeline[R]] = (
+            weakref.WeakKeyDictionary()
+        )
 
-    def note(self, window: Window, pipeline: Pipeline) -> None:
+    def note(self, window: Window, pipeline: Pipeline[R]) -> None:
         """The loop gets a window of a pipeline."""
         self._pipelines[window] = pipeline
 
-    def pipeline_of(self, window: Window, where: str, runners: Runners) -> Pipeline:
+    def pipeline_of(self, window: Window, where: str, runners: Runners) -> Pipeline[R]:
         """The pipeline that runs a window.
 
         Args:
@@ -132,7 +135,7 @@ class HandedOut:
         return pipeline
 
 
-def _weakly(pipeline: Pipeline, method: str) -> Any:
+def _weakly(pipeline: Pipeline[Any], method: str) -> Any:
     """A method that the threads may hold without keeping the pipeline alive."""
     reference = weakref.ref(pipeline)
 

@@ -546,7 +546,7 @@ def test_a_device_that_does_not_deliver(late, caplog):
             counts.append(window.counts)
             if window.index == 20:
                 emulate.let_go(2, 1)
-                eventually(lambda: not windows._pipeline.stopwatch.late)
+                eventually(lambda: not windows._pipeline.clock.late)
             if window.index > 20 and window.counts[1] and back is None:
                 back = window.index
             if back is not None and window.index == back + 3:

@@ -7,12 +7,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
 from elche_jax.averaging.host.average import Average, Delivery
 from elche_jax.averaging.host.coordinator import Coordinator, Done, Failed, Learned, Limits, Outcome
+from elche_jax.averaging.host.session import Session
 from elche_jax.engine.loop import Seconds
 from elche_jax.engine.timing import device_threads, end_threads
 
@@ -27,7 +28,8 @@ class HostExchange:
     with `combining` and is closed (and, without running ahead, applied).
 
     Attributes:
-        session: What whoever launches wants to keep with it, until it is closed.
+        session: What the runner knows of the state it has returned last; let go when it is
+            closed.
         used: Whether a window was launched.
         limits: How long to wait.
 
@@ -42,6 +44,8 @@ class HostExchange:
         failed: Told of an exception in a thread.
     """
 
+    ends_windows: ClassVar[bool] = True
+
     def __init__(
         self,
         world_size: int,
@@ -52,7 +56,7 @@ class HostExchange:
         learned: Learned,
         failed: Failed,
     ):
-        self.session: Any = None
+        self.session: Session | None = None
         self.used = False
         self.limits = limits
         self._coordinator = coordinator = Coordinator(world_size, limits, done, learned, failed)

@@ -7,7 +7,7 @@ fast one goes on where nobody makes it wait.
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from elche_jax.averaging.host.program import (
     sent_rules,
     with_leaves,
 )
+from elche_jax.averaging.host.session import Begun, Session
 from elche_jax.averaging.state import AveragingState
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import Group
@@ -48,50 +49,6 @@ class Shapes:
     local: PyTree
     update: AverageUpdate
     pending: PendingUpdate
-
-
-@dataclass
-class Begun:
-    """A window that was launched and whose average the devices have not taken up.
-
-    Attributes:
-        number: Number of its dispatch.
-        pending: What every device did in it; None of one that got no programs.
-    """
-
-    number: int
-    pending: list[PendingUpdate | None]
-
-
-@dataclass
-class Session:
-    """What a run knows of the state it has returned last.
-
-    Attributes:
-        parts: That state by rank, `params` being those that are trained, without the key.
-        frozen: By rank the frozen parameters and the key.
-        step: Windows it has had.
-        fine: By rank whether all parameters were finite that were taken up since the last
-            delivery.
-        metrics: Metrics of the window averaged last.
-        begun: Windows that are not averaged yet, oldest first.
-        absent: Ranks that get no programs, as they are late.
-        state: That state, weakly; with another one a new session begins.
-    """
-
-    parts: list[TrainState]
-    frozen: list[tuple[PyTree, Any]]
-    step: int
-    fine: list[Any]
-    metrics: dict[str, Any]
-    begun: list[Begun] = field(default_factory=list)
-    absent: set[int] = field(default_factory=set)
-    state: Callable[[], TrainState | None] = lambda: None
-
-    @property
-    def present(self) -> list[int]:
-        """Ranks that get programs."""
-        return [rank for rank in range(len(self.parts)) if rank not in self.absent]
 
 
 class HostRunner:
@@ -191,7 +148,7 @@ class HostRunner:
             last one that was averaged; and whether that was finite.
         """
         del overlap
-        if launch.watch is not None:
+        if isinstance(launch.watch, HostExchange):
             return self._run(launch.watch, state, calls, launch)
         alone = self._exchange(replace(self.limits, ahead=False), _ignore, _ignore, _ignore)
         try:  # the window of a run that was closed
@@ -221,7 +178,7 @@ class HostRunner:
     def _run(
         self, exchange: HostExchange, state: TrainState, calls: Sequence[Call], launch: Launch
     ) -> tuple[TrainState, dict[str, Any], Any]:
-        session: Session | None = exchange.session
+        session = exchange.session
         known = session is not None and session.state() is state
         # a state that the run has not returned: nobody could tell it later of this average
         ahead = exchange.limits.ahead and (known or not exchange.used)
