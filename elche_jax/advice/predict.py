@@ -139,8 +139,8 @@ def plan(
     epoch, where its size is known, is as many windows as it has, and a smaller one of the
     rest; the two rates are then those of an epoch.
 
-    For one device `sync_ms` is its own `step_ms`. `ElChe` needs two devices; with one the
-    window that it would choose is that of `one_device`.
+    For one device `sync_ms` is its own `step_ms`. With one `ElChe` has
+    nothing to balance; the window that it would choose is that of `one_device`.
 
     Args:
         name: What to call it.

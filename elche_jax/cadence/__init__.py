@@ -36,7 +36,12 @@ from elche_jax.cadence.qsr import QSR
 from elche_jax.cadence.replay import Replay, ReplayState
 from elche_jax.cadence.scheduler import Scheduler, SchedulerState
 from elche_jax.cadence.shift import Shift, ShiftState
-from elche_jax.cadence.window import Divergence, WindowPlan, WindowRecord
+from elche_jax.cadence.window import (
+    Divergence,
+    WindowMeasurement,
+    WindowPlan,
+    WindowRecord,
+)
 from elche_jax.cadence.window_time import WindowTime, WindowTimeState
 
 __all__ = [
@@ -73,6 +78,7 @@ __all__ = [
     "State",
     "TrendGuard",
     "Verdict",
+    "WindowMeasurement",
     "WindowPlan",
     "WindowRecord",
     "WindowReport",

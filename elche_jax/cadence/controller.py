@@ -9,7 +9,14 @@ from math import isfinite
 from typing import Any
 
 from elche_jax import _check as check
-from elche_jax.cadence.base import STABLE, Cadence, Verdict, WindowReport, stronger
+from elche_jax.cadence.base import (
+    HOLD_GROWTH,
+    STABLE,
+    Cadence,
+    Verdict,
+    WindowReport,
+    stronger,
+)
 from elche_jax.cadence.guards import HISTORY, Guard, NoGuard, judge
 from elche_jax.cadence.scheduler import Scheduler, SchedulerState
 from elche_jax.cadence.shift import Shift
@@ -26,6 +33,7 @@ class ControllerState:
         divergence: How far the devices were apart after the last windows, oldest first.
         verdict: What the guard said last.
         owed: The strongest of what it has said since the cadence was told last.
+        told: Whether the cadence was told of a window's times.
     """
 
     schedule: SchedulerState
@@ -33,6 +41,7 @@ class ControllerState:
     divergence: tuple[Divergence, ...] = ()
     verdict: Verdict = STABLE
     owed: Verdict = STABLE
+    told: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,8 @@ class Controller:
 
         The guard is asked where the record has a divergence. The cadence is told of the
         window where its times are steady, or where it wants to hear of every window, and
-        of the strongest verdict since it was told last. A recording that is replayed is
+        of the strongest verdict since it was told last; after a cold one no growth for the
+        overhead's sake. A recording that is replayed is
         told nothing, and a cadence that follows the loss nothing of a window whose loss is
         not finite.
 
@@ -125,7 +135,8 @@ class Controller:
             owed = stronger(owed, verdict)
         schedule = self._told(state.schedule, record, owed)
         if schedule is not None:
-            return ControllerState(schedule, state.world_size, divergence, verdict)
+            told = state.told or _timed(record)
+            return ControllerState(schedule, state.world_size, divergence, verdict, told=told)
         if record.divergence is None:
             return state
         return replace(state, divergence=divergence, verdict=verdict, owed=owed)
@@ -137,9 +148,16 @@ class Controller:
         cadence, loss = self.cadence, record.loss if self.cadence.uses_loss else None
         if cadence.scripted or (loss is not None and not isfinite(loss)):
             return None
-        if record.steady and record.busy_ms:
+        if _timed(record):
             report = WindowReport(record.busy_ms, record.counts, record.sync_ms, loss)
+            if record.cold and cadence.overhead_target:  # which the cost does not tell yet
+                verdict = stronger(verdict, HOLD_GROWTH)
             return self.scheduler.update(schedule, report, verdict)
         if cadence.counts_windows:
             return self.scheduler.passed(schedule, record.counts, loss, verdict)
         return None
+
+
+def _timed(record: WindowRecord) -> bool:
+    """Whether a window's times are to be told."""
+    return record.steady and bool(record.busy_ms)

@@ -1,17 +1,12 @@
 """A window as it is planned, and the same window as it was measured. Plain numbers.
 
-These two are all there is of a window besides its data: what a cadence is told, what a
-timeline records and what `advise` computes are views of them.
+These are all there is of a window besides its data: what a cadence is told, what a timeline
+records and what `advise` computes are views of them.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
-
-HERE_ONLY: Final[Mapping[str, bool]] = {"here_only": True}
-"""Metadata of fields that a timeline's window does not have: events of their own tell of
-them, or the windows before."""
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +30,7 @@ class WindowPlan:
     epoch: int
     counts: tuple[int, ...]
     examples: int
-    first: int = field(default=0, kw_only=True, metadata=HERE_ONLY)
+    first: int = 0
 
     def measured(
         self, busy_ms: tuple[float, ...], wall_ms: float, sync_ms: float, skew_ms: float,
@@ -79,10 +74,14 @@ class Divergence:
 
 
 @dataclass(frozen=True, slots=True)
-class WindowRecord(WindowPlan):
-    """A window as it was measured: its plan, and what came of it.
+class WindowMeasurement:
+    """When the devices worked in a window: what a file of a run keeps of it.
 
     Attributes:
+        window: Number of the window in the run.
+        epoch: Its epoch.
+        counts: Microbatches per device.
+        examples: Valid examples of all devices.
         busy_ms: Busy time per device, data delivery included; empty with one device,
             whose time is `wall_ms`.
         wall_ms: From the end of the window before to the end of this one. Time that the
@@ -92,20 +91,17 @@ class WindowRecord(WindowPlan):
         skew_ms: How far the devices' arrivals at the synchronisation lay apart.
         steady: Whether its times are to be told to the cadence: not where it waited for a
             compile, where an exchange went on beside it, or where a device was late.
-        left_out: Ranks of the devices that were late, and are not in its average.
-        divergence: How far the devices were apart. With `delay=1` it is of the window
-            before. None in gradient mode.
-        loss: Its mean loss; None where neither the cadence nor a timeline asked for it.
     """
 
+    window: int
+    epoch: int
+    counts: tuple[int, ...]
+    examples: int
     busy_ms: tuple[float, ...]
     wall_ms: float
     sync_ms: float
     skew_ms: float
     steady: bool
-    left_out: tuple[int, ...] = field(default=(), kw_only=True, metadata=HERE_ONLY)
-    divergence: Divergence | None = field(default=None, kw_only=True, metadata=HERE_ONLY)
-    loss: float | None = field(default=None, kw_only=True, metadata=HERE_ONLY)
 
     @property
     def busy_share(self) -> tuple[float, ...]:
@@ -115,3 +111,24 @@ class WindowRecord(WindowPlan):
         if self.wall_ms <= 0:
             return (0.0,) * len(self.busy_ms)
         return tuple(min(1.0, busy / self.wall_ms) for busy in self.busy_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowRecord(WindowMeasurement):
+    """A window as it was measured: its plan, and all that came of it.
+
+    Attributes:
+        first: Number of its first microbatch in the epoch.
+        cold: Whether its programs ran for the first time. What its synchronisation cost
+            says nothing of later ones.
+        left_out: Ranks of the devices that were late, and are not in its average.
+        divergence: How far the devices were apart. With `delay=1` it is of the window
+            before. None in gradient mode.
+        loss: Its mean loss; None where neither the cadence nor a timeline asked for it.
+    """
+
+    first: int = field(default=0, kw_only=True)
+    cold: bool = field(default=False, kw_only=True)
+    left_out: tuple[int, ...] = field(default=(), kw_only=True)
+    divergence: Divergence | None = field(default=None, kw_only=True)
+    loss: float | None = field(default=None, kw_only=True)

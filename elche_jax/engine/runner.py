@@ -156,9 +156,9 @@ class Timed:
 class Runner(Timed):
     """Compiles and launches the programs of one group; owns the gradient accumulator.
 
-    `state` is the shapes of the stacked state; `replicated(state)` what of a state must be
-    the same on all devices; `capacities` holds, by the layout of the
-    data, the capacities compiled or asked for.
+    `state` is the shapes of the stacked state; `replicated(state)` what of a state must be the
+    same on all devices; `capacities` holds, by the layout of the data, the capacities compiled
+    or asked for.
 
     Only the thread that trains may call `run`. `prepare` may be called by any.
 
@@ -208,10 +208,13 @@ class Runner(Timed):
             overlap: See `run`.
         """
         self._several |= len(calls) > 1  # then one pair of programs serves all windows
-        self.begun = True
         if self._fuses:
             self._cache.get(*self._window_program(calls[0].payload))
-            return
+        else:
+            self._begin_pair(calls, overlap)
+        self.begun = True
+
+    def _begin_pair(self, calls: Sequence[Call], overlap: bool) -> None:
         last = calls[-1] if overlap and self._last is not None else None
         self._begin_last(last)
         for call in calls[:-1] if last is not None else calls:

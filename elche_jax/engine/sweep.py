@@ -192,9 +192,9 @@ class SweepRunner(Timed):
 
     def begin(self, calls: Sequence[Call]) -> None:
         """Compiles what a window needs before it is dispatched, see `Runner.begin`."""
-        self.begun = True
         for call in calls:
             self._cache.get(*self._program(call.payload))
+        self.begun = True
 
     def run(self, variables: Variables, call: Call) -> tuple[PyTree, jax.Array]:
         """Dispatches a call; gives its results and its token, stacked."""

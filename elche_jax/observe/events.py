@@ -10,7 +10,7 @@ have no events of their own.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from math import isfinite
 from typing import Any, Final, cast
@@ -18,7 +18,7 @@ from typing import Any, Final, cast
 import numpy as np
 
 from elche_jax import _check as check
-from elche_jax.cadence import WindowRecord
+from elche_jax.cadence import WindowMeasurement
 
 
 def _plain(kind: type, where: str, name: str, value: object) -> Any:
@@ -69,25 +69,22 @@ class Event:
 def moved(event: Event, at: float) -> Event:
     """The event at another time; what was checked when it was made is not checked again."""
     new = object.__new__(type(event))
-    for field in fields(cast(Any, event)):
-        object.__setattr__(new, field.name, getattr(event, field.name))
+    for name in field_names(type(event)):
+        object.__setattr__(new, name, getattr(event, name))
     object.__setattr__(new, "at", at)
     return new
 
 
 @cache
 def field_names(kind: type[Event]) -> tuple[str, ...]:
-    """Names of the fields that an event has in a file, in order."""
-    return tuple(field.name for field in _in_file(kind))
+    """Names of an event's fields, in order."""
+    return tuple(field.name for field in fields(cast(Any, kind)))
 
 
 @cache
 def _checks(kind: type[Event]) -> tuple[tuple[str, Any, Callable[[str, str, object], Any]], ...]:
-    return tuple((field.name, field.type, FIELDS[field.type]) for field in _in_file(kind))
-
-
-def _in_file(kind: type[Event]) -> "list[Field[Any]]":
-    return [field for field in fields(cast(Any, kind)) if "here_only" not in field.metadata]
+    found = fields(cast(Any, kind))
+    return tuple((field.name, field.type, FIELDS[field.type]) for field in found)
 
 
 class _Metrics(Event):
@@ -137,7 +134,7 @@ class RunEvent(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class WindowEvent(WindowRecord, Event):
+class WindowEvent(WindowMeasurement, Event):
     """A window that is over: its record, which `plot_run` and the like take, and when.
 
     Attributes:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from elche_jax import _check as check
-from elche_jax.cadence import WindowRecord
+from elche_jax.cadence import WindowMeasurement
 
 INK, FAINT = "#1f2933", "#c3ccd5"
 BUSY = ("#f3f6f9", "#9cc9d9", "#2a86a8", "#0b4a6b")
@@ -18,12 +18,12 @@ LINE = 2.0  # points
 
 
 def plot_run(
-    records: Sequence[WindowRecord],
+    records: Sequence[WindowMeasurement],
     path: str | PathLike[str],
     title: str = "",
     *,
     devices: Sequence[str] | None = None,
-    baseline: Sequence[WindowRecord] | None = None,
+    baseline: Sequence[WindowMeasurement] | None = None,
     names: tuple[str, str] = ("this run", "baseline"),
 ) -> Path:
     """Draws the busy share of every device over time, and its count in every window.
@@ -93,8 +93,8 @@ def plot_run(
 
 
 def _check(
-    records: Sequence[WindowRecord],
-    baseline: Sequence[WindowRecord] | None,
+    records: Sequence[WindowMeasurement],
+    baseline: Sequence[WindowMeasurement] | None,
     devices: Sequence[str] | None,
 ) -> int:
     for argument, run in (("records", records), ("baseline", baseline)):
@@ -113,13 +113,13 @@ def _check(
     return world_size
 
 
-def _edges(records: Sequence[WindowRecord]) -> list[float]:
+def _edges(records: Sequence[WindowMeasurement]) -> list[float]:
     """When the windows begin and end, in seconds from the first one's beginning."""
     return [0.0, *accumulate(record.wall_ms / 1e3 for record in records)]
 
 
 def _busy_strips(
-    axis: Any, records: Sequence[WindowRecord], labels: Sequence[str], end: float
+    axis: Any, records: Sequence[WindowMeasurement], labels: Sequence[str], end: float
 ) -> Any:
     """One strip per device, its colour the busy share of each window."""
     from matplotlib.colors import LinearSegmentedColormap
@@ -159,7 +159,7 @@ def _busy_strips(
     return image
 
 
-def _count_lines(axis: Any, records: Sequence[WindowRecord], labels: Sequence[str]) -> None:
+def _count_lines(axis: Any, records: Sequence[WindowMeasurement], labels: Sequence[str]) -> None:
     """One step line per device."""
     highest = max(max(record.counts) for record in records)
     edges = [record.window for record in records] + [records[-1].window + 1]

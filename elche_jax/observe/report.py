@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from elche_jax.cadence import WindowRecord
+from elche_jax.cadence import WindowMeasurement
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,13 @@ class RunReport:
         return "\n".join(rows)
 
 
-def ms_per_batch(records: Sequence[WindowRecord], rank: int) -> float | None:
+def ms_per_batch(records: Sequence[WindowMeasurement], rank: int) -> float | None:
     """Median milliseconds per microbatch of a device; None when it ran none."""
     times = [_busy(r, rank) / r.counts[rank] for r in records if r.counts[rank] > 0]
     return median(times) if times else None
 
 
-def limit_share(records: Sequence[WindowRecord]) -> float | None:
+def limit_share(records: Sequence[WindowMeasurement]) -> float | None:
     """Share of the limit that these windows reached.
 
     Args:
@@ -123,7 +123,7 @@ def limit_share(records: Sequence[WindowRecord]) -> float | None:
     return done / (wall * sum(1 / ms for ms in known))
 
 
-def imbalance(records: Sequence[WindowRecord]) -> float:
+def imbalance(records: Sequence[WindowMeasurement]) -> float:
     """Share of the machine that equal counts leave idle, 0 to 1.
 
     `1 - mean(ms) / max(ms)` of the devices' milliseconds per microbatch: with equal
@@ -133,7 +133,9 @@ def imbalance(records: Sequence[WindowRecord]) -> float:
     return 1 - sum(known) / len(known) / max(known) if known else 0.0
 
 
-def device_reports(records: Sequence[WindowRecord], names: Sequence[str]) -> list[DeviceReport]:
+def device_reports(
+    records: Sequence[WindowMeasurement], names: Sequence[str]
+) -> list[DeviceReport]:
     """One `DeviceReport` per device over these windows."""
     wall = sum(record.wall_ms for record in records)
     return [
@@ -147,18 +149,18 @@ def device_reports(records: Sequence[WindowRecord], names: Sequence[str]) -> lis
     ]
 
 
-def _known_ms(records: Sequence[WindowRecord]) -> list[float]:
+def _known_ms(records: Sequence[WindowMeasurement]) -> list[float]:
     """Milliseconds per microbatch of the devices that were measured."""
     times = [ms_per_batch(records, rank) for rank in range(len(records[0].counts))]
     return [ms for ms in times if ms]
 
 
-def _busy(record: WindowRecord, rank: int) -> float:
+def _busy(record: WindowMeasurement, rank: int) -> float:
     return record.busy_ms[rank] if record.busy_ms else record.wall_ms
 
 
 def make_report(
-    records: Sequence[WindowRecord],
+    records: Sequence[WindowMeasurement],
     names: Sequence[str],
     counts: tuple[int, ...],
     compiles: Mapping[str, float],

@@ -9,7 +9,7 @@ from os import PathLike
 from typing import Any, TypeVar, cast
 
 from elche_jax import _check as check
-from elche_jax.cadence import WindowRecord
+from elche_jax.cadence import WindowMeasurement
 from elche_jax.observe.events import (
     AnchorEvent,
     CheckpointEvent,
@@ -327,7 +327,7 @@ def _segment(event: RunEvent, at: float) -> Segment:
     )
 
 
-def _uncut(records: Sequence[WindowRecord]) -> tuple[int, ...]:
+def _uncut(records: Sequence[WindowMeasurement]) -> tuple[int, ...]:
     """Counts of the last window that another one of its epoch follows; else of the last."""
     for record, following in zip(records[-2::-1], records[:0:-1], strict=True):
         if record.epoch == following.epoch:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from io import FileIO
 from operator import attrgetter
@@ -19,7 +20,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Final, NamedTuple, Self, cast
 
 from elche_jax import _check as check
-from elche_jax.cadence import WindowRecord
+from elche_jax.cadence import WindowMeasurement
 from elche_jax.observe.events import (
     EVENTS as EVENTS,
     NAMES,
@@ -38,7 +39,7 @@ KEEP = 10_000
 BLOCK = 65_536
 """Bytes of a file that are read at once, from its end on."""
 
-_values: Final = attrgetter(*(name for name in field_names(WindowEvent) if name != "at"))
+_values: Final = attrgetter(*(field.name for field in fields(WindowMeasurement)))
 _encode: Final = json.JSONEncoder(allow_nan=False).encode
 _BEGIN: Final = b'{"event": "'
 _LATER: Final = {"run": {"exchange_bytes": 0, "frozen_bytes": 0}}
@@ -82,7 +83,7 @@ class Timeline:
     Examples:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from elche_jax.cadence import WindowRecord
+        >>> from elche_jax.cadence import WindowMeasurement
         >>> from elche_jax.observe.timeline import Timeline
         >>> path = Path(tempfile.mkdtemp(), "run.jsonl")
         >>> with Timeline(path) as timeline:
@@ -116,20 +117,20 @@ class Timeline:
             self._events.extend(events)
         return events
 
-    def window(self, record: WindowRecord) -> None:
+    def window(self, record: WindowMeasurement) -> None:
         """Records a window that is over, as a `WindowEvent`.
 
         Args:
             record: What was measured.
 
         Raises:
-            TypeError: `record` is no `WindowRecord`, or holds something else than numbers.
+            TypeError: `record` is no `WindowMeasurement`, or holds something else than numbers.
             ValueError: A number of it is not finite.
         """
-        check.instance("Timeline.window", "record", record, WindowRecord)
+        check.instance("Timeline.window", "record", record, WindowMeasurement)
         self._take(partial(WindowEvent, *_values(record)))
 
-    def measured(self, record: WindowRecord) -> None:
+    def measured(self, record: WindowMeasurement) -> None:
         """Records a window as `window` does, without a look at the numbers.
 
         A training step calls it for what it has measured itself. The event is made when somebody
@@ -307,7 +308,7 @@ def _last(where: str, path: Path, name: str, line: bytes) -> list[Event]:
 class _Measured(NamedTuple):
     """A `WindowEvent` that is not made yet."""
 
-    record: WindowRecord
+    record: WindowMeasurement
     at: float
 
 

@@ -32,13 +32,18 @@ class DivergenceReader:
         self.unread: tuple[int, tuple[int, ...]] | None = None
         self._late, self._devices = late, devices
         self._warned = len(devices) < 2
+        self._ended = False
+
+    def end(self) -> None:
+        """Another run begins: windows that are over now have nothing to tell."""
+        self._ended = True
 
     def read(self, plan: WindowPlan, metrics: Mapping[str, Any]) -> Divergence | None:
         """The divergence that a window's metrics tell of; None before the first."""
         window: tuple[int, tuple[int, ...]] | None = (plan.window, plan.counts)
         if self._late:
             self.unread, window = window, self.unread
-        if window is None:
+        if window is None or self._ended:
             return None
 
         def row(name: str) -> tuple[float, ...]:

@@ -25,7 +25,6 @@ from elche_jax.cadence import (
     ControllerState,
     Divergence,
     SchedulerState,
-    Verdict,
     WindowPlan,
     WindowRecord,
 )
@@ -68,10 +67,6 @@ def windows_to(recorder: Recorder) -> Callable[[WindowRecord], None]:
 class LiveScheduler:
     """Plans and records of one training step.
 
-    Attributes:
-        knows: Whether plans have nothing more to wait for: speeds were measured, or were
-            restored, or plans do not depend on them.
-
     Args:
         controller: The pure controller.
         world_size: Number of devices.
@@ -90,6 +85,9 @@ class LiveScheduler:
         owner: str = "TrainStep",
     ):
         self._lock = threading.Lock()
+        # held while a state follows from the one before; a guard or a cadence, which are the
+        # user's, may ask for what is known meanwhile
+        self._observing = threading.RLock()
         self._controller = controller
         self._state = controller.init(world_size)
         self._records: deque[WindowRecord] = deque(maxlen=RECORDS_KEPT)
@@ -99,7 +97,6 @@ class LiveScheduler:
         self.timeline = timeline
         self._tell = getattr(timeline, "window_metrics", None)  # it takes the losses from them
         self._told = STABLE
-        self.knows = not self.adaptive
         self._where = f"{owner}.cadence_state"
 
     @property
@@ -182,6 +179,14 @@ class LiveScheduler:
         return speeds.throughput(state, records, self._world_size)
 
     @property
+    def knows(self) -> bool:
+        """Whether plans follow from measured speeds already, or never will."""
+        with self._lock:
+            state = self._state
+        rates = speeds.throughput(state.schedule.cadence, [], self._world_size)
+        return not self.adaptive or state.told or any(rate is not None for rate in rates)
+
+    @property
     def ratios(self) -> tuple[float, ...]:
         """Share of the work that each device should get; they sum to 1.
 
@@ -224,9 +229,8 @@ class LiveScheduler:
             for name, values in vars(part).items() if part is not None else ():
                 if isinstance(values, tuple):
                     self._check_numbers(name, values)
-        with self._lock:
-            self._state = replace(self._state, schedule=state)
-            self.knows = True
+        with self._observing, self._lock:
+            self._state = replace(self._state, schedule=state, told=False)
 
     def _check_numbers(self, name: str, values: tuple[Any, ...]) -> None:
         where = self._where
@@ -266,7 +270,7 @@ class LiveScheduler:
     ) -> None:
         """A run begins, or goes on after windows of these counts and divergences: forgets
         the records, not the speeds."""
-        with self._lock:
+        with self._observing, self._lock:
             self._records.clear()
             self._told = STABLE
             self._state = ControllerState(self._state.schedule, self._world_size, tuple(divergence))
@@ -284,38 +288,44 @@ class LiveScheduler:
 
     def measured(self, record: WindowRecord) -> None:
         """Takes a window that is over: tells the timeline, and the controller."""
-        timeline, where = self.timeline, {"window": record.window, "epoch": record.epoch}
-        if timeline is not None:  # not under the lock: it may write to a disk
+        timeline = self.timeline
+        with self._observing:
+            before = self._state
+            state = self._controller.observe(before, record)
+            with self._lock:
+                self._state = state
+                self._records.append(record)
+                if self._hint:
+                    self._give_hint()
+        if timeline is not None:
             windows_to(timeline)(record)
-        with self._lock:
-            self._records.append(record)
-            before = self._anchor
-            self._state = self._controller.observe(self._state, record)
-            verdict, anchor = self._state.verdict, self._anchor
-            self.knows |= record.steady
-            if self._hint:
-                self._give_hint()
-        if timeline is None:
-            return
+            self._tell_changes(timeline, record, before, state)
+
+    def _tell_changes(
+        self,
+        timeline: Recorder,
+        record: WindowRecord,
+        before: ControllerState,
+        state: ControllerState,
+    ) -> None:
+        where = {"window": record.window, "epoch": record.epoch}
         if record.divergence is not None:
-            self._tell_verdict(verdict, where)
+            told, self._told = self._told, state.verdict
+            # every *nudge down*, of the rest what is new
+            if state.verdict.action == "nudge_down" or state.verdict != told:
+                timeline.add(
+                    VerdictEvent, **where, action=state.verdict.action,
+                    factor=state.verdict.factor or 1.0,
+                )  # fmt: skip
         if record.loss is not None and isfinite(record.loss) and self._tell is None:
             timeline.add(LossEvent, **where, loss=record.loss)
-        if before != anchor and None not in (before, anchor):
-            timeline.add(AnchorEvent, **where, before=before, anchor=anchor)
+        old, anchor = self._anchor_of(before), self._anchor_of(state)
+        if old != anchor and old is not None and anchor is not None:
+            timeline.add(AnchorEvent, **where, before=old, anchor=anchor)
 
-    def _tell_verdict(self, verdict: Verdict, where: Mapping[str, int]) -> None:
-        """Every *nudge down* goes to the timeline, of the rest what is new."""
-        told, self._told = self._told, verdict
-        if self.timeline is not None and (verdict.action == "nudge_down" or verdict != told):
-            self.timeline.add(
-                VerdictEvent, **where, action=verdict.action, factor=verdict.factor or 1.0
-            )
-
-    @property
-    def _anchor(self) -> int | None:
+    def _anchor_of(self, state: ControllerState) -> int | None:
         """The cadence's anchor; None where it has none."""
-        return self._cadence.anchor_of(self._state.schedule.cadence)
+        return self._cadence.anchor_of(state.schedule.cadence)
 
     def told(self, plan: WindowPlan, metrics: Mapping[str, Any]) -> None:
         """Hands the metrics of a window that is over to a recorder that takes them."""
@@ -324,9 +334,11 @@ class LiveScheduler:
 
     def learned(self, record: WindowRecord) -> None:
         """Takes the times of a window that were not known when it was over."""
-        with self._lock:
-            if record.steady:
-                self._state = self._controller.observe(self._state, record)
+        if record.steady:
+            with self._observing:
+                state = self._controller.observe(self._state, record)
+                with self._lock:
+                    self._state = state
 
     def skipped(self, plan: WindowPlan, reason: str) -> None:
         """Notes that a window's update was dropped, and why."""

@@ -83,6 +83,7 @@ class InFlight:
         own: The same of each device's own sums.
         sums: Checksums of the state after it, or None.
         metrics: The window's metrics, on the devices.
+        cold: Whether its programs run for the first time.
     """
 
     plan: WindowPlan
@@ -92,6 +93,7 @@ class InFlight:
     own: Any
     sums: jax.Array | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    cold: bool = False
 
 
 class Pipeline(Generic[R]):
@@ -140,7 +142,7 @@ class Pipeline(Generic[R]):
         self._planned = 0
         self._over = 0
         self._current: int | None = None  # the window handed out and not used yet
-        self._asked = 0.0
+        self._asked, self._cold = 0.0, False
         self._dispatches = 0
         self._flights: dict[int, InFlight] = {}
         self._error: BaseException | None = None
@@ -260,7 +262,7 @@ class Pipeline(Generic[R]):
 
     def compiled(self) -> None:
         """What the window needs was compiled first: its time begins now."""
-        self._asked = time.perf_counter()
+        self._asked, self._cold = time.perf_counter(), True
 
     def launch(self, at: float) -> Launch:
         """The dispatch that begins now, for whoever makes it."""
@@ -290,7 +292,10 @@ class Pipeline(Generic[R]):
         """
         self._scheduler.dispatched(window.counts)
         self.trained = window.index
-        flying = InFlight(window.plan, self._asked, steady, finite, token, sums, metrics or {})
+        cold, self._cold = self._cold, False
+        flying = InFlight(
+            window.plan, self._asked, steady, finite, token, sums, metrics or {}, cold
+        )
         with self._changed:
             if self._closed:
                 return
@@ -458,5 +463,6 @@ def _measured(
         sync_ms=0.0 if single else times.sync_ms,
         skew_ms=0.0 if single else times.skew_ms,
         steady=flying.steady,
+        cold=flying.cold,
         **known,
     )

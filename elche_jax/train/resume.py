@@ -66,8 +66,8 @@ def restore_run(
     seen = [] if divergence is None else saved["divergence"]
     scheduler.restart(saved["counts"], [divergence_of(one) for one in seen])
     unread = saved.get("unread")
-    if divergence is not None and unread is not None:
-        divergence.unread = (unread[0], tuple(unread[1]))
+    if divergence is not None:
+        divergence.unread = None if unread is None else (unread[0], tuple(unread[1]))
     if saved["cadence_name"] != scheduler.cadence_name:
         logger.warning(
             "elche: the checkpoint is of a run with %s, this one has %s: the cadence begins anew.",

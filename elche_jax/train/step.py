@@ -216,6 +216,8 @@ class TrainStep:
         )  # fmt: skip
         self._initial = StateSpec(shapes_of(state), key_impl_of(rng), selection, merge)
         self._watch = _finite_watch(self._options, self.devices)
+        if self._divergence is not None:
+            self._divergence.end()
         self._divergence = divergence_reader(self._options.averaging, self.devices)
         self._average = None
         self._scheduler.restart()
@@ -305,7 +307,8 @@ class TrainStep:
         )  # fmt: skip
         self._last_pipeline = pipeline
         names = [str(device) for device in self.devices]
-        self._scheduler.begins(names, start.window, *self._exchanged)
+        exchanged = self._initial.exchanged_bytes(self._options.averaging)
+        self._scheduler.begins(names, start.window, *exchanged)
         return Windows(pipeline, len(self.devices), self._handed_out.note)
 
     def __call__(
@@ -458,7 +461,8 @@ class TrainStep:
 
     def report(self) -> RunReport:
         """What was measured so far: speeds, counts, busy shares, compiles."""
-        exchange, frozen = (0, 0) if self._initial is None else self._exchanged
+        initial, averaging = self._initial, self._options.averaging
+        exchange, frozen = (0, 0) if initial is None else initial.exchanged_bytes(averaging)
         return make_report(
             self.records, [str(d) for d in self.devices], self.counts, vars(self._cache.stats),
             self.skipped, exchange, frozen,
@@ -474,11 +478,6 @@ class TrainStep:
         last, self._last_pipeline = self._last_pipeline, None
         if last is not None:
             last.settle()
-
-    @property
-    def _exchanged(self) -> tuple[int, int]:
-        assert self._initial is not None  # `init` was called
-        return self._initial.exchanged_bytes(self._options.averaging)
 
     def _checksums(
         self, state: TrainState, window: Window, pipeline: Pipeline[TrainRunner]

@@ -130,7 +130,7 @@ class HandedOut(Generic[R]):
             raise TypeError(check.message(where, "window", rule, got))
         pipeline = self._pipelines.get(window)
         if pipeline is None or pipeline.runner not in runners:
-            rule, got = "come from this training step's windows", "one of another step's"
+            rule, got = "come from this training step's windows", "one of another step's, or a copy"
             raise ValueError(check.message(where, "window", rule, got))
         return pipeline
 

@@ -14,7 +14,7 @@ from reference import BATCH, LEARNING_RATE, MOMENTUM, data, gradient, loss_fn, p
 import elche_jax as elche
 from elche_jax.cadence import HOLD_GROWTH, STABLE, Controller, WindowPlan, nudge_down
 from elche_jax.cadence.guards import Divergence, is_level, judge
-from elche_jax.observe.timeline import Timeline, VerdictEvent
+from elche_jax.observe.timeline import Timeline, VerdictEvent, WindowEvent
 
 numbers = st.floats(0, 1) | st.just(math.nan)
 
@@ -294,6 +294,30 @@ def test_a_verdict_waits_for_the_next_report():
     seen = train.divergence
     assert [each.window for each in seen] == list(range(17))
     assert seen[0].counts == (8, 8) and all(each.distance[0] >= 0 for each in seen)
+
+
+def test_a_guard_may_look_at_the_training_step():
+    """No lock is held that a reader waits for; and what it raises leaves no half window."""
+
+    class Looking:
+        def verdict(self, history):
+            seen.append((train.counts, len(train.records), train.throughput, train.ratios))
+            if len(seen) == 4:
+                raise ValueError("enough")
+            return STABLE
+
+    seen, timeline = [], Timeline()
+    train = elche.build_train_step(
+        loss_fn, optax.sgd(0.1), devices=jax.devices()[:2], averaging=elche.ParameterAveraging(),
+        cadence=elche.ElChe(anchor=2), guard=Looking(), config=elche.DDPConfig(timeline=timeline),
+    )  # fmt: skip
+    state = train.init(params())
+    with pytest.raises(ValueError, match="enough"):
+        for window in train.windows(data(60), BATCH, epochs=None):
+            state, _ = train(state, window)
+    assert [number for _, number, _, _ in seen] == [0, 1, 2, 3]
+    told = [event.window for event in timeline.events if isinstance(event, WindowEvent)]
+    assert len(train.records) == 3 and told == [0, 1, 2]
 
 
 def test_inner_steps_fix_the_windows():

@@ -128,6 +128,23 @@ def test_a_recording_is_told_nothing():
     assert [controller.plan(state, window) for window in (1, 0)] == [(3, 4), (1, 2)]
 
 
+@pytest.mark.parametrize(("target", "said"), [(0.1, "hold_growth"), (0.0, "stable")])
+def test_a_cold_window_tells_speeds_and_no_overhead(target, said):
+    cadence = Heard(overhead_target=target)
+    run(Controller(cadence), [replace(record(0), cold=True), record(1)])
+    assert verdicts(cadence) == [said, "stable"]
+    assert cadence.told[0][0].wall_ms == (10.0, 10.0)
+
+
+def test_a_cold_synchronisation_does_not_move_the_anchor():
+    controller = Controller(ElChe(anchor=10))
+    cold = replace(record(0, counts=(10, 10)), sync_ms=80.0, cold=True, busy_ms=(100.0, 50.0))
+    state = controller.observe(controller.init(2), cold)
+    assert controller.plan(state, 1) == (10, 20)
+    warm = replace(cold, cold=False)
+    assert min(controller.plan(controller.observe(controller.init(2), warm), 1)) == 80
+
+
 def test_a_verdict_waits_until_the_cadence_is_told():
     """The strongest since; then it is owed no more."""
     cadence = Heard()

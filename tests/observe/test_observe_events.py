@@ -17,13 +17,8 @@ VALUES = {
 }  # fmt: skip
 
 
-def in_file(kind):
-    """The fields that a file has; of the rest of a window other events tell."""
-    return [field for field in fields(kind) if not field.metadata]
-
-
 def values_of(kind):
-    return {field.name: VALUES[field.type] for field in in_file(kind) if field.name != "at"}
+    return {field.name: VALUES[field.type] for field in fields(kind) if field.name != "at"}
 
 
 def test_every_event_has_an_entry_and_plain_fields():
@@ -32,8 +27,8 @@ def test_every_event_has_an_entry_and_plain_fields():
     assert set(EVENTS.values()) == kinds and len(EVENTS) == len(kinds)
     assert {kind: name for name, kind in EVENTS.items()} == NAMES
     for kind in kinds:
-        assert {field.type for field in in_file(kind)} <= set(FIELDS)
-        assert [field.name for field in in_file(kind)][-1] == "at"
+        assert {field.type for field in fields(kind)} <= set(FIELDS)
+        assert [field.name for field in fields(kind)][-1] == "at"
         assert "at:" in kind.__doc__
         assert not hasattr(kind(**values_of(kind), at=1.0), "__dict__")
 

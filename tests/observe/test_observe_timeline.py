@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from elche_jax.cadence.window import WindowRecord
+from elche_jax.cadence import WindowMeasurement, WindowRecord
 from elche_jax.observe import line_writer, timeline as module
 from elche_jax.observe.report import limit_share
 from elche_jax.observe.timeline import Event, SkipEvent, Timeline, WindowEvent
@@ -86,8 +86,8 @@ def test_a_window_event_is_a_record():
     timeline = Timeline()
     timeline.window(RECORD)
     (event,) = timeline.events
-    assert {f.name: getattr(event, f.name) for f in fields(WindowRecord)} == {
-        f.name: getattr(RECORD, f.name) for f in fields(WindowRecord)
+    assert {f.name: getattr(event, f.name) for f in fields(WindowMeasurement)} == {
+        f.name: getattr(RECORD, f.name) for f in fields(WindowMeasurement)
     }
     assert limit_share(timeline.events) == limit_share([RECORD])
 
@@ -729,7 +729,9 @@ def test_a_path_that_cannot_be_opened(tmp_path):
 
 def test_what_is_no_event():
     timeline = Timeline()
-    with pytest.raises(TypeError, match=r"^Timeline\.window: record must be of type WindowRecord"):
+    with pytest.raises(
+        TypeError, match=r"^Timeline\.window: record must be of type WindowMeasurement"
+    ):
         timeline.window({"window": 3})
     for kind in ("skip", Event, WindowRecord, []):
         with pytest.raises(

@@ -1,12 +1,16 @@
 """The first window is timed: the second plan follows from it."""
 
+import time
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from marks import slow
 
 import elche_jax as elche
+from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.lab import EmulatedSpeeds
 
 MS = (4.0, 4.0, 16.0)
@@ -25,11 +29,15 @@ def loss_fn(params, batch, rng):
     return (batch["x"] @ params["w"]) ** 2
 
 
-def trained(windows=4, **options):
-    """A training step that has done some windows of devices of 4, 4 and 16 ms."""
-    train = elche.build_train_step(
+def build(**options):
+    return elche.build_train_step(
         loss_fn, optax.sgd(1e-3), devices=jax.devices()[:3], emulate=EmulatedSpeeds(MS), **options
     )
+
+
+def trained(windows=4, **options):
+    """A training step that has done some windows of devices of 4, 4 and 16 ms."""
+    train = build(**options)
     state = train.init({"w": np.ones(3, "float32")})
     with train.windows(DATA, 4) as iterator:
         for window in iterator:
@@ -37,6 +45,13 @@ def trained(windows=4, **options):
             if window.index == windows - 1:
                 break
     return train
+
+
+def eventually(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
 
 
 def assert_balanced(counts):
@@ -74,9 +89,64 @@ def test_the_time_of_the_first_window_is_without_compiling():
 def test_what_is_known_is_not_waited_for():
     """Speeds that were restored: the second window is planned while the first one runs."""
     train = trained(cadence=elche.ElChe(anchor=10))
-    again = elche.build_train_step(
-        loss_fn, optax.sgd(1e-3), devices=jax.devices()[:3], cadence=elche.ElChe(anchor=10)
-    )
+    again = build(cadence=elche.ElChe(anchor=10))
     assert not again._scheduler.knows
+    again.cadence_state = again.cadence_state
+    assert not again._scheduler.knows, "nothing was measured"
     again.cadence_state = train.cadence_state
     assert again._scheduler.knows and again.counts == train.counts
+    state = again.init({"w": np.ones(3, "float32")})
+    with again.windows(DATA, 4) as windows:
+        pipeline = again.pipeline_of(first := next(windows), "test")
+        eventually(lambda: pipeline._planned == 2)
+        again(state, first)
+
+
+@pytest.mark.parametrize("way", ["gradient", "averaging", "delay"])
+def test_a_cold_synchronisation_does_not_raise_the_anchor(way):
+    """Of arrays of a real size it costs several times what it will."""
+    shape = (256, 256)
+    rng = np.random.default_rng(0)
+    params = {name: rng.normal(size=shape).astype("float32") / 16 for name in ("a", "b")}
+    data = {"x": rng.normal(size=(600, 256)).astype("float32")}
+
+    def loss_fn(params, batch, rng):
+        return ((jnp.tanh(batch["x"] @ params["a"]) @ params["b"]) ** 2).mean(1)
+
+    guard = None if way == "gradient" else elche.NoGuard()
+    train = elche.build_train_step(
+        loss_fn, optax.adam(1e-3), devices=jax.devices()[:3], emulate=EmulatedSpeeds([1.0] * 3),
+        cadence=elche.ElChe(anchor=10, overhead_target=0.01), guard=guard, **WAYS[way],
+    )  # fmt: skip
+    state = train.init(params)
+    for window in train.windows(data, 4):
+        state, _ = train(state, window)
+    first, second = train.records[:2]
+    assert first.cold and first.steady and not second.cold
+    assert first.sync_ms > 0.01 * max(first.busy_ms), "it would have been raised"
+    assert min(second.counts) <= 10 < max(row.counts[0] for row in train.records[2:])
+
+
+def test_a_first_compile_that_fails_may_be_tried_again(monkeypatch):
+    """The window is cold when it runs at last, and its time is without the compile."""
+    train = build(cadence=elche.ElChe(anchor=10))
+    state = train.init({"w": np.ones(3, "float32")})
+    get, failed = CompileCache.get, []
+
+    def out_of_memory(self, key, build):
+        if key[0] == "combine" and not failed:
+            failed.append(key)
+            raise MemoryError("no more")
+        return get(self, key, build)
+
+    monkeypatch.setattr(CompileCache, "get", out_of_memory)
+    with train.windows(DATA, 4) as windows:
+        for window in windows:
+            if not window.index:
+                with pytest.raises(MemoryError, match="no more"):
+                    train(state, window)
+            state, _ = train(state, window)
+            if window.index == 3:
+                break
+    assert failed and train.records[0].steady and train.records[0].cold
+    assert_balanced(train.counts_history[1])

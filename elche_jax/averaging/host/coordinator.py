@@ -74,7 +74,7 @@ Failed = Callable[[BaseException], None]
 
 @dataclass
 class OpenWindow:
-    """A window that was launched; guarded by the board's lock.
+    """A window that was launched; guarded by the coordinator's lock.
 
     Moments are seconds of `time.perf_counter`; lists are by rank.
 

@@ -121,13 +121,14 @@ class HostRunner:
     def begin(self, calls: Sequence[Call], overlap: bool = False) -> None:
         """Compiles what a window needs before it is dispatched, see `Runner.begin`."""
         del overlap
-        self.begun = True
         for call in calls:
             self._accumulators(call.payload)
         self._delivering()
         # where devices run ahead another number of windows is met in the middle of a run
         for later in range(self.limits.in_flight if self.limits.ahead else 1):
             self._applying(later)
+        self._locals = self._locals or [self._zero_local(d) for d in self.group.devices]
+        self.begun = True
 
     def run(
         self, state: TrainState, calls: Sequence[Call], launch: Launch, overlap: bool = False
