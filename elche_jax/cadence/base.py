@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final, Generic, Literal, Protocol, Self, TypeVar, cast
 
+import numpy as np
+
 from elche_jax import _check as check
 
 
@@ -150,6 +152,8 @@ def stronger(one: Verdict, other: Verdict) -> Verdict:
 
 
 def _to_lists(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
     if isinstance(value, tuple):
         return [_to_lists(entry) for entry in cast(tuple[Any, ...], value)]
     return value
@@ -233,7 +237,8 @@ class Cadence(ABC, Generic[S]):
 
     ``S`` is its state: an immutable object with ``counts`` (see `CadenceState`). All else here
     are hooks of the loop that asks for counts, with defaults for a rule that follows reports
-    and keeps no estimates of times.
+    and keeps no estimates of times. With one device there are no busy times, and ``update`` is
+    called only where the rule ``counts_windows``.
 
     Attributes:
         state_type: Class of its states, derived from `State`; ``None`` for states that cannot

@@ -3,6 +3,7 @@
 The training loop and `advise` drive the same object, so that what is predicted is what runs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import isfinite
@@ -69,6 +70,10 @@ class Controller:
     guard: Guard = field(default_factory=NoGuard)
     shift: Shift | None = field(default_factory=Shift)
 
+    def __post_init__(self) -> None:
+        check.instance("Controller", "cadence", self.cadence, Cadence)
+        check.instance("Controller", "guard", self.guard, Guard)
+
     @cached_property
     def scheduler(self) -> Scheduler:
         """The part that knows of counts alone."""
@@ -100,16 +105,24 @@ class Controller:
                 window.
         """
         counts = self.scheduler.plan(state.schedule, window)
-        self.check_counts(state, counts, window)
-        return counts
+        return self.checked(state, counts, window)
 
-    def check_counts(self, state: ControllerState, counts: tuple[int, ...], window: int) -> None:
-        """Raise ``ValueError`` where a cadence's counts for a window are none."""
+    def checked(
+        self, state: ControllerState, counts: Sequence[int], window: int
+    ) -> tuple[int, ...]:
+        """Return a cadence's counts as plain integers.
+
+        Raises:
+            TypeError: If one is not an integer.
+            ValueError: If they are no counts for these devices.
+        """
         devices = state.world_size
+        counts = check.integers(type(self.cadence).__name__, "counts", counts)
         if len(counts) != devices or min(counts) < 0 or max(counts) == 0:
             rule = f"have one entry per device ({devices}), none below 0 and not all 0"
             got = f"{counts} for window {window}"
             raise ValueError(check.message(type(self.cadence).__name__, "counts", rule, got))
+        return counts
 
     def observe(self, state: ControllerState, record: WindowRecord) -> ControllerState:
         """Return the state after a window.
@@ -126,8 +139,10 @@ class Controller:
             record: The window.
 
         Raises:
-            TypeError: If the guard gives no verdict.
+            TypeError: If the record is none, the guard gives no verdict, or the cadence no
+                state.
         """
+        check.instance("Controller.observe", "record", record, WindowRecord)
         divergence, verdict, owed = state.divergence, state.verdict, state.owed
         if record.divergence is not None:
             divergence = (*divergence[1 - HISTORY :], record.divergence)

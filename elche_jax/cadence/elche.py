@@ -171,7 +171,8 @@ class ElChe(Cadence[ElCheState]):
     move only with the anchor.
 
     With one device there is nothing to balance and no exchange to pay for: every window
-    is one microbatch, whatever the knobs say, so that a script runs unchanged on one.
+    is one microbatch, so that a script runs unchanged on one; under an outer optimizer,
+    which needs windows to step after, it is ``anchor`` microbatches.
 
     Attributes:
         anchor: Count of the slowest device at the start, at least 1.

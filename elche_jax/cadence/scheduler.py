@@ -142,10 +142,7 @@ class Scheduler:
             >>> Scheduler(EveryBatch()).init(2).counts
             (1, 1)
         """
-        cadence = self.cadence.init(world_size)
-        if not hasattr(cadence, "counts"):
-            where, rule = type(self.cadence).__name__, "return a state with counts"
-            raise TypeError(check.message(where, "init", rule, check.describe(cadence)))
+        cadence = self._made("init", self.cadence.init(world_size))
         return SchedulerState(cadence, self.shift and self.shift.init(world_size))
 
     def plan(self, state: SchedulerState, window: int | None = None) -> tuple[int, ...]:
@@ -204,7 +201,8 @@ class Scheduler:
             ((30.0, 10.0), 1)
         """
         if not self.cadence.estimates:
-            return replace(state, cadence=self.cadence.update(state.cadence, report, verdict))
+            cadence = self._made("update", self.cadence.update(state.cadence, report, verdict))
+            return replace(state, cadence=cadence)
         before, shift, shifted = state.cadence, state.shift, False
         planned: tuple[int, ...] = before.counts
         check_update("Scheduler.update", len(planned), report, verdict)
@@ -215,7 +213,8 @@ class Scheduler:
         measured_plan = of_plan and None not in before.ms_per_batch
         if shifted or (measured_plan and not state.settled):
             before = self.cadence.recalibrate(before)
-        cadence = self.cadence.update(before, rescale_sync(report, planned), verdict)
+        rescaled = rescale_sync(report, planned)
+        cadence = self._made("update", self.cadence.update(before, rescaled, verdict))
         agreed = state.agreed + of_plan if cadence.counts == planned else 0
         if agreed >= REPLAN_AFTER:
             cadence, agreed = self.cadence.replan(cadence), 0
@@ -247,7 +246,18 @@ class Scheduler:
             (8, 8)
         """
         report = WindowReport((0.0,) * len(counts), counts, 0.0, loss)
-        return replace(state, cadence=self.cadence.update(state.cadence, report, verdict))
+        cadence = self._made("update", self.cadence.update(state.cadence, report, verdict))
+        return replace(state, cadence=cadence)
+
+    def _made(self, method: str, state: Any) -> Any:
+        """A state of the cadence's, if it is one."""
+        needed = ["counts", "ms_per_batch"][: 1 + self.cadence.estimates]
+        for name in needed:
+            # not by hasattr, which asks a replay for counts that it may not have
+            if not (hasattr(type(state), name) or name in getattr(state, "__dict__", ())):
+                where, rule = type(self.cadence).__name__, f"return a state with {name}"
+                raise TypeError(check.message(where, method, rule, check.describe(state)))
+        return state
 
     def from_dict(self, values: Mapping[str, Any]) -> SchedulerState:
         """Return the state that ``to_dict`` was called on.

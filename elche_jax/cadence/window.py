@@ -49,7 +49,7 @@ class Divergence:
 
     With `x` the parameters before the window, `y` the device's own after its steps, `a`
     the ones after the synchronisation and `delta` the averaged difference; what a window
-    did not exchange is not looked at. A device that was left out has NaN.
+    did not exchange is not looked at. The distance of a device that was left out is NaN.
 
     Attributes:
         window: Number of the window.

@@ -83,7 +83,7 @@ class Timeline:
     Examples:
         >>> import tempfile
         >>> from pathlib import Path
-        >>> from elche_jax.cadence import WindowMeasurement
+        >>> from elche_jax.cadence import WindowRecord
         >>> from elche_jax.observe.timeline import Timeline
         >>> path = Path(tempfile.mkdtemp(), "run.jsonl")
         >>> with Timeline(path) as timeline:

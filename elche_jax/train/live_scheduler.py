@@ -195,7 +195,7 @@ class LiveScheduler:
         counts, windows = self.counts, self.windows
         with self._lock:
             state, records = self._state, list(self._records)
-        self._controller.check_counts(state, counts, windows)
+        counts = self._controller.checked(state, counts, windows)
         return speeds.ratios(state.schedule.cadence, records, counts)
 
     @property

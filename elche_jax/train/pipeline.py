@@ -241,6 +241,8 @@ class Pipeline(Generic[R]):
 
     def dispatching(self, window: Window) -> None:
         """Before the dispatch: waits while too many windows are in flight."""
+        if self._closed:
+            self._look_back(self._in_flight)
         with interruptible(), self._changed:
             if self._feed.world_size > 1:
                 self._changed.wait_for(
@@ -297,7 +299,8 @@ class Pipeline(Generic[R]):
             window.plan, self._asked, steady, finite, token, sums, metrics or {}, cold
         )
         with self._changed:
-            if self._closed:
+            if self._closed:  # nobody times it
+                self._unseen.append(flying)
                 return
             self._flights[self._dispatches] = flying
         if self._feed.world_size == 1:
@@ -330,11 +333,14 @@ class Pipeline(Generic[R]):
         """Whether it was closed."""
         return self._closed
 
+    def _look_back(self, spare: int) -> None:
+        """Looks at windows in flight at the close, or trained after it, but for the last."""
+        while len(self._unseen) > spare:
+            self._verify(self._unseen.pop(0))
+
     def settle(self) -> None:
-        """A new run begins: raises what the windows in flight at the close have brought."""
-        unseen, self._unseen = self._unseen, []
-        for flying in unseen:
-            self._verify(flying)
+        """A new run begins: raises what the windows have brought that nobody looked at."""
+        self._look_back(0)
         if not self.told:
             self.check()
 

@@ -267,7 +267,8 @@ class TrainStep:
                 of the data; windows are numbered on from those before.
 
         Returns:
-            An iterator of `Window`, also a context manager.
+            An iterator of `Window`, also a context manager. Windows may be trained when it has
+            ended; nobody times them then, so that the cadence and `records` hear nothing.
 
         Raises:
             RuntimeError: `init` was not called before.

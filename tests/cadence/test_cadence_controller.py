@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -222,3 +223,56 @@ def test_counts_must_be_some(counts):
         r"got \(.*\) for window 5\.$",
     ):
         controller.plan(controller.init(2), 5)
+
+
+def test_counts_of_numpy_are_plain_and_go_into_json():
+    class Arrays(Heard):
+        def init(self, world_size):
+            return ElChe(anchor=3).init(world_size)
+
+        def update(self, state, report, verdict=STABLE):
+            return replace(state, counts=np.rint([2.0, 5.0]).astype(int))
+
+    controller = Controller(Arrays())
+    state = controller.observe(controller.init(2), record(0))
+    counts = controller.plan(state, 1)
+    assert counts == (2, 5) and {type(count) for count in counts} == {int}
+    assert json.loads(json.dumps(state.schedule.to_dict()))["cadence"]["counts"] == [2, 5]
+
+
+@pytest.mark.parametrize("flags", [{}, {"estimates": True}, {"counts_windows": True}])
+def test_an_update_that_returns_no_state(flags):
+    class Forgets(Heard):
+        def init(self, world_size):
+            return ElChe().init(world_size)
+
+        def update(self, state, report, verdict=STABLE):
+            pass
+
+        def recalibrate(self, state):
+            return state
+
+    controller = Controller(Forgets(**flags))
+    window = record(0, steady="counts_windows" not in flags)
+    with pytest.raises(
+        TypeError, match=r"^Forgets: update must return a state with counts, got None"
+    ):
+        controller.observe(controller.init(2), window)
+
+
+def test_what_is_none():
+    with pytest.raises(TypeError, match=r"^Heard: init must return a state with ms_per_batch, got"):
+        Controller(Heard(estimates=True)).init(2)
+    with pytest.raises(TypeError, match=r"^Controller: cadence must be .*Cadence, got 'x'"):
+        Controller("x")
+    with pytest.raises(TypeError, match=r"^Controller: guard must be .*Guard, got 3"):
+        Controller(EveryBatch(), 3)
+    controller = Controller(EveryBatch())
+    with pytest.raises(TypeError, match=r"^Controller\.observe: record must be .*, got WindowPlan"):
+        controller.observe(controller.init(2), WindowPlan(0, 0, (1, 1), 2))
+    fractions = Controller(Heard())
+    state = replace(
+        fractions.init(2), schedule=replace(fractions.init(2).schedule, cadence=Counts((2.5, 1)))
+    )
+    with pytest.raises(TypeError, match=r"^Heard: counts\[0\] must be an integer, got 2\.5"):
+        fractions.plan(state, 0)

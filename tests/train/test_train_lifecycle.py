@@ -258,6 +258,29 @@ def interrupted(*_):
     raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("rule", [None, elche.ParameterAveraging()])
+def test_windows_trained_after_their_iterator_are_looked_at(world, rule):
+    """What is not finite is heard of two windows later, or by whatever lets the run go."""
+
+    def infinite(params, batch, rng):
+        return (params["w"] * jnp.inf).sum()
+
+    train = build(world, loss=infinite, averaging=rule, cadence=elche.EveryBatch())
+    state = train.init(PARAMS)
+    first, second, *others = train.windows(data(), 4)
+    state, _ = train(state, first)
+    state, _ = train(state, second)
+    with pytest.raises(elche.NonFiniteError, match="window 0"):
+        for window in others:
+            state, _ = train(state, window)
+    train = build(world, loss=infinite, averaging=rule, cadence=elche.EveryBatch())
+    state = train.init(PARAMS)
+    state, _ = train(state, next(train.windows(data(), 4)))
+    with pytest.raises(elche.NonFiniteError, match="window 0"):
+        train.windows(data(), 4)
+
+
 def test_a_window_is_data_and_keeps_its_run():
     """It may be used when its iterator is gone; whoever drops it drops all."""
     train = build(2)
