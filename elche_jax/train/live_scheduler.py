@@ -181,10 +181,12 @@ class LiveScheduler:
     @property
     def knows(self) -> bool:
         """Whether plans follow from measured speeds already, or never will."""
+        if self._world_size == 1 or not self.adaptive:
+            return True
         with self._lock:
             state = self._state
         rates = speeds.throughput(state.schedule.cadence, [], self._world_size)
-        return not self.adaptive or state.told or any(rate is not None for rate in rates)
+        return state.told or any(rate is not None for rate in rates)
 
     @property
     def ratios(self) -> tuple[float, ...]:

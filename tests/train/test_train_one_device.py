@@ -49,3 +49,15 @@ def test_an_evaluation_takes_it_too():
     evaluate = elche.build_eval_step(metric_fn, devices=ONE, cadence=elche.ElChe())
     wanted = np.mean((DATA["x"].astype(np.float64) @ params["w"]) ** 2)
     assert evaluate(params, DATA, 4)["error"] == pytest.approx(wanted, rel=1e-6)
+
+
+def test_its_windows_do_not_wait_for_each_other():
+    """There is nothing to measure: the next window is planned while one is under way."""
+    train = elche.build_train_step(loss_fn, optax.sgd(0.1), devices=ONE, cadence=elche.ElChe())
+    state = train.init({"w": np.ones(3, "float32")})
+    with train.windows(DATA, 4) as windows:
+        for _ in range(2):
+            window = next(windows)
+            state, _ = train(state, window)
+        next(windows)
+        assert len(train.records) == 1, "of two that were trained"
