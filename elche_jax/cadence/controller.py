@@ -129,8 +129,8 @@ class Controller:
 
         The guard is asked where the record has a divergence. The cadence is told of the
         window where its times are steady, or where it wants to hear of every window, and
-        of the strongest verdict since it was told last; after a cold one no growth for the
-        overhead's sake. A recording that is replayed is
+        of the strongest verdict since it was told last. After a cold window a cadence with
+        an overhead target is told at least *hold growth*. A recording that is replayed is
         told nothing, and a cadence that follows the loss nothing of a window whose loss is
         not finite.
 

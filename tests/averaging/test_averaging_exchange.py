@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from held import eventually
 from hypothesis import given, settings, strategies as st
+from waits import eventually
 
 from elche_jax.averaging.host.average import (
     Delivery,

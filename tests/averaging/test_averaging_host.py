@@ -10,9 +10,10 @@ import numpy as np
 import optax
 import pytest
 from averaged import NESTEROV, THREE, TX, assert_history, poisoned, train_on
-from held import Held, eventually
+from held import Held
 from marks import slow
 from reference import BATCH, LEARNING_RATE, LEAVES, Outer, data, loss_fn, params, run
+from waits import eventually
 
 import elche_jax as elche
 from elche_jax.averaging.host.coordinator import Coordinator

@@ -1,13 +1,12 @@
 """The first window is timed: the second plan follows from it."""
 
-import time
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from marks import slow
+from waits import eventually
 
 import elche_jax as elche
 from elche_jax.engine.compile_cache import CompileCache
@@ -45,13 +44,6 @@ def trained(windows=4, **options):
             if window.index == windows - 1:
                 break
     return train
-
-
-def eventually(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(1e-3)
 
 
 def assert_balanced(counts):

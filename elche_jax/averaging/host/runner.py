@@ -127,7 +127,7 @@ class HostRunner:
         # where devices run ahead another number of windows is met in the middle of a run
         for later in range(self.limits.in_flight if self.limits.ahead else 1):
             self._applying(later)
-        self._locals = self._locals or [self._zero_local(d) for d in self.group.devices]
+        self._locals = self._local_steps()
         self.begun = True
 
     def run(
@@ -238,8 +238,7 @@ class HostRunner:
         anew: bool,
         ahead: bool,
     ) -> None:
-        locals_ = self._locals or [self._zero_local(device) for device in self.group.devices]
-        self._locals = []
+        locals_, self._locals = self._local_steps(), []
         ranks = session.present
         reads = {rank: self._program.reads(self._full(session, rank)) for rank in ranks}
         for call in calls:
@@ -372,8 +371,10 @@ class HostRunner:
         """Stacked over the devices, where it was put together on one."""
         return leaf if is_stacked(leaf) else jax.device_put(leaf, self._sharding)
 
-    def _zero_local(self, device: jax.Device) -> PyTree:
-        return replicate(jax.tree.map(zeros, self._local_shape), [device])
+    def _local_steps(self) -> list[PyTree]:
+        """What each device carries through its steps: of the window before, else zeros."""
+        none = jax.tree.map(zeros, self._local_shape)
+        return self._locals or [replicate(none, [device]) for device in self.group.devices]
 
     def _flags(self, rank: int) -> tuple[Any, Any]:
         """False and True on a device."""
