@@ -20,7 +20,9 @@ import numpy as np
 from measure import Result, interleave, ratios, result, show
 
 import elche_jax as elche
-from elche_jax.engine.exchange import packed_psum, psum_bfloat16
+from elche_jax.engine.axis import DeviceAxis
+from elche_jax.engine.exchange import packed_psum
+from elche_jax.engine.wire import encode
 
 AXIS = "devices"
 MIB = 2**20
@@ -65,11 +67,16 @@ def flat(tree, buckets: int):
     return out
 
 
+def bfloat16_sum(tree: list, world: int) -> list:
+    sent, _ = encode(tree, [], True, "bfloat16")
+    return DeviceAxis(world).decoded_sum(sent, None)
+
+
 def ways(world: int, megabytes: float) -> dict[str, Callable]:
     buckets = max(1, round(megabytes / 25))
     return {
         "ours": lambda tree: packed_psum(tree, AXIS),
-        "ours, bfloat16 on the wire": lambda tree: psum_bfloat16(tree, AXIS, world),
+        "ours, bfloat16 on the wire": lambda tree: bfloat16_sum(tree, world),
         "one flat buffer": lambda tree: flat(tree, 1),
         f"{buckets} flat buckets": lambda tree: flat(tree, buckets),
     }

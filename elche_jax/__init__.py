@@ -15,7 +15,10 @@ from elche_jax.advice import (
     advise as advise,
 )
 from elche_jax.averaging.rules import (
+    AveragingRule as AveragingRule,
+    DeviceWork as DeviceWork,
     DiLoCo as DiLoCo,
+    MeanGradient as MeanGradient,
     ParameterAveraging as ParameterAveraging,
 )
 from elche_jax.cadence import (

@@ -23,9 +23,9 @@ BELOW = {
     "observe": {"_check", "cadence"},
     "config": {"_check", "cadence"},
     "data": {"_check", "_waiting", "cadence"},
-    "engine": {"_check", "_waiting", "cadence", "data"},
+    "averaging": {"_check"},
+    "engine": {"_check", "_waiting", "averaging", "cadence", "data"},
     "distributed": {"_check", "cadence", "data", "engine"},
-    "averaging": {"_check", "_waiting", "cadence", "data", "engine"},
     "train": {
         "_check",
         "_waiting",

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from types import ModuleType
+from typing import Any, Literal
 
+import numpy as np
 import optax
 
 from elche_jax import _check as check
@@ -18,7 +20,97 @@ COMPRESSIONS = (None, "bfloat16", "int8")
 
 
 @dataclass(frozen=True)
-class ParameterAveraging:
+class DeviceWork:
+    """What devices did between two exchanges, for whoever weighs them; arrays `(devices,)`.
+
+    Attributes:
+        steps: Optimizer steps, float32.
+        loss: Mean loss of the window, float32; 0 of a device without work.
+        worked: Whether the device has a part in the mean: it had work, and is finite.
+        window: Number of the window.
+        xp: The module that the arrays are of: `jax.numpy`, or `numpy` on the host.
+    """
+
+    steps: Any
+    loss: Any
+    worked: Any
+    window: Any
+    xp: ModuleType
+
+
+Weigh = Callable[[DeviceWork], Any]
+"""Weights of the devices, at least 0; they are normalised to shares."""
+
+
+class AveragingRule:
+    """Base of the rules for local steps; a rule of your own overrides `weigh`.
+
+    What is set here is what a rule has that says nothing else.
+
+    Attributes:
+        outer: Optimizer that gets the averaged difference as a gradient, or None.
+        inner_steps: Steps of the slowest device between two exchanges, or None.
+        fragments: Parts that parameters are exchanged in, in turn.
+        exponent: See `ParameterAveraging`.
+        optimizer_state: See `ParameterAveraging`.
+        compression: See `ParameterAveraging`.
+        delay: See `ParameterAveraging`.
+
+    Examples:
+        Devices count by the inverse of their loss:
+
+        >>> from dataclasses import dataclass
+        >>> import elche_jax as elche
+        >>> @dataclass(frozen=True)
+        ... class InverseLoss(elche.ParameterAveraging):
+        ...     def weigh(self, work):
+        ...         return 1 / work.xp.maximum(work.loss, 1e-6)
+        >>> InverseLoss(optimizer_state="keep").delay
+        0
+    """
+
+    outer: optax.GradientTransformation | None = None
+    inner_steps: int | None = None
+    fragments: int = 1
+    exponent: Exponent = 1.0
+    optimizer_state: OptimizerState = "average"
+    compression: Compression | None = None
+    delay: int = 0
+
+    def weigh(self, work: DeviceWork) -> Any:
+        """Weights of the devices, an array `(devices,)` of numbers of at least 0.
+
+        A device's share is its weight over the sum of them, and 0 if it has not worked. With
+        an exchange on the devices it is traced, like an optax schedule; on the host it gets
+        NumPy arrays. Here `steps ** exponent`.
+
+        Args:
+            work: What the devices did.
+        """
+        xp, power = work.xp, self.exponent
+        if callable(power):
+            power = _scheduled(power, work)
+        elif power in (0.0, 1.0):
+            return work.steps if power else xp.ones_like(work.steps)
+        # by logarithms, as a power of a count may be too large for a float
+        logs = xp.where(work.worked, power * xp.log(xp.maximum(work.steps, 1.0)), -xp.inf)
+        highest = logs.max()
+        return xp.exp(logs - xp.where(xp.isfinite(highest), highest, 0)) + 0 * power
+
+
+def _scheduled(exponent: Callable[[Any], Any], work: DeviceWork) -> Any:
+    if work.xp is not np:
+        return exponent(work.window)
+    power = float(exponent(work.window))
+    if not np.isfinite(power):
+        rule, todo = "give finite numbers", "Look at the schedule."
+        name = f"exponent({work.window})"
+        raise ValueError(check.message("averaging", name, rule, power, todo))
+    return power
+
+
+@dataclass(frozen=True)
+class ParameterAveraging(AveragingRule):
     """Local SGD: every device takes its own optimizer steps, then parameters are averaged.
 
     In a window device `d` takes `counts[d]` steps, one per microbatch, from the common
@@ -37,15 +129,18 @@ class ParameterAveraging:
         optimizer_state: `"average"` joins it like the parameters (numbers that are no
             floats, step counters say, take the maximum), `"keep"` leaves each device its
             own, `"reset"` begins anew after every window.
-        delay: 0: devices wait for the exchange at the end of a window. 1: the exchange of
-            a window goes on during the next one's steps, and its result is applied at the
-            end of that one as a correction, see `elche_jax.averaging.delayed`; only with
-            `optimizer_state="keep"`. Metrics are then those of the window before.
+        compression: Type in which differences travel: `"bfloat16"`, `"int8"` (see
+            `DiLoCo`), or None for float32.
+        delay: Windows that may be pending. 0: devices wait for the exchange at the end of a
+            window. `k`: the exchange of a window goes on during later ones' steps, and its
+            result is applied at the end of the `k`-th as a correction, see
+            `elche_jax.engine.local`; only with `optimizer_state="keep"`. Metrics are then
+            those of `k` windows before.
 
     Raises:
         TypeError: `exponent` is neither a number nor callable.
-        ValueError: `exponent` is not finite, `optimizer_state` another word, `delay` not
-            0 or 1.
+        ValueError: `exponent` is not finite, `optimizer_state` or `compression` another
+            word, `delay` below 0.
 
     Examples:
         >>> import optax
@@ -54,21 +149,17 @@ class ParameterAveraging:
         Array(1., dtype=float32, weak_type=True)
     """
 
-    outer: ClassVar[None] = None
-    inner_steps: ClassVar[None] = None
-    fragments: ClassVar[int] = 1
-    compression: ClassVar[None] = None
-
     exponent: Exponent = 1.0
     optimizer_state: OptimizerState = "average"
     delay: int = 0
+    compression: Compression | None = None
 
     def __post_init__(self) -> None:
         _check_common(type(self).__name__, self)
 
 
 @dataclass(frozen=True)
-class DiLoCo:
+class DiLoCo(AveragingRule):
     """The averaged difference is a gradient for an outer optimizer.
 
     With `x`, `y[d]` and `w[d]` as in `ParameterAveraging`,
@@ -101,7 +192,7 @@ class DiLoCo:
         fragments: Parts of the parameters, at least 1 and at most the number of arrays
             that are trained; above 1 only with `optimizer_state="keep"`.
         compression: `"bfloat16"`, `"int8"`, or None for float32.
-        delay: See `ParameterAveraging`; only with one fragment.
+        delay: See `ParameterAveraging`; only with `optimizer_state="keep"` and one fragment.
 
     Raises:
         TypeError: `outer` is no optax optimizer, or a number is of another type.
@@ -115,7 +206,7 @@ class DiLoCo:
         (50, 'keep')
     """
 
-    outer: optax.GradientTransformation
+    outer: optax.GradientTransformation  # pyright: ignore[reportIncompatibleVariableOverride]  # frozen
     inner_steps: int | None = None
     exponent: Exponent = 1.0
     optimizer_state: OptimizerState = "keep"
@@ -131,9 +222,6 @@ class DiLoCo:
         _check_common(where, self)
         fragments = check.integer(where, "fragments", self.fragments, low=1)
         object.__setattr__(self, "fragments", fragments)
-        if self.compression not in COMPRESSIONS:
-            rule = f"be one of {', '.join(map(repr, COMPRESSIONS))}"
-            raise ValueError(check.message(where, "compression", rule, repr(self.compression)))
         if self.inner_steps is not None:
             steps = check.integer(where, "inner_steps", self.inner_steps, low=1)
             if steps % fragments:
@@ -146,19 +234,70 @@ class DiLoCo:
             raise ValueError(check.message(where, "optimizer_state", rule, got))
 
 
-Averaging = ParameterAveraging | DiLoCo
+@dataclass(frozen=True)
+class MeanGradient:
+    """The rule without local steps: the mean gradient over all the data of a window.
+
+    It is what `averaging=None` stands for, with everything at its default.
+
+    Attributes:
+        compression: Type in which gradients travel; they are summed in float32 either way.
+            `"bfloat16"`, `"int8"` (with error feedback, see `DiLoCo`), or None for float32.
+        delay: Windows that may be pending. 0: devices wait for the exchange at the end of a
+            window. `k`: the gradient of a window is applied `k` windows later, while which
+            its exchange goes on; the devices' parameters stay alike.
+
+    Raises:
+        TypeError: `delay` is no integer.
+        ValueError: A value is out of range.
+
+    Examples:
+        >>> import elche_jax as elche
+        >>> elche.MeanGradient(compression="bfloat16")
+        MeanGradient(compression='bfloat16', delay=0)
+    """
+
+    compression: Compression | None = None
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        _check_exchange(type(self).__name__, self)
 
 
-def _check_common(where: str, rule: Averaging) -> None:
+def _check_exchange(where: str, rule: MeanGradient | AveragingRule) -> None:
+    object.__setattr__(rule, "delay", check.integer(where, "delay", rule.delay, low=0))
+    if rule.compression not in COMPRESSIONS:
+        must = f"be one of {', '.join(map(repr, COMPRESSIONS))}"
+        raise ValueError(check.message(where, "compression", must, repr(rule.compression)))
+
+
+def _check_common(where: str, rule: AveragingRule) -> None:
+    _check_exchange(where, rule)
     if not callable(rule.exponent):
         object.__setattr__(rule, "exponent", check.real(where, "exponent", rule.exponent))
-    object.__setattr__(rule, "delay", check.integer(where, "delay", rule.delay, low=0, high=1))
     if rule.optimizer_state not in OPTIMIZER_STATES:
         must = f"be one of {', '.join(map(repr, OPTIMIZER_STATES))}"
         raise ValueError(check.message(where, "optimizer_state", must, repr(rule.optimizer_state)))
-    if rule.delay and rule.optimizer_state != "keep":
-        must = "be 'keep' with delay=1, whose exchange is of parameters only"
-        raise ValueError(check.message(where, "optimizer_state", must, repr(rule.optimizer_state)))
-    if rule.delay and rule.fragments > 1:
-        must, todo = "be 1 with delay=1", "Choose one of the two."
-        raise ValueError(check.message(where, "fragments", must, rule.fragments, todo))
+    if rule.delay:
+        check_late(rule, f"delay={rule.delay}")
+
+
+LATE: dict[str, tuple[Any, str]] = {
+    "optimizer_state": ("keep", "a device's moments go on while parameters are exchanged"),
+    "fragments": (1, "the windows that are pending would hold other parts of the parameters"),
+}
+"""What an average that is taken up late does not go with: what must be, and why."""
+
+
+def check_late(rule: AveragingRule, how: str) -> None:
+    """Raises where the averages of a rule cannot be taken up late.
+
+    Args:
+        rule: The rule.
+        how: What makes them late, for the message.
+    """
+    for knob, (value, why) in LATE.items():
+        got = getattr(rule, knob)
+        if got != value:
+            must = f"be {value!r} with {how}, as {why}"
+            raise ValueError(check.message(type(rule).__name__, knob, must, repr(got)))

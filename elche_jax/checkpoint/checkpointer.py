@@ -383,7 +383,9 @@ class Checkpointer:
         own = own_names(state, train.common(state))
         apart = {name for name, spec in specs.items() if spec.own}
         if before != train.world_size or not apart <= own:
-            rows = repeated(train.join(rows), train.world_size)
+            rows = repeated(train.adopt(rows, join=True), train.world_size)
+        else:
+            rows = train.adopt(rows, join=False)
         return put(state, rows, train.devices)
 
 

@@ -36,31 +36,6 @@ def packed_psum(tree: PyTree, axis_name: str) -> PyTree:
     return packing.unpack(jax.lax.psum(packing.pack(tree), axis_name), axis_name)
 
 
-def psum_bfloat16(tree: PyTree, axis_name: str, world_size: int) -> PyTree:
-    """Sums float32 arrays over devices with two bytes per number on the wire.
-
-    Every device sums its part of the numbers in float32, and the sums travel as bfloat16
-    again: each number is rounded once before and once after, by at most 2**-8 of its size,
-    whatever the number of devices. The result is the same on all devices, bit for bit.
-    """
-
-    packing = Packing.of(tree)
-    buffers = packing.pack(tree)
-    if not sum(buffer.size for buffer in buffers):
-        return tree
-    flat = jnp.concatenate([buffer.reshape(-1) for buffer in buffers])
-    padded = jnp.pad(flat, (0, -flat.size % world_size)).astype(jnp.bfloat16)
-    mine = jax.lax.all_to_all(padded.reshape(world_size, -1), axis_name, 0, 0)
-    part = mine.astype(jnp.float32).sum(axis=0).astype(jnp.bfloat16)
-    whole = jax.lax.all_gather(part, axis_name, tiled=True).astype(jnp.float32)
-    ends = np.cumsum([0, *(buffer.size for buffer in buffers)])
-    summed = [
-        whole[begin:end].reshape(buffer.shape)
-        for buffer, begin, end in zip(buffers, ends[:-1], ends[1:], strict=True)
-    ]
-    return packing.unpack(summed, axis_name)
-
-
 @dataclass(frozen=True)
 class Packing:
     """Which arrays of a pytree travel together.

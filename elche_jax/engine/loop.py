@@ -53,6 +53,9 @@ class Carry(Protocol):
     @property
     def weight(self) -> Any: ...
 
+    @property
+    def metrics(self) -> dict[str, Any]: ...
+
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed."""
         ...

@@ -23,9 +23,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from elche_jax.engine.collectives import broadcast_from
-from elche_jax.engine.exchange import packed_psum
-from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.spread import spread
 
 PyTree = Any
@@ -46,6 +43,64 @@ class MergeRules:
 
     rules: tuple[str, ...]
     mean_of: tuple[int | None, ...]
+
+    def __add__(self, other: "MergeRules") -> "MergeRules":
+        """The rules of the leaves of both."""
+        at = len(self.rules)
+        moved = tuple(mean if mean is None else mean + at for mean in other.mean_of)
+        return MergeRules(self.rules + other.rules, self.mean_of + moved)
+
+    @property
+    def means(self) -> tuple[int, ...]:
+        """Numbers of the leaves whose rule is a mean."""
+        return tuple(i for i, rule in enumerate(self.rules) if rule in ("mean", "pooled"))
+
+    @property
+    def sent(self) -> "MergeRules":
+        """The rules of those leaves that are merged."""
+        at = [i for i, rule in enumerate(self.rules) if rule != "keep"]
+        means = [self.mean_of[i] for i in at]
+        return MergeRules(
+            tuple(self.rules[i] for i in at), tuple(m if m is None else at.index(m) for m in means)
+        )
+
+    def of_sent(self, tree: PyTree) -> list[Any]:
+        """The leaves of a tree that are merged."""
+        leaves = zip(jax.tree.leaves(tree), self.rules, strict=True)
+        return [leaf for leaf, rule in leaves if rule != "keep"]
+
+    @property
+    def alone(self) -> "MergeRules":
+        """The rules of one device, with which its state stays as it is."""
+        return MergeRules(("first",) * len(self.rules), (None,) * len(self.rules))
+
+    def corrected(self, leaf: int, own: Any, common: Any, exchanged: Any) -> Any:
+        """A leaf of a device that has gone on while its state was merged.
+
+        Variances are corrected by a factor, so that they stay above 0; what is the maximum
+        stays the maximum.
+
+        Args:
+            leaf: Number of the leaf.
+            own: What the device has now.
+            common: The merged leaf.
+            exchanged: What the device had when it was exchanged.
+        """
+        rule = "variance" if self.mean_of[leaf] is not None else self.rules[leaf]
+        return _CORRECT[rule](own, common, exchanged)
+
+
+def opt_rules(opt_state: PyTree) -> MergeRules:
+    """Those of an optimizer state: floats are averaged, keys are the first device's, all else
+    is the maximum."""
+
+    def rule(leaf: Any) -> str:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return "first"
+        return "mean" if jnp.issubdtype(leaf.dtype, jnp.floating) else "max"
+
+    rules = tuple(map(rule, jax.tree.leaves(opt_state)))
+    return MergeRules(rules, (None,) * len(rules))
 
 
 def resolve_merge(merge: Merge | None, model_state: PyTree, may_keep: bool = False) -> MergeRules:
@@ -75,94 +130,38 @@ def resolve_merge(merge: Merge | None, model_state: PyTree, may_keep: bool = Fal
     return MergeRules(tuple(rules), _pairs(rules, named))
 
 
-def changes(rules: MergeRules, new: PyTree, old: PyTree, weight: Any) -> dict[int, Any]:
-    """This device's part of the sums that `merged` needs: weighted changes, float32.
-
-    Args:
-        rules: A rule per leaf.
-        new: This device's state after its work.
-        old: The state before it, the same on all devices.
-        weight: This device's weight, float32.
-
-    Returns:
-        By number of the leaf, for those whose rule is a mean.
-    """
-    after, before = jax.tree.leaves(new), jax.tree.leaves(old)
-    named = zip(range(len(after)), rules.rules, strict=True)  # a rule for every leaf
-    means = [i for i, rule in named if rule in ("mean", "pooled")]
-    return {i: _weighted(_wide(after[i]) - _start(_wide(before[i])), weight) for i in means}
-
-
-def merged(
-    rules: MergeRules, new: PyTree, old: PyTree, weight: Any, moves: dict[int, Any], total: Any
-) -> PyTree:
-    """The merged state, the same on all devices; inside a mapped function.
-
-    Args:
-        rules: A rule per leaf.
-        new: This device's state after its work.
-        old: The state before it, the same on all devices.
-        weight: This device's weight, float32.
-        moves: The sums of the `changes` over the devices.
-        total: The sum of the weights; where it is 0 the state is not a number.
-    """
-    after, structure = jax.tree.flatten(new)
-    before, worked = jax.tree.leaves(old), weight > 0
-    spreads = _spreads(rules, after, before, weight, moves, total)
-    leaves = list(after)
-    for i, rule in enumerate(rules.rules):
-        if rule == "max":
-            leaves[i] = _maximum(after[i], worked)
-        elif rule == "keep":
-            leaves[i] = after[i]
-        elif rule == "first":
-            leaves[i] = broadcast_from(after[i], _first_that(worked), AXIS)
-        else:
-            move = moves[i] / total + (spreads[i] / total if i in spreads else 0)
-            leaves[i] = _start(before[i]) + move.astype(before[i].dtype)
-    return jax.tree.unflatten(structure, leaves)
-
-
-def _spreads(
-    rules: MergeRules, after: list[Any], before: list[Any], weight: Any, moves: Any, total: Any
-) -> dict[int, Any]:
-    """For pooled variances the weighted squares of how far the means lie apart, summed.
-
-    Around the merged mean, which is why it takes a second sum over the devices: as a
-    difference of squares it would be lost in the rounding of a mean that is far from 0.
-    """
-    spreads = {}
-    for i, mean in enumerate(rules.mean_of):
-        if mean is not None:
-            middle = _start(_wide(before[mean])) + moves[mean] / total
-            spreads[i] = _weighted((_wide(after[mean]) - middle) ** 2, weight)
-    return packed_psum(spreads, AXIS) if spreads else {}
-
-
-def _start(before: Any) -> Any:
+def start_of(before: Any) -> Any:
     """What changes are counted from: the state before, or 0 where that was not finite."""
     return jnp.where(jnp.isfinite(before), before, 0)
 
 
-def _weighted(value: Any, weight: Any) -> Any:
-    return jnp.where(weight > 0, value * weight, 0)
+def _move(z: Any, x: Any, y: Any) -> Any:
+    move = x - y
+    return jnp.where(jnp.isfinite(move), z + move, z).astype(z.dtype)
 
 
-def _wide(leaf: Any) -> Any:
-    return leaf.astype(jnp.float32)
+def _scale(z: Any, x: Any, y: Any) -> Any:
+    factor = x / jnp.where(y > 0, y, 1)
+    return jnp.where((y > 0) & jnp.isfinite(factor), z * factor, z).astype(z.dtype)
 
 
-def _maximum(leaf: Any, worked: Any) -> Any:
-    if leaf.dtype == jnp.bool_:
-        return _maximum(leaf.astype(jnp.int32), worked).astype(jnp.bool_)
-    lowest = -jnp.inf if _is_float(leaf) else jnp.iinfo(leaf.dtype).min
-    return jax.lax.pmax(jnp.where(worked, leaf, jnp.asarray(lowest, leaf.dtype)), AXIS)
+def _largest(z: Any, x: Any, y: Any) -> Any:
+    del y
+    return jnp.maximum(z, x) if z.dtype != jnp.bool_ else z | x
 
 
-def _first_that(worked: Any) -> Any:
-    """The lowest rank where it is true; of a rank that does not exist where nowhere."""
-    rank = jax.lax.axis_index(AXIS)
-    return jax.lax.pmin(jnp.where(worked, rank, jnp.iinfo(jnp.int32).max), AXIS)
+def _taken_over(z: Any, x: Any, y: Any) -> Any:
+    del z, y
+    return x
+
+
+_CORRECT: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "mean": _move,
+    "pooled": _move,
+    "variance": _scale,
+    "max": _largest,
+    "first": _taken_over,
+}
 
 
 def _checked(rule: Any, known: tuple[str, ...], path: Any, leaf: Any) -> str:

@@ -138,7 +138,7 @@ def all_finite(tree: PyTree) -> Any:
         for at in range(0, len(leaves), TOGETHER)
     ]
     sums = [jax.lax.reduce_sum(zero, range(zero.ndim)).astype(jnp.float32) for zero in zeros]
-    return jax.lax.reduce_sum(jnp.stack(sums), (0,)) == 0
+    return jax.lax.reduce_sum(jnp.stack([jnp.float32(0), *sums]), (0,)) == 0
 
 
 def chosen(flag: Any, new: PyTree, old: PyTree) -> PyTree:

@@ -4,13 +4,14 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from elche_jax.data.split import Range
+from elche_jax.engine.collective import CollectiveProgram
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import Group
 from elche_jax.engine.fetch import CallArgs, Payload
@@ -56,62 +57,6 @@ class Launch:
         """Hands over what is ready where a device has accumulated."""
         if self.watch is not None:
             self.watch.accumulating(self.number, self.at, token)
-
-
-class WindowProgram(Protocol):
-    """What a device computes in a window; `elche_jax.engine.program.Program` is one.
-
-    Its *sums* are what it carries from one call of a window to the next.
-    """
-
-    def reads(self, state: TrainState) -> TrainState:
-        """What accumulating reads: every argument costs the thread that dispatches."""
-        ...
-
-    def replicated(self, state: TrainState) -> TrainState:
-        """What of a state must be the same on all devices, the rest being None."""
-        ...
-
-    def zeros(self, state: TrainState) -> PyTree:
-        """The sums before the first microbatch of a window."""
-        ...
-
-    def accumulate(
-        self, state: TrainState, sums: Any, /, payload: Payload, call_args: CallArgs
-    ) -> tuple[tuple[Any, Any], None]:
-        """Runs `call_args.count` microbatches; gives `((sums, token), None)`."""
-        ...
-
-    def combine(self, state: TrainState, sums: Any, /) -> tuple[TrainState, Any, dict[str, Any]]:
-        """Ends the window; gives the new state, whether the device's own part of it was
-        finite, and the metrics."""
-        ...
-
-    def window(
-        self, state: TrainState, payload: Payload, call_args: CallArgs, single: bool
-    ) -> tuple[TrainState, Any, dict[str, Any]]:
-        """Both at once, for one device; `single` says the window is one microbatch."""
-        ...
-
-
-@runtime_checkable
-class Overlaps(Protocol):
-    """A program that can run the end of a window together with its last call, as it reports
-    every window with the next one."""
-
-    def last_call(
-        self, state: TrainState, sums: Any, /, payload: Payload, call_args: CallArgs
-    ) -> tuple[tuple[TrainState, Any, Any], dict[str, Any]]:
-        """Gives `((state, sums, own), metrics)`, see `WindowProgram.combine`."""
-        ...
-
-    def unreported(self, sums: Any, /) -> PyTree:
-        """What of the sums of a window the next one reports."""
-        ...
-
-    def reporting(self, sums: Any, unreported: PyTree, /) -> PyTree:
-        """The sums with that of another run's window."""
-        ...
 
 
 class Watched(Protocol):
@@ -170,7 +115,7 @@ class Runner(Timed):
     """
 
     def __init__(
-        self, program: WindowProgram, group: Group, cache: CompileCache, state: TrainState
+        self, program: CollectiveProgram, group: Group, cache: CompileCache, state: TrainState
     ):
         self.group = group
         self._program, self._cache = program, cache
@@ -180,19 +125,17 @@ class Runner(Timed):
         self._number = new_number()
         devices = group.devices
         self._accumulate = Mapped(program.accumulate, devices, donate=(1,))
-        self._combine = Mapped(partial(_combine, program), devices, donate=(0,))
+        self._combine = Mapped(program.combine, devices, donate=(0,))
         self._fused = {
-            single: Mapped(partial(_window, program, single), devices, donate=(0,))
+            single: Mapped(partial(program.window, single), devices, donate=(0,))
             for single in (True, False)
         }
-        self._overlaps: Overlaps | None = None
         self._last = None
-        if isinstance(program, Overlaps) and len(devices) > 1:
-            self._overlaps = program
+        if program.pending:
             self._last = Mapped(program.last_call, devices, donate=(0, 1))
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
         self._read_shape = program.reads(state)
-        self.replicated = program.replicated
+        self.replicated = program.rule.common
         self._sums_shape = jax.eval_shape(program.zeros, one)
         self._sums: PyTree = None
         self._unreported: PyTree = None
@@ -308,15 +251,15 @@ class Runner(Timed):
     def unreported(self) -> PyTree:
         """What the next window will report of the last one: host arrays, leaves
         `(devices,)`; None where a window reports itself. Waits for the last window."""
-        if self._overlaps is None or self._sums is None:
+        if not self._program.pending or self._sums is None:
             return self._unreported
-        return jax.tree.map(np.asarray, self._overlaps.unreported(self._sums))
+        return jax.tree.map(np.asarray, self._program.unreported(self._sums))
 
     @unreported.setter
     def unreported(self, rows: PyTree) -> None:
-        if self._overlaps is None:
+        if not self._program.pending:
             return
-        here = jax.eval_shape(self._overlaps.unreported, self._sums_shape)
+        here = jax.eval_shape(self._program.unreported, self._sums_shape)
         if jax.tree.structure(rows) == jax.tree.structure(here):  # else of other metrics
             self._sums, self._unreported = None, rows
 
@@ -368,13 +311,13 @@ class Runner(Timed):
 
     def _zero_sums(self) -> PyTree:
         sums = replicate(jax.tree.map(zeros, self._sums_shape), self.group.devices)
-        if self._overlaps is None or self._unreported is None:
+        if self._unreported is None:
             return sums
         rows, self._unreported = self._unreported, None
         sharding = stacked_sharding(self.group.devices)
         # copies, as the CPU reads them in place and a window gives them up
         placed = jax.tree.map(lambda row: jax.device_put(np.array(row), sharding), rows)
-        return self._overlaps.reporting(sums, placed)
+        return self._program.reporting(sums, placed)
 
 
 _NUMBERS = count()
@@ -383,18 +326,6 @@ _NUMBERS = count()
 def new_number() -> int:
     """A number that no runner has had before."""
     return next(_NUMBERS)
-
-
-def _combine(program: WindowProgram, state: TrainState, sums: PyTree) -> tuple[Any, dict[str, Any]]:
-    state, own, metrics = program.combine(state, sums)
-    return (state, own), metrics
-
-
-def _window(
-    program: WindowProgram, single: bool, state: TrainState, payload: Payload, call_args: CallArgs
-) -> tuple[Any, dict[str, Any]]:
-    state, own, metrics = program.window(state, payload, call_args, single)
-    return (state, own), metrics
 
 
 def zeros(like: jax.ShapeDtypeStruct) -> Any:

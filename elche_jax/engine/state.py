@@ -1,6 +1,6 @@
 """The state that every device holds a copy of."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ class TrainState:
         examples: Valid examples used so far, int32.
         step: Windows so far, int32; those whose update was dropped count too.
         loss_scale: Dynamic scale of the loss, or None.
-        averaging: State of `averaging=DiLoCo(...)`, or None.
+        averaging: What `averaging` adds, or None where it adds nothing.
     """
 
     params: PyTree
@@ -37,5 +37,51 @@ class TrainState:
     averaging: PyTree = None
 
     def replace(self, **changes: Any) -> "TrainState":
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PendingUpdate:
+    """What a device has done in a window whose mean it has not taken up.
+
+    Attributes:
+        progress: What is averaged, float32: the gradients' sums, or what its steps have taken
+            off its parameters; empty where its state tells.
+        steps: What it weighs: the sum of weights, or its optimizer steps; float32.
+        own: Whether what it did is finite.
+        model_state: Its model state at the end, leaves that are merged.
+    """
+
+    progress: list[Any]
+    steps: Any
+    own: Any
+    model_state: list[Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AveragingState:
+    """What averaging adds to the training state; leaves are stacked like its own.
+
+    Attributes:
+        outer: State of the outer optimizer, one per fragment.
+        base: The parameters of the last exchange, in the order of the leaves that are
+            trained; empty where they are the training state's own.
+        steps: This device's steps since the last exchange of every fragment, float32,
+            `(fragments,)`; None where none are left over.
+        error: What this device's contributions have lost to compression, float32, in the
+            order of the leaves that are trained; empty unless `compression="int8"`.
+        pending: Windows whose mean is to be taken up, oldest first.
+    """
+
+    outer: tuple[PyTree, ...] = ()
+    base: list[Any] = field(default_factory=list)
+    steps: Any = None
+    error: list[Any] = field(default_factory=list)
+    pending: tuple[PendingUpdate, ...] = ()
+
+    def replace(self, **changes: Any) -> "AveragingState":
         """A copy with some fields changed."""
         return replace(self, **changes)

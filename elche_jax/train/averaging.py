@@ -1,22 +1,18 @@
 """What averaging in parameter space goes with, and how it chooses the cadence."""
 
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from elche_jax import _check as check
-from elche_jax.averaging.host.coordinator import Limits
-from elche_jax.averaging.program import other_bytes
-from elche_jax.averaging.rules import Averaging, DiLoCo, ParameterAveraging
-from elche_jax.averaging.wire import wire_bytes
+from elche_jax.averaging.rules import AveragingRule, Compression, MeanGradient, check_late
 from elche_jax.cadence import Cadence, ElChe, FixedTotal
 from elche_jax.cadence.guards import Guard
 from elche_jax.config import DDPConfig
+from elche_jax.engine.host.coordinator import Limits
 from elche_jax.engine.merge import MergeRules
-from elche_jax.engine.state import TrainState
-from elche_jax.engine.trainable import Selection
 from elche_jax.train.options import Options
 from elche_jax.train.pipeline import IN_FLIGHT
 
@@ -29,61 +25,102 @@ MEASURE_EVERY = 6
 """With `delay=1` every so many windows do not overlap, so that speeds stay known."""
 
 
-def check_averaging(
-    averaging: Averaging | None,
+@dataclass(frozen=True)
+class Exchange:
+    """What is exchanged, and how.
+
+    Attributes:
+        averaging: How the devices' own steps are joined; None for gradients.
+        compression: Type on the wire.
+        delay: Windows that may be pending.
+        ahead: Whether nobody waits for a mean, however late it is.
+    """
+
+    averaging: AveragingRule | None
+    compression: Compression | None
+    delay: int
+    ahead: bool
+
+
+def check_exchange(
+    rule: MeanGradient | AveragingRule | None,
     *,
     guard: Guard | None,
     cadence: Cadence[Any] | None,
     config: DDPConfig,
     nonfinite: str,
     dynamic_scale: bool,
-) -> None:
-    """Checks that what was asked for goes together.
+) -> Exchange:
+    """Checks that what was asked for goes together, and brings it to one form.
 
     Raises:
         TypeError: `averaging` is no rule, or `guard` no guard.
         ValueError: Something contradicts it.
     """
     if guard is not None and (isinstance(guard, type) or not isinstance(guard, Guard)):
-        rule, todo = "be a guard such as TrendGuard()", "It needs a method verdict(history)."
-        raise TypeError(check.message(WHERE, "guard", rule, check.describe(guard), todo))
-    if averaging is None:
+        must, todo = "be a guard such as TrendGuard()", "It needs a method verdict(history)."
+        raise TypeError(check.message(WHERE, "guard", must, check.describe(guard), todo))
+    rule = MeanGradient() if rule is None else rule
+    if not isinstance(rule, MeanGradient | AveragingRule):
+        must = "be ParameterAveraging(...), DiLoCo(...), MeanGradient(...) or None"
+        raise TypeError(check.message(WHERE, "averaging", must, check.describe(rule)))
+    if isinstance(rule, MeanGradient):
         if guard is not None:
-            rule = "be None without averaging, as replicas that are alike do not drift apart"
-            raise ValueError(check.message(WHERE, "guard", rule, type(guard).__name__))
-        if config.policy == "async":
-            rule = "be 'auto', 'sync' or 'cadence' without averaging: gradients are never late"
-            todo = "Pass averaging=ParameterAveraging(optimizer_state='keep'), say."
-            raise ValueError(check.message("DDPConfig", "policy", rule, "'async'", todo))
-        if config.exchange == "host":
-            rule = "be 'device' without averaging: gradients stay on the devices"
-            todo = "Pass averaging=ParameterAveraging(), say."
-            raise ValueError(check.message("DDPConfig", "exchange", rule, "'host'", todo))
-        return
-    if not isinstance(averaging, ParameterAveraging | DiLoCo):
-        rule = "be ParameterAveraging(...), DiLoCo(...) or None"
-        got = check.describe(averaging)
-        raise TypeError(check.message(WHERE, "averaging", rule, got))
-    name = type(averaging).__name__
-    _check_exponent(name, averaging.exponent)
-    if config.exchange == "host":
-        _check_on_host(name, averaging, config)
+            must = "be None without averaging, as replicas that are alike do not drift apart"
+            raise ValueError(check.message(WHERE, "guard", must, type(guard).__name__))
+    else:
+        _check_local(rule, cadence, config, nonfinite, dynamic_scale)
+    local = rule if isinstance(rule, AveragingRule) else None
+    ahead = config.policy == "async" and config.exchange == "host"
+    return Exchange(local, _compression(rule, config), _delay(rule, config), ahead)
+
+
+def _check_local(
+    rule: AveragingRule,
+    cadence: Cadence[Any] | None,
+    config: DDPConfig,
+    nonfinite: str,
+    dynamic_scale: bool,
+) -> None:
+    name = type(rule).__name__
+    _check_exponent(name, rule.exponent)
     if nonfinite == "ignore":
-        rule = f"be 'raise' or 'skip' with averaging={name}, which leaves such devices out"
-        raise ValueError(check.message(WHERE, "nonfinite", rule, repr(nonfinite)))
+        must = f"be 'raise' or 'skip' with averaging={name}, which leaves such devices out"
+        raise ValueError(check.message(WHERE, "nonfinite", must, repr(nonfinite)))
     if dynamic_scale:
-        rule = f"be a number with averaging={name}, whose devices step on their own"
-        raise ValueError(check.message(WHERE, "loss_scale", rule, "a DynamicScale"))
-    if config.exchange_dtype != "float32":
-        rule = f"be 'float32' with averaging={name}"
-        todo = "Pass averaging=DiLoCo(..., compression='bfloat16')."
-        got = repr(config.exchange_dtype)
-        raise ValueError(check.message("DDPConfig", "exchange_dtype", rule, got, todo))
+        must = f"be a number with averaging={name}, whose devices step on their own"
+        raise ValueError(check.message(WHERE, "loss_scale", must, "a DynamicScale"))
     chosen = free_knobs(config) if cadence is None else [type(cadence).__name__]
-    if averaging.inner_steps is not None and chosen:
-        rule = f"be None where the cadence is chosen ({', '.join(chosen)})"
-        got, todo = averaging.inner_steps, "Leave out one of the two."
-        raise ValueError(check.message("DiLoCo", "inner_steps", rule, got, todo))
+    if rule.inner_steps is not None and chosen:
+        must = f"be None where the cadence is chosen ({', '.join(chosen)})"
+        got, todo = rule.inner_steps, "Leave out one of the two."
+        raise ValueError(check.message(name, "inner_steps", must, got, todo))
+
+
+def _compression(rule: MeanGradient | AveragingRule, config: DDPConfig) -> Compression | None:
+    """The type on the wire, which the config may say, too."""
+    if config.exchange_dtype == "float32" or rule.compression == config.exchange_dtype:
+        return rule.compression
+    if rule.compression is not None:
+        must = f"be left out with {type(rule).__name__}(compression={rule.compression!r})"
+        got = repr(config.exchange_dtype)
+        raise ValueError(check.message("DDPConfig", "exchange_dtype", must, got))
+    return "bfloat16"
+
+
+def _delay(rule: MeanGradient | AveragingRule, config: DDPConfig) -> int:
+    """Windows that may be pending: under the policy `"async"` one, but on the host, where its
+    limits say how many, none in particular."""
+    if config.policy != "async":
+        return rule.delay
+    if isinstance(rule, AveragingRule):
+        check_late(rule, "policy='async'")
+    if config.exchange != "host":
+        return max(1, rule.delay)
+    if rule.delay:
+        must = "be 0 with policy='async' and exchange='host', where max_overshoot says how late"
+        raise ValueError(check.message(type(rule).__name__, "delay", must, rule.delay))
+    return 0
 
 
 def _check_exponent(name: str, exponent: Any) -> None:
@@ -104,46 +141,14 @@ def _is_number(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
-def _check_on_host(name: str, averaging: Averaging, config: DDPConfig) -> None:
-    host, ahead = "exchange='host'", "exchange='host' and policy='async'"
-    needed: dict[str, tuple[Any, str]] = {
-        "delay": (0, host),
-        "fragments": (1, host),
-        "compression": (None, host),
-    }
-    if config.policy == "async":
-        needed["optimizer_state"] = ("keep", ahead)
-    for knob, (value, where) in needed.items():
-        got = getattr(averaging, knob)
-        if got != value:
-            rule, todo = f"be {value!r} with {where}", "Or exchange on the devices."
-            raise ValueError(check.message(name, knob, rule, repr(got), todo))
-
-
-def resolve_averaging(averaging: Averaging | None, config: DDPConfig) -> Averaging | None:
-    """The rule under a policy: `"async"` makes exchanges late.
-
-    Raises:
-        ValueError: The rule cannot be late, see `ParameterAveraging`.
-    """
-    if averaging is None or config.policy != "async" or config.exchange == "host":
-        return averaging
-    name, where = type(averaging).__name__, "policy='async', which takes averages up late"
-    for knob, value in (("optimizer_state", "keep"), ("fragments", 1)):
-        got = getattr(averaging, knob)
-        if got != value:
-            rule = f"be {value!r} with {where}"
-            raise ValueError(check.message(name, knob, rule, repr(got)))
-    return replace(averaging, delay=1)
-
-
-def host_limits(config: DDPConfig, world_size: int) -> Limits | None:
+def host_limits(config: DDPConfig, exchange: Exchange, world_size: int) -> Limits | None:
     """How an exchange on the host waits; None where there is none."""
     if config.exchange != "host" or world_size == 1:
         return None
-    ahead = config.policy == "async"
-    most = config.max_batch_diff if ahead else None
-    return Limits(config.exchange_timeout, ahead, config.max_overshoot, most)
+    delay = exchange.delay or None
+    most = config.max_batch_diff if exchange.ahead else None
+    ahead = exchange.ahead or delay is not None
+    return Limits(config.exchange_timeout, ahead, delay, config.max_overshoot, most)
 
 
 def in_flight(options: Options) -> int:
@@ -153,9 +158,7 @@ def in_flight(options: Options) -> int:
 
 def check_merge(options: Options, rules: MergeRules) -> None:
     """Raises where a rule for model state cannot be followed one window late."""
-    averaging, host = options.averaging, options.host
-    late = (averaging is not None and averaging.delay) or (host is not None and host.ahead)
-    if late and "first" in rules.rules:
+    if options.late and "first" in rules.rules:
         rule = "be 'mean', 'pooled', 'max' or 'keep' where exchanges are late"
         todo = "What is the first device's cannot be corrected later; 'keep' leaves each its own."
         raise ValueError(check.message("TrainStep.init", "merge", rule, "'first'", todo))
@@ -171,7 +174,7 @@ def free_knobs(config: DDPConfig) -> list[str]:
 
 
 def cadence_of(
-    averaging: Averaging, cadence: Cadence[Any] | None, config: DDPConfig, world_size: int
+    averaging: AveragingRule, cadence: Cadence[Any] | None, config: DDPConfig, world_size: int
 ) -> Cadence[Any] | None:
     """The cadence that a rule asks for; None where the config's own is to be used.
 
@@ -196,33 +199,14 @@ def cadence_of(
     return config.elche() if config.policy == "auto" else None
 
 
-def overlaps(averaging: Averaging | None, world_size: int, windows: int) -> bool:
+def overlaps(options: Options, windows: int) -> bool:
     """Whether the exchange of the window before goes on during the next window's steps.
 
     In such a window nobody knows when a device was done with its own steps, so that some
     are left out.
 
     Args:
-        averaging: The rule.
-        world_size: Number of devices.
+        options: What was asked for.
         windows: Windows of the run so far.
     """
-    if averaging is None or not averaging.delay or world_size == 1:
-        return False
-    return windows >= MEASURED_FIRST and windows % MEASURE_EVERY > 0
-
-
-def sent_bytes(
-    averaging: Averaging, selection: Selection, merge: MergeRules, state: TrainState
-) -> int:
-    """Bytes that a device puts in for a window, with fragments on average.
-
-    Args:
-        averaging: The rule.
-        selection: Which parameters are trained.
-        merge: How model state is merged.
-        state: Shapes of the state of one device, of several.
-    """
-    leaves = jax.tree.leaves(selection.split(state.params)[0])
-    parameters = wire_bytes(leaves, averaging.compression) // averaging.fragments
-    return parameters + other_bytes(averaging, merge, state, 2)
+    return options.pending > 0 and windows >= MEASURED_FIRST and windows % MEASURE_EVERY > 0

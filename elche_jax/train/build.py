@@ -8,7 +8,7 @@ import jax
 import optax
 
 from elche_jax import _check as check
-from elche_jax.averaging.rules import Averaging
+from elche_jax.averaging.rules import AveragingRule, MeanGradient
 from elche_jax.cadence import Cadence, EveryBatch
 from elche_jax.cadence.guards import Guard, NoGuard, TrendGuard
 from elche_jax.config import DDPConfig
@@ -20,10 +20,9 @@ from elche_jax.engine.precision import Precision, first_scale
 from elche_jax.engine.trainable import Trainable
 from elche_jax.train.averaging import (
     cadence_of,
-    check_averaging,
+    check_exchange,
     free_knobs,
     host_limits,
-    resolve_averaging,
 )
 from elche_jax.train.finite import MAX_SKIPS, FinitePolicy
 from elche_jax.train.options import Options
@@ -45,7 +44,7 @@ class StepOptions(TypedDict, total=False):
     trainable: Trainable | None
     merge: Merge | None
     loss_scale: Any
-    averaging: Averaging | None
+    averaging: AveragingRule | MeanGradient | None
     guard: Guard | None
     emulate: LoopHook | None
 
@@ -63,7 +62,7 @@ def build_train_step(
     trainable: Trainable | None = None,
     merge: Merge | None = None,
     loss_scale: Any = None,
-    averaging: Averaging | None = None,
+    averaging: AveragingRule | MeanGradient | None = None,
     guard: Guard | None = None,
     emulate: LoopHook | None = None,
 ) -> TrainStep:
@@ -109,9 +108,9 @@ def build_train_step(
             divided by: a number, or a `flax.training.dynamic_scale.DynamicScale`, which
             a window that is not finite lowers; such a window is dropped as under
             `"skip"`. For float16.
-        averaging: None: gradients are combined, as above. `ParameterAveraging(...)` or
-            `DiLoCo(...)`: every device takes `counts[d]` optimizer steps of its own, one
-            per microbatch, then parameters are joined.
+        averaging: None, or `MeanGradient(...)`: gradients are combined, as above.
+            `ParameterAveraging(...)` or `DiLoCo(...)`: every device takes `counts[d]`
+            optimizer steps of its own, one per microbatch, then parameters are joined.
         guard: Tells the cadence, with `averaging`, where the devices drift too far apart:
             `TrendGuard`, `LevelGuard`, `NoGuard`, or an object with a method
             `verdict(history)`. None: `TrendGuard()`, and `NoGuard()` where `inner_steps`
@@ -162,7 +161,7 @@ def build_train_step(
     check_one_kind("build_train_step", chosen)
     knobs: list[str] = []
     if config is not None:
-        knobs = config.cadence_knobs() if averaging is None else free_knobs(config)
+        knobs = free_knobs(config)
     if cadence is not None and knobs:
         raise ValueError(
             "build_train_step: cadence and config must not both choose the cadence, got "
@@ -171,15 +170,15 @@ def build_train_step(
     if emulate is not None:
         emulate.check(len(chosen))
     config = config or DDPConfig()
-    check_averaging(
+    exchange = check_exchange(
         averaging, guard=guard, cadence=cadence, config=config, nonfinite=nonfinite,
         dynamic_scale=dynamic is not None,
     )  # fmt: skip
-    averaging = resolve_averaging(averaging, config)
-    if averaging is not None:
-        cadence = cadence_of(averaging, cadence, config, len(chosen))
-    if averaging is not None and guard is None:
-        guard = TrendGuard() if averaging.inner_steps is None else NoGuard()
+    local = exchange.averaging
+    if local is not None:
+        cadence = cadence_of(local, cadence, config, len(chosen))
+    if local is not None and guard is None:
+        guard = TrendGuard() if local.inner_steps is None else NoGuard()
     rule = cadence or config.cadence_for(len(chosen), kinds=1)
     unused = [knob for knob in config.cadence_knobs() if not knob.startswith("policy")]
     if unused and len(chosen) > 1 and isinstance(rule, EveryBatch):
@@ -198,9 +197,9 @@ def build_train_step(
         )
     options = Options(
         config.max_grad_norm, finite, trainable, merge, Precision(config.compute_dtype, scale),
-        dynamic, config.exchange_dtype, averaging, guard, config.verify_every, config.timeline,
-        hint=cadence is None and config.policy == "auto", emulate=emulate,
-        host=host_limits(config, len(chosen)),
+        dynamic, exchange.compression, exchange.delay, exchange.ahead, len(chosen), local, guard,
+        config.verify_every, config.timeline, hint=cadence is None and config.policy == "auto",
+        emulate=emulate, host=host_limits(config, exchange, len(chosen)),
     )  # fmt: skip
     return TrainStep(LossFn(loss_fn, has_aux=has_aux), optimizer, chosen, rule, options)
 

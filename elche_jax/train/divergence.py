@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from elche_jax.averaging.rules import Averaging
 from elche_jax.cadence import Divergence, WindowPlan
+from elche_jax.train.options import Options
 
 logger = logging.getLogger("elche_jax")
 
@@ -20,17 +20,17 @@ class DivergenceReader:
     """Reads the divergence of every window that is over.
 
     Attributes:
-        unread: Number and counts of the window whose metrics come with the next one's;
-            plain numbers for a checkpoint.
+        unread: Number and counts of the windows whose metrics come with later ones', oldest
+            first; plain numbers for a checkpoint.
 
     Args:
         devices: The devices, in rank order.
-        late: Whether a window's metrics are those of the window before.
+        pending: How many windows before a window's metrics are of.
     """
 
-    def __init__(self, devices: Sequence[jax.Device], late: bool):
-        self.unread: tuple[int, tuple[int, ...]] | None = None
-        self._late, self._devices = late, devices
+    def __init__(self, devices: Sequence[jax.Device], pending: int):
+        self.unread: list[tuple[int, tuple[int, ...]]] = []
+        self._pending, self._devices = pending, devices
         self._warned = len(devices) < 2
         self._ended = False
 
@@ -40,10 +40,11 @@ class DivergenceReader:
 
     def read(self, plan: WindowPlan, metrics: Mapping[str, Any]) -> Divergence | None:
         """The divergence that a window's metrics tell of; None before the first."""
-        window: tuple[int, tuple[int, ...]] | None = (plan.window, plan.counts)
-        if self._late:
-            self.unread, window = window, self.unread
-        if window is None or self._ended:
+        self.unread.append((plan.window, plan.counts))
+        if len(self.unread) <= self._pending:
+            return None
+        window = self.unread.pop(0)
+        if self._ended:
             return None
 
         def row(name: str) -> tuple[float, ...]:
@@ -70,11 +71,9 @@ class DivergenceReader:
         )
 
 
-def divergence_reader(
-    averaging: Averaging | None, devices: Sequence[jax.Device]
-) -> DivergenceReader | None:
-    """What reads the divergence; None in gradient mode, where there is none."""
-    return None if averaging is None else DivergenceReader(devices, bool(averaging.delay))
+def divergence_reader(options: Options, devices: Sequence[jax.Device]) -> DivergenceReader | None:
+    """What reads the divergence; None of replicas that are alike, which do not drift apart."""
+    return None if options.averaging is None else DivergenceReader(devices, options.pending)
 
 
 def divergence_of(saved: Mapping[str, Any]) -> Divergence:

@@ -10,14 +10,15 @@ import numpy as np
 import optax
 
 from elche_jax import _check as check
-from elche_jax.averaging.rules import Averaging
-from elche_jax.averaging.state import initial_averaging
+from elche_jax.averaging.fragments import assign_fragments
 from elche_jax.data.convert import check_plain
 from elche_jax.engine.loss import describe
+from elche_jax.engine.merge import MergeRules
 from elche_jax.engine.replicas import is_key, is_stacked, replicate
 from elche_jax.engine.returned import named_leaves
-from elche_jax.engine.state import TrainState
+from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
 from elche_jax.engine.trainable import Selection
+from elche_jax.train.options import Options
 
 PyTree = Any
 
@@ -29,9 +30,8 @@ def initial_state(
     rng: Any,
     devices: Sequence[jax.Device],
     selection: Selection,
-    loss_scale: Any,
-    averaging: Averaging | None,
-    on_host: bool = False,
+    options: Options,
+    merge: MergeRules,
 ) -> TrainState:
     """Makes the replicated state before the first window; see `TrainStep.init`."""
     trained, frozen = selection.split(params)
@@ -47,10 +47,41 @@ def initial_state(
         microbatches=jnp.int32(0),
         examples=jnp.int32(0),
         step=jnp.int32(0),
-        loss_scale=loss_scale,
-        averaging=initial_averaging(averaging, trained, on_host),
+        loss_scale=options.loss_scale,
+        averaging=initial_averaging(options, trained, merge.of_sent(model_state)),
     )
     return replicate(state, devices)
+
+
+def initial_averaging(
+    options: Options, trained: PyTree, model_state: list[Any]
+) -> AveragingState | None:
+    """What averaging adds to the state before the first window, of one device.
+
+    Args:
+        options: What was asked for.
+        trained: Parameters that are trained.
+        model_state: Leaves of model state that are merged.
+
+    Raises:
+        ValueError: There are more fragments than arrays.
+    """
+    rule, leaves = options.averaging, jax.tree.leaves(trained)
+    sizes = [leaf.size for leaf in leaves]
+    parts = assign_fragments(sizes, 1 if rule is None else rule.fragments)
+    zeros = [jnp.zeros(leaf.shape, jnp.float32) for leaf in leaves]
+    state = AveragingState()
+    if rule is not None and rule.outer is not None:
+        wide = [jnp.asarray(leaf, jnp.float32) for leaf in leaves]
+        state = state.replace(outer=tuple(rule.outer.init([wide[i] for i in p]) for p in parts))
+    # the same on any number of devices, and over the host, so that a checkpoint goes on there
+    if rule is not None and (len(parts) > 1 or options.delay or options.ahead):
+        state = state.replace(base=leaves, steps=jnp.zeros((len(parts),), jnp.float32))
+    if options.compression == "int8":
+        state = state.replace(error=zeros)
+    none = PendingUpdate(zeros, jnp.float32(0), jnp.bool_(True), model_state)
+    state = state.replace(pending=(none,) * options.delay)
+    return state if state.outer or jax.tree.leaves(state) else None
 
 
 def check_params(trained: PyTree, frozen: PyTree) -> None:

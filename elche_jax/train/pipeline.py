@@ -11,10 +11,10 @@ import jax
 import numpy as np
 
 from elche_jax._waiting import interruptible
-from elche_jax.averaging.host.coordinator import Outcome
 from elche_jax.cadence import WindowPlan, WindowRecord, clamp_counts
 from elche_jax.data.order import Cursor
 from elche_jax.data.reader import Reader
+from elche_jax.engine.host.coordinator import Outcome
 from elche_jax.engine.replicas import ReplicaMismatch, mismatch
 from elche_jax.engine.runner import Call, Launch, Watched
 from elche_jax.engine.timing import ENDS, Clock, WindowTimes

@@ -1,23 +1,24 @@
 """What a training step knows of its run besides the state: plain numbers for a checkpoint."""
 
 import logging
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from elche_jax.averaging.program import average
-from elche_jax.averaging.rules import Averaging
+from elche_jax.averaging.rules import AveragingRule
 from elche_jax.cadence.base import State
+from elche_jax.engine.local import average
 from elche_jax.engine.mapped import AXIS
-from elche_jax.engine.state import TrainState
+from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
 from elche_jax.engine.trainable import Selection
 from elche_jax.train.divergence import DivergenceReader, divergence_of
 from elche_jax.train.finite import FiniteWatch
 from elche_jax.train.live_scheduler import LiveScheduler
+from elche_jax.train.options import Options
 
 PyTree = Any
 
@@ -67,7 +68,7 @@ def restore_run(
     scheduler.restart(saved["counts"], [divergence_of(one) for one in seen])
     unread = saved.get("unread")
     if divergence is not None:
-        divergence.unread = None if unread is None else (unread[0], tuple(unread[1]))
+        divergence.unread = [(window, tuple(counts)) for window, counts in unread or ()]
     if saved["cadence_name"] != scheduler.cadence_name:
         logger.warning(
             "elche: the checkpoint is of a run with %s, this one has %s: the cadence begins anew.",
@@ -87,7 +88,9 @@ def restore_run(
             logger.warning("elche: the cadence begins anew: %s", error)
 
 
-def join(state: TrainState, averaging: Averaging | None, selection: Selection) -> TrainState:
+def join_devices(
+    state: TrainState, averaging: AveragingRule | None, selection: Selection
+) -> TrainState:
     """One device's state of those of several, for another number of devices.
 
     What is the same on all devices is taken as it is. Where they have their own, parameters
@@ -105,7 +108,50 @@ def join(state: TrainState, averaging: Averaging | None, selection: Selection) -
         mean = jax.vmap(partial(average, averaging, selection, size), axis_name=AXIS)
         params = jax.tree.map(np.asarray, mean(state.replace(opt_state=None))[0])
     averaged = jax.tree.map(lambda x, y: x[0] if _alike(x) else y[0], state.params, params)
-    return jax.tree.map(join_rows, state.replace(params=None)).replace(params=averaged)
+    joined = jax.tree.map(join_rows, state.replace(params=None)).replace(params=averaged)
+    kept: AveragingState | None = joined.averaging
+    if averaging is not None and kept is not None:  # what is pending is in the parameters now
+        joined = joined.replace(averaging=kept.replace(pending=_idle(kept.pending)))
+    return joined
+
+
+def adopt(state: TrainState, options: Options, selection: Selection) -> TrainState:
+    """A state as this run goes on with it: what is pending in it is what this run has pending.
+
+    Another number of devices, or an exchange on the host, leaves it to `base` and `steps` what
+    the devices' steps did. Gradients that a run without windows pending has are lost.
+
+    Args:
+        state: Host arrays, of one device or stacked.
+        options: What was asked for.
+        selection: Which parameters are trained.
+    """
+    kept: AveragingState | None = state.averaging
+    if kept is None or not kept.pending:
+        return state
+    if not options.pending:
+        return state.replace(averaging=kept.replace(pending=_idle(kept.pending)))
+    known = sum(one.steps for one in kept.pending)
+    if options.averaging is None or np.array_equal(known, kept.steps[..., 0]):
+        return state
+    *older, last = _idle(kept.pending)
+    now = jax.tree.leaves(selection.split(state.params)[0])
+    progress = [np.subtract(x, y, dtype=np.float32) for x, y in zip(kept.base, now, strict=True)]
+    last = replace(last, progress=progress, steps=kept.steps[..., 0])
+    return state.replace(averaging=kept.replace(pending=(*older, last)))
+
+
+def _idle(pending: Sequence[PendingUpdate]) -> tuple[PendingUpdate, ...]:
+    """Windows in which nothing was done."""
+    return tuple(
+        replace(
+            one,
+            progress=jax.tree.map(np.zeros_like, one.progress),
+            steps=np.zeros_like(one.steps),
+            own=np.ones_like(one.own),
+        )
+        for one in pending
+    )
 
 
 def join_rows(rows: np.ndarray) -> np.ndarray:
@@ -144,4 +190,6 @@ def rows_of(saved: PyTree, world_size: int) -> PyTree:
         total = row.sum(where=np.isfinite(row), dtype=np.float32)
         return np.append(total, np.zeros(world_size - 1, np.float32))
 
-    return jax.tree.map(rows, saved, is_leaf=lambda x: isinstance(x, list))
+    if saved is None:
+        return None
+    return tuple(jax.tree.map(rows, one, is_leaf=lambda x: isinstance(x, list)) for one in saved)

@@ -7,22 +7,22 @@ from typing import Any
 import jax
 import optax
 
-from elche_jax.averaging.delayed import DelayedProgram
-from elche_jax.averaging.host.program import HostProgram
-from elche_jax.averaging.host.runner import HostRunner
-from elche_jax.averaging.program import LocalProgram
-from elche_jax.averaging.rules import Averaging
 from elche_jax.data.source import IterableSource
+from elche_jax.engine.collective import CollectiveProgram
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import Group
+from elche_jax.engine.gradient import GradientRule
+from elche_jax.engine.host.program import HostProgram
+from elche_jax.engine.host.runner import HostRunner
+from elche_jax.engine.local import LocalRule
 from elche_jax.engine.loss import LossFn, inspect_loss
 from elche_jax.engine.merge import MergeRules
 from elche_jax.engine.microbatch import Microbatches
-from elche_jax.engine.program import Program
-from elche_jax.engine.runner import Runner, WindowProgram
+from elche_jax.engine.reduce import Contribution
+from elche_jax.engine.rule import Rule
+from elche_jax.engine.runner import Runner
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.trainable import Selection
-from elche_jax.train.averaging import sent_bytes
 from elche_jax.train.options import Options
 
 PyTree = Any
@@ -45,16 +45,6 @@ class StateSpec:
     def one(self) -> TrainState:
         """Shapes of one device's state."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.shapes)
-
-    def exchanged_bytes(self, averaging: Averaging | None) -> tuple[int, int]:
-        """Bytes of float32 that each device exchanges, and that frozen parameters save."""
-        if self.shapes.step.shape == (1,):
-            return 0, 0
-        parts = self.selection.split(self.one.params)
-        trained, frozen = (4 * sum(x.size for x in jax.tree.leaves(part)) for part in parts)
-        if averaging is None:
-            return trained, frozen
-        return sent_bytes(averaging, self.selection, self.merge, self.one), frozen
 
 
 @dataclass(frozen=True)
@@ -178,30 +168,51 @@ class Runners:
                 "run has one device, other metrics or an exchange on the host."
             )
 
-    def _make(self, work: Microbatches, initial: StateSpec) -> TrainRunner:
-        options, shapes = self._options, initial.shapes
-        if options.host is None or options.averaging is None:
-            return Runner(self._program(work, initial.merge), self._group, self._cache, shapes)
-        emulate = options.emulate
-        seconds = None if emulate is None else emulate.on_host()
-        program = HostProgram(
-            work, self._optimizer, options.averaging, self._group.world_size, initial.merge,
-            options.max_grad_norm, emulate if seconds is None else None, options.host.ahead,
-        )  # fmt: skip
-        sent = sent_bytes(options.averaging, initial.selection, initial.merge, initial.one)
-        return HostRunner(
-            program, self._group, self._cache, shapes, options.host, seconds, sent
-        )  # fmt: skip
+    def exchanged_bytes(self, initial: StateSpec) -> tuple[int, int]:
+        """Bytes that each device exchanges in a window, with fragments on average, and bytes of
+        float32 that frozen parameters save."""
+        if self._group.world_size == 1:
+            return 0, 0
+        rule, one = self.rule(initial), initial.one
 
-    def _program(self, work: Microbatches, merge: MergeRules) -> WindowProgram:
+        def brought(state: TrainState) -> list[Contribution]:
+            carry = rule.zeros(state)
+            after, done = rule.finish(state, carry)
+            sums = rule.sums_of(carry)
+            return [rule.contribute(state, after, done, sums, p)[0] for p in range(rule.parts)]
+
+        sent = sum(map(rule.reduction(one).bytes_of, jax.eval_shape(brought, one)))
+        frozen = jax.tree.leaves(initial.selection.split(one.params)[1])
+        return sent // rule.parts, 4 * sum(leaf.size for leaf in frozen)
+
+    def rule(self, initial: StateSpec, work: Microbatches | None = None) -> Rule:
+        """What a window does to states of these shapes.
+
+        Args:
+            initial: The shapes.
+            work: The gradient of a microbatch; None where nobody is to compute one.
+        """
         options, size = self._options, self._group.world_size
-        if options.averaging is not None:
-            kind = DelayedProgram if options.averaging.delay else LocalProgram
-            return kind(
-                work, self._optimizer, options.averaging, size, merge, options.max_grad_norm,
-                options.emulate,
-            )  # fmt: skip
-        return Program(
-            work, self._optimizer, size, options.max_grad_norm, options.finite.drops, merge,
-            options.exchange_dtype, options.emulate,
-        )  # fmt: skip
+        if work is None:
+            work = Microbatches(self._loss_fn, "scalar", (), "", initial.selection)
+        common: Any = {
+            "work": work, "tx": self._optimizer, "size": size, "merge": initial.merge,
+            "compression": options.compression if size > 1 else None, "late": options.late,
+            "pending": options.pending, "max_grad_norm": options.max_grad_norm,
+        }  # fmt: skip
+        averaging = options.averaging
+        if averaging is not None:
+            return LocalRule(**common, parts=averaging.fragments, averaging=averaging)
+        alone = options.late or options.host is not None or options.compression == "int8"
+        return GradientRule(
+            **common, drop_nonfinite=options.finite.drops, packs=size > 1 and not alone
+        )
+
+    def _make(self, work: Microbatches, initial: StateSpec) -> TrainRunner:
+        options, emulate = self._options, self._options.emulate
+        rule, where = self.rule(initial, work), (self._group, self._cache, initial.shapes)
+        if options.host is None:
+            return Runner(CollectiveProgram(rule, emulate), *where)
+        seconds = None if emulate is None else emulate.on_host()
+        program = HostProgram(rule, emulate if seconds is None else None)
+        return HostRunner(program, *where, options.host, seconds)

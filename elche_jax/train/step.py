@@ -10,8 +10,6 @@ import jax
 import optax
 
 from elche_jax import _check as check
-from elche_jax.averaging.program import average
-from elche_jax.averaging.state import common_part
 from elche_jax.cadence import (
     Cadence,
     Controller,
@@ -25,6 +23,7 @@ from elche_jax.data.order import Cursor
 from elche_jax.engine.checksum import checksums
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import group_devices
+from elche_jax.engine.local import average
 from elche_jax.engine.loss import LossFn
 from elche_jax.engine.mapped import Mapped
 from elche_jax.engine.merge import resolve_merge
@@ -35,7 +34,6 @@ from elche_jax.observe.report import RunReport, make_report
 from elche_jax.train.averaging import check_merge, in_flight, overlaps
 from elche_jax.train.divergence import divergence_reader
 from elche_jax.train.feed import DataPlan
-from elche_jax.train.finite import AVERAGES, GRADIENTS, FiniteWatch
 from elche_jax.train.initial import (
     check_buffers,
     check_model_state,
@@ -50,7 +48,14 @@ from elche_jax.train.loading import WINDOW_BYTES, Loading
 from elche_jax.train.options import Options
 from elche_jax.train.outside import check_outside
 from elche_jax.train.pipeline import Pipeline, Window
-from elche_jax.train.resume import join, restore_run, rows_of, rows_to_dict, run_to_dict
+from elche_jax.train.resume import (
+    adopt,
+    join_devices,
+    restore_run,
+    rows_of,
+    rows_to_dict,
+    run_to_dict,
+)
 from elche_jax.train.runners import BatchSpec, Runners, StateSpec, TrainRunner, reads_ragged
 from elche_jax.train.spec import check_cursor, check_data_plan, microbatch_shapes, reading_of
 from elche_jax.train.windows import HandedOut, Windows
@@ -77,14 +82,15 @@ class TrainStep:
         self._optimizer, self._options = optimizer, options
         controller = Controller(cadence, options.guard or NoGuard())
         self._scheduler = LiveScheduler(controller, len(devices), options.hint, options.timeline)
-        self._watch = _finite_watch(options, devices)
-        self._divergence = divergence_reader(options.averaging, devices)
+        self._watch = options.finite_watch(devices)
+        self._divergence = divergence_reader(self._options, self.devices)
         self._cache = CompileCache(None if options.timeline is None else self._scheduler.compiled)
         group, *_ = group_devices(devices)  # one: build_train_step sees to it
         self._runners = Runners(loss_fn, optimizer, group, options, self._cache)
         self._last_pipeline: Pipeline[TrainRunner] | None = None
         self._handed_out: HandedOut[TrainRunner] = HandedOut()
         self._initial: StateSpec | None = None
+        self._bytes = 0, 0
         self._loading = Loading(devices)
         self._verified = False
         self._average: Mapped | None = None
@@ -211,14 +217,15 @@ class TrainStep:
         )
         check_merge(self._options, merge)
         state = initial_state(
-            self._optimizer, params, model_state, rng, self.devices, selection,
-            self._options.loss_scale, self._options.averaging, self._options.host is not None,
+            self._optimizer, params, model_state, rng, self.devices, selection, self._options,
+            merge,
         )  # fmt: skip
         self._initial = StateSpec(shapes_of(state), key_impl_of(rng), selection, merge)
-        self._watch = _finite_watch(self._options, self.devices)
+        self._bytes = self._runners.exchanged_bytes(self._initial)
+        self._watch = self._options.finite_watch(self.devices)
         if self._divergence is not None:
             self._divergence.end()
-        self._divergence = divergence_reader(self._options.averaging, self.devices)
+        self._divergence = divergence_reader(self._options, self.devices)
         self._average = None
         self._scheduler.restart()
         return state
@@ -308,8 +315,7 @@ class TrainStep:
         )  # fmt: skip
         self._last_pipeline = pipeline
         names = [str(device) for device in self.devices]
-        exchanged = self._initial.exchanged_bytes(self._options.averaging)
-        self._scheduler.begins(names, start.window, *exchanged)
+        self._scheduler.begins(names, start.window, *self._bytes)
         return Windows(pipeline, len(self.devices), self._handed_out.note)
 
     def __call__(
@@ -341,7 +347,7 @@ class TrainStep:
         check_buffers(state)
         self._check_stacked(state, "train")
         pipeline.dispatching(window)
-        overlap = overlaps(self._options.averaging, len(self.devices), self._scheduler.windows)
+        overlap = overlaps(self._options, self._scheduler.windows)
         try:
             if not pipeline.runner.begun:
                 pipeline.runner.begin(window.calls, overlap)
@@ -362,8 +368,8 @@ class TrainStep:
         # of windows that overlap nobody knows the devices' own times
         steady = self._cache.stats.misses == misses and not overlap
         sums = self._checksums(state, window, pipeline)
-        delayed = self._options.averaging is not None and self._options.averaging.delay
-        finite = token if delayed else metrics["finite"]  # those metrics are of the window before
+        # where windows are pending the metrics are those of an earlier one
+        finite = token if self._options.pending else metrics["finite"]
         pipeline.dispatched(window, at, steady, finite, token, sums, metrics)
         if self._options.emulate is not None:
             self._options.emulate.settle()
@@ -395,8 +401,7 @@ class TrainStep:
         check_buffers(state, "TrainStep.average")
         averaging = self._options.averaging
         self._check_stacked(state, "TrainStep.average")
-        host = self._options.host
-        if averaging is None or self._initial is None or (host is not None and not host.ahead):
+        if averaging is None or self._initial is None:
             return unreplicate(state.params)
         if self._average is None:
             mean = partial(average, averaging, self._initial.selection, len(self.devices))
@@ -413,20 +418,20 @@ class TrainStep:
         Args:
             state: A state of the model that `init` was called with last, or its shapes.
         """
-        averaging, initial, host = self._options.averaging, self._initial, self._options.host
-        if averaging is None or initial is None:
-            return state
-        late = bool(averaging.delay) if host is None else host.ahead
-        return common_part(state, averaging, initial.selection, initial.merge, late)
+        return state if self._initial is None else self._runners.rule(self._initial).common(state)
 
-    def join(self, state: TrainState) -> TrainState:
-        """One device's state of those of several devices, see `elche_jax.train.resume.join`.
+    def adopt(self, state: TrainState, join: bool) -> TrainState:
+        """A restored state as this run goes on with it, see `elche_jax.train.resume`.
 
         Args:
             state: Host arrays, leaves `(devices it was of, ...)`.
+            join: Whether to make one device's state of it.
         """
         assert self._initial is not None  # there are shapes to compare with
-        return join(state, self._options.averaging, self._initial.selection)
+        selection = self._initial.selection
+        if join:
+            state = join_devices(state, self._options.averaging, selection)
+        return adopt(state, self._options, selection)
 
     @property
     def timeline(self) -> Recorder | None:
@@ -462,11 +467,9 @@ class TrainStep:
 
     def report(self) -> RunReport:
         """What was measured so far: speeds, counts, busy shares, compiles."""
-        initial, averaging = self._initial, self._options.averaging
-        exchange, frozen = (0, 0) if initial is None else initial.exchanged_bytes(averaging)
         return make_report(
             self.records, [str(d) for d in self.devices], self.counts, vars(self._cache.stats),
-            self.skipped, exchange, frozen,
+            self.skipped, *self._bytes,
         )  # fmt: skip
 
     def settle(self) -> None:
@@ -492,8 +495,3 @@ class TrainStep:
             return None
         self._verified = True
         return checksums(pipeline.runner.replicated(state), self.devices)
-
-
-def _finite_watch(options: Options, devices: tuple[jax.Device, ...]) -> FiniteWatch:
-    wording = GRADIENTS if options.averaging is None else AVERAGES
-    return FiniteWatch(options.finite, devices, wording)

@@ -7,22 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 from waits import eventually
 
-from elche_jax.averaging.host.average import (
-    Delivery,
-    HostAverage,
-    mean_of,
-    merge,
-    shares_of,
-)
-from elche_jax.averaging.host.coordinator import Limits
-from elche_jax.averaging.host.exchange import HostExchange
+import elche_jax as elche
+from elche_jax.engine.host.average import HostAverage
+from elche_jax.engine.host.coordinator import Limits
+from elche_jax.engine.host.exchange import HostExchange
+from elche_jax.engine.host.program import Delivery
 from elche_jax.engine.merge import MergeRules
+from elche_jax.engine.reduce import Contribution, Reduction
+from elche_jax.engine.wire import Encoded
 
 NONE = MergeRules((), ())
-AVERAGE = HostAverage(1.0, NONE, NONE, (), 8)
+AVERAGE = HostAverage(Reduction(NONE, elche.ParameterAveraging().weigh))
 
 
 class Log:
@@ -116,12 +113,12 @@ def delivery(steps, progress=1.0, own=True, loss=2.0):
     def one(x, dtype="f"):
         return jnp.asarray(np.array([x], dtype))
 
-    sums = {"loss": one(steps * loss), "weight": one(steps), "metrics": {}, "count": one(steps),
-            "examples": one(steps), "bad": one(not own)}  # fmt: skip
-    return Delivery(
-        [one([progress] * 3)], one(steps), one(own, bool), sums, [], [], one(9.0), one(0.0),
-        one(True, bool),
-    )  # fmt: skip
+    sums = {
+        "loss": one(steps * loss), "weight": one(steps), "metrics": {}, "bad": one(not own)
+    }  # fmt: skip
+    row = one([steps, own, loss, 9.0, 0.0])
+    brought = Contribution(Encoded([one([progress] * 3)]), row, sums, [])
+    return Delivery(brought, one(True, bool))
 
 
 # -- who is waited for
@@ -202,7 +199,7 @@ def test_a_window_whose_only_worker_is_late_is_closed_without(setup):
     one.wait_over(1, 2)
     outcome = one.log.over[1][1]
     assert outcome.late == (1,) and outcome.missing == () and not outcome.will_be_known
-    assert not outcome.average.update.good
+    assert not outcome.average.mean.good
 
 
 def test_the_times_of_a_device_that_is_late_again_are_learned(setup):
@@ -409,68 +406,13 @@ def names():
 # -- the average
 
 
-@given(
-    steps=st.lists(st.integers(0, 10**6), min_size=1, max_size=6),
-    exponent=st.floats(-3, 30),
-)
-def test_shares(steps, exponent):
-    """`steps ** exponent`, whose powers may be too large for a float."""
-    got = shares_of(np.array(steps, float), exponent, 0)
-    assert got.dtype == np.float32
-    if not any(steps):
-        assert not got.any()
-        return
-    powers = [exact(step, exponent) for step in steps]
-    largest = max(p for p in powers if p is not None)
-    raw = [0.0 if p is None else float(np.exp(p - largest)) for p in powers]
-    np.testing.assert_allclose(got, np.array(raw) / sum(raw), rtol=1e-5, atol=1e-7)
-
-
-def exact(step, exponent):
-    return None if step == 0 else exponent * float(np.log(np.float64(step)))
-
-
 def test_shares_by_schedule():
-    assert shares_of(np.array([1.0, 3.0]), lambda t: 2.0 - t, 1).tolist() == [0.25, 0.75]
-    assert shares_of(np.array([1.0, 3.0]), lambda t: jnp.float32(2.0) - t, 2).tolist() == [0.5, 0.5]
-
-
-ROWS = st.lists(st.floats(-1e3, 1e3, width=32), min_size=4, max_size=4)
-
-
-@settings(deadline=None)
-@given(rows=st.lists(ROWS, min_size=1, max_size=4), data=st.data())
-def test_a_merge_is_that_of_all_samples(rows, data):
-    """Pooled: the mean and variance of as many samples as each device has seen."""
-    sizes = data.draw(st.lists(st.integers(1, 3), min_size=len(rows), max_size=len(rows)))
-    seen = [np.repeat(np.array(row, np.float64), n) for row, n in zip(rows, sizes, strict=True)]
-    shares = [n / sum(sizes) for n in sizes]
-    parts = [
-        ([np.float32(x.mean()), np.float32(x.var()), np.float32(len(x)), np.bool_(x[0] > 0)], w)
-        for x, w in zip(seen, shares, strict=True)
-    ]
-    rules = MergeRules(("pooled", "pooled", "max", "max"), (None, 0, None, None))
-    mean, var, most, any_ = merge(rules, parts, [])
-    together = np.concatenate(seen)
-    np.testing.assert_allclose(mean, together.mean(), rtol=1e-4, atol=1e-2)
-    np.testing.assert_allclose(var, together.var(), rtol=1e-3, atol=1.0)
-    assert most == max(map(len, seen)) and any_ == any(x[0] > 0 for x in seen)
-
-
-def test_what_is_alike_stays_as_it_is():
-    leaf = np.array([1e8, 1e-8, np.inf, -0.1], np.float32)
-    rules = MergeRules(("mean", "first"), (None, None))
-    parts = [([leaf, np.int32(3)], 1 / 3), ([leaf, np.int32(4)], 2 / 3)]
-    mean, first = merge(rules, parts, [])
-    np.testing.assert_array_equal(mean, leaf)
-    assert first == 3
-    assert merge(rules, [], [leaf, np.int32(5)])[1] == 5
-
-
-def test_mean_of_scalars_and_half_floats():
-    rows = [[np.float32(2), jnp.asarray([1, 2], jnp.bfloat16)], [np.float32(4), np.ones(2)]]
-    scalar, row = mean_of(rows, [0.25, 0.75])
-    assert scalar == 3.5 and row.tolist() == [1.0, 1.25] and row.dtype == np.float32
+    """On the host a schedule is asked for a number, whatever it is made of."""
+    for power in (lambda t: 2.0 - t, lambda t: jnp.float32(2.0) - t):
+        average = HostAverage(Reduction(NONE, elche.ParameterAveraging(power).weigh))
+        deliveries = [on_host(delivery(1)), on_host(delivery(3))]
+        assert average(deliveries, 1).metrics["share"].tolist() == [0.25, 0.75]
+        assert average(deliveries, 2).metrics["share"].tolist() == [0.5, 0.5]
 
 
 def on_host(one):
@@ -484,7 +426,7 @@ def test_metrics_are_of_those_who_have_worked():
     assert found.metrics["loss"] == 2.0 and found.metrics["weight"] == 4.0
     assert found.metrics["share"].tolist() == [0.75, 0.0, 0.25]
     np.testing.assert_allclose(found.metrics["workers"], 1 / (0.75**2 + 0.25**2))
-    np.testing.assert_allclose(found.update.delta[0], np.full(3, 0.5))
+    np.testing.assert_allclose(found.mean.payload[0], np.full(3, 0.5))
     length = np.sqrt(3)
     np.testing.assert_allclose(found.metrics["update_norm"][[0, 2]], [length, length], rtol=1e-6)
     np.testing.assert_allclose(found.metrics["cosine"][[0, 2]], [1, -1], rtol=1e-6)
@@ -494,6 +436,6 @@ def test_metrics_are_of_those_who_have_worked():
 def test_an_average_of_nothing_that_is_finite():
     deliveries = [on_host(delivery(0, 0.0, own=False)), on_host(delivery(0, 0.0, own=False))]
     found = AVERAGE(deliveries, 0)
-    assert not found.update.good and not found.metrics["finite"]
+    assert not found.mean.good and not found.metrics["finite"]
     assert np.isnan(found.metrics["loss"]) and found.metrics["workers"] == 1.0
-    assert not found.update.delta[0].any() and found.own.tolist() == [False, False]
+    assert not found.mean.payload[0].any() and found.own.tolist() == [False, False]

@@ -16,8 +16,8 @@ from reference import BATCH, LEARNING_RATE, LEAVES, Outer, data, loss_fn, params
 from waits import eventually
 
 import elche_jax as elche
-from elche_jax.averaging.host.coordinator import Coordinator
-from elche_jax.averaging.host.exchange import HostExchange
+from elche_jax.engine.host.coordinator import Coordinator
+from elche_jax.engine.host.exchange import HostExchange
 from elche_jax.lab import EmulatedSpeeds, ExtraWork
 
 HOST = elche.DDPConfig(exchange="host")
@@ -805,28 +805,3 @@ def test_one_device_exchanges_with_nobody():
     history, _, state, _ = train_on(KEEP, [(3,), (2,)], config=HOST)
     assert_history(history, run([(3,), (2,)], optimizer_state="keep"))
     assert state.averaging is None and threads() == []
-
-
-@pytest.mark.parametrize(
-    ("rule", "knobs", "message"),
-    [
-        (None, {}, r"DDPConfig: exchange must be 'device' without averaging: gradients stay on the "
-         r"devices, got 'host'\. Pass averaging=ParameterAveraging\(\), say\."),
-        (elche.ParameterAveraging(optimizer_state="keep", delay=1), {},
-         r"ParameterAveraging: delay must be 0 with exchange='host', got 1\. Or exchange on the"),
-        (elche.DiLoCo(optax.sgd(1.0), fragments=2), {},
-         r"DiLoCo: fragments must be 1 with exchange='host', got 2\."),
-        (elche.DiLoCo(optax.sgd(1.0), compression="int8"), {},
-         r"DiLoCo: compression must be None with exchange='host', got 'int8'\."),
-        (elche.ParameterAveraging(), {"policy": "async"},
-         r"ParameterAveraging: optimizer_state must be 'keep' with exchange='host' and "
-         r"policy='async', got 'average'\."),
-    ],
-    ids=["gradients", "delay", "fragments", "compression", "state"],
-)  # fmt: skip
-def test_what_the_host_cannot_exchange(rule, knobs, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        elche.build_train_step(
-            loss_fn, TX, devices=jax.devices()[:2], averaging=rule,
-            config=elche.DDPConfig(exchange="host", **knobs),
-        )  # fmt: skip

@@ -16,9 +16,10 @@ from reference import BATCH, data, loss_fn, params
 
 import elche_jax as elche
 from elche_jax.averaging.fragments import assign_fragments
-from elche_jax.averaging.join import share_of
-from elche_jax.averaging.wire import sum_differences, wire_bytes
+from elche_jax.engine.axis import DeviceAxis, HostAxis
 from elche_jax.engine.mapped import AXIS
+from elche_jax.engine.reduce import shares_of
+from elche_jax.engine.wire import encode
 
 SGD = optax.sgd(0.1)
 
@@ -40,8 +41,10 @@ def build(averaging=None, world=2, **options):
          r"ParameterAveraging: optimizer_state must be one of 'average', 'keep', 'reset', got 'dr"),
         (lambda: elche.ParameterAveraging(optimizer_state="keep", delay=-1), ValueError,
          r"ParameterAveraging: delay must be at least 0, got -1\.$"),
-        (lambda: elche.ParameterAveraging(optimizer_state="keep", delay=2), ValueError,
-         r"ParameterAveraging: delay must be at most 1, got 2\.$"),
+        (lambda: elche.MeanGradient(delay=-1), ValueError,
+         r"MeanGradient: delay must be at least 0, got -1\.$"),
+        (lambda: elche.MeanGradient(compression="int4"), ValueError,
+         r"MeanGradient: compression must be one of None, 'bfloat16', 'int8', got 'int4'\.$"),
         (lambda: elche.ParameterAveraging(delay=1), ValueError,
          r"ParameterAveraging: optimizer_state must be 'keep' with delay=1, .* got 'average'\.$"),
         (lambda: elche.DiLoCo(0.7), TypeError,
@@ -56,7 +59,7 @@ def build(averaging=None, world=2, **options):
         (lambda: elche.DiLoCo(SGD, fragments=2, optimizer_state="reset"), ValueError,
          r"DiLoCo: optimizer_state must be 'keep' with fragments=2, .* got 'reset'\.$"),
         (lambda: elche.DiLoCo(SGD, fragments=2, delay=1), ValueError,
-         r"DiLoCo: fragments must be 1 with delay=1, got 2\. Choose one of the two\.$"),
+         r"DiLoCo: fragments must be 1 with delay=1, as the windows that are .*, got 2\.$"),
         (lambda: elche.DiLoCo(SGD, compression="int4"), ValueError,
          r"DiLoCo: compression must be one of None, 'bfloat16', 'int8', got 'int4'\.$"),
     ],
@@ -73,11 +76,12 @@ RULE = elche.ParameterAveraging()
     ("options", "kind", "message"),
     [
         ({"averaging": elche.ParameterAveraging}, TypeError,
-         r"build_train_step: averaging must be ParameterAveraging\(\.\.\.\), DiLoCo\(\.\.\.\) or"),
+         r"build_train_step: averaging must be ParameterAveraging\(\.\.\.\), DiLoCo\(\.\.\.\), M"),
         ({"averaging": RULE, "nonfinite": "ignore"}, ValueError,
          r"build_train_step: nonfinite must be 'raise' or 'skip' with averaging=ParameterAverag"),
-        ({"averaging": RULE, "config": elche.DDPConfig(exchange_dtype="bfloat16")}, ValueError,
-         r"DDPConfig: exchange_dtype must be 'float32' with averaging=ParameterAveraging, got 'bf"),
+        ({"averaging": elche.MeanGradient("int8"),
+          "config": elche.DDPConfig(exchange_dtype="bfloat16")}, ValueError,
+         r"DDPConfig: exchange_dtype must be left out with MeanGradient\(compression='int8'\)"),
         ({"averaging": elche.DiLoCo(SGD, 5), "cadence": elche.FixedTotal(4)}, ValueError,
          r"DiLoCo: inner_steps must be None where the cadence is chosen \(FixedTotal\), got 5\. "),
         ({"averaging": elche.DiLoCo(SGD, 5), "config": elche.DDPConfig(anchor=3)}, ValueError,
@@ -137,17 +141,22 @@ def test_the_cadence_of_a_rule(rule, world, config, cadence):
 def test_the_policy_async_makes_exchanges_late():
     config = elche.DDPConfig(policy="async")
     train = build(elche.ParameterAveraging(optimizer_state="keep"), config=config)
-    assert train._options.averaging == elche.ParameterAveraging(optimizer_state="keep", delay=1)
+    assert train._options.delay == 1 and train._options.late
     assert train._scheduler._controller.cadence == elche.ElChe()
     with pytest.raises(
         ValueError,
         match=r"^ParameterAveraging: optimizer_state must be 'keep' with policy='async', .*",
     ):
         build(RULE, config=config)
+    assert build(config=config)._options.delay == 1  # gradients, too
+    host = elche.DDPConfig(policy="async", exchange="host")
     with pytest.raises(
-        ValueError, match=r"^DDPConfig: policy must be 'auto', 'sync' or 'cadence' without averag"
+        ValueError,
+        match=r"^ParameterAveraging: optimizer_state must be 'keep' with policy='async', .*age'",
     ):
-        build(config=config)
+        build(RULE, config=host)
+    with pytest.raises(ValueError, match=r"^MeanGradient: delay must be 0 with policy='async' "):
+        build(elche.MeanGradient(delay=2), config=host)
 
 
 # laws
@@ -164,17 +173,28 @@ def test_shares_are_those_of_float64(counts, exponent, schedule, bad):
     ok = np.array([rank not in bad for rank in range(len(counts))])
     worked = ok & (np.array(counts) > 0)
     power = (lambda window: exponent) if schedule else exponent
-    got = jax.vmap(lambda c, k: share_of(c, k, power, jnp.int32(0), len(counts)), axis_name=AXIS)(
-        jnp.array(counts, jnp.float32), jnp.array(ok)
-    )
-    assert got.good.tolist() == [bool(worked.any())] * len(counts)
-    if not worked.any():
-        assert got.own.tolist() == [0.0] * len(counts)
-        return
-    logs = np.where(worked, exponent * np.log(np.maximum(counts, 1)), -np.inf)
-    raw = np.exp(logs - logs.max())
-    np.testing.assert_allclose(got.own, raw / raw.sum(), rtol=2e-4, atol=1e-30)
-    np.testing.assert_allclose(got.own.sum(), 1, rtol=1e-6)
+    weigh = elche.ParameterAveraging(exponent=power).weigh
+    for xp in (np, jnp):
+        steps, loss = xp.asarray(counts, xp.float32), xp.zeros(len(counts), xp.float32)
+        work = elche.DeviceWork(steps, loss, xp.asarray(worked), 0, xp)
+        got, sound = shares_of(weigh, work)
+        assert sound and got.dtype == np.float32
+        if not worked.any():
+            assert got.tolist() == [0.0] * len(counts)
+            continue
+        logs = np.where(worked, exponent * np.log(np.maximum(counts, 1)), -np.inf)
+        raw = np.exp(logs - logs.max())
+        np.testing.assert_allclose(got, raw / raw.sum(), rtol=2e-4, atol=1e-30)
+        np.testing.assert_allclose(got.sum(), 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("weights", [[1.0, np.inf], [1.0, -1.0], [np.nan, 1.0]])
+def test_weights_that_are_none_are_noticed(weights):
+    for xp in (np, jnp):
+        ones = xp.ones(2, xp.float32)
+        work = elche.DeviceWork(ones, ones, ones > 0, 0, xp)
+        shares, sound = shares_of(lambda _, xp=xp: xp.asarray(weights), work)
+        assert not sound and shares.tolist() == [0.0, 0.0]
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=30), st.integers(1, 30))
@@ -198,9 +218,26 @@ LEAF = list_of(st.floats(-1e3, 1e3, width=32), 1, 5)
 
 @partial(jax.jit, static_argnums=3)
 def sums_of(rows, error, share, compression):
-    return jax.vmap(
-        lambda x, e, s: sum_differences(x, e, s, compression, AXIS, len(share)), axis_name=AXIS
-    )(rows, error, share)
+    """On the devices, and what they have sent."""
+
+    def one(x, e, s):
+        sent, lost = encode(x, e, s > 0, compression)
+        axis = DeviceAxis(len(share))
+        if compression is None:
+            (total,) = axis.sums((x, s))
+        else:
+            total = axis.decoded_sum(sent, s)
+        return total, lost, sent
+
+    return jax.vmap(one, axis_name=AXIS)(rows, error, share)
+
+
+def host_sums(sent, share):
+    """The same on the host."""
+    each = [
+        jax.tree.map(lambda leaf, r=rank: np.asarray(leaf[r]), sent) for rank in range(len(share))
+    ]
+    return HostAxis(len(share), range(len(share))).decoded_sum(each, list(share))
 
 
 @given(
@@ -215,7 +252,8 @@ def test_the_wire_sums_what_devices_send(compression, leaves, steps, seed):
     rows = [np.outer(rng.normal(size=len(steps)), leaf).astype("float32") for leaf in leaves]
     error = [np.zeros_like(row) for row in rows] if compression == "int8" else []
     share = np.float32(steps) / np.float32(sum(steps))
-    sums, lost = sums_of(rows, error, share, compression)
+    sums, lost, sent = sums_of(rows, error, share, compression)
+    there = host_sums(sent, share)
     for i, row in enumerate(rows):
         exact = share.astype(np.float64) @ row
         largest = np.abs(row).max(axis=1)
@@ -227,6 +265,7 @@ def test_the_wire_sums_what_devices_send(compression, leaves, steps, seed):
             bound = 1e-6 * (share @ largest)
         for rank in range(len(steps)):
             assert (np.abs(np.asarray(sums[i][rank]) - exact) <= bound + 1e-30).all()
+            assert (np.abs(there[i] - exact) <= bound + 1e-30).all()
             assert np.asarray(sums[i][rank]).tobytes() == np.asarray(sums[i][0]).tobytes()
         if compression == "int8":
             kept = np.asarray(lost[i])
@@ -241,15 +280,16 @@ def test_what_a_device_that_has_no_share_holds_is_not_read():
     rows = [jnp.array([[1.0, 2.0], [jnp.nan, jnp.inf]])]
     for compression in (None, "int8"):
         error = [jnp.zeros((2, 2))] if compression else []
-        sums, _ = jax.vmap(
-            lambda x, e, s, c=compression: sum_differences(x, e, s, c, AXIS, 2), axis_name=AXIS
-        )(rows, error, jnp.array([1.0, 0.0]))
+        share = jnp.array([1.0, 0.0])
+        sums, _, sent = sums_of(rows, error, share, compression)
         np.testing.assert_allclose(sums[0], [[1, 2], [1, 2]], rtol=1e-2)
+        np.testing.assert_allclose(host_sums(sent, np.asarray(share))[0], [1, 2], rtol=1e-2)
 
 
 def test_bytes():
-    leaves = [np.zeros((3, 5)), np.zeros(7)]
-    assert [wire_bytes(leaves, each) for each in (None, "bfloat16", "int8")] == [88, 44, 30]
+    leaves = [jnp.zeros((3, 5)), jnp.zeros(7)]
+    sent = [encode(leaves, leaves, True, each)[0] for each in (None, "bfloat16", "int8")]
+    assert [one.bytes for one in sent] == [88, 44, 30]
 
 
 def test_bytes_of_all_that_is_exchanged():
@@ -420,9 +460,9 @@ def test_an_outer_optimizer_steps_after_windows_on_one_device_too(policy):
 def test_what_a_policy_cannot_take_up_late():
     for rule, message in [
         (elche.ParameterAveraging(), "ParameterAveraging: optimizer_state must be 'keep' with "
-         "policy='async', which takes averages up late, got 'average'."),
+         "policy='async', as a device's moments go on while parameters are exchanged, got 'averag"),
         (elche.DiLoCo(optax.sgd(1.0), fragments=2), "DiLoCo: fragments must be 1 with "
-         "policy='async', which takes averages up late, got 2."),
+         "policy='async', as the windows that are pending would hold other parts of the para"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
             elche.build_train_step(

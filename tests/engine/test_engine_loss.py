@@ -7,7 +7,9 @@ import numpy as np
 import optax
 import pytest
 
+from elche_jax.engine.collective import CollectiveProgram
 from elche_jax.engine.fetch import CallArgs, Pieces
+from elche_jax.engine.gradient import GradientRule
 from elche_jax.engine.loss import (
     LossFn,
     LossForm,
@@ -17,8 +19,8 @@ from elche_jax.engine.loss import (
     inspect_loss,
     microbatch_terms,
 )
+from elche_jax.engine.merge import MergeRules
 from elche_jax.engine.microbatch import Microbatches
-from elche_jax.engine.program import Program
 from elche_jax.engine.state import TrainState
 
 RNG = np.random.default_rng(0)
@@ -181,13 +183,13 @@ def accumulate(loss_fn, numbers, has_aux=False):
     """Sums of a program over microbatches of one example each, on one device."""
     metrics = ("acc",) if has_aux else ()
     work = Microbatches(LossFn(loss_fn, has_aux=has_aux), "weighted", metrics, "threefry2x32")
-    program = Program(work, optax.sgd(0.1), world_size=1)
+    program = CollectiveProgram(GradientRule(work, optax.sgd(0.1), 1, MergeRules((), ())))
     params = {"w": jnp.float32(3)}
     zero = jnp.int32(0)
     state = TrainState(params, (), None, jax.random.key_data(KEY), zero, zero, zero)
     rows = jnp.array(numbers, jnp.float32)[:, None]
     pieces = Pieces(({"x": rows[:2]}, {"x": rows[2:]}))
-    call_args = CallArgs(jnp.array([3, 0, 1, -1, 0], jnp.int32))
+    call_args = CallArgs(jnp.array([3, 0, 1, -1, 0, 3, 3, 0], jnp.int32))
     (sums, _), _ = jax.jit(program.accumulate)(state, program.zeros(state), pieces, call_args)
     return sums
 
@@ -204,6 +206,7 @@ def test_weight_zero_contributes_nothing_even_where_nothing_is_a_number(how):
         return Weighted(loss, tokens), {"acc": loss}
 
     sums = accumulate(loss_fn, [2.0, 0.0, 5.0], has_aux=True)
+    sums = sums.own
     assert float(sums.grads[0]) == 7
     assert float(sums.loss) == 21
     assert float(sums.weight) == 2

@@ -5,9 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from reduced import TRANSPORTS, contribution, reduced
 
-from elche_jax.engine.mapped import AXIS
-from elche_jax.engine.merge import changes, merged, resolve_merge
+from elche_jax.engine.gradient import GradientRule
+from elche_jax.engine.merge import resolve_merge
+from elche_jax.engine.reduce import Reduction
+from elche_jax.engine.wire import Encoded
 
 STATE = {"bn": {"mean": (4,), "var": (4,)}, "peak": (2,), "seed": (3,), "count": (), "seen": (5,)}
 RULES = {"bn": "pooled", "peak": "max", "seed": "first", "count": "max", "seen": "max"}
@@ -31,23 +34,25 @@ def random_states(rng, world):
     return one(3.0), [one(1.0) for _ in range(world)]
 
 
-def stack(states):
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *states)
-
-
 def merge(rules, before, after, weights):
-    """Merges with the library; a device without weight keeps what it had."""
+    """Merges with the library, on either transport; a device without weight keeps what it had."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), before)
     resolved = resolve_merge(rules, shapes)
-
-    def one(new, weight):
-        part, total = jax.lax.psum((changes(resolved, new, before, weight), weight), AXIS)
-        return merged(resolved, new, before, weight, part, total)
-
-    out = jax.vmap(one, axis_name=AXIS)(stack(after), np.asarray(weights, np.float32))
-    for leaf in jax.tree.leaves(out):
-        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(leaf)[:1].repeat(len(after), 0))
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[0], out)
+    rule = GradientRule(work=None, tx=None, size=len(after), merge=resolved)
+    start, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, before))
+    leaves = [jax.tree.leaves(jax.tree.map(jnp.asarray, one)) for one in after]
+    each = [
+        contribution(Encoded([]), weight, rule.brought(resolved, start, one))
+        for one, weight in zip(leaves, weights, strict=True)
+    ]
+    made = []
+    for transport in TRANSPORTS:
+        mean, _ = reduced(transport, Reduction(resolved), each)
+        leaves = rule.taken(resolved, start, [jnp.asarray(leaf) for leaf in mean.state])
+        made.append(jax.tree.map(np.asarray, structure.unflatten(leaves)))
+    for mine, theirs in zip(*map(jax.tree.leaves, made), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+    return made[0]
 
 
 weights_of = st.lists(st.sampled_from([0.0, 1.0, 2.5, 7.0]), min_size=2, max_size=4).filter(any)

@@ -204,6 +204,8 @@ RULES = {
     "average": {"averaging": elche.ParameterAveraging()},
     "reset": {"averaging": elche.ParameterAveraging(optimizer_state="reset")},
     "delay": {"averaging": elche.ParameterAveraging(**KEEP, delay=1)},
+    "three pending": {"averaging": elche.ParameterAveraging(**KEEP, delay=3)},
+    "gradients, three pending": {"averaging": elche.MeanGradient("int8", delay=3)},
     "diloco": {"averaging": elche.DiLoCo(OUTER)},
     "delayed diloco": {"averaging": elche.DiLoCo(OUTER, delay=1)},
     "fragments": {"averaging": elche.DiLoCo(OUTER, fragments=2)},
@@ -256,7 +258,15 @@ def whole_and_resumed(rule, stops, folder):
     return whole, want, resumed
 
 
-@pytest.mark.parametrize(("rule", "stops"), [("delay", (4, 5, 6, 8)), slow("delayed diloco", (7,))])
+@pytest.mark.parametrize(
+    ("rule", "stops"),
+    [
+        ("delay", (4, 5, 6, 8)),
+        slow("delayed diloco", (7,)),
+        ("three pending", (4, 7)),
+        ("gradients, three pending", (2, 6)),
+    ],
+)
 def test_the_losses_of_the_epochs_wherever_it_stopped(rule, stops, tmp_path):
     """In an epoch, at its end, at the beginning of the next, and where exchanges overlap."""
     whole, want, resumed = whole_and_resumed(rule, stops, tmp_path)
@@ -307,7 +317,7 @@ def renamed(params, batch, rng):
     [
         (4, {}, 0),
         (4, {"loss": renamed}, 1),
-        (4, RULES["host"], 1),
+        (4, {"config": elche.DDPConfig(exchange="host")}, 1),
         (1, {}, 1),
     ],
     ids=["same", "renamed", "host", "one"],

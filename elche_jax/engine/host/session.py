@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from elche_jax.averaging.host.program import PendingUpdate
-from elche_jax.engine.state import TrainState
+from elche_jax.engine.state import PendingUpdate, TrainState
 
 PyTree = Any
 
@@ -16,11 +15,15 @@ class Begun:
 
     Attributes:
         number: Number of its dispatch.
+        part: The part of the parameters that is exchanged.
         pending: What every device did in it; None of one that got no programs.
+        before: By rank the state that it began with; empty where devices run ahead.
     """
 
     number: int
+    part: int
     pending: list[PendingUpdate | None]
+    before: list[TrainState]
 
 
 @dataclass

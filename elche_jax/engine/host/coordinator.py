@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from elche_jax._waiting import interruptible
-from elche_jax.averaging.host.average import Average, Delivery
+from elche_jax.engine.host.average import Average
+from elche_jax.engine.host.program import Delivery
 from elche_jax.engine.timing import WindowTimes
 
 
@@ -50,6 +51,8 @@ class Limits:
     Attributes:
         timeout_s: Seconds after the first delivery of a window until a device is late.
         ahead: Whether devices go on while a window is averaged.
+        delay: After how many windows the mean of one is taken up, where devices run ahead;
+            None for as soon as it is there.
         max_overshoot: Microbatches that a device may begin beyond the oldest window that
             is not closed; None for no such bound.
         max_batch_diff: The same beyond the oldest window that not all devices have
@@ -58,13 +61,14 @@ class Limits:
 
     timeout_s: float
     ahead: bool = False
+    delay: int | None = None
     max_overshoot: int | None = None
     max_batch_diff: int | None = None
 
     @property
     def in_flight(self) -> int:
         """Windows that may be dispatched and not yet over."""
-        return 2 if self.max_overshoot is None else 4
+        return max(2 if self.max_overshoot is None else 4, (self.delay or 0) + 1)
 
 
 Done = Callable[[WindowTimes, Outcome], None]
@@ -215,6 +219,11 @@ class Coordinator:
             taken = list(self.closed)
             self.closed.clear()
             return taken
+
+    def next_closed(self) -> tuple[int, Outcome]:
+        with interruptible(), self.changed:
+            self._until(lambda: bool(self.closed))
+            return self.closed.popleft()
 
     def applied(self, number: int, ends: tuple[float, ...]) -> None:
         with self.changed:

@@ -8,35 +8,30 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from elche_jax.averaging.host.average import AverageUpdate, Delivery, HostAverage
-from elche_jax.averaging.host.coordinator import Done, Failed, Learned, Limits, Outcome
-from elche_jax.averaging.host.exchange import HostExchange
-from elche_jax.averaging.host.program import (
-    HostProgram,
-    PendingUpdate,
-    averaged_rules,
-    sent_leaves,
-    sent_rules,
-    with_leaves,
-)
-from elche_jax.averaging.host.session import Begun, Session
-from elche_jax.averaging.state import AveragingState
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import Group
 from elche_jax.engine.fetch import CallArgs, Payload
+from elche_jax.engine.host.average import HostAverage
+from elche_jax.engine.host.coordinator import Done, Failed, Learned, Limits, Outcome
+from elche_jax.engine.host.exchange import HostExchange
+from elche_jax.engine.host.program import Delivery, HostProgram
+from elche_jax.engine.host.session import Begun, Session
 from elche_jax.engine.loop import Seconds
 from elche_jax.engine.mapped import PerDeviceJit, stack_shards, stacked_sharding
+from elche_jax.engine.reduce import Mean
 from elche_jax.engine.replicas import is_key, is_stacked, replicate
 from elche_jax.engine.runner import Call, Launch, new_number, signature, zeros
-from elche_jax.engine.state import TrainState
+from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
 
 PyTree = Any
+_FLAG = jax.ShapeDtypeStruct((), jnp.bool_)
 Program = tuple[Hashable, Callable[[], Any]]
 
 
@@ -46,8 +41,8 @@ class Shapes:
 
     reads: TrainState
     thin: TrainState
-    local: PyTree
-    update: AverageUpdate
+    carried: PyTree
+    means: list[Mean]
     pending: PendingUpdate
 
 
@@ -64,7 +59,6 @@ class HostRunner:
         state: Shapes of the stacked state.
         limits: How long to wait for devices, and how far they may run ahead.
         seconds: Makes devices slower on purpose; or None.
-        sent: Bytes that a device delivers.
     """
 
     def __init__(
@@ -75,36 +69,35 @@ class HostRunner:
         state: TrainState,
         limits: Limits,
         seconds: Seconds | None,
-        sent: int,
     ):
         self.group, self.limits, self.state = group, limits, state
-        self.replicated = program.replicated
+        self.replicated = program.rule.common
         self.capacities: dict[Hashable, set[int]] = {}
         self.begun = False
         self._program, self._cache, self._seconds = program, cache, seconds
-        self._split, self._join = program.work.selection.split, program.work.selection.join
+        selection = program.rule.work.selection
+        self._split, self._join = selection.split, selection.join
         self._number = new_number()
         devices = group.devices
         self._sharding = stacked_sharding(devices)
         self._accumulate = PerDeviceJit(program.accumulate, devices, donate=(1,))
-        self._deliver = PerDeviceJit(program.deliver, devices, donate=())
+        self._deliver = [
+            PerDeviceJit(partial(program.deliver, part), devices, donate=()) for part in self._parts
+        ]
         # whoever runs ahead applies to the state that the user still has
-        self._apply = PerDeviceJit(program.apply, devices, donate=() if limits.ahead else (0,))
+        self._apply = [
+            PerDeviceJit(partial(program.apply, part), devices, donate=()) for part in self._parts
+        ]
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
-        local = jax.eval_shape(program.zeros, one)
-        self._averaging = HostAverage(
-            program.averaging.exponent,
-            sent_rules(program.merge),
-            averaged_rules(program, one.opt_state),
-            program.work.metrics,
-            sent,
+        carried = jax.eval_shape(program.zeros, one)
+        self._averaging = HostAverage(program.rule.reduction(one))
+        (_, pending, _), _ = jax.eval_shape(
+            partial(program.deliver, 0), self._thin(one), carried, _FLAG, _FLAG
         )
-        flag = jax.ShapeDtypeStruct((), jnp.bool_)
-        (_, delivery), _ = jax.eval_shape(program.deliver, self._thin(one), local, flag, flag)
-        update = AverageUpdate(delivery.progress, delivery.model_state, delivery.opt_state, flag)
-        shapes = (program.reads(one), self._thin(one), local, update, _pending(delivery))
+        means = [self._mean_shapes(part, self._thin(one), carried) for part in self._parts]
+        shapes = (program.reads(one), self._thin(one), carried, means, pending)
         self._shapes = Shapes(*map(_one_each, shapes))
-        self._local_shape = local
+        self._local_shape = carried
         self._locals: list[PyTree] = []
         self._bools: dict[int, tuple[Any, Any]] = {}
 
@@ -123,10 +116,11 @@ class HostRunner:
         del overlap
         for call in calls:
             self._accumulators(call.payload)
-        self._delivering()
-        # where devices run ahead another number of windows is met in the middle of a run
-        for later in range(self.limits.in_flight if self.limits.ahead else 1):
-            self._applying(later)
+        for part in self._parts:
+            self._delivering(part)
+            # where devices run ahead another number of windows is met in the middle of a run
+            for later in self._laters():
+                self._applying(part, later)
         self._locals = self._local_steps()
         self.begun = True
 
@@ -191,13 +185,16 @@ class HostRunner:
             # who is back has what the others had at the last window, see `_restore`
             session.absent = set(exchange.admit(counts))
             launch = replace(launch, at=time.perf_counter())
-            self._take_up(session, exchange.closed())
+            if self.limits.delay is None:
+                self._take_up(session, exchange.closed())
             self._launch(session, calls, exchange, launch, counts, anew=not known, ahead=ahead)
             if not ahead:
                 outcome = exchange.wait(launch.number)
                 session.absent.update(outcome.missing)
                 self._take_up(session, [(launch.number, outcome)])
                 self._await_applied(session, exchange, launch.number, outcome)
+            while self.limits.delay is not None and len(session.begun) > self.limits.delay:
+                self._take_up(session, [exchange.next_closed()])
             for rank in session.absent:
                 self._restore(session, rank)
             new = self._whole(session, state)
@@ -210,7 +207,10 @@ class HostRunner:
         if not session.absent:  # else the new one has arrays of the old one
             for leaf in jax.tree.leaves(self._thin(state)):
                 leaf.delete()
-        metrics = jax.device_put(session.metrics, self.group.devices[session.present[0]])
+        present = session.present[0]
+        metrics = jax.device_put(session.metrics, self.group.devices[present])
+        reports = self._program.rule.reports(session.parts[present])
+        metrics |= {name: value[0] for name, value in reports.items()}
         return new, metrics, metrics["finite"]
 
     def _begin(self, state: TrainState) -> Session:
@@ -250,15 +250,17 @@ class HostRunner:
                     reads[rank], locals_[rank], payload, call_args
                 )
         deliveries: list[Delivery | None] = [None] * len(self)
-        programs = self._delivering()
+        pending: list[PendingUpdate | None] = [None] * len(self)
+        part, before = session.step % len(self._parts), list(session.parts)
+        programs = self._delivering(part)
         for rank in ranks:
-            state, flag, fine = session.parts[rank], self._flags(rank)[anew], session.fine[rank]
-            (state, delivery), _ = programs[rank](state, locals_[rank], flag, fine)
-            session.parts[rank], deliveries[rank] = state, delivery
+            flag, fine = self._flags(rank)[anew], session.fine[rank]
+            (state, done, delivery), _ = programs[rank](before[rank], locals_[rank], flag, fine)
+            session.parts[rank], pending[rank], deliveries[rank] = state, done, delivery
             session.fine[rank] = self._flags(rank)[True]
         self._locals = locals_
-        pending = [None if one is None else _pending(one) for one in deliveries]
-        session.begun.append(Begun(launch.number, pending))
+        before = [] if self.limits.ahead else before
+        session.begun.append(Begun(launch.number, part, pending, before))
         exchange.launch(launch.number, launch.at, counts, session.step, deliveries, ahead)
         session.step += 1
 
@@ -270,22 +272,22 @@ class HostRunner:
             done, *session.begun = session.begun
             ranks = session.present
             devices = [self.group.devices[rank] for rank in ranks]
-            update = jax.device_put([_stacked(outcome.average.update)] * len(ranks), devices)
-            for rank, told in zip(ranks, update, strict=True):
+            mean = jax.device_put([_stacked(outcome.average.mean)] * len(ranks), devices)
+            for rank, told in zip(ranks, mean, strict=True):
                 self._apply_one(session, rank, told, done)
             session.metrics = outcome.average.metrics
 
-    def _apply_one(self, session: Session, rank: int, update: AverageUpdate, done: Begun) -> None:
-        part, fine = session.parts[rank], session.fine[rank]
+    def _apply_one(self, session: Session, rank: int, mean: Mean, done: Begun) -> None:
+        state, fine = session.parts[rank], session.fine[rank]
         later = [window for window in session.begun if window.pending[rank] is not None]
         pending = [window.pending[rank] for window in later]
         own = done.pending[rank] or self._nothing(session, rank)
-        apply = self._applying(len(later))[rank]
-        (part, ended, fine), _ = apply(part, update, own, pending, fine)
-        session.parts[rank], session.fine[rank] = part, fine
-        for window, old, model_state in zip(later, pending, ended, strict=True):
-            assert old is not None
-            window.pending[rank] = replace(old, model_state=model_state)
+        apply = self._applying(done.part, len(later))[rank]
+        before = state if self.limits.ahead else done.before[rank]
+        (state, ended, fine), _ = apply(before, state, mean, own, pending, fine)
+        session.parts[rank], session.fine[rank] = state, fine
+        for window, corrected in zip(later, ended, strict=True):
+            window.pending[rank] = corrected
 
     def _nothing(self, session: Session, rank: int) -> PendingUpdate:
         """What a device did in a window without programs."""
@@ -293,33 +295,30 @@ class HostRunner:
             jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._shapes.pending.progress),
             self.group.devices[rank],
         )
-        model_state = sent_leaves(self._program.merge, session.parts[rank].model_state)
+        rule = self._program.rule
+        model_state = rule.merged_leaves(session.parts[rank].model_state) if rule.late else []
         steps = jax.device_put(np.zeros(1, np.float32), self.group.devices[rank])
         return PendingUpdate(none, steps, self._flags(rank)[True], model_state)
 
     def _restore(self, session: Session, rank: int) -> None:
         """Gives a late device what the others have agreed on: so the state is whole, whoever
         reads it, and the device can go on when it is back. Copies do not wait for it."""
-        healthy = session.parts[session.present[0]]
-        kept: AveragingState = healthy.averaging
-        own, merge = session.parts[rank], self._program.merge
-        params = jax.tree.structure(healthy.params).unflatten(kept.base)
-        sent = sent_leaves(merge, healthy.model_state)
-        steps = np.zeros(kept.steps.shape, np.float32)
-        state = healthy.replace(
-            params=params,
-            opt_state=None,
-            model_state=None,
-            averaging=AveragingState(kept.outer, kept.base, steps, kept.error),
-        )
+        rule, own = self._program.thin, session.parts[rank]
+        healthy = rule.agreed(session.parts[session.present[0]])
+        sent = rule.merged_leaves(healthy.model_state)
+        kept: AveragingState | None = healthy.averaging
+        if kept is not None:  # it has done nothing since, and lost nothing
+            steps, error = jax.tree.map(_zeros_like, (kept.steps, kept.error))
+            kept = kept.replace(steps=steps, error=error)
+        state = healthy.replace(opt_state=None, model_state=None, averaging=kept)
         device = self.group.devices[rank]
         state, sent = jax.device_put((state, sent), device)
         kept_apart = (own.opt_state, own.model_state)  # of one that hangs these never come
         there = all(leaf.is_ready() for leaf in jax.tree.leaves(kept_apart))
-        if not there or self._program.averaging.optimizer_state != "keep":
+        if not there or not rule.apart:
             kept_apart = jax.device_put((healthy.opt_state, healthy.model_state), device)
         opt_state, model_state = kept_apart
-        model_state = with_leaves(merge, model_state, sent)
+        model_state = rule.with_leaves(model_state, sent)
         session.parts[rank] = state.replace(opt_state=opt_state, model_state=model_state)
         session.fine[rank] = self._flags(rank)[True]
         for window in session.begun:
@@ -340,8 +339,10 @@ class HostRunner:
     def _no_metrics(self) -> dict[str, Any]:
         """Before any average: numbers that are none."""
         none, row = np.float32("nan"), np.full(len(self), np.nan, np.float32)
-        names = (*self._program.work.metrics, "loss", "weight", "workers", "exchange_bytes")
-        rows = ("distance", "update_norm", "cosine", "share")
+        names, rows = (*self._program.rule.work.metrics, "loss", "weight"), ()
+        if self._averaging.reduction.weigh is not None:
+            names = (*names, "workers", "exchange_bytes")
+            rows = ("distance", "update_norm", "cosine", "share")
         return dict.fromkeys(names, none) | dict.fromkeys(rows, row) | {"finite": np.bool_(True)}
 
     # -- states: whole, and what the programs of a device take of them ----------------
@@ -393,23 +394,40 @@ class HostRunner:
         key = ("host accumulate", self._number, rank, signature(payload))
         payload = _one_each(payload, stacked=True)
         call_args = CallArgs(jax.ShapeDtypeStruct((1, CallArgs.WIDTH), jnp.int32))
-        args = (self._shapes.reads, self._shapes.local, payload, call_args)
+        args = (self._shapes.reads, self._shapes.carried, payload, call_args)
         return key, lambda: self._accumulate.compile(rank, *args)
 
-    def _delivering(self) -> list[Any]:
-        flag = jax.ShapeDtypeStruct((1,), jnp.bool_)
-        args = (self._shapes.thin, self._shapes.local, flag, flag)
-        key = ("host deliver", self._number)
-        return self._all(lambda rank: ((*key, rank), lambda: self._deliver.compile(rank, *args)))
+    def _delivering(self, part: int) -> list[Any]:
+        flag, deliver = _one_each(_FLAG), self._deliver[part]
+        args = (self._shapes.thin, self._shapes.carried, flag, flag)
+        key = ("host deliver", self._number, part)
+        return self._all(lambda rank: ((*key, rank), lambda: deliver.compile(rank, *args)))
 
-    def _applying(self, later: int) -> list[Any]:
-        return self._all(lambda rank: self._apply_program(later, rank))
+    def _applying(self, part: int, later: int) -> list[Any]:
+        thin, pending, flag = self._shapes.thin, self._shapes.pending, _one_each(_FLAG)
+        args = (thin, thin, self._shapes.means[part], pending, [pending] * later, flag)
+        key, apply = ("host apply", self._number, part, later), self._apply[part]
+        return self._all(lambda rank: ((*key, rank), lambda: apply.compile(rank, *args)))
 
-    def _apply_program(self, later: int, rank: int) -> Program:
-        pending, flag = self._shapes.pending, jax.ShapeDtypeStruct((1,), jnp.bool_)
-        args = (self._shapes.thin, self._shapes.update, pending, [pending] * later, flag)
-        key = ("host apply", self._number, later, rank)
-        return key, lambda: self._apply.compile(rank, *args)
+    @property
+    def _parts(self) -> range:
+        """The parts of the parameters, which are exchanged in turn."""
+        return range(self._program.rule.parts)
+
+    def _laters(self) -> Sequence[int]:
+        """How many windows may have come after one whose mean is taken up."""
+        if not self.limits.ahead:
+            return (0,)
+        return range(self.limits.in_flight) if self.limits.delay is None else (self.limits.delay,)
+
+    def _mean_shapes(self, part: int, state: TrainState, carried: PyTree) -> Mean:
+        (_, _, delivery), _ = jax.eval_shape(
+            partial(self._program.deliver, part), state, carried, _FLAG, _FLAG
+        )
+        arrays = delivery.brought.payload.arrays
+        payload = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in arrays]
+        loss = jax.ShapeDtypeStruct((), jnp.float32)
+        return Mean(payload, delivery.brought.state, _FLAG, _FLAG, loss)
 
     def _all(self, program: Callable[[int], Program]) -> list[Any]:
         """The programs of all devices; compiled two at a time where they are not there."""
@@ -431,12 +449,12 @@ def _one_each(tree: PyTree, stacked: bool = False) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[at:]), x.dtype), tree)
 
 
-def _pending(delivery: Delivery) -> PendingUpdate:
-    return PendingUpdate(delivery.progress, delivery.steps, delivery.own, delivery.model_state)
-
-
 def _ignore(*_: Any) -> None:
     """For a window whose run is over: nobody asks how long it took."""
+
+
+def _zeros_like(leaf: jax.Array) -> np.ndarray:
+    return np.zeros(leaf.shape, leaf.dtype)
 
 
 def _stacked(tree: PyTree) -> PyTree:

@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 
 import jax
 
-from elche_jax.averaging.host.average import Average, Delivery
-from elche_jax.averaging.host.coordinator import Coordinator, Done, Failed, Learned, Limits, Outcome
-from elche_jax.averaging.host.session import Session
+from elche_jax.engine.host.average import Average
+from elche_jax.engine.host.coordinator import Coordinator, Done, Failed, Learned, Limits, Outcome
+from elche_jax.engine.host.program import Delivery
+from elche_jax.engine.host.session import Session
 from elche_jax.engine.loop import Seconds
 from elche_jax.engine.timing import device_threads, end_threads
 
@@ -118,6 +119,10 @@ class HostExchange:
     def closed(self) -> list[tuple[int, Outcome]]:
         """The windows closed since it was asked last, in order."""
         return self._coordinator.take_closed()
+
+    def next_closed(self) -> tuple[int, Outcome]:
+        """Waits for the oldest window that is closed, of those not asked for yet."""
+        return self._coordinator.next_closed()
 
     def applied(self, number: int, ends: Sequence[float]) -> None:
         """Says when the devices had taken up the average of a window."""

@@ -1,0 +1,178 @@
+"""The devices a value is combined over: of a mapped function, or of deliveries on the host.
+
+What a rule computes from several devices' values is written once, for either: `xp` is the
+module of array functions, and a *per-device value* is a device's own in a mapped function, and
+a list with one entry per device that has delivered on the host.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from types import ModuleType
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from elche_jax.engine.collectives import broadcast_from
+from elche_jax.engine.exchange import Packing
+from elche_jax.engine.mapped import AXIS
+from elche_jax.engine.wire import decoded, sum_bfloat16, sum_int8
+
+PyTree = Any
+PerDevice = Any
+"""A value of every device, see above."""
+
+
+class Axis(Protocol):
+    """What values are combined over.
+
+    Attributes:
+        size: Number of devices.
+    """
+
+    xp: ClassVar[ModuleType]
+    """`jax.numpy` or `numpy`."""
+
+    @property
+    def size(self) -> int: ...
+
+    def each(self, fn: Callable[..., Any], *values: PerDevice) -> PerDevice:
+        """`fn` of every device's values."""
+        ...
+
+    def rows(self, value: PerDevice) -> Any:
+        """An array with one row per device; zeros of one that has delivered nothing."""
+        ...
+
+    def mine(self, rows: Any) -> PerDevice:
+        """Every device's own entry of such an array."""
+        ...
+
+    def sums(self, *terms: tuple[PerDevice, PerDevice | None]) -> tuple[PyTree, ...]:
+        """`sum over devices of weight * tree`, float32, for every term `(tree, weight)`.
+
+        Where a weight is 0 nothing of the tree is read; None counts every device alike.
+        """
+        ...
+
+    def decoded_sum(self, sent: PerDevice, weight: PerDevice | None) -> list[Any]:
+        """The same of arrays as they travel, see `elche_jax.engine.wire`."""
+        ...
+
+    def largest(self, leaf: PerDevice, worked: PerDevice) -> Any:
+        """The elementwise maximum over devices that have worked."""
+        ...
+
+    def first(self, leaf: PerDevice, worked: PerDevice) -> Any:
+        """The value of the lowest rank that has worked."""
+        ...
+
+
+@dataclass(frozen=True)
+class DeviceAxis:
+    """The axis of a mapped function; of one device, no axis at all."""
+
+    size: int
+    xp: ClassVar[ModuleType] = jnp
+
+    def each(self, fn: Callable[..., Any], *values: PerDevice) -> PerDevice:
+        return fn(*values)
+
+    def rows(self, value: PerDevice) -> Any:
+        return value[None] if self.size == 1 else jax.lax.all_gather(value, AXIS)
+
+    def mine(self, rows: Any) -> PerDevice:
+        return rows[0] if self.size == 1 else rows[jax.lax.axis_index(AXIS)]
+
+    def sums(self, *terms: tuple[PerDevice, PerDevice | None]) -> tuple[PyTree, ...]:
+        trees = tuple(tree if weight is None else _times(tree, weight) for tree, weight in terms)
+        if self.size == 1:
+            return trees
+        packings = [Packing.of(tree) for tree in trees]
+        packed = [packing.pack(tree) for packing, tree in zip(packings, trees, strict=True)]
+        summed = jax.lax.psum(packed, AXIS)
+        pairs = zip(packings, summed, strict=True)
+        return tuple(packing.unpack(buffers, AXIS) for packing, buffers in pairs)
+
+    def decoded_sum(self, sent: PerDevice, weight: PerDevice | None) -> list[Any]:
+        if self.size == 1:
+            return decoded(sent) if weight is None else _times(decoded(sent), weight)
+        total = sum_int8 if sent.scales is not None else sum_bfloat16
+        return total(sent, weight, self.size)
+
+    def largest(self, leaf: PerDevice, worked: PerDevice) -> Any:
+        if self.size == 1:
+            return leaf
+        if leaf.dtype == jnp.bool_:
+            return self.largest(leaf.astype(jnp.int32), worked).astype(jnp.bool_)
+        floats = jnp.issubdtype(leaf.dtype, jnp.floating)
+        lowest = -jnp.inf if floats else jnp.iinfo(leaf.dtype).min
+        return jax.lax.pmax(jnp.where(worked, leaf, jnp.asarray(lowest, leaf.dtype)), AXIS)
+
+    def first(self, leaf: PerDevice, worked: PerDevice) -> Any:
+        if self.size == 1:
+            return leaf
+        none = jnp.iinfo(jnp.int32).max  # of a rank that does not exist where nobody has worked
+        rank = jnp.where(worked, jax.lax.axis_index(AXIS), none)
+        return broadcast_from(leaf, jax.lax.pmin(rank, AXIS), AXIS)
+
+
+@dataclass(frozen=True)
+class HostAxis:
+    """The devices whose deliveries have reached the host.
+
+    Attributes:
+        size: Number of devices.
+        ranks: Those that have delivered, ascending.
+    """
+
+    size: int
+    ranks: Sequence[int]
+    xp: ClassVar[ModuleType] = np
+
+    def each(self, fn: Callable[..., Any], *values: PerDevice) -> PerDevice:
+        return [fn(*one) for one in zip(*values, strict=True)]
+
+    def rows(self, value: PerDevice) -> Any:
+        rows = np.zeros((self.size, *np.shape(value[0])), np.result_type(value[0]))
+        rows[list(self.ranks)] = value
+        return rows
+
+    def mine(self, rows: Any) -> PerDevice:
+        return [rows[rank] for rank in self.ranks]
+
+    def sums(self, *terms: tuple[PerDevice, PerDevice | None]) -> tuple[PyTree, ...]:
+        return tuple(self._sum(trees, weights) for trees, weights in terms)
+
+    def _sum(self, trees: PerDevice, weights: PerDevice | None) -> PyTree:
+        if weights is None:
+            weights = [np.float32(1)] * len(trees)
+        parts = [(tree, weight) for tree, weight in zip(trees, weights, strict=True) if weight]
+        if not parts:
+            return jax.tree.map(lambda x: np.zeros_like(x, np.float32), trees[0])
+        first = jax.tree.map(lambda x: np.multiply(x, parts[0][1], dtype=np.float32), parts[0][0])
+
+        def add(total: PyTree, part: tuple[PyTree, Any]) -> PyTree:
+            tree, weight = part
+            return jax.tree.map(lambda a, x: np.add(a, np.multiply(x, weight), out=a), total, tree)
+
+        return reduce(add, parts[1:], jax.tree.map(np.asarray, first))
+
+    def decoded_sum(self, sent: PerDevice, weight: PerDevice | None) -> list[Any]:
+        return self._sum([decoded(one) for one in sent], weight)
+
+    def largest(self, leaf: PerDevice, worked: PerDevice) -> Any:
+        return np.maximum.reduce(self._of(leaf, worked))
+
+    def first(self, leaf: PerDevice, worked: PerDevice) -> Any:
+        return self._of(leaf, worked)[0]
+
+    @staticmethod
+    def _of(leaf: PerDevice, worked: PerDevice) -> list[Any]:
+        return [x for x, has in zip(leaf, worked, strict=True) if has] or leaf
+
+
+def _times(tree: PyTree, weight: Any) -> PyTree:
+    return jax.tree.map(lambda x: jnp.where(weight > 0, x * weight, 0), tree)

@@ -1,0 +1,182 @@
+"""The mean gradient: one optimizer step per window, alike on every device.
+
+With `N` the sum of all weights, the update is made of
+
+    g = (1 / N) * sum over devices and microbatches of weight * grad(loss)
+
+(the exact mean over the data of the window), summed in float32.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from elche_jax.engine.exchange import SUM_BELOW, Packing
+from elche_jax.engine.fetch import CallArgs, Payload
+from elche_jax.engine.mapped import AXIS
+from elche_jax.engine.microbatch import all_finite, chosen, clip, computed_once, floats
+from elche_jax.engine.precision import adjust
+from elche_jax.engine.reduce import Contribution, Mean, Reduction, Row
+from elche_jax.engine.rule import Leaves, Rule
+from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
+from elche_jax.engine.wire import encode
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sums:
+    """What a device has summed over its microbatches of a window; all float32.
+
+    Attributes:
+        grads: Sum of `weight * grad(loss)` of the parameters that are trained, in buffers.
+        loss: Sum of `weight * loss`.
+        weight: Sum of the weights.
+        metrics: Sums of `weight * metric`.
+        model_state: The device's model state after its last microbatch.
+    """
+
+    grads: list[Any]
+    loss: Any
+    weight: Any
+    metrics: dict[str, Any]
+    model_state: PyTree
+
+    def replace(self, **changes: Any) -> "Sums":
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class GradientRule(Rule):
+    """The rule of a window that is one optimizer step.
+
+    Attributes:
+        drop_nonfinite: Drop the update of a window that is not finite.
+        packs: Whether small gradients are summed in one buffer: an array less is an argument
+            less of a window's programs, and arguments are a good part of what a first window
+            waits for. Sums that are no arguments, or have a scale each, are left alone.
+    """
+
+    drop_nonfinite: bool = True
+    packs: bool = False
+
+    def reads(self, state: TrainState) -> TrainState:
+        return state.replace(opt_state=None, averaging=None)
+
+    def common(self, state: TrainState) -> TrainState:
+        if isinstance(state.averaging, AveragingState):
+            state = state.replace(averaging=None)
+        return state.replace(model_state=None) if self.late else state
+
+    def zeros(self, state: TrainState) -> Sums:
+        zero = jnp.zeros((), jnp.float32)
+        trained, _ = self.work.selection.split(state.params)
+        grads = [jnp.zeros(shape, jnp.float32) for shape in self._packing(trained).shapes]
+        return Sums(grads, zero, zero, dict.fromkeys(self.work.metrics, zero), state.model_state)
+
+    def body(
+        self, state: TrainState, payload: Payload, call_args: CallArgs
+    ) -> Callable[[Any, Sums], Sums]:
+        trained, _ = self.work.selection.split(state.params)
+        gradient, packing = self.work.gradient(state, payload, call_args), self._packing(trained)
+
+        def body(i: Any, sums: Sums) -> Sums:
+            own = gradient(i, trained, sums.model_state)
+            grads = packing.pack(own.grads)
+            return Sums(
+                [total + g * own.weight for total, g in zip(sums.grads, grads, strict=True)],
+                sums.loss + own.loss * own.weight,
+                sums.weight + own.weight,
+                {name: sums.metrics[name] + own.metrics[name] for name in self.work.metrics},
+                own.model_state,
+            )
+
+        return body
+
+    def finish(
+        self, state: TrainState, carry: Sums, anew: Any = False
+    ) -> tuple[TrainState, PendingUpdate]:
+        del anew  # an unfinished window's gradients are gone
+        weight = jnp.where(carry.weight > 0, carry.weight, 1.0)
+        grads = clip(carry.grads, self.max_grad_norm, weight)
+        # a device without work has the state of before, which is no news
+        own = (carry.weight == 0) | all_finite(floats(carry.model_state))
+        own &= all_finite((grads, carry.loss, carry.weight))
+        now = carry.model_state
+        if self.late:  # the device goes on from its own
+            now = chosen(own, now, state.model_state)
+        done = PendingUpdate(grads, carry.weight, own, self.merged_leaves(now))
+        return state.replace(model_state=now), done
+
+    def contribute(
+        self,
+        before: TrainState,
+        after: TrainState,
+        done: PendingUpdate,
+        sums: dict[str, Any],
+        part: int,
+    ) -> tuple[Contribution, Leaves]:
+        del after, part
+        error = [] if before.averaging is None else before.averaging.error
+        worked = done.steps > 0
+        payload, error = encode(done.progress, error, worked & done.own, self.compression)
+        none = jnp.float32(0)
+        row = Row(done.steps, done.own.astype(jnp.float32), none, none, none)
+        old = self.merged_leaves(before.model_state)
+        state = self.brought(self.merge_rules, old, done.model_state)
+        sums = sums | {"bad": (~done.own).astype(jnp.float32)}
+        return Contribution(payload, jnp.stack(row), sums, state), error
+
+    def apply(
+        self,
+        before: TrainState,
+        after: TrainState,
+        mean: Mean,
+        done: PendingUpdate,
+        later: list[PendingUpdate],
+        part: int,
+    ) -> tuple[TrainState, list[PendingUpdate], Any]:
+        del part
+        trained, frozen = self.work.selection.split(after.params)
+        model_state, corrected = self.merged(before, after, mean.state, done, later, mean.good)
+        grads = self._packing(trained).unpack(mean.payload, AXIS)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
+        tx = optax.with_extra_args_support(self.tx)  # some ask for the loss, or the work done
+        updates, opt_state = tx.update(
+            grads, after.opt_state, trained, value=mean.loss, grad=grads,
+            microbatches=before.microbatches, examples=before.examples,
+        )  # fmt: skip
+        params = self.work.selection.join(optax.apply_updates(trained, updates), frozen)
+        fine = all_finite((mean.payload, floats(model_state), updates))
+        fine = mean.finite & (fine | ~mean.good)
+        good = computed_once((fine | (not self.drop_nonfinite)) & mean.good)
+        old = after if self.late else before
+        made = (params, opt_state, model_state, after.averaging, corrected)
+        kept = (after.params, after.opt_state, old.model_state, old.averaging, later)
+        params, opt_state, model_state, averaging, later = chosen(good, made, kept)
+        state = after.replace(
+            params=params,
+            opt_state=opt_state,
+            model_state=model_state,
+            averaging=averaging,
+            loss_scale=adjust(after.loss_scale, fine),
+        )
+        return state, later, fine
+
+    def reduction(self, state: TrainState) -> Reduction:
+        del state
+        return Reduction(self.merge_rules, None, self.compression)
+
+    def reports(self, state: TrainState) -> dict[str, Any]:
+        return {} if state.loss_scale is None else {"loss_scale": state.loss_scale.scale}
+
+    def _packing(self, trained: PyTree) -> Packing:
+        """How gradients are summed."""
+        like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), trained)
+        return Packing.of(like, below=SUM_BELOW if self.packs else 0)

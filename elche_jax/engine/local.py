@@ -1,0 +1,375 @@
+"""Local steps: every device takes optimizer steps of its own, then parameters become one.
+
+With `x` the parameters of the last exchange, `y[d]` the device's own and `w[d]` its share,
+
+    m = sum over d of w[d] * (x - y[d])
+    x = (x - m) + (u + m)        with u the outer optimizer's update for m
+
+which is `x + u`, written so that `u = -m` gives the mean to the last bit. While windows are
+pending a device goes on from its own parameters: with `g[d, t]` what it has taken off them in
+window `t`,
+
+    y[d] = x - sum of g[d, s] over the windows s that it has begun since
+
+See `elche_jax.averaging.rules` for the user's choices.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from elche_jax.averaging.fragments import assign_fragments
+from elche_jax.averaging.rules import AveragingRule, DeviceWork, ParameterAveraging
+from elche_jax.engine.axis import DeviceAxis
+from elche_jax.engine.fetch import CallArgs, Payload
+from elche_jax.engine.merge import MergeRules, opt_rules
+from elche_jax.engine.microbatch import all_finite, chosen, clip, computed_once, floats
+from elche_jax.engine.reduce import Contribution, Mean, Reduction, Row, shares_of
+from elche_jax.engine.rule import Leaves, Rule, wide
+from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
+from elche_jax.engine.trainable import Selection
+from elche_jax.engine.wire import encode
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LocalSteps:
+    """What a device carries through its steps of a window.
+
+    Attributes:
+        trained: Its parameters, those that are trained.
+        opt_state: State of its optimizer.
+        model_state: Its model state.
+        loss: Sum of `weight * loss`, float32.
+        weight: Sum of the weights, float32.
+        steps: Number of optimizer steps, float32: microbatches that had a weight.
+        metrics: Sums of `weight * metric`, float32.
+    """
+
+    trained: PyTree
+    opt_state: PyTree
+    model_state: PyTree
+    loss: Any
+    weight: Any
+    steps: Any
+    metrics: dict[str, Any]
+
+    def replace(self, **changes: Any) -> "LocalSteps":
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class LocalRule(Rule):
+    """The rule of a window of local steps.
+
+    Attributes:
+        averaging: The user's choice.
+    """
+
+    averaging: AveragingRule = field(default_factory=ParameterAveraging)
+
+    def reads(self, state: TrainState) -> TrainState:
+        return state.replace(averaging=None)
+
+    def common(self, state: TrainState) -> TrainState:
+        if self.averaging.optimizer_state == "keep":
+            state = state.replace(opt_state=None)
+        if self.parts > 1 or self.late:
+            state = state.replace(params=self.work.selection.split(state.params)[1])
+        if isinstance(state.averaging, AveragingState):
+            kept = state.averaging.replace(steps=None, error=[], pending=())
+            state = state.replace(averaging=kept)
+        merged = None if self.late else self.merged_leaves(state.model_state)
+        return state.replace(model_state=merged)
+
+    def zeros(self, state: TrainState) -> LocalSteps:
+        zero = jnp.zeros((), jnp.float32)
+        trained, _ = self.work.selection.split(state.params)
+        metrics = dict.fromkeys(self.work.metrics, zero)
+        return LocalSteps(trained, state.opt_state, state.model_state, zero, zero, zero, metrics)
+
+    def body(
+        self, state: TrainState, payload: Payload, call_args: CallArgs
+    ) -> Callable[[Any, LocalSteps], LocalSteps]:
+        gradient = self.work.gradient(state, payload, call_args)
+        tx = optax.with_extra_args_support(self.tx)
+
+        def body(i: Any, local: LocalSteps) -> LocalSteps:
+            own = gradient(i, local.trained, local.model_state)
+            grads = clip(own.grads, self.max_grad_norm)
+            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, local.trained)
+            # the work done is that before the window: within it nobody knows the others'
+            updates, opt_state = tx.update(
+                grads, local.opt_state, local.trained, value=own.loss, grad=grads,
+                microbatches=state.microbatches, examples=state.examples,
+            )  # fmt: skip
+            trained = optax.apply_updates(local.trained, updates)
+            if self.work.form == "weighted":  # no weight, no step
+                trained, opt_state = chosen(
+                    own.weight > 0, (trained, opt_state), (local.trained, local.opt_state)
+                )
+            return LocalSteps(
+                trained,
+                opt_state,
+                own.model_state,
+                local.loss + own.loss * own.weight,
+                local.weight + own.weight,
+                local.steps + (1 if self.work.form != "weighted" else own.weight > 0),
+                {name: local.metrics[name] + own.metrics[name] for name in self.work.metrics},
+            )
+
+        return body
+
+    def finish(
+        self, state: TrainState, carry: LocalSteps, anew: Any = False
+    ) -> tuple[TrainState, PendingUpdate]:
+        own = _finite(state, carry)
+        trained, frozen = self.work.selection.split(state.params)
+        start, structure = jax.tree.flatten(trained)
+        # a device that is left out goes on from what was exchanged last, or began the window
+        back = structure.unflatten(self._base(state, state)) if self.parts > 1 else trained
+        made = (carry.trained, carry.opt_state, carry.model_state)
+        mine, opt_state, model_state = chosen(own, made, (back, state.opt_state, state.model_state))
+        after = state.replace(
+            params=self.work.selection.join(mine, frozen),
+            opt_state=opt_state,
+            model_state=model_state,
+        )
+        steps, progress, kept = jnp.where(own, carry.steps, 0), [], state.averaging
+        if self.late:
+            carried = jnp.where(anew, kept.steps[0], 0)
+            begin = [jnp.where(anew, x, y) for x, y in zip(kept.base, start, strict=True)]
+            progress, steps = _less(begin, jax.tree.leaves(mine)), steps + carried
+            kept = kept.replace(steps=kept.steps - carried + steps)
+        elif kept is not None and kept.steps is not None:
+            kept = kept.replace(steps=jnp.where(own, kept.steps + steps, 0))
+        done = PendingUpdate(progress, steps, own, self.merged_leaves(model_state))
+        return after.replace(averaging=kept), done
+
+    def contribute(
+        self,
+        before: TrainState,
+        after: TrainState,
+        done: PendingUpdate,
+        sums: dict[str, Any],
+        part: int,
+    ) -> tuple[Contribution, Leaves]:
+        sums = jax.tree.map(lambda x: jnp.where(done.own, x, 0), sums)
+        kept, base = after.averaging, self._pick(self._base(before, after), part)
+        progress, steps = done.progress, done.steps
+        if not self.late:
+            now = jax.tree.leaves(self.work.selection.split(after.params)[0])
+            progress = _less(base, self._pick(now, part))
+            steps = kept.steps[part] if self.parts > 1 else steps
+        error = [] if kept is None else kept.error
+        payload, lost = encode(
+            progress, self._pick(error, part), (steps > 0) & done.own, self.compression
+        )
+        known, weight = [wide(leaf) for leaf in base], sums["weight"]
+        loss = jnp.where(weight > 0, sums["loss"] / jnp.where(weight > 0, weight, 1), 0)
+        own = done.own.astype(jnp.float32)
+        row = Row(steps, own, loss, _dot(known, known), _dot(known, progress))
+        old = self.merged_leaves(before.model_state)
+        state = self.brought(self.merge_rules, old, done.model_state)
+        if self.averaging.optimizer_state == "average":
+            leaves = jax.tree.leaves(before.opt_state), jax.tree.leaves(after.opt_state)
+            state += self.brought(self._opt_rules(before), *leaves)
+        sums["bad"] = (~done.own).astype(jnp.float32)
+        return Contribution(payload, jnp.stack(row), sums, state), self._put(error, part, lost)
+
+    def apply(
+        self,
+        before: TrainState,
+        after: TrainState,
+        mean: Mean,
+        done: PendingUpdate,
+        later: list[PendingUpdate],
+        part: int,
+    ) -> tuple[TrainState, list[PendingUpdate], Any]:
+        base = self._base(before, after)
+        trained, frozen = self.work.selection.split(after.params)
+        mine, structure = jax.tree.flatten(trained)
+        x = self._pick(base, part)
+        new, outer = self._moved(x, self._pick(mine, part), mean.payload, after.averaging, part)
+        fine = all_finite(new)  # the outer optimizer may make of finite differences what is not
+        good = computed_once(mean.good & fine)
+        new = [leaf.astype(old.dtype) for leaf, old in zip(new, x, strict=True)]
+        base, mine = chosen(good, self._put(base, part, new), base), self._put(mine, part, new)
+        if self.late:
+            mine = base
+            for one in later:
+                mine = [_after(y, g) for y, g in zip(mine, one.progress, strict=True)]
+        params = structure.unflatten(mine)
+        count = len(self.merge_rules.rules)
+        opt_state = self._optimizer_state(before, after, params, mean.state[count:], done, good)
+        model_state, later = self.merged(before, after, mean.state[:count], done, later, good)
+        state = after.replace(
+            params=self.work.selection.join(params, frozen),
+            opt_state=opt_state,
+            model_state=model_state,
+            averaging=self._kept(after.averaging, base, outer, later, part, good),
+        )
+        if not self.late:  # else no device has anything to give: all stays as it was
+            state = state.replace(**chosen(good, _changed(state), _changed(before)))
+        return state, later, fine
+
+    def reduction(self, state: TrainState) -> Reduction:
+        rules = self.merge_rules
+        if self.averaging.optimizer_state == "average":
+            rules = rules + self._opt_rules(state)
+        return Reduction(rules, self.averaging.weigh, self.compression)
+
+    @property
+    def apart(self) -> bool:
+        return self.averaging.optimizer_state == "keep"
+
+    def agreed(self, state: TrainState) -> TrainState:
+        kept: AveragingState | None = state.averaging
+        if kept is None or not kept.base:
+            return state
+        trained, frozen = self.work.selection.split(state.params)
+        params = jax.tree.structure(trained).unflatten(kept.base)
+        return state.replace(params=self.work.selection.join(params, frozen))
+
+    def _moved(
+        self, base: Leaves, own: Leaves, mean: Leaves, kept: AveragingState | None, part: int
+    ) -> tuple[Leaves, tuple[PyTree, ...]]:
+        """The new parameters, float32, and the new state of the outer optimizer."""
+        x = [wide(leaf) for leaf in base]
+        # of one device the mean is its own, to the last bit
+        middle = [wide(y) for y in own] if self.size == 1 else _less(x, mean)
+        if self.averaging.outer is None:
+            return middle, ()
+        assert kept is not None  # an outer optimizer has a state
+        tx = optax.with_extra_args_support(self.averaging.outer)
+        updates, state = tx.update(mean, kept.outer[part], x)
+        leaves = jax.tree.leaves(updates)
+        new = [m + (u + d) for m, u, d in zip(middle, leaves, mean, strict=True)]
+        return new, (*kept.outer[:part], state, *kept.outer[part + 1 :])
+
+    def _kept(
+        self,
+        kept: AveragingState | None,
+        base: Leaves,
+        outer: tuple[PyTree, ...],
+        later: list[PendingUpdate],
+        part: int,
+        good: Any,
+    ) -> AveragingState | None:
+        if kept is None:
+            return None
+        steps = kept.steps
+        if self.late:
+            steps = jnp.sum(jnp.stack([jnp.float32(0), *(one.steps for one in later)]))[None]
+        elif steps is not None:
+            steps = steps.at[part].set(0)
+        return kept.replace(
+            outer=chosen(good, outer, kept.outer) if outer else (),
+            base=base if kept.base else [],
+            steps=steps,
+        )
+
+    def _optimizer_state(
+        self,
+        before: TrainState,
+        after: TrainState,
+        trained: PyTree,
+        mean: Leaves,
+        done: PendingUpdate,
+        good: Any,
+    ) -> PyTree:
+        how = self.averaging.optimizer_state
+        if how == "reset":
+            return self.tx.init(trained)
+        if how == "keep":  # anew for a device that was left out
+            return chosen(done.own | ~good, after.opt_state, self.tx.init(trained))
+        leaves, structure = jax.tree.flatten(before.opt_state)
+        return structure.unflatten(self.taken(self._opt_rules(before), leaves, mean))
+
+    def _opt_rules(self, state: TrainState) -> MergeRules:
+        rules = opt_rules(state.opt_state)
+        return rules if self.size > 1 else rules.alone
+
+    def _base(self, before: TrainState, after: TrainState) -> Leaves:
+        """The parameters of the last exchange."""
+        kept = after.averaging
+        if kept is not None and kept.base:
+            return kept.base
+        return jax.tree.leaves(self.work.selection.split(before.params)[0])
+
+    def _members(self, leaves: Leaves, part: int) -> tuple[int, ...]:
+        return assign_fragments([leaf.size for leaf in leaves], self.parts)[part]
+
+    def _pick(self, leaves: Leaves, part: int) -> Leaves:
+        """The leaves of a part; none where there are none."""
+        return [leaves[i] for i in self._members(leaves, part)] if leaves else []
+
+    def _put(self, leaves: Leaves, part: int, new: Leaves) -> Leaves:
+        """The leaves with those of a part replaced."""
+        if not leaves:
+            return leaves
+        at = dict(zip(self._members(leaves, part), new, strict=True))
+        return [at.get(i, leaf) for i, leaf in enumerate(leaves)]
+
+
+def average(
+    averaging: AveragingRule, selection: Selection, size: int, state: TrainState
+) -> tuple[PyTree, None]:
+    """The devices' parameters as one, whether or not an exchange is due.
+
+    Arrays are averaged by the steps since their last exchange; without any, they are alike.
+    """
+    kept: AveragingState | None = state.averaging
+    if kept is None or not kept.base or size == 1:
+        return state.params, None
+    trained, frozen = selection.split(state.params)
+    leaves, structure = jax.tree.flatten(trained)
+    axis = DeviceAxis(size)
+    parts = assign_fragments([x.size for x in leaves], averaging.fragments)
+    for number, members in enumerate(parts):
+        steps = axis.rows(kept.steps[number])
+        work = DeviceWork(steps, jnp.zeros_like(steps), steps > 0, state.step, jnp)
+        shares, _ = shares_of(averaging.weigh, work)
+        x = [wide(kept.base[i]) for i in members]
+        progress = _less(x, [leaves[i] for i in members])
+        (mean,) = axis.sums((progress, axis.mine(shares)))
+        for i, new in zip(members, _less(x, mean), strict=True):
+            leaves[i] = new.astype(leaves[i].dtype)
+    return selection.join(structure.unflatten(leaves), frozen), None
+
+
+def _finite(state: TrainState, local: LocalSteps) -> Any:
+    """Whether what a device has made of a state is finite, where the state itself was."""
+
+    def broken(new: Any, old: Any) -> Any:
+        return jnp.any(~jnp.isfinite(new) & jnp.isfinite(old))
+
+    after, before = (floats((x.opt_state, x.model_state)) for x in (local, state))
+    worse = [broken(new, old) for new, old in zip(after, before, strict=True)]
+    own = all_finite((local.trained, local.loss, local.weight))
+    return computed_once(own & ~jnp.any(jnp.stack([jnp.bool_(False), *worse])))
+
+
+def _changed(state: TrainState) -> dict[str, Any]:
+    """What a mean changes of a state."""
+    names = ("params", "opt_state", "model_state", "averaging")
+    return {name: getattr(state, name) for name in names}
+
+
+def _less(a: Leaves, b: Leaves) -> Leaves:
+    return [wide(x) - wide(y) for x, y in zip(a, b, strict=True)]
+
+
+def _after(y: Any, progress: Any) -> Any:
+    return (wide(y) - progress).astype(y.dtype)
+
+
+def _dot(a: Leaves, b: Leaves) -> Any:
+    return sum((jnp.vdot(x, y) for x, y in zip(a, b, strict=True)), jnp.float32(0))

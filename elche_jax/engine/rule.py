@@ -1,0 +1,243 @@
+"""What a window does to the training state: the interface of rules, and what they share.
+
+A window of a rule, on every device:
+
+    zeros -> body (per microbatch) -> finish -> contribute -> a mean over devices -> apply
+
+A transport calls these and does the mean: the devices among themselves
+(`elche_jax.engine.collective`), or the host (`elche_jax.engine.host`). With windows pending,
+`apply` gets the mean of an earlier window than the one that has just been finished.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from elche_jax.averaging.rules import Compression
+from elche_jax.engine.fetch import CallArgs, Payload
+from elche_jax.engine.loop import Carry
+from elche_jax.engine.merge import MergeRules, start_of
+from elche_jax.engine.microbatch import Microbatches
+from elche_jax.engine.reduce import Contribution, Mean, Reduction
+from elche_jax.engine.state import PendingUpdate, TrainState
+
+PyTree = Any
+Leaves = list[Any]
+
+
+@dataclass(frozen=True)
+class Rule(ABC):
+    """What a window does; every function is of one device, traced, without state of its own.
+
+    Attributes:
+        work: The gradient of a microbatch.
+        tx: The optax optimizer.
+        size: Number of devices.
+        merge: How model state is merged.
+        compression: Type of what is averaged on the wire.
+        late: Whether means are applied after later windows have begun; then devices go on
+            from what they have of their own.
+        pending: Windows that are pending in the state at the end of one.
+        max_grad_norm: Clips gradients to this norm; or None.
+        parts: Parts that the parameters are exchanged in, in turn.
+    """
+
+    work: Microbatches
+    tx: optax.GradientTransformation
+    size: int
+    merge: MergeRules
+    compression: Compression | None = None
+    late: bool = False
+    pending: int = 0
+    max_grad_norm: float | None = None
+    parts: int = 1
+
+    @abstractmethod
+    def reads(self, state: TrainState) -> TrainState:
+        """What microbatches read: every argument costs the thread that dispatches."""
+
+    @abstractmethod
+    def common(self, state: TrainState) -> TrainState:
+        """What of a state is the same on all devices, the rest being None or left out."""
+
+    @abstractmethod
+    def zeros(self, state: TrainState) -> Any:
+        """What a device carries from microbatch to microbatch, before the first one."""
+
+    @abstractmethod
+    def body(
+        self, state: TrainState, payload: Payload, call_args: CallArgs
+    ) -> Callable[[Any, Any], Any]:
+        """One microbatch of a call: `body(i, carry) -> carry`."""
+
+    @abstractmethod
+    def finish(
+        self, state: TrainState, carry: Any, anew: Any = False
+    ) -> tuple[TrainState, PendingUpdate]:
+        """The end of a device's own part of a window.
+
+        Args:
+            state: The state that the window began with.
+            carry: Where its microbatches have led.
+            anew: Whether what the device has done in windows before, and is not averaged, is
+                to be brought with this one.
+
+        Returns:
+            The device's state, and what it has done.
+        """
+
+    @abstractmethod
+    def contribute(
+        self,
+        before: TrainState,
+        after: TrainState,
+        done: PendingUpdate,
+        sums: dict[str, Any],
+        part: int,
+    ) -> tuple[Contribution, Leaves]:
+        """What a device brings to the mean, and what is lost on the wire.
+
+        Args:
+            before: The state that the window began with.
+            after: The device's state at its end.
+            done: What it has done in the window that is exchanged.
+            sums: What it has summed in it, see `sums_of`.
+            part: The part of the parameters.
+        """
+
+    @abstractmethod
+    def apply(
+        self,
+        before: TrainState,
+        after: TrainState,
+        mean: Mean,
+        done: PendingUpdate,
+        later: list[PendingUpdate],
+        part: int,
+    ) -> tuple[TrainState, list[PendingUpdate], Any]:
+        """Takes up a mean.
+
+        Args:
+            before: The state that the window began with; read where none is pending.
+            after: The device's state.
+            mean: The mean, and whether it is good.
+            done: What the device did in the window that it is of.
+            later: What it has done in windows since, oldest first.
+            part: The part of the parameters.
+
+        Returns:
+            The state; the later windows, their model states corrected as the state's is;
+            and whether what was made of the mean is finite.
+        """
+
+    @abstractmethod
+    def reduction(self, state: TrainState) -> Reduction:
+        """How contributions become a mean.
+
+        Args:
+            state: A device's state, or its shapes.
+        """
+
+    @property
+    def apart(self) -> bool:
+        """Whether every device has an optimizer state of its own."""
+        return False
+
+    def agreed(self, state: TrainState) -> TrainState:
+        """What the devices have last agreed on, for one that takes it over from another."""
+        return state
+
+    def reports(self, state: TrainState) -> dict[str, Any]:
+        """Metrics that are part of the state a window begins with."""
+        del state
+        return {}
+
+    def sums_of(self, carry: Carry) -> dict[str, Any]:
+        """What a device has summed over its microbatches: `loss`, `weight` and `metrics`."""
+        return {"loss": carry.loss, "weight": carry.weight, "metrics": carry.metrics}
+
+    # -- state that is merged ------------------------------------------------------------
+
+    @property
+    def merge_rules(self) -> MergeRules:
+        """The rules of the leaves of model state that are merged."""
+        return self.merge.sent if self.size > 1 else self.merge.sent.alone
+
+    def merged_leaves(self, model_state: PyTree) -> Leaves:
+        """The leaves of model state that are merged."""
+        return self.merge.of_sent(model_state)
+
+    def with_leaves(self, model_state: PyTree, merged: Leaves) -> PyTree:
+        """Model state with other leaves where they are merged."""
+        leaves, structure = jax.tree.flatten(model_state)
+        new = iter(merged)
+        pairs = zip(leaves, self.merge.rules, strict=True)
+        return structure.unflatten([old if rule == "keep" else next(new) for old, rule in pairs])
+
+    def brought(self, rules: MergeRules, before: Leaves, now: Leaves) -> Leaves:
+        """What is exchanged of leaves that are merged: changes where the rule is a mean, so
+        that what no device changed stays bit for bit."""
+        return [
+            wide(new) - self._start(old) if i in rules.means else raw(new)
+            for i, (old, new) in enumerate(zip(before, now, strict=True))
+        ]
+
+    def taken(self, rules: MergeRules, before: Leaves, mean: Leaves) -> Leaves:
+        """The merged leaves of a mean."""
+        return [
+            (self._start(old) + new).astype(old.dtype) if i in rules.means else like(new, old)
+            for i, (old, new) in enumerate(zip(before, mean, strict=True))
+        ]
+
+    def _start(self, before: Any) -> Any:
+        """What changes are counted from: where means come late, devices have no common state."""
+        return jnp.zeros_like(wide(before)) if self.late else start_of(wide(before))
+
+    def merged(
+        self,
+        before: TrainState,
+        after: TrainState,
+        mean: Leaves,
+        done: PendingUpdate,
+        later: list[PendingUpdate],
+        good: Any,
+    ) -> tuple[PyTree, list[PendingUpdate]]:
+        """The merged model state, and the later windows': where the device has gone on since,
+        its own corrected."""
+        common = self.taken(self.merge_rules, self.merged_leaves(before.model_state), mean)
+
+        def told(now: Leaves) -> Leaves:
+            if later:
+                correct = self.merge_rules.corrected
+                new = [correct(i, *x) for i, x in enumerate(zip(now, common, done.model_state))]  # noqa: B905  # alike
+            else:
+                new = common
+            return [jnp.where(good, x, leaf) for x, leaf in zip(new, now, strict=True)]
+
+        now = told(self.merged_leaves(after.model_state))
+        later = [replace(one, model_state=told(one.model_state)) for one in later]
+        return self.with_leaves(after.model_state, now), later
+
+
+def wide(leaf: Any) -> Any:
+    """An array in float32, in which differences and means are made."""
+    return leaf.astype(jnp.float32)
+
+
+def raw(leaf: Any) -> Any:
+    """A key as numbers, which can leave the device; any other array as it is."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def like(new: Any, old: Any) -> Any:
+    """The way back."""
+    return jax.random.wrap_key_data(new, impl=jax.random.key_impl(old)) if _is_key(old) else new
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -1,0 +1,107 @@
+"""Every rule by hand in NumPy float64: what `reference` does, and what is pending."""
+
+import numpy as np
+from reference import BATCH, LEARNING_RATE, LEAVES, MOMENTUM, data, gradient, params
+
+
+def rounded(value, kind, error):
+    """What travels of a value, and what is lost of it."""
+    if kind is None:
+        return value, error
+    if kind == "int8":
+        wanted = value + error
+        scale = np.abs(wanted).max() / 127
+        sent = np.round(wanted / scale) * scale if scale > 0 else np.zeros_like(wanted)
+        return sent, wanted - sent
+    bits = np.asarray(value, np.float32).view(np.uint32)  # bfloat16, ties to even
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+    return bits.view(np.float32).astype(np.float64), error
+
+
+class Device:
+    """One device's copies, by names of leaves."""
+
+    def __init__(self, wide):
+        self.own = {n: leaf.copy() for n, leaf in wide.items()}
+        self.trace = {n: np.zeros_like(leaf) for n, leaf in wide.items()}
+        self.error = {n: np.zeros_like(leaf) for n, leaf in wide.items()}
+        self.pending = []  # what was done in windows that are not averaged: (progress, amount)
+
+    def step(self, grads):
+        for name, grad in grads.items():
+            self.trace[name] = grad + MOMENTUM * self.trace[name]
+            self.own[name] = self.own[name] - LEARNING_RATE * self.trace[name]
+
+
+def train(
+    counts, *, local=False, outer=None, parts=(LEAVES,), kind=None, delay=0, optimizer_state="keep",
+    weigh=None,
+):  # fmt: skip
+    """Every device's parameters after every window.
+
+    `local` are local steps, else the mean gradient; `weigh(steps, losses)` weighs devices.
+    """
+    rows, world = data(), len(counts[0])
+    wide = {n: np.asarray(leaf, np.float64) for n, leaf in params().items()}
+    base = {n: leaf.copy() for n, leaf in wide.items()}
+    devices = [Device(wide) for _ in range(world)]
+    since = np.zeros((len(parts), world))
+    at, history = 0, []
+    for window, each in enumerate(counts):
+        names, losses = parts[window % len(parts)], np.zeros(world)
+        for rank, (device, count) in enumerate(zip(devices, each, strict=True)):
+            begun = {n: leaf.copy() for n, leaf in device.own.items()}
+            sums = {n: np.zeros_like(leaf) for n, leaf in wide.items()}
+            for _ in range(count):
+                piece = slice(at * BATCH, (at + 1) * BATCH)
+                x, y = rows["x"][piece].astype(np.float64), rows["y"][piece].astype(np.float64)
+                mine = device.own
+                error = x @ mine["w"] + mine["b"] + mine["v"].sum() - y
+                losses[rank] += 0.5 * (error**2).mean() / count
+                grads = gradient(mine, x, y)
+                sums = {n: total + grads[n] for n, total in sums.items()}
+                if local:
+                    device.step(grads)
+                at += 1
+            if local:
+                sums = {n: begun[n] - device.own[n] for n in LEAVES}
+            device.pending.append((sums, count))
+        since += np.array(each, float)[None]
+        if len(devices[0].pending) > delay:
+            done = [device.pending.pop(0) for device in devices]
+            amount = np.array([count for _, count in done], float)
+            if len(parts) > 1:
+                amount = since[window % len(parts)].copy()
+                since[window % len(parts)] = 0
+                done = [({n: base[n] - d.own[n] for n in names}, 0) for d in devices]
+            _exchange(devices, base, done, amount, names, local, outer, kind, weigh, losses)
+            if local and optimizer_state == "average":
+                for name in LEAVES:
+                    mean = sum(a * d.trace[name] for a, d in zip(amount, devices, strict=True))
+                    for device in devices:
+                        device.trace[name] = mean / amount.sum()
+        history.append([{n: leaf.copy() for n, leaf in d.own.items()} for d in devices])
+    return history
+
+
+def _exchange(devices, base, done, amount, names, local, outer, kind, weigh, losses):
+    raw = amount if weigh is None else np.where(amount > 0, weigh(amount, losses), 0)
+    total = {n: np.zeros_like(base[n]) for n in names}
+    for rank, device in enumerate(devices):
+        if not amount[rank]:
+            continue
+        for name in names:
+            sent, device.error[name] = rounded(done[rank][0][name], kind, device.error[name])
+            total[name] += sent * (raw[rank] / raw.sum() if local else 1)
+    for name in names:
+        if not local:  # all devices take the same step
+            mean = total[name] / amount.sum()
+            for device in devices:
+                device.trace[name] = mean + MOMENTUM * device.trace[name]
+                device.own[name] = device.own[name] - LEARNING_RATE * device.trace[name]
+            continue
+        update = -total[name] if outer is None else outer.update(name, total[name])
+        base[name] = base[name] + update
+        for device in devices:
+            later = sum((progress[name] for progress, _ in device.pending), 0 * base[name])
+            device.own[name] = base[name] - later
