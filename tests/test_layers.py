@@ -146,6 +146,47 @@ def test_what_is_private_is_in_one_list():
     assert used == set(PRIVATE)
 
 
+# Where it is asked whether there is one device: which cadence and which exchange are chosen.
+ONE_DEVICE = {
+    ("config.py", "cadence_for"): "without others to wait for every microbatch is a step",
+    ("train/averaging.py", "cadence_of"): "an outer optimizer needs windows to step after",
+    ("train/averaging.py", "host_limits"): "there is nobody to exchange with",
+    ("train/options.py", "late"): "nobody is waited for",
+    ("train/build.py", "build_train_step"): "a knob without effect is named",
+    ("train/live_scheduler.py", "knows"): "its cadence hears of no times",
+    ("train/loading.py", "feed"): "one microbatch needs no loop, and no room to grow",
+    ("train/sweep.py", "__init__"): "there are no shares to balance",
+    ("train/runners.py", "exchanged_bytes"): "nothing is exchanged",
+    ("train/runners.py", "rule"): "nothing is exchanged",
+}
+
+
+def functions(tree):
+    """Every function with its name, the innermost one of a node."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, [child for child in ast.walk(node) if isinstance(child, ast.Compare)]
+
+
+def asks_for_one(compare):
+    """Whether a number of devices is compared with 1."""
+    sides = [compare.left, *compare.comparators]
+    text = " ".join(map(ast.unparse, sides))
+    one = any(isinstance(side, ast.Constant) and side.value == 1 for side in sides)
+    return one and re.search(r"world_size|\bsize\b|len\(\S*(devices|chosen|counts)\)", text)
+
+
+def test_above_a_lane_nobody_asks_for_one_device():
+    above = {path: tree for path, tree in TREES.items() if layer_of(path) in ("train", "config")}
+    found = {
+        (name_of(path), function)
+        for path, tree in above.items()
+        for function, compares in functions(tree)
+        if any(map(asks_for_one, compares))
+    }
+    assert found == set(ONE_DEVICE)
+
+
 def test_files_stay_short():
     lines = {name_of(path): len(path.read_text("utf-8").splitlines()) for path in FILES}
     assert {name: count for name, count in lines.items() if count > LONGEST} == {}

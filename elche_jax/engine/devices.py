@@ -3,29 +3,12 @@
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import jax
 
+from elche_jax.engine.lane import lanes_of
+
 GIB = 1024**3
-
-
-@dataclass(frozen=True)
-class Group:
-    """Devices of one kind, served by one mapped program.
-
-    Attributes:
-        devices: The devices in rank order.
-        ranks: Their ranks in the job.
-    """
-
-    devices: tuple[jax.Device, ...]
-    ranks: tuple[int, ...]
-
-    @property
-    def world_size(self) -> int:
-        """Number of devices of the group."""
-        return len(self.devices)
 
 
 def select_devices(
@@ -89,23 +72,15 @@ def listed(devices: Sequence[jax.Device] | None, where: str) -> tuple[jax.Device
     return chosen
 
 
-def group_devices(devices: Sequence[jax.Device]) -> list[Group]:
-    """Groups devices by platform and kind, in the order of their first rank."""
-    ranks: dict[tuple[str, str], list[int]] = {}
-    for rank, device in enumerate(devices):
-        ranks.setdefault((device.platform, device.device_kind), []).append(rank)
-    return [Group(tuple(devices[r] for r in rs), tuple(rs)) for rs in ranks.values()]
-
-
 def check_one_kind(where: str, devices: Sequence[jax.Device]) -> None:
     """Checks that one program can serve these devices.
 
     Raises:
         ValueError: They are of several kinds or platforms.
     """
-    groups = group_devices(devices)
-    if len(groups) > 1:
-        kinds = ", ".join(f"{g.devices[0].device_kind} x{g.world_size}" for g in groups)
+    lanes = lanes_of(devices)
+    if len(lanes) > 1:
+        kinds = ", ".join(f"{lane.devices[0].device_kind} x{lane.world_size}" for lane in lanes)
         raise ValueError(
             f"{where}: devices must be of one kind and platform, got {kinds}. "
             "Choose with devices=[...]; one program cannot serve several kinds."
@@ -128,16 +103,16 @@ def device_summary(devices: Sequence[jax.Device] | None = None) -> str:
         >>> device_summary(jax.devices("cpu")[:1])
         'elche: 1 device | cpu'
     """
-    groups = group_devices(listed(devices, "device_summary"))
-    platforms = {group.devices[0].platform for group in groups}
+    lanes = lanes_of(listed(devices, "device_summary"))
+    platforms = {lane.devices[0].platform for lane in lanes}
     noun = {"gpu": "GPU", "tpu": "TPU"}.get(platforms.pop(), "device")
     if platforms:
         noun = "device"
-    count = sum(group.world_size for group in groups)
-    kinds = f" ({len(groups)} kinds)" if len(groups) > 1 else ""
+    count = sum(lane.world_size for lane in lanes)
+    kinds = f" ({len(lanes)} kinds)" if len(lanes) > 1 else ""
     parts = [
-        _kind(group.devices[0]) + (f" x{group.world_size}" if group.world_size > 1 else "")
-        for group in groups
+        _kind(lane.devices[0]) + (f" x{lane.world_size}" if lane.world_size > 1 else "")
+        for lane in lanes
     ]
     return f"elche: {count} {noun}{'s' if count > 1 else ''}{kinds} | {' | '.join(parts)}"
 

@@ -1,4 +1,4 @@
-"""Runs the programs of a window on the devices of one group."""
+"""Runs the programs of a window on the devices of a lane."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,11 @@ import numpy as np
 from elche_jax.data.split import Range
 from elche_jax.engine.collective import CollectiveProgram
 from elche_jax.engine.compile_cache import CompileCache
-from elche_jax.engine.devices import Group
 from elche_jax.engine.fetch import CallArgs, Payload
-from elche_jax.engine.mapped import Mapped, stacked_sharding
+from elche_jax.engine.lane import Lane
 from elche_jax.engine.replicas import replicate
 from elche_jax.engine.state import TrainState
-from elche_jax.engine.timing import Clock, Stopwatch
+from elche_jax.engine.timing import Clock
 
 PyTree = Any
 Accumulating = Callable[[jax.Array], None]
@@ -85,21 +84,21 @@ class Watched(Protocol):
 class Timed:
     """A runner whose devices are all waited for."""
 
-    group: Group
+    lane: Lane
 
     def watch(
         self,
         done: Callable[..., None],
         learned: Callable[..., None],
         failed: Callable[..., None],
-    ) -> Stopwatch:
+    ) -> Clock:
         """See `Watched.watch`."""
         del learned  # all devices are waited for
-        return Stopwatch(self.group.world_size, done, failed)
+        return self.lane.clock(done, failed)
 
 
 class Runner(Timed):
-    """Compiles and launches the programs of one group; owns the gradient accumulator.
+    """Compiles and launches the programs of a lane; owns the gradient accumulator.
 
     `state` is the shapes of the stacked state; `replicated(state)` what of a state must be the
     same on all devices; `capacities` holds, by the layout of the data, the capacities compiled
@@ -109,30 +108,29 @@ class Runner(Timed):
 
     Args:
         program: What a device computes.
-        group: The devices.
+        lane: The devices.
         cache: Compiled programs.
         state: Shapes of the stacked state.
     """
 
     def __init__(
-        self, program: CollectiveProgram, group: Group, cache: CompileCache, state: TrainState
+        self, program: CollectiveProgram, lane: Lane, cache: CompileCache, state: TrainState
     ):
-        self.group = group
+        self.lane = lane
         self._program, self._cache = program, cache
         self.state = state
         # a number, as programs differ between runners even where all shapes agree; and
         # every window hashes it
         self._number = new_number()
-        devices = group.devices
-        self._accumulate = Mapped(program.accumulate, devices, donate=(1,))
-        self._combine = Mapped(program.combine, devices, donate=(0,))
+        self._accumulate = lane.mapped(program.accumulate, donate=(1,))
+        self._combine = lane.mapped(program.combine, donate=(0,))
         self._fused = {
-            single: Mapped(partial(program.window, single), devices, donate=(0,))
+            single: lane.mapped(partial(program.window, single), donate=(0,))
             for single in (True, False)
         }
         self._last = None
         if program.pending:
-            self._last = Mapped(program.last_call, devices, donate=(0, 1))
+            self._last = lane.mapped(program.last_call, donate=(0, 1))
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
         self._read_shape = program.reads(state)
         self.replicated = program.rule.common
@@ -170,8 +168,8 @@ class Runner(Timed):
 
     @property
     def _fuses(self) -> bool:
-        """Whether a window is one program: on one device, where there is nobody to time."""
-        return self.group.world_size == 1 and not self._several
+        """Whether a window is one program: of a device alone there is nothing to time."""
+        return self.lane.alone and not self._several
 
     def run(
         self,
@@ -214,8 +212,7 @@ class Runner(Timed):
             return self._run_last(state, last, accumulating)
         assert token is not None  # a window has at least one call
         combine = self._cache.get(*self._combine_program())
-        if self.group.world_size > 1:
-            accumulating(token)
+        accumulating(token)
         (state, end), metrics = combine(state, self._sums)
         return state, metrics, end
 
@@ -273,6 +270,8 @@ class Runner(Timed):
             self._cache.prepare(key, build)
 
     def _programs(self, payload: Payload) -> list[tuple[Hashable, Callable[[], Any]]]:
+        if self._fuses:
+            return [self._window_program(payload)]
         programs = [self._accumulate_program(payload)]
         return programs if self._last is None else [*programs, self._last_program(payload)]
 
@@ -301,20 +300,20 @@ class Runner(Timed):
         )
 
     def _sums_shapes(self) -> PyTree:
-        n = self.group.world_size
+        n = self.lane.world_size
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), self._sums_shape
         )
 
     def _call_args(self) -> CallArgs:
-        return CallArgs(jax.ShapeDtypeStruct((self.group.world_size, CallArgs.WIDTH), jnp.int32))
+        return CallArgs(jax.ShapeDtypeStruct((self.lane.world_size, CallArgs.WIDTH), jnp.int32))
 
     def _zero_sums(self) -> PyTree:
-        sums = replicate(jax.tree.map(zeros, self._sums_shape), self.group.devices)
+        sums = replicate(jax.tree.map(zeros, self._sums_shape), self.lane.devices)
         if self._unreported is None:
             return sums
         rows, self._unreported = self._unreported, None
-        sharding = stacked_sharding(self.group.devices)
+        sharding = self.lane.sharding
         # copies, as the CPU reads them in place and a window gives them up
         placed = jax.tree.map(lambda row: jax.device_put(np.array(row), sharding), rows)
         return self._program.reporting(sums, placed)

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from elche_jax.data.split import piece_lengths
 from elche_jax.engine.compile_cache import CompileCache
-from elche_jax.engine.devices import Group
 from elche_jax.engine.fetch import CallArgs, Payload
+from elche_jax.engine.lane import Lane
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.loss import (
     Weighted,
@@ -176,17 +176,17 @@ class SweepRunner(Timed):
 
     Args:
         program: What a device computes.
-        group: The devices.
+        lane: The devices.
         cache: Compiled programs.
         variables: Shapes of the stacked variables.
     """
 
     def __init__(
-        self, program: SweepProgram, group: Group, cache: CompileCache, variables: Variables
+        self, program: SweepProgram, lane: Lane, cache: CompileCache, variables: Variables
     ):
-        self.group, self._cache, self._variables = group, cache, variables
+        self.lane, self._cache, self._variables = lane, cache, variables
         self._number = new_number()
-        self._mapped = Mapped(program.call, group.devices, donate=())
+        self._mapped = Mapped(program.call, lane.devices, donate=())
         self.capacities: dict[Hashable, set[int]] = {}
         self.begun = False
 
@@ -211,7 +211,7 @@ class SweepRunner(Timed):
 
     def _program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
         call_args = CallArgs(
-            jax.ShapeDtypeStruct((self.group.world_size, CallArgs.WIDTH), jnp.int32)
+            jax.ShapeDtypeStruct((self.lane.world_size, CallArgs.WIDTH), jnp.int32)
         )
         key = ("sweep", self._number, signature(payload))
         return key, lambda: self._mapped.compile(self._variables, payload, call_args)

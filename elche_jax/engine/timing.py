@@ -26,6 +26,8 @@ from typing import Any, ClassVar, Protocol
 
 import jax
 
+from elche_jax._waiting import interruptible
+
 
 @dataclass(frozen=True)
 class WindowTimes:
@@ -34,28 +36,35 @@ class WindowTimes:
     Attributes:
         window: Number of the window.
         dispatched: When the window was dispatched.
-        accumulated: End of each device's accumulation.
+        accumulated: End of each device's accumulation; None where nobody saw it.
         combined: End of each device's combine.
     """
 
     window: int
     dispatched: float
-    accumulated: tuple[float, ...]
+    accumulated: tuple[float, ...] | None
     combined: tuple[float, ...]
 
+    @property
+    def arrived(self) -> tuple[float, ...]:
+        """When each device was done with its own part, as far as is known."""
+        return self.combined if self.accumulated is None else self.accumulated
+
     def busy_ms(self, free: Sequence[float]) -> tuple[float, ...]:
-        """Milliseconds each device worked, data delivery included.
+        """Milliseconds each device worked, data delivery included; empty where nobody saw it.
 
         Args:
             free: When each device was free, see `Ends.before`.
         """
+        if self.accumulated is None:
+            return ()
         starts = [max(self.dispatched, end) for end in free]
         return tuple(1e3 * (a - s) for a, s in zip(self.accumulated, starts, strict=True))
 
     @property
     def wait_ms(self) -> tuple[float, ...]:
         """Milliseconds each device spent in the synchronisation."""
-        pairs = zip(self.combined, self.accumulated, strict=True)
+        pairs = zip(self.combined, self.arrived, strict=True)
         return tuple(1e3 * (c - a) for c, a in pairs)
 
     @property
@@ -105,11 +114,18 @@ ENDS = Ends()
 """Those of this process."""
 
 
+Done = Callable[[WindowTimes], None]
+Failed = Callable[[BaseException], None]
+
+
 class Clock(Protocol):
     """What times the windows of a run."""
 
     ends_windows: ClassVar[bool]
     """Whether windows end in it: those under way when it is closed then count for nothing."""
+
+    inline: ClassVar[bool]
+    """Whether windows end in `wait`, which the loop calls: then there is no thread."""
 
     @property
     def late(self) -> frozenset[int]:
@@ -120,8 +136,17 @@ class Clock(Protocol):
         """Hands over a stacked array; entry `d` is ready when device `d` has accumulated."""
         ...
 
-    def combining(self, window: int, token: Any) -> None:
+    def combining(self, window: int, dispatched: float, token: Any) -> None:
         """Hands over a stacked array; entry `d` is ready when device `d` has combined."""
+        ...
+
+    def wait(self, changed: threading.Condition, until: Callable[[], object]) -> None:
+        """Waits until something holds that the end of a window may bring about.
+
+        Args:
+            changed: Told of every change; not held.
+            until: Whether it holds.
+        """
         ...
 
     def close(self) -> None:
@@ -142,14 +167,10 @@ class Stopwatch:
     """
 
     ends_windows: ClassVar[bool] = False
+    inline: ClassVar[bool] = False
     late: frozenset[int] = frozenset()
 
-    def __init__(
-        self,
-        world_size: int,
-        done: Callable[[WindowTimes], None],
-        failed: Callable[[BaseException], None],
-    ):
+    def __init__(self, world_size: int, done: Done, failed: Failed):
         collector = _Collector(world_size, done, failed)
         stop = threading.Event()
         self._queues: list[queue.SimpleQueue[_Job | None]]
@@ -163,9 +184,14 @@ class Stopwatch:
         """Hands over a stacked array; entry `d` is ready when device `d` has accumulated."""
         self._put(_Job(window, dispatched, token, combined=False))
 
-    def combining(self, window: int, token: jax.Array) -> None:
+    def combining(self, window: int, dispatched: float, token: jax.Array) -> None:
         """Hands over a stacked array; entry `d` is ready when device `d` has combined."""
-        self._put(_Job(window, 0.0, token, combined=True))
+        self._put(_Job(window, dispatched, token, combined=True))
+
+    def wait(self, changed: threading.Condition, until: Callable[[], object]) -> None:
+        """See `Clock.wait`."""
+        with interruptible(), changed:
+            changed.wait_for(until)
 
     def _put(self, job: "_Job") -> None:
         # JAX makes an array's list of entries at the first access, and (0.10) without a
@@ -183,6 +209,44 @@ class Stopwatch:
         self._finish()
 
 
+class LoopClock:
+    """Times the windows of one device in the loop, without a thread.
+
+    Attributes:
+        late: Ranks of devices that get no work: none.
+
+    Args:
+        done: Called with the times of every window, in order.
+    """
+
+    ends_windows: ClassVar[bool] = False
+    inline: ClassVar[bool] = True
+    late: frozenset[int] = frozenset()
+
+    def __init__(self, done: Done):
+        self._done = done
+        self._open: deque[tuple[int, float, jax.Array]] = deque()
+
+    def accumulating(self, window: int, dispatched: float, token: jax.Array) -> None:
+        """Nothing to do: the device waits for nobody."""
+
+    def combining(self, window: int, dispatched: float, token: jax.Array) -> None:
+        """See `Clock.combining`."""
+        self._open.append((window, dispatched, token))
+
+    def wait(self, changed: threading.Condition, until: Callable[[], object]) -> None:
+        """Waits for windows, oldest first, until it holds or there is none."""
+        del changed  # nobody else changes anything
+        while self._open and not until():
+            window, dispatched, token = self._open.popleft()
+            token.block_until_ready()
+            self._done(WindowTimes(window, dispatched, None, (time.perf_counter(),)))
+
+    def close(self) -> None:
+        """Windows that are still running are not timed."""
+        self._open.clear()
+
+
 @dataclass(frozen=True, slots=True)
 class _Job:
     window: int
@@ -194,12 +258,7 @@ class _Job:
 class _Collector:
     """Collects the ends of a window until every device has reported both."""
 
-    def __init__(
-        self,
-        world_size: int,
-        done: Callable[[WindowTimes], None],
-        failed: Callable[[BaseException], None],
-    ):
+    def __init__(self, world_size: int, done: Done, failed: Failed):
         self._world_size, self._done, self.failed = world_size, done, failed
         self._lock = threading.Lock()
         self._open: dict[int, tuple[float, list[float], list[float], list[int]]] = {}

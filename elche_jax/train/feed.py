@@ -13,8 +13,8 @@ from elche_jax.data.place import Placement, Placer
 from elche_jax.data.reader import IndexedReader, Reader, open_epoch
 from elche_jax.data.source import Source
 from elche_jax.data.split import capacity_for, piece_lengths, split_window
-from elche_jax.engine.devices import Group
 from elche_jax.engine.fetch import CallArgs, Payload, Pieces, Rows
+from elche_jax.engine.lane import Lane
 from elche_jax.engine.runner import Call
 
 PyTree = Any
@@ -56,7 +56,7 @@ class DataPlan:
 class Programs(Protocol):
     """What a feed asks of a runner: which programs are compiled."""
 
-    group: Group
+    lane: Lane
     capacities: dict[Hashable, set[int]]
 
     def ready(self, payload: Payload) -> bool:
@@ -97,8 +97,8 @@ class Feed:
         layout = (plan.placement, *((leaf.shape, leaf.dtype) for leaf in shapes))
         self._capacities = programs.capacities.setdefault(layout, set())
         self._largest = self._largest_capacity()
-        self.devices: Sequence[jax.Device] = programs.group.devices
-        self.world_size = programs.group.world_size
+        self.devices: Sequence[jax.Device] = programs.lane.devices
+        self.world_size = programs.lane.world_size
 
     def open_epoch(self, cursor: Cursor) -> Reader:
         """A reader of the cursor's epoch, from its microbatch on."""
@@ -157,10 +157,10 @@ class Feed:
             self._capacities.add(first)
             return first
         ahead = min(capacity_for(int(count / APPROACH)), self._largest)
-        if self.world_size > 1 and ahead > max(known):
+        if ahead > max(known):
             self._programs.prepare(self._payload_shape(ahead))
             self._capacities.add(ahead)
-        ready = [c for c in known if self.world_size == 1 or self._is_ready(c)]
+        ready = [c for c in known if self._is_ready(c)]
         if not ready:  # the first one is still being compiled by the loop
             return min(known)
         return min((c for c in ready if c >= want), default=max(ready))

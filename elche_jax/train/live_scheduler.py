@@ -93,7 +93,7 @@ class LiveScheduler:
         self._records: deque[WindowRecord] = deque(maxlen=RECORDS_KEPT)
         self._world_size = world_size
         self._history = array("q")
-        self._hint = hint and world_size > 1 and not self.adaptive
+        self._hint = hint and not self.adaptive
         self.timeline = timeline
         self._tell = getattr(timeline, "window_metrics", None)  # it takes the losses from them
         self._told = STABLE

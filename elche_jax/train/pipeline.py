@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
@@ -10,7 +9,6 @@ from typing import Any, Generic, TypeVar
 import jax
 import numpy as np
 
-from elche_jax._waiting import interruptible
 from elche_jax.cadence import WindowPlan, WindowRecord, clamp_counts
 from elche_jax.data.order import Cursor
 from elche_jax.data.reader import Reader
@@ -146,7 +144,6 @@ class Pipeline(Generic[R]):
         self._dispatches = 0
         self._flights: dict[int, InFlight] = {}
         self._error: BaseException | None = None
-        self._tokens: deque[tuple[int, float, jax.Array]] = deque()
         self.told = False
         self.trained: int | None = None  # the window dispatched last
         self._closed = False
@@ -160,8 +157,7 @@ class Pipeline(Generic[R]):
     def plan(self, stop: threading.Event) -> Iterator[Window]:
         """Makes the windows of the run, waiting for reports where plans need them."""
         cursor = self._start
-        ahead = not self._scheduler.adaptive and self._feed.world_size > 1
-        depth = LOOKAHEAD if ahead else self._in_flight
+        depth = self._in_flight if self._scheduler.adaptive else LOOKAHEAD
         while self._epochs is None or cursor.epoch < self._epochs:
             reader = self._feed.open_epoch(cursor)
             begun = cursor.microbatch
@@ -185,20 +181,14 @@ class Pipeline(Generic[R]):
 
     def _wait(self, stop: threading.Event, below: int) -> bool:
         """Waits until fewer than `below` windows are open; False when told to stop."""
-        while self._tokens and self._planned - self._over >= below:
-            self._land()  # one device: the loop itself waits
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._feed.world_size == 1
-                    or stop.is_set()
-                    or self._error
-                    or self._planned - self._over < below
-                )
-            )
-            if self._error is not None:
-                raise self._error
-            return not stop.is_set()
+        assert self.clock is not None  # who plans has begun
+        self.clock.wait(
+            self._changed,
+            lambda: stop.is_set() or self._error or self._planned - self._over < below,
+        )
+        if self._error is not None:
+            raise self._error
+        return not stop.is_set()
 
     def _make(self, cursor: Cursor, reader: Reader) -> Window | None:
         if reader.available(cursor.microbatch, 1) == 0:
@@ -243,11 +233,12 @@ class Pipeline(Generic[R]):
         """Before the dispatch: waits while too many windows are in flight."""
         if self._closed:
             self._look_back(self._in_flight)
-        with interruptible(), self._changed:
-            if self._feed.world_size > 1:
-                self._changed.wait_for(
-                    lambda: self._error or self._closed or len(self._flights) < self._in_flight
-                )
+        assert self.clock is not None  # who has a window has begun
+        self.clock.wait(
+            self._changed,
+            lambda: self._error or self._closed or len(self._flights) < self._in_flight,
+        )
+        with self._changed:
             self.check()
             # only now: whoever interrupts the wait may use the window again
             if self._current == window.index:
@@ -303,24 +294,13 @@ class Pipeline(Generic[R]):
                 self._unseen.append(flying)
                 return
             self._flights[self._dispatches] = flying
-        if self._feed.world_size == 1:
-            self._tokens.append((self._dispatches, at, token))
-        elif self.clock is not None:
-            self.clock.combining(self._dispatches, token)
-
-    def _land(self) -> None:
-        """One device: waits for the oldest window, in the loop, and records it."""
-        dispatch, at, token = self._tokens.popleft()
-        token.block_until_ready()
-        now = time.perf_counter()
-        self.over(WindowTimes(dispatch, at, (now,), (now,)))
+        assert self.clock is not None  # it timed the dispatch
+        self.clock.combining(self._dispatches, at, token)
 
     def finish(self) -> None:
         """The loop has used its last window: waits until those in flight are over."""
-        while self._tokens:
-            self._land()
-        with interruptible(), self._changed:
-            self._changed.wait_for(lambda: self._error or self._closed or not self._flights)
+        if self.clock is not None:
+            self.clock.wait(self._changed, lambda: self._error or self._closed or not self._flights)
         self.check()
 
     @property
@@ -373,12 +353,12 @@ class Pipeline(Generic[R]):
         with self._changed:
             flying = self._flights.get(times.window)
             self._landing = times.window  # seen to here: not once more after a close
-        free = ENDS.before(self._feed.devices, times.accumulated)
+        free = ENDS.before(self._feed.devices, times.arrived)
         if self._lockstep:
-            free = [min(max(free), end) for end in times.accumulated]
+            free = [min(max(free), end) for end in times.arrived]
         # one that runs ahead has no synchronisation, which its next window could wait for
         ahead = outcome is not None and outcome.ahead
-        ENDS.note(self._feed.devices, times.accumulated if ahead else times.combined)
+        ENDS.note(self._feed.devices, times.arrived if ahead else times.combined)
         if flying is None:  # the run was closed
             return
         if outcome is not None:
@@ -461,13 +441,12 @@ def _measured(
     flying: InFlight, times: WindowTimes, free: Sequence[float], ahead: bool, **known: Any
 ) -> WindowRecord:
     begun = max(flying.asked, *free)
-    single = len(flying.plan.counts) == 1
-    ends = times.accumulated if ahead else times.combined
+    ends = times.arrived if ahead else times.combined
     return flying.plan.measured(
-        busy_ms=() if single else times.busy_ms(free),
+        busy_ms=times.busy_ms(free),
         wall_ms=1e3 * (max(ends) - begun),
-        sync_ms=0.0 if single else times.sync_ms,
-        skew_ms=0.0 if single else times.skew_ms,
+        sync_ms=times.sync_ms,
+        skew_ms=times.skew_ms,
         steady=flying.steady,
         cold=flying.cold,
         **known,

@@ -10,10 +10,10 @@ import optax
 from elche_jax.data.source import IterableSource
 from elche_jax.engine.collective import CollectiveProgram
 from elche_jax.engine.compile_cache import CompileCache
-from elche_jax.engine.devices import Group
 from elche_jax.engine.gradient import GradientRule
 from elche_jax.engine.host.program import HostProgram
 from elche_jax.engine.host.runner import HostRunner
+from elche_jax.engine.lane import Lane
 from elche_jax.engine.local import LocalRule
 from elche_jax.engine.loss import LossFn, inspect_loss
 from elche_jax.engine.merge import MergeRules
@@ -73,7 +73,7 @@ class Runners:
     Args:
         loss_fn: The user's loss.
         optimizer: The optax optimizer.
-        group: The devices.
+        lane: The devices.
         options: What was asked for.
         cache: Compiled programs.
     """
@@ -82,11 +82,11 @@ class Runners:
         self,
         loss_fn: LossFn,
         optimizer: optax.GradientTransformation,
-        group: Group,
+        lane: Lane,
         options: Options,
         cache: CompileCache,
     ):
-        self._loss_fn, self._optimizer, self._group = loss_fn, optimizer, group
+        self._loss_fn, self._optimizer, self._lane = loss_fn, optimizer, lane
         self._options, self._cache = options, cache
         self._runners: dict[Any, TrainRunner] = {}
         self._used: TrainRunner | None = None
@@ -171,7 +171,7 @@ class Runners:
     def exchanged_bytes(self, initial: StateSpec) -> tuple[int, int]:
         """Bytes that each device exchanges in a window, with fragments on average, and bytes of
         float32 that frozen parameters save."""
-        if self._group.world_size == 1:
+        if self._lane.world_size == 1:
             return 0, 0
         rule, one = self.rule(initial), initial.one
 
@@ -192,7 +192,7 @@ class Runners:
             initial: The shapes.
             work: The gradient of a microbatch; None where nobody is to compute one.
         """
-        options, size = self._options, self._group.world_size
+        options, size = self._options, self._lane.world_size
         if work is None:
             work = Microbatches(self._loss_fn, "scalar", (), "", initial.selection)
         common: Any = {
@@ -210,7 +210,7 @@ class Runners:
 
     def _make(self, work: Microbatches, initial: StateSpec) -> TrainRunner:
         options, emulate = self._options, self._options.emulate
-        rule, where = self.rule(initial, work), (self._group, self._cache, initial.shapes)
+        rule, where = self.rule(initial, work), (self._lane, self._cache, initial.shapes)
         if options.host is None:
             return Runner(CollectiveProgram(rule, emulate), *where)
         seconds = None if emulate is None else emulate.on_host()

@@ -87,8 +87,6 @@ def ratios(state: Any, records: Sequence[WindowRecord], counts: Sequence[int]) -
         >>> ratios(ElCheState(10, (10, 10, 10), (2.0, None, 6.0), False), [], (10, 10, 10))
         (0.5, 0.333, 0.167)
     """
-    if len(counts) == 1:
-        return (1.0,)
     shares: Sequence[float] | None = getattr(state, "ratios", None)
     if shares is None:
         shares = _shares(throughput(state, records, len(counts))) or counts

@@ -22,7 +22,7 @@ from elche_jax.config import Recorder
 from elche_jax.data.order import Cursor
 from elche_jax.engine.checksum import checksums
 from elche_jax.engine.compile_cache import CompileCache
-from elche_jax.engine.devices import group_devices
+from elche_jax.engine.lane import lanes_of
 from elche_jax.engine.local import average
 from elche_jax.engine.loss import LossFn
 from elche_jax.engine.mapped import Mapped
@@ -85,8 +85,8 @@ class TrainStep:
         self._watch = options.finite_watch(devices)
         self._divergence = divergence_reader(self._options, self.devices)
         self._cache = CompileCache(None if options.timeline is None else self._scheduler.compiled)
-        group, *_ = group_devices(devices)  # one: build_train_step sees to it
-        self._runners = Runners(loss_fn, optimizer, group, options, self._cache)
+        lane, *_ = lanes_of(devices)  # one: build_train_step sees to it
+        self._runners = Runners(loss_fn, optimizer, lane, options, self._cache)
         self._last_pipeline: Pipeline[TrainRunner] | None = None
         self._handed_out: HandedOut[TrainRunner] = HandedOut()
         self._initial: StateSpec | None = None
@@ -316,7 +316,7 @@ class TrainStep:
         self._last_pipeline = pipeline
         names = [str(device) for device in self.devices]
         self._scheduler.begins(names, start.window, *self._bytes)
-        return Windows(pipeline, len(self.devices), self._handed_out.note)
+        return Windows(pipeline, self._handed_out.note)
 
     def __call__(
         self, state: TrainState, window: Window
@@ -489,7 +489,7 @@ class TrainStep:
         """Launches checksums of the state where it is time for it: at the first window, so
         that nothing is compiled later on, and after every so many."""
         every = self._options.verify_every
-        if every is None or len(self.devices) == 1 or (self._verified and window.index % every):
+        if every is None or (self._verified and window.index % every):
             return None
         if pipeline.late:  # a device that is behind, and that nobody is to wait for
             return None

@@ -17,7 +17,8 @@ from elche_jax.cadence import Cadence, Controller, FixedTotal, WindowTime
 from elche_jax.data.order import Cursor
 from elche_jax.data.source import IterableSource
 from elche_jax.engine.compile_cache import CompileCache
-from elche_jax.engine.devices import Group, check_one_kind, select_devices
+from elche_jax.engine.devices import check_one_kind, select_devices
+from elche_jax.engine.lane import lanes_of
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.loss import check_mask_key
 from elche_jax.engine.replicas import devices_of, replicate
@@ -107,7 +108,7 @@ class Sweep:
         self._scheduler = LiveScheduler(
             Controller(cadence), len(self.devices), hint=False, owner="EvalStep"
         )
-        self._group = Group(self.devices, tuple(range(len(self.devices))))
+        self._lane, *_ = lanes_of(self.devices)
         self._cache = CompileCache()
         self._runners: dict[Any, tuple[SweepRunner, Task]] = {}
         self._loading = Loading(self.devices)
@@ -139,7 +140,7 @@ class Sweep:
         variables = self._variables(params, model_state)
         pipeline = self._open(variables, data, reading)
         pending: deque[tuple[Window, list[PyTree]]] = deque()
-        with Windows(pipeline, len(self.devices)) as windows:
+        with Windows(pipeline) as windows:
             for window in windows:
                 pending.append((window, self._dispatch(pipeline, variables, window)))
                 if len(pending) > IN_FLIGHT:
@@ -182,7 +183,7 @@ class Sweep:
             self._runners.clear()  # it has changed since
             self._cache.clear()
         if key not in self._runners:
-            runner = SweepRunner(task.program, self._group, self._cache, shapes)
+            runner = SweepRunner(task.program, self._lane, self._cache, shapes)
             self._runners[key] = (runner, task)
         runner, task = self._runners[key]
         where = self._loading.placement(reading.placement, source, limit, microbatch)

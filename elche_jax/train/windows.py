@@ -20,7 +20,6 @@ class Windows(Iterator[Window]):
 
     Args:
         pipeline: Plans the windows.
-        world_size: Number of devices.
         hand_out: Told of every window that the loop gets, and who runs it.
 
     Examples:
@@ -34,7 +33,6 @@ class Windows(Iterator[Window]):
     def __init__(
         self,
         pipeline: Pipeline[R],
-        world_size: int,
         hand_out: Callable[[Window, Pipeline[R]], None] = _ignore,
     ):
         self._pipeline: Pipeline[Any] = pipeline
@@ -42,14 +40,12 @@ class Windows(Iterator[Window]):
         self._stop = threading.Event()
         self._ended = False
         self._prefetch: Prefetch[Window] | None = None
-        if world_size == 1:
-            self._items: Iterator[Window] = pipeline.plan(self._stop)
-        else:
-            pipeline.clock = pipeline.runner.watch(
-                *(_weakly(pipeline, method) for method in ("over", "learned", "failed"))
-            )
+        pipeline.clock = clock = pipeline.runner.watch(
+            *(_weakly(pipeline, method) for method in ("over", "learned", "failed"))
+        )
+        if not clock.inline:
             self._prefetch = Prefetch(pipeline.plan, pipeline.wake)
-            self._items = self._prefetch
+        self._items: Iterator[Window] = self._prefetch or pipeline.plan(self._stop)
         self._finish = weakref.finalize(self, pipeline.close)
 
     def __iter__(self) -> "Windows":

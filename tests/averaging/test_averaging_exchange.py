@@ -69,7 +69,7 @@ class Setup:
     def launch(self, number, counts):
         self.exchange.admit(counts)
         self.begin(number, counts)
-        self.exchange.combining(number, None)
+        self.exchange.combining(number, 0.0, None)
 
     def begin(self, number, counts, at=0.0, absent=()):
         made = [None if r in absent else delivery(count) for r, count in enumerate(counts)]
@@ -195,7 +195,7 @@ def test_a_window_whose_only_worker_is_late_is_closed_without(setup):
     one.wait_over(1)
     one.gates.open(2, 0)
     one.begin(2, (0, 2), absent=[1])
-    one.exchange.combining(2, None)
+    one.exchange.combining(2, 0.0, None)
     one.wait_over(1, 2)
     outcome = one.log.over[1][1]
     assert outcome.late == (1,) and outcome.missing == () and not outcome.will_be_known
@@ -287,7 +287,7 @@ def test_the_gap_before_a_window_is_what_it_costs(setup):
     end = max(one.log.over[0][0].accumulated)
     for number, at in ((2, end + 0.3), (3, end + 0.5)):
         one.begin(number, (1, 1), at)
-        one.exchange.combining(number, None)
+        one.exchange.combining(number, 0.0, None)
     one.gates.open(2, 0, 1)
     one.gates.open(3, 0, 1)
     one.wait_over(1, 2, 3)
@@ -305,7 +305,7 @@ def test_a_window_is_over_only_when_the_loop_is_ready_to_hear_of_it(setup):
     one.begin(1, (1, 1))
     eventually(lambda: one.exchange._coordinator.windows[1].average is not None)
     assert one.windows == []
-    one.exchange.combining(1, None)
+    one.exchange.combining(1, 0.0, None)
     assert one.windows == [1] and one.exchange._coordinator.windows == {}
 
 
@@ -313,7 +313,7 @@ def test_without_running_ahead_it_is_over_when_it_was_applied(setup):
     one = setup(2, ahead=False)
     one.launch(1, (1, 1))
     one.gates.open(1, 0, 1)
-    outcome = one.exchange.wait(1)
+    outcome = one.exchange.outcome(1)
     assert one.windows == [] and one.exchange.closed() == [] and not outcome.ahead
     first, second = one.exchange._coordinator.windows[1].ends
     one.exchange.applied(1, [first + 0.5, second + 0.75])
@@ -332,7 +332,7 @@ def test_nobody_hears_of_a_window_that_was_abandoned(setup, closed_first):
     one.exchange.abandon(1)
     one.gates.open(1, 0, 1)
     eventually(lambda: one.exchange._coordinator.windows == {})
-    one.exchange.combining(1, None)
+    one.exchange.combining(1, 0.0, None)
     assert one.windows == []
 
 
@@ -366,7 +366,7 @@ def test_whoever_waits_hears_of_a_close():
     one.launch(1, (1, 1))
     one.exchange._coordinator.stop.set()
     with pytest.raises(RuntimeError, match=r"^train: the windows of this run were closed while it"):
-        one.exchange.wait(1)
+        one.exchange.outcome(1)
     one.gates.open(1, 0, 1)
     one.exchange.close()
 

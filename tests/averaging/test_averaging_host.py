@@ -745,7 +745,7 @@ def test_an_interrupt_while_the_loop_waits(late, monkeypatch):
         loss_fn, TX, devices=jax.devices()[:2], averaging=KEEP, cadence=elche.Replay(counts),
         config=ahead(max_overshoot=0) if late else HOST,
     )  # fmt: skip
-    state, at = train.init(params()), "admit" if late else "wait"
+    state, at = train.init(params()), "admit" if late else "outcome"
     method, calls = getattr(HostExchange, at), []
 
     def interrupted(exchange, *args):

@@ -9,12 +9,11 @@ import pytest
 from elche_jax.engine import devices as module
 from elche_jax.engine.devices import (
     GIB,
-    Group,
     device_summary,
     free_bytes,
-    group_devices,
     select_devices,
 )
+from elche_jax.engine.lane import Lane, lanes_of
 
 
 def fake(kind, platform="gpu", limit_gib=None, used=None):
@@ -85,12 +84,12 @@ def test_errors_name_the_function_that_was_called():
 def test_groups_are_kinds_in_the_order_of_their_first_rank():
     big, small, also_big = fake("H100"), fake("L4"), fake("H100")
     other = fake("H100", platform="cpu")
-    assert group_devices([big, small, also_big, other]) == [
-        Group((big, also_big), (0, 2)),
-        Group((small,), (1,)),
-        Group((other,), (3,)),
+    assert lanes_of([big, small, also_big, other]) == [
+        Lane((big, also_big), (0, 2)),
+        Lane((small,), (1,)),
+        Lane((other,), (3,)),
     ]
-    assert group_devices([big, small, also_big])[0].world_size == 2
+    assert lanes_of([big, small, also_big])[0].world_size == 2
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from elche_jax.data.reader import open_epoch
 from elche_jax.data.source import ArraySource
 from elche_jax.data.split import piece_lengths, split_window
 from elche_jax.engine.compile_cache import CompileCache
-from elche_jax.engine.devices import Group
 from elche_jax.engine.fetch import CallArgs, Pieces, Rows
+from elche_jax.engine.lane import Lane
 from elche_jax.engine.mapped import stacked_sharding
 from elche_jax.engine.replicas import replicate
 from elche_jax.engine.runner import Call
@@ -50,7 +50,7 @@ class Setup:
         self.data = replicate(self.source.tree, self.devices) if resident else None
         self.variables = replicate(variables or Variables({"w": np.float32(2)}, None), self.devices)
         self.cache = CompileCache()
-        group = Group(tuple(self.devices), tuple(range(world_size)))
+        group = Lane(tuple(self.devices), tuple(range(world_size)))
         self.runner = SweepRunner(make, group, self.cache, shapes_of(self.variables))
 
     def calls(self, counts, capacity, first=0):
@@ -424,7 +424,7 @@ def test_programs_are_compiled_once_for_each_capacity_and_ahead_where_asked_to()
 def test_two_functions_of_like_shapes_do_not_share_a_program():
     setup = Setup(score(doubled, (("x", ()),)), 1, 8)
     program = Score(BatchFn(lambda params, batch: {"x": batch["x"]}), (("x", ()),))
-    other = SweepRunner(program, setup.runner.group, setup.cache, shapes_of(setup.variables))
+    other = SweepRunner(program, setup.runner.lane, setup.cache, shapes_of(setup.variables))
     (call,) = setup.calls((2,), 3)
     assert setup.runner.run(setup.variables, call)[0]["x"][0] == 72
     assert other.run(setup.variables, call)[0]["x"][0] == 36

@@ -143,7 +143,7 @@ def test_windows_of_real_arrays_come_in_order():
         partial, _ = worker(x, counts[window % 2])
         stopwatch.accumulating(window, float(window), partial)
         whole, _ = combiner(partial)
-        stopwatch.combining(window, whole)
+        stopwatch.combining(window, 0.0, whole)
     log.wait(20)
     stopwatch.close()
     assert watchers() == []
@@ -162,7 +162,7 @@ def test_a_window_is_over_when_every_device_has_reported_both(order):
     shards = {key: Shard() for key in order}
     for window in range(2):
         stopwatch.accumulating(window, 0.0, Token(*(shards[window, r, "a"] for r in range(2))))
-        stopwatch.combining(window, Token(*(shards[window, r, "c"] for r in range(2))))
+        stopwatch.combining(window, 0.0, Token(*(shards[window, r, "c"] for r in range(2))))
     for key in order[:-1]:
         shards[key].ready.set()
     last_window = order[-1][0]
@@ -179,7 +179,7 @@ def test_the_end_of_a_shard_is_not_the_end_of_another():
     stopwatch, log = stopwatch_and_log(2)
     slow, fast, ends = Shard(), Shard(), [Shard(), Shard()]
     stopwatch.accumulating(0, 0.0, Token(slow, fast))
-    stopwatch.combining(0, Token(*ends))
+    stopwatch.combining(0, 0.0, Token(*ends))
     fast.ready.set()
     assert ends[1].waited_for.wait(GIVE_UP)  # the fast one has been noted by now
     slow.ready.set()
@@ -213,7 +213,7 @@ def test_what_the_listener_raises_is_handed_over():
     for shard in shards:
         shard.ready.set()
     stopwatch.accumulating(0, 0.0, Token(*shards[:1]))
-    stopwatch.combining(0, Token(*shards[1:]))
+    stopwatch.combining(0, 0.0, Token(*shards[1:]))
     log.wait(1)
     stopwatch.close()
     assert [type(error) for error in log.errors] == [KeyError]
@@ -247,7 +247,7 @@ def test_close_from_its_own_thread_does_not_wait_for_itself():
     for shard in shards:
         shard.ready.set()
     stopwatch.accumulating(0, 0.0, Token(*shards[:2]))
-    stopwatch.combining(0, Token(*shards[2:]))
+    stopwatch.combining(0, 0.0, Token(*shards[2:]))
     assert closed.wait(GIVE_UP)
     assert log.errors == []
 
@@ -288,7 +288,7 @@ def test_threads_never_make_the_list_of_entries_at_once():
     watch = Stopwatch(4, lambda t: (times.append(t), done.set()), lambda error: done.set())
     try:
         watch.accumulating(1, 0.0, Lazy())
-        watch.combining(1, Lazy())
+        watch.combining(1, 0.0, Lazy())
         assert done.wait(GIVE_UP)
     finally:
         watch.close()

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import jax
 
+from elche_jax._waiting import interruptible
 from elche_jax.engine.host.average import Average
 from elche_jax.engine.host.coordinator import Coordinator, Done, Failed, Learned, Limits, Outcome
 from elche_jax.engine.host.program import Delivery
@@ -24,7 +25,7 @@ Averaging = Callable[[Sequence[Delivery | None], int], Average]
 class HostExchange:
     """The exchange of one run.
 
-    The loop calls `admit`, `launch`, then `wait` and `applied` (or, running ahead,
+    The loop calls `admit`, `launch`, then `outcome` and `applied` (or, running ahead,
     `closed`), then `combining`; `done` is told of every window once it was registered
     with `combining` and is closed (and, without running ahead, applied).
 
@@ -46,6 +47,7 @@ class HostExchange:
     """
 
     ends_windows: ClassVar[bool] = True
+    inline: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -112,7 +114,7 @@ class HostExchange:
             if delivery is not None:
                 jobs.put(_Job(number, at, counts[rank], step, delivery))
 
-    def wait(self, number: int) -> Outcome:
+    def outcome(self, number: int) -> Outcome:
         """Waits until a window is closed."""
         return self._coordinator.wait(number)
 
@@ -135,9 +137,14 @@ class HostExchange:
     def accumulating(self, window: int, dispatched: float, token: Any) -> None:
         """Nothing to do: it was launched."""
 
-    def combining(self, window: int, token: Any) -> None:
+    def combining(self, window: int, dispatched: float, token: Any) -> None:
         """The loop is ready to hear of a window."""
         self._coordinator.register(window)
+
+    def wait(self, changed: threading.Condition, until: Callable[[], object]) -> None:
+        """See `Clock.wait`."""
+        with interruptible(), changed:
+            changed.wait_for(until)
 
     def close(self) -> None:
         """Ends the threads; windows still on the devices are not averaged. Idempotent.

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from elche_jax.engine.compile_cache import CompileCache
-from elche_jax.engine.devices import Group
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.host.average import HostAverage
 from elche_jax.engine.host.coordinator import Done, Failed, Learned, Limits, Outcome
 from elche_jax.engine.host.exchange import HostExchange
 from elche_jax.engine.host.program import Delivery, HostProgram
 from elche_jax.engine.host.session import Begun, Session
+from elche_jax.engine.lane import Lane
 from elche_jax.engine.loop import Seconds
 from elche_jax.engine.mapped import PerDeviceJit, stack_shards, stacked_sharding
 from elche_jax.engine.reduce import Mean
@@ -54,7 +54,7 @@ class HostRunner:
 
     Args:
         program: What a device computes.
-        group: The devices.
+        lane: The devices.
         cache: Compiled programs.
         state: Shapes of the stacked state.
         limits: How long to wait for devices, and how far they may run ahead.
@@ -64,13 +64,13 @@ class HostRunner:
     def __init__(
         self,
         program: HostProgram,
-        group: Group,
+        lane: Lane,
         cache: CompileCache,
         state: TrainState,
         limits: Limits,
         seconds: Seconds | None,
     ):
-        self.group, self.limits, self.state = group, limits, state
+        self.lane, self.limits, self.state = lane, limits, state
         self.replicated = program.rule.common
         self.capacities: dict[Hashable, set[int]] = {}
         self.begun = False
@@ -78,7 +78,7 @@ class HostRunner:
         selection = program.rule.work.selection
         self._split, self._join = selection.split, selection.join
         self._number = new_number()
-        devices = group.devices
+        devices = lane.devices
         self._sharding = stacked_sharding(devices)
         self._accumulate = PerDeviceJit(program.accumulate, devices, donate=(1,))
         self._deliver = [
@@ -108,7 +108,7 @@ class HostRunner:
     def _exchange(
         self, limits: Limits, done: Done, learned: Learned, failed: Failed
     ) -> HostExchange:
-        size = self.group.world_size
+        size = self.lane.world_size
         return HostExchange(size, self._averaging, limits, self._seconds, done, learned, failed)
 
     def begin(self, calls: Sequence[Call], overlap: bool = False) -> None:
@@ -166,7 +166,7 @@ class HostRunner:
             self._cache.prepare(*self._accumulate_program(rank, payload))
 
     def __len__(self) -> int:
-        return self.group.world_size
+        return self.lane.world_size
 
     # -- one window ------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class HostRunner:
                 self._take_up(session, exchange.closed())
             self._launch(session, calls, exchange, launch, counts, anew=not known, ahead=ahead)
             if not ahead:
-                outcome = exchange.wait(launch.number)
+                outcome = exchange.outcome(launch.number)
                 session.absent.update(outcome.missing)
                 self._take_up(session, [(launch.number, outcome)])
                 self._await_applied(session, exchange, launch.number, outcome)
@@ -208,7 +208,7 @@ class HostRunner:
             for leaf in jax.tree.leaves(self._thin(state)):
                 leaf.delete()
         present = session.present[0]
-        metrics = jax.device_put(session.metrics, self.group.devices[present])
+        metrics = jax.device_put(session.metrics, self.lane.devices[present])
         reports = self._program.rule.reports(session.parts[present])
         metrics |= {name: value[0] for name, value in reports.items()}
         return new, metrics, metrics["finite"]
@@ -271,7 +271,7 @@ class HostRunner:
                 continue  # of a window before this session; it went with a later delivery
             done, *session.begun = session.begun
             ranks = session.present
-            devices = [self.group.devices[rank] for rank in ranks]
+            devices = [self.lane.devices[rank] for rank in ranks]
             mean = jax.device_put([_stacked(outcome.average.mean)] * len(ranks), devices)
             for rank, told in zip(ranks, mean, strict=True):
                 self._apply_one(session, rank, told, done)
@@ -293,11 +293,11 @@ class HostRunner:
         """What a device did in a window without programs."""
         none = jax.device_put(
             jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._shapes.pending.progress),
-            self.group.devices[rank],
+            self.lane.devices[rank],
         )
         rule = self._program.rule
         model_state = rule.merged_leaves(session.parts[rank].model_state) if rule.late else []
-        steps = jax.device_put(np.zeros(1, np.float32), self.group.devices[rank])
+        steps = jax.device_put(np.zeros(1, np.float32), self.lane.devices[rank])
         return PendingUpdate(none, steps, self._flags(rank)[True], model_state)
 
     def _restore(self, session: Session, rank: int) -> None:
@@ -311,7 +311,7 @@ class HostRunner:
             steps, error = jax.tree.map(_zeros_like, (kept.steps, kept.error))
             kept = kept.replace(steps=steps, error=error)
         state = healthy.replace(opt_state=None, model_state=None, averaging=kept)
-        device = self.group.devices[rank]
+        device = self.lane.devices[rank]
         state, sent = jax.device_put((state, sent), device)
         kept_apart = (own.opt_state, own.model_state)  # of one that hangs these never come
         there = all(leaf.is_ready() for leaf in jax.tree.leaves(kept_apart))
@@ -375,12 +375,12 @@ class HostRunner:
     def _local_steps(self) -> list[PyTree]:
         """What each device carries through its steps: of the window before, else zeros."""
         none = jax.tree.map(zeros, self._local_shape)
-        return self._locals or [replicate(none, [device]) for device in self.group.devices]
+        return self._locals or [replicate(none, [device]) for device in self.lane.devices]
 
     def _flags(self, rank: int) -> tuple[Any, Any]:
         """False and True on a device."""
         if rank not in self._bools:
-            device = self.group.devices[rank]
+            device = self.lane.devices[rank]
             values = [np.zeros(1, bool), np.ones(1, bool)]
             self._bools[rank] = tuple(jax.device_put(values, device))
         return self._bools[rank]
