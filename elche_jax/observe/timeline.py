@@ -100,9 +100,7 @@ class Timeline:
         self._lock = threading.Lock()
         self._events: deque[Event | _Measured] = deque(maxlen=keep)
         self._path = None if path is None else check.path("Timeline", "path", path)
-        self._writer = (
-            None if self._path is None else LineWriter(_open(self._path), repr(self), _to_line)
-        )
+        self._writer = None if self._path is None else LineWriter(_open(self._path), self, _to_line)
         self._began = time.perf_counter()
 
     def __repr__(self) -> str:
