@@ -11,9 +11,8 @@ have no events of their own.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import cache, partial
-from math import isfinite
-from typing import Any, Final, cast
+from functools import partial
+from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 
@@ -46,45 +45,36 @@ FIELDS: Final[Mapping[Any, Callable[[str, str, object], Any]]] = {
 
 
 class Event:
-    """Base of the events: makes their values plain Python ones, and checks them.
+    """Base of the events.
 
-    Raises:
-        TypeError: A value is not of its field's type.
-        ValueError: A number is not finite.
+    Attributes:
+        at: Seconds since the timeline began.
     """
 
     __slots__ = ()
 
-    def __post_init__(self) -> None:
+    at: float
+
+    def validate(self) -> None:
+        """Checks the values, and makes plain Python ones of them.
+
+        Raises:
+            TypeError: A value is not of its field's type.
+            ValueError: A number is not finite.
+        """
         where = type(self).__name__
-        for name, kind, plain in _checks(type(self)):
-            value = getattr(self, name)
-            if type(value) is kind and (kind is not float or isfinite(value)):
-                continue  # plain already, as most values are: a check costs five times as much
-            checked = plain(where, name, value)
-            if checked is not value:
-                object.__setattr__(self, name, checked)
+        for field in fields(cast(Any, self)):
+            value = FIELDS[field.type](where, field.name, getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
 
 
-def moved(event: Event, at: float) -> Event:
-    """The event at another time; what was checked when it was made is not checked again."""
-    new = object.__new__(type(event))
-    for name in field_names(type(event)):
-        object.__setattr__(new, name, getattr(event, name))
-    object.__setattr__(new, "at", at)
-    return new
+_Event = TypeVar("_Event", bound=Event)
 
 
-@cache
-def field_names(kind: type[Event]) -> tuple[str, ...]:
-    """Names of an event's fields, in order."""
-    return tuple(field.name for field in fields(cast(Any, kind)))
-
-
-@cache
-def _checks(kind: type[Event]) -> tuple[tuple[str, Any, Callable[[str, str, object], Any]], ...]:
-    found = fields(cast(Any, kind))
-    return tuple((field.name, field.type, FIELDS[field.type]) for field in found)
+def checked(event: _Event) -> _Event:
+    """The event, of plain values: for what a caller gives, or a file that may be another one."""
+    event.validate()
+    return event
 
 
 class _Metrics(Event):
@@ -95,8 +85,8 @@ class _Metrics(Event):
     names: tuple[str, ...]
     values: tuple[float, ...]
 
-    def __post_init__(self) -> None:
-        Event.__post_init__(self)
+    def validate(self) -> None:
+        Event.validate(self)
         if len(self.names) != len(self.values):
             rule = f"have one entry per name ({len(self.names)})"
             raise ValueError(check.message(type(self).__name__, "values", rule, len(self.values)))
@@ -143,8 +133,8 @@ class WindowEvent(WindowMeasurement, Event):
 
     at: float
 
-    def __post_init__(self) -> None:
-        Event.__post_init__(self)
+    def validate(self) -> None:
+        Event.validate(self)
         devices = len(self.counts)
         if self.busy_ms or devices > 1:
             check.per_device("WindowEvent", "busy_ms", len(self.busy_ms), devices)

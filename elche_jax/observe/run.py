@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
 from os import PathLike
@@ -22,7 +22,6 @@ from elche_jax.observe.events import (
     SkipEvent,
     VerdictEvent,
     WindowEvent,
-    moved,
 )
 from elche_jax.observe.report import RunReport, make_report
 from elche_jax.observe.timeline import Timeline
@@ -314,7 +313,7 @@ class _Reading:
                 segment = newest[devices]
                 self.windows.append(PlacedWindow(event, segment, zero + begin, zero + end))
                 continue
-            others.append(event if cast(Any, event).at == at else moved(event, at))
+            others.append(replace(cast(Any, event), at=at))
         self.events += sorted(others, key=attrgetter("at"))
 
 

@@ -11,13 +11,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import fields
-from functools import partial
 from io import FileIO
 from operator import attrgetter
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Final, NamedTuple, Self, cast
+from typing import Any, BinaryIO, Final, Self, cast
 
 from elche_jax import _check as check
 from elche_jax.cadence import WindowMeasurement
@@ -28,7 +26,7 @@ from elche_jax.observe.events import (
     SkipEvent as SkipEvent,
     VerdictEvent as VerdictEvent,
     WindowEvent as WindowEvent,
-    field_names,
+    checked,
 )
 from elche_jax.observe.line_writer import LineWriter
 
@@ -98,7 +96,7 @@ class Timeline:
     def __init__(self, path: str | PathLike[str] | None = None, keep: int = KEEP):
         keep = check.integer("Timeline", "keep", keep, low=1)
         self._lock = threading.Lock()
-        self._events: deque[Event | _Measured] = deque(maxlen=keep)
+        self._events: deque[Event] = deque(maxlen=keep)
         self._path = None if path is None else check.path("Timeline", "path", path)
         self._writer = None if self._path is None else LineWriter(_open(self._path), self, _to_line)
         self._began = time.perf_counter()
@@ -110,10 +108,7 @@ class Timeline:
     def events(self) -> list[Event]:
         """The last events, oldest first, newest last."""
         with self._lock:
-            events = [_made(item) for item in self._events]
-            self._events.clear()
-            self._events.extend(events)
-        return events
+            return list(self._events)
 
     def window(self, record: WindowMeasurement) -> None:
         """Records a window that is over, as a `WindowEvent`.
@@ -126,19 +121,17 @@ class Timeline:
             ValueError: A number of it is not finite.
         """
         check.instance("Timeline.window", "record", record, WindowMeasurement)
-        self._take(partial(WindowEvent, *_values(record)))
+        self._take(lambda at: checked(WindowEvent(*_values(record), at=at)))
 
     def measured(self, record: WindowMeasurement) -> None:
-        """Records a window as `window` does, without a look at the numbers.
+        """Records a window as `window` does, without checking the numbers.
 
-        A training step calls it for what it has measured itself. The event is made when somebody
-        wants it, by the thread that writes for instance: what is done for every window costs
-        the training ten times of what it costs elsewhere.
+        A training step calls it for what it has measured itself.
 
         Args:
             record: What was measured: plain numbers, all finite.
         """
-        self._take(partial(_Measured, record))
+        self._take(lambda at: WindowEvent(*_values(record), at=at))
 
     def add(self, kind: type[Event], **values: Any) -> None:
         """Records an event; the time `at` is now.
@@ -154,15 +147,15 @@ class Timeline:
         if not isinstance(kind, type) or kind not in NAMES:
             rule = f"be one of {', '.join(known.__name__ for known in NAMES)}"
             raise ValueError(check.message("Timeline.add", "kind", rule, repr(kind)))
-        self._take(partial(cast(Any, kind), **values))
+        self._take(lambda at: checked(cast(Any, kind)(**values, at=at)))
 
-    def _take(self, make: Callable[..., "Event | _Measured"]) -> None:
-        """Records the event that `make(at=...)` gives."""
+    def _take(self, make: Callable[[float], Event]) -> None:
+        """Records the event that `make(at)` gives."""
         with self._lock:  # the time is taken inside, so that events are in its order
-            item = make(at=time.perf_counter() - self._began)
-            self._events.append(item)
+            event = make(time.perf_counter() - self._began)
+            self._events.append(event)
             writer = self._writer
-            taken = writer is None or writer.put(item)
+            taken = writer is None or writer.put(event)
         if not taken and writer is not None:
             writer.say()
 
@@ -173,9 +166,8 @@ class Timeline:
             OSError: A line could not be written, or the file takes nothing for 10 s; then
                 the lines are written when it goes on.
         """
-        writer = self._writer
-        if writer is not None:
-            writer.flush()
+        if self._writer is not None:
+            self._writer.flush()
 
     def close(self) -> None:
         """Writes what is left and closes the file. Calling it again does nothing.
@@ -183,25 +175,19 @@ class Timeline:
         Raises:
             OSError: As in `flush`: the first such error.
         """
-        writer = self._writer
-        if writer is None:
+        if self._writer is None:
             return
         try:
-            writer.close()
+            self._writer.close()
         except OSError:
             self._writer = None
             raise
-        self._writer = None  # not where it was interrupted: then it may be closed again
+        self._writer = None  # but not if it was interrupted: then it may be closed again
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except OSError as unwritten:
@@ -303,34 +289,16 @@ def _last(where: str, path: Path, name: str, line: bytes) -> list[Event]:
         return []
 
 
-class _Measured(NamedTuple):
-    """A `WindowEvent` that is not made yet."""
-
-    record: WindowMeasurement
-    at: float
-
-
-def _made(item: "Event | _Measured") -> Event:
-    if isinstance(item, _Measured):
-        return WindowEvent(*_values(item.record), at=item.at)
-    return item
-
-
-def _to_line(item: "Event | _Measured") -> bytes:
-    if isinstance(item, _Measured):
-        kind, found = WindowEvent, (*_values(item.record), item.at)
-    else:
-        kind = type(item)
-        found = [getattr(item, name) for name in field_names(kind)]
-    values = {"event": NAMES[kind]} | dict(zip(field_names(kind), found, strict=True))
-    return _encode(values).encode() + b"\n"
+def _to_line(event: Event) -> bytes:
+    values = {field.name: getattr(event, field.name) for field in fields(cast(Any, event))}
+    return _encode({"event": NAMES[type(event)]} | values).encode() + b"\n"
 
 
 def _from_line(where: str, path: Path, name: str, line: bytes) -> Event:
     try:
         values: Any = json.loads(line)
         event = values.pop("event")
-        return EVENTS[event](**_LATER.get(event, {}) | values)
+        return checked(EVENTS[event](**_LATER.get(event, {}) | values))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         got = f"{line[:60]!r} ({type(error).__name__}: {error})"
         argument, rule = f"{name} of {path}", "be an event of a timeline"

@@ -144,8 +144,8 @@ def test_a_late_device_drops_no_update(tmp_path, made):
 def test_no_event_is_checked_a_second_time(tmp_path, made, monkeypatch):
     """Of a long run there are millions."""
     checked = []
-    check = Event.__post_init__
-    monkeypatch.setattr(Event, "__post_init__", lambda event: (checked.append(1), check(event)))
+    check = Event.validate
+    monkeypatch.setattr(Event, "validate", lambda event: (checked.append(1), check(event)))
     lines = made.resumed(tmp_path / "timeline.jsonl")
     read_run(tmp_path)
     assert len(checked) == len(lines)
