@@ -42,7 +42,7 @@ def page_data(run: Run) -> dict[str, Any]:
     return {
         "seconds": _time(run.seconds),
         "devices": lanes,
-        "begins": [_time(segment.begin) for segment in run.segments[1:]],
+        "begins": [_time(segment.at) for segment in run.segments[1:]],
         "target": run.segments[-1].overhead_target if run.segments else 0.0,
         "gantt": _gantt(run, len(lanes)),
         "curves": _curves(run, len(lanes)),

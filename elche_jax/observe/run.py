@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 from os import PathLike
@@ -12,7 +12,6 @@ from elche_jax import _check as check
 from elche_jax.cadence import WindowMeasurement
 from elche_jax.observe.events import (
     AnchorEvent,
-    CheckpointEvent,
     CompileEvent,
     EpochEvent,
     EvaluationEvent,
@@ -20,7 +19,6 @@ from elche_jax.observe.events import (
     LossEvent,
     RunEvent,
     SkipEvent,
-    VerdictEvent,
     WindowEvent,
 )
 from elche_jax.observe.report import RunReport, make_report
@@ -36,30 +34,6 @@ LATE = f"{LEFT_OUT}late"
 """The reason where the device was too late."""
 
 _Kind = TypeVar("_Kind", bound=Event)
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """What one process did of a run in one go, on one set of devices.
-
-    Attributes:
-        devices: Names of the devices in rank order, each once: two devices of one name
-            have their rank in front of it.
-        cadence: What sized the windows; empty where the timeline does not say.
-        overhead_target: Share of a window that synchronising might cost; 0 where there was
-            no such target or the timeline does not say.
-        exchange_bytes: Bytes that each device had for the exchange of a window; 0 where the
-            timeline does not say.
-        frozen_bytes: Bytes that frozen parameters would have added.
-        begin: Seconds on the run's time axis.
-    """
-
-    devices: tuple[str, ...]
-    cadence: str
-    overhead_target: float
-    exchange_bytes: int
-    frozen_bytes: int
-    begin: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +67,17 @@ class Run:
 
     Attributes:
         name: Name of the folder, or of the file.
-        segments: What was done in one go each, oldest first.
-        windows: All windows, also those that were done again after a kill.
+        segments: The beginnings of what one process did in one go, on one set of devices,
+            oldest first. Each device has a name of its own: two of the same name have their
+            rank in front of it. If the timeline tells of no beginning, the event has no
+            cadence, and zeros.
+        windows: All windows, including those that were done again after a kill.
         events: All other events, oldest first.
         seconds: End of the time axis, which begins at 0.
     """
 
     name: str
-    segments: list[Segment]
+    segments: list[RunEvent]
     windows: list[PlacedWindow]
     events: list[Event]
     seconds: float
@@ -115,19 +92,9 @@ class Run:
         return self.of(LossEvent)
 
     @property
-    def anchors(self) -> list[AnchorEvent]:
-        """Changes of the anchor."""
-        return self.of(AnchorEvent)
-
-    @property
     def evaluations(self) -> list[EvaluationEvent]:
         """Evaluations."""
         return self.of(EvaluationEvent)
-
-    @property
-    def checkpoints(self) -> list[CheckpointEvent]:
-        """Checkpoints."""
-        return self.of(CheckpointEvent)
 
     @property
     def epochs(self) -> list[EpochEvent]:
@@ -135,27 +102,17 @@ class Run:
         return self.of(EpochEvent)
 
     @property
-    def compiles(self) -> list[CompileEvent]:
-        """Programs that were compiled."""
-        return self.of(CompileEvent)
-
-    @property
     def skips(self) -> list[SkipEvent]:
         """Updates that were dropped, and averages that were taken without a device."""
         return self.of(SkipEvent)
 
     @property
-    def verdicts(self) -> list[VerdictEvent]:
-        """What the guard told the cadence."""
-        return self.of(VerdictEvent)
-
-    @property
     def anchor_steps(self) -> list[tuple[float, int]]:
         """The anchor over time: seconds from which on it was so; empty where none was told."""
         steps: list[tuple[float, int]] = []
-        begins = [segment.begin for segment in self.segments]
+        begins = [segment.at for segment in self.segments]
         last = 0  # segments that have a step
-        for event in self.anchors:
+        for event in self.of(AnchorEvent):
             segment = bisect_right(begins, event.at)
             if segment > last:
                 steps.append((begins[segment - 1], event.before))
@@ -203,7 +160,7 @@ class Run:
         a device was too late for is not among the skips: it dropped nothing.
         """
         records = [window.record for window in self.latest]
-        compiles = self.compiles
+        compiles = self.of(CompileEvent)
         last = self.segments[-1] if self.segments else None
         return make_report(
             records,
@@ -255,75 +212,60 @@ def read_run(path: str | PathLike[str]) -> Run:
     """
     path = check.path("read_run", "path", path)
     file = path / TIMELINE if path.is_dir() else path
-    reading = _Reading()
-    for _, clock in groupby(_with_clock(Timeline.read(file)), key=lambda pair: pair[0]):
-        reading.add([event for _, event in clock])
     name = path.resolve().name if path.is_dir() else path.stem
-    return Run(name, reading.segments, reading.windows, reading.events, reading.end)
+    run = Run(name, [], [], [], 0.0)
+    for _, clock in groupby(_with_clock(Timeline.read(file)), key=lambda pair: pair[0]):
+        run = _extended(run, [event for _, event in clock])
+    return run
 
 
 def _with_clock(events: Iterable[Event]) -> Iterator[tuple[int, Event]]:
     """Each event with the number of the clock its `at` is on: a new one where it goes back."""
     clock, last = 0, 0.0
     for event in events:
-        at = cast(Any, event).at
-        clock, last = clock + (at < last), at
+        clock, last = clock + (event.at < last), event.at
         yield clock, event
 
 
-@dataclass
-class _Reading:
-    """What was read so far."""
+def _extended(run: Run, events: Sequence[Event]) -> Run:
+    """The run with the events on one more clock, all after what is there.
 
-    segments: list[Segment] = field(default_factory=list[Segment])
-    windows: list[PlacedWindow] = field(default_factory=list[PlacedWindow])
-    events: list[Event] = field(default_factory=list[Event])
-    end: float = 0.0
-
-    def add(self, events: Sequence[Event]) -> None:
-        """Takes the events on one clock, all after what is there.
-
-        A loss is reported when it is read, which a trainer does for some windows at once; its
-        place is that of its window.
-        """
-        places = _places([event for event in events if isinstance(event, WindowEvent)])
-        lowest = min(0.0, places[0][0] if places else 0.0)
-        zero = self.end - lowest
-        place = iter(places)
-        newest: dict[int, int] = {}  # by number of devices, the segment on this clock
-        others: list[Event] = []
-        over: dict[int, float] = {}  # by window, when it was reported
-        for event in events:
-            at = zero + cast(Any, event).at
-            self.end = max(self.end, at)
-            if isinstance(event, WindowEvent):
-                over[event.window] = at
-            elif isinstance(event, LossEvent):
-                at = over.pop(event.window, at)
-            if isinstance(event, RunEvent):
-                newest[len(event.devices)] = len(self.segments)
-                self.segments.append(_segment(event, at))
-            elif isinstance(event, WindowEvent):
-                begin, end = next(place)
-                devices = len(event.counts)
-                if devices not in newest:
-                    newest[devices] = len(self.segments)
-                    names = tuple(f"device {rank}" for rank in range(devices))
-                    self.segments.append(Segment(names, "", 0.0, 0, 0, zero + begin))
-                segment = newest[devices]
-                self.windows.append(PlacedWindow(event, segment, zero + begin, zero + end))
-                continue
-            others.append(replace(cast(Any, event), at=at))
-        self.events += sorted(others, key=attrgetter("at"))
+    A loss is reported when it is read, which a trainer does for several windows at once; its
+    place is that of its window.
+    """
+    places = _places([event for event in events if isinstance(event, WindowEvent)])
+    zero = run.seconds - min(0.0, places[0][0] if places else 0.0)
+    place = iter(places)
+    newest: dict[int, int] = {}  # by number of devices, the segment on this clock
+    others: list[Event] = []
+    over: dict[int, float] = {}  # by window, when it was reported
+    for event in events:
+        at = zero + event.at
+        if isinstance(event, WindowEvent):
+            over[event.window] = at
+            begin, end = (zero + moment for moment in next(place))
+            devices = len(event.counts)
+            if devices not in newest:
+                newest[devices] = len(run.segments)
+                names = tuple(f"device {rank}" for rank in range(devices))
+                run.segments.append(RunEvent(names, "", 0.0, event.window, 0, 0, begin))
+            run.windows.append(PlacedWindow(event, newest[devices], begin, end))
+            continue
+        if isinstance(event, RunEvent):
+            newest[len(event.devices)] = len(run.segments)
+            run.segments.append(replace(event, devices=_apart(event.devices), at=at))
+        elif isinstance(event, LossEvent):
+            at = over.pop(event.window, at)
+        others.append(replace(cast(Any, event), at=at))
+    run.events.extend(sorted(others, key=attrgetter("at")))
+    return replace(run, seconds=max([run.seconds, *(zero + event.at for event in events)]))
 
 
-def _segment(event: RunEvent, at: float) -> Segment:
-    names = event.devices
-    if len(set(names)) < len(names):
-        names = tuple(f"{rank}: {name}" for rank, name in enumerate(names))
-    return Segment(
-        names, event.cadence, event.overhead_target, event.exchange_bytes, event.frozen_bytes, at
-    )
+def _apart(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of devices; with their ranks if two are the same."""
+    if len(set(names)) == len(names):
+        return names
+    return tuple(f"{rank}: {name}" for rank, name in enumerate(names))
 
 
 def _uncut(records: Sequence[WindowMeasurement]) -> tuple[int, ...]:
