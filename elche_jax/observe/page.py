@@ -70,7 +70,7 @@ def write_page(run: Run, path: str | PathLike[str], title: str | None = None) ->
         "devices": _device_table(report),
         "epochs": _epoch_table(run),
         "evaluations": _evaluation_table(run),
-        "data": _json(page_data(run)),
+        "data": _json(page_data(run, report)),
         "style": style,
         "script": script,
     }
@@ -129,20 +129,14 @@ def _figures(run: Run, report: RunReport) -> str:
         ("Windows", f"{len(run.windows):,}", f"in {_duration(run.seconds)}"),
         ("Devices", str(len(report.devices)), "in rank order below"),
         ("Synchronising", f"{report.sync_ms:.2f} ms", f"median; skew {report.skew_ms:.2f} ms"),
-        *_exchange(report),
-        *_skips(run),
-        ("Compiling", f"{report.compile_s:.1f} s", waited),
     ]
+    if report.exchange_bytes:
+        figures.append(("Exchange", megabytes(report.exchange_bytes), "per device and window"))
+    figures += [*_skips(run), ("Compiling", f"{report.compile_s:.1f} s", waited)]
     return "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
         for name, value, note in figures
     )
-
-
-def _exchange(report: RunReport) -> list[tuple[str, str, str]]:
-    """What a window exchanges, where the timeline says so."""
-    size = report.exchange_bytes
-    return [("Exchange", megabytes(size), "per device and window")] if size else []
 
 
 def _skips(run: Run) -> list[tuple[str, str, str]]:
@@ -173,45 +167,41 @@ def _device_table(report: RunReport) -> str:
 
 
 def _epoch_table(run: Run) -> str:
-    epochs = run.epochs
-    names = list(dict.fromkeys(name for epoch in epochs for name in epoch.names))
-    rows = [
+    head = ["Epoch", "Windows", "Examples", "Seconds", "Examples per second"]
+    cells = [
         [
             str(epoch.epoch),
             f"{epoch.windows:,}",
             f"{epoch.examples:,}",
             f"{epoch.seconds:.2f}",
             f"{epoch.examples / epoch.seconds:,.0f}" if epoch.seconds > 0 else "-",
-            *_values(epoch.metrics, names),
         ]
-        for epoch in epochs[-ROWS:]
+        for epoch in run.epochs
     ]
-    head = ["Epoch", "Windows", "Examples", "Seconds", "Examples per second", *names]
-    return _table(_caption("Epochs", len(epochs)), head, rows)
+    return _metric_table("Epochs", head, cells, [epoch.metrics for epoch in run.epochs])
 
 
 def _evaluation_table(run: Run) -> str:
     events = run.evaluations
-    names = list(dict.fromkeys(name for event in events for name in event.names))
+    cells = [[str(event.epoch), str(event.window), f"{event.seconds:.2f}"] for event in events]
+    head = ["Epoch", "Window", "Seconds"]
+    return _metric_table("Evaluations", head, cells, [event.metrics for event in events])
+
+
+def _metric_table(
+    name: str,
+    head: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    metrics: Sequence[dict[str, float]],
+) -> str:
+    """A table with a column more for every metric; its last rows."""
+    names = list(dict.fromkeys(name for each in metrics for name in each))
     rows = [
-        [
-            str(event.epoch),
-            str(event.window),
-            f"{event.seconds:.2f}",
-            *_values(event.metrics, names),
-        ]
-        for event in events[-ROWS:]
+        [*row, *(f"{each[name]:.5g}" if name in each else "-" for name in names)]
+        for row, each in zip(cells[-ROWS:], metrics[-ROWS:], strict=True)
     ]
-    head = ["Epoch", "Window", "Seconds", *names]
-    return _table(_caption("Evaluations", len(events)), head, rows)
-
-
-def _values(metrics: dict[str, float], names: Sequence[str]) -> list[str]:
-    return [f"{metrics[name]:.5g}" if name in metrics else "-" for name in names]
-
-
-def _caption(name: str, rows: int) -> str:
-    return name if rows <= ROWS else f"{name}, the last {ROWS} of {rows:,}"
+    caption = name if len(cells) <= ROWS else f"{name}, the last {ROWS} of {len(cells):,}"
+    return _table(caption, [*head, *names], rows)
 
 
 def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

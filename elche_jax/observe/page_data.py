@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from math import ceil
+from operator import attrgetter
 from statistics import median, median_low
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from elche_jax.observe.events import (
     SkipEvent,
     VerdictEvent,
 )
-from elche_jax.observe.report import device_reports, limit_share
+from elche_jax.observe.report import RunReport, limit_share
 from elche_jax.observe.run import LEFT_OUT, PlacedWindow, Run
 
 POINTS = 600
@@ -33,7 +34,7 @@ METRICS = 12
 _T = TypeVar("_T")
 
 
-def page_data(run: Run) -> dict[str, Any]:
+def page_data(run: Run, report: RunReport) -> dict[str, Any]:
     """The numbers behind the pictures, in the form in which the page's script reads them.
 
     Times are seconds on the run's axis, durations milliseconds, lists of windows columns.
@@ -48,7 +49,7 @@ def page_data(run: Run) -> dict[str, Any]:
         "curves": _curves(run, len(lanes)),
         "anchor": _columns(run.anchor_steps, median_low),
         "metrics": _metrics(run),
-        "shares": _shares(run),
+        "shares": _shares(run, report),
         "marks": _marks(run),
     }
 
@@ -88,9 +89,12 @@ def _gantt(run: Run, lanes: int) -> dict[str, Any]:
     }
 
 
-def _buckets(items: Sequence[_T]) -> list[Sequence[_T]]:
-    """Runs of as many items, so that there are at most `POINTS`."""
-    size = max(1, ceil(len(items) / POINTS))
+def _bucket_size(items: Sequence[object]) -> int:
+    """How many items a point of a curve stands for, so that there are at most `POINTS`."""
+    return max(1, ceil(len(items) / POINTS))
+
+
+def _buckets(items: Sequence[_T], size: int) -> list[Sequence[_T]]:
     return [items[at : at + size] for at in range(0, len(items), size)]
 
 
@@ -98,7 +102,7 @@ def _columns(
     points: Sequence[tuple[float, float]], middle: Callable[[Iterable[float]], float] = median
 ) -> dict[str, Any]:
     """Columns of points over time: for each bucket its first time and its median."""
-    buckets = _buckets(points)
+    buckets = _buckets(points, _bucket_size(points))
     return {
         "t": [_time(bucket[0][0]) for bucket in buckets],
         "v": [_short(middle(value for _, value in bucket)) for bucket in buckets],
@@ -108,11 +112,10 @@ def _columns(
 def _curves(run: Run, lanes: int) -> dict[str, Any]:
     """Medians over buckets of windows: counts, share of the limit, overhead."""
     buckets: list[Sequence[PlacedWindow]] = []
-    size = max(1, ceil(len(run.windows) / POINTS))
-    in_segments = sorted(run.windows, key=lambda window: window.segment)
-    for _, segment in groupby(in_segments, key=lambda window: window.segment):
-        windows = list(segment)
-        buckets += [windows[at : at + size] for at in range(0, len(windows), size)]
+    size = _bucket_size(run.windows)
+    in_segments = sorted(run.windows, key=attrgetter("segment"))
+    for _, segment in groupby(in_segments, key=attrgetter("segment")):
+        buckets += _buckets(list(segment), size)
     buckets.sort(key=lambda bucket: bucket[0].begin)
     return {
         "bucket": size,
@@ -158,17 +161,18 @@ def _metrics(run: Run) -> list[dict[str, Any]]:
     ]
 
 
-def _shares(run: Run) -> list[dict[str, Any]]:
+def _shares(run: Run, report: RunReport) -> list[dict[str, Any]]:
     """How each device spent the steady windows: working, synchronising, idle; sum 1."""
     records = [window.record for window in run.latest if window.record.steady]
     wall = sum(record.wall_ms for record in records)
     sync = sum(record.sync_ms for record in records) / wall if wall > 0 else 0.0
     shares: list[dict[str, Any]] = []
-    for device in device_reports(records, run.devices):
-        exchanging = max(0.0, min(sync, 1 - device.busy_share))
-        idle = 1 - device.busy_share - exchanging if wall > 0 else 0.0
-        parts = {"busy": device.busy_share, "sync": exchanging, "idle": idle}
-        shares.append({"name": device.name} | {key: _short(part) for key, part in parts.items()})
+    for device in report.devices:
+        busy = device.busy_share
+        exchanging = max(0.0, min(sync, 1 - busy))
+        idle = 1 - busy - exchanging if wall > 0 else 0.0
+        parts = {"busy": _short(busy), "sync": _short(exchanging), "idle": _short(idle)}
+        shares.append({"name": device.name} | parts)
     return shares
 
 
