@@ -6,7 +6,6 @@ A writer of your own is any object with the two methods of `Writer`.
 import csv
 import importlib
 import io
-import re
 import socket
 import struct
 import time
@@ -50,7 +49,59 @@ class Writer(Protocol):
         ...
 
 
-class CSVWriter:
+class _FileWriter:
+    """What both writers do: the steps go up, the values are numbers, lines are whole."""
+
+    def __init__(self) -> None:
+        self._where = f"{type(self).__name__}.scalars"
+        self._last = 0
+        self._closed = False
+        self._file: FileIO | None = None
+
+    def close(self) -> None:
+        """Closes the file. Calling it again does nothing."""
+        self._closed = True
+        self._shut()
+
+    def _shut(self) -> None:
+        """Closes the file, so that whoever needs it opens it anew."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _take(self, step: int, values: Mapping[str, float]) -> tuple[int, dict[str, float]]:
+        where = self._where
+        if self._closed:
+            raise ValueError(check.message(where, "the writer", "be open", "a closed one"))
+        step = check.integer(where, "step", step, low=self._last)
+        check.instance(where, "values", values, Mapping)
+        numbers = {name: _number(where, name, value) for name, value in values.items()}
+        self._last = step
+        return step, numbers
+
+
+def _number(where: str, name: object, value: object) -> float:
+    check.instance(where, "a name in values", name, str)
+    plain = cast(Any, value).item() if getattr(value, "ndim", None) == 0 else value
+    if isinstance(plain, bool) or not isinstance(plain, int | float):
+        text = check.message(where, f"values[{name!r}]", "be a number", check.describe(value))
+        raise TypeError(text)
+    return float(plain)
+
+
+def _append(file: FileIO, line: bytes) -> None:
+    """Writes a line whole or, on a full disk for instance, not at all."""
+    end = file.seek(0, io.SEEK_END)
+    rest = line
+    try:
+        while rest:
+            rest = rest[file.write(rest) or 0 :]
+    except OSError:
+        file.truncate(end)
+        raise
+
+
+class CSVWriter(_FileWriter):
     """Writes scalars as a table, `step` and a column per name, for a spreadsheet or pandas.
 
     A row is written whole, as soon as it comes. A name that comes later is a new column at
@@ -86,10 +137,9 @@ class CSVWriter:
     """
 
     def __init__(self, path: str | PathLike[str]):
+        super().__init__()
         self._path = check.path("CSVWriter", "path", path)
-        self._steps = _Steps("CSVWriter")
         self._columns: list[str] = []
-        self._file: FileIO | None = None
         self._begun = False  # whether what is there is this writer's own
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -105,7 +155,7 @@ class CSVWriter:
                 is closed, or the file that is there is no table of this writer.
             OSError: The file cannot be written; it is left with whole rows.
         """
-        step, numbers = self._steps.take(step, values)
+        step, numbers = self._take(step, values)
         if STEP in numbers:
             rule = f"hold no name {STEP!r}"
             raise ValueError(check.message("CSVWriter.scalars", "values", rule, [*numbers]))
@@ -116,17 +166,6 @@ class CSVWriter:
             self._begun = True
         cells = [repr(numbers[name]) if name in numbers else "" for name in self._columns]
         _append(self._file, _line([str(step), *cells]))
-
-    def close(self) -> None:
-        """Closes the file. Calling it again does nothing."""
-        self._steps.closed = True
-        self._shut()
-
-    def _shut(self) -> None:
-        """Closes the file, so that it is opened anew by whoever needs it."""
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
 
     def _anew(self, new: Iterable[str], before: int | None) -> FileIO:
         """Writes the file with more columns, and without rows from a step on; opens it."""
@@ -160,19 +199,6 @@ def _line(cells: Sequence[str]) -> bytes:
     return text.getvalue().removesuffix("\r\n").encode() + b"\n"
 
 
-def _append(file: FileIO, line: bytes) -> None:
-    """Writes a line whole or, on a full disk for instance, not at all."""
-    end = file.seek(0, io.SEEK_END)
-    rest = line
-    try:
-        while rest:
-            rest = rest[file.write(rest) or 0 :]
-    except OSError:
-        if len(rest) < len(line):
-            file.truncate(end)
-        raise
-
-
 def _read(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
     """Columns and rows of a table but for `step`; none where there is no file."""
     if not path.exists():
@@ -191,7 +217,7 @@ def _read(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
         raise ValueError(text) from error
 
 
-class TensorBoardWriter:
+class TensorBoardWriter(_FileWriter):
     """Writes scalars as events that TensorBoard shows; needs `tensorboardX`.
 
     A folder with events in it is continued: TensorBoard leaves out what is there from the
@@ -218,6 +244,7 @@ class TensorBoardWriter:
     """
 
     def __init__(self, folder: str | PathLike[str]):
+        super().__init__()
         self._folder = check.path("TensorBoardWriter", "folder", folder)
         try:
             for module in ("tensorboardX", *MODULES):  # now, not in the middle of a run
@@ -225,8 +252,6 @@ class TensorBoardWriter:
         except ImportError as error:
             todo = "pip install 'elche_jax[tensorboard]'"
             raise ImportError(f"TensorBoardWriter: needs tensorboardX: {todo}.") from error
-        self._steps = _Steps("TensorBoardWriter")
-        self._file: FileIO | None = None
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Writes values, as soon as they come.
@@ -240,29 +265,21 @@ class TensorBoardWriter:
             ValueError: The step is below the last one, or the writer is closed.
             OSError: The file cannot be written; it is left with whole events.
         """
-        step, numbers = self._steps.take(step, values)
+        step, numbers = self._take(step, values)
         if self._file is None:
             self._file = self._open(step)
         _append(self._file, _record(step, summary=_summary(numbers)))
 
-    def close(self) -> None:
-        """Closes the file. Calling it again does nothing."""
-        self._steps.closed = True
-        if self._file is not None:
-            self._file.close()
-
     def _open(self, step: int) -> FileIO:
-        """A new file with its first events: in a folder with others, that they end here."""
-        files = [path.name for path in self._folder.glob("events.out.tfevents.*")]
-        # Files are named by the second; the number keeps two of one second apart, in order.
-        numbers = [int(found[1]) for name in files if (found := re.search(r"\.(\d+)$", name))]
-        number = max(numbers, default=len(files)) + 1
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{number}"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        file = FileIO(self._folder / name, "ab")  # without a buffer: an event is one write
-        first = _record(step if files else 0, file_version="brain.Event:2")
-        if files:
+        """A new file with its first events; in a folder with others, that they end here."""
+        goes_on = any(self._folder.glob("events.out.tfevents.*"))
+        first = _record(step if goes_on else 0, file_version="brain.Event:2")
+        if goes_on:
             first += _record(step, session_log={"status": "START"})
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard reads files in the order of their names: microseconds keep that of time.
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
+        file = FileIO(self._folder / name, "xb")  # without a buffer: an event is one write
         try:
             _append(file, first)
         except BaseException:
@@ -281,38 +298,10 @@ def _summary(numbers: Mapping[str, float]) -> Any:
 def _record(step: int, **what: Any) -> bytes:
     """An event as it is in a file: its length and itself, each with its checksum.
 
-    tensorboardX has a writer with a thread of its own, which waits for ever for a disk that
-    has failed; here who writes is told.
+    Not by tensorboardX's writers: one has a thread, which waits for ever for a disk that has
+    failed, and the other leaves a part of an event on a disk that is full.
     """
     protos, records = (cast(Any, importlib.import_module(module)) for module in MODULES[1:])
     event: bytes = protos.Event(step=step, wall_time=time.time(), **what).SerializeToString()
     parts = struct.pack("<Q", len(event)), event
     return b"".join(part + struct.pack("<I", records.masked_crc32c(part)) for part in parts)
-
-
-class _Steps:
-    """Checks what a writer is given: the steps go up, the values are numbers."""
-
-    def __init__(self, owner: str):
-        self._where = f"{owner}.scalars"
-        self._last = 0
-        self.closed = False
-
-    def take(self, step: int, values: Mapping[str, float]) -> tuple[int, dict[str, float]]:
-        where = self._where
-        if self.closed:
-            raise ValueError(check.message(where, "the writer", "be open", "a closed one"))
-        step = check.integer(where, "step", step, low=self._last)
-        check.instance(where, "values", values, Mapping)
-        numbers = {name: _number(where, name, value) for name, value in values.items()}
-        self._last = step
-        return step, numbers
-
-
-def _number(where: str, name: object, value: object) -> float:
-    check.instance(where, "a name in values", name, str)
-    plain = cast(Any, value).item() if getattr(value, "ndim", None) == 0 else value
-    if isinstance(plain, bool) or not isinstance(plain, int | float):
-        text = check.message(where, f"values[{name!r}]", "be a number", check.describe(value))
-        raise TypeError(text)
-    return float(plain)
