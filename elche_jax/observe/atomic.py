@@ -50,11 +50,8 @@ def replacing(path: str | PathLike[str]) -> Generator[BinaryIO, None, None]:
             new.flush()
             os.fsync(new.fileno())
         os.replace(beside, file)
-    except OSError as error:
+    except BaseException as error:
         beside.unlink(missing_ok=True)
-        if error.filename != str(beside):
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from None
-    except BaseException:
-        beside.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename == str(beside):
+            raise OSError(error.errno, error.strerror, str(path)) from None
         raise

@@ -62,28 +62,24 @@ def plot_run(
     if baseline is not None:
         runs.insert(0, (names[1], baseline))
 
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
 
-    height = 1.6 + len(runs) * (0.7 + 0.3 * min(world_size, 12)) + 2.4
-    figure: Any = Figure(figsize=(9, height), dpi=160, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
     rows = [0.7 + 0.3 * min(world_size, 12)] * len(runs) + [2.4]
+    size = (9, 1.6 + sum(rows))
+    figure: Any = Figure(figsize=size, dpi=160, layout="constrained", facecolor="white")
     axes = figure.subplots(len(rows), 1, height_ratios=rows)
     figure.suptitle(title or None, fontsize=14, fontweight="bold", color=INK, x=0.01, ha="left")
     end = max(_edges(run)[-1] for _, run in runs)
     image: Any = None
-    for at, (name, run) in enumerate(runs):
-        axis = axes[at]
+    for axis, (name, run) in zip(axes, runs, strict=False):
         image = _busy_strips(axis, run, labels, end)
         _headline(axis, f"{name}: done after {_edges(run)[-1]:.1f} s")
-        if at == len(runs) - 1:
-            axis.set_xlabel("seconds", color=INK)
-        else:
-            axis.tick_params(labelbottom=False)
+        axis.tick_params(labelbottom=axis is axes[-2])
+    axes[-2].set_xlabel("seconds", color=INK)
     bar = figure.colorbar(image, ax=axes[: len(runs)], pad=0.01, fraction=0.025, aspect=30)
     bar.set_label("busy share of a window", color=INK)
-    bar.ax.yaxis.set_major_formatter(_percent)
+    bar.ax.yaxis.set_major_formatter(PercentFormatter(1))
     bar.outline.set_visible(False)
     _count_lines(axes[-1], records, labels)
     _headline(axes[-1], f"{names[0]}: counts per window")
@@ -99,17 +95,14 @@ def _check(
 ) -> int:
     for argument, run in (("records", records), ("baseline", baseline)):
         if run is not None and not run:
-            raise ValueError(f"plot_run: {argument} must hold at least one window, got none.")
+            rule = "hold at least one window"
+            raise ValueError(check.message("plot_run", argument, rule, "none"))
     world_size = len(records[0].counts)
-    if devices is not None and len(devices) != world_size:
-        raise ValueError(
-            f"plot_run: devices must have one entry per device ({world_size}), got {len(devices)}."
-        )
+    if devices is not None:
+        check.per_device("plot_run", "devices", len(devices), world_size)
     if baseline is not None and len(baseline[0].counts) != world_size:
-        raise ValueError(
-            f"plot_run: baseline must have as many devices as records ({world_size}), "
-            f"got {len(baseline[0].counts)}."
-        )
+        rule = f"have as many devices as records ({world_size})"
+        raise ValueError(check.message("plot_run", "baseline", rule, len(baseline[0].counts)))
     return world_size
 
 
@@ -212,8 +205,3 @@ def _bare(axis: Any) -> None:
     for side in ("left", "bottom"):
         axis.spines[side].set_color(FAINT)
     axis.tick_params(colors=INK, color=FAINT)
-
-
-def _percent(value: float, position: int) -> str:
-    del position  # matplotlib passes it
-    return f"{value:.0%}"

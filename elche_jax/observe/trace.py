@@ -3,7 +3,7 @@
 import gzip
 import heapq
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import fields
 from os import PathLike
@@ -71,17 +71,13 @@ def write_trace(run: Run, path: str | PathLike[str]) -> Path:
             # Neither name nor time of the file: the same run gives the same bytes.
             gzip.GzipFile("", "wb", fileobj=file, mtime=0) if path.suffix == ".gz" else None
         )
-        with packed or nullcontext(file) as out:
+        with cast(Any, packed or nullcontext(file)) as out:
             out.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
-            _write_lines(cast(Any, out), _metadata(run, tracks), events)
+            out.write(",\n".join(map(_encode, _metadata(run, tracks))).encode())
+            for event in events:
+                out.write(b",\n" + _encode(event).encode())
             out.write(b"\n]}\n")
     return path
-
-
-def _write_lines(out: Any, metadata: list[dict[str, Any]], events: Iterable[Any]) -> None:
-    out.write(",\n".join(map(_encode, metadata)).encode())
-    for event in events:
-        out.write(b",\n" + _encode(event).encode())
 
 
 def _device_tracks(run: Run) -> dict[tuple[int, str], int]:
