@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -40,8 +41,8 @@ def words(text: str) -> str:
 
 
 def path(text: str) -> Path:
-    """A path."""
-    return Path(words(text))
+    """A path; `~` is the home folder, also behind an `=`, where no shell says so."""
+    return Path(os.path.expanduser(words(text)))
 
 
 def listed(parse: Callable[[str], float]) -> Callable[[str], list[float]]:

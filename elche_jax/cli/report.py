@@ -9,7 +9,8 @@ from pathlib import Path
 from elche_jax.cli import arguments
 from elche_jax.cli.errors import CommandError, UsageError
 from elche_jax.observe.page import write_page
-from elche_jax.observe.run import TIMELINE, Run, read_run
+from elche_jax.observe.run import Run, read_run
+from elche_jax.observe.timeline import TIMELINE
 
 NAME = "report"
 HELP = "make an HTML page of a run: times, counts, busy shares, losses"

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,7 +34,7 @@ def load_target(target: str) -> dict[str, Any]:
         raise UsageError(
             f"TARGET must be module:function or path/to/file.py:function, got {target!r}"
         )
-    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    module = _load_file(place) if place.endswith(".py") else _load_module(place)
     function = getattr(module, name, None)
     if not callable(function):
         raise CommandError(f"{place} must have a function {name}, it has none")
@@ -57,7 +58,8 @@ def _load_module(name: str) -> ModuleType:
         raise CommandError(f"{name} must be a module, there is none of this name") from error
 
 
-def _load_file(path: Path) -> ModuleType:
+def _load_file(place: str) -> ModuleType:
+    path = Path(os.path.expanduser(place))
     if not path.is_file():
         raise CommandError(f"{path} must be a file, there is none")
     sys.path.insert(0, str(path.resolve().parent))

@@ -14,6 +14,7 @@ from pathlib import Path
 from elche_jax import _check as check
 from elche_jax.observe.atomic import replacing
 from elche_jax.observe.page_data import page_data
+from elche_jax.observe.paths import given_file
 from elche_jax.observe.report import RunReport, megabytes
 from elche_jax.observe.run import LEFT_OUT, Run
 
@@ -38,7 +39,7 @@ def write_page(run: Run, path: str | PathLike[str], title: str | None = None) ->
 
     Raises:
         TypeError: `run` is no `Run`, `title` no string, or `path` no path.
-        ValueError: `path` is empty, or has a null byte in it.
+        ValueError: `path` is empty, a folder, or has a null byte in it.
         OSError: The file cannot be written.
 
     Examples:
@@ -58,7 +59,7 @@ def write_page(run: Run, path: str | PathLike[str], title: str | None = None) ->
     check.instance("write_page", "run", run, Run)
     if title is not None:
         check.instance("write_page", "title", title, str)
-    path = check.path("write_page", "path", path)
+    path = given_file("write_page", "path", path, "report.html")
     report = run.report()
     script, style = _part("page.js"), _part("page.css")
     parts = {

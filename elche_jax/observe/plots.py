@@ -9,6 +9,7 @@ from typing import Any
 
 from elche_jax import _check as check
 from elche_jax.cadence import WindowMeasurement
+from elche_jax.observe.paths import given_file
 
 INK, FAINT = "#1f2933", "#c3ccd5"
 BUSY = ("#f3f6f9", "#9cc9d9", "#2a86a8", "#0b4a6b")
@@ -42,8 +43,8 @@ def plot_run(
 
     Raises:
         TypeError: `path` is no path.
-        ValueError: `path`, `records` or `baseline` is empty; they or `devices` differ in the
-            number of devices.
+        ValueError: `path`, `records` or `baseline` is empty; `path` is a folder; they or
+            `devices` differ in the number of devices.
 
     Examples:
         >>> import tempfile
@@ -55,7 +56,7 @@ def plot_run(
         ...     plot_run(windows, f"{folder}/run.png", "two devices").stat().st_size > 0
         True
     """
-    target = check.path("plot_run", "path", path)
+    target = given_file("plot_run", "path", path, "run.png")
     world_size = _check(records, baseline, devices)
     labels = [f"device {rank}" for rank in range(world_size)] if devices is None else devices
     runs = [(names[0], records)]

@@ -8,7 +8,6 @@ from operator import attrgetter
 from os import PathLike
 from typing import Any, TypeVar, cast
 
-from elche_jax import _check as check
 from elche_jax.cadence import WindowMeasurement
 from elche_jax.observe.events import (
     AnchorEvent,
@@ -21,11 +20,9 @@ from elche_jax.observe.events import (
     SkipEvent,
     WindowEvent,
 )
+from elche_jax.observe.paths import given_path
 from elche_jax.observe.report import RunReport, make_report
-from elche_jax.observe.timeline import Timeline
-
-TIMELINE = "timeline.jsonl"
-"""Name of the timeline in a run's folder."""
+from elche_jax.observe.timeline import TIMELINE, Timeline
 
 LEFT_OUT = "left out: "
 """How the reason of a `SkipEvent` begins where an average was taken without a device."""
@@ -210,7 +207,7 @@ def read_run(path: str | PathLike[str]) -> Run:
         >>> run.devices, run.report().limit_share
         (('device 0', 'device 1'), 0.5)
     """
-    path = check.path("read_run", "path", path)
+    path = given_path("read_run", "path", path)
     file = path / TIMELINE if path.is_dir() else path
     name = path.resolve().name if path.is_dir() else path.stem
     run = Run(name, [], [], [], 0.0)

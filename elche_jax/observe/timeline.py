@@ -29,6 +29,10 @@ from elche_jax.observe.events import (
     checked,
 )
 from elche_jax.observe.line_writer import LineWriter
+from elche_jax.observe.paths import given_file
+
+TIMELINE = "timeline.jsonl"
+"""Name of the timeline in a run's folder."""
 
 KEEP = 10_000
 """Events a timeline keeps in memory."""
@@ -65,7 +69,8 @@ class Timeline:
     memory alone as well.
 
     Args:
-        path: The file to write, one line per event; missing folders are made. A timeline
+        path: The file to write, one line per event; missing folders are made, and `~` is
+            the home folder, as in all paths. A timeline
             that is there is continued: its last line is cut off where a kill has left it
             unfinished, as are the zeros that a power loss may leave behind it, and `at`
             begins at 0 again. Only its first and its last line are looked at, however long
@@ -74,8 +79,8 @@ class Timeline:
 
     Raises:
         TypeError: `path` is no path, `keep` no integer.
-        ValueError: `keep` is below 1; `path` is empty or has a null byte in it; the file is there
-            and no timeline.
+        ValueError: `keep` is below 1; `path` is a folder, is empty or has a null byte in it; the
+            file is there and no timeline.
         OSError: The file cannot be opened.
 
     Examples:
@@ -97,7 +102,7 @@ class Timeline:
         keep = check.integer("Timeline", "keep", keep, low=1)
         self._lock = threading.Lock()
         self._events: deque[Event] = deque(maxlen=keep)
-        self._path = None if path is None else check.path("Timeline", "path", path)
+        self._path = None if path is None else given_file("Timeline", "path", path, TIMELINE)
         self._writer = None if self._path is None else LineWriter(_open(self._path), self, _to_line)
         self._began = time.perf_counter()
 
@@ -208,7 +213,7 @@ class Timeline:
 
         Raises:
             TypeError: `path` is no path.
-            ValueError: Another line is not an event; it is named. Or `path` is empty.
+            ValueError: Another line is not an event; it is named. Or `path` is empty, or a folder.
             OSError: The file cannot be read.
 
         Examples:
@@ -221,7 +226,7 @@ class Timeline:
             >>> Timeline.read(path)
             [SkipEvent(window=7, epoch=1, reason='NaN', at=2.5)]
         """
-        path = check.path("Timeline.read", "path", path)
+        path = given_file("Timeline.read", "path", path, TIMELINE)
         *lines, last = path.read_bytes().rstrip(NUL).split(b"\n")
         where = "Timeline.read"
         events = [_from_line(where, path, f"line {at + 1}", line) for at, line in enumerate(lines)]

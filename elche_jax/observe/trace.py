@@ -13,6 +13,7 @@ from typing import Any, Final, cast
 from elche_jax import _check as check
 from elche_jax.observe.atomic import replacing
 from elche_jax.observe.events import NAMES, LossEvent
+from elche_jax.observe.paths import given_file
 from elche_jax.observe.run import PlacedWindow, Run
 
 PROCESS: Final = 1
@@ -44,7 +45,7 @@ def write_trace(run: Run, path: str | PathLike[str]) -> Path:
 
     Raises:
         TypeError: `run` is no `Run`, or `path` no path.
-        ValueError: `path` is empty, or has a null byte in it.
+        ValueError: `path` is empty, a folder, or has a null byte in it.
         OSError: The file cannot be written.
 
     Examples:
@@ -62,7 +63,7 @@ def write_trace(run: Run, path: str | PathLike[str]) -> Path:
         [40000.0, 36000.0]
     """
     check.instance("write_trace", "run", run, Run)
-    path = check.path("write_trace", "path", path)
+    path = given_file("write_trace", "path", path, "trace.json.gz")
     tracks = _device_tracks(run)
     streams = [_bars(run, tracks), _instants(run), _losses(run), _anchors(run)]
     events = heapq.merge(*streams, key=lambda event: event["ts"])

@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol, cast, runtime_checkable
 
 from elche_jax import _check as check
 from elche_jax.observe.atomic import replacing
+from elche_jax.observe.paths import given_file, given_path
 
 STEP: Final = "step"
 FORMULA: Final = ("=", "+", "-", "@", "\t", "\r", "\n", "\0")
@@ -118,7 +119,7 @@ class CSVWriter(_FileWriter):
 
     Raises:
         TypeError: `path` is no path.
-        ValueError: It is empty, or has a null byte in it.
+        ValueError: It is empty, a folder, or has a null byte in it.
 
     Examples:
         >>> import tempfile
@@ -138,7 +139,7 @@ class CSVWriter(_FileWriter):
 
     def __init__(self, path: str | PathLike[str]):
         super().__init__()
-        self._path = check.path("CSVWriter", "path", path)
+        self._path = given_file("CSVWriter", "path", path, "metrics.csv")
         self._columns: list[str] = []
         self._begun = False  # whether what is there is this writer's own
 
@@ -245,7 +246,7 @@ class TensorBoardWriter(_FileWriter):
 
     def __init__(self, folder: str | PathLike[str]):
         super().__init__()
-        self._folder = check.path("TensorBoardWriter", "folder", folder)
+        self._folder = given_path("TensorBoardWriter", "folder", folder)
         try:
             for module in ("tensorboardX", *MODULES):  # now, not in the middle of a run
                 importlib.import_module(module)
