@@ -6,6 +6,7 @@ A writer of your own is any object with the two methods of `Writer`.
 import csv
 import importlib
 import io
+import logging
 import socket
 import struct
 import time
@@ -18,6 +19,8 @@ from typing import Any, Final, Protocol, cast, runtime_checkable
 from elche_jax import _check as check
 from elche_jax.observe.atomic import replacing
 from elche_jax.observe.paths import given_file, given_path
+
+logger = logging.getLogger("elche_jax")
 
 STEP: Final = "step"
 FORMULA: Final = ("=", "+", "-", "@", "\t", "\r", "\n", "\0")
@@ -108,7 +111,8 @@ class CSVWriter(_FileWriter):
     A row is written whole, as soon as it comes. A name that comes later is a new column at
     the right, empty in the rows above: the file is written anew then, and takes the place of
     the old one at once. A file that is there is continued: rows from the first new step on
-    are dropped, as is a last one that a kill has left unfinished.
+    are dropped, as is a last one that a kill has left unfinished. One that is damaged is
+    renamed to `metrics-damaged-<time>.csv`, the log says so, and a new one is begun.
 
     A spreadsheet takes a cell that begins with `=`, `+`, `-`, `@`, a tab or a new line for a
     formula, which may run programs. A name that does has an apostrophe in front in the file, as
@@ -201,21 +205,46 @@ def _line(cells: Sequence[str]) -> bytes:
 
 
 def _read(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """Columns and rows of a table but for `step`; none where there is no file."""
-    if not path.exists():
+    """Columns and rows of a table but for `step`; none if there is no file.
+
+    A table that is damaged is put aside: it is there to be looked at, and does not decide
+    whether a run goes on.
+    """
+    content = path.read_bytes() if path.exists() else b""
+    content = content.rstrip(b"\0")  # what a power loss leaves of rows that had a place
+    if not content:
         return [], []
-    whole, newline, _ = path.read_bytes().rpartition(b"\n")
     try:
-        text = (whole + newline).decode()
-        head, *rows = csv.reader(io.StringIO(text, newline=""), strict=True)
-        if head[0] != STEP or any(len(row) != len(head) for row in rows):
-            raise ValueError("rows differ in length")
-        return list(map(_as_name, head[1:])), [(int(step), cells) for step, *cells in rows]
-    except (ValueError, LookupError, csv.Error) as error:
-        rule = f"be a table with a first column {STEP!r}"
-        todo = "Is it another file, or was it edited?"
-        text = check.message("CSVWriter", str(path), rule, f"{whole[:60]!r}", todo)
-        raise ValueError(text) from error
+        return _parsed(content)
+    except (ValueError, csv.Error) as error:
+        if not content.startswith((b"step,", b"step\n")):
+            rule, got = f"be a table with a first column {STEP!r}", f"{content[:60]!r}"
+            todo = "Give another path, or move that file away."
+            raise ValueError(check.message("CSVWriter", str(path), rule, got, todo)) from error
+        aside = path.with_name(f"{path.stem}-damaged-{time.time_ns()}{path.suffix}")
+        path.rename(aside)
+        logger.warning(
+            "elche: %s is a damaged table: %s. It was renamed to %s, and a new one is begun.",
+            path, error, aside.name,
+        )  # fmt: skip
+        return [], []
+
+
+def _parsed(content: bytes) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    whole, newline, _ = content.rpartition(b"\n")  # without a row that a kill has cut
+    if not newline:
+        raise ValueError("line 1 has no end")
+    reader = csv.reader(io.StringIO((whole + newline).decode(), newline=""), strict=True)
+    head = next(reader)
+    if head[:1] != [STEP]:
+        raise ValueError(f"line 1 does not begin with {STEP!r}")
+    rows: list[tuple[int, list[str]]] = []
+    for row in reader:
+        if len(row) != len(head) or not row[0].isdecimal():
+            rule = f"must be a step and its values ({len(head)} cells), got {row}"
+            raise ValueError(f"line {reader.line_num} {rule}")
+        rows.append((int(row[0]), row[1:]))
+    return list(map(_as_name, head[1:])), rows
 
 
 class TensorBoardWriter(_FileWriter):
