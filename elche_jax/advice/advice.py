@@ -6,6 +6,7 @@ from typing import Any
 
 from elche_jax.advice.predict import TELLS, Plan, Speeds, best_plan, plain_pmap, plan
 from elche_jax.cadence import ElChe, FixedTotal
+from elche_jax.observe.report import counted
 
 ADDITIVE = 0.95
 """Share of their solo speeds below which devices that work together are said to share
@@ -168,7 +169,8 @@ class Advice:
     def _whole_epoch(self) -> list[str]:
         if self.epoch is None or sum(self.best.counts) < self.epoch:
             return []
-        return [f"A window is a whole epoch, which has no more than {self.epoch} microbatches."]
+        epoch = counted(self.epoch, "microbatch", "microbatches")
+        return [f"A window is a whole epoch, which has no more than {epoch}."]
 
 
 def make_advice(

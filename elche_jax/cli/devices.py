@@ -10,6 +10,7 @@ import jax
 from elche_jax.cli import arguments, table
 from elche_jax.cli.probe import probe
 from elche_jax.engine.devices import device_summary, free_bytes
+from elche_jax.observe.report import counted
 
 NAME = "devices"
 HELP = "show the devices, and probe how fast each is alone and with all others at work"
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     result: dict[str, Any] = {
         "summary": device_summary(devices),
         "devices": [_described(rank, device) for rank, device in enumerate(devices)],
-        "cores": os.cpu_count(),
+        "cores": os.cpu_count() or 1,
     }
     if not options.no_probe:
         if not options.json:
@@ -95,7 +96,8 @@ def _show(result: dict[str, Any]) -> None:
         rows.append(cells)
     table.show(headers, rows)
     if any(row["platform"] == "cpu" for row in result["devices"]):
-        print(f"CPU devices share the host's {result['cores']} cores and its memory.")
+        cores = counted(result["cores"], "core")
+        print(f"CPU devices share the host's {cores} and its memory.")
     if len(result.get("speed_hint", ())) > 1:
         alone = sum(row["gflops_alone"] for row in result["devices"])
         together = sum(row["gflops_together"] for row in result["devices"])

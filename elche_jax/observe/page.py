@@ -15,7 +15,7 @@ from elche_jax import _check as check
 from elche_jax.observe.atomic import replacing
 from elche_jax.observe.page_data import page_data
 from elche_jax.observe.paths import given_file
-from elche_jax.observe.report import RunReport, megabytes
+from elche_jax.observe.report import RunReport, counted, file_size
 from elche_jax.observe.run import LEFT_OUT, Run
 
 ROWS = 200
@@ -104,8 +104,8 @@ def _json(data: object) -> str:
 
 def _lead(run: Run) -> str:
     cadence = run.segments[-1].cadence.partition("(")[0] if run.segments else ""
-    devices = _count(len(run.devices), "device")
-    parts = [devices, _count(len(run.windows), "window"), _duration(run.seconds), cadence]
+    devices = counted(len(run.devices), "device")
+    parts = [devices, counted(len(run.windows), "window"), _duration(run.seconds), cadence]
     return " · ".join(part for part in parts if part)
 
 
@@ -114,10 +114,10 @@ def _notes(run: Run) -> Iterable[str]:
         yield "No window is over yet."
     if len(run.segments) > 1:
         were = "was" if run.repeated == 1 else "were"
-        again = f"; {_count(run.repeated, 'window')} {were} done twice" if run.repeated else ""
+        again = f"; {counted(run.repeated, 'window')} {were} done twice" if run.repeated else ""
         yield f"The run was done in {len(run.segments)} parts, laid one after another{again}."
     if len(run.latest) < len(run.windows):
-        latest = _count(len(run.latest), "window")
+        latest = counted(len(run.latest), "window")
         yield f"Devices have changed: speeds and shares are those of the last {latest}."
 
 
@@ -132,7 +132,7 @@ def _figures(run: Run, report: RunReport) -> str:
         ("Synchronising", f"{report.sync_ms:.2f} ms", f"median; skew {report.skew_ms:.2f} ms"),
     ]
     if report.exchange_bytes:
-        figures.append(("Exchange", megabytes(report.exchange_bytes), "per device and window"))
+        figures.append(("Exchange", file_size(report.exchange_bytes), "per device and window"))
     figures += [*_skips(run), ("Compiling", f"{report.compile_s:.1f} s", waited)]
     return "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
@@ -220,10 +220,6 @@ def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     # To be scrolled sideways where it is wide, by keyboard too.
     box = f'<div class=wide tabindex=0 role=region aria-label="{escape(caption)}">{table}</div>'
     return f"<section><h2>{escape(caption)}</h2>{box}</section>"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _duration(seconds: float) -> str:

@@ -16,7 +16,7 @@ from elche_jax.observe.events import (
     SkipEvent,
     VerdictEvent,
 )
-from elche_jax.observe.report import RunReport, limit_share
+from elche_jax.observe.report import RunReport, file_size, limit_share
 from elche_jax.observe.run import LEFT_OUT, PlacedWindow, Run
 
 POINTS = 600
@@ -209,7 +209,7 @@ def _evaluation(event: EvaluationEvent) -> str:
 
 
 def _checkpoint(event: CheckpointEvent) -> str:
-    size = f"{event.size / 1e6:.2f} MB"
+    size = file_size(event.size)
     return f"window {event.window} saved in {event.seconds:.2f} s, {size}: {event.path}"
 
 

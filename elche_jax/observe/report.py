@@ -75,18 +75,17 @@ class RunReport:
             )
         limit = "-" if self.limit_share is None else f"{self.limit_share:.1%}"
         rows += [
-            f"last {self.windows} windows: {self.examples_per_s:,.0f} examples/s, {limit} of the "
-            f"limit, sync {self.sync_ms:.2f} ms, skew {self.skew_ms:.2f} ms",
+            f"last {counted(self.windows, 'window')}: {self.examples_per_s:,.0f} examples/s, "
+            f"{limit} of the limit, sync {self.sync_ms:.2f} ms, skew {self.skew_ms:.2f} ms",
             f"compiles: {self.compile_misses} waited for, {self.compiled_ahead} ahead, "
             f"{self.compile_hits} hits, {self.compile_s:.1f} s",
         ]
         if self.exchange_bytes:
-            left = (
-                f" ({megabytes(self.frozen_bytes)} frozen, left out)" if self.frozen_bytes else ""
-            )
-            rows.append(f"exchange: {megabytes(self.exchange_bytes)} per device and window{left}")
+            frozen = f" ({file_size(self.frozen_bytes)} frozen, left out)"
+            left = frozen if self.frozen_bytes else ""
+            rows.append(f"exchange: {file_size(self.exchange_bytes)} per device and window{left}")
         if self.skipped:
-            windows = "1 window" if self.skipped == 1 else f"{self.skipped} windows"
+            windows = counted(self.skipped, "window")
             rows.append(f"not finite: {windows} (update dropped, or a device left out)")
         return "\n".join(rows)
 
@@ -199,6 +198,25 @@ def make_report(
     )
 
 
-def megabytes(size: int) -> str:
-    """A number of bytes, as a person reads it."""
-    return f"{size / 1e6:.2f} MB"
+def file_size(size: int) -> str:
+    """A number of bytes in the unit that shows it.
+
+    Examples:
+        >>> from elche_jax.observe.report import file_size
+        >>> file_size(900), file_size(30_500)
+        ('900 bytes', '30.50 kB')
+    """
+    from rich.filesize import decimal
+
+    return decimal(size, precision=2)
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """A number of things; `plural` if it is more than the noun and an s.
+
+    Examples:
+        >>> from elche_jax.observe.report import counted
+        >>> counted(1, "device"), counted(2000, "device")
+        ('1 device', '2,000 devices')
+    """
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
