@@ -5,32 +5,31 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from elche_jax.cli.errors import UsageError
 
 
-def count(text: str) -> int:
-    """An integer of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
-    return value
+def _number(kind: Callable[[str], float], rule: str, holds: Callable[[float], bool]) -> Any:
+    """What makes a number of a text, and an error of one for which the rule does not hold."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
+        return value
+
+    return parse
 
 
-def duration(text: str) -> float:
-    """A number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not (value > 0 and math.isfinite(value)):
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
-    return value
+count = _number(int, "an integer of at least 1", lambda value: value >= 1)
+rank = _number(int, "integers of at least 0", lambda value: value >= 0)
+duration = _number(float, "a number above 0", lambda value: 0 < value < math.inf)
 
 
 def words(text: str) -> str:
@@ -50,11 +49,10 @@ def listed(parse: Callable[[str], float]) -> Callable[[str], list[float]]:
     return lambda text: [parse(part) for part in text.split(",")]
 
 
-def rank(text: str) -> int:
-    """An integer of at least 0."""
-    if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"must be integers of at least 0, got {text!r}")
-    return int(text)
+def add_run(parser: argparse.ArgumentParser, output: str) -> None:
+    """The run that a file is made of, and where it goes; `output` says what it is."""
+    parser.add_argument("path", metavar="RUN", type=path, help="folder of a run, or a timeline")
+    parser.add_argument("--output", type=path, help=output)
 
 
 def add_devices(parser: argparse.ArgumentParser) -> None:

@@ -74,26 +74,29 @@ def _matrix_size(device: jax.Device) -> int:
 
 
 def _multiply(device: jax.Device, size: int) -> _Work:
-    matrix = jax.device_put(jnp.full((size, size), 1 / size, jnp.float32), device)
-    product = jax.jit(jnp.matmul)
-
-    def call() -> object:
-        return product(matrix, matrix).block_until_ready()
-
-    call()
-    return _Work(call, 2e-9 * size**3)
+    matrix = jnp.full((size, size), 1 / size, jnp.float32)
+    return _work(device, lambda x: x @ x, matrix, 2e-9 * size**3)
 
 
 def _add(device: jax.Device) -> _Work:
     size = ARRAY_BYTES.get(device.platform, OTHER_BYTES)
-    array = jax.device_put(jnp.zeros(size // 4, jnp.float32), device)
-    plus = jax.jit(lambda x: x + 1)
+    return _work(device, lambda x: x + 1, jnp.zeros(size // 4, jnp.float32), 2e-9 * size)
+
+
+def _work(
+    device: jax.Device,
+    function: Callable[[jax.Array], jax.Array],
+    array: jax.Array,
+    amount: float,
+) -> _Work:
+    """What is ready to be timed: on the device, and compiled."""
+    there, compiled = jax.device_put(array, device), jax.jit(function)
 
     def call() -> object:
-        return plus(array).block_until_ready()
+        return compiled(there).block_until_ready()
 
     call()
-    return _Work(call, 2e-9 * size)
+    return _Work(call, amount)
 
 
 def _rates(works: Sequence[_Work], seconds: float) -> list[float]:

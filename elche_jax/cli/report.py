@@ -25,12 +25,7 @@ example:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Takes the command's arguments."""
-    parser.add_argument(
-        "path", metavar="RUN", type=arguments.path, help="folder of a run, or a timeline"
-    )
-    parser.add_argument(
-        "--output", type=arguments.path, help="the page to write (report.html beside the timeline)"
-    )
+    arguments.add_run(parser, "the page to write (report.html beside the timeline)")
     parser.add_argument(
         "--title", type=arguments.words, help="the page's title (the name of the run)"
     )
