@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from elche_jax.advice.predict import TELLS, Plan, Speeds, best_plan, plain_pmap, plan
@@ -190,7 +191,7 @@ def make_advice(
         cadence: The `ElChe` to compute with.
         total: Microbatches per window of the `FixedTotal` to compute with; None: as many
             as a window of `ElChe` has.
-        epoch: Microbatches of an epoch, at least 1; None where nobody knows.
+        epoch: Microbatches of an epoch, at least 1; None if unknown.
 
     Returns:
         The advice.
@@ -204,17 +205,23 @@ def make_advice(
         >>> advice.elche.counts, [device.verdict for device in advice.devices]
         ((16, 16, 4), ['adds 80 %', 'adds 80 %', 'adds 17 %'])
     """
-    world = range(len(names))
-    elche = plan("ElChe", cadence, speeds, batch_size, epoch=epoch)
+    planned = partial(plan, speeds=speeds, batch_size=batch_size, epoch=epoch)
+    elche = planned("ElChe", cadence)
     total = sum(elche.counts) if total is None else total
-    name = f"FixedTotal({total})"
-    fixed_total = plan(name, FixedTotal(total), speeds, batch_size, epoch=epoch)
+    fixed_total = planned(f"FixedTotal({total})", FixedTotal(total))
     if len(names) == 1:
         elche = replace(elche, name=f"FixedTotal({elche.counts[0]})")
     best = best_plan("the best devices", cadence, speeds, batch_size, elche, epoch)
     if best.examples_per_s < (1 + TELLS) * elche.examples_per_s:
         best = elche
-    alone = [plan("alone", cadence, speeds, batch_size, [rank], epoch) for rank in world]
+
+    def gain(rank: int) -> float | None:
+        others = [other for other in elche.ranks if other != rank]
+        if not others:
+            return None
+        without = planned("the others", cadence, ranks=others)
+        return elche.examples_per_s / without.examples_per_s - 1
+
     rates = [1 / ms for ms in speeds.together_ms]
     return Advice(
         batch_size=batch_size,
@@ -224,8 +231,8 @@ def make_advice(
                 solo_ms=speeds.solo_ms[rank],
                 step_ms=speeds.step_of(rank),
                 together_ms=speeds.together_ms[rank],
-                examples_per_s=alone[rank].examples_per_s,
-                gain=_gain(rank, cadence, speeds, batch_size, elche, epoch),
+                examples_per_s=planned("alone", cadence, ranks=[rank]).examples_per_s,
+                gain=gain(rank),
             )
             for rank, name in enumerate(names)
         ),
@@ -238,21 +245,6 @@ def make_advice(
         additive=sum(rates) / sum(1 / ms for ms in speeds.solo_ms),
         epoch=epoch,
     )
-
-
-def _gain(
-    rank: int,
-    cadence: ElChe,
-    speeds: Speeds,
-    batch_size: int,
-    everyone: Plan,
-    epoch: int | None,
-) -> float | None:
-    others = [other for other in everyone.ranks if other != rank]
-    if not others:
-        return None
-    without = plan(everyone.name, cadence, speeds, batch_size, others, epoch)
-    return everyone.examples_per_s / without.examples_per_s - 1
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -13,7 +14,7 @@ from elche_jax import _check as check
 from elche_jax.advice.advice import Advice, make_advice
 from elche_jax.advice.of_rank import OfRank
 from elche_jax.advice.predict import Speeds
-from elche_jax.cadence import Cadence, ElChe, EveryBatch, FixedTotal, WindowRecord, WindowTime
+from elche_jax.cadence import ElChe, EveryBatch, FixedTotal, WindowRecord, WindowTime
 from elche_jax.cadence.window_time import MAX_COUNT
 from elche_jax.config import CADENCE_KNOBS, DDPConfig
 from elche_jax.data.source import IterableSource, as_source
@@ -150,31 +151,30 @@ def advise(
 
     window = WindowTime(1e3 * seconds / WINDOWS, least=1)
 
-    def build(own: Sequence[jax.Device], cadence: Cadence[Any], hook: LoopHook | None) -> TrainStep:
-        return build_train_step(
-            loss_fn, optimizer, devices=own, cadence=cadence, has_aux=has_aux, emulate=hook,
-            **options,
-        )  # fmt: skip
+    build = partial(build_train_step, loss_fn, optimizer, has_aux=has_aux, **options)
 
     def run(train: TrainStep, seconds: float) -> list[WindowRecord]:
         return _run(train, params, data, batch_size, model_state, rng, seconds)
 
     def alone(rank: int) -> tuple[list[WindowRecord], list[WindowRecord]]:
-        hook = _of_rank(emulate, rank)
-        short = run(build([chosen[rank]], EveryBatch(), hook), seconds / 2)
+        hook = None if emulate is None else OfRank(emulate, rank)
+        built = partial(build, devices=[chosen[rank]], emulate=hook)
+        short = run(built(cadence=EveryBatch()), seconds / 2)
         count = max(2, min(MAX_COUNT, round(window.window_ms / _full(short)[1])))
         while True:
-            long = run(build([chosen[rank]], FixedTotal(count), hook), seconds / 2)
+            long = run(built(cadence=FixedTotal(count)), seconds / 2)
             if _tells(short, long, count):
                 return short, long
             count *= GROWTH
 
     together_ms, sync_ms = (), 0.0
     if len(chosen) > 1:
-        together_ms, sync_ms = team_ms(run(build(chosen, window, emulate), seconds))
+        team = build(devices=chosen, cadence=window, emulate=emulate)
+        together_ms, sync_ms = team_ms(run(team, seconds))
     pairs = [alone(rank) for rank in range(len(chosen))]
     solo, step = zip(*[alone_ms(*pair) for pair in pairs], strict=True)
-    size = batch_size or _examples(pairs[0][0])
+    first = pairs[0][0][0]
+    size = batch_size or round(first.examples / sum(first.counts))
     speeds = Speeds(solo, together_ms or solo, sync_ms, step)
     names = [str(device) for device in chosen]
     return make_advice(names, speeds, size, cadence, total, _epoch(data, size))
@@ -305,12 +305,3 @@ def _run(
             if time.perf_counter() - begun >= seconds:
                 break
     return [record for record in train.records if record.steady][WARM:]
-
-
-def _examples(records: Sequence[WindowRecord]) -> int:
-    """Examples per microbatch, where the data say it."""
-    return round(records[0].examples / sum(records[0].counts))
-
-
-def _of_rank(emulate: LoopHook | None, rank: int) -> LoopHook | None:
-    return None if emulate is None else OfRank(emulate, rank)

@@ -148,7 +148,7 @@ def plan(
         speeds: How fast the devices are.
         batch_size: Examples per microbatch.
         ranks: The devices that work; None for all.
-        epoch: Microbatches of an epoch, at least 1; None where nobody knows.
+        epoch: Microbatches of an epoch, at least 1; None if unknown.
 
     Returns:
         The plan.
@@ -253,7 +253,7 @@ def best_plan(
         speeds: How fast the devices are.
         batch_size: Examples per microbatch.
         all_devices: The plan with all of them.
-        epoch: Microbatches of an epoch; None where nobody knows.
+        epoch: Microbatches of an epoch; None if unknown.
 
     Examples:
         An exchange that costs more than the slow device gives:
