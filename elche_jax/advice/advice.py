@@ -1,4 +1,4 @@
-"""`Advice`: what measured devices would come to, and which of them are worth having."""
+"""`Advice`: what measured devices would reach, and which of them are worth having."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,8 +10,7 @@ from elche_jax.cadence import ElChe, FixedTotal
 from elche_jax.observe.report import counted
 
 ADDITIVE = 0.95
-"""Share of their solo speeds below which devices that work together are said to share
-something."""
+"""Devices that reach less than this share of their solo speeds together share something."""
 
 
 @dataclass(frozen=True)
@@ -20,15 +19,15 @@ class DeviceAdvice:
 
     Attributes:
         name: The device.
-        solo_ms: Milliseconds per microbatch while the other devices rest, optimizer steps
-            left out.
-        step_ms: Milliseconds that an optimizer step of it alone adds, what the host does
-            for a window included.
-        together_ms: Milliseconds per microbatch while all work.
-        examples_per_s: Examples per second of it alone, with an optimizer step as rarely
-            as `ElChe` would take one.
-        gain: What it adds: the throughput of all devices over that of the others, less 1;
-            0.04 for 4 %, below 0 where it costs more than it gives. None for the only one.
+        solo_ms: Milliseconds per microbatch while the other devices are idle, without
+            optimizer steps.
+        step_ms: Milliseconds that an optimizer step takes on this device alone, including
+            the host's work for a window.
+        together_ms: Milliseconds per microbatch while all devices work.
+        examples_per_s: Examples per second of this device alone, with an optimizer step as
+            rarely as `ElChe` would take one.
+        gain: What it adds: the throughput of all devices over that of the others, minus 1;
+            0.04 for 4 %, below 0 if it costs more than it gives. None for the only one.
     """
 
     name: str
@@ -50,23 +49,21 @@ class DeviceAdvice:
 
 @dataclass(frozen=True)
 class Advice:
-    """What a machine's devices would come to; made by `advise`, shown by `print`.
+    """What the devices of a machine would reach; made by `advise`, shown by `print`.
 
     Attributes:
         batch_size: Examples per microbatch.
         devices: One entry per device, in rank order.
-        sync_ms: Cost of a synchronisation of all devices, optimizer step included.
+        sync_ms: Cost of a synchronisation of all devices, including the optimizer step.
         plain: All devices under plain `pmap`: one microbatch each, then all wait.
         fixed_total: All devices under `FixedTotal`.
-        elche: All devices under `ElChe`; for one device, which that is not for, see
-            `cadence`.
-        best: The best set of devices found, under `ElChe`: all of them, unless others
-            are more than 2 % faster.
+        elche: All devices under `ElChe`; for a single device, see `cadence`.
+        best: The best set of devices found, under `ElChe`: all of them, unless fewer are
+            more than 2 % faster.
         limit_examples_per_s: The sum of the devices' speeds while all work.
-        additive: That sum over the sum of their speeds alone; below 1 where devices share
+        additive: That sum over the sum of their solo speeds; below 1 if devices share
             something.
-        epoch: Microbatches of an epoch, which no window goes beyond; None where the data
-            do not say.
+        epoch: Microbatches of an epoch, which no window exceeds; None if unknown.
     """
 
     batch_size: int
@@ -84,9 +81,9 @@ class Advice:
     def cadence(self) -> str:
         """The cadence for the best devices, as it is written in a script.
 
-        It begins with the counts of the plan. One device gets `EveryBatch`, or, where an
-        optimizer step costs more than 2 % of the throughput, as many microbatches per step
-        as `ElChe` would choose, with `FixedTotal`.
+        It begins with the counts of the plan. A single device gets `EveryBatch`; if an
+        optimizer step costs more than 2 % of the throughput, it gets `FixedTotal` with as
+        many microbatches per step as `ElChe` would choose.
         """
         counts = list(self.best.counts)
         if counts == [1]:
@@ -96,7 +93,7 @@ class Advice:
         return f"elche.ElChe(anchor={self.best.anchor}, speed_hint={counts})"
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as a dict that `json.dumps` accepts, `cadence` and verdicts with them."""
+        """The fields, `cadence` and the verdicts as a dict that `json.dumps` accepts."""
         values: dict[str, Any] = asdict(self) | {"cadence": self.cadence}
         for row, device in zip(values["devices"], self.devices, strict=True):
             row["verdict"] = device.verdict
@@ -182,7 +179,7 @@ def make_advice(
     total: int | None = None,
     epoch: int | None = None,
 ) -> Advice:
-    """Makes the advice of measured speeds.
+    """Makes the advice from measured speeds.
 
     Args:
         names: Names of the devices.

@@ -1,4 +1,4 @@
-"""Arguments that several commands have, and the devices they ask for."""
+"""Arguments that several commands share, and the devices they select."""
 
 import argparse
 import math
@@ -13,7 +13,7 @@ from elche_jax.cli.errors import UsageError
 
 
 def _number(kind: Callable[[str], float], rule: str, holds: Callable[[float], bool]) -> Any:
-    """What makes a number of a text, and an error of one for which the rule does not hold."""
+    """A parser of numbers, which refuses those for which the rule does not hold."""
 
     def parse(text: str) -> float:
         try:
@@ -33,30 +33,30 @@ duration = _number(float, "a number above 0", lambda value: 0 < value < math.inf
 
 
 def words(text: str) -> str:
-    """A text that is not empty."""
+    """Checks that a text is not empty."""
     if not text.strip():
         raise argparse.ArgumentTypeError("must not be empty")
     return text
 
 
 def path(text: str) -> Path:
-    """A path; `~` is the home folder, also behind an `=`, where no shell says so."""
+    """A path; `~` is expanded here, as shells leave it alone after an `=`."""
     return Path(os.path.expanduser(words(text)))
 
 
 def listed(parse: Callable[[str], float]) -> Callable[[str], list[float]]:
-    """Numbers with commas between."""
+    """A parser of numbers separated by commas."""
     return lambda text: [parse(part) for part in text.split(",")]
 
 
 def add_run(parser: argparse.ArgumentParser, output: str) -> None:
-    """The run that a file is made of, and where it goes; `output` says what it is."""
+    """Adds the run to read and the file to write, which `output` describes."""
     parser.add_argument("path", metavar="RUN", type=path, help="folder of a run, or a timeline")
     parser.add_argument("--output", type=path, help=output)
 
 
 def add_devices(parser: argparse.ArgumentParser) -> None:
-    """Which devices, or how many virtual ones."""
+    """Adds which devices to use, or how many virtual ones."""
     parser.add_argument(
         "--devices", type=listed(rank), metavar="0,2", help="only these of the devices"
     )
@@ -69,21 +69,21 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Output for programs."""
+    """Adds output for programs."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def use_cpu_devices(number: int) -> None:
-    """Makes virtual CPU devices, which share the host's cores; before a backend has started.
+    """Makes virtual CPU devices, which share the host's cores; call it before a backend starts.
 
-    What the environment says of the platform and the number does not count.
+    It overrides what the environment says about the platform and the number.
     """
     jax.config.update("jax_num_cpu_devices", number)
     jax.config.update("jax_platforms", "cpu")
 
 
 def make_devices(options: argparse.Namespace) -> None:
-    """Makes the virtual devices that the arguments ask for; before a backend has started."""
+    """Makes the virtual devices that the arguments ask for; call it before a backend starts."""
     if options.cpu_devices is not None:
         use_cpu_devices(options.cpu_devices)
 

@@ -26,7 +26,7 @@ example:
 """
 
 GB = 1e9
-"""As in GB/s beside it."""
+"""The same unit as in GB/s."""
 
 RATES = {
     "gflops_alone": "GFLOP/s",

@@ -11,16 +11,16 @@ import jax.numpy as jnp
 
 SMALLEST, LARGEST = 512, 8192
 LONG_ENOUGH = 2e-3
-"""Seconds of a call beside which its dispatch costs little."""
+"""Seconds that a call must take so that its dispatch hardly counts."""
 
 ARRAY_BYTES = {"cpu": 2**26}
 OTHER_BYTES = 2**29
-"""An array that no cache holds."""
+"""Larger than any cache."""
 
 
 @dataclass(frozen=True)
 class _Work:
-    """A call that keeps a device busy, and what it comes to."""
+    """A call that keeps a device busy, and how much it does."""
 
     call: Callable[[], object]
     amount: float  # billions of operations or bytes
@@ -31,8 +31,8 @@ def probe(devices: Sequence[jax.Device], seconds: float) -> list[dict[str, float
 
     Args:
         devices: The devices.
-        seconds: How long all of it lasts, compiling left out; at least one call is made of
-            each, however long it takes.
+        seconds: How long all of it lasts, without compiling; each call is made at least once,
+            however long it takes.
 
     Returns:
         For each device `gflops_alone`, `gflops_together` (float32 operations of a matrix
@@ -46,7 +46,7 @@ def probe(devices: Sequence[jax.Device], seconds: float) -> list[dict[str, float
         >>> sorted(rates)
         ['gb_per_s_alone', 'gb_per_s_together', 'gflops_alone', 'gflops_together']
     """
-    size = _matrix_size(devices[0])  # the same for all, so that they can be compared
+    size = _matrix_size(devices[0])  # the same for all, to make them comparable
     kinds = {
         "gflops": [_multiply(device, size) for device in devices],
         "gb_per_s": [_add(device) for device in devices],
@@ -61,7 +61,7 @@ def probe(devices: Sequence[jax.Device], seconds: float) -> list[dict[str, float
 
 
 def _matrix_size(device: jax.Device) -> int:
-    """Doubles the matrices until a multiplication is long enough."""
+    """Doubles the matrices until a multiplication takes long enough."""
     size = SMALLEST
     while size < LARGEST:
         work = _multiply(device, size)
@@ -89,7 +89,7 @@ def _work(
     array: jax.Array,
     amount: float,
 ) -> _Work:
-    """What is ready to be timed: on the device, and compiled."""
+    """Work that is ready to be timed: the array is on the device, the function compiled."""
     there, compiled = jax.device_put(array, device), jax.jit(function)
 
     def call() -> object:
@@ -100,7 +100,7 @@ def _work(
 
 
 def _rates(works: Sequence[_Work], seconds: float) -> list[float]:
-    """Amount per second of each of some works that are done at the same time."""
+    """Amount per second of each piece of work, all done at the same time."""
     ready = threading.Barrier(len(works))
 
     def repeat(work: _Work) -> float:

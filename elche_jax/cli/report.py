@@ -63,7 +63,7 @@ def load(path: Path) -> Run:
 
 
 def output_of(options: argparse.Namespace, name: str) -> Path:
-    """Where a file about a run goes: beside its timeline, unless told otherwise."""
+    """Where a file about a run goes: beside its timeline, unless `--output` is given."""
     path: Path = options.path
     output: Path = options.output or (path if path.is_dir() else path.parent) / name
     if output.is_dir():

@@ -1,4 +1,4 @@
-"""The function that `elche-jax advise` takes a training step from."""
+"""Loads the function that describes a training step to `elche-jax advise`."""
 
 import importlib
 import importlib.util
@@ -18,8 +18,8 @@ def load_target(target: str) -> dict[str, Any]:
     """Calls the function a target names.
 
     Args:
-        target: `module:function` or `path/to/file.py:function`. Modules are looked for in
-            the current folder too.
+        target: `module:function` or `path/to/file.py:function`. Modules are also searched
+            for in the current folder.
 
     Returns:
         What the function returned: arguments of `elche.advise`.
@@ -54,7 +54,7 @@ def _load_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # it is there, and lacks something itself
+            raise  # the module exists, and an import of its own fails
         raise CommandError(f"{name} must be a module, there is none of this name") from error
 
 

@@ -1,8 +1,7 @@
-"""The events of a run: what a timeline records, and a file of it holds.
+"""The events of a run, as a timeline records them and its file holds them.
 
-A new kind of event is a dataclass here, of numbers, strings and tuples of them, that
-derives from `Event`, and its entry in `EVENTS`. Its last field is `at`, which the timeline
-fills in.
+To add a kind of event, derive a dataclass of numbers, strings and tuples of them from `Event`,
+and enter it in `EVENTS`. Its last field is `at`, which the timeline fills in.
 
 How long a window's devices were busy, what its synchronisation cost and how far apart the
 devices arrived at it (the skew) are fields of the window's own event, `WindowEvent`; they
@@ -21,7 +20,7 @@ from elche_jax.cadence import WindowMeasurement
 
 
 def _plain(kind: type, where: str, name: str, value: object) -> Any:
-    """Return a value of a kind as it is; another one is an error."""
+    """Return a value of the given type as a plain one; any other is an error."""
     value = value.item() if isinstance(value, np.generic) else value
     check.instance(where, name, value, kind)
     return value
@@ -32,7 +31,7 @@ def _strings(where: str, name: str, values: object) -> tuple[str, ...]:
     return tuple(_plain(str, where, f"{name}[{at}]", entry) for at, entry in enumerate(entries))
 
 
-# The types that fields of an event may have, and what makes plain values of them.
+# The types that fields of an event may have, and how their values are checked and made plain.
 FIELDS: Final[Mapping[Any, Callable[[str, str, object], Any]]] = {
     bool: partial(_plain, bool),
     str: partial(_plain, str),
@@ -56,7 +55,7 @@ class Event:
     at: float
 
     def validate(self) -> None:
-        """Checks the values, and makes plain Python ones of them.
+        """Checks the values, and turns them into plain Python ones.
 
         Raises:
             TypeError: A value is not of its field's type.
@@ -72,7 +71,7 @@ _Event = TypeVar("_Event", bound=Event)
 
 
 def checked(event: _Event) -> _Event:
-    """The event, of plain values: for what a caller gives, or a file that may be another one."""
+    """Returns the event, validated: its values come from a caller, or from some file."""
     event.validate()
     return event
 
@@ -99,18 +98,18 @@ class _Metrics(Event):
 
 @dataclass(frozen=True, slots=True)
 class RunEvent(Event):
-    """A run begins, or goes on: what comes after it is one segment of the file.
+    """A run begins or is resumed: what follows is one segment of the file.
 
     Attributes:
         devices: Names of the devices, in rank order.
         cadence: What sizes the windows, as it prints.
-        overhead_target: Share of a window that synchronising may cost; 0 where the cadence
-            has no such target.
+        overhead_target: Share of a window that synchronising may cost; 0 if the cadence has
+            no such target.
         windows: Number of the first window.
-        exchange_bytes: Bytes that each device has for the exchange of a window, before any
-            are left out on the wire; 0 with one device.
+        exchange_bytes: Bytes that each device has to exchange in a window, before any are
+            left out on the wire; 0 with one device.
         frozen_bytes: Bytes that frozen parameters would add to it.
-        at: Seconds since the timeline began. In a file that another process continues they
+        at: Seconds since the timeline began; if another process continues the file, they
             begin at 0 again.
     """
 
@@ -125,7 +124,7 @@ class RunEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class WindowEvent(WindowMeasurement, Event):
-    """A window that is over: its record, which `plot_run` and the like take, and when.
+    """A finished window: its record, which `plot_run` and the like take, and its time.
 
     Attributes:
         at: Seconds since the timeline began, at which it was reported.
@@ -165,7 +164,7 @@ class VerdictEvent(Event):
         window: Number of the window after which it was given.
         epoch: Its epoch.
         action: `"stable"`, `"hold_growth"` or `"nudge_down"`.
-        factor: What the anchor was to be multiplied by; 1 but for `"nudge_down"`.
+        factor: What the anchor was to be multiplied by; 1 except for `"nudge_down"`.
         at: Seconds since the timeline began, at which it was reported.
     """
 
@@ -183,7 +182,7 @@ class CompileEvent(Event):
     Attributes:
         program: Which one: "accumulate", "combine", "window", ...
         seconds: How long it took.
-        ahead: Whether that was in the background, so that nobody waited for it.
+        ahead: Whether that was in the background, so that training did not wait for it.
         at: Seconds since the timeline began, at which it was ready.
     """
 
@@ -198,10 +197,10 @@ class AnchorEvent(Event):
     """The anchor changed.
 
     Attributes:
-        window: Number of the window after which it did.
+        window: Number of the window after which it changed.
         epoch: Its epoch.
-        before: The anchor so far.
-        anchor: The one from now on.
+        before: The anchor until then.
+        anchor: The anchor from then on.
         at: Seconds since the timeline began, at which it was reported.
     """
 
@@ -214,14 +213,14 @@ class AnchorEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class LossEvent(Event):
-    """A window's loss. One that is not finite is no number to record: it is a `SkipEvent`.
+    """A window's loss. A loss that is not finite is not recorded: it becomes a `SkipEvent`.
 
     Attributes:
         window: Number of the window in the run.
         epoch: Its epoch.
         loss: Mean loss over the window's data.
-        at: Seconds since the timeline began, at which it was read: by a trainer some at once,
-            when its loop is at another window.
+        at: Seconds since the timeline began, at which it was read. A trainer reads several at
+            once, when its loop is already at another window.
     """
 
     window: int
@@ -232,7 +231,7 @@ class LossEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationEvent(_Metrics):
-    """An evaluation that is over.
+    """A finished evaluation.
 
     Attributes:
         window: Number of the last window before it.
@@ -253,7 +252,7 @@ class EvaluationEvent(_Metrics):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointEvent(Event):
-    """A checkpoint that is on the disk.
+    """A checkpoint that has reached the disk.
 
     Attributes:
         window: Number of the last window in it.
@@ -261,7 +260,7 @@ class CheckpointEvent(Event):
         seconds: How long saving it took.
         size: Its size in bytes.
         path: Where it is.
-        at: Seconds since the timeline began, at which it was whole.
+        at: Seconds since the timeline began, at which it was complete.
     """
 
     window: int
@@ -274,16 +273,16 @@ class CheckpointEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class EpochEvent(_Metrics):
-    """An epoch that is over.
+    """A finished epoch.
 
     Attributes:
         epoch: Its number.
         window: Number of its last window.
         windows: How many windows it had.
-        examples: Valid examples it was trained on.
+        examples: Valid examples trained on.
         seconds: How long it took.
         names: Names of its metrics, `"loss"` among them.
-        values: The metrics, in the order of the names; those that are finite.
+        values: The metrics, in the order of the names; only finite ones.
         at: Seconds since the timeline began, at which it was over.
     """
 
@@ -309,7 +308,7 @@ EVENTS: Final[Mapping[str, type[Event]]] = {
     "checkpoint": CheckpointEvent,
     "epoch": EpochEvent,
 }
-"""The events by the name they have in a file."""
+"""The events by their names in a file."""
 
 NAMES: Final[Mapping[type[Event], str]] = {kind: name for name, kind in EVENTS.items()}
 """The names of the events."""

@@ -1,4 +1,4 @@
-"""Lines to a file from a thread of its own: a slow disk or pipe holds up nobody."""
+"""Writes lines to a file from a thread of its own, so that a slow disk holds up nobody."""
 
 import atexit
 import errno
@@ -14,36 +14,36 @@ from typing import Any
 logger = logging.getLogger("elche_jax")
 
 BACKLOG = 100_000
-"""Lines that may wait for the file; beyond that it is given up as too slow."""
+"""Lines that may wait for the file; with more, it is given up as too slow."""
 
 GATHER_S = 0.05
-"""How long lines are gathered: a thread that wakes for every one disturbs the others."""
+"""How long lines are gathered: waking up for every single one would disturb other threads."""
 
 GATHER = 1000
-"""Most lines of one write."""
+"""Most lines in one write."""
 
 PATIENCE_S = 10.0
-"""How long to wait for a file that takes nothing."""
+"""How long to wait for a file that accepts nothing."""
 
 
 class LineWriter:
-    """Writes lines in the order in which they were put, those of a moment at a time.
+    """Writes lines in the order in which they were put, those of one moment together.
 
     After a write that fails the file gets nothing more; `say` logs it once, and `close`
-    raises the error. When the owner is gone without `close`, the thread writes what is there
-    and ends; the end of the interpreter waits for it as long as the file takes something.
+    raises the error. If the owner is collected without `close`, the thread writes what is left
+    and ends; at exit the interpreter waits for it as long as the file accepts something.
 
-    A process that was forked off has no such thread: what it puts fails.
+    A forked process has no such thread: what it puts is refused.
 
     `put` takes no lock unless the thread sleeps. That is safe because only the thread removes
-    items, under the lock, and it says that it sleeps before it looks for items a last time,
-    while `put` adds one before it looks whether the thread sleeps.
+    items, under the lock, and it announces that it sleeps before it looks for items a last time,
+    while `put` adds an item before it checks whether the thread sleeps.
 
     Args:
         file: The file, opened for writing; it is closed at the end.
-        owner: Whose lines these are. The log shows its `repr`.
-        line: Makes a line of what was put. It runs in the thread, so that it does not hold up
-            whoever puts either; it must not refer to the owner.
+        owner: The object whose lines these are; the log shows its `repr`.
+        line: Turns an item into a line. It runs in the thread, so that it does not hold up
+            the caller either; it must not refer to the owner.
     """
 
     def __init__(self, file: FileIO, owner: object, line: Callable[[Any], bytes]):
@@ -52,7 +52,7 @@ class LineWriter:
         self._taken = self._written = 0
         self._asleep = self._ending = self._said = self._urgent = False
         self._error: OSError | None = None
-        # Reentrant, as the owner may be collected, which ends the writer, while it is held.
+        # Reentrant: the owner may be collected, which ends the writer, while the lock is held.
         self._changed = threading.Condition(threading.RLock())
         self._thread = threading.Thread(target=self._run, name="elche-timeline", daemon=True)
         self._thread.start()
@@ -61,14 +61,14 @@ class LineWriter:
 
     @property
     def running(self) -> bool:
-        """Whether the thread runs, in this process."""
+        """Whether the thread runs in this process."""
         return self._thread.is_alive()
 
     def put(self, item: Any) -> bool:
-        """Hands over what is to become a line; does not wait.
+        """Hands over an item that is to become a line; does not wait.
 
         Returns:
-            Whether it was taken; if not, see `say`.
+            Whether it was accepted; if not, see `say`.
         """
         if self._error is not None or self._ending:
             return False
@@ -82,7 +82,7 @@ class LineWriter:
         return True
 
     def say(self) -> None:
-        """Logs that the file was given up, once; not to be called under a lock."""
+        """Logs once that the file was given up; must not be called under a lock."""
         with self._changed:
             if self._error is None or self._said:
                 return
@@ -94,8 +94,8 @@ class LineWriter:
         """Waits until the file has the lines put so far.
 
         Raises:
-            OSError: A line could not be written, or the file takes nothing for
-                `PATIENCE_S`; then it gets them later, if it goes on.
+            OSError: A line could not be written, or the file accepts nothing for
+                `PATIENCE_S`; it still gets the lines if it recovers.
         """
         moving = self._wait()
         self._tell()
@@ -105,9 +105,9 @@ class LineWriter:
     def close(self) -> None:
         """Writes what is left, ends the thread and closes the file.
 
-        A thread that a file holds up cannot be interrupted. After `PATIENCE_S` without a
-        line it is left alone, and ends by itself as soon as the file goes on. If the
-        wait is interrupted, `close` may be called again.
+        A thread that is blocked by the file cannot be interrupted. After `PATIENCE_S` without a
+        line it is left alone, and ends by itself once the file recovers. If the wait is
+        interrupted, `close` may be called again.
 
         Raises:
             OSError: As in `flush`: the first such error.
@@ -116,7 +116,7 @@ class LineWriter:
         self._tell()
 
     def finish(self) -> None:
-        """Writes what is left and ends the thread, as far as the file allows."""
+        """Writes what is left and ends the thread, if the file allows it."""
         moving = self._wait()
         if not moving:
             self._fail(_stuck())
@@ -125,19 +125,19 @@ class LineWriter:
             self._thread.join(PATIENCE_S)
 
     def forked(self) -> None:
-        """This is a process that was forked off, in which the thread does not run."""
-        self._changed = threading.Condition(threading.RLock())  # that one may be held for ever
+        """Gives up: this process was forked, and the thread does not run in it."""
+        self._changed = threading.Condition(threading.RLock())  # the old one may be held
         text = "the process that opened it has been forked, and this is the other one"
         self._error = OSError(errno.EBADF, text)
 
     def _tell(self) -> None:
-        """Logs and raises the error, if there is one."""
+        """Logs and raises the error, if any."""
         self.say()
-        if self._error is not None:  # a new one, as an error keeps what it was raised through
+        if self._error is not None:  # a copy: an error keeps its traceback, and what that holds
             raise type(self._error)(*self._error.args)
 
     def _wait(self) -> bool:
-        """Waits until all lines put so far are written; False if nothing moves."""
+        """Waits until all lines put so far are written; False if no progress is made."""
         with self._changed:
             lines, self._urgent = self._taken + len(self._items), True
             self._changed.notify_all()
@@ -154,7 +154,7 @@ class LineWriter:
                 self._urgent = False
 
     def _fail(self, error: OSError) -> None:
-        """The file is given up."""
+        """Gives up the file."""
         with self._changed:
             if self._error is None:
                 self._error = error
@@ -167,14 +167,14 @@ class LineWriter:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        """The thread: writes lines until there are no more, then closes the file."""
+        """Runs in the thread: writes lines until there are no more, then closes the file."""
         for deed in (self._write_all, self._file.close):
             try:
                 deed()
             except OSError as error:
                 self._fail(error)
         with self._changed:
-            self._items.clear()  # what came too late is not waited for
+            self._items.clear()  # nobody waits for what came too late
         self.say()
 
     def _write_all(self) -> None:
@@ -186,14 +186,14 @@ class LineWriter:
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
                 raise OSError(errno.EINVAL, f"no line can be made of an event ({why})") from error
-            finally:  # before one that cannot be made, those that can
+            finally:  # also the lines before one that cannot be made
                 self._write(b"".join(lines))
                 with self._changed:
                     self._written += len(lines)
                     self._changed.notify_all()
 
     def _next(self) -> list[Any]:
-        """The next items, those of `GATHER_S` unless somebody waits; none at the end."""
+        """The items of the next `GATHER_S`, or fewer if someone waits; none at the end."""
         with self._changed:
             self._asleep = True
             self._changed.wait_for(lambda: self._items or self._ending or self._error)
@@ -204,7 +204,7 @@ class LineWriter:
             return [self._items.popleft() for _ in range(number)]
 
     def _write(self, rest: bytes) -> None:
-        while rest:  # a disk that becomes full takes a part
+        while rest:  # a disk that fills up accepts only a part
             written = self._file.write(rest)
             if not written:
                 raise BlockingIOError(errno.EAGAIN, "the file takes nothing")
@@ -212,7 +212,7 @@ class LineWriter:
 
 
 _writers: weakref.WeakSet[LineWriter] = weakref.WeakSet()
-"""All that there are; one that still writes is held by its thread."""
+"""All writers; one that still writes is kept alive by its thread."""
 
 
 def _stuck() -> OSError:
@@ -221,7 +221,7 @@ def _stuck() -> OSError:
 
 @atexit.register
 def _finish_all() -> None:
-    """The interpreter ends, and its threads with it."""
+    """At exit, before the interpreter ends the threads."""
     for writer in list(_writers):
         if writer.running:
             writer.finish()

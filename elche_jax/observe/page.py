@@ -1,4 +1,4 @@
-"""A run as one page: `report.html`, which needs nothing but a browser."""
+"""A run as one page, `report.html`, that needs nothing but a browser."""
 
 import base64
 import hashlib
@@ -19,19 +19,19 @@ from elche_jax.observe.report import RunReport, counted, file_size
 from elche_jax.observe.run import LEFT_OUT, Run
 
 ROWS = 200
-"""Rows of a table, the last ones."""
+"""Most rows of a table; the last ones are shown."""
 
 
 def write_page(run: Run, path: str | PathLike[str], title: str | None = None) -> Path:
-    """Writes a run as one page that explains it: figures, pictures and tables.
+    """Writes a page that explains a run: figures, pictures and tables.
 
-    The page holds everything it needs and may load nothing, so that it can be kept, sent
-    and opened without a network. Of a long run the last windows are shown one by one and the
-    curves are medians, as the page says; figures are always of the whole run.
+    The page holds everything it needs and loads nothing, so that it can be kept, sent and
+    opened without a network. For a long run only the last windows are shown one by one, and
+    curves are medians, as the page says; figures always cover the whole run.
 
     Args:
-        run: What `read_run` gave.
-        path: The file to write, whole or not at all; missing folders are made.
+        run: What `read_run` returned.
+        path: The file, written completely or not at all; missing folders are made.
         title: Headline. None: the run's name.
 
     Returns:
@@ -75,7 +75,7 @@ def write_page(run: Run, path: str | PathLike[str], title: str | None = None) ->
         "style": style,
         "script": script,
     }
-    # In one pass: what is put in is not looked at again.
+    # In one pass, so that inserted text is not searched for placeholders.
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _part("page.html"))
     with replacing(path) as file:
         file.write(page.encode("utf-8", "backslashreplace"))
@@ -87,7 +87,7 @@ def _part(name: str) -> str:
 
 
 def _policy(script: str, style: str) -> str:
-    """Only this script and this style, and nothing from anywhere."""
+    """Allows only this script and this style, and nothing from anywhere else."""
     rules = "default-src 'none'; base-uri 'none'; form-action 'none'"
     return f"{rules}; script-src {_hash(script)}; style-src {_hash(style)}"
 
@@ -97,7 +97,7 @@ def _hash(text: str) -> str:
 
 
 def _json(data: object) -> str:
-    """JSON that no text in it can lead out of its element."""
+    """JSON in which no text can end the element around it."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -141,7 +141,7 @@ def _figures(run: Run, report: RunReport) -> str:
 
 
 def _skips(run: Run) -> list[tuple[str, str, str]]:
-    """How many windows were skipped for which reason: the dropped ones in any case."""
+    """How many windows were skipped, by reason; the dropped ones even if there are none."""
     reasons = Counter(skip.reason for skip in run.skips)
     dropped = {why: n for why, n in reasons.items() if not why.startswith(LEFT_OUT)}
     why = ", ".join(dropped) or "not finite"
@@ -195,7 +195,7 @@ def _metric_table(
     cells: Sequence[Sequence[str]],
     metrics: Sequence[dict[str, float]],
 ) -> str:
-    """A table with a column more for every metric; its last rows."""
+    """The last rows of a table, with one more column per metric."""
     names = list(dict.fromkeys(name for each in metrics for name in each))
     rows = [
         [*row, *(f"{each[name]:.5g}" if name in each else "-" for name in names)]
@@ -206,7 +206,7 @@ def _metric_table(
 
 
 def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose first column names its rows; empty without rows."""
+    """A table whose first column names its rows; nothing without rows."""
     if not rows:
         return ""
     top = "".join(f"<th scope=col>{escape(name)}</th>" for name in head)
@@ -217,7 +217,7 @@ def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> 
         for first, *rest in rows
     )
     table = f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
-    # To be scrolled sideways where it is wide, by keyboard too.
+    # A wide table can be scrolled sideways, also by keyboard.
     box = f'<div class=wide tabindex=0 role=region aria-label="{escape(caption)}">{table}</div>'
     return f"<section><h2>{escape(caption)}</h2>{box}</section>"
 

@@ -1,4 +1,4 @@
-"""What a page draws of a run: its numbers, thinned where the run was long."""
+"""The numbers that a page draws, thinned out for a long run."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
@@ -20,24 +20,24 @@ from elche_jax.observe.report import RunReport, file_size, limit_share
 from elche_jax.observe.run import LEFT_OUT, PlacedWindow, Run
 
 POINTS = 600
-"""Points of a curve; of more windows medians are shown."""
+"""Most points of a curve; for more windows, medians are shown."""
 
 GANTT_NUMBERS = 60_000
-"""Numbers of windows that are shown one by one; older windows are left out of that picture."""
+"""Most numbers about windows shown one by one; older windows are left out of that picture."""
 
 MARKS = 400
-"""Marks of a kind, the last ones."""
+"""Most marks of a kind; the last ones are shown."""
 
 METRICS = 12
-"""Metrics that get a picture."""
+"""Most metrics that get a picture."""
 
 _T = TypeVar("_T")
 
 
 def page_data(run: Run, report: RunReport) -> dict[str, Any]:
-    """The numbers behind the pictures, in the form in which the page's script reads them.
+    """The numbers behind the pictures, as the page's script reads them.
 
-    Times are seconds on the run's axis, durations milliseconds, lists of windows columns.
+    Times are seconds on the run's axis, durations are milliseconds, windows are columns.
     """
     lanes = _lane_names(run)
     return {
@@ -55,7 +55,7 @@ def page_data(run: Run, report: RunReport) -> dict[str, Any]:
 
 
 def _lane_names(run: Run) -> list[str]:
-    """A name for each rank that the run ever had: the last device there."""
+    """A name for each rank that the run ever had: that of its last device."""
     names: list[str] = []
     for segment in run.segments:
         names = [*segment.devices, *names[len(segment.devices) :]]
@@ -67,7 +67,7 @@ def _time(seconds: float) -> float:
 
 
 def _short(value: float | None) -> float | None:
-    """Six digits are more than a picture shows."""
+    """Rounds to six digits, which is more than a picture shows."""
     return None if value is None else float(f"{value:.6g}")
 
 
@@ -90,7 +90,7 @@ def _gantt(run: Run, lanes: int) -> dict[str, Any]:
 
 
 def _bucket_size(items: Sequence[object]) -> int:
-    """How many items a point of a curve stands for, so that there are at most `POINTS`."""
+    """How many items one point of a curve stands for, to have at most `POINTS`."""
     return max(1, ceil(len(items) / POINTS))
 
 
@@ -101,7 +101,7 @@ def _buckets(items: Sequence[_T], size: int) -> list[Sequence[_T]]:
 def _columns(
     points: Sequence[tuple[float, float]], middle: Callable[[Iterable[float]], float] = median
 ) -> dict[str, Any]:
-    """Columns of points over time: for each bucket its first time and its median."""
+    """Columns of points over time: the first time and the median of each bucket."""
     buckets = _buckets(points, _bucket_size(points))
     return {
         "t": [_time(bucket[0][0]) for bucket in buckets],
@@ -144,7 +144,7 @@ def _overhead(bucket: Sequence[PlacedWindow]) -> float | None:
 
 
 def _metrics(run: Run) -> list[dict[str, Any]]:
-    """For each metric what is known of it: of windows, epochs and evaluations."""
+    """The values of each metric, by window, epoch and evaluation."""
     series: dict[str, dict[str, list[tuple[float, float]]]] = {}
     if run.losses:
         series["loss"] = {"window": [(event.at, event.loss) for event in run.losses]}
@@ -162,7 +162,7 @@ def _metrics(run: Run) -> list[dict[str, Any]]:
 
 
 def _shares(run: Run, report: RunReport) -> list[dict[str, Any]]:
-    """How each device spent the steady windows: working, synchronising, idle; sum 1."""
+    """How each device spent the steady windows: busy, synchronising, idle; the sum is 1."""
     records = [window.record for window in run.latest if window.record.steady]
     wall = sum(record.wall_ms for record in records)
     sync = sum(record.sync_ms for record in records) / wall if wall > 0 else 0.0
@@ -177,7 +177,7 @@ def _shares(run: Run, report: RunReport) -> list[dict[str, Any]]:
 
 
 def _marks(run: Run) -> list[dict[str, Any]]:
-    """What happened at a moment, and the words for it; the last `MARKS` of each kind."""
+    """Events as marks with a text; the last `MARKS` of each kind."""
     marks: list[dict[str, Any]] = []
     for kind, (name, words) in _WORDS.items():
         events: list[Any] = run.of(kind)

@@ -1,4 +1,4 @@
-"""Pictures of a run. Numbers in, a PNG out; matplotlib is imported when one is drawn."""
+"""Pictures of a run as PNG files; matplotlib is imported when one is drawn."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -33,10 +33,10 @@ def plot_run(
         records: Windows of one run, oldest first, at least one.
         path: The PNG to write; missing folders are made.
         title: Headline.
-        devices: Name of each device; None for `device 0`, `device 1`, ...
+        devices: Names of the devices; None for `device 0`, `device 1`, ...
         baseline: Windows of another run on the same devices, shown above on the same
             time axis.
-        names: What to call the run and the baseline.
+        names: Names of the run and of the baseline.
 
     Returns:
         The path.
@@ -108,14 +108,14 @@ def _check(
 
 
 def _edges(records: Sequence[WindowMeasurement]) -> list[float]:
-    """When the windows begin and end, in seconds from the first one's beginning."""
+    """When the windows begin and end, in seconds since the first one began."""
     return [0.0, *accumulate(record.wall_ms / 1e3 for record in records)]
 
 
 def _busy_strips(
     axis: Any, records: Sequence[WindowMeasurement], labels: Sequence[str], end: float
 ) -> Any:
-    """One strip per device, its colour the busy share of each window."""
+    """One strip per device, coloured by the busy share of each window."""
     from matplotlib.colors import LinearSegmentedColormap
 
     world_size, edges = len(labels), _edges(records)
@@ -187,7 +187,7 @@ def _count_lines(axis: Any, records: Sequence[WindowMeasurement], labels: Sequen
 
 
 def _widths(counts: Sequence[int]) -> list[float]:
-    """Line widths of a window: of equal counts, those drawn later are thinner."""
+    """Line widths in a window: of equal counts, those drawn later are thinner, so all show."""
     after: Counter[int] = Counter()
     widths: list[float] = []
     for count in reversed(counts):

@@ -1,4 +1,4 @@
-"""How far a run is, on a terminal or as plain lines."""
+"""The progress of a run, on a terminal or as plain lines."""
 
 import logging
 import sys
@@ -96,7 +96,7 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self._now is not None:
             if self._bar is not None:
-                self._tell_bar(self._now)  # the last picture, which stays, is drawn at the stop
+                self._tell_bar(self._now)  # stopping draws it once more, and it stays
             elif kind is None:
                 self.line(self._epoch_line(self._now))
         self._stop()
@@ -151,7 +151,7 @@ class Progress:
         self._safely(lambda: self._print(text))
 
     def _safely(self, deed: Callable[[], object]) -> None:
-        """Does something to the stream; one that fails is left alone from then on."""
+        """Does something with the stream, which is left alone from the first failure on."""
         if self._lost:
             return
         try:
@@ -221,7 +221,7 @@ class Progress:
 
 
 def _check_number(where: str, name: str, value: object) -> None:
-    """Raises if a value is no number; one on a device is not waited for."""
+    """Raises if a value is no number, without waiting for one on a device."""
     if value is None or getattr(value, "ndim", None) == 0:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -237,7 +237,7 @@ def _numbers(now: _Now) -> list[str]:
 def _on_terminal(stream: Any) -> bool:
     try:
         return bool(stream.isatty())
-    except (AttributeError, ValueError):  # there is none, or it is closed
+    except (AttributeError, ValueError):  # no such method, or the stream is closed
         return False
 
 
@@ -245,7 +245,7 @@ def _console(stream: TextIO) -> Any:
     from rich.console import Console
 
     class Quiet(Console):
-        """A console that ends no process when its terminal is gone."""
+        """A console that does not end the process when its terminal is gone."""
 
         def on_broken_pipe(self) -> None:
             raise
@@ -254,7 +254,7 @@ def _console(stream: TextIO) -> Any:
 
 
 def _rich_bar(console: Any, total: int | None) -> Any:
-    """Rich's progress of one task, with the devices' busy shares on a line below."""
+    """Rich's progress of one task, with the busy shares of the devices on a line below."""
     from rich import progress as rich
     from rich.text import Text
 
@@ -275,8 +275,8 @@ def _rich_bar(console: Any, total: int | None) -> Any:
     bar = Bar(
         *columns,
         console=console,
-        auto_refresh=False,  # no thread of rich's
-        # What goes into a file stays out of the terminal.
+        auto_refresh=False,  # no thread
+        # Output that goes to a file must not appear on the terminal.
         redirect_stdout=_on_terminal(sys.stdout),
         redirect_stderr=_on_terminal(sys.stderr),
         speed_estimate_period=SPEED_S,
@@ -289,9 +289,9 @@ def _rich_bar(console: Any, total: int | None) -> Any:
 
 @contextmanager
 def _logging_through(stdout: TextIO, stderr: TextIO) -> Generator[None]:
-    """Sends what handlers log to these streams to those that stand in for them now.
+    """Sends what handlers log to these streams to the ones that stand in for them now.
 
-    A line that goes straight to the terminal is drawn over by the next picture.
+    A line that goes straight to the terminal would be overwritten by the next picture.
     """
     now = {id(stdout): sys.stdout, id(stderr): sys.stderr}
     moved: list[tuple[Any, Any]] = []
@@ -300,7 +300,7 @@ def _logging_through(stdout: TextIO, stderr: TextIO) -> Generator[None]:
             stream = getattr(handler, "stream", None)
             if isinstance(handler, logging.StreamHandler) and id(stream) in now:
                 moved.append((handler, stream))
-                # Not `setStream`, which fails if the stream it leaves cannot be flushed.
+                # Not `setStream`, which flushes the old stream, and that may fail.
                 handler.stream = now[id(stream)]
     try:
         yield

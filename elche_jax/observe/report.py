@@ -1,4 +1,4 @@
-"""The numbers of a run that people ask for first, made of its records."""
+"""The headline numbers of a run, computed from its records."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ class DeviceReport:
 
     Attributes:
         name: The device.
-        ms_per_batch: Median milliseconds per microbatch; None when never measured.
+        ms_per_batch: Median milliseconds per microbatch; None if never measured.
         microbatches: Microbatches it ran.
-        busy_share: Share of the time in which it worked, 0 to 1.
+        busy_share: Share of the time during which it worked, 0 to 1.
     """
 
     name: str
@@ -30,22 +30,22 @@ class RunReport:
 
     Attributes:
         devices: A report for each device, in rank order.
-        counts: The plan for the next window; of a run that was read back, the last plan that
-            no end of an epoch has cut.
-        windows: Windows the report looks at: the last 1024 of the run at most.
+        counts: The plan for the next window; for a run that was read back, the last plan
+            that no end of an epoch cut short.
+        windows: Windows the report covers: at most the last 1024 of the run.
         examples_per_s: Valid examples per second over the steady windows.
         limit_share: Microbatches per second over the sum of the devices' own speeds,
             `sum(counts) / (wall * sum(1 / ms_per_batch))`; None until all are measured.
         sync_ms: Median cost of a synchronisation.
-        skew_ms: Median distance of the devices' arrivals at it.
+        skew_ms: Median spread of the devices' arrivals at it.
         compile_hits: Program requests answered at once.
         compile_misses: Program requests that waited for a compile.
         compiled_ahead: Programs compiled in the background.
         compile_s: Seconds spent compiling.
         skipped: Windows of the run that were not finite: their update was dropped, or,
             under averaging, a device was left out of it.
-        exchange_bytes: Bytes that each device has for the exchange of a window, before
-            any are left out on the wire; 0 with one device.
+        exchange_bytes: Bytes that each device has to exchange in a window, before any are
+            left out on the wire; 0 with one device.
         frozen_bytes: Bytes that frozen parameters would add to it, and to each device's
             sums.
     """
@@ -91,13 +91,13 @@ class RunReport:
 
 
 def ms_per_batch(records: Sequence[WindowMeasurement], rank: int) -> float | None:
-    """Median milliseconds per microbatch of a device; None when it ran none."""
+    """Median milliseconds per microbatch of a device; None if it ran none."""
     times = [_busy(r, rank) / r.counts[rank] for r in records if r.counts[rank] > 0]
     return median(times) if times else None
 
 
 def limit_share(records: Sequence[WindowMeasurement]) -> float | None:
-    """Share of the limit that these windows reached.
+    """The share of the limit that these windows reached.
 
     Args:
         records: Windows of one run; every device must have run in some of them.
@@ -123,10 +123,10 @@ def limit_share(records: Sequence[WindowMeasurement]) -> float | None:
 
 
 def imbalance(records: Sequence[WindowMeasurement]) -> float:
-    """Share of the machine that equal counts leave idle, 0 to 1.
+    """The share of the machine that equal counts leave idle, 0 to 1.
 
-    `1 - mean(ms) / max(ms)` of the devices' milliseconds per microbatch: with equal
-    counts a window takes the slowest device's time and the others wait.
+    `1 - mean(ms) / max(ms)` over the devices' milliseconds per microbatch: with equal
+    counts a window takes as long as the slowest device needs, and the others wait.
     """
     known = _known_ms(records) if records else []
     return 1 - sum(known) / len(known) / max(known) if known else 0.0
@@ -167,7 +167,7 @@ def make_report(
     exchange_bytes: int = 0,
     frozen_bytes: int = 0,
 ) -> RunReport:
-    """The report over the steady ones of some records.
+    """Makes the report of the steady windows among some records.
 
     Args:
         records: Windows, oldest first.
@@ -199,7 +199,7 @@ def make_report(
 
 
 def file_size(size: int) -> str:
-    """A number of bytes in the unit that shows it.
+    """A number of bytes, in a unit that suits it.
 
     Examples:
         >>> from elche_jax.observe.report import file_size
@@ -212,7 +212,7 @@ def file_size(size: int) -> str:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """A number of things; `plural` if it is more than the noun and an s.
+    """A number of things; give `plural` if it is not the noun with an s.
 
     Examples:
         >>> from elche_jax.observe.report import counted

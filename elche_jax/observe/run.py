@@ -25,10 +25,10 @@ from elche_jax.observe.report import RunReport, make_report
 from elche_jax.observe.timeline import TIMELINE, Timeline
 
 LEFT_OUT = "left out: "
-"""How the reason of a `SkipEvent` begins where an average was taken without a device."""
+"""How the reason of a `SkipEvent` begins if an average was taken without a device."""
 
 LATE = f"{LEFT_OUT}late"
-"""The reason where the device was too late."""
+"""The reason if the device was too late."""
 
 _Kind = TypeVar("_Kind", bound=Event)
 
@@ -42,9 +42,9 @@ class PlacedWindow:
     Attributes:
         record: What was measured.
         segment: Index of its segment.
-        begin: When it began: `wall_ms` before its end, or the longest `busy_ms` where that
-            is more. Between two windows lies what the loop spent on its own things.
-        end: When it was over: when it was reported, or earlier, as the next one needs it.
+        begin: When it began: `wall_ms` before its end, or the longest `busy_ms` if that is
+            more. Between two windows is the time that the loop spent on other things.
+        end: When it was over: when it was reported, or earlier if the next one began earlier.
     """
 
     record: WindowEvent
@@ -54,20 +54,20 @@ class PlacedWindow:
 
     @property
     def busy_ms(self) -> tuple[float, ...]:
-        """Busy time per device, also with one device, which is busy all the time."""
+        """Busy time per device; a single device is busy all the time."""
         return self.record.busy_ms or (self.record.wall_ms,)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run, as its timeline tells it; the `at` of events is on its time axis.
+    """A run as read from its timeline; the `at` of its events is on the run's time axis.
 
     Attributes:
         name: Name of the folder, or of the file.
-        segments: The beginnings of what one process did in one go, on one set of devices,
-            oldest first. Each device has a name of its own: two of the same name have their
-            rank in front of it. If the timeline tells of no beginning, the event has no
-            cadence, and zeros.
+        segments: The event with which each part of the run begins, oldest first; a part is
+            what one process did on one set of devices. Names of devices are unique: those
+            that were not have their rank in front. A part whose beginning was not recorded
+            has an event without a cadence, and zeros.
         windows: All windows, including those that were done again after a kill.
         events: All other events, oldest first.
         seconds: End of the time axis, which begins at 0.
@@ -105,7 +105,7 @@ class Run:
 
     @property
     def anchor_steps(self) -> list[tuple[float, int]]:
-        """The anchor over time: seconds from which on it was so; empty where none was told."""
+        """The anchor over time, each with the seconds since when; empty if none was recorded."""
         steps: list[tuple[float, int]] = []
         begins = [segment.at for segment in self.segments]
         last = 0  # segments that have a step
@@ -119,10 +119,10 @@ class Run:
 
     @property
     def repeated(self) -> int:
-        """Windows that were done again, as a kill had cost what they came to.
+        """Number of windows that were done again, as a kill had lost their result.
 
-        A segment that begins with window 0 goes on with nothing: it counts on its own. So do
-        windows of an older segment that come in between.
+        A segment that begins with window 0 continues nothing, and is counted on its own. So
+        are windows of an older segment that come in between.
         """
         again, segment = 0, -1
         seen: set[int] = set()
@@ -144,7 +144,7 @@ class Run:
 
     @property
     def latest(self) -> list[PlacedWindow]:
-        """The windows on the devices that the run had at last: those a report can be of."""
+        """The windows on the devices that the run had last: those that a report can cover."""
         first = len(self.segments)
         while first and self.segments[first - 1].devices == self.devices:
             first -= 1
@@ -153,8 +153,8 @@ class Run:
     def report(self) -> RunReport:
         """The run's report over its `latest` windows, and all of its compiles and skips.
 
-        The counts are those of the last window that no end of an epoch has cut. A window that
-        a device was too late for is not among the skips: it dropped nothing.
+        The counts are those of the last window that no end of an epoch cut short. A window
+        that was averaged without a late device is not among the skips: it dropped nothing.
         """
         records = [window.record for window in self.latest]
         compiles = self.of(CompileEvent)
@@ -176,18 +176,17 @@ class Run:
 
 
 def read_run(path: str | PathLike[str]) -> Run:
-    """Reads a run back.
+    """Reads a run from its timeline.
 
-    Times of a timeline that several processes have continued begin at 0 with each of them;
-    here they are laid one after another. What the processes were apart is not known, and
-    left out.
+    In a timeline that several processes have continued, times begin at 0 with each of them;
+    here they follow one another. The time between two processes is unknown, and left out.
 
     Args:
         path: A timeline, or the folder of a run, with a `timeline.jsonl` in it.
 
     Returns:
-        The run. Without a `RunEvent` with as many devices as a window has, as in a loop of
-        your own, they are called `device 0`, `device 1`, ...
+        The run. If no `RunEvent` names as many devices as a window has, as in a loop of your
+        own, they are called `device 0`, `device 1`, ...
 
     Raises:
         TypeError: `path` is no path.
@@ -217,7 +216,7 @@ def read_run(path: str | PathLike[str]) -> Run:
 
 
 def _with_clock(events: Iterable[Event]) -> Iterator[tuple[int, Event]]:
-    """Each event with the number of the clock its `at` is on: a new one where it goes back."""
+    """Each event with the number of its clock: there is a new one whenever `at` goes back."""
     clock, last = 0, 0.0
     for event in events:
         clock, last = clock + (event.at < last), event.at
@@ -225,10 +224,10 @@ def _with_clock(events: Iterable[Event]) -> Iterator[tuple[int, Event]]:
 
 
 def _extended(run: Run, events: Sequence[Event]) -> Run:
-    """The run with the events on one more clock, all after what is there.
+    """The run with the events of one more clock, all after what is there.
 
-    A loss is reported when it is read, which a trainer does for several windows at once; its
-    place is that of its window.
+    A loss is reported when it is read, which a trainer does for several windows at once; it
+    is placed at its window.
     """
     places = _places([event for event in events if isinstance(event, WindowEvent)])
     zero = run.seconds - min(0.0, places[0][0] if places else 0.0)
@@ -259,14 +258,14 @@ def _extended(run: Run, events: Sequence[Event]) -> Run:
 
 
 def _apart(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of devices; with their ranks if two are the same."""
+    """Unique names of devices: with their ranks if two are the same."""
     if len(set(names)) == len(names):
         return names
     return tuple(f"{rank}: {name}" for rank, name in enumerate(names))
 
 
 def _uncut(records: Sequence[WindowMeasurement]) -> tuple[int, ...]:
-    """Counts of the last window that another one of its epoch follows; else of the last."""
+    """Counts of the last window that is not the last of its epoch; if none, of the last."""
     for record, following in zip(records[-2::-1], records[:0:-1], strict=True):
         if record.epoch == following.epoch:
             return record.counts
@@ -274,10 +273,10 @@ def _uncut(records: Sequence[WindowMeasurement]) -> tuple[int, ...]:
 
 
 def _places(windows: Sequence[WindowEvent]) -> list[tuple[float, float]]:
-    """Begin and end of windows, seconds: the latest that are in order and before the report.
+    """Begin and end of windows in seconds: as late as order and the reports allow.
 
-    A window is reported when it is over or later, and `wall_ms` begins where the one before
-    was over:
+    A window is reported when it is over or later, and its `wall_ms` begins at the end of the
+    window before:
 
         end[i] = min(at[i], begin[i + 1])        begin[i] = end[i] - length[i]
     """

@@ -1,4 +1,4 @@
-"""What happened in a run and when: typed events, in memory and one JSON line each.
+"""What happened in a run and when: typed events, in memory and as lines of JSON.
 
 The kinds of events are in `elche_jax.observe.events`.
 """
@@ -35,28 +35,28 @@ TIMELINE = "timeline.jsonl"
 """Name of the timeline in a run's folder."""
 
 KEEP = 10_000
-"""Events a timeline keeps in memory."""
+"""Events that a timeline keeps in memory."""
 
 
 BLOCK = 65_536
-"""Bytes of a file that are read at once, from its end on."""
+"""Bytes read at once, from the end of a file backwards."""
 
 _values: Final = attrgetter(*(field.name for field in fields(WindowMeasurement)))
 _encode: Final = json.JSONEncoder(allow_nan=False).encode
 _BEGIN: Final = b'{"event": "'
 _LATER: Final = {"run": {"exchange_bytes": 0, "frozen_bytes": 0}}
-"""Fields that came later, and what stands for them in a file without."""
+"""Fields that older files lack, and their values there."""
 
 NUL: Final = b"\0"
-"""What a power loss leaves of a line that the disk had a place for, and nothing more."""
+"""What a power loss leaves where the disk had reserved room for a line but not written it."""
 
 
 class Timeline:
     """Records the events of a run, in memory and as lines of JSON in a file.
 
-    Any thread may report, and none waits for the disk: a thread of the timeline's own
-    writes the lines, those of a twentieth of a second at a time, so that another process can
-    follow the file. A kill costs what was not written yet; `flush` waits for that.
+    Any thread may report, and none waits for the disk: the timeline has its own thread, which
+    writes the lines of every twentieth of a second, so that another process can follow the
+    file. A kill loses what was not written yet; `flush` waits until it is.
     Use it as a context manager, or close it:
 
         with Timeline("run.jsonl") as timeline:
@@ -65,22 +65,21 @@ class Timeline:
 
     **A write that fails**, on a full disk for instance, or a file that falls 100 000 lines
     behind, does not stop the training: one line is logged, recording goes on in memory
-    alone, and `close` raises the error. An event that is reported after `close` is kept in
-    memory alone as well.
+    only, and `close` raises the error. Events reported after `close` are also kept in
+    memory only.
 
     Args:
         path: The file to write, one line per event; missing folders are made, and `~` is
-            the home folder, as in all paths. A timeline
-            that is there is continued: its last line is cut off where a kill has left it
-            unfinished, as are the zeros that a power loss may leave behind it, and `at`
-            begins at 0 again. Only its first and its last line are looked at, however long
-            it is. None: in memory only.
-        keep: Most events to keep in memory, at least 1; the oldest go first.
+            the home folder, as in all paths. An existing timeline is continued: a last line
+            that a kill has left unfinished is cut off, as are the zeros that a power loss may
+            leave behind, and `at` begins at 0 again. Only the first and the last line are
+            checked, however long the file is. None: in memory only.
+        keep: Most events to keep in memory, at least 1; the oldest are dropped first.
 
     Raises:
         TypeError: `path` is no path, `keep` no integer.
         ValueError: `keep` is below 1; `path` is a folder, is empty or has a null byte in it; the
-            file is there and no timeline.
+            file exists and is no timeline.
         OSError: The file cannot be opened.
 
     Examples:
@@ -111,19 +110,19 @@ class Timeline:
 
     @property
     def events(self) -> list[Event]:
-        """The last events, oldest first, newest last."""
+        """The last events, oldest first."""
         with self._lock:
             return list(self._events)
 
     def window(self, record: WindowMeasurement) -> None:
-        """Records a window that is over, as a `WindowEvent`.
+        """Records a finished window as a `WindowEvent`.
 
         Args:
             record: What was measured.
 
         Raises:
-            TypeError: `record` is no `WindowMeasurement`, or holds something else than numbers.
-            ValueError: A number of it is not finite.
+            TypeError: `record` is no `WindowMeasurement`, or holds anything but numbers.
+            ValueError: One of its numbers is not finite.
         """
         check.instance("Timeline.window", "record", record, WindowMeasurement)
         self._take(lambda at: checked(WindowEvent(*_values(record), at=at)))
@@ -131,7 +130,7 @@ class Timeline:
     def measured(self, record: WindowMeasurement) -> None:
         """Records a window as `window` does, without checking the numbers.
 
-        A training step calls it for what it has measured itself.
+        A training step calls it with its own measurements.
 
         Args:
             record: What was measured: plain numbers, all finite.
@@ -139,11 +138,11 @@ class Timeline:
         self._take(lambda at: WindowEvent(*_values(record), at=at))
 
     def add(self, kind: type[Event], **values: Any) -> None:
-        """Records an event; the time `at` is now.
+        """Records an event that happens now.
 
         Args:
             kind: One of the classes in `EVENTS`.
-            **values: Its fields but `at`.
+            **values: Its fields except `at`.
 
         Raises:
             TypeError: A field is missing, unknown or of another type.
@@ -155,8 +154,8 @@ class Timeline:
         self._take(lambda at: checked(cast(Any, kind)(**values, at=at)))
 
     def _take(self, make: Callable[[float], Event]) -> None:
-        """Records the event that `make(at)` gives."""
-        with self._lock:  # the time is taken inside, so that events are in its order
+        """Records the event that `make(at)` returns."""
+        with self._lock:  # taking the time inside keeps the events in its order
             event = make(time.perf_counter() - self._began)
             self._events.append(event)
             writer = self._writer
@@ -168,8 +167,8 @@ class Timeline:
         """Waits until the file has what was reported so far.
 
         Raises:
-            OSError: A line could not be written, or the file takes nothing for 10 s; then
-                the lines are written when it goes on.
+            OSError: A line could not be written, or the file accepts nothing for 10 s; the
+                lines are still written if it recovers.
         """
         if self._writer is not None:
             self._writer.flush()
@@ -187,7 +186,7 @@ class Timeline:
         except OSError:
             self._writer = None
             raise
-        self._writer = None  # but not if it was interrupted: then it may be closed again
+        self._writer = None  # not if interrupted: then `close` may be called again
 
     def __enter__(self) -> Self:
         return self
@@ -202,18 +201,19 @@ class Timeline:
 
     @staticmethod
     def read(path: str | PathLike[str]) -> list[Event]:
-        """Gives the events of a file back.
+        """Reads the events of a file.
 
         Args:
-            path: A file that a timeline has written, or is writing.
+            path: A file that a timeline has written or is still writing.
 
         Returns:
-            The events, oldest first; without the last line where it is unfinished, as
+            The events, oldest first; without the last line if it is unfinished, as
             after a kill or a power loss.
 
         Raises:
             TypeError: `path` is no path.
-            ValueError: Another line is not an event; it is named. Or `path` is empty, or a folder.
+            ValueError: Any other line is not an event, which the error names. Or `path` is empty,
+                or a folder.
             OSError: The file cannot be read.
 
         Examples:
@@ -234,7 +234,7 @@ class Timeline:
 
 
 def _open(path: Path) -> FileIO:
-    """Opens a file to append lines to, after the last whole line of a timeline."""
+    """Opens a file to append lines after the last whole line of a timeline."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = FileIO(path, "ab")  # without a buffer: a line is one write
     try:
@@ -252,7 +252,7 @@ def _open(path: Path) -> FileIO:
 
 
 def _whole(path: Path) -> tuple[int, bool]:
-    """How many bytes of a file are whole lines, and whether the last of them is ended.
+    """How many bytes of a file are whole lines, and whether the last one has a newline.
 
     Raises:
         ValueError: The first line, or one at the end, is no event.
@@ -273,7 +273,7 @@ def _whole(path: Path) -> tuple[int, bool]:
 
 
 def _tail(file: BinaryIO) -> tuple[int, bytes]:
-    """What is at the end of a file, the last whole line in it, and where that begins."""
+    """The end of a file, with its last whole line, and the position where that end begins."""
     at, tail = file.seek(0, io.SEEK_END), b""
     while at and tail.count(b"\n") < 2:
         step = min(at, BLOCK)
@@ -284,11 +284,11 @@ def _tail(file: BinaryIO) -> tuple[int, bytes]:
 
 
 def _last(where: str, path: Path, name: str, line: bytes) -> list[Event]:
-    """The event of a last line without an end; none where it is unfinished or empty."""
+    """The event of a last line without a newline; none if it is unfinished or empty."""
     try:
         return [_from_line(where, path, name, line)] if line else []
     except ValueError:
-        # The beginning of an event is what a kill leaves; anything else is no timeline.
+        # A kill leaves the beginning of an event; anything else is no timeline.
         if not (line.startswith(_BEGIN) or _BEGIN.startswith(line)):
             raise
         return []

@@ -1,6 +1,6 @@
-"""Scalars of a run to where they are looked at: a table in a file, or TensorBoard.
+"""Writers of a run's scalars, to a table in a file or to TensorBoard.
 
-A writer of your own is any object with the two methods of `Writer`.
+Your own writer can be any object with the two methods of `Writer`.
 """
 
 import csv
@@ -24,7 +24,7 @@ logger = logging.getLogger("elche_jax")
 
 STEP: Final = "step"
 FORMULA: Final = ("=", "+", "-", "@", "\t", "\r", "\n", "\0")
-"""How a cell begins that a spreadsheet may take for a formula (OWASP, CSV injection)."""
+"""Beginnings of cells that a spreadsheet may take for a formula (OWASP, CSV injection)."""
 
 MODULES: Final = (
     "tensorboardX.summary",
@@ -35,15 +35,15 @@ MODULES: Final = (
 
 @runtime_checkable
 class Writer(Protocol):
-    """What takes the scalars of a run."""
+    """Takes the scalars of a run."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Takes the values at a step, which is never below the one before.
 
         Args:
-            step: Number of the window, at least 0. A run that goes on begins at a step that
-                may have been written already, by the process before: what is there from
-                this step on does not count any more.
+            step: Number of the window, at least 0. A resumed run begins at a step that the
+                process before may already have written: what is there from this step on no
+                longer counts.
             values: The values by name; they may be NaN or infinite.
         """
         ...
@@ -54,7 +54,7 @@ class Writer(Protocol):
 
 
 class _FileWriter:
-    """What both writers do: the steps go up, the values are numbers, lines are whole."""
+    """What both writers share: steps that never fall, and a file that is opened late."""
 
     def __init__(self) -> None:
         self._where = f"{type(self).__name__}.scalars"
@@ -68,7 +68,7 @@ class _FileWriter:
         self._shut()
 
     def _shut(self) -> None:
-        """Closes the file, so that whoever needs it opens it anew."""
+        """Closes the file; the next `scalars` may open it again."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -94,7 +94,7 @@ def _number(where: str, name: object, value: object) -> float:
 
 
 def _append(file: FileIO, line: bytes) -> None:
-    """Writes a line whole or, on a full disk for instance, not at all."""
+    """Writes a line completely or, on a full disk for instance, not at all."""
     end = file.seek(0, io.SEEK_END)
     rest = line
     try:
@@ -108,15 +108,15 @@ def _append(file: FileIO, line: bytes) -> None:
 class CSVWriter(_FileWriter):
     """Writes scalars as a table, `step` and a column per name, for a spreadsheet or pandas.
 
-    A row is written whole, as soon as it comes. A name that comes later is a new column at
-    the right, empty in the rows above: the file is written anew then, and takes the place of
-    the old one at once. A file that is there is continued: rows from the first new step on
-    are dropped, as is a last one that a kill has left unfinished. One that is damaged is
-    renamed to `metrics-damaged-<time>.csv`, the log says so, and a new one is begun.
+    A row is written at once and completely. A name that first appears later becomes a new
+    column at the right, empty in the rows above: the file is then written anew, and replaces
+    the old one in one step. An existing file is continued: rows from the first new step on
+    are dropped, as is a last row that a kill has left unfinished. A damaged file is renamed
+    to `metrics-damaged-<time>.csv`, the log says so, and a new one is begun.
 
     A spreadsheet takes a cell that begins with `=`, `+`, `-`, `@`, a tab or a new line for a
-    formula, which may run programs. A name that does has an apostrophe in front in the file, as
-    OWASP advises: who reads it back with `csv` takes that off. Numbers are written as they are.
+    formula, which may run programs. In the file such a name has an apostrophe in front, as
+    OWASP advises; take it off when you read the file with `csv`. Numbers are written as is.
 
     Args:
         path: The file; missing folders are made. It is opened by the first `scalars`.
@@ -145,20 +145,20 @@ class CSVWriter(_FileWriter):
         super().__init__()
         self._path = given_file("CSVWriter", "path", path, "metrics.csv")
         self._columns: list[str] = []
-        self._begun = False  # whether what is there is this writer's own
+        self._begun = False  # whether the file is of this writer, not of one before
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Writes a row.
 
         Args:
-            step: Number of the window; at least the one of the row above.
+            step: Number of the window; at least that of the row above.
             values: The values by name; none may be called `step`.
 
         Raises:
             TypeError: `step` is no integer, or a value no number.
             ValueError: The step is below the last one, a value is called `step`, the writer
-                is closed, or the file that is there is no table of this writer.
-            OSError: The file cannot be written; it is left with whole rows.
+                is closed, or there is a file that is no table of this writer.
+            OSError: The file cannot be written; only complete rows are left in it.
         """
         step, numbers = self._take(step, values)
         if STEP in numbers:
@@ -173,7 +173,7 @@ class CSVWriter(_FileWriter):
         _append(self._file, _line([str(step), *cells]))
 
     def _anew(self, new: Iterable[str], before: int | None) -> FileIO:
-        """Writes the file with more columns, and without rows from a step on; opens it."""
+        """Rewrites the file with more columns and without rows from a step on; opens it."""
         columns, rows = _read(self._path)
         columns += [name for name in new if name not in columns]
         with replacing(self._path) as file:
@@ -187,31 +187,30 @@ class CSVWriter(_FileWriter):
 
 
 def _as_text(name: str) -> str:
-    """A name as a cell that no spreadsheet takes for a formula."""
+    """The name as a cell that no spreadsheet takes for a formula."""
     return f"'{name}" if name.lstrip("'").startswith(FORMULA) else name
 
 
 def _as_name(cell: str) -> str:
-    """The name that `_as_text` made a cell of; those of older files are there as they are."""
+    """The name in a cell that `_as_text` made; older files hold names as they are."""
     is_text = cell.startswith("'") and cell.lstrip("'").startswith(FORMULA)
     return cell[1:] if is_text else cell
 
 
 def _line(cells: Sequence[str]) -> bytes:
     text = io.StringIO()
-    # Both characters, so that names with either of them are quoted
+    # With both characters, so that names that contain either are quoted.
     csv.writer(text, lineterminator="\r\n").writerow(cells)
     return text.getvalue().removesuffix("\r\n").encode() + b"\n"
 
 
 def _read(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """Columns and rows of a table but for `step`; none if there is no file.
+    """Columns and rows of a table, without `step`; none if there is no file.
 
-    A table that is damaged is put aside: it is there to be looked at, and does not decide
-    whether a run goes on.
+    A damaged table is put aside: it must not stop a run, which does not need it.
     """
     content = path.read_bytes() if path.exists() else b""
-    content = content.rstrip(b"\0")  # what a power loss leaves of rows that had a place
+    content = content.rstrip(b"\0")  # a power loss leaves zeros in place of rows
     if not content:
         return [], []
     try:
@@ -231,7 +230,7 @@ def _read(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
 
 
 def _parsed(content: bytes) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    whole, newline, _ = content.rpartition(b"\n")  # without a row that a kill has cut
+    whole, newline, _ = content.rpartition(b"\n")  # a kill may have cut the last row
     if not newline:
         raise ValueError("line 1 has no end")
     reader = csv.reader(io.StringIO((whole + newline).decode(), newline=""), strict=True)
@@ -248,13 +247,13 @@ def _parsed(content: bytes) -> tuple[list[str], list[tuple[int, list[str]]]]:
 
 
 class TensorBoardWriter(_FileWriter):
-    """Writes scalars as events that TensorBoard shows; needs `tensorboardX`.
+    """Writes scalars as events for TensorBoard; needs `tensorboardX`.
 
-    A folder with events in it is continued: TensorBoard leaves out what is there from the
+    A folder that holds events is continued: TensorBoard leaves out the old ones from the
     first new step on.
 
     Args:
-        folder: Where the event files are; made where it is missing.
+        folder: Folder of the event files; made if missing.
 
     Raises:
         TypeError: `folder` is no path.
@@ -284,7 +283,7 @@ class TensorBoardWriter(_FileWriter):
             raise ImportError(f"TensorBoardWriter: needs tensorboardX: {todo}.") from error
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes values, as soon as they come.
+        """Writes values at once.
 
         Args:
             step: Number of the window; at least the last one.
@@ -293,7 +292,7 @@ class TensorBoardWriter(_FileWriter):
         Raises:
             TypeError: `step` is no integer, or a value no number.
             ValueError: The step is below the last one, or the writer is closed.
-            OSError: The file cannot be written; it is left with whole events.
+            OSError: The file cannot be written; only complete events are left in it.
         """
         step, numbers = self._take(step, values)
         if self._file is None:
@@ -301,13 +300,13 @@ class TensorBoardWriter(_FileWriter):
         _append(self._file, _record(step, summary=_summary(numbers)))
 
     def _open(self, step: int) -> FileIO:
-        """A new file with its first events; in a folder with others, that they end here."""
+        """A new file with its first events, which say at which step older files end."""
         goes_on = any(self._folder.glob("events.out.tfevents.*"))
         first = _record(step if goes_on else 0, file_version="brain.Event:2")
         if goes_on:
             first += _record(step, session_log={"status": "START"})
         self._folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads files in the order of their names: microseconds keep that of time.
+        # TensorBoard reads files in the order of their names; microseconds keep them in order.
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
         file = FileIO(self._folder / name, "xb")  # without a buffer: an event is one write
         try:
@@ -319,17 +318,17 @@ class TensorBoardWriter(_FileWriter):
 
 
 def _summary(numbers: Mapping[str, float]) -> Any:
-    """Scalars, with their names as TensorBoard takes them."""
+    """Scalars, with names that TensorBoard accepts."""
     summaries: Any = importlib.import_module(MODULES[0])
     made = [summaries.scalar(name, number) for name, number in numbers.items()]
     return {"value": [value for one in made for value in one.value]}
 
 
 def _record(step: int, **what: Any) -> bytes:
-    """An event as it is in a file: its length and itself, each with its checksum.
+    """An event as a file holds it: its length and its bytes, each with a checksum.
 
-    Not by tensorboardX's writers: one has a thread, which waits for ever for a disk that has
-    failed, and the other leaves a part of an event on a disk that is full.
+    tensorboardX's own writers are not used: one has a thread that waits for ever for a disk
+    that has failed, and the other leaves a part of an event on a full disk.
     """
     protos, records = (cast(Any, importlib.import_module(module)) for module in MODULES[1:])
     event: bytes = protos.Event(step=step, wall_time=time.time(), **what).SerializeToString()
