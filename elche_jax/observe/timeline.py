@@ -261,9 +261,7 @@ def _whole(path: Path) -> tuple[int, bool]:
         first = file.readline()
         if first.endswith(b"\n"):
             _from_line("Timeline", path, "line 1", first[:-1])
-            at, tail = _tail(file)
-        else:
-            at, tail = 0, first.rstrip(NUL)
+        at, tail = _tail(file)
     *lines, last = tail.split(b"\n")
     name = "the last line" if lines else "line 1"
     if lines:

@@ -4,7 +4,6 @@ Your own writer can be any object with the two methods of `Writer`.
 """
 
 import csv
-import importlib
 import io
 import logging
 import socket
@@ -25,12 +24,6 @@ logger = logging.getLogger("elche_jax")
 STEP: Final = "step"
 FORMULA: Final = ("=", "+", "-", "@", "\t", "\r", "\n", "\0")
 """Beginnings of cells that a spreadsheet may take for a formula (OWASP, CSV injection)."""
-
-MODULES: Final = (
-    "tensorboardX.summary",
-    "tensorboardX.proto.event_pb2",
-    "tensorboardX.record_writer",
-)
 
 
 @runtime_checkable
@@ -275,12 +268,15 @@ class TensorBoardWriter(_FileWriter):
     def __init__(self, folder: str | PathLike[str]):
         super().__init__()
         self._folder = given_path("TensorBoardWriter", "folder", folder)
-        try:
-            for module in ("tensorboardX", *MODULES):  # now, not in the middle of a run
-                importlib.import_module(module)
+        try:  # now, not in the middle of a run
+            from tensorboardX import record_writer, summary
+            from tensorboardX.proto import event_pb2
         except ImportError as error:
             todo = "pip install 'elche_jax[tensorboard]'"
             raise ImportError(f"TensorBoardWriter: needs tensorboardX: {todo}.") from error
+        self._event = cast(Any, event_pb2).Event
+        self._checksum: Any = record_writer.masked_crc32c
+        self._summary: Any = summary.scalar  # it makes names that TensorBoard accepts
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Writes values at once.
@@ -297,14 +293,16 @@ class TensorBoardWriter(_FileWriter):
         step, numbers = self._take(step, values)
         if self._file is None:
             self._file = self._open(step)
-        _append(self._file, _record(step, summary=_summary(numbers)))
+        summaries = [self._summary(name, number) for name, number in numbers.items()]
+        summary = {"value": [value for each in summaries for value in each.value]}
+        _append(self._file, self._record(step, summary=summary))
 
     def _open(self, step: int) -> FileIO:
         """A new file with its first events, which say at which step older files end."""
         goes_on = any(self._folder.glob("events.out.tfevents.*"))
-        first = _record(step if goes_on else 0, file_version="brain.Event:2")
+        first = self._record(step if goes_on else 0, file_version="brain.Event:2")
         if goes_on:
-            first += _record(step, session_log={"status": "START"})
+            first += self._record(step, session_log={"status": "START"})
         self._folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads files in the order of their names; microseconds keep them in order.
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
@@ -316,21 +314,12 @@ class TensorBoardWriter(_FileWriter):
             raise
         return file
 
+    def _record(self, step: int, **what: Any) -> bytes:
+        """An event as a file holds it: its length and its bytes, each with a checksum.
 
-def _summary(numbers: Mapping[str, float]) -> Any:
-    """Scalars, with names that TensorBoard accepts."""
-    summaries: Any = importlib.import_module(MODULES[0])
-    made = [summaries.scalar(name, number) for name, number in numbers.items()]
-    return {"value": [value for one in made for value in one.value]}
-
-
-def _record(step: int, **what: Any) -> bytes:
-    """An event as a file holds it: its length and its bytes, each with a checksum.
-
-    tensorboardX's own writers are not used: one has a thread that waits for ever for a disk
-    that has failed, and the other leaves a part of an event on a full disk.
-    """
-    protos, records = (cast(Any, importlib.import_module(module)) for module in MODULES[1:])
-    event: bytes = protos.Event(step=step, wall_time=time.time(), **what).SerializeToString()
-    parts = struct.pack("<Q", len(event)), event
-    return b"".join(part + struct.pack("<I", records.masked_crc32c(part)) for part in parts)
+        tensorboardX's own writers are not used: one has a thread that waits for ever for a disk
+        that has failed, and the other leaves a part of an event on a full disk.
+        """
+        event: bytes = self._event(step=step, wall_time=time.time(), **what).SerializeToString()
+        parts = struct.pack("<Q", len(event)), event
+        return b"".join(part + struct.pack("<I", self._checksum(part)) for part in parts)
