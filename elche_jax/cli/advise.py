@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     emulate = options.emulate
     if emulate is not None and options.devices is None and options.cpu_devices is None:
         options.cpu_devices = len(emulate)
-    arguments.make_devices(options)
+    arguments.make_cpu_devices(options.cpu_devices)
     # What TARGET prints is not output of this command.
     with redirect_stdout(sys.stderr):
         job = load_target(options.target) if options.target else MODELS[options.model or "mlp"]()

@@ -73,19 +73,15 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def use_cpu_devices(number: int) -> None:
+def make_cpu_devices(number: int | None) -> None:
     """Makes virtual CPU devices, which share the host's cores; call it before a backend starts.
 
-    It overrides what the environment says about the platform and the number.
+    It overrides what the environment says about the platform and the number. None leaves
+    both alone.
     """
-    jax.config.update("jax_num_cpu_devices", number)
-    jax.config.update("jax_platforms", "cpu")
-
-
-def make_devices(options: argparse.Namespace) -> None:
-    """Makes the virtual devices that the arguments ask for; call it before a backend starts."""
-    if options.cpu_devices is not None:
-        use_cpu_devices(options.cpu_devices)
+    if number is not None:
+        jax.config.update("jax_num_cpu_devices", number)
+        jax.config.update("jax_platforms", "cpu")
 
 
 def chosen_devices(options: argparse.Namespace) -> list[jax.Device]:

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command."""
-    arguments.use_cpu_devices(len(MS))
+    arguments.make_cpu_devices(len(MS))
     print(elche.device_summary(), flush=True)
     examples = SHORT if options.short else EXAMPLES
     limit = 1e3 * BATCH * sum(1 / ms for ms in MS)

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command."""
-    arguments.make_devices(options)
+    arguments.make_cpu_devices(options.cpu_devices)
     devices = arguments.chosen_devices(options)
     result: dict[str, Any] = {
         "summary": device_summary(devices),
