@@ -11,7 +11,7 @@ have no events of their own.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, Self, cast
 
 import numpy as np
 
@@ -54,8 +54,8 @@ class Event:
 
     at: float
 
-    def validate(self) -> None:
-        """Checks the values, and turns them into plain Python ones.
+    def validate(self) -> Self:
+        """Returns the event with plain Python values: a caller, or some file, gave them.
 
         Raises:
             TypeError: A value is not of its field's type.
@@ -65,15 +65,7 @@ class Event:
         for field in fields(cast(Any, self)):
             value = FIELDS[field.type](where, field.name, getattr(self, field.name))
             object.__setattr__(self, field.name, value)
-
-
-_Event = TypeVar("_Event", bound=Event)
-
-
-def checked(event: _Event) -> _Event:
-    """Returns the event, validated: its values come from a caller, or from some file."""
-    event.validate()
-    return event
+        return self
 
 
 class _Metrics(Event):
@@ -84,11 +76,12 @@ class _Metrics(Event):
     names: tuple[str, ...]
     values: tuple[float, ...]
 
-    def validate(self) -> None:
+    def validate(self) -> Self:
         Event.validate(self)
         if len(self.names) != len(self.values):
             rule = f"have one entry per name ({len(self.names)})"
             raise ValueError(check.message(type(self).__name__, "values", rule, len(self.values)))
+        return self
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -132,11 +125,12 @@ class WindowEvent(WindowMeasurement, Event):
 
     at: float
 
-    def validate(self) -> None:
+    def validate(self) -> Self:
         Event.validate(self)
         devices = len(self.counts)
         if self.busy_ms or devices > 1:
             check.per_device("WindowEvent", "busy_ms", len(self.busy_ms), devices)
+        return self
 
 
 @dataclass(frozen=True, slots=True)

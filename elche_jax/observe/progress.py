@@ -281,7 +281,7 @@ def _rich_bar(console: Any, total: int | None) -> Any:
         redirect_stderr=_on_terminal(sys.stderr),
         speed_estimate_period=SPEED_S,
         get_time=time.perf_counter,
-        expand=True,
+        expand=total is not None,  # only the bar has a use for more room
     )
     bar.add_task("starting", total=total, numbers="", busy="")
     return bar

@@ -26,7 +26,6 @@ from elche_jax.observe.events import (
     SkipEvent as SkipEvent,
     VerdictEvent as VerdictEvent,
     WindowEvent as WindowEvent,
-    checked,
 )
 from elche_jax.observe.line_writer import LineWriter
 from elche_jax.observe.paths import given_file
@@ -125,7 +124,7 @@ class Timeline:
             ValueError: One of its numbers is not finite.
         """
         check.instance("Timeline.window", "record", record, WindowMeasurement)
-        self._take(lambda at: checked(WindowEvent(*_values(record), at=at)))
+        self._take(lambda at: WindowEvent(*_values(record), at=at).validate())
 
     def measured(self, record: WindowMeasurement) -> None:
         """Records a window as `window` does, without checking the numbers.
@@ -151,7 +150,7 @@ class Timeline:
         if not isinstance(kind, type) or kind not in NAMES:
             rule = f"be one of {', '.join(known.__name__ for known in NAMES)}"
             raise ValueError(check.message("Timeline.add", "kind", rule, repr(kind)))
-        self._take(lambda at: checked(cast(Any, kind)(**values, at=at)))
+        self._take(lambda at: cast(Any, kind)(**values, at=at).validate())
 
     def _take(self, make: Callable[[float], Event]) -> None:
         """Records the event that `make(at)` returns."""
@@ -301,7 +300,7 @@ def _from_line(where: str, path: Path, name: str, line: bytes) -> Event:
     try:
         values: Any = json.loads(line)
         event = values.pop("event")
-        return checked(EVENTS[event](**_LATER.get(event, {}) | values))
+        return EVENTS[event](**_LATER.get(event, {}) | values).validate()
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         got = f"{line[:60]!r} ({type(error).__name__}: {error})"
         argument, rule = f"{name} of {path}", "be an event of a timeline"

@@ -15,7 +15,6 @@ from elche_jax.observe.events import (
     EvaluationEvent,
     Event,
     RunEvent,
-    checked,
 )
 from elche_jax.observe.timeline import Timeline
 
@@ -77,7 +76,7 @@ def test_a_file_of_before_is_read(tmp_path, made):
 
 def test_values_become_plain():
     given = np.array(["a", "b"]), np.str_("x"), np.float32(0.5), np.int64(3), 8, 0, 1
-    event = checked(RunEvent(*given))
+    event = RunEvent(*given).validate()
     assert event == RunEvent(("a", "b"), "x", 0.5, 3, 8, 0, 1.0)
     kinds = [type(getattr(event, field.name)) for field in fields(RunEvent)]
     assert kinds == [tuple, str, float, int, int, int, float] and {
@@ -111,9 +110,9 @@ def test_a_window_has_a_busy_time_per_device(counts, busy):
     values = values_of(EVENTS["window"]) | {"counts": counts, "busy_ms": busy}
     rule = rf"must have one entry per device \({len(counts)}\), got {len(busy)}\.$"
     with pytest.raises(ValueError, match=r"^WindowEvent: busy_ms " + rule):
-        checked(EVENTS["window"](**values, at=0.0))
+        EVENTS["window"](**values, at=0.0).validate()
     one = EVENTS["window"](**values | {"counts": (4,), "busy_ms": ()}, at=0.0)
-    assert checked(one).busy_ms == ()
+    assert one.validate().busy_ms == ()
 
 
 def test_the_old_place_of_the_names():
