@@ -1,4 +1,4 @@
-"""What the devices of a machine would come to, before a run: measured, then computed."""
+"""Predicts what the devices of a machine would reach in a run, from measurements."""
 
 from elche_jax.advice.advice import Advice as Advice, DeviceAdvice as DeviceAdvice
 from elche_jax.advice.measure import advise as advise

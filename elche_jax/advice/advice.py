@@ -1,15 +1,16 @@
-"""`Advice`: what measured devices would come to, and which of them are worth having."""
+"""`Advice`: what measured devices would reach, and which of them are worth having."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from elche_jax.advice.predict import TELLS, Plan, Speeds, best_plan, plain_pmap, plan
 from elche_jax.cadence import ElChe, FixedTotal
+from elche_jax.observe.report import counted
 
 ADDITIVE = 0.95
-"""Share of their solo speeds below which devices that work together are said to share
-something."""
+"""Devices that reach less than this share of their solo speeds together share something."""
 
 
 @dataclass(frozen=True)
@@ -18,15 +19,15 @@ class DeviceAdvice:
 
     Attributes:
         name: The device.
-        solo_ms: Milliseconds per microbatch while the other devices rest, optimizer steps
-            left out.
-        step_ms: Milliseconds that an optimizer step of it alone adds, what the host does
-            for a window included.
-        together_ms: Milliseconds per microbatch while all work.
-        examples_per_s: Examples per second of it alone, with an optimizer step as rarely
-            as `ElChe` would take one.
-        gain: What it adds: the throughput of all devices over that of the others, less 1;
-            0.04 for 4 %, below 0 where it costs more than it gives. None for the only one.
+        solo_ms: Milliseconds per microbatch while the other devices are idle, without
+            optimizer steps.
+        step_ms: Milliseconds that an optimizer step takes on this device alone, including
+            the host's work for a window.
+        together_ms: Milliseconds per microbatch while all devices work.
+        examples_per_s: Examples per second of this device alone, with an optimizer step as
+            rarely as `ElChe` would take one.
+        gain: What it adds: the throughput of all devices over that of the others, minus 1;
+            0.04 for 4 %, below 0 if it costs more than it gives. None for the only one.
     """
 
     name: str
@@ -48,23 +49,21 @@ class DeviceAdvice:
 
 @dataclass(frozen=True)
 class Advice:
-    """What a machine's devices would come to; made by `advise`, shown by `print`.
+    """What the devices of a machine would reach; made by `advise`, shown by `print`.
 
     Attributes:
         batch_size: Examples per microbatch.
         devices: One entry per device, in rank order.
-        sync_ms: Cost of a synchronisation of all devices, optimizer step included.
+        sync_ms: Cost of a synchronisation of all devices, including the optimizer step.
         plain: All devices under plain `pmap`: one microbatch each, then all wait.
         fixed_total: All devices under `FixedTotal`.
-        elche: All devices under `ElChe`; for one device, which that is not for, see
-            `cadence`.
-        best: The best set of devices found, under `ElChe`: all of them, unless others
-            are more than 2 % faster.
+        elche: All devices under `ElChe`; for a single device, see `cadence`.
+        best: The best set of devices found, under `ElChe`: all of them, unless fewer are
+            more than 2 % faster.
         limit_examples_per_s: The sum of the devices' speeds while all work.
-        additive: That sum over the sum of their speeds alone; below 1 where devices share
+        additive: That sum over the sum of their solo speeds; below 1 if devices share
             something.
-        epoch: Microbatches of an epoch, which no window goes beyond; None where the data
-            do not say.
+        epoch: Microbatches of an epoch, which no window exceeds; None if unknown.
     """
 
     batch_size: int
@@ -82,9 +81,9 @@ class Advice:
     def cadence(self) -> str:
         """The cadence for the best devices, as it is written in a script.
 
-        It begins with the counts of the plan. One device gets `EveryBatch`, or, where an
-        optimizer step costs more than 2 % of the throughput, as many microbatches per step
-        as `ElChe` would choose, with `FixedTotal`.
+        It begins with the counts of the plan. A single device gets `EveryBatch`; if an
+        optimizer step costs more than 2 % of the throughput, it gets `FixedTotal` with as
+        many microbatches per step as `ElChe` would choose.
         """
         counts = list(self.best.counts)
         if counts == [1]:
@@ -94,7 +93,7 @@ class Advice:
         return f"elche.ElChe(anchor={self.best.anchor}, speed_hint={counts})"
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as a dict that `json.dumps` accepts, `cadence` and verdicts with them."""
+        """The fields, `cadence` and the verdicts as a dict that `json.dumps` accepts."""
         values: dict[str, Any] = asdict(self) | {"cadence": self.cadence}
         for row, device in zip(values["devices"], self.devices, strict=True):
             row["verdict"] = device.verdict
@@ -168,7 +167,8 @@ class Advice:
     def _whole_epoch(self) -> list[str]:
         if self.epoch is None or sum(self.best.counts) < self.epoch:
             return []
-        return [f"A window is a whole epoch, which has no more than {self.epoch} microbatches."]
+        epoch = counted(self.epoch, "microbatch", "microbatches")
+        return [f"A window is a whole epoch, which has no more than {epoch}."]
 
 
 def make_advice(
@@ -179,7 +179,7 @@ def make_advice(
     total: int | None = None,
     epoch: int | None = None,
 ) -> Advice:
-    """Makes the advice of measured speeds.
+    """Makes the advice from measured speeds.
 
     Args:
         names: Names of the devices.
@@ -188,7 +188,7 @@ def make_advice(
         cadence: The `ElChe` to compute with.
         total: Microbatches per window of the `FixedTotal` to compute with; None: as many
             as a window of `ElChe` has.
-        epoch: Microbatches of an epoch, at least 1; None where nobody knows.
+        epoch: Microbatches of an epoch, at least 1; None if unknown.
 
     Returns:
         The advice.
@@ -202,17 +202,23 @@ def make_advice(
         >>> advice.elche.counts, [device.verdict for device in advice.devices]
         ((16, 16, 4), ['adds 80 %', 'adds 80 %', 'adds 17 %'])
     """
-    world = range(len(names))
-    elche = plan("ElChe", cadence, speeds, batch_size, epoch=epoch)
+    planned = partial(plan, speeds=speeds, batch_size=batch_size, epoch=epoch)
+    elche = planned("ElChe", cadence)
     total = sum(elche.counts) if total is None else total
-    name = f"FixedTotal({total})"
-    fixed_total = plan(name, FixedTotal(total), speeds, batch_size, epoch=epoch)
+    fixed_total = planned(f"FixedTotal({total})", FixedTotal(total))
     if len(names) == 1:
         elche = replace(elche, name=f"FixedTotal({elche.counts[0]})")
     best = best_plan("the best devices", cadence, speeds, batch_size, elche, epoch)
     if best.examples_per_s < (1 + TELLS) * elche.examples_per_s:
         best = elche
-    alone = [plan("alone", cadence, speeds, batch_size, [rank], epoch) for rank in world]
+
+    def gain(rank: int) -> float | None:
+        others = [other for other in elche.ranks if other != rank]
+        if not others:
+            return None
+        without = planned("the others", cadence, ranks=others)
+        return elche.examples_per_s / without.examples_per_s - 1
+
     rates = [1 / ms for ms in speeds.together_ms]
     return Advice(
         batch_size=batch_size,
@@ -222,8 +228,8 @@ def make_advice(
                 solo_ms=speeds.solo_ms[rank],
                 step_ms=speeds.step_of(rank),
                 together_ms=speeds.together_ms[rank],
-                examples_per_s=alone[rank].examples_per_s,
-                gain=_gain(rank, cadence, speeds, batch_size, elche, epoch),
+                examples_per_s=planned("alone", cadence, ranks=[rank]).examples_per_s,
+                gain=gain(rank),
             )
             for rank, name in enumerate(names)
         ),
@@ -236,21 +242,6 @@ def make_advice(
         additive=sum(rates) / sum(1 / ms for ms in speeds.solo_ms),
         epoch=epoch,
     )
-
-
-def _gain(
-    rank: int,
-    cadence: ElChe,
-    speeds: Speeds,
-    batch_size: int,
-    everyone: Plan,
-    epoch: int | None,
-) -> float | None:
-    others = [other for other in everyone.ranks if other != rank]
-    if not others:
-        return None
-    without = plan(everyone.name, cadence, speeds, batch_size, others, epoch)
-    return everyone.examples_per_s / without.examples_per_s - 1
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -1,8 +1,9 @@
-"""`advise`: times every device alone and all together, on the user's own step."""
+"""`advise`: times each device alone and all together, on the user's own step."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -13,7 +14,7 @@ from elche_jax import _check as check
 from elche_jax.advice.advice import Advice, make_advice
 from elche_jax.advice.of_rank import OfRank
 from elche_jax.advice.predict import Speeds
-from elche_jax.cadence import Cadence, ElChe, EveryBatch, FixedTotal, WindowRecord, WindowTime
+from elche_jax.cadence import ElChe, EveryBatch, FixedTotal, WindowRecord, WindowTime
 from elche_jax.cadence.window_time import MAX_COUNT
 from elche_jax.config import CADENCE_KNOBS, DDPConfig
 from elche_jax.data.source import IterableSource, as_source
@@ -26,16 +27,16 @@ from elche_jax.train.step import TrainStep
 PyTree = Any
 
 WINDOWS = 20
-"""Windows that the time of a measurement is cut into."""
+"""Windows into which the time of a measurement is divided."""
 
 WARM = 3
-"""First windows without a compile that are left out: threads and caches warm up."""
+"""First windows without a compile that are ignored, as threads and caches warm up."""
 
 GROWTH = 8
-"""How many times as many microbatches the windows get that were too short."""
+"""Factor by which windows grow that were too short."""
 
 LEAST = 5
-"""Fewest windows of a measurement, whatever they take."""
+"""Fewest windows of a measurement, however long they take."""
 
 
 def advise(
@@ -60,58 +61,59 @@ def advise(
 
     The step really trains, on copies: first on all devices together, in windows of about a
     twentieth of `seconds`, then on each alone, half of the time in windows of one
-    microbatch and half in such as last as long as those of all (in longer ones, and once
-    more, where nearly all of that time is the optimizer's). Of window records that
-    waited for no compile it takes medians: `together_ms[d]`, milliseconds per microbatch of
-    device `d` while all work, and `sync_ms`, the cost of a synchronisation; and of device
-    `d` alone, with `w[n]` milliseconds for a window of `n` microbatches,
+    microbatch and half in windows as long as those of all devices (again in longer ones if
+    the optimizer takes nearly all of that time). From the windows that waited for no compile
+    it takes medians: `together_ms[d]`, milliseconds per microbatch of device `d` while all
+    work, and `sync_ms`, the cost of a synchronisation; and for device `d` alone, with `w[n]`
+    milliseconds for a window of `n` microbatches,
 
         solo_ms[d] = (w[n] - w[1]) / (n - 1)
         step_ms[d] = w[1] - solo_ms[d]
 
-    Windows at the end of an epoch, which are smaller, do not count. The cadence objects
-    are then told of windows of these speeds until their counts settle:
+    The smaller windows at the end of an epoch do not count. The cadence objects then get
+    windows of these speeds until their counts settle:
 
         window_ms = max over d of counts[d] * ms[d] + sync_ms
         examples_per_s = 1000 * batch_size * sum(counts) / window_ms
         limit_share = sum(counts) / (window_ms * sum over d of 1 / ms[d])
         gain[d] = examples_per_s of all devices / examples_per_s without d - 1
 
-    with `ms = together_ms` where all `n` devices work, and for `k` of them
+    with `ms = together_ms` if all `n` devices work, and for `k` of them
 
         ms[d] = solo_ms[d] + (together_ms[d] - solo_ms[d]) * (k - 1) / (n - 1)
 
-    Where the data say how many microbatches an epoch has, the rates are those of an epoch:
-    no window goes beyond it, and its last one is smaller.
+    If the data say how many microbatches an epoch has, the rates are those of an epoch: no
+    window exceeds it, and its last one is smaller.
 
-    Virtual CPU devices, which share the host's cores, are slower together than alone:
-    the sum of solo speeds is then out of reach, and the advice says so. What is assumed
-    and not measured: that straight line, and that fewer devices synchronise at the cost of
-    all; one device alone has its `step_ms` instead, and is taken to step as rarely as
-    `ElChe` would. Looked at are all devices, all but one, and the `k` fastest; not every set.
+    Virtual CPU devices, which share the host's cores, are slower together than alone: the
+    sum of solo speeds is then out of reach, and the advice says so. Two things are assumed,
+    not measured: that straight line, and that synchronising fewer devices costs as much as
+    synchronising all. A single device has its `step_ms` instead, and is assumed to step as
+    rarely as `ElChe` would. The advice considers all devices, all but one, and the `k`
+    fastest, but not every set.
 
     Args:
         loss_fn: As in `build_train_step`.
         optimizer: As in `build_train_step`.
         params: As in `TrainStep.init`.
-        data: As in `TrainStep.windows`, but no iterator: it is read several times. At
-            least one microbatch per device, better some hundreds.
-        batch_size: Examples per microbatch; for an iterable of microbatches, None.
+        data: As in `TrainStep.windows`, but no iterator, as it is read several times. At
+            least one microbatch per device, preferably some hundreds.
+        batch_size: Examples per microbatch; None for an iterable of microbatches.
         devices: The devices; None for all local ones.
         model_state: As in `TrainStep.init`.
         rng: As in `TrainStep.init`.
         has_aux: As in `build_train_step`.
-        seconds: How long each measurement lasts, above 0; there is one per device, and
-            one of all of them. Compiling comes on top.
+        seconds: How long each measurement lasts, above 0; there is one per device and one
+            of all together. Compiling comes on top.
         anchor: Of the `ElChe` to compute with, at least 1.
         overhead_target: Of the `ElChe` to compute with, 0.01 to 0.5.
         total: Microbatches per window of the `FixedTotal` to compute with, at least 1;
             None: as many as a window of `ElChe` has.
         emulate: Makes devices slower on purpose, see `elche_jax.lab`.
-        **options: Further ones of `build_train_step`, such as `trainable` or `config`; but
-            no `cadence`, and no `averaging`, as what is computed are exchanges of
-            gradients. Of a `config` the knobs of the cadence and the timeline do not
-            count: the cadence is what is looked for, and nothing is recorded.
+        **options: Further arguments of `build_train_step`, such as `trainable` or `config`,
+            but no `cadence` and no `averaging`, as the advice is about exchanges of
+            gradients. The cadence and the timeline of a `config` are ignored: the cadence is
+            the question, and nothing is recorded.
 
     Returns:
         The advice: `print` shows it as a table.
@@ -119,7 +121,7 @@ def advise(
     Raises:
         TypeError: `data` is an iterator; an argument is of the wrong type.
         ValueError: Too few data for every device to get some; devices of several kinds; several
-            processes; an argument out of range; a `cadence`, `averaging`, or a `config` for it.
+            processes; an argument out of range; `cadence`, `averaging`, or a `config` with it.
         NonFiniteError: The loss is not finite.
 
     Examples:
@@ -150,49 +152,48 @@ def advise(
 
     window = WindowTime(1e3 * seconds / WINDOWS, least=1)
 
-    def build(own: Sequence[jax.Device], cadence: Cadence[Any], hook: LoopHook | None) -> TrainStep:
-        return build_train_step(
-            loss_fn, optimizer, devices=own, cadence=cadence, has_aux=has_aux, emulate=hook,
-            **options,
-        )  # fmt: skip
+    build = partial(build_train_step, loss_fn, optimizer, has_aux=has_aux, **options)
 
     def run(train: TrainStep, seconds: float) -> list[WindowRecord]:
         return _run(train, params, data, batch_size, model_state, rng, seconds)
 
     def alone(rank: int) -> tuple[list[WindowRecord], list[WindowRecord]]:
-        hook = _of_rank(emulate, rank)
-        short = run(build([chosen[rank]], EveryBatch(), hook), seconds / 2)
+        hook = None if emulate is None else OfRank(emulate, rank)
+        built = partial(build, devices=[chosen[rank]], emulate=hook)
+        short = run(built(cadence=EveryBatch()), seconds / 2)
         count = max(2, min(MAX_COUNT, round(window.window_ms / _full(short)[1])))
         while True:
-            long = run(build([chosen[rank]], FixedTotal(count), hook), seconds / 2)
+            long = run(built(cadence=FixedTotal(count)), seconds / 2)
             if _tells(short, long, count):
                 return short, long
             count *= GROWTH
 
     together_ms, sync_ms = (), 0.0
     if len(chosen) > 1:
-        together_ms, sync_ms = team_ms(run(build(chosen, window, emulate), seconds))
+        team = build(devices=chosen, cadence=window, emulate=emulate)
+        together_ms, sync_ms = team_ms(run(team, seconds))
     pairs = [alone(rank) for rank in range(len(chosen))]
     solo, step = zip(*[alone_ms(*pair) for pair in pairs], strict=True)
-    size = batch_size or _examples(pairs[0][0])
+    first = pairs[0][0][0]
+    size = batch_size or round(first.examples / sum(first.counts))
     speeds = Speeds(solo, together_ms or solo, sync_ms, step)
     names = [str(device) for device in chosen]
     return make_advice(names, speeds, size, cadence, total, _epoch(data, size))
 
 
 def alone_ms(short: Sequence[WindowRecord], long: Sequence[WindowRecord]) -> tuple[float, float]:
-    """What a device needs alone: per microbatch, and for an optimizer step; milliseconds.
+    """What a device alone needs per microbatch and per optimizer step, in milliseconds.
 
-    With `w[n]` the median over windows of `n` microbatches, the full ones,
+    With `w[n]` the median over the full windows, of `n` microbatches,
 
         ms = (w[n] - w[1]) / (n - 1)        step_ms = w[1] - ms
 
-    as far as both come out as at least 0; the clock's noise may say otherwise. A window of
-    one microbatch is in any case what was measured, `ms + step_ms`.
+    as long as neither is below 0, which noise of the clock may cause. In any case a window
+    of one microbatch takes what was measured, `ms + step_ms`.
 
     Args:
         short: Steady windows of one microbatch.
-        long: Steady windows of more, where the data have more.
+        long: Steady windows of more, if the data have more.
 
     Examples:
         >>> from elche_jax.advice.measure import alone_ms
@@ -223,15 +224,15 @@ def _full(records: Sequence[WindowRecord]) -> tuple[int, float]:
 def _tells(short: Sequence[WindowRecord], long: Sequence[WindowRecord], count: int) -> bool:
     """Whether the long windows, of `count` microbatches, tell microbatches from steps.
 
-    They do not where they last hardly longer than one microbatch: it is the optimizer step
-    that takes the time, and what is left for the microbatches is noise.
+    They do not if they hardly last longer than one microbatch: then the optimizer step takes
+    the time, and what remains for the microbatches is noise.
     """
     full, many = _full(long)
     return many >= 1.5 * _full(short)[1] or full < count or count * GROWTH > MAX_COUNT
 
 
 def _measurable(options: dict[str, Any]) -> dict[str, Any]:
-    """The options for a run of gradients, whose cadence is ours."""
+    """The options for a run that exchanges gradients, under a cadence of `advise`."""
     for name in ("cadence", "averaging", "guard"):
         if options.get(name) is not None:
             rule, got = "be left out", check.describe(options[name])
@@ -250,7 +251,7 @@ def _measurable(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _epoch(data: Any, batch_size: int) -> int | None:
-    """Microbatches of an epoch, where the data have a size."""
+    """Microbatches of an epoch; None if the data have no size."""
     source = as_source(data)
     return None if isinstance(source, IterableSource) else source.size // batch_size
 
@@ -258,7 +259,7 @@ def _epoch(data: Any, batch_size: int) -> int | None:
 def team_ms(records: Sequence[WindowRecord]) -> tuple[tuple[float, ...], float]:
     """What devices need together: milliseconds per microbatch of each, and the `sync_ms`.
 
-    Medians over the windows that are at least half as large as the largest.
+    These are medians over the windows that are at least half as large as the largest.
 
     Args:
         records: Steady windows of several devices.
@@ -291,7 +292,7 @@ def _run(
     rng: Any,
     seconds: float,
 ) -> list[WindowRecord]:
-    """Trains for some seconds; gives the windows that say something."""
+    """Trains for some seconds; returns the windows that count."""
     state = train.init(params, model_state=model_state, rng=rng)
     with train.windows(data, batch_size, epochs=None) as windows:
         begun = None
@@ -305,12 +306,3 @@ def _run(
             if time.perf_counter() - begun >= seconds:
                 break
     return [record for record in train.records if record.steady][WARM:]
-
-
-def _examples(records: Sequence[WindowRecord]) -> int:
-    """Examples per microbatch, where the data say it."""
-    return round(records[0].examples / sum(records[0].counts))
-
-
-def _of_rank(emulate: LoopHook | None, rank: int) -> LoopHook | None:
-    return None if emulate is None else OfRank(emulate, rank)

@@ -10,7 +10,7 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class OfRank:
-    """Emulation that lets a device which works alone be as slow as it is in the team.
+    """Emulation that makes a device alone as slow as it is among the others.
 
     Attributes:
         hook: The emulation of all devices.
@@ -21,7 +21,7 @@ class OfRank:
     rank: int
 
     def check(self, world_size: int) -> None:
-        """Nothing: all devices were checked together."""
+        """Checks nothing: all devices were checked together."""
 
     def begin(self, device: Any, step: Any, fresh: Any) -> Any:
         """Before the loop."""

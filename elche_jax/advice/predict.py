@@ -1,4 +1,4 @@
-"""What a cadence would make of measured speeds: plain arithmetic, no JAX."""
+"""What a cadence would make of measured speeds, in plain arithmetic without JAX."""
 
 import math
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from elche_jax.cadence import (
 )
 
 TELLS = 0.02
-"""Share of the throughput below which a measurement of seconds cannot tell a difference."""
+"""Differences below this share of the throughput are beyond a measurement of seconds."""
 
 SETTLE = 100
-"""Windows that a cadence is given to find its counts; `ElChe` needs a few."""
+"""Windows that a cadence gets to find its counts; `ElChe` needs a few."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Speeds:
     """How fast devices are, alone and together.
 
     Attributes:
-        solo_ms: Milliseconds per microbatch of each device while the others rest, above 0;
-            optimizer steps left out.
-        together_ms: The same while all work.
-        sync_ms: Cost of a synchronisation of all devices, optimizer step included, in
+        solo_ms: Milliseconds per microbatch of each device while the others are idle, without
+            optimizer steps, above 0.
+        together_ms: The same while all devices work.
+        sync_ms: Cost of a synchronisation of all devices, including the optimizer step, in
             milliseconds, at least 0.
-        step_ms: Cost of an optimizer step of each device alone, what the host does for a
-            window included, in milliseconds, at least 0; None: 0 each.
+        step_ms: Cost of an optimizer step on each device alone, including the host's work for
+            a window, in milliseconds, at least 0; None for 0 each.
 
     Raises:
         TypeError: An entry is not a number.
@@ -73,11 +73,11 @@ class Speeds:
         return 0.0 if self.step_ms is None else self.step_ms[rank]
 
     def of(self, ranks: Sequence[int]) -> tuple[float, ...]:
-        """Milliseconds per microbatch of some devices while these work and the others rest.
+        """Milliseconds per microbatch of some devices while only these work.
 
-        Devices that share something (a host's cores, a bus) are slower the more of them
-        work. What is measured are the two ends, one of `n` devices and all of them; in
-        between it is taken as a straight line:
+        Devices that share something (a host's cores, a bus) get slower the more of them work.
+        Only the two ends are measured, one of `n` devices and all of them; in between a
+        straight line is assumed:
 
             ms[d] = solo_ms[d] + (together_ms[d] - solo_ms[d]) * (len(ranks) - 1) / (n - 1)
 
@@ -101,10 +101,10 @@ class Plan:
     Attributes:
         name: The cadence.
         ranks: The devices that work.
-        counts: Microbatches of each of them in a window; where an epoch has fewer, those
-            of a window that is the whole epoch.
-        anchor: The least of the counts, that of the slowest.
-        window_ms: How long a window lasts, synchronisation included.
+        counts: Microbatches of each of them in a window; if an epoch has fewer, those of a
+            window that is the whole epoch.
+        anchor: The smallest of the counts, that of the slowest device.
+        window_ms: How long a window lasts, including the synchronisation.
         examples_per_s: Examples per second of all of them.
         limit_share: Share of the limit, the sum of their speeds while they work together.
     """
@@ -135,12 +135,12 @@ def plan(
         examples_per_s = 1000 * batch_size * sum(counts) / window_ms
         limit_share = sum(counts) / (window_ms * sum over d of 1 / ms[d])
 
-    with `ms` from `Speeds.of`, and `sync_ms` as of all devices also where fewer work. An
-    epoch, where its size is known, is as many windows as it has, and a smaller one of the
-    rest; the two rates are then those of an epoch.
+    with `ms` from `Speeds.of`, and the `sync_ms` of all devices even if fewer work. If the
+    size of an epoch is known, it consists of full windows and a smaller one for the rest;
+    the two rates are then those of an epoch.
 
-    For one device `sync_ms` is its own `step_ms`. With one `ElChe` has
-    nothing to balance; the window that it would choose is that of `one_device`.
+    For a single device `sync_ms` is its own `step_ms`. `ElChe` then has nothing to balance;
+    the window that it would choose is that of `one_device`.
 
     Args:
         name: What to call it.
@@ -148,7 +148,7 @@ def plan(
         speeds: How fast the devices are.
         batch_size: Examples per microbatch.
         ranks: The devices that work; None for all.
-        epoch: Microbatches of an epoch, at least 1; None where nobody knows.
+        epoch: Microbatches of an epoch, at least 1; None if unknown.
 
     Returns:
         The plan.
@@ -192,14 +192,14 @@ def _lasts(counts: Sequence[int], ms: Sequence[float]) -> float:
 
 
 def one_device(cadence: ElChe, ms: float, step_ms: float) -> EveryBatch | FixedTotal:
-    """What stands for `ElChe` on one device, so that it is compared fairly with several.
+    """What replaces `ElChe` on one device, for a fair comparison with several.
 
-    These take an optimizer step once per window, so one device may, too: `FixedTotal(n)`
-    with the anchor `n` that `ElChe` would choose,
+    Several devices take one optimizer step per window, so a single one may do the same:
+    `FixedTotal(n)` with the anchor `n` that `ElChe` would choose,
 
         n = min(max_anchor, max(anchor, ceil(step_ms / (overhead_target * ms))))
 
-    `EveryBatch` where that is not more than 2 % faster.
+    or `EveryBatch` if that is not more than 2 % faster.
 
     Examples:
         >>> from elche_jax.advice.predict import one_device
@@ -216,7 +216,7 @@ def one_device(cadence: ElChe, ms: float, step_ms: float) -> EveryBatch | FixedT
 
 
 def settled(cadence: Cadence[Any], ms: Sequence[float], sync_ms: float) -> tuple[int, ...]:
-    """The counts a cadence ends up with on devices of constant speeds, steered as in a run.
+    """The counts that a cadence settles on with devices of constant speeds, as in a run.
 
     Examples:
         >>> from elche_jax.advice.predict import settled
@@ -243,9 +243,9 @@ def best_plan(
     all_devices: Plan,
     epoch: int | None = None,
 ) -> Plan:
-    """The plan with the most examples per second, over sets of devices worth a look.
+    """The plan with the most examples per second over promising sets of devices.
 
-    These are all devices, all but one, and the `k` fastest for every `k`; not every set.
+    These are all devices, all but one, and the `k` fastest for every `k`, but not every set.
 
     Args:
         name: What to call it.
@@ -253,7 +253,7 @@ def best_plan(
         speeds: How fast the devices are.
         batch_size: Examples per microbatch.
         all_devices: The plan with all of them.
-        epoch: Microbatches of an epoch; None where nobody knows.
+        epoch: Microbatches of an epoch; None if unknown.
 
     Examples:
         An exchange that costs more than the slow device gives:
@@ -275,7 +275,7 @@ def best_plan(
 
 
 def plain_pmap(speeds: Speeds, batch_size: int, epoch: int | None = None) -> Plan:
-    """The usual loop: one microbatch each, then all wait for the slowest, step, go on.
+    """The usual loop: one microbatch each, then all wait for the slowest and take a step.
 
     Examples:
         >>> from elche_jax.advice.predict import Speeds, plain_pmap

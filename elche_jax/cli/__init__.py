@@ -19,15 +19,15 @@ PROGRAM = "elche-jax"
 COMMANDS = (devices, demo, advise, report, trace)
 
 _MAY_FAIL = ("strict", "surrogateescape")
-"""Ways to encode text that fail; the second, of the C locale, only where that is not UTF-8."""
+"""Error handlers that may fail; the second one, of the C locale, only if it is not UTF-8."""
 
 OK, FAILED, USAGE = 0, 1, 2
 INTERRUPTED, BROKEN_PIPE = 130, 141
-"""128 and the number of the signal, as a shell has it."""
+"""128 plus the number of the signal, as in a shell."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser that reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with one line on stderr."""
@@ -62,11 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-        argv: The arguments; None for those of the process, which then ends at Ctrl-C.
+        argv: The arguments; None for those of the process, which Ctrl-C then ends.
 
     Returns:
         The exit code: 0 done, 1 the command could not do it, 2 wrong usage, 130 stopped by
-        Ctrl-C, 141 nobody reads the output any more.
+        Ctrl-C, 141 the output has no reader any more.
 
     Examples:
         >>> from elche_jax.cli import main
@@ -85,7 +85,7 @@ def _main(argv: Sequence[str] | None) -> int:
         code = options.run(options)
         sys.stdout.flush()
         return code
-    except SystemExit as ended:  # argparse's, or of a TARGET
+    except SystemExit as ended:  # from argparse, or from a TARGET
         if ended.code is None or isinstance(ended.code, int):
             return ended.code or OK
         print(ended.code, file=sys.stderr)
@@ -93,13 +93,13 @@ def _main(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         print(f"{options.prog}: stopped", file=sys.stderr, flush=True)
         if argv is None:
-            # The process ends here, not by the interpreter: the runtime, if its threads are
-            # in the callback of an emulated device just then, would abort.
+            # Not by way of the interpreter's end: the runtime would abort if one of its threads
+            # were in the callback of an emulated device at that moment.
             os._exit(INTERRUPTED)
         return INTERRUPTED
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads():
-            # what is still buffered would fail again when the interpreter ends
+            # What is still buffered would otherwise fail again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return BROKEN_PIPE
         if options.debug:
@@ -109,7 +109,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _open_streams() -> None:
-    """Gives a process that was started without stdout or stderr (`>&-`) an empty one."""
+    """Gives a process that was started without stdout or stderr (`>&-`) a null stream."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -118,9 +118,9 @@ def _open_streams() -> None:
 
 @contextmanager
 def _any_text(stream: TextIO) -> Generator[None]:
-    r"""Writes what the stream's encoding does not have as `\u00e9`, as stderr does.
+    r"""Writes characters that the stream's encoding lacks as `\u00e9`, as stderr does.
 
-    Names of files and devices are printed, of which no command should die.
+    Commands print names of files and devices, and must not fail at one.
     """
     if not isinstance(stream, io.TextIOWrapper) or stream.errors not in _MAY_FAIL:
         yield
@@ -131,30 +131,30 @@ def _any_text(stream: TextIO) -> Generator[None]:
     try:
         yield
     finally:
-        with suppress(OSError, ValueError):  # it writes what is left: said already, or closed
+        with suppress(OSError, ValueError):  # it flushes: reported already, or closed
             stream.reconfigure(errors=errors)
 
 
 def _nobody_reads() -> bool:
-    """Whether the other end of stdout is closed: a pipe that broke may be a TARGET's own.
+    """Whether the other end of stdout is closed: the broken pipe may be a TARGET's own.
 
-    It is asked, not written to: a failed write of an unbuffered stream leaves nothing.
+    stdout is polled, not written to: after a failed write an unbuffered stream has nothing left.
     """
     try:
         watch = select.poll()
-        watch.register(sys.stdout.fileno(), 0)  # errors and the end are told anyway
+        watch.register(sys.stdout.fileno(), 0)  # errors and hang-ups are always reported
         return bool(watch.poll(0))
-    except (AttributeError, OSError, ValueError):  # no poll on this system, no real stream
+    except (AttributeError, OSError, ValueError):  # no poll here, or no real stream
         return False
 
 
 def _one_line(error: Exception) -> str:
-    """The error as a person reads it."""
+    """The error in one readable line."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     text = " ".join(str(error).split("\n\n")[0].split())
     if isinstance(error, CommandError):
         return text
-    if not (text and isinstance(error, ValueError)):  # those say it all, as a rule
+    if not (text and isinstance(error, ValueError)):  # a ValueError needs no name
         text = f"{type(error).__name__}: {text}".removesuffix(": ")
     return f"{text} (--debug shows where)"

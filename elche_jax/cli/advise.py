@@ -1,4 +1,4 @@
-"""`elche-jax advise`: what the devices would come to on a model."""
+"""`elche-jax advise`: measures the devices on a model, and recommends a cadence."""
 
 import argparse
 import json
@@ -60,11 +60,11 @@ def run(options: argparse.Namespace) -> int:
     emulate = options.emulate
     if emulate is not None and options.devices is None and options.cpu_devices is None:
         options.cpu_devices = len(emulate)
-    arguments.make_devices(options)
-    # what TARGET prints is no answer of this command
+    arguments.make_cpu_devices(options.cpu_devices)
+    # What TARGET prints is not output of this command.
     with redirect_stdout(sys.stderr):
         job = load_target(options.target) if options.target else MODELS[options.model or "mlp"]()
-    devices = arguments.chosen_devices(options)  # not before: TARGET may make devices, too
+    devices = arguments.chosen_devices(options)  # not before: TARGET may make devices
     if emulate is not None and len(emulate) != len(devices):
         raise UsageError(f"--emulate must have one entry per device ({len(devices)})")
     given = {

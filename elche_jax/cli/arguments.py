@@ -1,63 +1,62 @@
-"""Arguments that several commands have, and the devices they ask for."""
+"""Arguments that several commands share, and the devices they select."""
 
 import argparse
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from elche_jax.cli.errors import UsageError
 
 
-def count(text: str) -> int:
-    """An integer of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
-    return value
+def _number(kind: Callable[[str], float], rule: str, holds: Callable[[float], bool]) -> Any:
+    """A parser of numbers, which refuses those for which the rule does not hold."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
+        return value
+
+    return parse
 
 
-def duration(text: str) -> float:
-    """A number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not (value > 0 and math.isfinite(value)):
-        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
-    return value
+count = _number(int, "an integer of at least 1", lambda value: value >= 1)
+rank = _number(int, "integers of at least 0", lambda value: value >= 0)
+duration = _number(float, "a number above 0", lambda value: 0 < value < math.inf)
 
 
 def words(text: str) -> str:
-    """A text that is not empty."""
+    """Checks that a text is not empty."""
     if not text.strip():
         raise argparse.ArgumentTypeError("must not be empty")
     return text
 
 
 def path(text: str) -> Path:
-    """A path."""
-    return Path(words(text))
+    """A path; `~` is expanded here, as shells leave it alone after an `=`."""
+    return Path(os.path.expanduser(words(text)))
 
 
 def listed(parse: Callable[[str], float]) -> Callable[[str], list[float]]:
-    """Numbers with commas between."""
+    """A parser of numbers separated by commas."""
     return lambda text: [parse(part) for part in text.split(",")]
 
 
-def rank(text: str) -> int:
-    """An integer of at least 0."""
-    if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"must be integers of at least 0, got {text!r}")
-    return int(text)
+def add_run(parser: argparse.ArgumentParser, output: str) -> None:
+    """Adds the run to read and the file to write, which `output` describes."""
+    parser.add_argument("path", metavar="RUN", type=path, help="folder of a run, or a timeline")
+    parser.add_argument("--output", type=path, help=output)
 
 
 def add_devices(parser: argparse.ArgumentParser) -> None:
-    """Which devices, or how many virtual ones."""
+    """Adds which devices to use, or how many virtual ones."""
     parser.add_argument(
         "--devices", type=listed(rank), metavar="0,2", help="only these of the devices"
     )
@@ -70,23 +69,19 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Output for programs."""
+    """Adds output for programs."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def use_cpu_devices(number: int) -> None:
-    """Makes virtual CPU devices, which share the host's cores; before a backend has started.
+def make_cpu_devices(number: int | None) -> None:
+    """Makes virtual CPU devices, which share the host's cores; call it before a backend starts.
 
-    What the environment says of the platform and the number does not count.
+    It overrides what the environment says about the platform and the number. None leaves
+    both alone.
     """
-    jax.config.update("jax_num_cpu_devices", number)
-    jax.config.update("jax_platforms", "cpu")
-
-
-def make_devices(options: argparse.Namespace) -> None:
-    """Makes the virtual devices that the arguments ask for; before a backend has started."""
-    if options.cpu_devices is not None:
-        use_cpu_devices(options.cpu_devices)
+    if number is not None:
+        jax.config.update("jax_num_cpu_devices", number)
+        jax.config.update("jax_platforms", "cpu")
 
 
 def chosen_devices(options: argparse.Namespace) -> list[jax.Device]:

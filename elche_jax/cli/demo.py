@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command."""
-    arguments.use_cpu_devices(len(MS))
+    arguments.make_cpu_devices(len(MS))
     print(elche.device_summary(), flush=True)
     examples = SHORT if options.short else EXAMPLES
     limit = 1e3 * BATCH * sum(1 / ms for ms in MS)
@@ -73,10 +73,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _train(cadence: Any, per_update: float, examples: int) -> tuple[elche.TrainStep, float]:
-    """Trains one epoch; gives the training step and the accuracy on other data.
+    """Trains one epoch; returns the training step and the accuracy on other data.
 
-    Adam's learning rate grows with the root of the examples per update, of which `ElChe`'s
-    larger windows have more.
+    Adam's learning rate grows with the square root of the examples per update, since
+    `ElChe`'s larger windows have more of them.
     """
     model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(CLASSES)])
     data, test = _made(examples, seed=1), _made(2_000, seed=2)

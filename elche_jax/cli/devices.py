@@ -10,6 +10,7 @@ import jax
 from elche_jax.cli import arguments, table
 from elche_jax.cli.probe import probe
 from elche_jax.engine.devices import device_summary, free_bytes
+from elche_jax.observe.report import counted
 
 NAME = "devices"
 HELP = "show the devices, and probe how fast each is alone and with all others at work"
@@ -25,7 +26,15 @@ example:
 """
 
 GB = 1e9
-"""As in GB/s beside it."""
+"""The same unit as in GB/s."""
+
+RATES = {
+    "gflops_alone": "GFLOP/s",
+    "gflops_together": "with all",
+    "gb_per_s_alone": "GB/s",
+    "gb_per_s_together": "with all",
+}
+"""What the probe measures, and the columns that show it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,16 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command."""
-    arguments.make_devices(options)
+    arguments.make_cpu_devices(options.cpu_devices)
     devices = arguments.chosen_devices(options)
     result: dict[str, Any] = {
         "summary": device_summary(devices),
         "devices": [_described(rank, device) for rank, device in enumerate(devices)],
-        "cores": os.cpu_count(),
+        "cores": os.cpu_count() or 1,
     }
+    if not options.json:
+        print(result["summary"], flush=True)
     if not options.no_probe:
-        if not options.json:
-            print(result["summary"], flush=True)
         found = probe(devices, options.seconds)
         for row, rates in zip(result["devices"], found, strict=True):
             row |= rates
@@ -60,10 +69,8 @@ def run(options: argparse.Namespace) -> int:
         result["speed_hint"] = [round(rates["gflops_together"] / slowest, 2) for rates in found]
     if options.json:
         print(json.dumps(result, indent=2))
-        return 0
-    if options.no_probe:
-        print(result["summary"])
-    _show(result)
+    else:
+        _show(result)
     return 0
 
 
@@ -82,20 +89,16 @@ def _described(rank: int, device: jax.Device) -> dict[str, Any]:
 
 
 def _show(result: dict[str, Any]) -> None:
+    rates = RATES if "speed_hint" in result else {}
     rows: list[list[str]] = []
-    headers = ["device", "kind", "free memory"]
-    if "speed_hint" in result:
-        headers += ["GFLOP/s", "with all", "GB/s", "with all"]
     for row in result["devices"]:
         free = "-" if row["free_gb"] is None else f"{row['free_gb']:.1f} GB"
-        cells = [row["name"], row["kind"], free]
-        if "speed_hint" in result:
-            names = "gflops_alone", "gflops_together", "gb_per_s_alone", "gb_per_s_together"
-            cells += [f"{row[name]:,.1f}" for name in names]
-        rows.append(cells)
-    table.show(headers, rows)
+        cells = [f"{row[name]:,.1f}" for name in rates]
+        rows.append([row["name"], row["kind"], free, *cells])
+    table.show(["device", "kind", "free memory", *rates.values()], rows)
     if any(row["platform"] == "cpu" for row in result["devices"]):
-        print(f"CPU devices share the host's {result['cores']} cores and its memory.")
+        cores = counted(result["cores"], "core")
+        print(f"CPU devices share the host's {cores} and its memory.")
     if len(result.get("speed_hint", ())) > 1:
         alone = sum(row["gflops_alone"] for row in result["devices"])
         together = sum(row["gflops_together"] for row in result["devices"])

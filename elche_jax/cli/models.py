@@ -1,4 +1,4 @@
-"""Small models with made data, for those who want to see `elche-jax advise` at work."""
+"""Small models with made-up data, to try `elche-jax advise`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +40,7 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Gives 10 logits of `(examples, places, features)`."""
+        """Returns 10 logits for inputs of shape `(examples, places, features)`."""
         x = nn.Dense(self.width)(x)
         for _ in range(self.blocks):
             x = x + nn.MultiHeadDotProductAttention(num_heads=4)(nn.LayerNorm()(x))
@@ -57,7 +57,7 @@ MODELS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def cross_entropy(model: nn.Module) -> Callable[..., jax.Array]:
-    """The loss of a classifier: batches have examples `x` and labels `y`."""
+    """The loss of a classifier, for batches of examples `x` and labels `y`."""
 
     def loss_fn(params: Any, batch: Any, rng: jax.Array) -> jax.Array:
         logits: Any = model.apply(params, batch["x"])
@@ -67,7 +67,7 @@ def cross_entropy(model: nn.Module) -> Callable[..., jax.Array]:
 
 
 def _job(model: nn.Module, shape: tuple[int, ...], batch_size: int) -> dict[str, Any]:
-    """The arguments of `elche.advise` for a classifier of examples of this shape."""
+    """Arguments of `elche.advise` for a classifier of examples of the given shape."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(EXAMPLES, *shape)).astype("float32")
     data = {"x": x, "y": rng.integers(0, 10, EXAMPLES).astype("int32")}

@@ -11,16 +11,16 @@ import jax.numpy as jnp
 
 SMALLEST, LARGEST = 512, 8192
 LONG_ENOUGH = 2e-3
-"""Seconds of a call beside which its dispatch costs little."""
+"""Seconds that a call must take so that its dispatch hardly counts."""
 
 ARRAY_BYTES = {"cpu": 2**26}
 OTHER_BYTES = 2**29
-"""An array that no cache holds."""
+"""Larger than any cache."""
 
 
 @dataclass(frozen=True)
 class _Work:
-    """A call that keeps a device busy, and what it comes to."""
+    """A call that keeps a device busy, and how much it does."""
 
     call: Callable[[], object]
     amount: float  # billions of operations or bytes
@@ -31,8 +31,8 @@ def probe(devices: Sequence[jax.Device], seconds: float) -> list[dict[str, float
 
     Args:
         devices: The devices.
-        seconds: How long all of it lasts, compiling left out; at least one call is made of
-            each, however long it takes.
+        seconds: How long all of it lasts, without compiling; each call is made at least once,
+            however long it takes.
 
     Returns:
         For each device `gflops_alone`, `gflops_together` (float32 operations of a matrix
@@ -46,7 +46,7 @@ def probe(devices: Sequence[jax.Device], seconds: float) -> list[dict[str, float
         >>> sorted(rates)
         ['gb_per_s_alone', 'gb_per_s_together', 'gflops_alone', 'gflops_together']
     """
-    size = _matrix_size(devices[0])  # the same for all, so that they can be compared
+    size = _matrix_size(devices[0])  # the same for all, to make them comparable
     kinds = {
         "gflops": [_multiply(device, size) for device in devices],
         "gb_per_s": [_add(device) for device in devices],
@@ -61,7 +61,7 @@ def probe(devices: Sequence[jax.Device], seconds: float) -> list[dict[str, float
 
 
 def _matrix_size(device: jax.Device) -> int:
-    """Doubles the matrices until a multiplication is long enough."""
+    """Doubles the matrices until a multiplication takes long enough."""
     size = SMALLEST
     while size < LARGEST:
         work = _multiply(device, size)
@@ -74,30 +74,33 @@ def _matrix_size(device: jax.Device) -> int:
 
 
 def _multiply(device: jax.Device, size: int) -> _Work:
-    matrix = jax.device_put(jnp.full((size, size), 1 / size, jnp.float32), device)
-    product = jax.jit(jnp.matmul)
-
-    def call() -> object:
-        return product(matrix, matrix).block_until_ready()
-
-    call()
-    return _Work(call, 2e-9 * size**3)
+    matrix = jnp.full((size, size), 1 / size, jnp.float32)
+    return _work(device, lambda x: x @ x, matrix, 2e-9 * size**3)
 
 
 def _add(device: jax.Device) -> _Work:
     size = ARRAY_BYTES.get(device.platform, OTHER_BYTES)
-    array = jax.device_put(jnp.zeros(size // 4, jnp.float32), device)
-    plus = jax.jit(lambda x: x + 1)
+    return _work(device, lambda x: x + 1, jnp.zeros(size // 4, jnp.float32), 2e-9 * size)
+
+
+def _work(
+    device: jax.Device,
+    function: Callable[[jax.Array], jax.Array],
+    array: jax.Array,
+    amount: float,
+) -> _Work:
+    """Work that is ready to be timed: the array is on the device, the function compiled."""
+    there, compiled = jax.device_put(array, device), jax.jit(function)
 
     def call() -> object:
-        return plus(array).block_until_ready()
+        return compiled(there).block_until_ready()
 
     call()
-    return _Work(call, 2e-9 * size)
+    return _Work(call, amount)
 
 
 def _rates(works: Sequence[_Work], seconds: float) -> list[float]:
-    """Amount per second of each of some works that are done at the same time."""
+    """Amount per second of each piece of work, all done at the same time."""
     ready = threading.Barrier(len(works))
 
     def repeat(work: _Work) -> float:

@@ -9,7 +9,8 @@ from pathlib import Path
 from elche_jax.cli import arguments
 from elche_jax.cli.errors import CommandError, UsageError
 from elche_jax.observe.page import write_page
-from elche_jax.observe.run import TIMELINE, Run, read_run
+from elche_jax.observe.run import Run, read_run
+from elche_jax.observe.timeline import TIMELINE
 
 NAME = "report"
 HELP = "make an HTML page of a run: times, counts, busy shares, losses"
@@ -24,12 +25,7 @@ example:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Takes the command's arguments."""
-    parser.add_argument(
-        "path", metavar="RUN", type=arguments.path, help="folder of a run, or a timeline"
-    )
-    parser.add_argument(
-        "--output", type=arguments.path, help="the page to write (report.html beside the timeline)"
-    )
+    arguments.add_run(parser, "the page to write (report.html beside the timeline)")
     parser.add_argument(
         "--title", type=arguments.words, help="the page's title (the name of the run)"
     )
@@ -67,7 +63,7 @@ def load(path: Path) -> Run:
 
 
 def output_of(options: argparse.Namespace, name: str) -> Path:
-    """Where a file about a run goes: beside its timeline, unless told otherwise."""
+    """Where a file about a run goes: beside its timeline, unless `--output` is given."""
     path: Path = options.path
     output: Path = options.output or (path if path.is_dir() else path.parent) / name
     if output.is_dir():

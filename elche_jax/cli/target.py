@@ -1,7 +1,8 @@
-"""The function that `elche-jax advise` takes a training step from."""
+"""Loads the function that describes a training step to `elche-jax advise`."""
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,8 +18,8 @@ def load_target(target: str) -> dict[str, Any]:
     """Calls the function a target names.
 
     Args:
-        target: `module:function` or `path/to/file.py:function`. Modules are looked for in
-            the current folder too.
+        target: `module:function` or `path/to/file.py:function`. Modules are also searched
+            for in the current folder.
 
     Returns:
         What the function returned: arguments of `elche.advise`.
@@ -33,7 +34,7 @@ def load_target(target: str) -> dict[str, Any]:
         raise UsageError(
             f"TARGET must be module:function or path/to/file.py:function, got {target!r}"
         )
-    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    module = _load_file(place) if place.endswith(".py") else _load_module(place)
     function = getattr(module, name, None)
     if not callable(function):
         raise CommandError(f"{place} must have a function {name}, it has none")
@@ -53,11 +54,12 @@ def _load_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # it is there, and lacks something itself
+            raise  # the module exists, and an import of its own fails
         raise CommandError(f"{name} must be a module, there is none of this name") from error
 
 
-def _load_file(path: Path) -> ModuleType:
+def _load_file(place: str) -> ModuleType:
+    path = Path(os.path.expanduser(place))
     if not path.is_file():
         raise CommandError(f"{path} must be a file, there is none")
     sys.path.insert(0, str(path.resolve().parent))

@@ -19,15 +19,8 @@ example:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Takes the command's arguments."""
-    parser.add_argument(
-        "path", metavar="RUN", type=arguments.path, help="folder of a run, or a timeline"
-    )
-    parser.add_argument(
-        "--output",
-        type=arguments.path,
-        help="the trace to write, compressed where it ends in .gz (trace.json.gz beside the "
-        "timeline)",
-    )
+    compressed = "compressed if it ends in .gz (trace.json.gz beside the timeline)"
+    arguments.add_run(parser, f"the trace to write, {compressed}")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,1 +1,1 @@
-"""What a run looked like: records, the report made of them, pictures of it."""
+"""What a run looked like: its events, reports, pages, traces and pictures."""

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are written completely or not at all."""
 
 import os
 import threading
@@ -11,18 +11,18 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(path: str | PathLike[str]) -> Generator[BinaryIO, None, None]:
-    """Opens a file beside `path` to write, which takes its place at the end.
+    """Opens a file beside `path` for writing, which replaces it at the end.
 
-    Whoever reads `path` sees what was there before, or all that is new. After an error what
-    was there before stays. Missing folders are made. A link stays one, and what it leads to
-    is written. What is there and no regular file, a pipe or a device, is written as it is:
-    there is nothing in it to keep.
+    A reader of `path` sees either the old content or all of the new one. After an error the
+    old content stays. Missing folders are made. A link stays a link, and its target is
+    written. Anything else than a regular file, such as a pipe or a device, is written
+    directly: it holds nothing to keep.
 
     Args:
         path: The file to write.
 
     Raises:
-        OSError: The file cannot be written; `path` is a folder.
+        OSError: The file cannot be written, or `path` is a folder.
 
     Examples:
         >>> import tempfile
@@ -36,13 +36,13 @@ def replacing(path: str | PathLike[str]) -> Generator[BinaryIO, None, None]:
     """
     path = Path(path)
     file = path.resolve()
-    # Links of /proc lead to things that have no path: those are only there by their own.
+    # Links under /proc may lead to things without a path, which exist only through the link.
     if path.exists() and not file.is_file():
         with path.open("wb") as there:
             yield there
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    # Of this thread alone: two that write the same file do not write into each other's.
+    # One name per thread: two that write the same file do not write into each other's copy.
     beside = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         with beside.open("wb") as new:
@@ -50,11 +50,8 @@ def replacing(path: str | PathLike[str]) -> Generator[BinaryIO, None, None]:
             new.flush()
             os.fsync(new.fileno())
         os.replace(beside, file)
-    except OSError as error:
+    except BaseException as error:
         beside.unlink(missing_ok=True)
-        if error.filename != str(beside):
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from None
-    except BaseException:
-        beside.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename == str(beside):
+            raise OSError(error.errno, error.strerror, str(path)) from None
         raise

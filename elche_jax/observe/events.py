@@ -1,8 +1,7 @@
-"""The events of a run: what a timeline records, and a file of it holds.
+"""The events of a run, as a timeline records them and its file holds them.
 
-A new kind of event is a dataclass here, of numbers, strings and tuples of them, that
-derives from `Event`, and its entry in `EVENTS`. Its last field is `at`, which the timeline
-fills in.
+To add a kind of event, derive a dataclass of numbers, strings and tuples of them from `Event`,
+and enter it in `EVENTS`. Its last field is `at`, which the timeline fills in.
 
 How long a window's devices were busy, what its synchronisation cost and how far apart the
 devices arrived at it (the skew) are fields of the window's own event, `WindowEvent`; they
@@ -11,9 +10,8 @@ have no events of their own.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import cache, partial
-from math import isfinite
-from typing import Any, Final, cast
+from functools import partial
+from typing import Any, Final, Self, cast
 
 import numpy as np
 
@@ -22,7 +20,7 @@ from elche_jax.cadence import WindowMeasurement
 
 
 def _plain(kind: type, where: str, name: str, value: object) -> Any:
-    """Return a value of a kind as it is; another one is an error."""
+    """Return a value of the given type as a plain one; any other is an error."""
     value = value.item() if isinstance(value, np.generic) else value
     check.instance(where, name, value, kind)
     return value
@@ -33,7 +31,7 @@ def _strings(where: str, name: str, values: object) -> tuple[str, ...]:
     return tuple(_plain(str, where, f"{name}[{at}]", entry) for at, entry in enumerate(entries))
 
 
-# The types that fields of an event may have, and what makes plain values of them.
+# The types that fields of an event may have, and how their values are checked and made plain.
 FIELDS: Final[Mapping[Any, Callable[[str, str, object], Any]]] = {
     bool: partial(_plain, bool),
     str: partial(_plain, str),
@@ -46,45 +44,28 @@ FIELDS: Final[Mapping[Any, Callable[[str, str, object], Any]]] = {
 
 
 class Event:
-    """Base of the events: makes their values plain Python ones, and checks them.
+    """Base of the events.
 
-    Raises:
-        TypeError: A value is not of its field's type.
-        ValueError: A number is not finite.
+    Attributes:
+        at: Seconds since the timeline began.
     """
 
     __slots__ = ()
 
-    def __post_init__(self) -> None:
+    at: float
+
+    def validate(self) -> Self:
+        """Returns the event with plain Python values: a caller, or some file, gave them.
+
+        Raises:
+            TypeError: A value is not of its field's type.
+            ValueError: A number is not finite.
+        """
         where = type(self).__name__
-        for name, kind, plain in _checks(type(self)):
-            value = getattr(self, name)
-            if type(value) is kind and (kind is not float or isfinite(value)):
-                continue  # plain already, as most values are: a check costs five times as much
-            checked = plain(where, name, value)
-            if checked is not value:
-                object.__setattr__(self, name, checked)
-
-
-def moved(event: Event, at: float) -> Event:
-    """The event at another time; what was checked when it was made is not checked again."""
-    new = object.__new__(type(event))
-    for name in field_names(type(event)):
-        object.__setattr__(new, name, getattr(event, name))
-    object.__setattr__(new, "at", at)
-    return new
-
-
-@cache
-def field_names(kind: type[Event]) -> tuple[str, ...]:
-    """Names of an event's fields, in order."""
-    return tuple(field.name for field in fields(cast(Any, kind)))
-
-
-@cache
-def _checks(kind: type[Event]) -> tuple[tuple[str, Any, Callable[[str, str, object], Any]], ...]:
-    found = fields(cast(Any, kind))
-    return tuple((field.name, field.type, FIELDS[field.type]) for field in found)
+        for field in fields(cast(Any, self)):
+            value = FIELDS[field.type](where, field.name, getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+        return self
 
 
 class _Metrics(Event):
@@ -95,11 +76,12 @@ class _Metrics(Event):
     names: tuple[str, ...]
     values: tuple[float, ...]
 
-    def __post_init__(self) -> None:
-        Event.__post_init__(self)
+    def validate(self) -> Self:
+        Event.validate(self)
         if len(self.names) != len(self.values):
             rule = f"have one entry per name ({len(self.names)})"
             raise ValueError(check.message(type(self).__name__, "values", rule, len(self.values)))
+        return self
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -109,18 +91,18 @@ class _Metrics(Event):
 
 @dataclass(frozen=True, slots=True)
 class RunEvent(Event):
-    """A run begins, or goes on: what comes after it is one segment of the file.
+    """A run begins or is resumed: what follows is one segment of the file.
 
     Attributes:
         devices: Names of the devices, in rank order.
         cadence: What sizes the windows, as it prints.
-        overhead_target: Share of a window that synchronising may cost; 0 where the cadence
-            has no such target.
+        overhead_target: Share of a window that synchronising may cost; 0 if the cadence has
+            no such target.
         windows: Number of the first window.
-        exchange_bytes: Bytes that each device has for the exchange of a window, before any
-            are left out on the wire; 0 with one device.
+        exchange_bytes: Bytes that each device has to exchange in a window, before any are
+            left out on the wire; 0 with one device.
         frozen_bytes: Bytes that frozen parameters would add to it.
-        at: Seconds since the timeline began. In a file that another process continues they
+        at: Seconds since the timeline began; if another process continues the file, they
             begin at 0 again.
     """
 
@@ -135,7 +117,7 @@ class RunEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class WindowEvent(WindowMeasurement, Event):
-    """A window that is over: its record, which `plot_run` and the like take, and when.
+    """A finished window: its record, which `plot_run` and the like take, and its time.
 
     Attributes:
         at: Seconds since the timeline began, at which it was reported.
@@ -143,11 +125,12 @@ class WindowEvent(WindowMeasurement, Event):
 
     at: float
 
-    def __post_init__(self) -> None:
-        Event.__post_init__(self)
+    def validate(self) -> Self:
+        Event.validate(self)
         devices = len(self.counts)
         if self.busy_ms or devices > 1:
             check.per_device("WindowEvent", "busy_ms", len(self.busy_ms), devices)
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +158,7 @@ class VerdictEvent(Event):
         window: Number of the window after which it was given.
         epoch: Its epoch.
         action: `"stable"`, `"hold_growth"` or `"nudge_down"`.
-        factor: What the anchor was to be multiplied by; 1 but for `"nudge_down"`.
+        factor: What the anchor was to be multiplied by; 1 except for `"nudge_down"`.
         at: Seconds since the timeline began, at which it was reported.
     """
 
@@ -193,7 +176,7 @@ class CompileEvent(Event):
     Attributes:
         program: Which one: "accumulate", "combine", "window", ...
         seconds: How long it took.
-        ahead: Whether that was in the background, so that nobody waited for it.
+        ahead: Whether that was in the background, so that training did not wait for it.
         at: Seconds since the timeline began, at which it was ready.
     """
 
@@ -208,10 +191,10 @@ class AnchorEvent(Event):
     """The anchor changed.
 
     Attributes:
-        window: Number of the window after which it did.
+        window: Number of the window after which it changed.
         epoch: Its epoch.
-        before: The anchor so far.
-        anchor: The one from now on.
+        before: The anchor until then.
+        anchor: The anchor from then on.
         at: Seconds since the timeline began, at which it was reported.
     """
 
@@ -224,14 +207,14 @@ class AnchorEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class LossEvent(Event):
-    """A window's loss. One that is not finite is no number to record: it is a `SkipEvent`.
+    """A window's loss. A loss that is not finite is not recorded: it becomes a `SkipEvent`.
 
     Attributes:
         window: Number of the window in the run.
         epoch: Its epoch.
         loss: Mean loss over the window's data.
-        at: Seconds since the timeline began, at which it was read: by a trainer some at once,
-            when its loop is at another window.
+        at: Seconds since the timeline began, at which it was read. A trainer reads several at
+            once, when its loop is already at another window.
     """
 
     window: int
@@ -242,7 +225,7 @@ class LossEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationEvent(_Metrics):
-    """An evaluation that is over.
+    """A finished evaluation.
 
     Attributes:
         window: Number of the last window before it.
@@ -263,7 +246,7 @@ class EvaluationEvent(_Metrics):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointEvent(Event):
-    """A checkpoint that is on the disk.
+    """A checkpoint that has reached the disk.
 
     Attributes:
         window: Number of the last window in it.
@@ -271,7 +254,7 @@ class CheckpointEvent(Event):
         seconds: How long saving it took.
         size: Its size in bytes.
         path: Where it is.
-        at: Seconds since the timeline began, at which it was whole.
+        at: Seconds since the timeline began, at which it was complete.
     """
 
     window: int
@@ -284,16 +267,16 @@ class CheckpointEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class EpochEvent(_Metrics):
-    """An epoch that is over.
+    """A finished epoch.
 
     Attributes:
         epoch: Its number.
         window: Number of its last window.
         windows: How many windows it had.
-        examples: Valid examples it was trained on.
+        examples: Valid examples trained on.
         seconds: How long it took.
         names: Names of its metrics, `"loss"` among them.
-        values: The metrics, in the order of the names; those that are finite.
+        values: The metrics, in the order of the names; only finite ones.
         at: Seconds since the timeline began, at which it was over.
     """
 
@@ -319,7 +302,7 @@ EVENTS: Final[Mapping[str, type[Event]]] = {
     "checkpoint": CheckpointEvent,
     "epoch": EpochEvent,
 }
-"""The events by the name they have in a file."""
+"""The events by their names in a file."""
 
 NAMES: Final[Mapping[type[Event], str]] = {kind: name for name, kind in EVENTS.items()}
 """The names of the events."""

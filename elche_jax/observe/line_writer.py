@@ -1,4 +1,4 @@
-"""Lines to a file from a thread of its own: a slow disk or pipe holds up nobody."""
+"""Writes lines to a file from a thread of its own, so that a slow disk holds up nobody."""
 
 import atexit
 import errno
@@ -14,178 +14,136 @@ from typing import Any
 logger = logging.getLogger("elche_jax")
 
 BACKLOG = 100_000
-"""Lines that may wait for the file; more than that, and it is given up as too slow."""
+"""Lines that may wait for the file; with more, it is given up as too slow."""
 
 GATHER_S = 0.05
-"""How long lines are gathered: a thread that wakes for every one disturbs the others."""
+"""How long lines are gathered: waking up for every single one would disturb other threads."""
 
 GATHER = 1000
-"""Most lines of one write."""
+"""Most lines in one write."""
 
 PATIENCE_S = 10.0
-"""How long to wait for a file that takes nothing."""
-
-
-_process = os.getpid()  # kept, as to ask the system for every line costs too much
-
-
-def _forked() -> None:
-    """This process was forked off."""
-    global _process
-    _process = os.getpid()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, which has no forks
-    os.register_at_fork(after_in_child=_forked)
+"""How long to wait for a file that accepts nothing."""
 
 
 class LineWriter:
-    """Writes lines in the order in which they were put, those of a moment at a time.
+    """Writes lines in the order in which they were put, those of one moment together.
 
     After a write that fails the file gets nothing more; `say` logs it once, and `close`
-    raises the error. Left without `close`, the thread writes what is there and ends; the
-    end of the interpreter waits for it as long as the file takes something.
+    raises the error. If the owner is collected without `close`, the thread writes what is left
+    and ends; at exit the interpreter waits for it as long as the file accepts something.
 
-    A process that was forked off has no such thread: what it puts fails.
+    A forked process has no such thread: what it puts is refused.
+
+    `put` takes no lock unless the thread sleeps. That is safe because only the thread removes
+    items, under the lock, and it announces that it sleeps before it looks for items a last time,
+    while `put` adds an item before it checks whether the thread sleeps.
 
     Args:
         file: The file, opened for writing; it is closed at the end.
-        name: What the log calls it.
-        line: Makes a line of what was put; in the thread, so that whoever puts it is not
-            held up by that either.
+        owner: The object whose lines these are; the log shows its `repr`.
+        line: Turns an item into a line. It runs in the thread, so that it does not hold up
+            the caller either; it must not refer to the owner.
     """
 
-    def __init__(self, file: FileIO, name: str, line: Callable[[Any], bytes]):
-        self._shared = _Shared(file, name, line)
-        self._thread = threading.Thread(
-            target=_write_all, args=(self._shared,), name="elche-timeline", daemon=True
-        )
+    def __init__(self, file: FileIO, owner: object, line: Callable[[Any], bytes]):
+        self._file, self._name, self._line = file, repr(owner), line
+        self._items: deque[Any] = deque()
+        self._taken = self._written = 0
+        self._asleep = self._ending = self._said = self._urgent = False
+        self._error: OSError | None = None
+        # Reentrant: the owner may be collected, which ends the writer, while the lock is held.
+        self._changed = threading.Condition(threading.RLock())
+        self._thread = threading.Thread(target=self._run, name="elche-timeline", daemon=True)
         self._thread.start()
-        self._finish = weakref.finalize(self, _end, self._shared, self._thread)
+        _writers.add(self)
+        weakref.finalize(owner, self._end).atexit = False
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread runs in this process."""
+        return self._thread.is_alive()
 
     def put(self, item: Any) -> bool:
-        """Hands over what is to become a line; does not wait.
+        """Hands over an item that is to become a line; does not wait.
 
         Returns:
-            Whether it was taken; else see `say`.
+            Whether it was accepted; if not, see `say`.
         """
-        return self._shared.put(item)
+        if self._error is not None or self._ending:
+            return False
+        if len(self._items) >= BACKLOG:
+            self._fail(OSError(errno.EAGAIN, f"{BACKLOG} lines wait for a file that is too slow"))
+            return False
+        self._items.append(item)
+        if self._asleep:
+            with self._changed:
+                self._changed.notify_all()
+        return True
 
     def say(self) -> None:
-        """Logs that the file was given up, once; not to be called under a lock."""
-        self._shared.say()
+        """Logs once that the file was given up; must not be called under a lock."""
+        with self._changed:
+            if self._error is None or self._said:
+                return
+            self._said = True
+        text = "elche: %s could not be written, events are kept in memory only: %s"
+        logger.warning(text, self._name, self._error)
 
     def flush(self) -> None:
         """Waits until the file has the lines put so far.
 
         Raises:
-            OSError: A line could not be written, or the file takes nothing for
-                `PATIENCE_S`; then it gets them later, if it goes on.
+            OSError: A line could not be written, or the file accepts nothing for
+                `PATIENCE_S`; it still gets the lines if it recovers.
         """
-        moving = self._shared.wait()
-        self._shared.say()
-        self._shared.raise_error()
+        moving = self._wait()
+        self._tell()
         if not moving:
             raise _stuck()
 
     def close(self) -> None:
         """Writes what is left, ends the thread and closes the file.
 
-        A thread that a file holds up cannot be interrupted. After `PATIENCE_S` without a
-        line it is left alone, and ends by itself as soon as the file goes on. Where the
-        wait is interrupted, `close` may be called again.
+        A thread that is blocked by the file cannot be interrupted. After `PATIENCE_S` without a
+        line it is left alone, and ends by itself once the file recovers. If the wait is
+        interrupted, `close` may be called again.
 
         Raises:
             OSError: As in `flush`: the first such error.
         """
-        moving = self._shared.wait()
+        self.finish()
+        self._tell()
+
+    def finish(self) -> None:
+        """Writes what is left and ends the thread, if the file allows it."""
+        moving = self._wait()
         if not moving:
-            self._shared.fail(_stuck())
-        self._shared.end()
-        if moving and not self._shared.elsewhere:
+            self._fail(_stuck())
+        self._end()
+        if moving:
             self._thread.join(PATIENCE_S)
-        self._finish.detach()
-        self._shared.say()
-        self._shared.raise_error()
 
+    def forked(self) -> None:
+        """Gives up: this process was forked, and the thread does not run in it."""
+        self._changed = threading.Condition(threading.RLock())  # the old one may be held
+        text = "the process that opened it has been forked, and this is the other one"
+        self._error = OSError(errno.EBADF, text)
 
-def _stuck() -> OSError:
-    return OSError(errno.ETIMEDOUT, f"the file has taken nothing for {PATIENCE_S:g} s")
+    def _tell(self) -> None:
+        """Logs and raises the error, if any."""
+        self.say()
+        if self._error is not None:  # a copy: an error keeps its traceback, and what that holds
+            raise type(self._error)(*self._error.args)
 
-
-class _Shared:
-    """What the writer and its thread share; `changed` guards it.
-
-    But for `put`, which takes no lock unless the thread sleeps: only the thread removes items,
-    under the lock, and it says that it sleeps before it looks for items a last time, while
-    `put` adds one before it looks whether the thread sleeps.
-    """
-
-    def __init__(self, file: FileIO, name: str, line: Callable[[Any], bytes]):
-        self.file, self.line, self._name = file, line, name
-        self.changed = threading.Condition(threading.RLock())
-        self._lines: deque[Any] = deque()
-        self._taken = self._written = 0
-        self._asleep = self._ending = self._said = self._urgent = False
-        self._error: OSError | None = None
-        self._process = _process
-
-    @property
-    def elsewhere(self) -> bool:
-        """Whether this process was forked off, and has no thread that writes."""
-        return self._process != _process
-
-    def put(self, item: Any) -> bool:
-        if self.elsewhere:
-            if self._error is None:
-                text = "the process that opened it has been forked, and this is the other one"
-                self._error = OSError(errno.EBADF, text)
-            return False
-        if self._error is not None or self._ending:
-            return False
-        if len(self._lines) >= BACKLOG:
-            text = f"{BACKLOG} lines wait for a file that is too slow"
-            self.fail(OSError(errno.EAGAIN, text))
-            return False
-        self._lines.append(item)
-        if self._asleep:
-            with self.changed:
-                self.changed.notify_all()
-        return True
-
-    def next(self) -> list[Any]:
-        """The next lines, those of `GATHER_S` unless somebody waits; none when there are no
-        more."""
-        with self.changed:
-            self._asleep = True
-            self.changed.wait_for(lambda: self._lines or self._ending or self._error)
-            self._asleep = False
-            self.changed.wait_for(lambda: self._urgent or self._ending or self._error, GATHER_S)
-            number = 0 if self._error is not None else min(len(self._lines), GATHER)
-            self._taken += number
-            return [self._lines.popleft() for _ in range(number)]
-
-    def wrote(self, lines: int) -> None:
-        with self.changed:
-            self._written += lines
-            self.changed.notify_all()
-
-    def over(self) -> None:
-        """The thread ends; what comes later is not waited for."""
-        with self.changed:
-            self._ending = True
-            self._lines.clear()
-
-    def wait(self) -> bool:
-        """Waits until all lines put so far are written; False where nothing moves."""
-        if self.elsewhere:
-            return True
-        with self.changed:
-            lines, self._urgent = self._taken + len(self._lines), True
-            self.changed.notify_all()
+    def _wait(self) -> bool:
+        """Waits until all lines put so far are written; False if no progress is made."""
+        with self._changed:
+            lines, self._urgent = self._taken + len(self._items), True
+            self._changed.notify_all()
             try:
                 while self._written < lines and self._error is None:
-                    moved = self.changed.wait_for(
+                    moved = self._changed.wait_for(
                         lambda before=self._written: self._error or self._written > before,
                         PATIENCE_S,
                     )
@@ -195,92 +153,85 @@ class _Shared:
             finally:
                 self._urgent = False
 
-    def fail(self, error: OSError) -> None:
-        """The file is given up."""
-        with self.changed:
+    def _fail(self, error: OSError) -> None:
+        """Gives up the file."""
+        with self._changed:
             if self._error is None:
                 self._error = error
-                self._lines.clear()
-                self.changed.notify_all()
+                self._items.clear()
+                self._changed.notify_all()
 
-    def say(self) -> None:
-        if self._error is None or self._said:
-            return
-        with self.changed:  # two threads may come at once
-            said, self._said = self._said, True
-        if said:
-            return
-        logger.warning(
-            "elche: %s could not be written, events are kept in memory only: %s",
-            self._name,
-            self._error,
-        )
-
-    def raise_error(self) -> None:
-        if self._error is not None:  # a new one, as an error keeps what it was raised through
-            raise type(self._error)(*self._error.args)
-
-    def end(self) -> None:
-        if self.elsewhere:
-            return
-        with self.changed:
+    def _end(self) -> None:
+        with self._changed:
             self._ending = True
-            self.changed.notify_all()
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        """Runs in the thread: writes lines until there are no more, then closes the file."""
+        for deed in (self._write_all, self._file.close):
+            try:
+                deed()
+            except OSError as error:
+                self._fail(error)
+        with self._changed:
+            self._items.clear()  # nobody waits for what came too late
+        self.say()
+
+    def _write_all(self) -> None:
+        while items := self._next():
+            lines: list[bytes] = []
+            try:
+                for item in items:
+                    lines.append(self._line(item))
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+                raise OSError(errno.EINVAL, f"no line can be made of an event ({why})") from error
+            finally:  # also the lines before one that cannot be made
+                self._write(b"".join(lines))
+                with self._changed:
+                    self._written += len(lines)
+                    self._changed.notify_all()
+
+    def _next(self) -> list[Any]:
+        """The items of the next `GATHER_S`, or fewer if someone waits; none at the end."""
+        with self._changed:
+            self._asleep = True
+            self._changed.wait_for(lambda: self._items or self._ending or self._error)
+            self._asleep = False
+            self._changed.wait_for(lambda: self._urgent or self._ending or self._error, GATHER_S)
+            number = 0 if self._error is not None else min(len(self._items), GATHER)
+            self._taken += number
+            return [self._items.popleft() for _ in range(number)]
+
+    def _write(self, rest: bytes) -> None:
+        while rest:  # a disk that fills up accepts only a part
+            written = self._file.write(rest)
+            if not written:
+                raise BlockingIOError(errno.EAGAIN, "the file takes nothing")
+            rest = rest[written:]
 
 
-def _write_all(shared: _Shared) -> None:
-    """The thread: writes lines until there are no more, then closes the file."""
-    try:
-        while items := shared.next():
-            _write_items(shared, items)
-    except OSError as error:
-        shared.fail(error)
-    try:
-        shared.file.close()
-    except OSError as error:
-        shared.fail(error)
-    shared.over()
-    shared.say()
+_writers: weakref.WeakSet[LineWriter] = weakref.WeakSet()
+"""All writers; one that still writes is kept alive by its thread."""
 
 
-def _write_items(shared: _Shared, items: list[Any]) -> None:
-    """Writes lines of what was put; before one that cannot be made, those that can."""
-    lines: list[bytes] = []
-    try:
-        for item in items:
-            lines.append(shared.line(item))
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        raise OSError(errno.EINVAL, f"no line can be made of an event ({why})") from error
-    finally:
-        _write(shared.file, b"".join(lines))
-        shared.wrote(len(lines))
+def _stuck() -> OSError:
+    return OSError(errno.ETIMEDOUT, f"the file has taken nothing for {PATIENCE_S:g} s")
 
 
-def _write(file: FileIO, line: bytes) -> None:
-    rest = line
-    while rest:  # a disk that becomes full takes a part
-        written = file.write(rest)
-        if not written:
-            raise BlockingIOError(errno.EAGAIN, "the file takes nothing")
-        rest = rest[written:]
+@atexit.register
+def _finish_all() -> None:
+    """At exit, before the interpreter ends the threads."""
+    for writer in list(_writers):
+        if writer.running:
+            writer.finish()
+            writer.say()
 
 
-def _end(shared: _Shared, thread: threading.Thread) -> None:
-    """Nobody holds the writer any more: it ends when all is written."""
-    shared.end()
-    if threading.main_thread().is_alive():  # the end of the interpreter waits for it
-        if thread.is_alive():
-            atexit.register(_drain, shared, thread)
-    else:
-        _drain(shared, thread)
+def _forked() -> None:
+    for writer in list(_writers):
+        writer.forked()
 
 
-def _drain(shared: _Shared, thread: threading.Thread) -> None:
-    if shared.elsewhere:
-        return
-    if shared.wait():
-        thread.join(PATIENCE_S)
-    else:
-        shared.fail(_stuck())
-    shared.say()
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no forks
+    os.register_at_fork(after_in_child=_forked)

@@ -247,7 +247,8 @@ function gantt() {
   const events = data.marks.flatMap((kind) => kind.t.map((t, i) => ({ kind: kind.kind, t, text: kind.text[i] }))).filter((one) => one.t >= first && one.t <= last);
   let from = n > 120 ? g.begin[n - 60] : first, to = last, width = 0, left = 0, queued = false;
   if (n < g.total) $(".note", section).textContent = `The last ${n} of ${g.total} windows are shown.`;
-  canvas.setAttribute("aria-label", `Busy time of ${lanes} devices in ${n} windows; the table of devices has the sums`);
+  const counted = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
+  canvas.setAttribute("aria-label", `Busy time of ${counted(lanes, "device")} in ${counted(n, "window")}; the table of devices has the sums`);
 
   const x = (t) => left + (t - from) / (to - from) * (width - left);
   const time = (px) => from + (px - left) / (width - left) * (to - from);

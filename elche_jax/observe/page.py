@@ -1,4 +1,4 @@
-"""A run as one page: `report.html`, which needs nothing but a browser."""
+"""A run as one page, `report.html`, that needs nothing but a browser."""
 
 import base64
 import hashlib
@@ -14,23 +14,24 @@ from pathlib import Path
 from elche_jax import _check as check
 from elche_jax.observe.atomic import replacing
 from elche_jax.observe.page_data import page_data
-from elche_jax.observe.report import RunReport, megabytes
+from elche_jax.observe.paths import given_file
+from elche_jax.observe.report import RunReport, counted, file_size
 from elche_jax.observe.run import LEFT_OUT, Run
 
 ROWS = 200
-"""Rows of a table, the last ones."""
+"""Most rows of a table; the last ones are shown."""
 
 
 def write_page(run: Run, path: str | PathLike[str], title: str | None = None) -> Path:
-    """Writes a run as one page that explains it: figures, pictures and tables.
+    """Writes a page that explains a run: figures, pictures and tables.
 
-    The page holds everything it needs and may load nothing, so that it can be kept, sent
-    and opened without a network. Of a long run the last windows are shown one by one and the
-    curves are medians, as the page says; figures are always of the whole run.
+    The page holds everything it needs and loads nothing, so that it can be kept, sent and
+    opened without a network. For a long run only the last windows are shown one by one, and
+    curves are medians, as the page says; figures always cover the whole run.
 
     Args:
-        run: What `read_run` gave.
-        path: The file to write, whole or not at all; missing folders are made.
+        run: What `read_run` returned.
+        path: The file, written completely or not at all; missing folders are made.
         title: Headline. None: the run's name.
 
     Returns:
@@ -38,7 +39,7 @@ def write_page(run: Run, path: str | PathLike[str], title: str | None = None) ->
 
     Raises:
         TypeError: `run` is no `Run`, `title` no string, or `path` no path.
-        ValueError: `path` is empty, or has a null byte in it.
+        ValueError: `path` is empty, a folder, or has a null byte in it.
         OSError: The file cannot be written.
 
     Examples:
@@ -58,7 +59,7 @@ def write_page(run: Run, path: str | PathLike[str], title: str | None = None) ->
     check.instance("write_page", "run", run, Run)
     if title is not None:
         check.instance("write_page", "title", title, str)
-    path = check.path("write_page", "path", path)
+    path = given_file("write_page", "path", path, "report.html")
     report = run.report()
     script, style = _part("page.js"), _part("page.css")
     parts = {
@@ -70,11 +71,11 @@ def write_page(run: Run, path: str | PathLike[str], title: str | None = None) ->
         "devices": _device_table(report),
         "epochs": _epoch_table(run),
         "evaluations": _evaluation_table(run),
-        "data": _json(page_data(run)),
+        "data": _json(page_data(run, report)),
         "style": style,
         "script": script,
     }
-    # In one pass: what is put in is not looked at again.
+    # In one pass, so that inserted text is not searched for placeholders.
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _part("page.html"))
     with replacing(path) as file:
         file.write(page.encode("utf-8", "backslashreplace"))
@@ -86,7 +87,7 @@ def _part(name: str) -> str:
 
 
 def _policy(script: str, style: str) -> str:
-    """Only this script and this style, and nothing from anywhere."""
+    """Allows only this script and this style, and nothing from anywhere else."""
     rules = "default-src 'none'; base-uri 'none'; form-action 'none'"
     return f"{rules}; script-src {_hash(script)}; style-src {_hash(style)}"
 
@@ -96,15 +97,15 @@ def _hash(text: str) -> str:
 
 
 def _json(data: object) -> str:
-    """JSON that no text in it can lead out of its element."""
+    """JSON in which no text can end the element around it."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _lead(run: Run) -> str:
     cadence = run.segments[-1].cadence.partition("(")[0] if run.segments else ""
-    devices = _count(len(run.devices), "device")
-    parts = [devices, _count(len(run.windows), "window"), _duration(run.seconds), cadence]
+    devices = counted(len(run.devices), "device")
+    parts = [devices, counted(len(run.windows), "window"), _duration(run.seconds), cadence]
     return " · ".join(part for part in parts if part)
 
 
@@ -113,10 +114,10 @@ def _notes(run: Run) -> Iterable[str]:
         yield "No window is over yet."
     if len(run.segments) > 1:
         were = "was" if run.repeated == 1 else "were"
-        again = f"; {_count(run.repeated, 'window')} {were} done twice" if run.repeated else ""
+        again = f"; {counted(run.repeated, 'window')} {were} done twice" if run.repeated else ""
         yield f"The run was done in {len(run.segments)} parts, laid one after another{again}."
     if len(run.latest) < len(run.windows):
-        latest = _count(len(run.latest), "window")
+        latest = counted(len(run.latest), "window")
         yield f"Devices have changed: speeds and shares are those of the last {latest}."
 
 
@@ -129,24 +130,18 @@ def _figures(run: Run, report: RunReport) -> str:
         ("Windows", f"{len(run.windows):,}", f"in {_duration(run.seconds)}"),
         ("Devices", str(len(report.devices)), "in rank order below"),
         ("Synchronising", f"{report.sync_ms:.2f} ms", f"median; skew {report.skew_ms:.2f} ms"),
-        *_exchange(report),
-        *_skips(run),
-        ("Compiling", f"{report.compile_s:.1f} s", waited),
     ]
+    if report.exchange_bytes:
+        figures.append(("Exchange", file_size(report.exchange_bytes), "per device and window"))
+    figures += [*_skips(run), ("Compiling", f"{report.compile_s:.1f} s", waited)]
     return "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
         for name, value, note in figures
     )
 
 
-def _exchange(report: RunReport) -> list[tuple[str, str, str]]:
-    """What a window exchanges, where the timeline says so."""
-    size = report.exchange_bytes
-    return [("Exchange", megabytes(size), "per device and window")] if size else []
-
-
 def _skips(run: Run) -> list[tuple[str, str, str]]:
-    """How many windows were skipped for which reason: the dropped ones in any case."""
+    """How many windows were skipped, by reason; the dropped ones even if there are none."""
     reasons = Counter(skip.reason for skip in run.skips)
     dropped = {why: n for why, n in reasons.items() if not why.startswith(LEFT_OUT)}
     why = ", ".join(dropped) or "not finite"
@@ -173,49 +168,45 @@ def _device_table(report: RunReport) -> str:
 
 
 def _epoch_table(run: Run) -> str:
-    epochs = run.epochs
-    names = list(dict.fromkeys(name for epoch in epochs for name in epoch.names))
-    rows = [
+    head = ["Epoch", "Windows", "Examples", "Seconds", "Examples per second"]
+    cells = [
         [
             str(epoch.epoch),
             f"{epoch.windows:,}",
             f"{epoch.examples:,}",
             f"{epoch.seconds:.2f}",
             f"{epoch.examples / epoch.seconds:,.0f}" if epoch.seconds > 0 else "-",
-            *_values(epoch.metrics, names),
         ]
-        for epoch in epochs[-ROWS:]
+        for epoch in run.epochs
     ]
-    head = ["Epoch", "Windows", "Examples", "Seconds", "Examples per second", *names]
-    return _table(_caption("Epochs", len(epochs)), head, rows)
+    return _metric_table("Epochs", head, cells, [epoch.metrics for epoch in run.epochs])
 
 
 def _evaluation_table(run: Run) -> str:
     events = run.evaluations
-    names = list(dict.fromkeys(name for event in events for name in event.names))
+    cells = [[str(event.epoch), str(event.window), f"{event.seconds:.2f}"] for event in events]
+    head = ["Epoch", "Window", "Seconds"]
+    return _metric_table("Evaluations", head, cells, [event.metrics for event in events])
+
+
+def _metric_table(
+    name: str,
+    head: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    metrics: Sequence[dict[str, float]],
+) -> str:
+    """The last rows of a table, with one more column per metric."""
+    names = list(dict.fromkeys(name for each in metrics for name in each))
     rows = [
-        [
-            str(event.epoch),
-            str(event.window),
-            f"{event.seconds:.2f}",
-            *_values(event.metrics, names),
-        ]
-        for event in events[-ROWS:]
+        [*row, *(f"{each[name]:.5g}" if name in each else "-" for name in names)]
+        for row, each in zip(cells[-ROWS:], metrics[-ROWS:], strict=True)
     ]
-    head = ["Epoch", "Window", "Seconds", *names]
-    return _table(_caption("Evaluations", len(events)), head, rows)
-
-
-def _values(metrics: dict[str, float], names: Sequence[str]) -> list[str]:
-    return [f"{metrics[name]:.5g}" if name in metrics else "-" for name in names]
-
-
-def _caption(name: str, rows: int) -> str:
-    return name if rows <= ROWS else f"{name}, the last {ROWS} of {rows:,}"
+    caption = name if len(cells) <= ROWS else f"{name}, the last {ROWS} of {len(cells):,}"
+    return _table(caption, [*head, *names], rows)
 
 
 def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose first column names its rows; empty without rows."""
+    """A table whose first column names its rows; nothing without rows."""
     if not rows:
         return ""
     top = "".join(f"<th scope=col>{escape(name)}</th>" for name in head)
@@ -226,13 +217,9 @@ def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> 
         for first, *rest in rows
     )
     table = f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
-    # To be scrolled sideways where it is wide, by keyboard too.
+    # A wide table can be scrolled sideways, also by keyboard.
     box = f'<div class=wide tabindex=0 role=region aria-label="{escape(caption)}">{table}</div>'
     return f"<section><h2>{escape(caption)}</h2>{box}</section>"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _duration(seconds: float) -> str:

@@ -1,8 +1,9 @@
-"""What a page draws of a run: its numbers, thinned where the run was long."""
+"""The numbers that a page draws, thinned out for a long run."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from math import ceil
+from operator import attrgetter
 from statistics import median, median_low
 from typing import Any, TypeVar
 
@@ -15,46 +16,46 @@ from elche_jax.observe.events import (
     SkipEvent,
     VerdictEvent,
 )
-from elche_jax.observe.report import device_reports, limit_share
+from elche_jax.observe.report import RunReport, file_size, limit_share
 from elche_jax.observe.run import LEFT_OUT, PlacedWindow, Run
 
 POINTS = 600
-"""Points of a curve; of more windows medians are shown."""
+"""Most points of a curve; for more windows, medians are shown."""
 
 GANTT_NUMBERS = 60_000
-"""Numbers of windows that are shown one by one; older windows are left out of that picture."""
+"""Most numbers about windows shown one by one; older windows are left out of that picture."""
 
 MARKS = 400
-"""Marks of a kind, the last ones."""
+"""Most marks of a kind; the last ones are shown."""
 
 METRICS = 12
-"""Metrics that get a picture."""
+"""Most metrics that get a picture."""
 
 _T = TypeVar("_T")
 
 
-def page_data(run: Run) -> dict[str, Any]:
-    """The numbers behind the pictures, in the form in which the page's script reads them.
+def page_data(run: Run, report: RunReport) -> dict[str, Any]:
+    """The numbers behind the pictures, as the page's script reads them.
 
-    Times are seconds on the run's axis, durations milliseconds, lists of windows columns.
+    Times are seconds on the run's axis, durations are milliseconds, windows are columns.
     """
     lanes = _lane_names(run)
     return {
         "seconds": _time(run.seconds),
         "devices": lanes,
-        "begins": [_time(segment.begin) for segment in run.segments[1:]],
+        "begins": [_time(segment.at) for segment in run.segments[1:]],
         "target": run.segments[-1].overhead_target if run.segments else 0.0,
         "gantt": _gantt(run, len(lanes)),
         "curves": _curves(run, len(lanes)),
         "anchor": _columns(run.anchor_steps, median_low),
         "metrics": _metrics(run),
-        "shares": _shares(run),
+        "shares": _shares(run, report),
         "marks": _marks(run),
     }
 
 
 def _lane_names(run: Run) -> list[str]:
-    """A name for each rank that the run ever had: the last device there."""
+    """A name for each rank that the run ever had: that of its last device."""
     names: list[str] = []
     for segment in run.segments:
         names = [*segment.devices, *names[len(segment.devices) :]]
@@ -66,7 +67,7 @@ def _time(seconds: float) -> float:
 
 
 def _short(value: float | None) -> float | None:
-    """Six digits are more than a picture shows."""
+    """Rounds to six digits, which is more than a picture shows."""
     return None if value is None else float(f"{value:.6g}")
 
 
@@ -88,17 +89,20 @@ def _gantt(run: Run, lanes: int) -> dict[str, Any]:
     }
 
 
-def _buckets(items: Sequence[_T]) -> list[Sequence[_T]]:
-    """Runs of as many items, so that there are at most `POINTS`."""
-    size = max(1, ceil(len(items) / POINTS))
+def _bucket_size(items: Sequence[object]) -> int:
+    """How many items one point of a curve stands for, to have at most `POINTS`."""
+    return max(1, ceil(len(items) / POINTS))
+
+
+def _buckets(items: Sequence[_T], size: int) -> list[Sequence[_T]]:
     return [items[at : at + size] for at in range(0, len(items), size)]
 
 
 def _columns(
     points: Sequence[tuple[float, float]], middle: Callable[[Iterable[float]], float] = median
 ) -> dict[str, Any]:
-    """Columns of points over time: for each bucket its first time and its median."""
-    buckets = _buckets(points)
+    """Columns of points over time: the first time and the median of each bucket."""
+    buckets = _buckets(points, _bucket_size(points))
     return {
         "t": [_time(bucket[0][0]) for bucket in buckets],
         "v": [_short(middle(value for _, value in bucket)) for bucket in buckets],
@@ -108,11 +112,10 @@ def _columns(
 def _curves(run: Run, lanes: int) -> dict[str, Any]:
     """Medians over buckets of windows: counts, share of the limit, overhead."""
     buckets: list[Sequence[PlacedWindow]] = []
-    size = max(1, ceil(len(run.windows) / POINTS))
-    in_segments = sorted(run.windows, key=lambda window: window.segment)
-    for _, segment in groupby(in_segments, key=lambda window: window.segment):
-        windows = list(segment)
-        buckets += [windows[at : at + size] for at in range(0, len(windows), size)]
+    size = _bucket_size(run.windows)
+    in_segments = sorted(run.windows, key=attrgetter("segment"))
+    for _, segment in groupby(in_segments, key=attrgetter("segment")):
+        buckets += _buckets(list(segment), size)
     buckets.sort(key=lambda bucket: bucket[0].begin)
     return {
         "bucket": size,
@@ -141,7 +144,7 @@ def _overhead(bucket: Sequence[PlacedWindow]) -> float | None:
 
 
 def _metrics(run: Run) -> list[dict[str, Any]]:
-    """For each metric what is known of it: of windows, epochs and evaluations."""
+    """The values of each metric, by window, epoch and evaluation."""
     series: dict[str, dict[str, list[tuple[float, float]]]] = {}
     if run.losses:
         series["loss"] = {"window": [(event.at, event.loss) for event in run.losses]}
@@ -158,22 +161,23 @@ def _metrics(run: Run) -> list[dict[str, Any]]:
     ]
 
 
-def _shares(run: Run) -> list[dict[str, Any]]:
-    """How each device spent the steady windows: working, synchronising, idle; sum 1."""
+def _shares(run: Run, report: RunReport) -> list[dict[str, Any]]:
+    """How each device spent the steady windows: busy, synchronising, idle; the sum is 1."""
     records = [window.record for window in run.latest if window.record.steady]
     wall = sum(record.wall_ms for record in records)
     sync = sum(record.sync_ms for record in records) / wall if wall > 0 else 0.0
     shares: list[dict[str, Any]] = []
-    for device in device_reports(records, run.devices):
-        exchanging = max(0.0, min(sync, 1 - device.busy_share))
-        idle = 1 - device.busy_share - exchanging if wall > 0 else 0.0
-        parts = {"busy": device.busy_share, "sync": exchanging, "idle": idle}
-        shares.append({"name": device.name} | {key: _short(part) for key, part in parts.items()})
+    for device in report.devices:
+        busy = device.busy_share
+        exchanging = max(0.0, min(sync, 1 - busy))
+        idle = 1 - busy - exchanging if wall > 0 else 0.0
+        parts = {"busy": _short(busy), "sync": _short(exchanging), "idle": _short(idle)}
+        shares.append({"name": device.name} | parts)
     return shares
 
 
 def _marks(run: Run) -> list[dict[str, Any]]:
-    """What happened at a moment, and the words for it; the last `MARKS` of each kind."""
+    """Events as marks with a text; the last `MARKS` of each kind."""
     marks: list[dict[str, Any]] = []
     for kind, (name, words) in _WORDS.items():
         events: list[Any] = run.of(kind)
@@ -205,7 +209,7 @@ def _evaluation(event: EvaluationEvent) -> str:
 
 
 def _checkpoint(event: CheckpointEvent) -> str:
-    size = f"{event.size / 1e6:.2f} MB"
+    size = file_size(event.size)
     return f"window {event.window} saved in {event.seconds:.2f} s, {size}: {event.path}"
 
 

@@ -1,4 +1,4 @@
-"""Pictures of a run. Numbers in, a PNG out; matplotlib is imported when one is drawn."""
+"""Pictures of a run as PNG files; matplotlib is imported when one is drawn."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from typing import Any
 
 from elche_jax import _check as check
 from elche_jax.cadence import WindowMeasurement
+from elche_jax.observe.paths import given_file
 
 INK, FAINT = "#1f2933", "#c3ccd5"
 BUSY = ("#f3f6f9", "#9cc9d9", "#2a86a8", "#0b4a6b")
@@ -32,18 +33,18 @@ def plot_run(
         records: Windows of one run, oldest first, at least one.
         path: The PNG to write; missing folders are made.
         title: Headline.
-        devices: Name of each device; None for `device 0`, `device 1`, ...
+        devices: Names of the devices; None for `device 0`, `device 1`, ...
         baseline: Windows of another run on the same devices, shown above on the same
             time axis.
-        names: What to call the run and the baseline.
+        names: Names of the run and of the baseline.
 
     Returns:
         The path.
 
     Raises:
         TypeError: `path` is no path.
-        ValueError: `path`, `records` or `baseline` is empty; they or `devices` differ in the
-            number of devices.
+        ValueError: `path`, `records` or `baseline` is empty; `path` is a folder; they or
+            `devices` differ in the number of devices.
 
     Examples:
         >>> import tempfile
@@ -55,35 +56,31 @@ def plot_run(
         ...     plot_run(windows, f"{folder}/run.png", "two devices").stat().st_size > 0
         True
     """
-    target = check.path("plot_run", "path", path)
+    target = given_file("plot_run", "path", path, "run.png")
     world_size = _check(records, baseline, devices)
     labels = [f"device {rank}" for rank in range(world_size)] if devices is None else devices
     runs = [(names[0], records)]
     if baseline is not None:
         runs.insert(0, (names[1], baseline))
 
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
 
-    height = 1.6 + len(runs) * (0.7 + 0.3 * min(world_size, 12)) + 2.4
-    figure: Any = Figure(figsize=(9, height), dpi=160, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
     rows = [0.7 + 0.3 * min(world_size, 12)] * len(runs) + [2.4]
+    size = (9, 1.6 + sum(rows))
+    figure: Any = Figure(figsize=size, dpi=160, layout="constrained", facecolor="white")
     axes = figure.subplots(len(rows), 1, height_ratios=rows)
     figure.suptitle(title or None, fontsize=14, fontweight="bold", color=INK, x=0.01, ha="left")
     end = max(_edges(run)[-1] for _, run in runs)
     image: Any = None
-    for at, (name, run) in enumerate(runs):
-        axis = axes[at]
+    for axis, (name, run) in zip(axes, runs, strict=False):
         image = _busy_strips(axis, run, labels, end)
         _headline(axis, f"{name}: done after {_edges(run)[-1]:.1f} s")
-        if at == len(runs) - 1:
-            axis.set_xlabel("seconds", color=INK)
-        else:
-            axis.tick_params(labelbottom=False)
+        axis.tick_params(labelbottom=axis is axes[-2])
+    axes[-2].set_xlabel("seconds", color=INK)
     bar = figure.colorbar(image, ax=axes[: len(runs)], pad=0.01, fraction=0.025, aspect=30)
     bar.set_label("busy share of a window", color=INK)
-    bar.ax.yaxis.set_major_formatter(_percent)
+    bar.ax.yaxis.set_major_formatter(PercentFormatter(1))
     bar.outline.set_visible(False)
     _count_lines(axes[-1], records, labels)
     _headline(axes[-1], f"{names[0]}: counts per window")
@@ -99,29 +96,26 @@ def _check(
 ) -> int:
     for argument, run in (("records", records), ("baseline", baseline)):
         if run is not None and not run:
-            raise ValueError(f"plot_run: {argument} must hold at least one window, got none.")
+            rule = "hold at least one window"
+            raise ValueError(check.message("plot_run", argument, rule, "none"))
     world_size = len(records[0].counts)
-    if devices is not None and len(devices) != world_size:
-        raise ValueError(
-            f"plot_run: devices must have one entry per device ({world_size}), got {len(devices)}."
-        )
+    if devices is not None:
+        check.per_device("plot_run", "devices", len(devices), world_size)
     if baseline is not None and len(baseline[0].counts) != world_size:
-        raise ValueError(
-            f"plot_run: baseline must have as many devices as records ({world_size}), "
-            f"got {len(baseline[0].counts)}."
-        )
+        rule = f"have as many devices as records ({world_size})"
+        raise ValueError(check.message("plot_run", "baseline", rule, len(baseline[0].counts)))
     return world_size
 
 
 def _edges(records: Sequence[WindowMeasurement]) -> list[float]:
-    """When the windows begin and end, in seconds from the first one's beginning."""
+    """When the windows begin and end, in seconds since the first one began."""
     return [0.0, *accumulate(record.wall_ms / 1e3 for record in records)]
 
 
 def _busy_strips(
     axis: Any, records: Sequence[WindowMeasurement], labels: Sequence[str], end: float
 ) -> Any:
-    """One strip per device, its colour the busy share of each window."""
+    """One strip per device, coloured by the busy share of each window."""
     from matplotlib.colors import LinearSegmentedColormap
 
     world_size, edges = len(labels), _edges(records)
@@ -193,7 +187,7 @@ def _count_lines(axis: Any, records: Sequence[WindowMeasurement], labels: Sequen
 
 
 def _widths(counts: Sequence[int]) -> list[float]:
-    """Line widths of a window: of equal counts, those drawn later are thinner."""
+    """Line widths in a window: of equal counts, those drawn later are thinner, so all show."""
     after: Counter[int] = Counter()
     widths: list[float] = []
     for count in reversed(counts):
@@ -212,8 +206,3 @@ def _bare(axis: Any) -> None:
     for side in ("left", "bottom"):
         axis.spines[side].set_color(FAINT)
     axis.tick_params(colors=INK, color=FAINT)
-
-
-def _percent(value: float, position: int) -> str:
-    del position  # matplotlib passes it
-    return f"{value:.0%}"

@@ -1,21 +1,23 @@
-"""How far a run is, on a terminal or as plain lines."""
+"""The progress of a run, on a terminal or as plain lines."""
 
 import logging
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self, TextIO, cast
 
 from elche_jax import _check as check
 
 REFRESH_S = 0.1
-"""Least time between two pictures."""
+"""Shortest time between two pictures."""
+
+SPEED_S = 600.0
+"""How long the time left looks back; updates may be minutes apart."""
 
 NAMED = 8
-"""Devices that are shown by name; of more the least, the mean and the most."""
+"""Most devices that are shown by name; of more, the least, the mean and the most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,8 @@ class _Now:
 class Progress:
     """Shows how far a run is: a live bar on a terminal, else one plain line per epoch.
 
-    A terminal that goes away stops the showing, never the run. There is no thread: `update`
-    draws, ten times a second at most, and is cheap in between. While a bar is there, what
+    A terminal that goes away stops the display, never the run. There is no thread: `update`
+    draws, at most ten times a second, and is cheap in between. While a bar is shown, what
     is printed or logged to the same terminal appears above it.
 
         with Progress(microbatches, epochs, names) as progress:
@@ -42,12 +44,12 @@ class Progress:
                 progress.update(window.epoch, done, loss)
 
     Args:
-        total: Microbatches of the whole run, at least 1; None where that is not known: no
-            share and no time left are shown.
-        epochs: Epochs of the run, at least 1; None where they have no end.
+        total: Microbatches of the whole run, at least 1; None if unknown: no share and no
+            time left are shown.
+        epochs: Epochs of the run, at least 1; None if they have no end.
         devices: Names of the devices, in rank order.
-        stream: Where to; None: the standard error stream, as it is then. A process that has
-            none shows nothing.
+        stream: Where to write; None for the standard error stream of that moment. A process
+            that has none shows nothing.
 
     Raises:
         TypeError: `total` or `epochs` is no integer, or `devices` no sequence of strings.
@@ -73,21 +75,17 @@ class Progress:
         devices: Sequence[str],
         stream: TextIO | None = None,
     ):
-        if total is not None:
-            total = check.integer("Progress", "total", total, low=1)
-        self._total = total
-        if epochs is not None:
-            epochs = check.integer("Progress", "epochs", epochs, low=1)
-        self._epochs = epochs
+        for name, number in (("total", total), ("epochs", epochs)):
+            if number is not None:
+                check.integer("Progress", name, number, low=1)
+        self._total, self._epochs = total, epochs
         self._devices = check.items("Progress", "devices", devices, "strings")
         for rank, name in enumerate(self._devices):
             check.instance("Progress", f"devices[{rank}]", name, str)
         self._stream: TextIO | None = sys.stderr if stream is None else stream
         self._now: _Now | None = None
-        self._first: tuple[float, int] | None = None
         self._due = 0.0
-        self._live: Any = None
-        self._shown: Any = None
+        self._bar: Any = None
         self._lost = self._stream is None
         self._cleanup = ExitStack()
 
@@ -95,16 +93,12 @@ class Progress:
         self._safely(self._start)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._live is not None:
-            self._shown = self._picture()  # the last one, which stays
-        elif kind is None and self._now is not None:
-            self._write(self._epoch_line(self._now))
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self._now is not None:
+            if self._bar is not None:
+                self._tell_bar(self._now)  # stopping draws it once more, and it stays
+            elif kind is None:
+                self.line(self._epoch_line(self._now))
         self._stop()
 
     def update(
@@ -119,10 +113,10 @@ class Progress:
 
         Args:
             epoch: Number of the epoch, the first one 0.
-            done: Microbatches of the run that are done, those before a resume as well.
-            loss: Loss, of the newest window for instance; None: not known.
-            examples_per_s: Valid examples per second; None: not known.
-            busy: Busy share per device, each 0 to 1; None: not known.
+            done: Microbatches of the run that are done, including those before a resume.
+            loss: Loss, of the newest window for instance; None if unknown.
+            examples_per_s: Valid examples per second; None if unknown.
+            busy: Busy share per device, each 0 to 1; None if unknown.
 
         Raises:
             TypeError: `epoch` or `done` is no integer, another value no number.
@@ -135,21 +129,17 @@ class Progress:
             _check_number(where, name, value)
         if busy is not None:
             busy = check.reals(where, "busy", busy)
-        self._now = _Now(epoch, done, loss, examples_per_s, busy)
-        if self._live is None:
+        now = self._now = _Now(epoch, done, loss, examples_per_s, busy)
+        if self._bar is None:
             if before is not None and epoch != before.epoch:
-                self._write(self._epoch_line(before))
-            return
-        now = time.perf_counter()
-        if self._first is None:
-            self._first = now, done
-        if now >= self._due:
-            self._due = now + REFRESH_S
-            self._shown = self._picture()
-            self._safely(self._live.refresh)
+                self.line(self._epoch_line(before))
+        elif time.perf_counter() >= self._due:
+            self._due = time.perf_counter() + REFRESH_S
+            self._tell_bar(now)
+            self._safely(self._bar.refresh)
 
     def line(self, text: str) -> None:
-        """Writes a line, above the bar where there is one.
+        """Writes a line, above the bar if there is one.
 
         Args:
             text: The line.
@@ -158,13 +148,10 @@ class Progress:
             TypeError: It is no string.
         """
         check.instance("Progress.line", "text", text, str)
-        self._write(text)
-
-    def _write(self, text: str) -> None:
         self._safely(lambda: self._print(text))
 
     def _safely(self, deed: Callable[[], object]) -> None:
-        """Does something to the stream; one that fails is left alone from then on."""
+        """Does something with the stream, which is left alone from the first failure on."""
         if self._lost:
             return
         try:
@@ -177,43 +164,42 @@ class Progress:
         stream = self._stream
         if stream is None or not _on_terminal(stream):
             return
-        from rich.live import Live
-
         console = _console(stream)
         if console.is_dumb_terminal:
             return
-        self._shown = self._picture()
         streams = sys.stdout, sys.stderr
-        live = Live(
-            console=console,
-            auto_refresh=False,  # no thread of rich's
-            get_renderable=lambda: self._shown,
-            # What goes into a file stays out of the terminal.
-            redirect_stdout=_on_terminal(sys.stdout),
-            redirect_stderr=_on_terminal(sys.stderr),
-        )
-        self._cleanup.callback(live.stop)
-        live.start(refresh=True)
+        bar = _rich_bar(console, self._total)
+        self._cleanup.callback(bar.stop)
+        bar.start()
         self._cleanup.enter_context(_logging_through(*streams))
-        self._live = live
+        self._bar = bar
 
     def _stop(self) -> None:
-        self._live = None
+        self._bar = None
         try:
             self._cleanup.close()
         except (OSError, ValueError):
             self._lost = True
 
     def _print(self, text: str) -> None:
-        if self._live is not None:
+        if self._bar is not None:
             from rich.text import Text
 
-            self._live.console.print(Text(text), soft_wrap=True)
+            self._bar.console.print(Text(text), soft_wrap=True)
             return
         stream = cast(TextIO, self._stream)
         encoding = getattr(stream, "encoding", None) or "utf-8"
         stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
         stream.flush()
+
+    def _tell_bar(self, now: _Now) -> None:
+        self._bar.update(
+            self._bar.task_ids[0],
+            completed=now.done,
+            description=self._epoch(now, "/"),
+            numbers="  ".join(_numbers(now)),
+            busy=self._busy_line(now),
+        )
 
     def _epoch_line(self, now: _Now) -> str:
         epoch = self._epoch(now, " of ")
@@ -221,36 +207,6 @@ class Progress:
 
     def _epoch(self, now: _Now, of: str) -> str:
         return f"epoch {now.epoch + 1}" + (f"{of}{self._epochs}" if self._epochs else "")
-
-    def _picture(self) -> Any:
-        """The bar and the line below it."""
-        from rich.console import Group
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
-        now = self._now
-        if now is None:
-            return Text("starting", style="dim")
-        row: list[Any] = [Text(self._epoch(now, "/"), style="bold")]
-        if self._total is None:
-            row.append(Text(f"{now.done:,} microbatches"))
-        else:
-            done, calm = min(now.done, self._total), "cyan"
-            bar = ProgressBar(self._total, done, complete_style=calm, finished_style=calm)
-            row.append(bar)
-            row.append(Text(f"{min(1.0, now.done / self._total):.0%}"))
-        row.append(Text("  ".join(_numbers(now))))
-        left = self._time_left(now)
-        if left is not None:
-            row.append(Text(f"{_clock(left)} left", style="dim"))
-        table = Table.grid(padding=(0, 2, 0, 0), expand=True)
-        for cell in row:
-            table.add_column(
-                no_wrap=True, ratio=1 if isinstance(cell, ProgressBar) else None, min_width=4
-            )
-        table.add_row(*row)
-        return Group(table, Text(self._busy_line(now), style="dim", overflow="ellipsis"))
 
     def _busy_line(self, now: _Now) -> str:
         busy = now.busy
@@ -263,19 +219,9 @@ class Progress:
         pairs = zip(self._devices, busy, strict=False)
         return "busy: " + "   ".join(f"{name} {share:.0%}" for name, share in pairs)
 
-    def _time_left(self, now: _Now) -> float | None:
-        """Seconds, at the pace since the first update of this process."""
-        if self._total is None or self._first is None:
-            return None
-        began, before = self._first
-        seconds = time.perf_counter() - began
-        if now.done <= before or seconds <= 0:
-            return None
-        return max(0, self._total - now.done) * seconds / (now.done - before)
-
 
 def _check_number(where: str, name: str, value: object) -> None:
-    """Raises where a value is no number; one on a device is not waited for."""
+    """Raises if a value is no number, without waiting for one on a device."""
     if value is None or getattr(value, "ndim", None) == 0:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -288,16 +234,10 @@ def _numbers(now: _Now) -> list[str]:
     return loss + speed
 
 
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
 def _on_terminal(stream: Any) -> bool:
     try:
         return bool(stream.isatty())
-    except (AttributeError, ValueError):  # there is none, or it is closed
+    except (AttributeError, ValueError):  # no such method, or the stream is closed
         return False
 
 
@@ -305,7 +245,7 @@ def _console(stream: TextIO) -> Any:
     from rich.console import Console
 
     class Quiet(Console):
-        """A console that ends no process when its terminal is gone."""
+        """A console that does not end the process when its terminal is gone."""
 
         def on_broken_pipe(self) -> None:
             raise
@@ -313,30 +253,57 @@ def _console(stream: TextIO) -> Any:
     return Quiet(file=stream, force_terminal=True, force_jupyter=False, highlight=False)
 
 
-@contextmanager
-def _logging_through(stdout: TextIO, stderr: TextIO) -> Generator[None, None, None]:
-    """Sends what handlers log to these streams to those that stand in for them now.
+def _rich_bar(console: Any, total: int | None) -> Any:
+    """Rich's progress of one task, with the busy shares of the devices on a line below."""
+    from rich import progress as rich
+    from rich.text import Text
 
-    A line that goes to the terminal by itself is drawn over by the next picture.
+    class Bar(rich.Progress):
+        def get_renderables(self) -> Iterable[Any]:
+            yield from super().get_renderables()
+            for task in self.tasks:
+                yield Text(task.fields["busy"], style="dim", overflow="ellipsis", no_wrap=True)
+
+    columns: list[Any] = [rich.TextColumn("{task.description}", style="bold", markup=False)]
+    if total is None:
+        columns += [rich.TextColumn("{task.completed:,} microbatches")]
+    else:
+        columns += [rich.BarColumn(None), rich.TaskProgressColumn()]
+    columns += [rich.TextColumn("{task.fields[numbers]}", markup=False)]
+    if total is not None:
+        columns += [rich.TimeRemainingColumn()]
+    bar = Bar(
+        *columns,
+        console=console,
+        auto_refresh=False,  # no thread
+        # Output that goes to a file must not appear on the terminal.
+        redirect_stdout=_on_terminal(sys.stdout),
+        redirect_stderr=_on_terminal(sys.stderr),
+        speed_estimate_period=SPEED_S,
+        get_time=time.perf_counter,
+        expand=total is not None,  # only the bar has a use for more room
+    )
+    bar.add_task("starting", total=total, numbers="", busy="")
+    return bar
+
+
+@contextmanager
+def _logging_through(stdout: TextIO, stderr: TextIO) -> Generator[None]:
+    """Sends what handlers log to these streams to the ones that stand in for them now.
+
+    A line that goes straight to the terminal would be overwritten by the next picture.
     """
+    now = {id(stdout): sys.stdout, id(stderr): sys.stderr}
     moved: list[tuple[Any, Any]] = []
     for logger in (logging.getLogger(), logging.getLogger("elche_jax")):
         for handler in logger.handlers:
             stream = getattr(handler, "stream", None)
-            through = {id(stdout): sys.stdout, id(stderr): sys.stderr}.get(id(stream))
-            if isinstance(handler, logging.StreamHandler) and through not in (None, stream):
+            if isinstance(handler, logging.StreamHandler) and id(stream) in now:
                 moved.append((handler, stream))
-                _lead(handler, through)
+                # Not `setStream`, which flushes the old stream, and that may fail.
+                handler.stream = now[id(stream)]
     try:
         yield
     finally:
         for handler, stream in moved:
-            _lead(handler, stream)
-
-
-def _lead(handler: Any, stream: Any) -> None:
-    """Gives a handler another stream, also where it cannot flush the one it has."""
-    try:
-        handler.setStream(stream)
-    except (OSError, ValueError):
-        handler.stream = stream
+            handler.stream = stream

@@ -1,4 +1,4 @@
-"""The numbers of a run that people ask for first, made of its records."""
+"""The headline numbers of a run, computed from its records."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ class DeviceReport:
 
     Attributes:
         name: The device.
-        ms_per_batch: Median milliseconds per microbatch; None when never measured.
+        ms_per_batch: Median milliseconds per microbatch; None if never measured.
         microbatches: Microbatches it ran.
-        busy_share: Share of the time in which it worked, 0 to 1.
+        busy_share: Share of the time during which it worked, 0 to 1.
     """
 
     name: str
@@ -30,22 +30,22 @@ class RunReport:
 
     Attributes:
         devices: A report for each device, in rank order.
-        counts: The plan for the next window; of a run that was read back, the last plan that
-            no end of an epoch has cut.
-        windows: Windows the report looks at: the last 1024 of the run at most.
+        counts: The plan for the next window; for a run that was read back, the last plan
+            that no end of an epoch cut short.
+        windows: Windows the report covers: at most the last 1024 of the run.
         examples_per_s: Valid examples per second over the steady windows.
         limit_share: Microbatches per second over the sum of the devices' own speeds,
             `sum(counts) / (wall * sum(1 / ms_per_batch))`; None until all are measured.
         sync_ms: Median cost of a synchronisation.
-        skew_ms: Median distance of the devices' arrivals at it.
+        skew_ms: Median spread of the devices' arrivals at it.
         compile_hits: Program requests answered at once.
         compile_misses: Program requests that waited for a compile.
         compiled_ahead: Programs compiled in the background.
         compile_s: Seconds spent compiling.
         skipped: Windows of the run that were not finite: their update was dropped, or,
             under averaging, a device was left out of it.
-        exchange_bytes: Bytes that each device has for the exchange of a window, before
-            any are left out on the wire; 0 with one device.
+        exchange_bytes: Bytes that each device has to exchange in a window, before any are
+            left out on the wire; 0 with one device.
         frozen_bytes: Bytes that frozen parameters would add to it, and to each device's
             sums.
     """
@@ -75,30 +75,29 @@ class RunReport:
             )
         limit = "-" if self.limit_share is None else f"{self.limit_share:.1%}"
         rows += [
-            f"last {self.windows} windows: {self.examples_per_s:,.0f} examples/s, {limit} of the "
-            f"limit, sync {self.sync_ms:.2f} ms, skew {self.skew_ms:.2f} ms",
+            f"last {counted(self.windows, 'window')}: {self.examples_per_s:,.0f} examples/s, "
+            f"{limit} of the limit, sync {self.sync_ms:.2f} ms, skew {self.skew_ms:.2f} ms",
             f"compiles: {self.compile_misses} waited for, {self.compiled_ahead} ahead, "
             f"{self.compile_hits} hits, {self.compile_s:.1f} s",
         ]
         if self.exchange_bytes:
-            left = (
-                f" ({megabytes(self.frozen_bytes)} frozen, left out)" if self.frozen_bytes else ""
-            )
-            rows.append(f"exchange: {megabytes(self.exchange_bytes)} per device and window{left}")
+            frozen = f" ({file_size(self.frozen_bytes)} frozen, left out)"
+            left = frozen if self.frozen_bytes else ""
+            rows.append(f"exchange: {file_size(self.exchange_bytes)} per device and window{left}")
         if self.skipped:
-            windows = "1 window" if self.skipped == 1 else f"{self.skipped} windows"
+            windows = counted(self.skipped, "window")
             rows.append(f"not finite: {windows} (update dropped, or a device left out)")
         return "\n".join(rows)
 
 
 def ms_per_batch(records: Sequence[WindowMeasurement], rank: int) -> float | None:
-    """Median milliseconds per microbatch of a device; None when it ran none."""
+    """Median milliseconds per microbatch of a device; None if it ran none."""
     times = [_busy(r, rank) / r.counts[rank] for r in records if r.counts[rank] > 0]
     return median(times) if times else None
 
 
 def limit_share(records: Sequence[WindowMeasurement]) -> float | None:
-    """Share of the limit that these windows reached.
+    """The share of the limit that these windows reached.
 
     Args:
         records: Windows of one run; every device must have run in some of them.
@@ -124,10 +123,10 @@ def limit_share(records: Sequence[WindowMeasurement]) -> float | None:
 
 
 def imbalance(records: Sequence[WindowMeasurement]) -> float:
-    """Share of the machine that equal counts leave idle, 0 to 1.
+    """The share of the machine that equal counts leave idle, 0 to 1.
 
-    `1 - mean(ms) / max(ms)` of the devices' milliseconds per microbatch: with equal
-    counts a window takes the slowest device's time and the others wait.
+    `1 - mean(ms) / max(ms)` over the devices' milliseconds per microbatch: with equal
+    counts a window takes as long as the slowest device needs, and the others wait.
     """
     known = _known_ms(records) if records else []
     return 1 - sum(known) / len(known) / max(known) if known else 0.0
@@ -168,7 +167,7 @@ def make_report(
     exchange_bytes: int = 0,
     frozen_bytes: int = 0,
 ) -> RunReport:
-    """The report over the steady ones of some records.
+    """Makes the report of the steady windows among some records.
 
     Args:
         records: Windows, oldest first.
@@ -199,6 +198,25 @@ def make_report(
     )
 
 
-def megabytes(size: int) -> str:
-    """A number of bytes, as a person reads it."""
-    return f"{size / 1e6:.2f} MB"
+def file_size(size: int) -> str:
+    """A number of bytes, in a unit that suits it.
+
+    Examples:
+        >>> from elche_jax.observe.report import file_size
+        >>> file_size(900), file_size(30_500)
+        ('900 bytes', '30.50 kB')
+    """
+    from rich.filesize import decimal
+
+    return decimal(size, precision=2)
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """A number of things; give `plural` if it is not the noun with an s.
+
+    Examples:
+        >>> from elche_jax.observe.report import counted
+        >>> counted(1, "device"), counted(2000, "device")
+        ('1 device', '2,000 devices')
+    """
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"

@@ -2,17 +2,15 @@
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import attrgetter
 from os import PathLike
 from typing import Any, TypeVar, cast
 
-from elche_jax import _check as check
 from elche_jax.cadence import WindowMeasurement
 from elche_jax.observe.events import (
     AnchorEvent,
-    CheckpointEvent,
     CompileEvent,
     EpochEvent,
     EvaluationEvent,
@@ -20,47 +18,19 @@ from elche_jax.observe.events import (
     LossEvent,
     RunEvent,
     SkipEvent,
-    VerdictEvent,
     WindowEvent,
-    moved,
 )
+from elche_jax.observe.paths import given_path
 from elche_jax.observe.report import RunReport, make_report
-from elche_jax.observe.timeline import Timeline
-
-TIMELINE = "timeline.jsonl"
-"""Name of the timeline in a run's folder."""
+from elche_jax.observe.timeline import TIMELINE, Timeline
 
 LEFT_OUT = "left out: "
-"""How the reason of a `SkipEvent` begins where an average was taken without a device."""
+"""How the reason of a `SkipEvent` begins if an average was taken without a device."""
 
 LATE = f"{LEFT_OUT}late"
-"""The reason where the device was too late."""
+"""The reason if the device was too late."""
 
 _Kind = TypeVar("_Kind", bound=Event)
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """What one process did of a run in one go, on one set of devices.
-
-    Attributes:
-        devices: Names of the devices in rank order, each once: two devices of one name
-            have their rank in front of it.
-        cadence: What sized the windows; empty where the timeline does not say.
-        overhead_target: Share of a window that synchronising might cost; 0 where there was
-            no such target or the timeline does not say.
-        exchange_bytes: Bytes that each device had for the exchange of a window; 0 where the
-            timeline does not say.
-        frozen_bytes: Bytes that frozen parameters would have added.
-        begin: Seconds on the run's time axis.
-    """
-
-    devices: tuple[str, ...]
-    cadence: str
-    overhead_target: float
-    exchange_bytes: int
-    frozen_bytes: int
-    begin: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +42,9 @@ class PlacedWindow:
     Attributes:
         record: What was measured.
         segment: Index of its segment.
-        begin: When it began: `wall_ms` before its end, or the longest `busy_ms` where that
-            is more. Between two windows lies what the loop spent on its own things.
-        end: When it was over: when it was reported, or earlier, as the next one needs it.
+        begin: When it began: `wall_ms` before its end, or the longest `busy_ms` if that is
+            more. Between two windows is the time that the loop spent on other things.
+        end: When it was over: when it was reported, or earlier if the next one began earlier.
     """
 
     record: WindowEvent
@@ -84,24 +54,27 @@ class PlacedWindow:
 
     @property
     def busy_ms(self) -> tuple[float, ...]:
-        """Busy time per device, also with one device, which is busy all the time."""
+        """Busy time per device; a single device is busy all the time."""
         return self.record.busy_ms or (self.record.wall_ms,)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run, as its timeline tells it; the `at` of events is on its time axis.
+    """A run as read from its timeline; the `at` of its events is on the run's time axis.
 
     Attributes:
         name: Name of the folder, or of the file.
-        segments: What was done in one go each, oldest first.
-        windows: All windows, also those that were done again after a kill.
+        segments: The event with which each part of the run begins, oldest first; a part is
+            what one process did on one set of devices. Names of devices are unique: those
+            that were not have their rank in front. A part whose beginning was not recorded
+            has an event without a cadence, and zeros.
+        windows: All windows, including those that were done again after a kill.
         events: All other events, oldest first.
         seconds: End of the time axis, which begins at 0.
     """
 
     name: str
-    segments: list[Segment]
+    segments: list[RunEvent]
     windows: list[PlacedWindow]
     events: list[Event]
     seconds: float
@@ -116,19 +89,9 @@ class Run:
         return self.of(LossEvent)
 
     @property
-    def anchors(self) -> list[AnchorEvent]:
-        """Changes of the anchor."""
-        return self.of(AnchorEvent)
-
-    @property
     def evaluations(self) -> list[EvaluationEvent]:
         """Evaluations."""
         return self.of(EvaluationEvent)
-
-    @property
-    def checkpoints(self) -> list[CheckpointEvent]:
-        """Checkpoints."""
-        return self.of(CheckpointEvent)
 
     @property
     def epochs(self) -> list[EpochEvent]:
@@ -136,27 +99,17 @@ class Run:
         return self.of(EpochEvent)
 
     @property
-    def compiles(self) -> list[CompileEvent]:
-        """Programs that were compiled."""
-        return self.of(CompileEvent)
-
-    @property
     def skips(self) -> list[SkipEvent]:
         """Updates that were dropped, and averages that were taken without a device."""
         return self.of(SkipEvent)
 
     @property
-    def verdicts(self) -> list[VerdictEvent]:
-        """What the guard told the cadence."""
-        return self.of(VerdictEvent)
-
-    @property
     def anchor_steps(self) -> list[tuple[float, int]]:
-        """The anchor over time: seconds from which on it was so; empty where none was told."""
+        """The anchor over time, each with the seconds since when; empty if none was recorded."""
         steps: list[tuple[float, int]] = []
-        begins = [segment.begin for segment in self.segments]
+        begins = [segment.at for segment in self.segments]
         last = 0  # segments that have a step
-        for event in self.anchors:
+        for event in self.of(AnchorEvent):
             segment = bisect_right(begins, event.at)
             if segment > last:
                 steps.append((begins[segment - 1], event.before))
@@ -166,10 +119,10 @@ class Run:
 
     @property
     def repeated(self) -> int:
-        """Windows that were done again, as a kill had cost what they came to.
+        """Number of windows that were done again, as a kill had lost their result.
 
-        A segment that begins with window 0 goes on with nothing: it counts on its own. So do
-        windows of an older segment that come in between.
+        A segment that begins with window 0 continues nothing, and is counted on its own. So
+        are windows of an older segment that come in between.
         """
         again, segment = 0, -1
         seen: set[int] = set()
@@ -191,7 +144,7 @@ class Run:
 
     @property
     def latest(self) -> list[PlacedWindow]:
-        """The windows on the devices that the run had at last: those a report can be of."""
+        """The windows on the devices that the run had last: those that a report can cover."""
         first = len(self.segments)
         while first and self.segments[first - 1].devices == self.devices:
             first -= 1
@@ -200,11 +153,11 @@ class Run:
     def report(self) -> RunReport:
         """The run's report over its `latest` windows, and all of its compiles and skips.
 
-        The counts are those of the last window that no end of an epoch has cut. A window that
-        a device was too late for is not among the skips: it dropped nothing.
+        The counts are those of the last window that no end of an epoch cut short. A window
+        that was averaged without a late device is not among the skips: it dropped nothing.
         """
         records = [window.record for window in self.latest]
-        compiles = self.compiles
+        compiles = self.of(CompileEvent)
         last = self.segments[-1] if self.segments else None
         return make_report(
             records,
@@ -223,18 +176,17 @@ class Run:
 
 
 def read_run(path: str | PathLike[str]) -> Run:
-    """Reads a run back.
+    """Reads a run from its timeline.
 
-    Times of a timeline that several processes have continued begin at 0 with each of them;
-    here they are laid one after another. What the processes were apart is not known, and
-    left out.
+    In a timeline that several processes have continued, times begin at 0 with each of them;
+    here they follow one another. The time between two processes is unknown, and left out.
 
     Args:
         path: A timeline, or the folder of a run, with a `timeline.jsonl` in it.
 
     Returns:
-        The run. Without a `RunEvent` with as many devices as a window has, as in a loop of
-        your own, they are called `device 0`, `device 1`, ...
+        The run. If no `RunEvent` names as many devices as a window has, as in a loop of your
+        own, they are called `device 0`, `device 1`, ...
 
     Raises:
         TypeError: `path` is no path.
@@ -254,81 +206,66 @@ def read_run(path: str | PathLike[str]) -> Run:
         >>> run.devices, run.report().limit_share
         (('device 0', 'device 1'), 0.5)
     """
-    path = check.path("read_run", "path", path)
+    path = given_path("read_run", "path", path)
     file = path / TIMELINE if path.is_dir() else path
-    reading = _Reading()
-    for _, clock in groupby(_with_clock(Timeline.read(file)), key=lambda pair: pair[0]):
-        reading.add([event for _, event in clock])
     name = path.resolve().name if path.is_dir() else path.stem
-    return Run(name, reading.segments, reading.windows, reading.events, reading.end)
+    run = Run(name, [], [], [], 0.0)
+    for _, clock in groupby(_with_clock(Timeline.read(file)), key=lambda pair: pair[0]):
+        run = _extended(run, [event for _, event in clock])
+    return run
 
 
 def _with_clock(events: Iterable[Event]) -> Iterator[tuple[int, Event]]:
-    """Each event with the number of the clock its `at` is on: a new one where it goes back."""
+    """Each event with the number of its clock: there is a new one whenever `at` goes back."""
     clock, last = 0, 0.0
     for event in events:
-        at = cast(Any, event).at
-        clock, last = clock + (at < last), at
+        clock, last = clock + (event.at < last), event.at
         yield clock, event
 
 
-@dataclass
-class _Reading:
-    """What was read so far."""
+def _extended(run: Run, events: Sequence[Event]) -> Run:
+    """The run with the events of one more clock, all after what is there.
 
-    segments: list[Segment] = field(default_factory=list[Segment])
-    windows: list[PlacedWindow] = field(default_factory=list[PlacedWindow])
-    events: list[Event] = field(default_factory=list[Event])
-    end: float = 0.0
-
-    def add(self, events: Sequence[Event]) -> None:
-        """Takes the events on one clock, all after what is there.
-
-        A loss is reported when it is read, which a trainer does for some windows at once; its
-        place is that of its window.
-        """
-        places = _places([event for event in events if isinstance(event, WindowEvent)])
-        lowest = min(0.0, places[0][0] if places else 0.0)
-        zero = self.end - lowest
-        place = iter(places)
-        newest: dict[int, int] = {}  # by number of devices, the segment on this clock
-        others: list[Event] = []
-        over: dict[int, float] = {}  # by window, when it was reported
-        for event in events:
-            at = zero + cast(Any, event).at
-            self.end = max(self.end, at)
-            if isinstance(event, WindowEvent):
-                over[event.window] = at
-            elif isinstance(event, LossEvent):
-                at = over.pop(event.window, at)
-            if isinstance(event, RunEvent):
-                newest[len(event.devices)] = len(self.segments)
-                self.segments.append(_segment(event, at))
-            elif isinstance(event, WindowEvent):
-                begin, end = next(place)
-                devices = len(event.counts)
-                if devices not in newest:
-                    newest[devices] = len(self.segments)
-                    names = tuple(f"device {rank}" for rank in range(devices))
-                    self.segments.append(Segment(names, "", 0.0, 0, 0, zero + begin))
-                segment = newest[devices]
-                self.windows.append(PlacedWindow(event, segment, zero + begin, zero + end))
-                continue
-            others.append(event if cast(Any, event).at == at else moved(event, at))
-        self.events += sorted(others, key=attrgetter("at"))
+    A loss is reported when it is read, which a trainer does for several windows at once; it
+    is placed at its window.
+    """
+    places = _places([event for event in events if isinstance(event, WindowEvent)])
+    zero = run.seconds - min(0.0, places[0][0] if places else 0.0)
+    place = iter(places)
+    newest: dict[int, int] = {}  # by number of devices, the segment on this clock
+    others: list[Event] = []
+    over: dict[int, float] = {}  # by window, when it was reported
+    for event in events:
+        at = zero + event.at
+        if isinstance(event, WindowEvent):
+            over[event.window] = at
+            begin, end = (zero + moment for moment in next(place))
+            devices = len(event.counts)
+            if devices not in newest:
+                newest[devices] = len(run.segments)
+                names = tuple(f"device {rank}" for rank in range(devices))
+                run.segments.append(RunEvent(names, "", 0.0, event.window, 0, 0, begin))
+            run.windows.append(PlacedWindow(event, newest[devices], begin, end))
+            continue
+        if isinstance(event, RunEvent):
+            newest[len(event.devices)] = len(run.segments)
+            run.segments.append(replace(event, devices=_apart(event.devices), at=at))
+        elif isinstance(event, LossEvent):
+            at = over.pop(event.window, at)
+        others.append(replace(cast(Any, event), at=at))
+    run.events.extend(sorted(others, key=attrgetter("at")))
+    return replace(run, seconds=max([run.seconds, *(zero + event.at for event in events)]))
 
 
-def _segment(event: RunEvent, at: float) -> Segment:
-    names = event.devices
-    if len(set(names)) < len(names):
-        names = tuple(f"{rank}: {name}" for rank, name in enumerate(names))
-    return Segment(
-        names, event.cadence, event.overhead_target, event.exchange_bytes, event.frozen_bytes, at
-    )
+def _apart(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Unique names of devices: with their ranks if two are the same."""
+    if len(set(names)) == len(names):
+        return names
+    return tuple(f"{rank}: {name}" for rank, name in enumerate(names))
 
 
 def _uncut(records: Sequence[WindowMeasurement]) -> tuple[int, ...]:
-    """Counts of the last window that another one of its epoch follows; else of the last."""
+    """Counts of the last window that is not the last of its epoch; if none, of the last."""
     for record, following in zip(records[-2::-1], records[:0:-1], strict=True):
         if record.epoch == following.epoch:
             return record.counts
@@ -336,10 +273,10 @@ def _uncut(records: Sequence[WindowMeasurement]) -> tuple[int, ...]:
 
 
 def _places(windows: Sequence[WindowEvent]) -> list[tuple[float, float]]:
-    """Begin and end of windows, seconds: the latest that are in order and before the report.
+    """Begin and end of windows in seconds: as late as order and the reports allow.
 
-    A window is reported when it is over or later, and `wall_ms` begins where the one before
-    was over:
+    A window is reported when it is over or later, and its `wall_ms` begins at the end of the
+    window before:
 
         end[i] = min(at[i], begin[i + 1])        begin[i] = end[i] - length[i]
     """

@@ -1,4 +1,4 @@
-"""What happened in a run and when: typed events, in memory and one JSON line each.
+"""What happened in a run and when: typed events, in memory and as lines of JSON.
 
 The kinds of events are in `elche_jax.observe.events`.
 """
@@ -11,13 +11,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import fields
-from functools import partial
 from io import FileIO
 from operator import attrgetter
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Final, NamedTuple, Self, cast
+from typing import Any, BinaryIO, Final, Self, cast
 
 from elche_jax import _check as check
 from elche_jax.cadence import WindowMeasurement
@@ -28,33 +26,36 @@ from elche_jax.observe.events import (
     SkipEvent as SkipEvent,
     VerdictEvent as VerdictEvent,
     WindowEvent as WindowEvent,
-    field_names,
 )
 from elche_jax.observe.line_writer import LineWriter
+from elche_jax.observe.paths import given_file
+
+TIMELINE = "timeline.jsonl"
+"""Name of the timeline in a run's folder."""
 
 KEEP = 10_000
-"""Events a timeline keeps in memory."""
+"""Events that a timeline keeps in memory."""
 
 
 BLOCK = 65_536
-"""Bytes of a file that are read at once, from its end on."""
+"""Bytes read at once, from the end of a file backwards."""
 
 _values: Final = attrgetter(*(field.name for field in fields(WindowMeasurement)))
 _encode: Final = json.JSONEncoder(allow_nan=False).encode
 _BEGIN: Final = b'{"event": "'
 _LATER: Final = {"run": {"exchange_bytes": 0, "frozen_bytes": 0}}
-"""Fields that came later, and what stands for them in a file without."""
+"""Fields that older files lack, and their values there."""
 
 NUL: Final = b"\0"
-"""What a power loss leaves of a line that the disk had a place for, and nothing more."""
+"""What a power loss leaves where the disk had reserved room for a line but not written it."""
 
 
 class Timeline:
     """Records the events of a run, in memory and as lines of JSON in a file.
 
-    Any thread may report, and none waits for the disk: a thread of the timeline's own
-    writes the lines, those of a twentieth of a second at a time, so that another process can
-    follow the file. A kill costs what was not written yet; `flush` waits for that.
+    Any thread may report, and none waits for the disk: the timeline has its own thread, which
+    writes the lines of every twentieth of a second, so that another process can follow the
+    file. A kill loses what was not written yet; `flush` waits until it is.
     Use it as a context manager, or close it:
 
         with Timeline("run.jsonl") as timeline:
@@ -63,21 +64,21 @@ class Timeline:
 
     **A write that fails**, on a full disk for instance, or a file that falls 100 000 lines
     behind, does not stop the training: one line is logged, recording goes on in memory
-    alone, and `close` raises the error. An event that is reported after `close` is kept in
-    memory alone as well.
+    only, and `close` raises the error. Events reported after `close` are also kept in
+    memory only.
 
     Args:
-        path: The file to write, one line per event; missing folders are made. A timeline
-            that is there is continued: its last line is cut off where a kill has left it
-            unfinished, as are the zeros that a power loss may leave behind it, and `at`
-            begins at 0 again. Only its first and its last line are looked at, however long
-            it is. None: in memory only.
-        keep: Most events to keep in memory, at least 1; the oldest go first.
+        path: The file to write, one line per event; missing folders are made, and `~` is
+            the home folder, as in all paths. An existing timeline is continued: a last line
+            that a kill has left unfinished is cut off, as are the zeros that a power loss may
+            leave behind, and `at` begins at 0 again. Only the first and the last line are
+            checked, however long the file is. None: in memory only.
+        keep: Most events to keep in memory, at least 1; the oldest are dropped first.
 
     Raises:
         TypeError: `path` is no path, `keep` no integer.
-        ValueError: `keep` is below 1; `path` is empty or has a null byte in it; the file is there
-            and no timeline.
+        ValueError: `keep` is below 1; `path` is a folder, is empty or has a null byte in it; the
+            file exists and is no timeline.
         OSError: The file cannot be opened.
 
     Examples:
@@ -98,11 +99,9 @@ class Timeline:
     def __init__(self, path: str | PathLike[str] | None = None, keep: int = KEEP):
         keep = check.integer("Timeline", "keep", keep, low=1)
         self._lock = threading.Lock()
-        self._events: deque[Event | _Measured] = deque(maxlen=keep)
-        self._path = None if path is None else check.path("Timeline", "path", path)
-        self._writer = (
-            None if self._path is None else LineWriter(_open(self._path), repr(self), _to_line)
-        )
+        self._events: deque[Event] = deque(maxlen=keep)
+        self._path = None if path is None else given_file("Timeline", "path", path, TIMELINE)
+        self._writer = None if self._path is None else LineWriter(_open(self._path), self, _to_line)
         self._began = time.perf_counter()
 
     def __repr__(self) -> str:
@@ -110,44 +109,39 @@ class Timeline:
 
     @property
     def events(self) -> list[Event]:
-        """The last events, oldest first, newest last."""
+        """The last events, oldest first."""
         with self._lock:
-            events = [_made(item) for item in self._events]
-            self._events.clear()
-            self._events.extend(events)
-        return events
+            return list(self._events)
 
     def window(self, record: WindowMeasurement) -> None:
-        """Records a window that is over, as a `WindowEvent`.
+        """Records a finished window as a `WindowEvent`.
 
         Args:
             record: What was measured.
 
         Raises:
-            TypeError: `record` is no `WindowMeasurement`, or holds something else than numbers.
-            ValueError: A number of it is not finite.
+            TypeError: `record` is no `WindowMeasurement`, or holds anything but numbers.
+            ValueError: One of its numbers is not finite.
         """
         check.instance("Timeline.window", "record", record, WindowMeasurement)
-        self._take(partial(WindowEvent, *_values(record)))
+        self._take(lambda at: WindowEvent(*_values(record), at=at).validate())
 
     def measured(self, record: WindowMeasurement) -> None:
-        """Records a window as `window` does, without a look at the numbers.
+        """Records a window as `window` does, without checking the numbers.
 
-        A training step calls it for what it has measured itself. The event is made when somebody
-        wants it, by the thread that writes for instance: what is done for every window costs
-        the training ten times of what it costs elsewhere.
+        A training step calls it with its own measurements.
 
         Args:
             record: What was measured: plain numbers, all finite.
         """
-        self._take(partial(_Measured, record))
+        self._take(lambda at: WindowEvent(*_values(record), at=at))
 
     def add(self, kind: type[Event], **values: Any) -> None:
-        """Records an event; the time `at` is now.
+        """Records an event that happens now.
 
         Args:
             kind: One of the classes in `EVENTS`.
-            **values: Its fields but `at`.
+            **values: Its fields except `at`.
 
         Raises:
             TypeError: A field is missing, unknown or of another type.
@@ -156,15 +150,15 @@ class Timeline:
         if not isinstance(kind, type) or kind not in NAMES:
             rule = f"be one of {', '.join(known.__name__ for known in NAMES)}"
             raise ValueError(check.message("Timeline.add", "kind", rule, repr(kind)))
-        self._take(partial(cast(Any, kind), **values))
+        self._take(lambda at: cast(Any, kind)(**values, at=at).validate())
 
-    def _take(self, make: Callable[..., "Event | _Measured"]) -> None:
-        """Records the event that `make(at=...)` gives."""
-        with self._lock:  # the time is taken inside, so that events are in its order
-            item = make(at=time.perf_counter() - self._began)
-            self._events.append(item)
+    def _take(self, make: Callable[[float], Event]) -> None:
+        """Records the event that `make(at)` returns."""
+        with self._lock:  # taking the time inside keeps the events in its order
+            event = make(time.perf_counter() - self._began)
+            self._events.append(event)
             writer = self._writer
-            taken = writer is None or writer.put(item)
+            taken = writer is None or writer.put(event)
         if not taken and writer is not None:
             writer.say()
 
@@ -172,12 +166,11 @@ class Timeline:
         """Waits until the file has what was reported so far.
 
         Raises:
-            OSError: A line could not be written, or the file takes nothing for 10 s; then
-                the lines are written when it goes on.
+            OSError: A line could not be written, or the file accepts nothing for 10 s; the
+                lines are still written if it recovers.
         """
-        writer = self._writer
-        if writer is not None:
-            writer.flush()
+        if self._writer is not None:
+            self._writer.flush()
 
     def close(self) -> None:
         """Writes what is left and closes the file. Calling it again does nothing.
@@ -185,25 +178,19 @@ class Timeline:
         Raises:
             OSError: As in `flush`: the first such error.
         """
-        writer = self._writer
-        if writer is None:
+        if self._writer is None:
             return
         try:
-            writer.close()
+            self._writer.close()
         except OSError:
             self._writer = None
             raise
-        self._writer = None  # not where it was interrupted: then it may be closed again
+        self._writer = None  # not if interrupted: then `close` may be called again
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except OSError as unwritten:
@@ -213,18 +200,19 @@ class Timeline:
 
     @staticmethod
     def read(path: str | PathLike[str]) -> list[Event]:
-        """Gives the events of a file back.
+        """Reads the events of a file.
 
         Args:
-            path: A file that a timeline has written, or is writing.
+            path: A file that a timeline has written or is still writing.
 
         Returns:
-            The events, oldest first; without the last line where it is unfinished, as
+            The events, oldest first; without the last line if it is unfinished, as
             after a kill or a power loss.
 
         Raises:
             TypeError: `path` is no path.
-            ValueError: Another line is not an event; it is named. Or `path` is empty.
+            ValueError: Any other line is not an event, which the error names. Or `path` is empty,
+                or a folder.
             OSError: The file cannot be read.
 
         Examples:
@@ -237,7 +225,7 @@ class Timeline:
             >>> Timeline.read(path)
             [SkipEvent(window=7, epoch=1, reason='NaN', at=2.5)]
         """
-        path = check.path("Timeline.read", "path", path)
+        path = given_file("Timeline.read", "path", path, TIMELINE)
         *lines, last = path.read_bytes().rstrip(NUL).split(b"\n")
         where = "Timeline.read"
         events = [_from_line(where, path, f"line {at + 1}", line) for at, line in enumerate(lines)]
@@ -245,7 +233,7 @@ class Timeline:
 
 
 def _open(path: Path) -> FileIO:
-    """Opens a file to append lines to, after the last whole line of a timeline."""
+    """Opens a file to append lines after the last whole line of a timeline."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = FileIO(path, "ab")  # without a buffer: a line is one write
     try:
@@ -263,7 +251,7 @@ def _open(path: Path) -> FileIO:
 
 
 def _whole(path: Path) -> tuple[int, bool]:
-    """How many bytes of a file are whole lines, and whether the last of them is ended.
+    """How many bytes of a file are whole lines, and whether the last one has a newline.
 
     Raises:
         ValueError: The first line, or one at the end, is no event.
@@ -272,9 +260,7 @@ def _whole(path: Path) -> tuple[int, bool]:
         first = file.readline()
         if first.endswith(b"\n"):
             _from_line("Timeline", path, "line 1", first[:-1])
-            at, tail = _tail(file)
-        else:
-            at, tail = 0, first.rstrip(NUL)
+        at, tail = _tail(file)
     *lines, last = tail.split(b"\n")
     name = "the last line" if lines else "line 1"
     if lines:
@@ -284,7 +270,7 @@ def _whole(path: Path) -> tuple[int, bool]:
 
 
 def _tail(file: BinaryIO) -> tuple[int, bytes]:
-    """What is at the end of a file, the last whole line in it, and where that begins."""
+    """The end of a file, with its last whole line, and the position where that end begins."""
     at, tail = file.seek(0, io.SEEK_END), b""
     while at and tail.count(b"\n") < 2:
         step = min(at, BLOCK)
@@ -295,44 +281,26 @@ def _tail(file: BinaryIO) -> tuple[int, bytes]:
 
 
 def _last(where: str, path: Path, name: str, line: bytes) -> list[Event]:
-    """The event of a last line without an end; none where it is unfinished or empty."""
+    """The event of a last line without a newline; none if it is unfinished or empty."""
     try:
         return [_from_line(where, path, name, line)] if line else []
     except ValueError:
-        # The beginning of an event is what a kill leaves; anything else is no timeline.
+        # A kill leaves the beginning of an event; anything else is no timeline.
         if not (line.startswith(_BEGIN) or _BEGIN.startswith(line)):
             raise
         return []
 
 
-class _Measured(NamedTuple):
-    """A `WindowEvent` that is not made yet."""
-
-    record: WindowMeasurement
-    at: float
-
-
-def _made(item: "Event | _Measured") -> Event:
-    if isinstance(item, _Measured):
-        return WindowEvent(*_values(item.record), at=item.at)
-    return item
-
-
-def _to_line(item: "Event | _Measured") -> bytes:
-    if isinstance(item, _Measured):
-        kind, found = WindowEvent, (*_values(item.record), item.at)
-    else:
-        kind = type(item)
-        found = [getattr(item, name) for name in field_names(kind)]
-    values = {"event": NAMES[kind]} | dict(zip(field_names(kind), found, strict=True))
-    return _encode(values).encode() + b"\n"
+def _to_line(event: Event) -> bytes:
+    values = {field.name: getattr(event, field.name) for field in fields(cast(Any, event))}
+    return _encode({"event": NAMES[type(event)]} | values).encode() + b"\n"
 
 
 def _from_line(where: str, path: Path, name: str, line: bytes) -> Event:
     try:
         values: Any = json.loads(line)
         event = values.pop("event")
-        return EVENTS[event](**_LATER.get(event, {}) | values)
+        return EVENTS[event](**_LATER.get(event, {}) | values).validate()
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         got = f"{line[:60]!r} ({type(error).__name__}: {error})"
         argument, rule = f"{name} of {path}", "be an event of a timeline"

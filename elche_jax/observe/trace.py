@@ -1,9 +1,9 @@
-"""A run as a trace, which Perfetto and Chrome show."""
+"""A run as a trace for Perfetto and Chrome."""
 
 import gzip
 import heapq
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import fields
 from os import PathLike
@@ -13,6 +13,7 @@ from typing import Any, Final, cast
 from elche_jax import _check as check
 from elche_jax.observe.atomic import replacing
 from elche_jax.observe.events import NAMES, LossEvent
+from elche_jax.observe.paths import given_file
 from elche_jax.observe.run import PlacedWindow, Run
 
 PROCESS: Final = 1
@@ -27,24 +28,24 @@ _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 def write_trace(run: Run, path: str | PathLike[str]) -> Path:
     """Writes a run as a trace in the JSON object format of Chrome's trace viewer.
 
-    One track per device with a bar per window for the time it was busy, one for the
-    synchronisations, one for what else happened; curves of the counts, the anchor and the
+    There is a track per device with a bar for its busy time in each window, a track for the
+    synchronisations and one for other events, and curves of the counts, the anchor and the
     loss. Times are microseconds.
 
-    Where in its window a device was busy is not measured: a bar begins with the window, and
-    the synchronisation ends with it.
+    At which moments of a window a device was busy is not measured: a bar begins with the
+    window, and the synchronisation ends with it.
 
     Args:
-        run: What `read_run` gave.
-        path: The file to write, whole or not at all; missing folders are made. One whose
-            name ends in `.gz` is compressed.
+        run: What `read_run` returned.
+        path: The file, written completely or not at all; missing folders are made. If its
+            name ends in `.gz`, it is compressed.
 
     Returns:
         The path.
 
     Raises:
         TypeError: `run` is no `Run`, or `path` no path.
-        ValueError: `path` is empty, or has a null byte in it.
+        ValueError: `path` is empty, a folder, or has a null byte in it.
         OSError: The file cannot be written.
 
     Examples:
@@ -62,30 +63,26 @@ def write_trace(run: Run, path: str | PathLike[str]) -> Path:
         [40000.0, 36000.0]
     """
     check.instance("write_trace", "run", run, Run)
-    path = check.path("write_trace", "path", path)
+    path = given_file("write_trace", "path", path, "trace.json.gz")
     tracks = _device_tracks(run)
     streams = [_bars(run, tracks), _instants(run), _losses(run), _anchors(run)]
     events = heapq.merge(*streams, key=lambda event: event["ts"])
     with replacing(path) as file:
         packed = (
-            # Neither name nor time of the file: the same run gives the same bytes.
+            # Without name and time of the file, so that the same run gives the same bytes.
             gzip.GzipFile("", "wb", fileobj=file, mtime=0) if path.suffix == ".gz" else None
         )
-        with packed or nullcontext(file) as out:
+        with cast(Any, packed or nullcontext(file)) as out:
             out.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
-            _write_lines(cast(Any, out), _metadata(run, tracks), events)
+            out.write(",\n".join(map(_encode, _metadata(run, tracks))).encode())
+            for event in events:
+                out.write(b",\n" + _encode(event).encode())
             out.write(b"\n]}\n")
     return path
 
 
-def _write_lines(out: Any, metadata: list[dict[str, Any]], events: Iterable[Any]) -> None:
-    out.write(",\n".join(map(_encode, metadata)).encode())
-    for event in events:
-        out.write(b",\n" + _encode(event).encode())
-
-
 def _device_tracks(run: Run) -> dict[tuple[int, str], int]:
-    """The track of each device by rank and name: of all that the run has had."""
+    """The track of each device that the run has had, by rank and name."""
     tracks: dict[tuple[int, str], int] = {}
     for segment in run.segments:
         for device in enumerate(segment.devices):
@@ -106,13 +103,13 @@ def _metadata(run: Run, tracks: dict[tuple[int, str], int]) -> list[dict[str, An
 def _event(
     phase: str, at: float, name: str, args: dict[str, Any], track: int | None = None
 ) -> dict[str, Any]:
-    """An event at a time in seconds; curves are on no track."""
+    """An event at a time in seconds; curves have no track."""
     event = {"ph": phase, "ts": _ns(at) / 1e3, "pid": PROCESS, "name": name, "args": args}
     return event if track is None else event | {"tid": track}
 
 
 def _ns(seconds: float) -> int:
-    """Whole nanoseconds, what a viewer reckons in: there, too, bars do not overlap."""
+    """Whole nanoseconds, the resolution of viewers, so that bars do not overlap there."""
     return round(seconds * 1e9)
 
 
@@ -121,7 +118,7 @@ def _bar(name: str, track: int, begin: float, end: float, args: dict[str, Any]) 
 
 
 def _bars(run: Run, tracks: dict[tuple[int, str], int]) -> Iterator[dict[str, Any]]:
-    """Counts where they change, busy times and synchronisations, in the order of time."""
+    """Changes of the counts, busy times and synchronisations, in the order of time."""
     shown: dict[str, int] = {}
     for window in run.windows:
         record, devices = window.record, run.segments[window.segment].devices
@@ -144,7 +141,7 @@ def _busy_bar(window: PlacedWindow, rank: int, track: int) -> dict[str, Any]:
 
 
 def _instants(run: Run) -> Iterator[dict[str, Any]]:
-    """What happened at a moment: all events that are neither bars nor curves."""
+    """Momentary events: all that are neither bars nor curves."""
     for event in run.events:
         if not isinstance(event, LossEvent):
             values = {field.name: getattr(event, field.name) for field in fields(cast(Any, event))}

@@ -116,6 +116,7 @@ def test_windows_end_with_the_epoch():
     assert advice.to_dict()["epoch"] == 20
     for epoch in (45, None):  # its windows have 44
         assert "whole epoch" not in str(advice_of((5, 5, 10, 20), epoch=epoch))
+    assert "has no more than 1 microbatch.\n" in str(advice_of((5.0,), sync_ms=0.0, epoch=1))
     one = advice_of((5.0,), sync_ms=0.0, step_ms=(15.0,), epoch=7)
     assert (one.cadence, "whole epoch" in str(one)) == ("elche.FixedTotal(7)", True)
 

@@ -167,6 +167,11 @@ def test_memory_is_counted_like_its_bandwidth(run, monkeypatch):
     assert "2.5 GB" in run("devices", "--no-probe", "--devices", "0")[1]
 
 
+def test_one_core_is_no_plural(run, monkeypatch):
+    monkeypatch.setattr(cli.devices.os, "cpu_count", lambda: 1)
+    assert "share the host's 1 core and its memory." in run("devices", "--no-probe")[1]
+
+
 def test_devices_lists_and_probes(run):
     code, out, _ = run("devices", "--no-probe", "--devices", "0,2", "--json")
     listed = json.loads(out)

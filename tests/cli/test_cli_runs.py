@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import webbrowser
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +43,15 @@ def test_report_takes_a_timeline_an_output_and_a_title(folder, tmp_path, capsys)
     assert [device["microbatches"] for device in figures["devices"]] == [8, 4]
     assert "<title>Digits</title>" in page.read_text(encoding="utf-8")
     assert not (folder / "report.html").exists()
+
+
+def test_paths_begin_at_home(folder, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder.parent))
+    for command, output in (("report", "~/digits/new.html"), ("trace", "~/digits/new.json")):
+        assert main([command, "~/digits", f"--output={output}"]) == 0
+        assert (folder / Path(output).name).is_file()
+    assert main(["advise", "~/train.py:job"]) == 1
+    assert f"{folder.parent / 'train.py'} must be a file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

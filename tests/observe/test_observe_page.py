@@ -135,7 +135,7 @@ def test_the_embedded_curves(run16, tmp_path):
     assert marks["skip"][1][0] == "update of window 11 dropped: not finite"
     assert marks["verdict"][1][0] == "nudge down by 0.5 after window 11"
     assert marks["compile"][1][0] == "accumulate compiled in 0.40 s, waited for"
-    assert marks["checkpoint"][1] == ["window 9 saved in 0.10 s, 0.00 MB: c/9"]
+    assert marks["checkpoint"][1] == ["window 9 saved in 0.10 s, 1.00 kB: c/9"]
     assert marks["run"][1][1] == "begins or goes on with window 10, ElChe()"
     text = "evaluated after window 9 in 0.25 s: accuracy 0.1, loss 0.27778"
     assert marks["evaluation"][1] == [text]

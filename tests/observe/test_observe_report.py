@@ -160,3 +160,12 @@ def test_report_reads_as_a_table():
         "compiles: 3 waited for, 2 ahead, 70 hits, 1.3 s",
     ]
     assert "- of the limit" in str(dataclasses.replace(report, limit_share=None))
+
+
+def test_sizes_and_numbers_read_as_they_are():
+    report = make_report([record((4,), (), 50.0)], ["a"], (4,), COMPILES, 1, 10_004, 96)
+    text = str(report)
+    assert "last 1 window: " in text and "not finite: 1 window (" in text
+    assert "exchange: 10.00 kB per device and window (96 bytes frozen, left out)" in text
+    big = str(dataclasses.replace(report, exchange_bytes=2_500_000_000, frozen_bytes=0))
+    assert "exchange: 2.50 GB per device and window" in big

@@ -4,7 +4,16 @@ from itertools import pairwise
 
 import pytest
 
-from elche_jax.observe.events import EVENTS, Event, LossEvent, RunEvent
+from elche_jax.observe.events import (
+    EVENTS,
+    AnchorEvent,
+    CheckpointEvent,
+    CompileEvent,
+    Event,
+    LossEvent,
+    RunEvent,
+    VerdictEvent,
+)
 from elche_jax.observe.report import limit_share
 from elche_jax.observe.run import LATE, LEFT_OUT, read_run
 from elche_jax.observe.timeline import Timeline
@@ -18,9 +27,9 @@ def test_every_event_is_there_once(tmp_path, made):
     assert run.name == tmp_path.name and read_run(tmp_path / "timeline.jsonl").name == "timeline"
     found = {
         "run": run.of(RunEvent), "window": run.windows, "skip": run.skips,
-        "verdict": run.verdicts, "compile": run.compiles, "anchor": run.anchors,
-        "loss": run.losses, "evaluation": run.evaluations, "checkpoint": run.checkpoints,
-        "epoch": run.epochs,
+        "verdict": run.of(VerdictEvent), "compile": run.of(CompileEvent),
+        "anchor": run.of(AnchorEvent), "checkpoint": run.of(CheckpointEvent),
+        "loss": run.losses, "evaluation": run.evaluations, "epoch": run.epochs,
     }  # fmt: skip
     assert set(found) == set(EVENTS)
     for name, events in found.items():
@@ -32,7 +41,7 @@ def test_parts_are_laid_one_after_another(tmp_path, made):
     run = read_run(tmp_path)
     again = next(at for at, line in enumerate(lines) if at and line["event"] == "run")
     gone = lines[again - 1]["at"]  # the time at which the first process ended
-    assert [segment.begin for segment in run.segments] == pytest.approx([0.01, gone + 0.01])
+    assert [segment.at for segment in run.segments] == pytest.approx([0.01, gone + 0.01])
     assert run.seconds == pytest.approx(gone + lines[-1]["at"])
     times = [(0 if at < again else gone) + line["at"] for at, line in enumerate(lines)]
     # losses are where their windows are
@@ -144,8 +153,8 @@ def test_a_late_device_drops_no_update(tmp_path, made):
 def test_no_event_is_checked_a_second_time(tmp_path, made, monkeypatch):
     """Of a long run there are millions."""
     checked = []
-    check = Event.__post_init__
-    monkeypatch.setattr(Event, "__post_init__", lambda event: (checked.append(1), check(event)))
+    check = Event.validate
+    monkeypatch.setattr(Event, "validate", lambda event: (checked.append(1), check(event))[1])
     lines = made.resumed(tmp_path / "timeline.jsonl")
     read_run(tmp_path)
     assert len(checked) == len(lines)

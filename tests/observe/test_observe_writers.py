@@ -183,13 +183,48 @@ def full(number):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize(
-    "content", [b"a,b\n1,2\n", b"step,loss\n1\n", b"step,loss\nx,2\n", b"\n", b"\xff\n", b"x"]
-)
+DAMAGED = {
+    b"step,loss\n1\n": "line 2 must be a step and its values (2 cells), got ['1']",
+    b"step,loss\n0,1.0\n1,2.0,3.0\n": "line 3 must be a step and its values (2 cells), got ['1', ",
+    b"step,loss\n0,1.0\nx,2\n": "line 3 must be a step and its values (2 cells), got ['x', '2']",
+    b'step,loss\n0,1.0\n"1\n': "unexpected end of data",
+    b"step,loss\n\xff,2\n": "'utf-8' codec can't decode byte 0xff",
+    b"step,loss\n0,1.0\n\0\0,1\n2,1.0\n": "",
+    b"step,lo": "line 1 has no end",
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_table_is_put_aside(tmp_path, content, caplog):
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(content)
+    write(path, [(7, {"loss": 1.0}), (8, {"loss": 2.0})])
+    assert path.read_text() == "step,loss\n7,1.0\n8,2.0\n"
+    (aside,) = tmp_path.glob("metrics-damaged-*.csv")
+    assert aside.read_bytes() == content
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"elche: {path} is a damaged table: ") and DAMAGED[content] in said
+    assert said.endswith(f"It was renamed to {aside.name}, and a new one is begun.")
+
+
+@pytest.mark.parametrize("zeros", [b"", b"\0" * 4096])
+@pytest.mark.parametrize("rows", [b"", b"step,loss\n5,1.0\n"])
+def test_what_a_power_loss_has_left_of_a_table(tmp_path, rows, zeros):
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(rows + zeros)
+    write(path, [(9, {"loss": 2.0})])
+    assert path.read_bytes() == (rows or b"step,loss\n") + b"9,2.0\n"
+    assert os.listdir(tmp_path) == ["metrics.csv"]
+
+
+@pytest.mark.parametrize("content", [b"a,b\n1,2\n", b"\n", b"\xff\n", b"x", b"steps\n1\n"])
 def test_another_file_is_left_as_it_is(tmp_path, content):
     path = tmp_path / "notes.csv"
     path.write_bytes(content)
-    text = r"^CSVWriter: .*notes\.csv must be a table with a first column 'step', got b'.*'\. Is it"
+    text = (
+        r"^CSVWriter: .*notes\.csv must be a table with a first column 'step', got b'.*'\. "
+        r"Give another path, or move that file away\.$"
+    )
     with pytest.raises(ValueError, match=text):
         write(path, [(0, {"loss": 1.0})])
     assert path.read_bytes() == content

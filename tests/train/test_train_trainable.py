@@ -76,7 +76,7 @@ def test_bytes_that_are_saved():
         assert moments == 2 * 2 * report[name].exchange_bytes
     assert (report["all"].exchange_bytes, report["all"].frozen_bytes) == (4 * 640, 0)
     assert (report["head"].exchange_bytes, report["head"].frozen_bytes) == (4 * 64, 4 * 576)
-    assert "exchange: 0.00 MB per device and window (0.00 MB frozen, left out)" in str(
+    assert "exchange: 256 bytes per device and window (2.30 kB frozen, left out)" in str(
         report["head"]
     )
 
