@@ -40,7 +40,8 @@ def _spec(value: np.ndarray, info: Any) -> Any:
         info, use_ocdbt=True, global_shape=value.shape, local_shape=value.shape,
         dtype=value.dtype, process_index=0,
     )  # fmt: skip
-    return ts.Spec(spec)
+    # orbax 0.12.0 to 0.12.4 leave it to the caller to name the type
+    return ts.Spec({"dtype": value.dtype.name} | spec)
 
 
 def _all(futures: Iterable[Any]) -> list[Any]:

@@ -12,6 +12,7 @@ import children
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -63,6 +64,21 @@ def is_whole(saved):
     assert saved.notes == {"step": step}
     assert {name for name, spec in saved.specs.items() if spec.own} == OWN
     return same(saved.leaves, leaves(step))
+
+
+def test_the_type_of_an_array_is_named_where_orbax_does_not(tmp_path, monkeypatch):
+    """As in orbax 0.12.0 to 0.12.4."""
+    whole = ocp.type_handlers.get_json_tspec_write
+
+    def without_type(*args, **kwargs):
+        spec = whole(*args, **kwargs)
+        spec.pop("dtype", None)
+        return spec
+
+    monkeypatch.setattr(ocp.type_handlers, "get_json_tspec_write", without_type)
+    store = Store(fill(tmp_path), keep_last=2)
+    assert is_whole(store.read(2))
+    store.close()
 
 
 def test_what_is_written_is_read(tmp_path):
