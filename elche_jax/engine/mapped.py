@@ -5,9 +5,10 @@ on its device. With one device the program is a plain `jit` that strips that axi
 reshape, but it may keep XLA from writing a result where an argument was that is given up.
 """
 
+import logging
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,8 +18,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 PyTree = Any
 
+logger = logging.getLogger("elche_jax")
+
 AXIS = "devices"
 """Name of the mapped axis, for collectives in the user's own code."""
+
+
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "gpu": {
+        "xla_gpu_enable_command_buffer": (
+            "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,WHILE,CONDITIONAL"
+        ),
+        "xla_gpu_graph_min_graph_size": 1,
+    }
+}
+"""Compiler options, by platform. On a GPU a loop whose trip count is a value asks the host before
+every iteration, and the thread that dispatches it waits for all of them; as part of a CUDA graph
+it asks nobody (docs/design/0017-on-a-gpu.md has the figures)."""
 
 
 class Mapped:
@@ -61,11 +77,15 @@ class Mapped:
         Args:
             *args: Pytrees of arrays or `jax.ShapeDtypeStruct`, stacked.
         """
-        return self.lower(*args).compile()
+        return self.finish(self.lower(*args))
 
     def lower(self, *args: PyTree) -> jax.stages.Lowered:
         """Traces it for such arguments, under the settings of this thread."""
         return self._jitted.lower(*jax.tree.map(self._abstract, args))
+
+    def finish(self, lowered: jax.stages.Lowered) -> Callable[..., tuple[PyTree, PyTree]]:
+        """Compiles what `lower` gave; in any thread."""
+        return _compiled(lowered, self._devices[0].platform)
 
     def _abstract(self, leaf: Any) -> jax.ShapeDtypeStruct:
         sharding = SingleDeviceSharding(self._devices[0]) if len(self._devices) == 1 else None
@@ -127,7 +147,21 @@ class PerDeviceJit:
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
         )
-        return self._jitted.lower(*shapes).compile()
+        return _compiled(self._jitted.lower(*shapes), self._devices[rank].platform)
+
+
+def _compiled(lowered: jax.stages.Lowered, platform: str) -> Callable[..., tuple[PyTree, PyTree]]:
+    """Compiles with the options of a platform, or without where this JAX does not know them."""
+    options = OPTIONS.get(platform)
+    if options is None:
+        return lowered.compile()
+    try:
+        return lowered.compile(dict(options))
+    except jax.errors.JaxRuntimeError as error:
+        if "option" not in str(error):
+            raise
+        logger.warning("elche: loops on a GPU wait for the host, as this JAX says: %s", error)
+        return lowered.compile()
 
 
 def _on_one(fn: Callable[..., tuple[PyTree, PyTree]]) -> Callable[..., Any]:

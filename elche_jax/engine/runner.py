@@ -229,7 +229,7 @@ class Runner(Timed):
             args = (self.state, self._sums_shapes(), abstract(call.payload), self._call_args())
         assert mapped is not None
         if not self._cache.ready(key):
-            self._cache.begin(key, mapped.lower(*args).compile)
+            self._cache.begin(key, partial(mapped.finish, mapped.lower(*args)))
 
     def _run_last(
         self, state: TrainState, call: Call, accumulating: Accumulating

@@ -135,7 +135,8 @@ class Pipeline(Generic[R]):
         self._compared = compared
         # without a synchronisation devices end apart, and the CPU's runtime starts a
         # program on all of them at once
-        self._lockstep = not combines and feed.devices[0].platform == "cpu"
+        self._remote = feed.devices[0].platform != "cpu"
+        self._lockstep = not combines and not self._remote
         self._changed = threading.Condition()
         self._planned = 0
         self._over = 0
@@ -286,6 +287,8 @@ class Pipeline(Generic[R]):
         self._scheduler.dispatched(window.counts)
         self.trained = window.index
         cold, self._cold = self._cold, False
+        if self._remote and isinstance(finite, jax.Array):
+            finite.copy_to_host_async()  # to read it when the window is over waits for nothing
         flying = InFlight(
             window.plan, self._asked, steady, finite, token, sums, metrics or {}, cold
         )

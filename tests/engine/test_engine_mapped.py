@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from marks import slow
 
+from elche_jax.engine import mapped
 from elche_jax.engine.mapped import (
     AXIS,
     Mapped,
@@ -126,3 +127,23 @@ def test_what_was_compiled_goes_with_its_owner(use, world_size):
 def executables():
     """How many programs the runtime holds."""
     return len(jax.devices()[0].client.live_executables())
+
+
+def test_options_that_this_jax_does_not_know_are_left_out_and_named(monkeypatch, caplog):
+    monkeypatch.setattr(mapped, "OPTIONS", {"cpu": {"xla_no_such_option": 1}})
+    devices = jax.devices()[:1]
+    x = place(X[:1], devices)
+    out, _ = Mapped(lambda x: (x + 1, None), devices, donate=()).compile(x)(x)
+    np.testing.assert_array_equal(out, X[:1] + 1)
+    assert "elche: loops on a GPU wait for the host, as this JAX says: " in caplog.text
+    assert "xla_no_such_option" in caplog.text
+
+
+def test_another_error_of_the_compiler_is_raised(monkeypatch):
+    class Broken:
+        def compile(self, options=None):
+            raise jax.errors.JaxRuntimeError("INTERNAL: out of memory")
+
+    monkeypatch.setattr(mapped, "OPTIONS", {"cpu": {"xla_no_such_option": 1}})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="out of memory"):
+        Mapped(lambda x: (x, None), jax.devices()[:1], donate=()).finish(Broken())
