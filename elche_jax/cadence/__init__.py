@@ -27,11 +27,12 @@ from elche_jax.cadence.base import (
     stronger,
 )
 from elche_jax.cadence.controller import Controller, ControllerState
-from elche_jax.cadence.elche import ElChe, ElCheState
+from elche_jax.cadence.elche import ElChe
 from elche_jax.cadence.every_batch import EveryBatch, EveryBatchState
 from elche_jax.cadence.fixed_total import FixedTotal, FixedTotalState
 from elche_jax.cadence.guards import Guard, LevelGuard, NoGuard, TrendGuard
 from elche_jax.cadence.post_local import PostLocal
+from elche_jax.cadence.proportional import ElCheState
 from elche_jax.cadence.qsr import QSR
 from elche_jax.cadence.replay import Replay, ReplayState
 from elche_jax.cadence.scheduler import Scheduler, SchedulerState
