@@ -7,9 +7,11 @@ States are plain numbers, so that the plan is the same in every process, goes in
 checkpoint as JSON, and can be replayed.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any, ClassVar, Final, Generic, Literal, Protocol, Self, TypeVar, cast, get_args
 
 import numpy as np
@@ -229,6 +231,9 @@ class Cadence(ABC, Generic[S]):
     and keeps no estimates of times. With one device there are no busy times, and ``update`` is
     called only if the rule ``counts_windows``.
 
+    A method whose name is that of a hook but for a slip (``udpate``) is an error, since nobody
+    would call it.
+
     Attributes:
         state_type: Class of its states, derived from `State`; ``None`` for states that cannot
             be restored from a checkpoint.
@@ -241,6 +246,9 @@ class Cadence(ABC, Generic[S]):
         counts_windows: Whether ``update`` must also hear of windows whose times are unknown;
             their report has times of 0.
         overhead_target: Share of a window that synchronising may cost; 0 for no target.
+
+    Raises:
+        TypeError: If a subclass defines a method whose name is almost that of a hook.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -268,6 +276,16 @@ class Cadence(ABC, Generic[S]):
     uses_loss: ClassVar[bool] = False
     counts_windows: ClassVar[bool] = False
     overhead_target: float = 0.0
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name, value in vars(cls).items():
+            if not inspect.isfunction(value) or any(hasattr(b, name) for b in cls.__bases__):
+                continue  # no method, or one that a base has
+            if near := get_close_matches(name, HOOKS, n=1, cutoff=0.82):
+                rule, got = "be a hook of Cadence or unlike one", "a method of that name"
+                todo = f"Is it {near[0]}? If not, rename it."
+                raise TypeError(check.message(cls.__name__, name, rule, got, todo))
 
     @abstractmethod
     def init(self, world_size: int) -> S:
@@ -317,6 +335,12 @@ class Cadence(ABC, Generic[S]):
     def _unwritten(self, hook: str, flag: str) -> NotImplementedError:
         rule = f"be written where {flag} is True"
         return NotImplementedError(check.message(type(self).__name__, hook, rule, "none"))
+
+
+HOOKS: Final = [
+    name for name, value in vars(Cadence).items() if inspect.isfunction(value) and name[0] != "_"
+]
+"""Methods that a subclass of `Cadence` may define for the loop."""
 
 
 class CheckedCadence(Cadence[S]):
