@@ -79,10 +79,12 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def digest(array: np.ndarray) -> str:
+def digest(content: np.ndarray | bytes) -> str:
     """Tells whether bytes are still the same; an array of zero size has one too."""
-    content: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+    data: Any = content
+    if isinstance(content, np.ndarray):
+        data = np.ascontiguousarray(content).reshape(-1).view(np.uint8)
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def written(array: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """`Checkpoints`: where and when, and what is kept."""
 
 from dataclasses import dataclass
-from os import PathLike, fsdecode
+from os import PathLike
 from pathlib import Path
 
 from elche_jax import _check as check
@@ -14,8 +14,8 @@ class Checkpoints:
     """Where checkpoints go, how often, and which are kept.
 
     Attributes:
-        folder: The folder, made where it is missing. `Trainer.fit(run_dir=...)` has one of
-            its own where this is None.
+        folder: The folder, made if it is missing.
+            `Trainer.fit(run_dir=...)` has one of its own if this is None.
         every_windows: A checkpoint after every so many windows, at least 1; or None.
         every_seconds: One at the first window after so many seconds, above 0; or None.
         every_epochs: One at the end of every so many epochs, at least 1; or None. Only
@@ -53,8 +53,7 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         where = "Checkpoints"
-        if self.folder is not None:
-            check.path(where, "folder", self.folder, rule="be a path or None")
+        _ = self.path  # checks the folder
         for name in ("every_windows", "every_epochs"):
             value = getattr(self, name)
             if value is not None:
@@ -70,4 +69,7 @@ class Checkpoints:
     @property
     def path(self) -> Path | None:
         """The folder as a path."""
-        return None if self.folder is None else Path(fsdecode(self.folder))
+        if self.folder is None:
+            return None
+        path = check.path("Checkpoints", "folder", self.folder, rule="be a path or None")
+        return path

@@ -1,15 +1,15 @@
 """Checkpoints in a folder: each whole or absent, and known to be as it was written."""
 
-import hashlib
 import json
 import logging
 import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -117,12 +117,9 @@ class Store:
             Bytes of the arrays.
 
         Raises:
-            ValueError: The step is there already.
+            ValueError: The step is there already, by orbax.
             OSError: It could not be written.
         """
-        if step in self.steps:
-            place = self._place(step)
-            raise ValueError(f"checkpoint: {place} must not be there yet. Delete it before.")
         specs = {name: LeafSpec.of(array, name in own) for name, array in leaves.items()}
         score = None if score is None or not math.isfinite(score) else float(score)
         content = {
@@ -134,7 +131,7 @@ class Store:
             "notes": dict(notes),
         }
         text = json.dumps(content)
-        manifest = {"text": text, "digest": _digest(text)}
+        manifest = {"text": text, "digest": digest(text.encode())}
         there = {name: written(array) for name, array in leaves.items() if array.size}
         try:
             with _quiet():
@@ -184,7 +181,7 @@ class Store:
             raise self._damaged(step, error) from error
 
     def newest(self) -> Saved | None:
-        """The newest checkpoint that is whole; None where there is none.
+        """The newest checkpoint that is whole; None if there is none.
 
         Damaged ones are said in the log, and put aside under another name, where they are
         in nobody's way.
@@ -242,7 +239,7 @@ class Store:
 
     def _manifest(self, step: int) -> dict[str, Any]:
         manifest = json.loads((self._place(step) / MANIFEST).read_text())
-        if _digest(manifest["text"]) != manifest["digest"]:
+        if digest(manifest["text"].encode()) != manifest["digest"]:
             raise ValueError("its list of leaves has changed")
         content = json.loads(manifest["text"])
         if content["format"] != FORMAT:
@@ -255,7 +252,7 @@ class Store:
     def _read(self, step: int) -> Saved:
         content = self._manifest(step)
         specs = {
-            name: LeafSpec(tuple(spec["shape"]), spec["dtype"], spec["own"], spec["digest"])
+            name: LeafSpec(**spec | {"shape": tuple(spec["shape"])})
             for name, spec in content["leaves"].items()
         }
         found = self._arrays(step, [name for name, spec in specs.items() if 0 not in spec.shape])
@@ -286,7 +283,8 @@ class Store:
         return {name: np.asarray(array.result()) for name, array in reading.items()}
 
     def _put_aside(self, step: int) -> Path:
-        aside = _free(lambda number: self.folder / f"damaged-{step}-{number}")
+        places = (self.folder / f"damaged-{step}-{number}" for number in count())
+        aside = next(place for place in places if not place.exists())
         self._place(step).rename(aside)
         del self._scores[step]
         return aside
@@ -309,17 +307,6 @@ def _quiet() -> Generator[None]:
 
 
 def _system_error(error: BaseException, place: Path) -> OSError | None:
-    """What the system said, where tensorstore reports it, at length, as a `ValueError`."""
+    """What the system said, if tensorstore reports it, at length, as a `ValueError`."""
     code = re.search(r"os_error_code='(\d+)'", str(error))
     return None if code is None else OSError(int(code[1]), os.strerror(int(code[1])), str(place))
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _free(name: Callable[[int], Path]) -> Path:
-    number = 0
-    while name(number).exists():
-        number += 1
-    return name(number)
