@@ -19,7 +19,7 @@ class CallbackContext:
         train: The training step: `report()`, `counts`, `throughput` and more.
         state: The state after the last window. Its buffers are given up by the next one:
             copy what is to be kept.
-        window: The last window; None where a run that goes on has trained none yet.
+        window: The last window; None if a run that goes on has trained none yet.
         metrics: Its metrics; reading one waits for the window.
         history: The epochs that are over.
     """
@@ -32,7 +32,7 @@ class CallbackContext:
     _control: Control
 
     def stop(self) -> None:
-        """Ends the run before its next window, with a checkpoint where there are any."""
+        """Ends the run before its next window, with a checkpoint if there are any."""
         self._control.stop("callback")
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from elche_jax.cadence import WindowRecord
 
@@ -126,6 +127,27 @@ class EpochSums:
         """The means so far, by weight."""
         return {name: total / weight for name, (total, weight) in self.sums.items()}
 
+    def metrics(self, devices: "DeviceSums", whole: bool) -> EpochMetrics:
+        """The epoch, as it is told; what the devices did in it is forgotten."""
+        throughput, busy = devices.of(self.epoch)
+        devices.forget(self.epoch)
+        work, means = sum(self.counts), self.means()
+        return EpochMetrics(
+            epoch=self.epoch,
+            windows=self.windows,
+            examples=self.examples,
+            loss=means.pop("loss", math.nan),
+            metrics=means,
+            evaluation=dict(self.evaluation),
+            seconds=self.seconds,
+            examples_per_s=self.examples / self.seconds if self.seconds > 0 else 0.0,
+            throughput=throughput,
+            share=tuple(count / work for count in self.counts),
+            busy=busy,
+            skipped=self.skipped,
+            whole=whole and self.whole,
+        )
+
 
 class DeviceSums:
     """What the devices did in the epochs that are not over; threads report, the loop reads."""
@@ -134,7 +156,7 @@ class DeviceSums:
         self._lock = threading.Lock()
         self._world_size = world_size
         self._new: deque[WindowRecord] = deque()
-        self._epochs: dict[int, list[list[float]]] = {}
+        self._epochs: dict[int, NDArray[np.float64]] = {}  # counts, busy and wall times
 
     def see(self, record: WindowRecord) -> None:
         """Takes a window that is over."""
@@ -146,16 +168,10 @@ class DeviceSums:
     def _sum_up(self) -> None:
         while self._new:
             record = self._new.popleft()
-            if not record.steady:  # times of a window that compiled say nothing
-                continue
-            counts, busy, wall = self._epochs.setdefault(record.epoch, self._nothing())
-            for rank, ms in enumerate(record.busy_ms or (record.wall_ms,)):
-                counts[rank] += record.counts[rank]
-                busy[rank] += ms
-                wall[rank] += record.wall_ms
-
-    def _nothing(self) -> list[list[float]]:
-        return [[0.0] * self._world_size for _ in range(3)]
+            if record.steady:  # times of a window that compiled say nothing
+                busy = record.busy_ms or (record.wall_ms,)
+                sums = np.array([record.counts, busy, [record.wall_ms] * len(busy)])
+                self._epochs[record.epoch] = self._epochs.get(record.epoch, 0.0) + sums
 
     def forget(self, epoch: int) -> None:
         """An epoch is told."""
@@ -167,31 +183,8 @@ class DeviceSums:
         """Throughput and busy share of an epoch."""
         with self._lock:
             self._sum_up()
-            counts, busy, wall = np.array(self._epochs.get(epoch) or self._nothing())
+            counts, busy, wall = self._epochs.get(epoch, np.zeros((3, self._world_size)))
         with np.errstate(divide="ignore", invalid="ignore"):
             throughput = np.where(busy > 0, 1e3 * counts / busy, np.nan)
             working = np.where(wall > 0, np.minimum(1.0, busy / wall), 0.0)
         return tuple(throughput.tolist()), tuple(working.tolist())
-
-
-def epoch_metrics(sums: EpochSums, devices: DeviceSums, whole: bool) -> EpochMetrics:
-    """The epoch, as it is told; what the devices did in it is forgotten."""
-    throughput, busy = devices.of(sums.epoch)
-    devices.forget(sums.epoch)
-    work = sum(sums.counts)
-    means = sums.means()
-    return EpochMetrics(
-        epoch=sums.epoch,
-        windows=sums.windows,
-        examples=sums.examples,
-        loss=means.pop("loss", math.nan),
-        metrics=means,
-        evaluation=dict(sums.evaluation),
-        seconds=sums.seconds,
-        examples_per_s=sums.examples / sums.seconds if sums.seconds > 0 else 0.0,
-        throughput=throughput,
-        share=tuple(count / work for count in sums.counts),
-        busy=busy,
-        skipped=sums.skipped,
-        whole=whole and sums.whole,
-    )

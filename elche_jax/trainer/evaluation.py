@@ -1,7 +1,7 @@
 """When to evaluate, and when to stop for what came of it."""
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,15 +112,3 @@ class Patience:
     def over(self, rule: EarlyStopping) -> bool:
         """Whether the run is to end."""
         return self.worse >= rule.patience
-
-
-def check_monitor(where: str, monitor: str, names: Collection[str]) -> None:
-    """Checks that there is a metric of this name.
-
-    Raises:
-        ValueError: There is none.
-    """
-    if monitor not in names:
-        rule = f"be one of {', '.join(map(repr, names))}"
-        todo = "Those are the metrics that are one number each."
-        raise ValueError(check.message(where, "monitor", rule, repr(monitor), todo))

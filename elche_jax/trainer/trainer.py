@@ -17,9 +17,9 @@ from elche_jax.trainer.control import Control
 from elche_jax.trainer.handle import Handle
 from elche_jax.trainer.interrupt import interrupts
 from elche_jax.trainer.plan import FitPlan, RunOptions
+from elche_jax.trainer.recorder import RunRecorder
 from elche_jax.trainer.result import FitResult
 from elche_jax.trainer.session import Session
-from elche_jax.trainer.tee_recorder import TeeRecorder
 
 PyTree = Any
 
@@ -60,7 +60,7 @@ class Trainer:
     ):
         if config is not None:
             check.instance("Trainer", "config", config, DDPConfig)
-        self._recorder = TeeRecorder(None if config is None else config.timeline)
+        self._recorder = RunRecorder(None if config is None else config.timeline)
         config = replace(config or DDPConfig(), timeline=self._recorder)
         self._train = build_train_step(loss_fn, optimizer, config=config, **options)
         self._emulate = options.get("emulate")

@@ -5,7 +5,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from elche_jax.trainer.evaluation import Patience, check_monitor
+from elche_jax import _check as check
+from elche_jax.trainer.evaluation import Patience
 from elche_jax.trainer.plan import FitPlan
 
 logger = logging.getLogger("elche_jax")
@@ -97,7 +98,10 @@ class Watching:
         if self._training is None or self._evaluated is None:
             return  # what an evaluation gives is known after the first one
         names, saving = sorted({*self._training, *self._evaluated}), self._plan.saving
-        if self._rule is not None:
-            check_monitor("EarlyStopping", self._rule.monitor, names)
-        if saving is not None and saving.keep_best:
-            check_monitor("Checkpoints", saving.monitor, names)
+        best = saving if saving is not None and saving.keep_best else None
+        for where, watches in (("EarlyStopping", self._rule), ("Checkpoints", best)):
+            if watches is not None and watches.monitor not in names:
+                rule = f"be one of {', '.join(map(repr, names))}"
+                todo = "Those are the metrics that are one number each."
+                got = repr(watches.monitor)
+                raise ValueError(check.message(where, "monitor", rule, got, todo))
