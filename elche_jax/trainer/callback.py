@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from elche_jax import _check as check
 from elche_jax.engine.state import TrainState
 from elche_jax.train.pipeline import Window
 from elche_jax.train.step import TrainStep
@@ -42,6 +43,9 @@ class Callback:
     An exception ends the run: threads end, files are closed, and `fit`, or the handle's
     `join`, raises it.
 
+    Raises:
+        TypeError: A class derived from it has a method `on_...` that nobody would call.
+
     Examples:
         >>> import elche_jax as elche
         >>> class Losses(elche.Callback):
@@ -50,6 +54,15 @@ class Callback:
         ...         if metrics.loss < 0.1:
         ...             context.stop()
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        known = [name for name in vars(Callback) if name.startswith("on_")]
+        for name in vars(cls):
+            if name.startswith("on_") and name not in known:
+                rule = f"be one of {', '.join(known)}"
+                todo = "Nobody would call it; rename it."
+                raise TypeError(check.message(cls.__name__, name, rule, "a method", todo))
 
     def on_window(self, context: CallbackContext) -> None:
         """After every window was handed to the devices, before it is over."""
