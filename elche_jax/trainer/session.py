@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from elche_jax import _check as check
 from elche_jax.checkpoint.checkpointer import Checkpointer
 from elche_jax.checkpoint.errors import beside
 from elche_jax.data.order import Cursor
@@ -294,6 +295,11 @@ class Session:
         self._state, cursor, notes = restored.state, restored.cursor, restored.notes
         if cursor is None:
             return None
+        epochs = self._plan.epochs
+        if epochs is not None and cursor.epoch >= epochs:
+            rule = f"be at least {cursor.epoch + 1}, the epochs that the saved run has begun"
+            todo = "Epochs are counted from the start of the run."
+            raise ValueError(check.message("Trainer.fit", "epochs", rule, epochs, todo))
         self._cursor = cursor
         if notes:
             sums = notes["sums"]

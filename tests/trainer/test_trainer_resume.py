@@ -185,6 +185,17 @@ def test_data_read_otherwise_are_refused(change, message, tmp_path):
         trainer().fit(**arguments | change, epochs=2, resume="auto", progress=False)
 
 
+def test_fewer_epochs_than_were_trained(tmp_path):
+    saving = {"checkpoints": elche.Checkpoints(tmp_path), "progress": False}
+    trainer().fit(PARAMS, DATA, 8, 3, **saving)
+    message = (
+        r"^Trainer\.fit: epochs must be at least 3, the epochs that the saved run has begun, "
+        r"got 2\. Epochs are counted from the start of the run\.$"
+    )
+    with pytest.raises(ValueError, match=message):
+        trainer().fit(PARAMS, DATA, 8, 2, resume="auto", **saving)
+
+
 def test_a_folder_that_is_not_empty_is_not_mixed_with_another_run(tmp_path):
     options = {"run_dir": tmp_path, "progress": False}
     trainer().fit(PARAMS, DATA, 8, 1, **options)
