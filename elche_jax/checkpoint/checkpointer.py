@@ -4,7 +4,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from os.path import exists  # unlike that of a path it takes any name
+from pathlib import Path
 from textwrap import shorten
 from typing import IO, Any
 
@@ -133,6 +136,8 @@ class Checkpointer:
         self._step: int | None = None
         self._last = time.monotonic()
         self._lock: IO[str] | None = None
+        self._made = [path for path in (self._folder, *self._folder.parents) if not exists(path)]
+        self._unwanted: list[Path] = []  # of these, what is to go again
         self._store = self._open()
 
     def _open(self) -> Store | None:
@@ -189,10 +194,8 @@ class Checkpointer:
         saved = None if store is None else store.newest()
         if saved is None:
             if resume == "must":
-                raise ValueError(
-                    f"checkpoints: {folder} must hold a whole checkpoint with resume='must', got "
-                    "none. Pass resume='auto' to begin."
-                )
+                self._unwanted = self._made
+                raise none_there(folder)
             return Restored(state, None, {})
         notes, state = saved.notes, self._state(state, saved)
         self._train.restore_run(notes["run"] | {"counts": saved.leaves[COUNTS]})
@@ -315,6 +318,11 @@ class Checkpointer:
         try:
             self.wait()
         finally:
+            if self._unwanted and self.written is None:
+                with suppress(OSError):  # somebody has put something there
+                    (self._folder / ".lock").unlink(missing_ok=True)
+                    for path in self._unwanted:
+                        path.rmdir()
             if self._store is not None:
                 self._store.close()
             if self._lock is not None:
@@ -390,3 +398,11 @@ class Checkpointer:
 
 def _in_words(error: BaseException) -> str:
     return shorten(f"{type(error).__name__}: {error}", 300)
+
+
+def none_there(folder: Path) -> ValueError:
+    """The error of a run that is to go on, where there is none."""
+    return ValueError(
+        f"checkpoints: {folder} must hold a whole checkpoint with resume='must', got none. Pass "
+        "resume='auto' to begin."
+    )

@@ -4,13 +4,14 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
+from os.path import exists
 from typing import Any
 
 import jax
 import numpy as np
 
 from elche_jax import _check as check
-from elche_jax.checkpoint.checkpointer import Checkpointer
+from elche_jax.checkpoint.checkpointer import Checkpointer, none_there
 from elche_jax.checkpoint.errors import beside
 from elche_jax.data.order import Cursor
 from elche_jax.engine.replicas import unreplicate
@@ -103,6 +104,9 @@ class Session:
 
     def _open(self, stack: ExitStack) -> Any:
         plan, train = self._plan, self._train
+        folder = plan.saving and plan.saving.path
+        if plan.resume == "must" and folder is not None and not exists(folder):
+            raise none_there(folder)  # before anything is made
         stack.enter_context(self._recorder.run(plan, train.world_size))
         self._state = train.init(plan.params, model_state=plan.model_state, rng=plan.rng)
         if plan.saving is not None:
