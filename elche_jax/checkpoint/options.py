@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from os import PathLike
+from os.path import expanduser  # leaves the name of an unknown user as it is
 from pathlib import Path
 
 from elche_jax import _check as check
@@ -14,7 +15,7 @@ class Checkpoints:
     """Where checkpoints go, how often, and which are kept.
 
     Attributes:
-        folder: The folder, made if it is missing.
+        folder: The folder, made if it is missing; `~` is the home folder.
             `Trainer.fit(run_dir=...)` has one of its own if this is None.
         every_windows: A checkpoint after every so many windows, at least 1; or None.
         every_seconds: One at the first window after so many seconds, above 0; or None.
@@ -72,4 +73,4 @@ class Checkpoints:
         if self.folder is None:
             return None
         path = check.path("Checkpoints", "folder", self.folder, rule="be a path or None")
-        return path
+        return Path(expanduser(path))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -109,8 +110,8 @@ class FitPlan:
         """The run's folder, wherever the process goes meanwhile."""
         if self.run_dir is None:
             return None
-        rule = "be a path or None"
-        return check.path("Trainer.fit", "run_dir", self.run_dir, rule=rule).absolute()
+        path = check.path("Trainer.fit", "run_dir", self.run_dir, rule="be a path or None")
+        return Path(expanduser(path)).absolute()
 
     @cached_property
     def saving(self) -> Checkpoints | None:

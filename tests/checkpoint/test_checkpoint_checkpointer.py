@@ -187,6 +187,15 @@ def test_a_run_that_must_be_there_leaves_no_folder(train, tmp_path):
     assert steps(folder)[-1] == 6
 
 
+def test_the_home_folder(train, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert elche.Checkpoints("~/runs").path == tmp_path / "runs"
+    assert str(elche.Checkpoints("~nobody-of-this-name/runs").path) == "~nobody-of-this-name/runs"
+    with saver_in(train, "~/runs") as saver:
+        loop(train, saver)
+    assert steps(tmp_path / "runs")[-1] == 6
+
+
 @pytest.mark.parametrize("word", ["Auto", None, True])
 def test_resume_is_one_of_three_words(word, train, tmp_path):
     with (

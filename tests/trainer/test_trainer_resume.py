@@ -206,6 +206,13 @@ def test_a_run_that_must_be_there_leaves_no_folder(name, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    trainer().fit(PARAMS, DATA, 8, 1, run_dir="~/run", progress=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
 def test_a_folder_that_is_not_empty_is_not_mixed_with_another_run(tmp_path):
     options = {"run_dir": tmp_path, "progress": False}
     trainer().fit(PARAMS, DATA, 8, 1, **options)
