@@ -16,7 +16,7 @@ class AnchorRuleState(ElCheState):
     Attributes:
         windows: Windows so far, those included whose times are not known.
         steps: Sum over them of the largest count: what an optimizer's counter of steps
-            shows where the devices' counters are joined by their maximum.
+            shows when the devices' counters are joined by their maximum.
         ceiling: What a guard has nudged the anchor down to; rises by 1 with every stable
             window until the rule is below it. 0: nothing.
     """

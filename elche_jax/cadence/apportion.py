@@ -80,7 +80,7 @@ def shard_sizes(ratios: Sequence[float], total: int) -> tuple[int, ...]:
     """Split ``total`` in given ratios.
 
     Every device but the last gets its share rounded half away from zero, at least 1
-    each when ``total`` allows it; the last device takes the rest. Where nothing is
+    each when ``total`` allows it; the last device takes the rest. If nothing is
     left for the last one, the largest shares give up one each, the higher rank
     first.
 

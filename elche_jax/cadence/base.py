@@ -231,8 +231,8 @@ class Cadence(ABC, Generic[S]):
     and keeps no estimates of times. With one device there are no busy times, and ``update`` is
     called only if the rule ``counts_windows``.
 
-    A method whose name is that of a hook but for a slip (``udpate``) is an error, since nobody
-    would call it.
+    A method whose name is that of a hook but for a slip (``udpate``) is an error, since it
+    would never be called.
 
     Attributes:
         state_type: Class of its states, derived from `State`; ``None`` for states that cannot

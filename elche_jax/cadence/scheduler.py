@@ -72,7 +72,7 @@ class SchedulerState:
 class Scheduler:
     """What a training loop asks for counts: a cadence, made fit for real reports.
 
-    Four things come on top of the cadence's own rule, and only where it estimates
+    Four things come on top of the cadence's own rule, and only if it estimates
     times (`ElChe`, `FixedTotal`, or any other with ``estimates``):
 
     - The first report of a window that ran the measured plan is taken as it is, like

@@ -61,7 +61,7 @@ class Restored:
     Attributes:
         state: The state.
         cursor: The place in the data; None at the beginning.
-        notes: What was saved besides.
+        notes: What else was saved.
     """
 
     state: TrainState
@@ -93,7 +93,7 @@ class Checkpointer:
     Raises:
         ValueError: There is no folder, or the job has several processes.
         RuntimeError: Another process, or another `Checkpointer`, is at work there.
-        OSError: It cannot be made, with `on_error="now"`; else training goes on without
+        OSError: It cannot be made, with `on_error="now"`; otherwise training goes on without
             checkpoints, and `close` raises `CheckpointError`.
 
     Examples:
@@ -137,7 +137,7 @@ class Checkpointer:
         self._last = time.monotonic()
         self._lock: IO[str] | None = None
         self._made = [path for path in (self._folder, *self._folder.parents) if not exists(path)]
-        self._unwanted: list[Path] = []  # of these, what is to go again
+        self._unwanted: list[Path] = []  # those of them to remove again
         self._store = self._open()
 
     def _open(self) -> Store | None:
@@ -159,13 +159,13 @@ class Checkpointer:
     def restore(self, state: TrainState, resume: str = "auto") -> tuple[TrainState, Cursor | None]:
         """Takes up the newest checkpoint that is whole.
 
-        A damaged one is put aside under another name, which the log says. Another number of
-        devices is no obstacle: what is the same on all of them is copied, where they have
-        their own it is averaged, and the cadence begins anew.
+        A damaged one is renamed, and the log says so. Another number of
+        devices is no obstacle: what is the same on all of them is copied, what each has
+        of its own is averaged, and the cadence begins anew.
 
         Args:
-            state: What `init` gave; returned where there is no checkpoint.
-            resume: `"auto"`: begin where there is none. `"must"`: that is an error.
+            state: What `init` gave; returned if there is no checkpoint.
+            resume: `"auto"`: begin if there is none. `"must"`: that is an error.
                 `"never"`: any checkpoint in the folder is one.
 
         Returns:
@@ -206,7 +206,7 @@ class Checkpointer:
     def best(self, state: TrainState) -> TrainState:
         """The state of the checkpoint with the best score, see `Checkpoints.keep_best`.
 
-        It is there to be used, not to be trained on: the run knows nothing of it.
+        It is meant to be used, not to be trained further: the run does not learn of it.
 
         Args:
             state: What `init` gave.
@@ -242,7 +242,7 @@ class Checkpointer:
         """Saves a run if it is due.
 
         Waits for the windows under way, so that all that is known of them is saved as well,
-        and for the checkpoint before, if it is being written still; the rest is done while
+        and for the checkpoint before, if it is still being written; the rest is done while
         training goes on.
 
         Args:
@@ -310,7 +310,7 @@ class Checkpointer:
             self._raise()
 
     def close(self) -> None:
-        """Waits for the last checkpoint and lets go of the folder.
+        """Waits for the last checkpoint and releases the folder.
 
         Raises:
             CheckpointError: One could not be written.
@@ -401,7 +401,7 @@ def _in_words(error: BaseException) -> str:
 
 
 def none_there(folder: Path) -> ValueError:
-    """The error of a run that is to go on, where there is none."""
+    """The error if a run is to go on, but there is none."""
     return ValueError(
         f"checkpoints: {folder} must hold a whole checkpoint with resume='must', got none. Pass "
         "resume='auto' to begin."

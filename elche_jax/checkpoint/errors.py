@@ -1,4 +1,4 @@
-"""Errors that come while another one is on its way."""
+"""Errors that occur while another one is being raised."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -6,10 +6,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def beside(first: BaseException | None) -> Generator[None]:
-    """Adds what goes wrong in here to the error that is on its way, as a note.
+    """Adds an error in the block to the one that is being raised, as a note.
 
     Args:
-        first: That error; None if there is none: then what goes wrong is raised.
+        first: The error being raised; if None, the one in the block is raised.
 
     Examples:
         >>> first = ValueError("first")
@@ -23,5 +23,5 @@ def beside(first: BaseException | None) -> Generator[None]:
     except Exception as second:
         if first is None:
             raise
-        if repr(second) != repr(first):  # not the one that is known
+        if repr(second) != repr(first):  # the same error again says nothing new
             first.add_note(f"Besides, {second}")

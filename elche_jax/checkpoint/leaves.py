@@ -63,7 +63,7 @@ def _part(key: Any) -> str:
         text = str(key.idx)
     else:
         text = jax.tree_util.keystr((key,))
-    # a dot parts names in the files
+    # a dot separates names in the files
     return text.replace("%", "%25").replace("/", "%2F").replace(".", "%2E") or "%"
 
 
@@ -88,7 +88,7 @@ def digest(content: np.ndarray | bytes) -> str:
 
 
 def written(array: np.ndarray) -> np.ndarray:
-    """What is written of an array: itself, or its bytes where the type is an unusual one."""
+    """What is written of an array: itself, or its bytes if the dtype is not a standard one."""
     array = np.ascontiguousarray(array)
     if array.dtype.kind in PLAIN and array.dtype.isbuiltin == 1:
         return array

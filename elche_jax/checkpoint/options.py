@@ -22,8 +22,8 @@ class Checkpoints:
         every_epochs: One at the end of every so many epochs, at least 1; or None. Only
             `Trainer` knows of the end of an epoch.
         keep_last: How many of the newest are kept, at least 1.
-        keep_best: How many of the best are kept besides, at least 0; those at which there
-            was a new value of `monitor`.
+        keep_best: How many of the best are kept in addition, at least 0; those with
+            a new value of `monitor`.
         monitor: The metric that says which are best: the name of one of an evaluation, or
             `"loss"`, which without such an evaluation is the epoch's.
         mode: `"min"` or `"max"`: which of its values are better.

@@ -22,7 +22,7 @@ class Snapshot:
 
     Attributes:
         names: Of the leaves.
-        copies: For each leaf one array `(1, ...)`; one per device where they have their own.
+        copies: For each leaf one array `(1, ...)`; one per device if they have their own.
     """
 
     names: list[str]

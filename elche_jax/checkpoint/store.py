@@ -23,7 +23,7 @@ logger = logging.getLogger("elche_jax")
 FORMAT = 1
 
 HALF = ".orbax-checkpoint-tmp"
-"""End of the name of what is not whole; orbax's."""
+"""Suffix of what is not whole yet; orbax's."""
 
 STATE, MANIFEST = "state", "manifest/metadata"
 """Where in a checkpoint the arrays are, and the list of them."""
@@ -64,7 +64,7 @@ class Store:
     Args:
         folder: The folder; it is made.
         keep_last: How many of the newest are kept, at least 1.
-        keep_best: How many of the best by score are kept besides; of equal ones the older.
+        keep_best: How many of the best by score are kept in addition; of equal ones the older.
         best: `"min"` or `"max"`: which scores are better.
         monitor: What the scores are of; those of something else do not count.
 
@@ -137,7 +137,7 @@ class Store:
             with _quiet():
                 self._orbax.save(self._place(step), args=self._content(nested(there), manifest))
         except BaseException as error:
-            self._drop_halves()  # a disk that is full should not be filled with halves
+            self._drop_halves()  # do not leave halves on a disk that is full
             cause = _system_error(error, self._place(step))
             if cause is None:
                 raise
@@ -167,7 +167,7 @@ class Store:
         Raises:
             DamagedCheckpoint: It is not what was written.
             OtherFormat: It is, but of another version.
-            MemoryError, OSError: Nobody knows: it could not be read.
+            MemoryError, OSError: It could not be read, so its state is unknown.
         """
         try:
             return self._read(step)
@@ -183,8 +183,7 @@ class Store:
     def newest(self) -> Saved | None:
         """The newest checkpoint that is whole; None if there is none.
 
-        Damaged ones are said in the log, and put aside under another name, where they are
-        in nobody's way.
+        Damaged ones are renamed, so that they are out of the way, and the log says so.
         """
         damaged = False
         for step in reversed(self.steps):
@@ -202,7 +201,7 @@ class Store:
         return None
 
     def close(self) -> None:
-        """Lets go of the folder."""
+        """Releases the folder."""
         self._orbax.close()
 
     def _place(self, step: int) -> Path:
@@ -219,7 +218,7 @@ class Store:
         kept = {*steps[-self._keep_last :], *self.ranked[: self._keep_best]}
         for step in (step for step in steps if step not in kept):
             half = self.folder / f"{step}{HALF}"  # a kill leaves no half of a checkpoint
-            with suppress(FileNotFoundError):  # somebody has deleted it
+            with suppress(FileNotFoundError):  # it was deleted by hand
                 shutil.rmtree(self._place(step).rename(half))
             del self._scores[step]
 
@@ -227,7 +226,7 @@ class Store:
         try:
             content = self._manifest(step)
             return content["score"] if content["monitor"] == self._monitor else None
-        except Exception:  # it is damaged: nobody knows how good it is
+        except Exception:  # it is damaged, so its score is unknown
             return None
 
     def _damaged(self, step: int, error: Exception) -> DamagedCheckpoint:
@@ -268,7 +267,7 @@ class Store:
         return Saved(step, leaves, specs, content["notes"])
 
     def _arrays(self, step: int, names: Iterable[str]) -> dict[str, np.ndarray]:
-        """Reads arrays, all at a time; without orbax, which leaves threads behind that write
+        """Reads arrays, all at once; without orbax, which leaves threads behind that write
         to stderr where one cannot be read."""
         import tensorstore as ts
 
@@ -292,8 +291,8 @@ class Store:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Leaves out what orbax logs of an error in each of its threads, traces and all: the
-    error itself is raised, and said once."""
+    """Suppresses what orbax logs about an error in each of its threads, with tracebacks: the
+    error itself is raised and logged once."""
 
     def others(record: logging.LogRecord) -> bool:
         return "orbax" not in Path(record.pathname).parts

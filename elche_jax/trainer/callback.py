@@ -44,7 +44,7 @@ class Callback:
     `join`, raises it.
 
     Raises:
-        TypeError: A class derived from it has a method `on_...` that nobody would call.
+        TypeError: A class derived from it has a method `on_...` that would never be called.
 
     Examples:
         >>> import elche_jax as elche
@@ -61,7 +61,7 @@ class Callback:
         for name in vars(cls):
             if name.startswith("on_") and name not in known:
                 rule = f"be one of {', '.join(known)}"
-                todo = "Nobody would call it; rename it."
+                todo = "It would never be called; rename it."
                 raise TypeError(check.message(cls.__name__, name, rule, "a method", todo))
 
     def on_window(self, context: CallbackContext) -> None:

@@ -1,4 +1,4 @@
-"""What a run and those who watch it from other threads share."""
+"""What a run shares with the threads that follow it."""
 
 import threading
 from collections.abc import Iterator

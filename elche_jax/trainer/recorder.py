@@ -1,4 +1,4 @@
-"""What a run shows and writes besides checkpoints: progress, timeline, scalars, page."""
+"""What a run shows and writes apart from checkpoints: progress, timeline, scalars, page."""
 
 import logging
 import math
@@ -36,9 +36,9 @@ logger = logging.getLogger("elche_jax")
 class RunRecorder:
     """What a trainer's training step records to; a `Recorder`.
 
-    While a run goes on it sums up what it hears, and tells everybody who is to know: the
-    timeline of the configuration, those of the run's folder, writers, and who looks at the
-    progress. A loop of the user's own over the same training step is recorded by the
+    While a run goes on it sums up what it hears, and hands it on: to the
+    timeline of the configuration, to that of the run's folder, to the writers and to the
+    progress bar. A loop of the user's own over the same training step is recorded by the
     configuration's timeline alone.
 
     Args:
@@ -72,9 +72,9 @@ class RunRecorder:
                 self._metrics.clear()
 
     def begin(self, plan: FitPlan, devices: Sequence[jax.Device]) -> None:
-        """The run begins, or goes on, with arguments that are in order."""
+        """The run begins, or goes on, with arguments that have been checked."""
         size = getattr(as_source(plan.data), "size", None)
-        self._per_epoch: int | None = None  # microbatches, if the data tell
+        self._per_epoch: int | None = None  # microbatches, if the data tell it
         if size is not None and plan.batch_size is not None:
             missing = 0 if plan.drop_last else -size % plan.batch_size
             self._per_epoch = (size + missing) // plan.batch_size
@@ -171,7 +171,7 @@ class RunRecorder:
         self._log = EpochSums(**saved)
 
     def _loss(self, window: int, epoch: int, loss: float) -> None:
-        """Tells the loss of a window; one that is not finite is told of as a skip."""
+        """Tells the loss of a window; one that is not finite is reported as a skip."""
         if math.isfinite(loss):
             self.add(LossEvent, window=window, epoch=epoch, loss=loss)
 
@@ -222,11 +222,11 @@ def _prepare(folder: Path, resume: str) -> None:
 
 
 def _timeline(folder: Path) -> Timeline:
-    """The timeline of a run's folder; one that is damaged is put aside, and a new one begun."""
+    """The timeline of a run's folder; one that is damaged is renamed, and a new one begun."""
     path = folder / "timeline.jsonl"
     try:
         return Timeline(path)
-    except ValueError as error:  # what is there to be looked at does not decide over the run
+    except ValueError as error:  # a log must not stop the run
         aside = path.with_name(f"timeline-damaged-{time.time_ns()}.jsonl")
         path.rename(aside)
         logger.warning("elche: %s It was renamed to %s.", error, aside)

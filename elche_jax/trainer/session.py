@@ -83,7 +83,7 @@ class Session:
             if self._plan.folder is not None:
                 write_report(self._plan.folder)
         except BaseException as error:
-            with beside(error):  # what nobody has heard of its windows
+            with beside(error):  # which raises what its last windows have not yet
                 self._train.settle()
             if self._trained:  # what goes wrong after the last window costs no result
                 self._attach_result(error)
@@ -189,7 +189,7 @@ class Session:
     # -- what happens now and then -------------------------------------------------------
 
     def _end_epoch(self, whole: bool = True) -> None:
-        """Tells of an epoch, when all of its windows are over."""
+        """Reports an epoch, when all of its windows are over."""
         assert self._sums is not None
         self._drain()
         sums, evaluation = self._sums, self._plan.evaluation
@@ -284,7 +284,7 @@ class Session:
     # -- stop and go on --------------------------------------------------------------------
 
     def _notes(self) -> dict[str, Any]:
-        """What a checkpoint has besides the run itself."""
+        """What a checkpoint holds apart from the run itself."""
         return {
             "sums": None if self._sums is None else asdict(self._sums),
             "history": [vars(metrics) for metrics in self._history],
@@ -318,7 +318,7 @@ class Session:
     # -- one copy ----------------------------------------------------------------------------
 
     def _variables(self) -> tuple[PyTree, PyTree]:
-        """What to evaluate: the state itself, or where the devices differ one copy."""
+        """What to evaluate: the state itself, or one copy if the devices differ."""
         state = self._state
         if self._train.common(state) is state:
             return state, None

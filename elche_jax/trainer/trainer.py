@@ -119,8 +119,8 @@ class Trainer:
                 own. Left open.
             log_every (int | None): Write the means of so many windows, as `window_loss` and so
                 on, at least 1; None: not.
-            progress (bool): Show the devices and a bar on the standard error stream, or where
-                that is no terminal one line per epoch.
+            progress (bool): Show the devices and a bar on the standard error stream; if that
+                is no terminal, one line per epoch.
 
         Returns:
             Parameters, history and more.

@@ -1,4 +1,4 @@
-"""Metrics that something depends on: early stopping, and which checkpoints are best."""
+"""Metrics that decide: on early stopping, and on which checkpoints are best."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -13,9 +13,9 @@ logger = logging.getLogger("elche_jax")
 
 
 class Watching:
-    """Takes the metrics of evaluations and epochs, and knows what follows of them.
+    """Takes the metrics of evaluations and epochs, and knows what follows from them.
 
-    A metric of an evaluation goes before one of the training that has the same name.
+    A metric of an evaluation takes precedence over one of the training with the same name.
 
     Args:
         plan: What was asked for.
@@ -30,11 +30,11 @@ class Watching:
 
     @property
     def over(self) -> bool:
-        """Whether the run is to end, as something has stopped getting better."""
+        """Whether the run is to end, because the metric has stopped getting better."""
         return self._rule is not None and self._patience.over(self._rule)
 
     def score(self, step: int) -> float | None:
-        """How good the state after so many windows is, where that was found out."""
+        """How good the state after so many windows is, if it was evaluated."""
         return self._score[1] if self._score is not None and self._score[0] == step else None
 
     def training(self, names: Collection[str]) -> None:
@@ -69,7 +69,7 @@ class Watching:
         return {"patience": asdict(self._patience), "rule": rule, "evaluated": self._evaluated}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Goes on with what `to_dict` gave; where something else is watched now, anew."""
+        """Goes on with what `to_dict` gave; starts afresh if something else is watched now."""
         if self._plan.evaluation is not None:
             self._evaluated = saved["evaluated"] or None
         if self._rule is None or saved["rule"] is None:

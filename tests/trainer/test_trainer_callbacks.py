@@ -129,7 +129,7 @@ def test_a_state_that_is_copied_can_be_kept():
 def test_a_hook_that_nobody_calls(name):
     message = (
         rf"^Mine: {name} must be one of on_window, on_epoch, on_evaluation, on_checkpoint, got a "
-        r"method\. Nobody would call it; rename it\.$"
+        r"method\. It would never be called; rename it\.$"
     )
     for base in (elche.Callback, Diary):
         with pytest.raises(TypeError, match=message):
