@@ -5,11 +5,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from os.path import exists  # unlike that of a path it takes any name
 from pathlib import Path
 from textwrap import shorten
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import jax
 
@@ -54,8 +53,7 @@ class CheckpointError(RuntimeError):
     result: Any = None
 
 
-@dataclass(frozen=True)
-class Restored:
+class Restored(NamedTuple):
     """Where a run goes on.
 
     Attributes:
@@ -176,8 +174,7 @@ class Checkpointer:
                 differs is named. Or of a format of another version; or `resume` does not
                 allow what is in the folder.
         """
-        restored = self.restore_all(state, resume)
-        return restored.state, restored.cursor
+        return self.restore_all(state, resume)[:2]
 
     def restore_all(self, state: TrainState, resume: str = "auto") -> Restored:
         """As `restore`, with the notes that were saved."""

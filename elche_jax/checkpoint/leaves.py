@@ -1,7 +1,6 @@
 """Pytrees by name: what a checkpoint calls the leaves, and whether they are still the same."""
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,18 +64,6 @@ def _part(key: Any) -> str:
         text = jax.tree_util.keystr((key,))
     # a dot separates names in the files
     return text.replace("%", "%25").replace("/", "%2F").replace(".", "%2E") or "%"
-
-
-def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves by name as nested dicts, the way they are written."""
-    tree: dict[str, Any] = {}
-    for name, leaf in leaves.items():
-        *folders, last = name.split("/")
-        node = tree
-        for folder in folders:
-            node = node.setdefault(folder, {})
-        node[last] = leaf
-    return tree
 
 
 def digest(content: np.ndarray | bytes) -> str:

@@ -15,8 +15,9 @@ from textwrap import shorten
 from typing import Any
 
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
-from elche_jax.checkpoint.leaves import LeafSpec, digest, nested, unwritten, written
+from elche_jax.checkpoint.leaves import LeafSpec, digest, unwritten, written
 
 logger = logging.getLogger("elche_jax")
 
@@ -133,9 +134,10 @@ class Store:
         text = json.dumps(content)
         manifest = {"text": text, "digest": digest(text.encode())}
         there = {name: written(array) for name, array in leaves.items() if array.size}
+        nested = unflatten_dict(there, sep="/")
         try:
             with _quiet():
-                self._orbax.save(self._place(step), args=self._content(nested(there), manifest))
+                self._orbax.save(self._place(step), args=self._content(nested, manifest))
         except BaseException as error:
             self._drop_halves()  # do not leave halves on a disk that is full
             cause = _system_error(error, self._place(step))

@@ -59,12 +59,13 @@ class RunRecorder:
         self._log, self._before = EpochSums(0), 0
         self._writers: list[Writer] = list(plan.writers)
         self._progress: Progress | None = None
+        timeline = None
         with ExitStack() as self._stack:
             if plan.folder is not None:
                 _prepare(plan.folder, plan.resume)
-                self._timeline = self._stack.enter_context(_timeline(plan.folder))
+                timeline = self._stack.enter_context(_timeline(plan.folder))
                 self._writers.append(self._stack.enter_context(Table(plan.folder / "metrics.csv")))
-            self._plan = plan
+            self._plan, self._timeline = plan, timeline
             try:
                 yield
             finally:

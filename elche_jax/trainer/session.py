@@ -295,8 +295,7 @@ class Session:
     def _restore(self) -> Cursor | None:
         if self._saver is None:
             return None
-        restored = self._saver.restore_all(self._state, self._plan.resume)
-        self._state, cursor, notes = restored.state, restored.cursor, restored.notes
+        self._state, cursor, notes = self._saver.restore_all(self._state, self._plan.resume)
         if cursor is None:
             return None
         epochs = self._plan.epochs

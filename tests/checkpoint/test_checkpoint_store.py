@@ -14,9 +14,10 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax.traverse_util import unflatten_dict
 from hypothesis import given, settings, strategies as st
 
-from elche_jax.checkpoint.leaves import LeafSpec, names_of, nested, unwritten, written
+from elche_jax.checkpoint.leaves import LeafSpec, names_of, unwritten, written
 from elche_jax.checkpoint.store import DamagedCheckpoint, OtherFormat, Store
 
 RANDOM = np.random.default_rng(0)
@@ -316,7 +317,7 @@ def test_names():
     names = names_of(tree)
     assert names == ["%25/0", "%25/1/0", "%25/1/1/5", "a%2Eb/%", "a%2Eb/c%2Fd"]
     assert names_of({1: 0, 2: 0}) == ["[1]", "[2]"]
-    assert nested(dict(zip(names, range(5), strict=True))) == {
+    assert unflatten_dict(dict(zip(names, range(5), strict=True)), sep="/") == {
         "%25": {"0": 0, "1": {"0": 1, "1": {"5": 2}}},
         "a%2Eb": {"%": 3, "c%2Fd": 4},
     }
