@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from elche_jax import _check as check
@@ -23,26 +22,41 @@ SWITCHES = {
 """Arguments that switch a module to training, and with which value; the other one evaluates."""
 
 
-@dataclass(frozen=True)
 class Call:
-    """How a module is called.
+    """How a module is called: by its signature, unless the user says it.
 
-    Attributes:
+    Args:
         where: What the user called, for messages.
+        module: The module.
         inputs: Key of the inputs, or a function of the batch; None: one of `KEYS`.
-        train_kwargs: Keyword arguments in training.
-        eval_kwargs: Keyword arguments in evaluation.
+        train_kwargs: Keyword arguments in training; None: the switch of the signature.
+        eval_kwargs: Keyword arguments in evaluation; None: the same, switched off.
+
+    Raises:
+        TypeError: An argument is of another kind.
+        ValueError: The signature has several switches.
     """
 
-    where: str
-    inputs: Inputs | None
-    train_kwargs: Mapping[str, Any]
-    eval_kwargs: Mapping[str, Any]
+    def __init__(self, where: str, module: Any, inputs: Any, train_kwargs: Any, eval_kwargs: Any):
+        if inputs is not None and not isinstance(inputs, str) and not callable(inputs):
+            rule = "be a key of the batch or a function of it"
+            raise TypeError(check.message(where, "inputs", rule, check.describe(inputs)))
+        for name, kwargs in (("train_kwargs", train_kwargs), ("eval_kwargs", eval_kwargs)):
+            if kwargs is not None and not isinstance(kwargs, Mapping):
+                rule = "be a dict of keyword arguments"
+                raise TypeError(check.message(where, name, rule, check.describe(kwargs)))
+        if train_kwargs is None or eval_kwargs is None:
+            on = _switch(where, type(module))
+            off = {name: not value for name, value in on.items()}
+            train_kwargs = on if train_kwargs is None else train_kwargs
+            eval_kwargs = off if eval_kwargs is None else eval_kwargs
+        self.where, self.inputs = where, inputs
+        self._kwargs = {True: dict(train_kwargs), False: dict(eval_kwargs)}
 
     def arguments(self, batch: Any, train: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and the keyword arguments for a microbatch."""
         found = self._inputs(batch)
-        switch = self.train_kwargs if train else self.eval_kwargs
+        switch = self._kwargs[train]
         if isinstance(found, Mapping):
             return (), {**found, **switch}
         return (found if isinstance(found, tuple) else (found,)), dict(switch)
@@ -68,37 +82,8 @@ class Call:
         raise TypeError(check.message(self.where, "batch", rule, describe(batch), todo))
 
 
-def call_of(
-    where: str,
-    module: Any,
-    inputs: Inputs | None,
-    train_kwargs: Mapping[str, Any] | None,
-    eval_kwargs: Mapping[str, Any] | None,
-) -> Call:
-    """How a module is to be called, by its signature unless the user says it.
-
-    Raises:
-        TypeError: An argument is of another kind.
-        ValueError: The signature has several switches.
-    """
-    if inputs is not None and not isinstance(inputs, str) and not callable(inputs):
-        rule = "be a key of the batch or a function of it"
-        raise TypeError(check.message(where, "inputs", rule, check.describe(inputs)))
-    for name, kwargs in (("train_kwargs", train_kwargs), ("eval_kwargs", eval_kwargs)):
-        if kwargs is not None and not isinstance(kwargs, Mapping):
-            rule = "be a dict of keyword arguments"
-            raise TypeError(check.message(where, name, rule, check.describe(kwargs)))
-    if train_kwargs is None or eval_kwargs is None:
-        found = _switch(where, type(module))
-        on = {name: value for name, value in found.items()}
-        off = {name: not value for name, value in found.items()}
-        train_kwargs = on if train_kwargs is None else train_kwargs
-        eval_kwargs = off if eval_kwargs is None else eval_kwargs
-    return Call(where, inputs, dict(train_kwargs), dict(eval_kwargs))
-
-
 def _switch(where: str, kind: Any) -> dict[str, bool]:
-    """The switch in the signature of a kind of module; empty where it has none."""
+    """The switch in the signature of a kind of module; empty if it has none."""
     names = inspect.signature(kind.__call__).parameters
     found = {name: value for name, value in SWITCHES.items() if name in names}
     if len(found) > 1:

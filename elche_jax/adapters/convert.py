@@ -1,5 +1,6 @@
 """Between `flax.training`'s train state and the one here."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -8,7 +9,7 @@ import optax
 
 from elche_jax import _check as check
 from elche_jax.adapters.linen import key_of
-from elche_jax.adapters.model import named_leaves
+from elche_jax.adapters.model import differing
 from elche_jax.engine.loss import describe
 from elche_jax.engine.replicas import replicate, unreplicate
 from elche_jax.engine.state import TrainState
@@ -111,7 +112,7 @@ def from_flax(
         train: The training step. Its optimizer must be that of `flax_state`.
         flax_state: A `flax.training.train_state.TrainState`, one copy, or a subclass. A
             field `batch_stats` is used as `model_state={"batch_stats": ...}`.
-        model_state: The model state, where there is one; instead of `batch_stats`.
+        model_state: The model state, if there is one; instead of `batch_stats`.
         rng: A key or an integer seed, as for `train.init`.
 
     Returns:
@@ -138,7 +139,8 @@ def from_flax(
         model_state = {STATS: getattr(flax_state, STATS)}
     key = key_of("from_flax", rng)
     state = train.init(flax_state.params, model_state=model_state, rng=key)
-    differs = difference(flax_state.opt_state, jax.eval_shape(_one, state.opt_state))
+    one = jax.eval_shape(partial(jax.tree.map, lambda leaf: leaf[0]), state.opt_state)
+    differs = difference(flax_state.opt_state, one)
     if differs:
         rule = "be of the training step's optimizer and of its own parameters"
         got = f"an opt_state with {differs}"
@@ -149,21 +151,9 @@ def from_flax(
 
 
 def difference(got: PyTree, want: PyTree) -> str:
-    """The first leaf in which two pytrees differ, in words; empty where none does."""
-    found, wanted = named_leaves(got), named_leaves(want)
-    for name in [*wanted, *(name for name in found if name not in wanted)]:
-        forms = [_form(leaves[name]) if name in leaves else "none" for leaves in (found, wanted)]
-        if forms[0] != forms[1]:
-            return f"{forms[0]} for leaf {name} instead of {forms[1]}"
+    """The first leaf in which two pytrees differ, in words; empty if none does."""
+    for name, wanted, found in differing(want, got):
+        return f"{found or 'none'} for leaf {name} instead of {wanted or 'none'}"
     if jax.tree.structure(got) != jax.tree.structure(want):
         return f"structure {jax.tree.structure(got)} instead of {jax.tree.structure(want)}"
     return ""
-
-
-def _one(stacked: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf[0], stacked)
-
-
-def _form(leaf: Any) -> str:
-    aval = jax.eval_shape(lambda: jnp.asarray(leaf)) if not hasattr(leaf, "dtype") else leaf
-    return f"{aval.dtype}{list(aval.shape)}"

@@ -3,25 +3,26 @@
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-import jax
-import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import unfreeze
 
 from elche_jax import _check as check
 from elche_jax.adapters.call import Inputs
-from elche_jax.adapters.linen import NO_STATE, LinenModel, linen_model
-from elche_jax.adapters.model import Apply, Model
-from elche_jax.adapters.nnx import NnxModel, nnx_model
+from elche_jax.adapters.linen import NO_STATE, LinenModel
+from elche_jax.adapters.model import Apply, Model, copied
+from elche_jax.adapters.nnx import is_nnx
 from elche_jax.engine.loss import describe
+
+if TYPE_CHECKING:
+    from elche_jax.adapters.nnx_model import NnxModel
 
 PyTree = Any
 
 
 class Head(Protocol):
-    """What an object needs to be trained, where it holds no Flax module.
+    """What an object needs to be trained if it holds no Flax module.
 
     Both methods are traced, and must not change the object.
 
@@ -36,13 +37,13 @@ class Head(Protocol):
     """
 
     def variables(self) -> tuple[PyTree, PyTree]:
-        """`(params, model_state)` to begin with; the model state is None where there is none."""
+        """`(params, model_state)` to begin with; the model state is None if there is none."""
         ...
 
     def apply(
         self, params: PyTree, model_state: PyTree, batch: Any, rng: Any, train: bool
     ) -> tuple[Any, PyTree]:
-        """`(outputs, model_state)` for a microbatch; `rng` is None where `train` is False."""
+        """`(outputs, model_state)` for a microbatch; `rng` is None if `train` is False."""
         ...
 
 
@@ -98,7 +99,7 @@ class _Linen:
 class _Nnx:
     """A head with an NNX module; `.params` are nested dicts or an `nnx.State`."""
 
-    def __init__(self, model: NnxModel):
+    def __init__(self, model: "NnxModel"):
         self._model = model
 
     def variables(self, head: Any) -> tuple[PyTree, PyTree]:
@@ -124,12 +125,12 @@ class HeadModel(Model):
     @property
     def params(self) -> PyTree:
         """The head's parameters as they are now, copied."""
-        return _copied(self._form.variables(self._head)[0])
+        return copied(self._form.variables(self._head)[0])
 
     @property
     def model_state(self) -> PyTree:
-        """The head's model state as it is now, copied; None where there is none."""
-        return _copied(self._form.variables(self._head)[1])
+        """The head's model state as it is now, copied; None if there is none."""
+        return copied(self._form.variables(self._head)[1])
 
     def write_back(self, head: Any, params: PyTree, model_state: PyTree = None) -> Any:
         """A copy of a head that holds these values; the head itself stays as it is.
@@ -137,13 +138,12 @@ class HeadModel(Model):
         Args:
             head: The head that `from_head` got, or one like it.
             params: Parameters, one copy of them.
-            model_state: The model state, where there is one; None leaves a Linen module's
+            model_state: The model state, if there is one; None leaves a Linen module's
                 as the head has it.
 
         Returns:
-            The head with `.params` replaced, in the form they had; where there is a model
-            state and `.params` do not hold it, `.model_state` too; with an NNX module
-            `.module` too.
+            The head with `.params` replaced, in their form; `.model_state` as well if there is one
+            that `.params` do not hold; with an NNX module also `.module`.
 
         Raises:
             TypeError: The head has no such attribute.
@@ -193,7 +193,7 @@ def from_head(
     Raises:
         TypeError: `obj` is neither; there is no loss; an argument that does not go with it.
         ValueError: As by `from_linen` and `from_nnx`. Reading `params` or `model_state`
-            raises it where a collection is in both.
+            raises it if a collection is in both.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -233,15 +233,16 @@ def from_head(
     if isinstance(module, nn.Module) and hasattr(obj, "params"):
         _left_out(options, "an NNX module", "param_type")
         rngs, mutable = ("dropout",) if rngs is None else rngs, mutable is None or mutable
-        linen: LinenModel = linen_model(
-            "from_head", module, loss, inputs, rngs, mutable, train_kwargs, eval_kwargs
-        )
+        kwargs = (train_kwargs, eval_kwargs)
+        linen = LinenModel("from_head", module, loss, inputs, rngs, mutable, *kwargs)
         return HeadModel(obj, _Linen(), linen.run, loss)
-    if _is_nnx(module) and hasattr(obj, "params"):
+    if is_nnx(module) and hasattr(obj, "params"):
         _left_out(options, "a Linen module", "rngs", "mutable")
-        made = nnx_model("from_head", module, loss, inputs, param_type, train_kwargs, eval_kwargs)
+        from elche_jax.adapters.nnx_model import NnxModel
+
+        made = NnxModel("from_head", module, loss, inputs, param_type, train_kwargs, eval_kwargs)
         return HeadModel(obj, _Nnx(made), made.run, loss)
-    is_module = isinstance(obj, nn.Module) or _is_nnx(obj)
+    is_module = isinstance(obj, nn.Module) or is_nnx(obj)
     if is_module or not all(callable(getattr(obj, n, None)) for n in ("variables", "apply")):
         rule = "have .module, a flax module, and .params, or the methods variables and apply"
         todo = "A module itself: from_linen, from_nnx." if is_module else ""
@@ -256,7 +257,7 @@ def from_head(
 
 
 def _left_out(options: Mapping[str, Any], what: str, *names: str) -> None:
-    """Raises where an option is given that has no effect."""
+    """Raises if an option is given that has no effect."""
     for name in names:
         if options[name] is not None:
             rule, got = f"be left out for a head without {what}", check.describe(options[name])
@@ -282,12 +283,6 @@ def _collections(whole: Any) -> dict[str, Any]:
     return {name: part for name, part in unfreeze(whole).items() if name not in skipped}
 
 
-def _is_nnx(module: Any) -> bool:
-    from flax import nnx
-
-    return isinstance(module, nnx.Module)
-
-
 def _plain(tree: Any) -> Any:
     """Nested dicts of values with strings for keys, of nested dicts or an `nnx.State`."""
     from flax import nnx
@@ -297,7 +292,3 @@ def _plain(tree: Any) -> Any:
     if isinstance(tree, Mapping):
         return {str(name): _plain(value) for name, value in tree.items()}
     return tree
-
-
-def _copied(tree: PyTree) -> PyTree:
-    return jax.tree.map(jnp.array, tree)

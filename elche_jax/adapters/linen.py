@@ -9,7 +9,7 @@ from flax.core import unfreeze
 from flax.core.scope import DenyList, in_filter
 
 from elche_jax import _check as check
-from elche_jax.adapters.call import Call, Inputs, call_of
+from elche_jax.adapters.call import Call, Inputs
 from elche_jax.adapters.model import Model
 from elche_jax.engine.loss import describe
 from elche_jax.train.initial import as_key, check_one_copy
@@ -33,11 +33,22 @@ class LinenModel(Model):
     """A `Model` of a Linen module; made by `from_linen`."""
 
     def __init__(
-        self, where: str, module: nn.Module, call: Call, loss: Any, mutable: Any, rngs: Any
-    ):
+        self, where: str, module: nn.Module, loss: Any, inputs: Any, rngs: Any, mutable: Any,
+        train_kwargs: Any, eval_kwargs: Any,
+    ):  # fmt: skip
         super().__init__(where, self.run, loss)
-        self._module, self._call, self._mutable = module, call, mutable
-        self._rngs = (rngs,) if isinstance(rngs, str) else tuple(rngs)
+        names = (rngs,) if isinstance(rngs, str) else rngs
+        if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+            rule = "be the name of a random stream or a sequence of names"
+            raise TypeError(check.message(where, "rngs", rule, check.describe(rngs)))
+        if len(set(names)) < len(names):
+            rule, got = "hold every name once", ", ".join(map(repr, names))
+            raise ValueError(check.message(where, "rngs", rule, got))
+        if not isinstance(mutable, bool | str | list | tuple | set | frozenset | DenyList):
+            rule = "be True, False, a name of a collection, or several names"
+            raise TypeError(check.message(where, "mutable", rule, check.describe(mutable)))
+        self._module, self._mutable, self._rngs = module, mutable, tuple(names)
+        self._call = Call(where, module, inputs, train_kwargs, eval_kwargs)
 
     def init(self, rng: Any, batch: Any) -> tuple[PyTree, PyTree]:
         """Initialises the module, in evaluation mode.
@@ -48,7 +59,7 @@ class LinenModel(Model):
 
         Returns:
             `(params, model_state)`: the collection "params", and a dict of the others, None
-            where there is none. What was sown as "intermediates" is left out.
+            if there are none. What was sown as "intermediates" is left out.
 
         Raises:
             TypeError: `rng` is neither; `batch` does not have the inputs.
@@ -64,14 +75,14 @@ class LinenModel(Model):
 
         Args:
             params: Parameters, one copy of them.
-            model_state: The model state, where there is one.
+            model_state: The model state, if there is one.
 
         Returns:
             `{"params": params, **model_state}`.
 
         Raises:
-            ValueError: A leaf holds the copies of several devices. Where there is one device
-                that cannot be told: take `unreplicate` there as well.
+            ValueError: A leaf holds the copies of several devices. With one device that
+                cannot be told: call `unreplicate` there as well.
         """
         check_one_copy("Model.merge", "params", params)
         check_one_copy("Model.merge", "model_state", model_state)
@@ -170,26 +181,7 @@ def from_linen(
         got = f"the class {module.__name__}" if isinstance(module, type) else check.describe(module)
         todo = "A flax.nnx module: from_nnx."
         raise TypeError(check.message("from_linen", "module", rule, got, todo))
-    return linen_model("from_linen", module, loss, inputs, rngs, mutable, train_kwargs, eval_kwargs)
-
-
-def linen_model(
-    where: str, module: nn.Module, loss: Any, inputs: Any, rngs: Any, mutable: Any,
-    train_kwargs: Any, eval_kwargs: Any,
-) -> LinenModel:  # fmt: skip
-    """The model of a module; `where` is what the user called."""
-    names = (rngs,) if isinstance(rngs, str) else rngs
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        rule = "be the name of a random stream or a sequence of names"
-        raise TypeError(check.message(where, "rngs", rule, check.describe(rngs)))
-    if len(set(names)) < len(names):
-        rule, got = "hold every name once", ", ".join(map(repr, names))
-        raise ValueError(check.message(where, "rngs", rule, got))
-    if not isinstance(mutable, bool | str | list | tuple | set | frozenset | DenyList):
-        rule = "be True, False, a name of a collection, or several names"
-        raise TypeError(check.message(where, "mutable", rule, check.describe(mutable)))
-    call = call_of(where, module, inputs, train_kwargs, eval_kwargs)
-    return LinenModel(where, module, call, loss, mutable, names)
+    return LinenModel("from_linen", module, loss, inputs, rngs, mutable, train_kwargs, eval_kwargs)
 
 
 def key_of(where: str, rng: Any) -> jax.Array:

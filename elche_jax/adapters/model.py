@@ -1,9 +1,10 @@
 """`Model`: a Flax module and a loss, as the loss function that a training step takes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from elche_jax import _check as check
 from elche_jax.engine.loss import describe
@@ -17,8 +18,8 @@ class Model:
     """A module and a loss; made by `from_linen`, `from_nnx` and `from_head`.
 
     It is a loss function: `build_train_step(model, optimizer)`. What `loss` returns is
-    what the step gets, so `has_aux=True` is said there, and there only, where `loss`
-    returns metrics too. A module with a model state needs it in `train.init`.
+    what the step gets, so `has_aux=True` is said there, and only there, if `loss`
+    returns metrics as well. A module with a model state needs it in `train.init`.
     """
 
     def __init__(self, where: str, apply: Apply, loss: Callable[[Any, Any], Any]):
@@ -89,7 +90,7 @@ class Model:
         return metric_fn
 
     def _sorted(self, name: str, last: tuple[str, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments with a model state, which is None where it is left out."""
+        """The arguments with a model state, which is None if it is left out."""
         if len(args) == 1 + len(last):
             return args[0], None, *args[1:]
         if len(args) == 2 + len(last):
@@ -105,22 +106,24 @@ def kept(where: str, old: PyTree, new: PyTree) -> PyTree:
     Raises:
         TypeError: It has other leaves, or a leaf of another shape or dtype.
     """
-    before, after = named_leaves(old), named_leaves(new)
-    todo = ""
-    for name in [*before, *(name for name in after if name not in before)]:
-        if name not in before:
+    typed = [jax.tree.map(jax.typeof, tree) for tree in (old, new)]
+    for name, before, after in differing(*typed):
+        got, todo = f"{after} for leaf {name}, which was {before}", ""
+        if before is None:
             got = f"a new leaf {name}"
             todo = "Begin with a model state that holds it, or leave its collection out of "
             todo += "from_linen(mutable=)."
-        elif name not in after:
+        elif after is None:
             got = f"none for leaf {name}"
-        elif _form(before[name]) != _form(after[name]):
-            got = f"{_form(after[name])} for leaf {name}, which was {_form(before[name])}"
-        else:
-            continue
         rule = "keep its leaves, shapes and dtypes in a step of the module"
         raise TypeError(check.message(where, "model_state", rule, got, todo))
-    return jax.tree.structure(old).unflatten([after[name] for name in before])
+    after = named_leaves(new)
+    return jax.tree.structure(old).unflatten([after[name] for name in named_leaves(old)])
+
+
+def copied(tree: PyTree) -> PyTree:
+    """A pytree with arrays of its own."""
+    return jax.tree.map(jnp.array, tree)
 
 
 def named_leaves(tree: PyTree) -> dict[str, Any]:
@@ -129,6 +132,16 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
     return {jax.tree_util.keystr(path) or "itself": leaf for path, leaf in named}
 
 
+def differing(one: PyTree, other: PyTree) -> Iterator[tuple[str, str | None, str | None]]:
+    """The leaves in which two pytrees differ: the name, and what each has there, if anything."""
+    forms, others = (
+        {name: _form(leaf) for name, leaf in named_leaves(tree).items()} for tree in (one, other)
+    )
+    for name in {**forms, **others}:
+        if forms.get(name) != others.get(name):
+            yield name, forms.get(name), others.get(name)
+
+
 def _form(leaf: Any) -> str:
-    aval = jax.typeof(leaf)
+    aval = leaf if hasattr(leaf, "dtype") else jax.typeof(leaf)
     return f"{aval.dtype}{list(aval.shape)}"

@@ -11,82 +11,60 @@ Examples:
     (10, 30)
 """
 
-from elche_jax.cadence.adacomm import AdaComm, AdaCommState
-from elche_jax.cadence.anchor_rule import AnchorRule, AnchorRuleState
-from elche_jax.cadence.apportion import apportion, clamp_counts, shard_sizes
-from elche_jax.cadence.balanced import Balanced, BalancedState
+from elche_jax.cadence.adacomm import AdaComm as AdaComm, AdaCommState as AdaCommState
+from elche_jax.cadence.anchor_rule import (
+    AnchorRule as AnchorRule,
+    AnchorRuleState as AnchorRuleState,
+)
+from elche_jax.cadence.apportion import (
+    apportion as apportion,
+    clamp_counts as clamp_counts,
+    shard_sizes as shard_sizes,
+)
+from elche_jax.cadence.balanced import Balanced as Balanced, BalancedState as BalancedState
 from elche_jax.cadence.base import (
-    HOLD_GROWTH,
-    STABLE,
-    Cadence,
-    CadenceState,
-    State,
-    Verdict,
-    WindowReport,
-    nudge_down,
-    stronger,
+    HOLD_GROWTH as HOLD_GROWTH,
+    STABLE as STABLE,
+    Cadence as Cadence,
+    CadenceState as CadenceState,
+    State as State,
+    Verdict as Verdict,
+    WindowReport as WindowReport,
+    nudge_down as nudge_down,
+    stronger as stronger,
 )
-from elche_jax.cadence.controller import Controller, ControllerState
-from elche_jax.cadence.elche import ElChe, ElCheState
-from elche_jax.cadence.every_batch import EveryBatch, EveryBatchState
-from elche_jax.cadence.fixed_total import FixedTotal, FixedTotalState
-from elche_jax.cadence.guards import Guard, LevelGuard, NoGuard, TrendGuard
-from elche_jax.cadence.post_local import PostLocal
-from elche_jax.cadence.qsr import QSR
-from elche_jax.cadence.replay import Replay, ReplayState
-from elche_jax.cadence.scheduler import Scheduler, SchedulerState
-from elche_jax.cadence.shift import Shift, ShiftState
+from elche_jax.cadence.controller import (
+    Controller as Controller,
+    ControllerState as ControllerState,
+)
+from elche_jax.cadence.elche import ElChe as ElChe
+from elche_jax.cadence.every_batch import (
+    EveryBatch as EveryBatch,
+    EveryBatchState as EveryBatchState,
+)
+from elche_jax.cadence.fixed_total import (
+    FixedTotal as FixedTotal,
+    FixedTotalState as FixedTotalState,
+)
+from elche_jax.cadence.guards import (
+    Guard as Guard,
+    LevelGuard as LevelGuard,
+    NoGuard as NoGuard,
+    TrendGuard as TrendGuard,
+)
+from elche_jax.cadence.post_local import PostLocal as PostLocal
+from elche_jax.cadence.proportional import ElCheState as ElCheState
+from elche_jax.cadence.qsr import QSR as QSR
+from elche_jax.cadence.replay import Replay as Replay, ReplayState as ReplayState
+from elche_jax.cadence.scheduler import Scheduler as Scheduler, SchedulerState as SchedulerState
+from elche_jax.cadence.shift import Shift as Shift, ShiftState as ShiftState
 from elche_jax.cadence.window import (
-    Divergence,
-    WindowMeasurement,
-    WindowPlan,
-    WindowRecord,
+    Divergence as Divergence,
+    WindowMeasurement as WindowMeasurement,
+    WindowPlan as WindowPlan,
+    WindowRecord as WindowRecord,
 )
-from elche_jax.cadence.window_time import WindowTime, WindowTimeState
-
-__all__ = [
-    "HOLD_GROWTH",
-    "QSR",
-    "STABLE",
-    "AdaComm",
-    "AdaCommState",
-    "AnchorRule",
-    "AnchorRuleState",
-    "Balanced",
-    "BalancedState",
-    "Cadence",
-    "CadenceState",
-    "Controller",
-    "ControllerState",
-    "Divergence",
-    "ElChe",
-    "ElCheState",
-    "EveryBatch",
-    "EveryBatchState",
-    "FixedTotal",
-    "FixedTotalState",
-    "Guard",
-    "LevelGuard",
-    "NoGuard",
-    "PostLocal",
-    "Replay",
-    "ReplayState",
-    "Scheduler",
-    "SchedulerState",
-    "Shift",
-    "ShiftState",
-    "State",
-    "TrendGuard",
-    "Verdict",
-    "WindowMeasurement",
-    "WindowPlan",
-    "WindowRecord",
-    "WindowReport",
-    "WindowTime",
-    "WindowTimeState",
-    "apportion",
-    "clamp_counts",
-    "nudge_down",
-    "shard_sizes",
-    "stronger",
-]
+from elche_jax.cadence.window_time import (
+    WindowTime as WindowTime,
+    WindowTimeState as WindowTimeState,
+)

@@ -2,9 +2,10 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from elche_jax import _check as check
+from elche_jax.cadence import knobs
 from elche_jax.cadence.anchor_rule import AnchorRule, AnchorRuleState
 from elche_jax.cadence.base import State, WindowReport
 
@@ -27,7 +28,7 @@ class AdaCommState(AnchorRuleState):
 
 
 @dataclass(frozen=True)
-class AdaComm(AnchorRule):
+class AdaComm(AnchorRule[AdaCommState]):
     """Adaptive communication (Wang and Joshi 2019, arXiv:1810.08313).
 
     Every ``interval`` windows, with ``F`` the mean loss of the last interval and ``F0``
@@ -35,14 +36,14 @@ class AdaComm(AnchorRule):
 
         new    = ceil(sqrt(F / F0) * anchor)
         anchor = new                              if that is below the one in force
-        anchor = max(1, ceil(shrink * in force))  else
+        anchor = max(1, ceil(shrink * in force))  otherwise
 
     Rare synchronisation is fast at first, and costs accuracy towards the end.
 
     Attributes:
         anchor: First count of the slowest device, at least 1.
         interval: Windows between two changes, at least 1.
-        shrink: What the anchor is multiplied by where the loss does not fall enough, in
+        shrink: What the anchor is multiplied by if the loss does not fall enough, in
             ``(0, 1]``.
 
     Raises:
@@ -67,34 +68,26 @@ class AdaComm(AnchorRule):
     shrink: float = 0.5
 
     def __post_init__(self) -> None:
-        checked = {
-            "anchor": check.integer("AdaComm", "anchor", self.anchor, low=1),
-            "interval": check.integer("AdaComm", "interval", self.interval, low=1),
-            "shrink": check.real("AdaComm", "shrink", self.shrink, above=0, high=1),
-        }
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+        knobs.integer(self, "anchor", low=1)
+        knobs.integer(self, "interval", low=1)
+        knobs.real(self, "shrink", above=0, high=1)
 
-    def wanted(self, state: AnchorRuleState) -> int:
+    def wanted(self, state: AdaCommState) -> int:
         """Return the anchor of this interval."""
-        return cast(AdaCommState, state).rule or self.anchor
+        return state.rule or self.anchor
 
-    def counted(self, state: AnchorRuleState, report: WindowReport) -> AdaCommState:
+    def counted(self, state: AdaCommState, report: WindowReport) -> AdaCommState:
         """Return the state with a window, and its loss, counted in."""
         if report.loss is None or report.loss < 0:
             rule = "have a loss, not negative"
             raise ValueError(check.message("AdaComm.update", "report", rule, report.loss))
-        state = cast(AdaCommState, super().counted(state, report))
+        state = super().counted(state, report)
         total, losses = state.sum_loss + report.loss, state.losses + 1
         if losses < self.interval:
             return replace(state, sum_loss=total, losses=losses)
-        mean = total / losses
+        mean, rule = total / losses, self.wanted(state)
         first = mean if state.first_loss is None else state.first_loss
-        rule = state.rule or self.anchor
         if state.first_loss is not None:
-            rule = self._next(rule, mean, first)
+            new = math.ceil(math.sqrt(mean / first) * self.anchor) if first > 0 else rule
+            rule = max(1, new if new < rule else math.ceil(self.shrink * rule))
         return replace(state, first_loss=first, sum_loss=0.0, losses=0, rule=rule)
-
-    def _next(self, rule: int, loss: float, first: float) -> int:
-        new = math.ceil(math.sqrt(loss / first) * self.anchor) if first > 0 else rule
-        return max(1, new if new < rule else math.ceil(self.shrink * rule))

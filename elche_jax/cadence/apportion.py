@@ -17,9 +17,6 @@ from elche_jax.cadence.estimate import SHORTEST_MS, FloatArray
 # Beyond this a count times a time is no longer exact to one microbatch.
 MAX_TOTAL = 2**53
 
-# Up to so many left-over microbatches are handed out one by one.
-FEW = 32
-
 
 def _take_back(counts: list[int], tie: Sequence[int], excess: int) -> None:
     """Lower the largest counts one by one, in place, until ``excess`` are back.
@@ -27,12 +24,9 @@ def _take_back(counts: list[int], tie: Sequence[int], excess: int) -> None:
     Among equal counts the one with the smaller ``tie`` gives first, then the higher
     rank.
     """
-    heap = [(-count, tie[rank], -rank) for rank, count in enumerate(counts)]
-    heapq.heapify(heap)
     for _ in range(excess):
-        count, order, rank = heap[0]
-        counts[-rank] -= 1
-        heapq.heapreplace(heap, (count + 1, order, rank))
+        rank = max(range(len(counts)), key=lambda rank: (counts[rank], -tie[rank], rank))
+        counts[rank] -= 1
 
 
 def clamp_counts(counts: Sequence[int], max_total: int) -> tuple[int, ...]:
@@ -86,7 +80,7 @@ def shard_sizes(ratios: Sequence[float], total: int) -> tuple[int, ...]:
     """Split ``total`` in given ratios.
 
     Every device but the last gets its share rounded half away from zero, at least 1
-    each when ``total`` allows it; the last device takes the rest. Where nothing is
+    each when ``total`` allows it; the last device takes the rest. If nothing is
     left for the last one, the largest shares give up one each, the higher rank
     first.
 
@@ -165,8 +159,7 @@ def split(total: int, ms: FloatArray) -> NDArray[np.int64]:
     Microbatch ``k`` of device ``d`` ends at ``k * ms[d]``; wanted are the ``total``
     earliest of all those ends, ordered by (end, rank). A lower bound of the last
     end, from the continuous problem, gives nearly all of them at once. The rest,
-    fewer than there are devices, is sorted out among the devices that can still get
-    one.
+    about as many as there are devices, is handed out one by one.
 
     Args:
         total: Microbatches to share out, ``0 <= total <= 2**53``.
@@ -179,31 +172,21 @@ def split(total: int, ms: FloatArray) -> NDArray[np.int64]:
         >>> split(10, np.array([1.0, 2.5])).tolist()
         [7, 3]
     """
-    counts = _ends_before(_level(total, ms), ms)
-    rest = total - int(counts.sum())
-    if not FEW < rest < len(ms):
-        return _hand_out(rest, counts, ms)
-    latest = np.partition((counts + 1) * ms, rest - 1)[rest - 1]
-    able = np.flatnonzero((counts + 1) * ms <= latest)  # no other device can get any
-    more = np.minimum(_ends_before(latest, ms[able]) - counts[able], rest)
-    if more.sum() > 4 * len(ms):
-        return _hand_out(rest, counts, ms)
-    rank = np.repeat(able, more)
-    step = np.arange(len(rank)) - np.repeat(more.cumsum() - more, more)
-    ends = (counts[rank] + 1 + step) * ms[rank]
-    first = np.argsort(ends, kind="stable")[:rest]  # stable: lower rank first
-    np.add.at(counts, rank[first], 1)
-    return counts
-
-
-def _level(total: int, ms: FloatArray) -> float:
-    """Return when all would end if microbatches were divisible, a touch early.
-
-    The factor is far above the rounding of the sum, so that the microbatches ended
-    by then are never more than ``total``.
-    """
     fastest = float(ms.min())  # divided out, as 1 / ms may overflow
-    return total / float((fastest / ms).sum()) * fastest * (1.0 - 1e-12)
+    # A touch early, by far more than the rounding of the sum, so that the microbatches
+    # ended by then are never more than the total.
+    level = total / float((fastest / ms).sum()) * fastest * (1.0 - 1e-12)
+    counts, times = _ends_before(level, ms).tolist(), ms.tolist()
+    heap = [
+        ((count + 1) * time, rank)
+        for rank, (count, time) in enumerate(zip(counts, times, strict=True))
+    ]
+    heapq.heapify(heap)
+    for _ in range(total - sum(counts)):
+        _, rank = heap[0]
+        counts[rank] += 1
+        heapq.heapreplace(heap, ((counts[rank] + 1) * times[rank], rank))
+    return np.array(counts, dtype=np.int64)
 
 
 def _ends_before(level: float, ms: FloatArray) -> NDArray[np.int64]:
@@ -212,18 +195,3 @@ def _ends_before(level: float, ms: FloatArray) -> NDArray[np.int64]:
     k -= k * ms > level  # the division may round up onto the next integer,
     k += (k + 1) * ms <= level  # or down below one
     return k.astype(np.int64)
-
-
-def _hand_out(rest: int, counts: NDArray[np.int64], ms: FloatArray) -> NDArray[np.int64]:
-    """Give ``rest`` more microbatches, each to the device that ends it first."""
-    if rest:
-        final = counts.tolist()
-        times = ms.tolist()
-        heap = [((final[r] + 1) * ms_r, r) for r, ms_r in enumerate(times)]
-        heapq.heapify(heap)
-        for _ in range(rest):
-            _, rank = heap[0]
-            final[rank] += 1
-            heapq.heapreplace(heap, ((final[rank] + 1) * times[rank], rank))
-        counts = np.array(final, dtype=np.int64)
-    return counts

@@ -1,28 +1,22 @@
 """Balanced: the classic auto-balancer, ratios re-measured every so many windows."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 
 from elche_jax import _check as check
+from elche_jax.cadence import knobs
 from elche_jax.cadence.apportion import MAX_TOTAL, shard_sizes
-from elche_jax.cadence.base import (
-    STABLE,
-    Cadence,
-    State,
-    Verdict,
-    WindowReport,
-    check_total,
-    check_update,
-)
+from elche_jax.cadence.base import CheckedCadence, State, Verdict, WindowReport, check_total
 from elche_jax.cadence.estimate import (
     FloatArray,
     Times,
     as_array,
     as_times,
     measured_ms,
+    smoothed,
 )
 from elche_jax.cadence.hint import checked_hint, hinted_speeds
 
@@ -38,7 +32,7 @@ class BalancedState(State):
         counts: Microbatches per device in the next window.
         ratios: Share of each device; they sum to exactly 1.
         throughput: Smoothed microbatches per millisecond of each device, ``None``
-            where never measured.
+            if it was never measured.
         windows: Windows reported so far.
         next_rebalance: Number of reported windows at which ratios change next.
     """
@@ -51,7 +45,7 @@ class BalancedState(State):
 
 
 @dataclass(frozen=True)
-class Balanced(Cadence[BalancedState]):
+class Balanced(CheckedCadence[BalancedState]):
     """Cadence that shares out ``total`` microbatches by measured throughput.
 
     Throughput is an exponential moving average, ``alpha * new + (1 - alpha) * old``
@@ -111,56 +105,27 @@ class Balanced(Cadence[BalancedState]):
     speed_hint: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        where = "Balanced"
-        for name, value in {
-            "total": check.integer(where, "total", self.total, low=1, high=MAX_TOTAL),
-            "alpha": check.real(where, "alpha", self.alpha, above=0, high=1),
-            "calibration_windows": check.integer(
-                where, "calibration_windows", self.calibration_windows, low=1
-            ),
-            "rebalance_every": check.integer(where, "rebalance_every", self.rebalance_every, low=1),
-            "min_ratio": check.real(where, "min_ratio", self.min_ratio, low=0, high=1),
-        }.items():
-            object.__setattr__(self, name, value)
-        if self.speed_hint is not None:
-            object.__setattr__(self, "speed_hint", checked_hint(where, self.speed_hint))
+        knobs.integer(self, "total", low=1, high=MAX_TOTAL)
+        knobs.real(self, "alpha", above=0, high=1)
+        knobs.integer(self, "calibration_windows", low=1)
+        knobs.integer(self, "rebalance_every", low=1)
+        knobs.real(self, "min_ratio", low=0, high=1)
+        object.__setattr__(self, "speed_hint", checked_hint("Balanced", self.speed_hint))
 
-    def init(self, world_size: int) -> BalancedState:
-        """Return the state before the first window: equal ratios, or as hinted.
-
-        Args:
-            world_size: Number of devices, at least 1.
-
-        Returns:
-            The state.
-
-        Raises:
-            TypeError: If ``world_size`` is not an integer.
-            ValueError: If it is below 1, too large for ``min_ratio``, or does not fit
-                ``speed_hint``.
-
-        Examples:
-            >>> Balanced(total=10).init(2).ratios
-            (0.5, 0.5)
-            >>> Balanced(total=10, speed_hint=[4, 1]).init(2).counts
-            (8, 2)
-        """
+    def _first(self, world_size: int) -> BalancedState:
         where = "Balanced.init"
-        world_size = check.integer(where, "world_size", world_size, low=1)
         if self.min_ratio * world_size > 1 + 1e-9:
             rule = f"be at most 1 / world_size ({world_size} devices)"
             todo = "Lower min_ratio."
             raise ValueError(check.message(where, "min_ratio", rule, self.min_ratio, todo))
-        speeds, first = np.ones(world_size), self.calibration_windows
-        if self.speed_hint is not None:
-            speeds, first = as_array(hinted_speeds(where, self.speed_hint, world_size)), 1
+        speeds = as_array(hinted_speeds(where, self.speed_hint, world_size))
         ratios = _ratios(speeds / speeds.max(), self.min_ratio)
         return BalancedState(
             counts=shard_sizes(ratios, self.total),
             ratios=ratios,
             throughput=(None,) * world_size,
             windows=0,
-            next_rebalance=first,
+            next_rebalance=self.calibration_windows if self.speed_hint is None else 1,
         )
 
     def check_state(self, state: BalancedState) -> None:
@@ -177,51 +142,19 @@ class Balanced(Cadence[BalancedState]):
         """
         check_total("Balanced.check_state", state.counts, self.total)
 
-    def update(
-        self, state: BalancedState, report: WindowReport, verdict: Verdict = STABLE
-    ) -> BalancedState:
-        """Return the state for the next window.
-
-        Args:
-            state: The state so far; it stays as it is.
-            report: What was measured.
-            verdict: The guard's opinion; checked, not used.
-
-        Returns:
-            The state with new throughput, and new ratios when their time has come.
-
-        Raises:
-            TypeError: If the report or the verdict is of another class.
-            ValueError: If the report has another number of devices.
-
-        Examples:
-            >>> cadence = Balanced(total=8)
-            >>> report = WindowReport((60.0, 20.0), (4, 4), 1.0)
-            >>> cadence.update(cadence.init(2), report).counts
-            (4, 4)
-        """
-        check_update("Balanced.update", len(state.counts), report, verdict)
-        old = as_array(state.throughput)
-        new = 1.0 / measured_ms(report)
-        mixed = self.alpha * new + (1.0 - self.alpha) * old
-        speed = np.where(np.isnan(new), old, np.where(np.isnan(old), new, mixed))
-        windows = state.windows + 1
-        counts, ratios, next_rebalance = (
-            state.counts,
-            state.ratios,
-            state.next_rebalance,
-        )
+    def _next(self, state: BalancedState, report: WindowReport, verdict: Verdict) -> BalancedState:
+        speed = smoothed(as_array(state.throughput), 1.0 / measured_ms(report), self.alpha)
         unknown = np.isnan(speed)
-        if windows >= next_rebalance and not unknown.all():
-            filled = np.where(unknown, speed[~unknown].mean(), speed)
-            ratios = _ratios(filled, self.min_ratio)
-            counts = shard_sizes(ratios, self.total)
-            # A hint is corrected before the calibration, which then comes as ever.
-            calibrated = windows >= self.calibration_windows
-            next_rebalance = (
-                windows + self.rebalance_every if calibrated else self.calibration_windows
-            )
-        return BalancedState(counts, ratios, as_times(speed), windows, next_rebalance)
+        windows = state.windows + 1
+        state = replace(state, throughput=as_times(speed), windows=windows)
+        if windows < state.next_rebalance or unknown.all():
+            return state
+        ratios = _ratios(np.where(unknown, speed[~unknown].mean(), speed), self.min_ratio)
+        # A hint is corrected before the calibration, which comes at its own time.
+        calibrated = windows >= self.calibration_windows
+        following = windows + self.rebalance_every if calibrated else self.calibration_windows
+        counts = shard_sizes(ratios, self.total)
+        return replace(state, counts=counts, ratios=ratios, next_rebalance=following)
 
 
 def _ratios(speed: FloatArray, min_ratio: float) -> tuple[float, ...]:

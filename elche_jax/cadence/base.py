@@ -7,14 +7,17 @@ States are plain numbers, so that the plan is the same in every process, goes in
 checkpoint as JSON, and can be replayed.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Final, Generic, Literal, Protocol, Self, TypeVar, cast
+from difflib import get_close_matches
+from typing import Any, ClassVar, Final, Generic, Literal, Protocol, Self, TypeVar, cast, get_args
 
 import numpy as np
 
 from elche_jax import _check as check
+from elche_jax.cadence import knobs
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,6 @@ class WindowReport:
         counts: Microbatches each device really ran, integers, not negative.
         sync_ms: Cost of the synchronisation in milliseconds: the smallest wait
             over the devices, finite and not negative.
-
         loss: Mean loss of the window, for cadences that follow it (`AdaComm`); or
             ``None``.
 
@@ -58,16 +60,14 @@ class WindowReport:
         if len(counts) != len(wall_ms):
             rule = f"be as long as wall_ms ({len(wall_ms)})"
             raise ValueError(check.message(where, "counts", rule, len(counts)))
-        sync_ms = check.real(where, "sync_ms", self.sync_ms, low=0)
         object.__setattr__(self, "wall_ms", wall_ms)
         object.__setattr__(self, "counts", counts)
-        object.__setattr__(self, "sync_ms", sync_ms)
+        knobs.real(self, "sync_ms", low=0)
         if self.loss is not None:
-            object.__setattr__(self, "loss", check.real(where, "loss", self.loss))
+            knobs.real(self, "loss")
 
 
 Action = Literal["stable", "hold_growth", "nudge_down"]
-_ACTIONS: Final = ("stable", "hold_growth", "nudge_down")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Verdict:
         action: ``"stable"``: no objection; ``"hold_growth"``: the windows must not
             get longer; ``"nudge_down"``: they must get shorter.
         factor: What to multiply the anchor by, in ``(0, 1]``; only for
-            ``"nudge_down"``, where it is 0.5 unless given, else ``None``.
+            ``"nudge_down"``, where it is 0.5 unless given; otherwise ``None``.
 
     Raises:
         ValueError: If the action is none of the three, or the factor is out of
@@ -94,18 +94,15 @@ class Verdict:
     factor: float | None = None
 
     def __post_init__(self) -> None:
-        where = "Verdict"
-        if self.action not in _ACTIONS:
-            rule = f"be one of {', '.join(map(repr, _ACTIONS))}"
-            raise ValueError(check.message(where, "action", rule, repr(self.action)))
+        check.one_of("Verdict", "action", self.action, get_args(Action))
         if self.action == "nudge_down":
-            factor = 0.5 if self.factor is None else self.factor
-            factor = check.real(where, "factor", factor, above=0, high=1)
-            object.__setattr__(self, "factor", factor)
+            if self.factor is None:
+                object.__setattr__(self, "factor", 0.5)
+            knobs.real(self, "factor", above=0, high=1)
         elif self.factor is not None:
             rule = f"be None for {self.action!r}"
             todo = "Only nudge_down has a factor."
-            raise ValueError(check.message(where, "factor", rule, self.factor, todo))
+            raise ValueError(check.message("Verdict", "factor", rule, self.factor, todo))
 
 
 STABLE: Final = Verdict("stable")
@@ -136,7 +133,7 @@ def nudge_down(factor: float = 0.5) -> Verdict:
 
 
 def stronger(one: Verdict, other: Verdict) -> Verdict:
-    """Return the verdict that asks for less, the first where they ask for the same.
+    """Return the verdict that asks for less, or the first if they ask for the same.
 
     Examples:
         >>> stronger(HOLD_GROWTH, nudge_down(0.9)).action
@@ -208,15 +205,9 @@ class State:
         """
         names = sorted(field.name for field in fields(cls))
         if sorted(values) != names:
-            raise ValueError(
-                check.message(
-                    f"{cls.__name__}.from_dict",
-                    "values",
-                    f"have the keys {names}",
-                    sorted(values),
-                    "Resume with the cadence that wrote the state.",
-                )
-            )
+            where, rule = f"{cls.__name__}.from_dict", f"have the keys {names}"
+            todo = "Resume with the cadence that wrote the state."
+            raise ValueError(check.message(where, "values", rule, sorted(values), todo))
         return cls(**{name: _to_tuples(value) for name, value in values.items()})
 
 
@@ -238,20 +229,26 @@ class Cadence(ABC, Generic[S]):
     ``S`` is its state: an immutable object with ``counts`` (see `CadenceState`). All else here
     are hooks of the loop that asks for counts, with defaults for a rule that follows reports
     and keeps no estimates of times. With one device there are no busy times, and ``update`` is
-    called only where the rule ``counts_windows``.
+    called only if the rule ``counts_windows``.
+
+    A method whose name is that of a hook but for a slip (``udpate``) is an error, since it
+    would never be called.
 
     Attributes:
         state_type: Class of its states, derived from `State`; ``None`` for states that cannot
             be restored from a checkpoint.
-        adaptive: Whether counts depend on reports. Where they do not, windows are planned
+        adaptive: Whether counts depend on reports. If they do not, windows are planned
             further ahead.
         scripted: Whether the counts of every window are known beforehand, see `counts_at`.
         estimates: Whether states hold ``ms_per_batch``, a time or ``None`` per device, that
             `recalibrate` forgets and `replan` fits the counts to.
         uses_loss: Whether reports must hold the window's loss.
-        counts_windows: Whether ``update`` must hear of windows whose times are not known, too;
+        counts_windows: Whether ``update`` must also hear of windows whose times are unknown;
             their report has times of 0.
         overhead_target: Share of a window that synchronising may cost; 0 for no target.
+
+    Raises:
+        TypeError: If a subclass defines a method whose name is almost that of a hook.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -280,6 +277,16 @@ class Cadence(ABC, Generic[S]):
     counts_windows: ClassVar[bool] = False
     overhead_target: float = 0.0
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name, value in vars(cls).items():
+            if not inspect.isfunction(value) or any(hasattr(b, name) for b in cls.__bases__):
+                continue  # no method, or one that a base has
+            if near := get_close_matches(name, HOOKS, n=1, cutoff=0.82):
+                rule, got = "be a hook of Cadence or unlike one", "a method of that name"
+                todo = f"Is it {near[0]}? If not, rename it."
+                raise TypeError(check.message(cls.__name__, name, rule, got, todo))
+
     @abstractmethod
     def init(self, world_size: int) -> S:
         """Return the state before the first window.
@@ -299,22 +306,22 @@ class Cadence(ABC, Generic[S]):
         """
 
     def counts_at(self, window: int) -> tuple[int, ...]:
-        """Return the counts of a window, counted from 0; asked where ``scripted``."""
+        """Return the counts of a window, counted from 0; asked if ``scripted``."""
         raise self._unwritten("counts_at", "scripted")
 
     @property
     def largest_count(self) -> int | None:
-        """The largest count of any window, where it is known beforehand."""
+        """The largest count of any window, if it is known beforehand."""
         return None
 
     def recalibrate(self, state: S) -> S:
-        """Return the state as if no device had been measured; asked where it ``estimates``,
-        when a device's speed has changed."""
+        """Return the state as if no device had been measured; asked when a device's speed
+        has changed, if the rule ``estimates``."""
         raise self._unwritten("recalibrate", "estimates")
 
     def replan(self, state: S) -> S:
-        """Return the state with counts that fit the estimates as well as they can; asked where
-        it ``estimates``, when counts have stayed for a while."""
+        """Return the state with counts that fit the estimates as well as they can; asked when
+        counts have stayed for a while, if the rule ``estimates``."""
         return state
 
     def anchor_of(self, state: S) -> int | None:
@@ -323,11 +330,78 @@ class Cadence(ABC, Generic[S]):
         return None
 
     def check_state(self, state: S) -> None:
-        """Check a stored state against the knobs; raise ``ValueError`` where it does not fit."""
+        """Check a stored state against the knobs; raise ``ValueError`` if it does not fit."""
 
     def _unwritten(self, hook: str, flag: str) -> NotImplementedError:
         rule = f"be written where {flag} is True"
         return NotImplementedError(check.message(type(self).__name__, hook, rule, "none"))
+
+
+HOOKS: Final = [
+    name for name, value in vars(Cadence).items() if inspect.isfunction(value) and name[0] != "_"
+]
+"""Methods that a subclass of `Cadence` may define for the loop."""
+
+
+class CheckedCadence(Cadence[S]):
+    """Base of the cadences here: what ``init`` and ``update`` are given is checked once, for all.
+
+    A subclass writes ``_first`` and ``_next``, which get arguments that are in order.
+    """
+
+    def init(self, world_size: int) -> S:
+        """Return the state before the first window.
+
+        Args:
+            world_size: Number of devices, at least 1.
+
+        Returns:
+            The state.
+
+        Raises:
+            TypeError: If ``world_size`` is not an integer.
+            ValueError: If it is below 1, or the knobs do not fit so many devices.
+
+        Examples:
+            >>> from elche_jax.cadence import FixedTotal
+            >>> FixedTotal(8).init(world_size=3).counts
+            (3, 3, 2)
+        """
+        where = f"{type(self).__name__}.init"
+        return self._first(check.integer(where, "world_size", world_size, low=1))
+
+    def update(self, state: S, report: WindowReport, verdict: Verdict = STABLE) -> S:
+        """Return the state for the next window.
+
+        Args:
+            state: The state so far; it stays as it is.
+            report: What was measured. Its counts are those really run, which may differ
+                from the plan.
+            verdict: The guard's opinion.
+
+        Returns:
+            The next state.
+
+        Raises:
+            TypeError: If the report or the verdict is of another class.
+            ValueError: If the report has another number of devices.
+
+        Examples:
+            >>> from elche_jax.cadence import FixedTotal
+            >>> report = WindowReport((6.0, 2.0), (2, 2), sync_ms=0.1)
+            >>> FixedTotal(4).update(FixedTotal(4).init(2), report).counts
+            (1, 3)
+        """
+        check_update(f"{type(self).__name__}.update", len(state.counts), report, verdict)
+        return self._next(state, report, verdict)
+
+    @abstractmethod
+    def _first(self, world_size: int) -> S:
+        """The state before the first window."""
+
+    @abstractmethod
+    def _next(self, state: S, report: WindowReport, verdict: Verdict) -> S:
+        """The state for the next window."""
 
 
 def check_update(where: str, world_size: int, report: WindowReport, verdict: Verdict) -> None:

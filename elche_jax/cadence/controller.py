@@ -10,14 +10,7 @@ from math import isfinite
 from typing import Any
 
 from elche_jax import _check as check
-from elche_jax.cadence.base import (
-    HOLD_GROWTH,
-    STABLE,
-    Cadence,
-    Verdict,
-    WindowReport,
-    stronger,
-)
+from elche_jax.cadence.base import HOLD_GROWTH, STABLE, Cadence, Verdict, WindowReport, stronger
 from elche_jax.cadence.guards import HISTORY, Guard, NoGuard, judge
 from elche_jax.cadence.scheduler import Scheduler, SchedulerState
 from elche_jax.cadence.shift import Shift
@@ -127,8 +120,8 @@ class Controller:
     def observe(self, state: ControllerState, record: WindowRecord) -> ControllerState:
         """Return the state after a window.
 
-        The guard is asked where the record has a divergence. The cadence is told of the
-        window where its times are steady, or where it wants to hear of every window, and
+        The guard is asked if the record has a divergence. The cadence is told of the
+        window if its times are steady, or if it wants to hear of every window, and
         of the strongest verdict since it was told last. After a cold window a cadence with
         an overhead target is told at least *hold growth*. A recording that is replayed is
         told nothing, and a cadence that follows the loss nothing of a window whose loss is
@@ -159,7 +152,7 @@ class Controller:
     def _told(
         self, schedule: SchedulerState, record: WindowRecord, verdict: Verdict
     ) -> SchedulerState | None:
-        """The schedule after the cadence was told of a window; None where it is not."""
+        """The schedule after the cadence was told of a window; None if it is not told."""
         cadence, loss = self.cadence, record.loss if self.cadence.uses_loss else None
         if cadence.scripted or (loss is not None and not isfinite(loss)):
             return None
@@ -167,10 +160,11 @@ class Controller:
             report = WindowReport(record.busy_ms, record.counts, record.sync_ms, loss)
             if record.cold and cadence.overhead_target:  # which the cost does not tell yet
                 verdict = stronger(verdict, HOLD_GROWTH)
-            return self.scheduler.update(schedule, report, verdict)
-        if cadence.counts_windows:
-            return self.scheduler.passed(schedule, record.counts, loss, verdict)
-        return None
+        elif cadence.counts_windows:
+            report = WindowReport((0.0,) * len(record.counts), record.counts, 0.0, loss)
+        else:
+            return None
+        return self.scheduler.update(schedule, report, verdict)
 
 
 def _timed(record: WindowRecord) -> bool:

@@ -39,9 +39,7 @@ def as_times(array: FloatArray) -> Times:
         >>> as_times(np.array([2.0, np.nan]))
         (2.0, None)
     """
-    if np.isnan(array).any():
-        return tuple(None if math.isnan(ms) else ms for ms in array.tolist())
-    return tuple(array.tolist())
+    return tuple(None if math.isnan(ms) else ms for ms in array.tolist())
 
 
 def measured_ms(report: WindowReport) -> FloatArray:
@@ -98,8 +96,17 @@ def update_ms(
     old = as_array(ms_per_batch)
     new = measured_ms(report)
     with np.errstate(over="ignore"):  # alpha is bounded
-        change = new - old
-        alpha = np.minimum(np.maximum(np.abs(change) / old, ALPHA_MIN), ALPHA_MAX)
-        # The same sum as in the docstring, but exact when nothing changed.
-        mixed = old + alpha * change
+        alpha = np.minimum(np.maximum(np.abs(new - old) / old, ALPHA_MIN), ALPHA_MAX)
+    return smoothed(old, new, alpha)
+
+
+def smoothed(old: FloatArray, new: FloatArray, alpha: FloatArray | float) -> FloatArray:
+    """Return ``alpha * new + (1 - alpha) * old`` where both are known, or else the known one.
+
+    Examples:
+        >>> smoothed(np.array([10.0, np.nan, 3.0]), np.array([15.0, 4.0, np.nan]), alpha=0.5)
+        array([12.5,  4. ,  3. ])
+    """
+    # The same sum, but exact when nothing has changed.
+    mixed = old + alpha * (new - old)
     return np.where(np.isnan(new), old, np.where(np.isnan(old), new, mixed))

@@ -6,17 +6,9 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from elche_jax import _check as check
+from elche_jax.cadence import knobs
 from elche_jax.cadence.apportion import MAX_TOTAL, split
-from elche_jax.cadence.base import (
-    STABLE,
-    Cadence,
-    State,
-    Verdict,
-    WindowReport,
-    check_total,
-    check_update,
-)
+from elche_jax.cadence.base import CheckedCadence, State, Verdict, WindowReport, check_total
 from elche_jax.cadence.estimate import FloatArray, Times, as_times, update_ms
 
 MIN_GAIN = 0.02
@@ -29,7 +21,7 @@ class FixedTotalState(State):
     Attributes:
         counts: Microbatches per device in the next window; a device may have 0.
         ms_per_batch: Smoothed milliseconds per microbatch of each device, ``None``
-            where never measured.
+            if it was never measured.
     """
 
     counts: tuple[int, ...]
@@ -37,7 +29,7 @@ class FixedTotalState(State):
 
 
 @dataclass(frozen=True)
-class FixedTotal(Cadence[FixedTotalState]):
+class FixedTotal(CheckedCadence[FixedTotalState]):
     """Cadence with a constant number of microbatches per window.
 
     Hyper-parameters mean the same on any machine, since the global batch does not
@@ -79,56 +71,17 @@ class FixedTotal(Cadence[FixedTotalState]):
     total: int
 
     def __post_init__(self) -> None:
-        total = check.integer("FixedTotal", "total", self.total, low=1, high=MAX_TOTAL)
-        object.__setattr__(self, "total", total)
+        knobs.integer(self, "total", low=1, high=MAX_TOTAL)
 
-    def init(self, world_size: int) -> FixedTotalState:
-        """Return the state before the first window: as equal as possible.
-
-        Args:
-            world_size: Number of devices, at least 1.
-
-        Returns:
-            A state whose counts differ by at most 1, the lower ranks first.
-
-        Raises:
-            TypeError: If ``world_size`` is not an integer.
-            ValueError: If it is below 1.
-
-        Examples:
-            >>> FixedTotal(2).init(3).counts
-            (1, 1, 0)
-        """
-        where = "FixedTotal.init"
-        world_size = check.integer(where, "world_size", world_size, low=1)
+    def _first(self, world_size: int) -> FixedTotalState:
+        """As equal as possible: the counts differ by at most 1, the lower ranks first."""
         each, more = divmod(self.total, world_size)
         counts = tuple(each + (rank < more) for rank in range(world_size))
         return FixedTotalState(counts, (None,) * world_size)
 
-    def update(
-        self, state: FixedTotalState, report: WindowReport, verdict: Verdict = STABLE
+    def _next(
+        self, state: FixedTotalState, report: WindowReport, verdict: Verdict
     ) -> FixedTotalState:
-        """Return the state for the next window.
-
-        Args:
-            state: The state so far; it stays as it is.
-            report: What was measured.
-            verdict: The guard's opinion; checked, not used.
-
-        Returns:
-            The state with new estimates and the best split for them.
-
-        Raises:
-            TypeError: If the report or the verdict is of another class.
-            ValueError: If the report has another number of devices.
-
-        Examples:
-            >>> cadence = FixedTotal(4)
-            >>> report = WindowReport((6.0, 2.0), (2, 2), sync_ms=0.1)
-            >>> cadence.update(cadence.init(2), report).counts
-            (1, 3)
-        """
-        check_update("FixedTotal.update", len(state.counts), report, verdict)
         now = np.array(state.counts, dtype=np.int64)
         ms = update_ms(state.ms_per_batch, report)
         unknown = np.isnan(ms)

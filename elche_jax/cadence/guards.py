@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from elche_jax import _check as check
+from elche_jax.cadence import knobs
 from elche_jax.cadence.base import HOLD_GROWTH, STABLE, Verdict, nudge_down
 from elche_jax.cadence.window import Divergence
 
@@ -60,10 +61,10 @@ class NoGuard:
 
 @dataclass(frozen=True)
 class TrendGuard:
-    """Speaks where the largest distance rises.
+    """Speaks when the largest distance rises.
 
-    - *Nudge down* by `factor` where the last distance is above twice the threshold.
-    - *Hold growth* where the last three rise and the last is above the threshold.
+    - *Nudge down* by `factor` if the last distance is above twice the threshold.
+    - *Hold growth* if the last three rise and the last is above the threshold.
 
     Attributes:
         threshold: Distance, relative to the parameters' norm, above 0.
@@ -87,7 +88,8 @@ class TrendGuard:
     factor: float = 0.5
 
     def __post_init__(self) -> None:
-        _check_guard(self)
+        knobs.real(self, "threshold", above=0)
+        knobs.real(self, "factor", above=0, high=1)
 
     def verdict(self, history: Sequence[Divergence]) -> Verdict:
         """Returns the opinion after a window."""
@@ -103,8 +105,8 @@ class TrendGuard:
 class LevelGuard:
     """Keeps the largest distance below a level, whether it rises or not.
 
-    - *Nudge down* by `factor` where the mean of the last windows is above twice the level.
-    - *Hold growth* where it is above the level.
+    - *Nudge down* by `factor` if the mean of the last windows is above twice the level.
+    - *Hold growth* if it is above the level.
 
     Attributes:
         level: Distance, relative to the parameters' norm, above 0.
@@ -128,7 +130,9 @@ class LevelGuard:
     factor: float = 0.5
 
     def __post_init__(self) -> None:
-        _check_guard(self)
+        knobs.real(self, "level", above=0)
+        knobs.integer(self, "windows", low=1, high=HISTORY)
+        knobs.real(self, "factor", above=0, high=1)
 
     def verdict(self, history: Sequence[Divergence]) -> Verdict:
         """Returns the opinion after a window."""
@@ -160,7 +164,7 @@ def is_level(history: Sequence[Divergence]) -> bool:
 def judge(guard: Guard, history: Sequence[Divergence]) -> Verdict:
     """The verdict that a cadence is told: growth takes evidence.
 
-    Where a guard says *stable* and the divergence is not level, the cadence is told *hold
+    If a guard says *stable* and the divergence is not level, the cadence is told *hold
     growth*: a guard that never speaks does not let windows grow while devices drift apart.
     `NoGuard` alone means what it says.
 
@@ -175,17 +179,6 @@ def judge(guard: Guard, history: Sequence[Divergence]) -> Verdict:
     if not isinstance(verdict, Verdict):
         rule = "return a Verdict (STABLE, HOLD_GROWTH or nudge_down(factor))"
         got = check.describe(verdict)
-        raise TypeError(check.message(f"{type(guard).__name__}", "verdict", rule, got))
+        raise TypeError(check.message(type(guard).__name__, "verdict", rule, got))
     silent = verdict.action == "stable" and not isinstance(guard, NoGuard)
     return HOLD_GROWTH if silent and not is_level(history) else verdict
-
-
-def _check_guard(guard: TrendGuard | LevelGuard) -> None:
-    where = type(guard).__name__
-    limit = "level" if isinstance(guard, LevelGuard) else "threshold"
-    object.__setattr__(guard, limit, check.real(where, limit, getattr(guard, limit), above=0))
-    factor = check.real(where, "factor", guard.factor, above=0, high=1)
-    object.__setattr__(guard, "factor", factor)
-    if isinstance(guard, LevelGuard):
-        windows = check.integer(where, "windows", guard.windows, low=1, high=HISTORY)
-        object.__setattr__(guard, "windows", windows)

@@ -5,7 +5,7 @@ slowest, all others are ``ratio`` times as fast. Or one relative speed per devic
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -20,17 +20,18 @@ _TWO = (
 )
 
 
-def checked_hint(where: str, hint: object) -> tuple[Any, ...]:
+def checked_hint(where: str, hint: object) -> tuple[Any, ...] | None:
     """Return a hint in plain numbers, checked as far as it can be without devices.
 
     Args:
         where: The class the user called, for the message.
         hint: ``(slow_rank, ratio)``, where a **tuple of two that starts with an int**
-            is always that one; or a sequence or array with one speed per device.
+            is always that one; or a sequence or array with one speed per device; or
+            ``None``.
 
     Returns:
         ``(int, float)`` or a tuple of floats, which means the same when it is passed
-        in again.
+        in again; ``None`` as it is.
 
     Raises:
         TypeError: If it is no sequence, or an entry not a number.
@@ -44,14 +45,14 @@ def checked_hint(where: str, hint: object) -> tuple[Any, ...]:
         >>> checked_hint("ElChe", [1, 2])
         (1.0, 2.0)
     """
+    if hint is None:
+        return None
     entries = check.items(where, "speed_hint", hint, "numbers")
     if isinstance(hint, tuple) and len(entries) == 2:
-        first = entries[0]
-        if isinstance(first, np.integer):
-            first = int(cast(Any, first))
-        if isinstance(first, int):
+        first, ratio = entries
+        if isinstance(first, int | np.integer):
             rank = check.integer(where, "speed_hint slow_rank", first, low=0, todo=_TWO)
-            ratio = check.real(where, "speed_hint ratio", entries[1], low=1, high=WIDEST, todo=_TWO)
+            ratio = check.real(where, "speed_hint ratio", ratio, low=1, high=WIDEST, todo=_TWO)
             return (rank, ratio)
     speeds = check.reals(where, "speed_hint", entries, above=0)
     if not speeds:
@@ -62,7 +63,7 @@ def checked_hint(where: str, hint: object) -> tuple[Any, ...]:
     return speeds
 
 
-def hinted_speeds(where: str, hint: Sequence[float], world_size: int) -> tuple[float, ...]:
+def hinted_speeds(where: str, hint: Sequence[float] | None, world_size: int) -> tuple[float, ...]:
     """Return the relative speed of each device, as a hint has it.
 
     Args:
@@ -71,7 +72,8 @@ def hinted_speeds(where: str, hint: Sequence[float], world_size: int) -> tuple[f
         world_size: Number of devices.
 
     Returns:
-        One speed per device, above 0, larger is faster; their scale means nothing.
+        One speed per device, above 0, larger is faster; their scale means nothing. All are
+        equal without a hint.
 
     Raises:
         ValueError: If the hint is for another number of devices.
@@ -82,7 +84,9 @@ def hinted_speeds(where: str, hint: Sequence[float], world_size: int) -> tuple[f
         >>> hinted_speeds("ElChe.init", (1.0, 2.3), world_size=2)
         (1.0, 2.3)
     """
-    if not _names_slow_rank(hint):
+    if hint is None:
+        return (1.0,) * world_size
+    if len(hint) != 2 or not isinstance(hint[0], int):
         check.per_device(where, "speed_hint", len(hint), world_size)
         return tuple(hint)
     slow_rank, ratio = hint
@@ -90,7 +94,3 @@ def hinted_speeds(where: str, hint: Sequence[float], world_size: int) -> tuple[f
         rule = f"be below world_size ({world_size})"
         raise ValueError(check.message(where, "speed_hint slow_rank", rule, slow_rank, _TWO))
     return tuple(1.0 if rank == slow_rank else ratio for rank in range(world_size))
-
-
-def _names_slow_rank(hint: Sequence[float]) -> bool:
-    return len(hint) == 2 and isinstance(hint[0], int)

@@ -2,17 +2,17 @@
 
 from dataclasses import dataclass, replace
 
-from elche_jax import _check as check
+from elche_jax.cadence import knobs
 from elche_jax.cadence.anchor_rule import AnchorRule, AnchorRuleState
-from elche_jax.cadence.base import STABLE, Verdict, WindowReport
+from elche_jax.cadence.base import Verdict, WindowReport
 
 
 @dataclass(frozen=True)
-class PostLocal(AnchorRule):
+class PostLocal(AnchorRule[AnchorRuleState]):
     """Post-local SGD (Lin et al. 2020, arXiv:1808.07217): local steps after a switch.
 
     The first ``switch`` windows are one microbatch on every device, whatever their
-    speeds; with SGD, with momentum too where ``optimizer_state="average"``, that is what
+    speeds; with SGD, with momentum too under ``optimizer_state="average"``, that is what
     combining gradients does. Later windows have ``anchor`` microbatches on the slowest
     device and more on the others.
 
@@ -40,26 +40,17 @@ class PostLocal(AnchorRule):
     anchor: int = 10
 
     def __post_init__(self) -> None:
-        switch = check.integer("PostLocal", "switch", self.switch, low=0)
-        object.__setattr__(self, "switch", switch)
-        anchor = check.integer("PostLocal", "anchor", self.anchor, low=1)
-        object.__setattr__(self, "anchor", anchor)
+        knobs.integer(self, "switch", low=0)
+        knobs.integer(self, "anchor", low=1)
 
     def wanted(self, state: AnchorRuleState) -> int:
         """Return 1 before the switch, the anchor after it."""
         return 1 if state.windows < self.switch else self.anchor
 
-    def update(
-        self, state: AnchorRuleState, report: WindowReport, verdict: Verdict = STABLE
+    def _next(
+        self, state: AnchorRuleState, report: WindowReport, verdict: Verdict
     ) -> AnchorRuleState:
-        """Return the state for the next window, see `AnchorRule.update`.
-
-        Examples:
-            >>> rule = PostLocal(switch=9)
-            >>> rule.update(rule.init(2), WindowReport((6.0, 2.0), (1, 1), 0.1)).counts
-            (1, 1)
-        """
-        new = super().update(state, report, verdict)
+        new = super()._next(state, report, verdict)
         if new.windows >= self.switch:
             return new
         # the first counts by speed must not wait for the dead zone

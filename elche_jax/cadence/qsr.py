@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elche_jax import _check as check
+from elche_jax.cadence import knobs
 from elche_jax.cadence.anchor_rule import AnchorRule, AnchorRuleState
 
 CEILING = 2**31 - 1
@@ -15,7 +16,7 @@ ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
-class QSR(AnchorRule):
+class QSR(AnchorRule[AnchorRuleState]):
     """The quadratic synchronisation rule (Gu et al. 2024, arXiv:2310.14423).
 
         anchor = max(base, floor((alpha / learning_rate) ** 2))
@@ -57,16 +58,12 @@ class QSR(AnchorRule):
     warmup: int = 0
 
     def __post_init__(self) -> None:
-        alpha = check.real("QSR", "alpha", self.alpha, above=0)
-        base = check.integer("QSR", "base", self.base, low=1)
-        most = check.integer("QSR", "max_anchor", self.max_anchor, low=base, high=CEILING)
-        warmup = check.integer("QSR", "warmup", self.warmup, low=0)
-        object.__setattr__(self, "warmup", warmup)
-        for name, value in {"alpha": alpha, "base": base, "max_anchor": most}.items():
-            object.__setattr__(self, name, value)
+        knobs.real(self, "alpha", above=0)
+        knobs.integer(self, "base", low=1)
+        knobs.integer(self, "max_anchor", low=self.base, high=CEILING)
+        knobs.integer(self, "warmup", low=0)
         if not callable(self.learning_rate):
-            rate = check.real("QSR", "learning_rate", self.learning_rate, above=0)
-            object.__setattr__(self, "learning_rate", rate)
+            knobs.real(self, "learning_rate", above=0)
 
     def wanted(self, state: AnchorRuleState) -> int:
         """Return the anchor for the learning rate after these steps."""

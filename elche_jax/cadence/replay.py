@@ -5,14 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from elche_jax import _check as check
-from elche_jax.cadence.base import (
-    STABLE,
-    Cadence,
-    State,
-    Verdict,
-    WindowReport,
-    check_update,
-)
+from elche_jax.cadence.base import CheckedCadence, State, Verdict, WindowReport
 
 
 def _exhausted(windows: int, window: int) -> ValueError:
@@ -50,7 +43,7 @@ class ReplayState(State):
 
 
 @dataclass(frozen=True)
-class Replay(Cadence[ReplayState]):
+class Replay(CheckedCadence[ReplayState]):
     """Cadence that repeats recorded counts, whatever is measured.
 
     Reports and verdicts change nothing but the position: one report, one window
@@ -133,24 +126,7 @@ class Replay(Cadence[ReplayState]):
         """The largest recorded count."""
         return max(map(max, self.counts_per_window))
 
-    def init(self, world_size: int) -> ReplayState:
-        """Return the state before the first window.
-
-        Args:
-            world_size: Number of devices, that of the recording.
-
-        Returns:
-            The state.
-
-        Raises:
-            TypeError: If ``world_size`` is not an integer.
-            ValueError: If the recording is of another number of devices.
-
-        Examples:
-            >>> Replay([(5,), (3,)]).init(1).counts
-            (5,)
-        """
-        world_size = check.integer("Replay.init", "world_size", world_size, low=1)
+    def _first(self, world_size: int) -> ReplayState:
         recorded = len(self.counts_per_window[0])
         if recorded != world_size:
             rule = f"be that of the recording ({recorded})"
@@ -158,34 +134,7 @@ class Replay(Cadence[ReplayState]):
             raise ValueError(check.message("Replay.init", "world_size", rule, world_size, todo))
         return ReplayState(self.counts_at(0), 0, world_size)
 
-    def update(
-        self, state: ReplayState, report: WindowReport, verdict: Verdict = STABLE
-    ) -> ReplayState:
-        """Return the state for the next window.
-
-        Args:
-            state: The state so far; it stays as it is.
-            report: What was measured; checked, not used.
-            verdict: The guard's opinion; checked, not used.
-
-        Returns:
-            The state one window on. After the last window its ``counts`` raise.
-
-        Raises:
-            TypeError: If the report or the verdict is of another class.
-            ValueError: If the report has another number of devices, or ``state`` is
-                already past the last window.
-
-        Examples:
-            >>> cadence = Replay([(4, 4), (2, 6)])
-            >>> report = WindowReport((9.0, 3.0), (4, 4), 0.1)
-            >>> cadence.update(cadence.init(2), report).window
-            1
-        """
-        check_update("Replay.update", state.world_size, report, verdict)
-        windows = len(self.counts_per_window)
-        if state.window >= windows:
-            raise _exhausted(windows, state.window)
+    def _next(self, state: ReplayState, report: WindowReport, verdict: Verdict) -> ReplayState:
         window = state.window + 1
-        counts = self.counts_at(window) if window < windows else ()
+        counts = self.counts_at(window) if window < len(self.counts_per_window) else ()
         return ReplayState(counts, window, state.world_size)

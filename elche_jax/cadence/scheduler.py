@@ -5,18 +5,11 @@ before a window and calls `Scheduler.update` with every report.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from elche_jax import _check as check
-from elche_jax.cadence.base import (
-    STABLE,
-    Cadence,
-    State,
-    Verdict,
-    WindowReport,
-    check_update,
-)
+from elche_jax.cadence.base import STABLE, Cadence, State, Verdict, WindowReport
 from elche_jax.cadence.estimate import measured_ms
 from elche_jax.cadence.shift import Shift, ShiftState
 
@@ -65,21 +58,13 @@ class SchedulerState:
              'agreed': 0}
         """
         if not isinstance(self.cadence, State):
-            raise TypeError(
-                check.message(
-                    "SchedulerState.to_dict",
-                    "cadence",
-                    "be an elche_jax.cadence.State",
-                    check.describe(self.cadence),
-                    "Derive the cadence's state class from State to store it.",
-                )
-            )
+            where, rule = "SchedulerState.to_dict", "be an elche_jax.cadence.State"
+            got = check.describe(self.cadence)
+            todo = "Derive the cadence's state class from State to store it."
+            raise TypeError(check.message(where, "cadence", rule, got, todo))
         return {
-            "cadence": self.cadence.to_dict(),
-            "shift": None if self.shift is None else self.shift.to_dict(),
-            "shifts": self.shifts,
-            "settled": self.settled,
-            "agreed": self.agreed,
+            name: value.to_dict() if isinstance(value, State) else value
+            for name, value in vars(self).items()
         }
 
 
@@ -87,7 +72,7 @@ class SchedulerState:
 class Scheduler:
     """What a training loop asks for counts: a cadence, made fit for real reports.
 
-    Four things come on top of the cadence's own rule, and only where it estimates
+    Four things come on top of the cadence's own rule, and only if it estimates
     times (`ElChe`, `FixedTotal`, or any other with ``estimates``):
 
     - The first report of a window that ran the measured plan is taken as it is, like
@@ -177,7 +162,8 @@ class Scheduler:
 
         Args:
             state: The state so far; it stays as it is.
-            report: What was measured over a window.
+            report: What was measured over a window. One whose times are all 0 counts as a
+                window for the cadence and changes no estimate.
             verdict: The guard's opinion.
 
         Returns:
@@ -200,12 +186,11 @@ class Scheduler:
             >>> state.cadence.ms_per_batch, state.shifts
             ((30.0, 10.0), 1)
         """
-        if not self.cadence.estimates:
+        if not (self.cadence.estimates and any(report.wall_ms)):
             cadence = self._made("update", self.cadence.update(state.cadence, report, verdict))
             return replace(state, cadence=cadence)
         before, shift, shifted = state.cadence, state.shift, False
         planned: tuple[int, ...] = before.counts
-        check_update("Scheduler.update", len(planned), report, verdict)
         if self.shift is not None and shift is not None:
             measured = measured_ms(report)
             shift, shifted = self.shift.update(shift, before.ms_per_batch, measured)
@@ -221,36 +206,8 @@ class Scheduler:
         settled = state.settled or measured_plan
         return SchedulerState(cadence, shift, state.shifts + shifted, settled, agreed)
 
-    def passed(
-        self,
-        state: SchedulerState,
-        counts: tuple[int, ...],
-        loss: float | None = None,
-        verdict: Verdict = STABLE,
-    ) -> SchedulerState:
-        """Return the state after a window whose times are not known.
-
-        Args:
-            state: The state so far; it stays as it is.
-            counts: Microbatches each device ran.
-            loss: Mean loss of the window, or ``None``.
-            verdict: The guard's opinion.
-
-        Returns:
-            The next state; the estimates stay.
-
-        Examples:
-            >>> from elche_jax.cadence import PostLocal
-            >>> scheduler = Scheduler(PostLocal(switch=1, anchor=8))
-            >>> scheduler.passed(scheduler.init(2), (1, 1)).counts
-            (8, 8)
-        """
-        report = WindowReport((0.0,) * len(counts), counts, 0.0, loss)
-        cadence = self._made("update", self.cadence.update(state.cadence, report, verdict))
-        return replace(state, cadence=cadence)
-
     def _made(self, method: str, state: Any) -> Any:
-        """A state of the cadence's, if it is one."""
+        """The cadence's new state, if it has what a state needs."""
         needed = ["counts", "ms_per_batch"][: 1 + self.cadence.estimates]
         for name in needed:
             # not by hasattr, which asks a replay for counts that it may not have
@@ -282,7 +239,7 @@ class Scheduler:
             True
         """
         where = "Scheduler.from_dict"
-        names = ["agreed", "cadence", "settled", "shift", "shifts"]
+        names = sorted(field.name for field in fields(SchedulerState))
         if sorted(values) != names:
             rule = f"have the keys {names}"
             raise ValueError(check.message(where, "values", rule, sorted(values)))
@@ -300,13 +257,9 @@ class Scheduler:
             raise ValueError(check.message(where, "shift", rule, got, todo))
         cadence = state_type.from_dict(values["cadence"])
         self.cadence.check_state(cadence)
-        return SchedulerState(
-            cadence,
-            None if shift is None else ShiftState.from_dict(shift),
-            values["shifts"],
-            values["settled"],
-            values["agreed"],
-        )
+        shift = None if shift is None else ShiftState.from_dict(shift)
+        parts: dict[str, Any] = {**values, "cadence": cadence, "shift": shift}
+        return SchedulerState(**parts)
 
 
 def rescale_sync(report: WindowReport, planned: tuple[int, ...]) -> WindowReport:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from elche_jax import _check as check
+from elche_jax.cadence import knobs
 from elche_jax.cadence.base import State
 from elche_jax.cadence.estimate import FloatArray, as_array
 
@@ -59,10 +60,8 @@ class Shift:
     confirm: int = 2
 
     def __post_init__(self) -> None:
-        threshold = check.real("Shift", "threshold", self.threshold, above=0)
-        confirm = check.integer("Shift", "confirm", self.confirm, low=1)
-        object.__setattr__(self, "threshold", threshold)
-        object.__setattr__(self, "confirm", confirm)
+        knobs.real(self, "threshold", above=0)
+        knobs.integer(self, "confirm", low=1)
 
     def init(self, world_size: int) -> ShiftState:
         """Return the state with no deviation seen.
@@ -81,9 +80,7 @@ class Shift:
             >>> Shift().init(3).runs
             (0, 0, 0)
         """
-        where = "Shift.init"
-        world_size = check.integer(where, "world_size", world_size, low=1)
-        return ShiftState((0,) * world_size)
+        return ShiftState((0,) * check.integer("Shift.init", "world_size", world_size, low=1))
 
     def update(
         self,
@@ -97,8 +94,8 @@ class Shift:
             state: The state so far; it stays as it is.
             expected_ms: Estimated milliseconds per microbatch of each device,
                 **before** this window went into the estimate, above 0. ``None`` (or
-                NaN, in an array) where there is no estimate.
-            measured_ms: What the window showed, above 0, ``None`` (or NaN) where
+                NaN, in an array) if there is no estimate.
+            measured_ms: What the window showed, above 0, ``None`` (or NaN) if
                 the device was not measured. A device with either missing keeps its
                 run.
 
@@ -122,14 +119,12 @@ class Shift:
         off = measured - expected
         # -1, 0 or 1; NaN, which no comparison holds for, becomes 0
         side = np.where(np.abs(off) > self.threshold * expected, np.sign(off), 0)
-        old = np.array(state.runs, dtype=np.int64)
-        side = side.astype(np.int64)
-        runs = np.where(old * side > 0, old + side, side)
-        runs = np.where(np.isnan(off), old, runs)
+        old = np.array(state.runs)
+        runs = np.where(np.isnan(off), old, np.where(old * side > 0, old + side, side))
         shifted = bool((np.abs(runs) >= self.confirm).any())
         if shifted:
             runs = np.zeros_like(runs)
-        return ShiftState(tuple(runs.tolist())), shifted
+        return ShiftState(tuple(runs.astype(np.int64).tolist())), shifted
 
 
 def _checked_times(

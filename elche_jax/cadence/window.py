@@ -57,7 +57,7 @@ class Divergence:
         distance: `|y - a| / |a|`.
         update_norm: `|x - y|`.
         cosine: Between `x - y` and `delta`.
-        share: Shares in the average; they sum to 1, or are all 0 where no device had one.
+        share: Shares in the average; they sum to 1, or are all 0 if no device had one.
     """
 
     window: int
@@ -89,8 +89,8 @@ class WindowMeasurement:
             it waits for the window's data is not.
         sync_ms: Cost of the synchronisation, the least wait over the devices.
         skew_ms: How far the devices' arrivals at the synchronisation lay apart.
-        steady: Whether its times are to be told to the cadence: not where it waited for a
-            compile, where an exchange went on beside it, or where a device was late.
+        steady: Whether its times are to be told to the cadence: not if it waited for a
+            compile, if an exchange overlapped it, or if a device was late.
     """
 
     window: int
@@ -120,11 +120,11 @@ class WindowRecord(WindowMeasurement):
     Attributes:
         first: Number of its first microbatch in the epoch.
         cold: Whether its programs ran for the first time. What its synchronisation cost
-            says nothing of later ones.
+            says nothing about later ones.
         left_out: Ranks of the devices that were late, and are not in its average.
-        divergence: How far the devices were apart. With `delay=1` it is of the window
+        divergence: How far apart the devices were. With `delay=1` it is of the window
             before. None in gradient mode.
-        loss: Its mean loss; None where neither the cadence nor a timeline asked for it.
+        loss: Its mean loss; None if neither the cadence nor a timeline asked for it.
     """
 
     first: int = field(default=0, kw_only=True)

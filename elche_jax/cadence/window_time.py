@@ -5,15 +5,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from elche_jax import _check as check
-from elche_jax.cadence.base import (
-    STABLE,
-    Cadence,
-    State,
-    Verdict,
-    WindowReport,
-    check_update,
-)
+from elche_jax.cadence import knobs
+from elche_jax.cadence.base import CheckedCadence, State, Verdict, WindowReport
 from elche_jax.cadence.estimate import Times, as_times, update_ms
 
 MAX_COUNT = 4096
@@ -26,7 +19,7 @@ class WindowTimeState(State):
 
     Attributes:
         counts: Microbatches per device in the next window.
-        ms_per_batch: Smoothed milliseconds per microbatch, ``None`` where never measured.
+        ms_per_batch: Smoothed milliseconds per microbatch, ``None`` if never measured.
     """
 
     counts: tuple[int, ...]
@@ -34,15 +27,16 @@ class WindowTimeState(State):
 
 
 @dataclass(frozen=True)
-class WindowTime(Cadence[WindowTimeState]):
+class WindowTime(CheckedCadence[WindowTimeState]):
     """Cadence whose windows last as long on every device: for work without an exchange.
 
     The slowest device gets ``anchor = max(least, round(window_ms / max(ms)))``
     microbatches and device ``d`` gets ``round(anchor * max(ms) / ms[d])``. No device gets
     more than 4096: the anchor is lowered, to ``least`` if it must be, so that counts stay
-    in proportion. The first window, in which nothing is known, is one microbatch each.
-    Where nothing is exchanged a window need not pay for its end; it only has to be long
-    enough for the host to prepare the next, and for counts in proportion.
+    in proportion. The first window, in which nothing is known, is one microbatch each; so
+    is the share of a device that was never measured. Without an exchange a window need not
+    pay for its end; it only has to be long enough for the host to prepare the next, and for
+    counts in proportion.
 
     Attributes:
         window_ms: Milliseconds a window shall last, above 0.
@@ -66,57 +60,15 @@ class WindowTime(Cadence[WindowTimeState]):
     least: int = 4
 
     def __post_init__(self) -> None:
-        where = "WindowTime"
-        window_ms = check.real(where, "window_ms", self.window_ms, above=0)
-        object.__setattr__(self, "window_ms", window_ms)
-        least = check.integer(where, "least", self.least, low=1, high=MAX_COUNT)
-        object.__setattr__(self, "least", least)
+        knobs.real(self, "window_ms", above=0)
+        knobs.integer(self, "least", low=1, high=MAX_COUNT)
 
-    def init(self, world_size: int) -> WindowTimeState:
-        """Return the state before the first window.
-
-        Args:
-            world_size: Number of devices, at least 1.
-
-        Returns:
-            The state.
-
-        Raises:
-            TypeError: If ``world_size`` is not an integer.
-            ValueError: If it is below 1.
-
-        Examples:
-            >>> WindowTime().init(3).counts
-            (1, 1, 1)
-        """
-        world_size = check.integer("WindowTime.init", "world_size", world_size, low=1)
+    def _first(self, world_size: int) -> WindowTimeState:
         return WindowTimeState((1,) * world_size, (None,) * world_size)
 
-    def update(
-        self, state: WindowTimeState, report: WindowReport, verdict: Verdict = STABLE
+    def _next(
+        self, state: WindowTimeState, report: WindowReport, verdict: Verdict
     ) -> WindowTimeState:
-        """Return the state for the next window.
-
-        Args:
-            state: The state so far; it stays as it is.
-            report: What was measured.
-            verdict: The guard's opinion; checked, not used.
-
-        Returns:
-            The state with new estimates and counts; a device never measured gets one
-            microbatch.
-
-        Raises:
-            TypeError: If the report or the verdict is of another class.
-            ValueError: If the report has another number of devices.
-
-        Examples:
-            >>> cadence = WindowTime(window_ms=10)
-            >>> report = WindowReport((20.0, 0.0), (1, 1), 0.0)
-            >>> cadence.update(cadence.init(2), report).counts
-            (4, 1)
-        """
-        check_update("WindowTime.update", len(state.counts), report, verdict)
         ms = update_ms(state.ms_per_batch, report)
         known = ~np.isnan(ms)
         counts = np.ones(len(ms), dtype=np.int64)

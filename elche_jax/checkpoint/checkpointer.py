@@ -4,15 +4,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from os.path import exists  # unlike that of a path it takes any name
+from pathlib import Path
 from textwrap import shorten
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
-import numpy as np
+import jax
 
 from elche_jax import _check as check
 from elche_jax._exit import before_exit
 from elche_jax._waiting import interruptible
+from elche_jax.checkpoint.errors import beside
 from elche_jax.checkpoint.lock import lock
 from elche_jax.checkpoint.options import RESUME, Checkpoints
 from elche_jax.checkpoint.snapshot import (
@@ -44,20 +47,19 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written.
 
     Attributes:
-        result: What `Trainer.fit` would have returned, where it is raised at the end.
+        result: What `Trainer.fit` would have returned, if it is raised at the end.
     """
 
     result: Any = None
 
 
-@dataclass(frozen=True)
-class Restored:
+class Restored(NamedTuple):
     """Where a run goes on.
 
     Attributes:
         state: The state.
         cursor: The place in the data; None at the beginning.
-        notes: What was saved besides.
+        notes: What else was saved.
     """
 
     state: TrainState
@@ -89,7 +91,7 @@ class Checkpointer:
     Raises:
         ValueError: There is no folder, or the job has several processes.
         RuntimeError: Another process, or another `Checkpointer`, is at work there.
-        OSError: It cannot be made, with `on_error="now"`; else training goes on without
+        OSError: It cannot be made, with `on_error="now"`; otherwise training goes on without
             checkpoints, and `close` raises `CheckpointError`.
 
     Examples:
@@ -127,15 +129,17 @@ class Checkpointer:
         self._train, self._checkpoints, self._folder = train, checkpoints, folder.absolute()
         self.written: int | None = None
         self._thread: threading.Thread | None = None
-        self._written = threading.Event()  # of the thread
+        self._over = threading.Event()  # of the thread
         self._error: BaseException | None = None
         self._step: int | None = None
         self._last = time.monotonic()
         self._lock: IO[str] | None = None
+        self._made = [path for path in (self._folder, *self._folder.parents) if not exists(path)]
+        self._unwanted: list[Path] = []  # those of them to remove again
         self._store = self._open()
 
     def _open(self) -> Store | None:
-        """The folder; None where it cannot be made and training is to go on without."""
+        """The folder; None if it cannot be made and training is to go on without."""
         asked = self._checkpoints
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -153,13 +157,13 @@ class Checkpointer:
     def restore(self, state: TrainState, resume: str = "auto") -> tuple[TrainState, Cursor | None]:
         """Takes up the newest checkpoint that is whole.
 
-        A damaged one is put aside under another name, which the log says. Another number of
-        devices is no obstacle: what is the same on all of them is copied, where they have
-        their own it is averaged, and the cadence begins anew.
+        A damaged one is renamed, and the log says so. Another number of
+        devices is no obstacle: what is the same on all of them is copied, what each has
+        of its own is averaged, and the cadence begins anew.
 
         Args:
-            state: What `init` gave; returned where there is no checkpoint.
-            resume: `"auto"`: begin where there is none. `"must"`: that is an error.
+            state: What `init` gave; returned if there is no checkpoint.
+            resume: `"auto"`: begin if there is none. `"must"`: that is an error.
                 `"never"`: any checkpoint in the folder is one.
 
         Returns:
@@ -170,8 +174,7 @@ class Checkpointer:
                 differs is named. Or of a format of another version; or `resume` does not
                 allow what is in the folder.
         """
-        restored = self.restore_all(state, resume)
-        return restored.state, restored.cursor
+        return self.restore_all(state, resume)[:2]
 
     def restore_all(self, state: TrainState, resume: str = "auto") -> Restored:
         """As `restore`, with the notes that were saved."""
@@ -188,20 +191,19 @@ class Checkpointer:
         saved = None if store is None else store.newest()
         if saved is None:
             if resume == "must":
-                raise ValueError(
-                    f"checkpoints: {folder} must hold a whole checkpoint with resume='must', got "
-                    "none. Pass resume='auto' to begin."
-                )
+                self._unwanted = self._made
+                raise none_there(folder)
             return Restored(state, None, {})
-        restored = self._restored(state, saved)
+        notes, state = saved.notes, self._state(state, saved)
+        self._train.restore_run(notes["run"] | {"counts": saved.leaves[COUNTS]})
         self._step = saved.step
         logger.info("elche: goes on after window %d, from %s.", saved.step, folder)
-        return restored
+        return Restored(state, Cursor.from_dict(notes["cursor"]), notes["notes"])
 
     def best(self, state: TrainState) -> TrainState:
         """The state of the checkpoint with the best score, see `Checkpoints.keep_best`.
 
-        It is there to be used, not to be trained on: the run knows nothing of it.
+        It is meant to be used, not to be trained further: the run does not learn of it.
 
         Args:
             state: What `init` gave.
@@ -234,16 +236,16 @@ class Checkpointer:
         score: float | None = None,
         notes: Notes | None = None,
     ) -> bool:
-        """Saves a run where it is due.
+        """Saves a run if it is due.
 
         Waits for the windows under way, so that all that is known of them is saved as well,
-        and for the checkpoint before, if it is being written still; the rest is done while
+        and for the checkpoint before, if it is still being written; the rest is done while
         training goes on.
 
         Args:
             state: What `train` has returned for this window.
             window: The window.
-            force: Save also where it is not due.
+            force: Save even if it is not due.
             score: What says how good it is, for `keep_best`.
             notes: Gives what else is to be saved, for JSON; called by the thread.
 
@@ -277,11 +279,12 @@ class Checkpointer:
             )
         pipeline.finish()
         self._step, self._last = step, time.monotonic()
-        known = self._train.run_to_dict()
-        job = _Job(window, take(state, self._train.common(state)), known, score, notes)
-        thread = threading.Thread(target=self._write, args=(store, job), name="elche-checkpoint")
+        snapshot, known = take(state, self._train.common(state)), self._train.run_to_dict()
+        job = (store, window, snapshot, known, score, notes)
+        thread = threading.Thread(target=self._write, args=job, name="elche-checkpoint")
+        self._over.clear()
         thread.start()
-        self._thread, self._written = thread, job.over
+        self._thread = thread
         self._forget = before_exit(thread.join)
         return True
 
@@ -289,7 +292,7 @@ class Checkpointer:
         """Waits until what was saved is on the disk, or has failed."""
         if self._thread is not None:
             with interruptible():  # a join that is interrupted takes the thread for ended (3.11)
-                self._written.wait()
+                self._over.wait()
             self._thread.join()
             self._forget()
             self._thread = None
@@ -304,7 +307,7 @@ class Checkpointer:
             self._raise()
 
     def close(self) -> None:
-        """Waits for the last checkpoint and lets go of the folder.
+        """Waits for the last checkpoint and releases the folder.
 
         Raises:
             CheckpointError: One could not be written.
@@ -312,6 +315,11 @@ class Checkpointer:
         try:
             self.wait()
         finally:
+            if self._unwanted and self.written is None:
+                with suppress(OSError):  # somebody has put something there
+                    (self._folder / ".lock").unlink(missing_ok=True)
+                    for path in self._unwanted:
+                        path.rmdir()
             if self._store is not None:
                 self._store.close()
             if self._lock is not None:
@@ -323,12 +331,8 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        try:
+        with beside(error):
             self.close()
-        except Exception as unwritten:
-            if error is None:
-                raise
-            error.add_note(f"Besides, {unwritten}")
 
     def _raise(self) -> None:
         error, self._error = self._error, None
@@ -337,17 +341,21 @@ class Checkpointer:
             f"checkpoints: {self._folder} must take checkpoints, but {_in_words(error)}"
         ) from error
 
-    def _write(self, store: Store, job: "_Job") -> None:
+    def _write(
+        self, store: Store, window: Window, snapshot: Snapshot, run: Mapping[str, Any],
+        score: float | None, more: Notes | None,
+    ) -> None:  # fmt: skip
+        """Fetches and writes a checkpoint; the thread's work."""
+        begun, step = time.perf_counter(), window.index + 1
         try:
-            self._save(store, job)
-        finally:
-            job.over.set()
-
-    def _save(self, store: Store, job: "_Job") -> None:
-        begun = time.perf_counter()
-        step = job.window.index + 1
-        try:
-            size = store.save(step, job.leaves(), job.snapshot.own, job.notes(), job.score)
+            notes = {
+                "world_size": len(run["left_out"]),
+                "cursor": window.cursor.to_dict(),
+                "run": {name: value for name, value in run.items() if name != "counts"},
+                "notes": {} if more is None else dict(more()),
+            }
+            leaves = snapshot.fetch() | {COUNTS: run["counts"]}
+            size = store.save(step, leaves, snapshot.own, notes, score)
         except BaseException as error:  # raised in the loop, or at the end
             if self._error is None:  # on a full disk the next ones fail as well
                 logger.warning(
@@ -355,19 +363,15 @@ class Checkpointer:
                     "not logged.", step, _in_words(error),
                 )  # fmt: skip
             self._error, self._step = self._error or error, None
-            return
-        self.written = step
-        if self._train.timeline is not None:
-            self._train.timeline.add(
-                CheckpointEvent, window=job.window.index, epoch=job.window.epoch,
-                seconds=time.perf_counter() - begun, size=size, path=str(step),
-            )  # fmt: skip
-
-    def _restored(self, state: TrainState, saved: Saved) -> Restored:
-        notes = saved.notes
-        restored = self._state(state, saved)
-        self._train.restore_run(notes["run"] | {"counts": saved.leaves[COUNTS]})
-        return Restored(restored, Cursor.from_dict(notes["cursor"]), notes["notes"])
+        else:
+            self.written = step
+            if self._train.timeline is not None:
+                self._train.timeline.add(
+                    CheckpointEvent, window=window.index, epoch=window.epoch,
+                    seconds=time.perf_counter() - begun, size=size, path=str(step),
+                )  # fmt: skip
+        finally:
+            self._over.set()
 
     def _state(self, state: TrainState, saved: Saved) -> TrainState:
         """What was saved, placed like a state that is there."""
@@ -382,10 +386,10 @@ class Checkpointer:
         rows = stacked(state, saved.leaves, specs, before)
         own = own_names(state, train.common(state))
         apart = {name for name, spec in specs.items() if spec.own}
-        if before != train.world_size or not apart <= own:
-            rows = repeated(train.adopt(rows, join=True), train.world_size)
-        else:
-            rows = train.adopt(rows, join=False)
+        moved = before != train.world_size or not apart <= own
+        rows = train.adopt(rows, join=moved)
+        if moved:
+            rows = jax.tree.map(lambda leaf: repeated(leaf, train.world_size), rows)
         return put(state, rows, train.devices)
 
 
@@ -393,26 +397,9 @@ def _in_words(error: BaseException) -> str:
     return shorten(f"{type(error).__name__}: {error}", 300)
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A checkpoint to be written."""
-
-    window: Window
-    snapshot: Snapshot
-    run: Mapping[str, Any]
-    score: float | None
-    more: Notes | None
-    over: threading.Event = field(default_factory=threading.Event)
-
-    def leaves(self) -> dict[str, np.ndarray]:
-        """The arrays by name."""
-        return self.snapshot.fetch() | {COUNTS: self.run["counts"]}
-
-    def notes(self) -> dict[str, Any]:
-        """What is saved besides."""
-        return {
-            "world_size": len(self.run["left_out"]),
-            "cursor": self.window.cursor.to_dict(),
-            "run": {name: value for name, value in self.run.items() if name != "counts"},
-            "notes": {} if self.more is None else dict(self.more()),
-        }
+def none_there(folder: Path) -> ValueError:
+    """The error if a run is to go on, but there is none."""
+    return ValueError(
+        f"checkpoints: {folder} must hold a whole checkpoint with resume='must', got none. Pass "
+        "resume='auto' to begin."
+    )

@@ -1,9 +1,9 @@
 """How a checkpoint is written: by orbax, with nothing under way any more once an error is raised.
 
-orbax writes its items and their arrays at a time, in event loops that it closes with the first
-error. On a full disk nearly all of them fail: the others then find a closed loop, of which each
-prints a traceback, and still write into the folder while it is deleted. So the items are written
-one after another here, and the arrays are all waited for.
+orbax writes its items and their arrays concurrently, in event loops that it closes with the
+first error. On a full disk nearly all of them fail: the others then find a closed loop, print a
+traceback each, and still write into the folder while it is deleted. So the items are written one
+after another here, and all arrays are waited for.
 """
 
 import json
@@ -19,7 +19,7 @@ from elche_jax.checkpoint.store import MANIFEST, STATE
 
 
 class Arrays(ocp.type_handlers.NumpyHandler):
-    """Writes arrays as orbax does; after an error, too, it waits for all of them."""
+    """Writes arrays as orbax does; it waits for all of them even after an error."""
 
     async def serialize(
         self, values: Sequence[np.ndarray], infos: Sequence[Any], args: Sequence[Any] | None = None
@@ -86,8 +86,8 @@ class Handler(ocp.CheckpointHandler):
         manifest.write_text(json.dumps(args.manifest))
 
     def restore(self, directory: Any, *_: Any, **__: Any) -> Any:
-        """Nobody reads by orbax, whose errors are of many kinds; see `Store`."""
-        raise NotImplementedError  # as `Store` reads by itself
+        """Never called: orbax raises errors of many kinds, so `Store` reads by itself."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Ends orbax's threads."""

@@ -1,7 +1,6 @@
 """Pytrees by name: what a checkpoint calls the leaves, and whether they are still the same."""
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,30 +62,20 @@ def _part(key: Any) -> str:
         text = str(key.idx)
     else:
         text = jax.tree_util.keystr((key,))
-    # a dot parts names in the files
+    # a dot separates names in the files
     return text.replace("%", "%25").replace("/", "%2F").replace(".", "%2E") or "%"
 
 
-def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves by name as nested dicts, the way they are written."""
-    tree: dict[str, Any] = {}
-    for name, leaf in leaves.items():
-        *folders, last = name.split("/")
-        node = tree
-        for folder in folders:
-            node = node.setdefault(folder, {})
-        node[last] = leaf
-    return tree
-
-
-def digest(array: np.ndarray) -> str:
+def digest(content: np.ndarray | bytes) -> str:
     """Tells whether bytes are still the same; an array of zero size has one too."""
-    content: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+    data: Any = content
+    if isinstance(content, np.ndarray):
+        data = np.ascontiguousarray(content).reshape(-1).view(np.uint8)
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def written(array: np.ndarray) -> np.ndarray:
-    """What is written of an array: itself, or its bytes where the type is an unusual one."""
+    """What is written of an array: itself, or its bytes if the dtype is not a standard one."""
     array = np.ascontiguousarray(array)
     if array.dtype.kind in PLAIN and array.dtype.isbuiltin == 1:
         return array

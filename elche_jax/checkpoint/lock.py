@@ -6,15 +6,15 @@ from typing import IO
 
 try:
     import fcntl
-except ImportError:  # Windows has none of this; there nobody is kept out
+except ImportError:  # not on Windows, where the folder is not locked
     fcntl = None
 
 
 def lock(folder: Path) -> IO[str] | None:
-    """Takes a folder for oneself, until the file that this gives is closed or the process ends.
+    """Locks a folder until the returned file is closed or the process ends.
 
     Raises:
-        RuntimeError: Somebody else has it.
+        RuntimeError: Another process, or another object of this one, holds it.
     """
     if fcntl is None:
         return None

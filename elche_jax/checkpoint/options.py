@@ -1,7 +1,8 @@
 """`Checkpoints`: where and when, and what is kept."""
 
 from dataclasses import dataclass
-from os import PathLike, fsdecode
+from os import PathLike
+from os.path import expanduser  # leaves the name of an unknown user as it is
 from pathlib import Path
 
 from elche_jax import _check as check
@@ -14,15 +15,15 @@ class Checkpoints:
     """Where checkpoints go, how often, and which are kept.
 
     Attributes:
-        folder: The folder, made where it is missing. `Trainer.fit(run_dir=...)` has one of
-            its own where this is None.
+        folder: The folder, made if it is missing; `~` is the home folder.
+            `Trainer.fit(run_dir=...)` has one of its own if this is None.
         every_windows: A checkpoint after every so many windows, at least 1; or None.
         every_seconds: One at the first window after so many seconds, above 0; or None.
         every_epochs: One at the end of every so many epochs, at least 1; or None. Only
             `Trainer` knows of the end of an epoch.
         keep_last: How many of the newest are kept, at least 1.
-        keep_best: How many of the best are kept besides, at least 0; those at which there
-            was a new value of `monitor`.
+        keep_best: How many of the best are kept in addition, at least 0; those with
+            a new value of `monitor`.
         monitor: The metric that says which are best: the name of one of an evaluation, or
             `"loss"`, which without such an evaluation is the epoch's.
         mode: `"min"` or `"max"`: which of its values are better.
@@ -53,8 +54,7 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         where = "Checkpoints"
-        if self.folder is not None:
-            check.path(where, "folder", self.folder, rule="be a path or None")
+        _ = self.path  # checks the folder
         for name in ("every_windows", "every_epochs"):
             value = getattr(self, name)
             if value is not None:
@@ -70,4 +70,7 @@ class Checkpoints:
     @property
     def path(self) -> Path | None:
         """The folder as a path."""
-        return None if self.folder is None else Path(fsdecode(self.folder))
+        if self.folder is None:
+            return None
+        path = check.path("Checkpoints", "folder", self.folder, rule="be a path or None")
+        return Path(expanduser(path))

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ class Snapshot:
 
     Attributes:
         names: Of the leaves.
-        copies: For each leaf one array `(1, ...)`; one per device where they have their own.
+        copies: For each leaf one array `(1, ...)`; one per device if they have their own.
     """
 
     names: list[str]
@@ -44,7 +43,7 @@ class Snapshot:
         return leaves
 
 
-@partial(jax.jit)
+@jax.jit
 def _copies(arrays: list[jax.Array]) -> list[jax.Array]:
     return [jnp.copy(array) for array in arrays]
 
@@ -60,33 +59,29 @@ def take(state: TrainState, common: TrainState) -> Snapshot:
         The copies; nothing is waited for.
     """
     same = set(map(id, jax.tree.leaves(common)))
-    leaves = jax.tree.leaves(state)
-    raw = [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in leaves]
-    rows = [
-        [shard.data for shard in _by_rank(array)[: 1 if id(leaf) in same else None]]
-        for leaf, array in zip(leaves, raw, strict=True)
-    ]
-    copies: list[list[Any]] = [[None] * len(row) for row in rows]
-    places = [(i, rank) for i, row in enumerate(rows) for rank in range(len(row))]
-    for device in range(max(map(len, rows))):  # one program per device
-        mine = [(i, rank) for i, rank in places if rank == device]
-        for (i, rank), copy in zip(mine, _copies([rows[i][r] for i, r in mine]), strict=True):
-            copies[i][rank] = copy
+    rows: list[list[jax.Array]] = []
+    for leaf, array in zip(jax.tree.leaves(state), _raw(state), strict=True):
+        shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+        rows.append([shard.data for shard in shards[: 1 if id(leaf) in same else None]])
+    copies: list[list[jax.Array]] = [[] for _ in rows]
+    for rank in range(max(map(len, rows))):  # one program per device
+        held = [at for at, row in enumerate(rows) if len(row) > rank]
+        for at, copy in zip(held, _copies([rows[at][rank] for at in held]), strict=True):
+            copies[at].append(copy)
     return Snapshot(names_of(state), copies)
 
 
-def _by_rank(leaf: jax.Array) -> list[Any]:
-    return sorted(leaf.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-
-
 def difference(like: TrainState, specs: Mapping[str, LeafSpec]) -> str:
-    """Where a state and what was saved differ, in words; empty where they do not.
+    """Where a state and what was saved differ, in words; empty if they do not.
 
     Args:
         like: A stacked state.
         specs: What is known of the saved leaves.
     """
-    shapes = {name: _one(leaf) for name, leaf in zip(names_of(like), _raw(like), strict=True)}
+    shapes = {
+        name: (tuple(leaf.shape[1:]), np.dtype(leaf.dtype).name)
+        for name, leaf in zip(names_of(like), _raw(like), strict=True)
+    }
     for name, (shape, dtype) in shapes.items():
         if name not in specs:
             return f"leaf {name} of this run is not in it"
@@ -109,11 +104,11 @@ def stacked(
     Leaves are host arrays `(world_size, ...)`, typed keys as their raw data.
     """
 
-    def rows(name: str) -> np.ndarray:
-        leaf = leaves[name]
-        return leaf if specs[name].own else np.broadcast_to(leaf, (world_size, *leaf.shape))
-
-    return jax.tree.structure(like).unflatten([rows(name) for name in names_of(like)])
+    rows = [
+        leaves[name] if specs[name].own else repeated(leaves[name], world_size)
+        for name in names_of(like)
+    ]
+    return jax.tree.structure(like).unflatten(rows)
 
 
 def own_names(state: TrainState, common: TrainState) -> set[str]:
@@ -123,9 +118,9 @@ def own_names(state: TrainState, common: TrainState) -> set[str]:
     return {name for name, leaf in leaves if id(leaf) not in same}
 
 
-def repeated(one: TrainState, world_size: int) -> TrainState:
-    """Rows for several devices of one device's host arrays."""
-    return jax.tree.map(lambda leaf: np.broadcast_to(leaf, (world_size, *leaf.shape)), one)
+def repeated(leaf: np.ndarray, world_size: int) -> np.ndarray:
+    """Rows for several devices of one device's host array."""
+    return np.broadcast_to(leaf, (world_size, *leaf.shape))
 
 
 def put(like: TrainState, rows: TrainState, devices: Sequence[jax.Device]) -> TrainState:
@@ -147,7 +142,3 @@ def put(like: TrainState, rows: TrainState, devices: Sequence[jax.Device]) -> Tr
 
 def _raw(state: TrainState) -> list[Any]:
     return [jax.random.key_data(x) if is_key(x) else x for x in jax.tree.leaves(state)]
-
-
-def _one(leaf: Any) -> tuple[tuple[int, ...], str]:
-    return tuple(leaf.shape[1:]), np.dtype(leaf.dtype).name

@@ -1,29 +1,30 @@
 """Checkpoints in a folder: each whole or absent, and known to be as it was written."""
 
-import hashlib
 import json
 import logging
 import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
-from elche_jax.checkpoint.leaves import LeafSpec, digest, nested, unwritten, written
+from elche_jax.checkpoint.leaves import LeafSpec, digest, unwritten, written
 
 logger = logging.getLogger("elche_jax")
 
 FORMAT = 1
 
 HALF = ".orbax-checkpoint-tmp"
-"""End of the name of what is not whole; orbax's."""
+"""Suffix of what is not whole yet; orbax's."""
 
 STATE, MANIFEST = "state", "manifest/metadata"
 """Where in a checkpoint the arrays are, and the list of them."""
@@ -64,7 +65,7 @@ class Store:
     Args:
         folder: The folder; it is made.
         keep_last: How many of the newest are kept, at least 1.
-        keep_best: How many of the best by score are kept besides; of equal ones the older.
+        keep_best: How many of the best by score are kept in addition; of equal ones the older.
         best: `"min"` or `"max"`: which scores are better.
         monitor: What the scores are of; those of something else do not count.
 
@@ -117,12 +118,9 @@ class Store:
             Bytes of the arrays.
 
         Raises:
-            ValueError: The step is there already.
+            ValueError: The step is there already, by orbax.
             OSError: It could not be written.
         """
-        if step in self.steps:
-            place = self._place(step)
-            raise ValueError(f"checkpoint: {place} must not be there yet. Delete it before.")
         specs = {name: LeafSpec.of(array, name in own) for name, array in leaves.items()}
         score = None if score is None or not math.isfinite(score) else float(score)
         content = {
@@ -134,13 +132,14 @@ class Store:
             "notes": dict(notes),
         }
         text = json.dumps(content)
-        manifest = {"text": text, "digest": _digest(text)}
+        manifest = {"text": text, "digest": digest(text.encode())}
         there = {name: written(array) for name, array in leaves.items() if array.size}
+        nested = unflatten_dict(there, sep="/")
         try:
             with _quiet():
-                self._orbax.save(self._place(step), args=self._content(nested(there), manifest))
+                self._orbax.save(self._place(step), args=self._content(nested, manifest))
         except BaseException as error:
-            self._drop_halves()  # a disk that is full should not be filled with halves
+            self._drop_halves()  # do not leave halves on a disk that is full
             cause = _system_error(error, self._place(step))
             if cause is None:
                 raise
@@ -170,7 +169,7 @@ class Store:
         Raises:
             DamagedCheckpoint: It is not what was written.
             OtherFormat: It is, but of another version.
-            MemoryError, OSError: Nobody knows: it could not be read.
+            MemoryError, OSError: It could not be read, so its state is unknown.
         """
         try:
             return self._read(step)
@@ -184,10 +183,9 @@ class Store:
             raise self._damaged(step, error) from error
 
     def newest(self) -> Saved | None:
-        """The newest checkpoint that is whole; None where there is none.
+        """The newest checkpoint that is whole; None if there is none.
 
-        Damaged ones are said in the log, and put aside under another name, where they are
-        in nobody's way.
+        Damaged ones are renamed, so that they are out of the way, and the log says so.
         """
         damaged = False
         for step in reversed(self.steps):
@@ -205,7 +203,7 @@ class Store:
         return None
 
     def close(self) -> None:
-        """Lets go of the folder."""
+        """Releases the folder."""
         self._orbax.close()
 
     def _place(self, step: int) -> Path:
@@ -222,7 +220,7 @@ class Store:
         kept = {*steps[-self._keep_last :], *self.ranked[: self._keep_best]}
         for step in (step for step in steps if step not in kept):
             half = self.folder / f"{step}{HALF}"  # a kill leaves no half of a checkpoint
-            with suppress(FileNotFoundError):  # somebody has deleted it
+            with suppress(FileNotFoundError):  # it was deleted by hand
                 shutil.rmtree(self._place(step).rename(half))
             del self._scores[step]
 
@@ -230,7 +228,7 @@ class Store:
         try:
             content = self._manifest(step)
             return content["score"] if content["monitor"] == self._monitor else None
-        except Exception:  # it is damaged: nobody knows how good it is
+        except Exception:  # it is damaged, so its score is unknown
             return None
 
     def _damaged(self, step: int, error: Exception) -> DamagedCheckpoint:
@@ -242,7 +240,7 @@ class Store:
 
     def _manifest(self, step: int) -> dict[str, Any]:
         manifest = json.loads((self._place(step) / MANIFEST).read_text())
-        if _digest(manifest["text"]) != manifest["digest"]:
+        if digest(manifest["text"].encode()) != manifest["digest"]:
             raise ValueError("its list of leaves has changed")
         content = json.loads(manifest["text"])
         if content["format"] != FORMAT:
@@ -255,7 +253,7 @@ class Store:
     def _read(self, step: int) -> Saved:
         content = self._manifest(step)
         specs = {
-            name: LeafSpec(tuple(spec["shape"]), spec["dtype"], spec["own"], spec["digest"])
+            name: LeafSpec(**spec | {"shape": tuple(spec["shape"])})
             for name, spec in content["leaves"].items()
         }
         found = self._arrays(step, [name for name, spec in specs.items() if 0 not in spec.shape])
@@ -271,7 +269,7 @@ class Store:
         return Saved(step, leaves, specs, content["notes"])
 
     def _arrays(self, step: int, names: Iterable[str]) -> dict[str, np.ndarray]:
-        """Reads arrays, all at a time; without orbax, which leaves threads behind that write
+        """Reads arrays, all at once; without orbax, which leaves threads behind that write
         to stderr where one cannot be read."""
         import tensorstore as ts
 
@@ -286,7 +284,8 @@ class Store:
         return {name: np.asarray(array.result()) for name, array in reading.items()}
 
     def _put_aside(self, step: int) -> Path:
-        aside = _free(lambda number: self.folder / f"damaged-{step}-{number}")
+        places = (self.folder / f"damaged-{step}-{number}" for number in count())
+        aside = next(place for place in places if not place.exists())
         self._place(step).rename(aside)
         del self._scores[step]
         return aside
@@ -294,8 +293,8 @@ class Store:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Leaves out what orbax logs of an error in each of its threads, traces and all: the
-    error itself is raised, and said once."""
+    """Suppresses what orbax logs about an error in each of its threads, with tracebacks: the
+    error itself is raised and logged once."""
 
     def others(record: logging.LogRecord) -> bool:
         return "orbax" not in Path(record.pathname).parts
@@ -309,17 +308,6 @@ def _quiet() -> Generator[None]:
 
 
 def _system_error(error: BaseException, place: Path) -> OSError | None:
-    """What the system said, where tensorstore reports it, at length, as a `ValueError`."""
+    """What the system said, if tensorstore reports it, at length, as a `ValueError`."""
     code = re.search(r"os_error_code='(\d+)'", str(error))
     return None if code is None else OSError(int(code[1]), os.strerror(int(code[1])), str(place))
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _free(name: Callable[[int], Path]) -> Path:
-    number = 0
-    while name(number).exists():
-        number += 1
-    return name(number)

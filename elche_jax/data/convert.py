@@ -14,7 +14,7 @@ def as_arrays(item: PyTree) -> PyTree:
 
     In a dict or a tuple a list of numbers, or of such lists, is an array. Alone it could be
     several arrays as well. Tensors of other libraries become arrays by their `__array__`, or
-    where that fails by DLPack. What is neither stays as it is.
+    if that fails by DLPack. Anything else stays as it is.
 
     Args:
         item: The example or the microbatch.
@@ -38,7 +38,7 @@ def as_arrays(item: PyTree) -> PyTree:
 
 
 def check_plain(path: Any, leaf: Any, where: str = "data") -> None:
-    """Raises where an array has a mask, which JAX does not know: it would be lost.
+    """Raises if an array has a mask, which JAX does not know and would lose.
 
     Args:
         path: Of the leaf, by JAX.

@@ -38,13 +38,13 @@ def epoch_order(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a place in the data depends on: read otherwise, it is another place.
+    """What a place in the data depends on: read differently, it is another place.
 
     Attributes:
         batch_size: Examples per microbatch.
         examples: Number of examples; None for an iterable.
         shuffle: Whether the order is shuffled.
-        seed: Seed of the order; None where nothing is shuffled.
+        seed: Seed of the order; None if nothing is shuffled.
         drop_last: Whether examples that do not fill a microbatch are left out.
     """
 
@@ -71,8 +71,8 @@ class Cursor:
         epoch: Epoch the next window belongs to, from 0.
         microbatch: Microbatches of this epoch already handed out.
         window: Windows already handed out since the run began.
-        reading: How the data were read, so that it is noticed where they are read
-            otherwise; None where nobody knows. It does not count in comparisons.
+        reading: How the data were read, so that reading them differently is
+            noticed; None if unknown. It is ignored in comparisons.
 
     Raises:
         TypeError: A number is not an integer.
@@ -95,7 +95,7 @@ class Cursor:
             object.__setattr__(self, name, number)
 
     def to_dict(self) -> dict[str, Any]:
-        """The cursor as a dictionary of numbers, with `"reading"` where that is known."""
+        """The cursor as a dictionary of numbers, with `"reading"` if that is known."""
         numbers = {name: getattr(self, name) for name in FIELDS}
         return numbers if self.reading is None else numbers | {"reading": asdict(self.reading)}
 

@@ -1,7 +1,7 @@
 """Getting the data of a window onto the devices. The only file of `data` that places.
 
 Streamed, only real microbatches cross: a device's share goes over as pieces whose lengths
-are the binary digits of its count (`data.split`). Where a device has no piece of some
+are the binary digits of its count (`data.split`). If a device has no piece of some
 length, the program gets a block of zeros that was put there once and is never read.
 Resident, the whole data set is on every device and only example numbers cross.
 """
@@ -44,15 +44,14 @@ def choose_placement(
         raise ValueError(
             f"data: placement must be 'auto', 'resident' or 'stream', got {placement!r}."
         )
-    if placement == "stream":
+    arrays = isinstance(source, ArraySource)
+    if placement == "stream" or (placement == "auto" and not arrays):
         return "stream"
-    if not isinstance(source, ArraySource):
-        if placement == "resident":
-            raise ValueError(
-                "data: placement='resident' needs data that is a pytree of arrays, got "
-                f"a {type(source).__name__}. Use placement='stream'."
-            )
-        return "stream"
+    if not arrays:
+        raise ValueError(
+            "data: placement='resident' needs data that is a pytree of arrays, got "
+            f"a {type(source).__name__}. Use placement='stream'."
+        )
     if placement == "resident":
         return "resident"
     copies = len(devices) if devices[0].platform == "cpu" else 1
@@ -179,7 +178,7 @@ class Placer:
 
 
 def _check_like(spec: PyTree, block: PyTree, first: int) -> None:
-    """Raises where microbatches from number `first` on do not look like `spec`."""
+    """Raises if microbatches from number `first` on do not look like `spec`."""
     want, got = jax.tree.structure(spec), jax.tree.structure(block)
     if got != want:
         raise ValueError(
@@ -198,7 +197,7 @@ def _check_like(spec: PyTree, block: PyTree, first: int) -> None:
 
 
 def check_fits(leaf: Any) -> None:
-    """Raises where integers would be cut off: without 64-bit types JAX keeps 32 bits."""
+    """Raises if integers would be cut off: without 64-bit types JAX keeps 32 bits."""
     dtype = dtypes.canonicalize_dtype(leaf.dtype)
     if leaf.dtype == dtype or leaf.dtype.kind not in "iu" or leaf.size == 0:
         return

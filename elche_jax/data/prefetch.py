@@ -27,7 +27,7 @@ class Prefetch(Generic[Item]):
 
     Args:
         make: Called in the thread with an event that is set when the thread must end;
-            the iterator it returns makes the items. Where it waits, it must wait in a
+            the iterator it returns makes the items. If it waits, it must do so in a
             way that `wake` ends.
         wake: Called once after the event was set.
         depth: Items held ready, at least 1.
@@ -62,7 +62,7 @@ class Prefetch(Generic[Item]):
         if isinstance(item, _Failure):
             self.close()
             raise item.error
-        return item  # type: ignore[return-value]  # the queue holds items else
+        return item  # type: ignore[return-value]  # otherwise the queue holds items
 
     def close(self) -> None:
         """Ends the thread and waits for it, but not long. Idempotent.

@@ -7,7 +7,7 @@ numbers, and the program masks them out.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,29 +29,13 @@ class Partial:
     valid: int
 
 
-class Reader(Protocol):
-    """Microbatches of one epoch, by number."""
-
-    def skip(self, count: int) -> None:
-        """Passes over the first microbatches of the epoch (a resumed run)."""
-        ...
-
-    def available(self, start: int, want: int) -> int:
-        """How many of the `want` microbatches from `start` on exist."""
-        ...
-
-    def block(self, start: int, count: int) -> PyTree:
-        """Microbatches `start .. start + count - 1`; leaves `(count, batch, ...)`."""
-        ...
-
-    @property
-    def partial(self) -> Partial | None:
-        """The microbatch with fewer valid examples, once it is known."""
-        ...
-
-
 class IndexedReader:
-    """One epoch of a source with random access."""
+    """One epoch of a source with random access.
+
+    Attributes:
+        microbatches: How many the epoch has.
+        partial: The microbatch with fewer valid examples, if there is one.
+    """
 
     def __init__(
         self,
@@ -71,6 +55,7 @@ class IndexedReader:
             raise ValueError(_outside(count, self.microbatches))
 
     def available(self, start: int, want: int) -> int:
+        """How many of the `want` microbatches from `start` on exist."""
         return max(0, min(want, self.microbatches - start))
 
     def index(self, start: int, count: int) -> NDArray[np.int64]:
@@ -85,6 +70,7 @@ class IndexedReader:
         return index.reshape(count, self._batch_size)
 
     def block(self, start: int, count: int) -> PyTree:
+        """Microbatches `start .. start + count - 1`; leaves `(count, batch, ...)`."""
         rows = self._source.rows(self.index(start, count).reshape(-1))
         shape = (count, self._batch_size)
         return jax.tree.map(lambda leaf: leaf.reshape(shape + leaf.shape[1:]), rows)
@@ -103,6 +89,7 @@ class IterableReader:
 
     @property
     def partial(self) -> Partial | None:
+        """The microbatch with fewer valid examples, once it is known."""
         return None if self._drop_last else self._short
 
     def skip(self, count: int) -> None:
@@ -112,6 +99,7 @@ class IterableReader:
                 raise ValueError(_outside(count, number))
 
     def available(self, start: int, want: int) -> int:
+        """How many of the `want` microbatches from `start` on exist; holds them."""
         del self._held[: start - self._first]
         self._first = start
         while len(self._held) < want and not self._ended:
@@ -123,6 +111,7 @@ class IterableReader:
         return min(want, len(self._held))
 
     def block(self, start: int, count: int) -> PyTree:
+        """Microbatches `start .. start + count - 1`; leaves `(count, batch, ...)`."""
         at = start - self._first
         return stack(self._held[at : at + count])
 
@@ -156,6 +145,10 @@ class IterableReader:
         self._held.append(jax.tree.map(np.array, item))
 
 
+Reader = IndexedReader | IterableReader
+"""Microbatches of one epoch, by number."""
+
+
 def microbatch_size(item: PyTree, number: int) -> int:
     """Length of the common leading axis of a microbatch that an iterator gave."""
     leaves = jax.tree.leaves(item)
@@ -187,12 +180,11 @@ def open_epoch(
         epoch: Number of the epoch.
         start: First microbatch that will be read.
         shuffle: False keeps the order of the source.
-        drop_last: Leave out the last microbatch where it is smaller.
+        drop_last: Leave out the last microbatch if it is smaller.
 
     Raises:
         ValueError: The epoch has fewer than `start` microbatches.
     """
-    reader: Reader
     if isinstance(source, IterableSource):
         reader = IterableReader(source, batch_size, drop_last)
     else:

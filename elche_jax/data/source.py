@@ -116,7 +116,7 @@ class MapSource:
 
 
 class IterableSource:
-    """An iterable of microbatches; iterated anew for every epoch where it can be."""
+    """An iterable of microbatches; iterated anew for every epoch if it can be."""
 
     def __init__(self, iterable: Iterable[PyTree]):
         self.iterable = iterable

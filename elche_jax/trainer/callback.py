@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from elche_jax import _check as check
 from elche_jax.engine.state import TrainState
 from elche_jax.train.pipeline import Window
 from elche_jax.train.step import TrainStep
@@ -19,7 +20,7 @@ class CallbackContext:
         train: The training step: `report()`, `counts`, `throughput` and more.
         state: The state after the last window. Its buffers are given up by the next one:
             copy what is to be kept.
-        window: The last window; None where a run that goes on has trained none yet.
+        window: The last window; None if a run that goes on has trained none yet.
         metrics: Its metrics; reading one waits for the window.
         history: The epochs that are over.
     """
@@ -32,7 +33,7 @@ class CallbackContext:
     _control: Control
 
     def stop(self) -> None:
-        """Ends the run before its next window, with a checkpoint where there are any."""
+        """Ends the run before its next window, with a checkpoint if there are any."""
         self._control.stop("callback")
 
 
@@ -42,6 +43,9 @@ class Callback:
     An exception ends the run: threads end, files are closed, and `fit`, or the handle's
     `join`, raises it.
 
+    Raises:
+        TypeError: A class derived from it has a method `on_...` that would never be called.
+
     Examples:
         >>> import elche_jax as elche
         >>> class Losses(elche.Callback):
@@ -50,6 +54,15 @@ class Callback:
         ...         if metrics.loss < 0.1:
         ...             context.stop()
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        known = [name for name in vars(Callback) if name.startswith("on_")]
+        for name in vars(cls):
+            if name.startswith("on_") and name not in known:
+                rule = f"be one of {', '.join(known)}"
+                todo = "It would never be called; rename it."
+                raise TypeError(check.message(cls.__name__, name, rule, "a method", todo))
 
     def on_window(self, context: CallbackContext) -> None:
         """After every window was handed to the devices, before it is over."""

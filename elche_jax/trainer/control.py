@@ -1,4 +1,4 @@
-"""What a run and those who watch it from other threads share."""
+"""What a run shares with the threads that follow it."""
 
 import threading
 from collections.abc import Iterator
@@ -13,21 +13,16 @@ class Control:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._reason: str | None = None
+        self.reason: str | None = None  # why the run is to end, once it is
         self._epochs: list[EpochMetrics] = []
-        self._ended = False
+        self.over = False
         self._error: BaseException | None = None
         self._result: Any = None
-
-    @property
-    def reason(self) -> str | None:
-        """Why the run is to end; None while it may go on."""
-        return self._reason
 
     def stop(self, reason: str) -> None:
         """Asks the run to end before its next window; the first reason counts."""
         with self._changed:
-            self._reason = self._reason or reason
+            self.reason = self.reason or reason
 
     def told(self, metrics: EpochMetrics) -> None:
         """An epoch is over."""
@@ -38,18 +33,13 @@ class Control:
     def ended(self, result: Any = None, error: BaseException | None = None) -> None:
         """The run is over."""
         with self._changed:
-            self._ended, self._result, self._error = True, result, error
+            self.over, self._result, self._error = True, result, error
             self._changed.notify_all()
 
-    @property
-    def over(self) -> bool:
-        """Whether the run is over."""
-        return self._ended
-
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits for the end; False where it does not come in time."""
+        """Waits for the end; False if it does not come in time."""
         with interruptible(), self._changed:
-            return self._changed.wait_for(lambda: self._ended, timeout)
+            return self._changed.wait_for(lambda: self.over, timeout)
 
     def result(self) -> Any:
         """What a run that is over gave; raises what ended it."""
@@ -67,12 +57,16 @@ class Control:
 
     def follow(self) -> Iterator[EpochMetrics]:
         """Every epoch as soon as it is over; at the end raises what ended the run."""
-        number = 0
-        while there := self._next(number):
-            yield from there
-            number += len(there)
+        given = 0
 
-    def _next(self, number: int) -> tuple[EpochMetrics, ...]:
-        with interruptible(), self._changed:
-            self._changed.wait_for(lambda: len(self._epochs) > number or self._ended)
-        return self.since(number)
+        def more() -> bool:
+            return len(self._epochs) > given or self.over
+
+        while True:
+            with interruptible(), self._changed:
+                self._changed.wait_for(more)
+            there = self.since(given)
+            if not there:
+                return
+            yield from there
+            given += len(there)

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from elche_jax.cadence import WindowRecord
 
 NO_MEANS = ("finite", "weight")
-"""Metrics of a window of which there is no mean."""
+"""Metrics of a window that have no mean."""
 
 AT_ONCE = 64
-"""Windows that are summed up together: alone, each costs three times as much."""
+"""Windows that are summed up together: one by one, each costs three times as much."""
 
 
 @dataclass(frozen=True)
@@ -26,20 +27,20 @@ class EpochMetrics:
         epoch: Its number, from 0.
         windows: Windows of it.
         examples: Valid examples.
-        loss: Mean loss, by weight, over the windows whose loss is finite; NaN where there is
-            none. With `delay=1` a window is told of by the next one, and counts to its epoch.
+        loss: Mean loss, by weight, over the windows whose loss is finite; NaN if there is
+            none. With `delay=1` a window is reported by the next one, and counts towards its epoch.
         metrics: The `aux` of `loss_fn`, the same means.
-        evaluation: The metrics of the last evaluation in it; empty where there was none.
+        evaluation: The metrics of the last evaluation in it; empty if there was none.
         seconds: How long it took; evaluations, and what callbacks do at its end, left out.
         examples_per_s: Valid examples per second of that.
-        throughput: Microbatches per second of every device while it worked; NaN where it
+        throughput: Microbatches per second of every device while it worked; NaN if it
             was not measured.
         share: Share of the microbatches that every device did; they sum to 1.
         busy: Share of the time in which every device worked, 0 to 1. Like `throughput` it
             is of the windows since the last resume.
         skipped: Windows that were not finite: dropped, or averaged without some device.
-        whole: Whether it tells of all of it; False where the run ended in the middle, or
-            began there with a checkpoint of another loop.
+        whole: Whether it covers the whole epoch; False if the run ended in the middle, or
+            began there from a checkpoint of another loop.
     """
 
     epoch: int
@@ -83,7 +84,7 @@ class EpochSums:
         skipped: Windows that were not finite.
         sums: For every metric the weighted sum and the weight.
         evaluation: The last evaluation's metrics.
-        whole: False where windows of it are missing here.
+        whole: False if some of its windows are missing here.
     """
 
     epoch: int
@@ -107,7 +108,7 @@ class EpochSums:
     def fold(self, metrics: Mapping[str, Any]) -> float:
         """Takes the metrics of a window; gives its loss.
 
-        Where exchanges are late, the first windows have none to tell of: weight 0 or NaN.
+        With late exchanges the first windows have nothing to report: weight 0 or NaN.
         """
         # by numpy, which reads the buffer: `float` of an array takes six times as long
         found = {name: np.asarray(value) for name, value in metrics.items()}
@@ -126,15 +127,36 @@ class EpochSums:
         """The means so far, by weight."""
         return {name: total / weight for name, (total, weight) in self.sums.items()}
 
+    def metrics(self, devices: "DeviceSums", whole: bool) -> EpochMetrics:
+        """The metrics of the epoch; what the devices did in it is then forgotten."""
+        throughput, busy = devices.of(self.epoch)
+        devices.forget(self.epoch)
+        work, means = sum(self.counts), self.means()
+        return EpochMetrics(
+            epoch=self.epoch,
+            windows=self.windows,
+            examples=self.examples,
+            loss=means.pop("loss", math.nan),
+            metrics=means,
+            evaluation=dict(self.evaluation),
+            seconds=self.seconds,
+            examples_per_s=self.examples / self.seconds if self.seconds > 0 else 0.0,
+            throughput=throughput,
+            share=tuple(count / work for count in self.counts),
+            busy=busy,
+            skipped=self.skipped,
+            whole=whole and self.whole,
+        )
+
 
 class DeviceSums:
-    """What the devices did in the epochs that are not over; threads report, the loop reads."""
+    """What the devices did in the epochs under way; threads report, the loop reads."""
 
     def __init__(self, world_size: int):
         self._lock = threading.Lock()
         self._world_size = world_size
         self._new: deque[WindowRecord] = deque()
-        self._epochs: dict[int, list[list[float]]] = {}
+        self._epochs: dict[int, NDArray[np.float64]] = {}  # counts, busy and wall times
 
     def see(self, record: WindowRecord) -> None:
         """Takes a window that is over."""
@@ -146,19 +168,13 @@ class DeviceSums:
     def _sum_up(self) -> None:
         while self._new:
             record = self._new.popleft()
-            if not record.steady:  # times of a window that compiled say nothing
-                continue
-            counts, busy, wall = self._epochs.setdefault(record.epoch, self._nothing())
-            for rank, ms in enumerate(record.busy_ms or (record.wall_ms,)):
-                counts[rank] += record.counts[rank]
-                busy[rank] += ms
-                wall[rank] += record.wall_ms
-
-    def _nothing(self) -> list[list[float]]:
-        return [[0.0] * self._world_size for _ in range(3)]
+            if record.steady:  # times of a window that compiled say nothing
+                busy = record.busy_ms or (record.wall_ms,)
+                sums = np.array([record.counts, busy, [record.wall_ms] * len(busy)])
+                self._epochs[record.epoch] = self._epochs.get(record.epoch, 0.0) + sums
 
     def forget(self, epoch: int) -> None:
-        """An epoch is told."""
+        """Drops what is known of an epoch."""
         with self._lock:
             self._sum_up()
             self._epochs.pop(epoch, None)
@@ -167,31 +183,8 @@ class DeviceSums:
         """Throughput and busy share of an epoch."""
         with self._lock:
             self._sum_up()
-            counts, busy, wall = np.array(self._epochs.get(epoch) or self._nothing())
+            counts, busy, wall = self._epochs.get(epoch, np.zeros((3, self._world_size)))
         with np.errstate(divide="ignore", invalid="ignore"):
             throughput = np.where(busy > 0, 1e3 * counts / busy, np.nan)
             working = np.where(wall > 0, np.minimum(1.0, busy / wall), 0.0)
         return tuple(throughput.tolist()), tuple(working.tolist())
-
-
-def epoch_metrics(sums: EpochSums, devices: DeviceSums, whole: bool) -> EpochMetrics:
-    """The epoch, as it is told; what the devices did in it is forgotten."""
-    throughput, busy = devices.of(sums.epoch)
-    devices.forget(sums.epoch)
-    work = sum(sums.counts)
-    means = sums.means()
-    return EpochMetrics(
-        epoch=sums.epoch,
-        windows=sums.windows,
-        examples=sums.examples,
-        loss=means.pop("loss", math.nan),
-        metrics=means,
-        evaluation=dict(sums.evaluation),
-        seconds=sums.seconds,
-        examples_per_s=sums.examples / sums.seconds if sums.seconds > 0 else 0.0,
-        throughput=throughput,
-        share=tuple(count / work for count in sums.counts),
-        busy=busy,
-        skipped=sums.skipped,
-        whole=whole and sums.whole,
-    )

@@ -1,7 +1,7 @@
 """When to evaluate, and when to stop for what came of it."""
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ class Evaluation:
     Attributes:
         metric_fn: `metric_fn(params, batch)`, with model state
             `metric_fn(params, model_state, batch)`, returns a dict of metrics. Those that
-            are no single numbers only callbacks hear of.
+            are not a single number are passed to callbacks only.
         data: The data, as `TrainStep.windows` takes them.
         batch_size: Examples per microbatch; None for an iterable.
         every_epochs: At the end of every so many epochs, at least 1; or None.
@@ -60,7 +60,7 @@ class EarlyStopping:
 
     Attributes:
         monitor: The metric: one of the evaluation, or `"loss"` or another one of the
-            training's, which are looked at at the ends of epochs.
+            training's, which are read at the end of every epoch.
         mode: `"min"` or `"max"`: which of its values are better.
         patience: The run ends after so many values in a row that are not better than the
             best, at least 1. One that is not a number is not better.
@@ -112,15 +112,3 @@ class Patience:
     def over(self, rule: EarlyStopping) -> bool:
         """Whether the run is to end."""
         return self.worse >= rule.patience
-
-
-def check_monitor(where: str, monitor: str, names: Collection[str]) -> None:
-    """Checks that there is a metric of this name.
-
-    Raises:
-        ValueError: There is none.
-    """
-    if monitor not in names:
-        rule = f"be one of {', '.join(map(repr, names))}"
-        todo = "Those are the metrics that are one number each."
-        raise ValueError(check.message(where, "monitor", rule, repr(monitor), todo))

@@ -12,11 +12,11 @@ from elche_jax.trainer.result import FitResult
 class Handle:
     """A run that `Trainer.start` has begun.
 
-    It ends by itself, on `stop`, or, at its next window, when the program ends: who wants
-    all of it calls `join`.
+    It ends by itself, on `stop`, or, at its next window, when the program ends: call
+    `join` to wait for all of it.
 
     Args:
-        run: Trains; called by a thread. What it raises, `control` knows.
+        run: Trains; called by a thread. `control` keeps what it raises.
         control: What the run and this object share.
     """
 
@@ -57,7 +57,7 @@ class Handle:
         return found
 
     def stop(self) -> None:
-        """Asks the run to end before its next window, with a checkpoint where there are any.
+        """Asks the run to end before its next window, with a checkpoint if there are any.
 
         Returns at once; `join` waits.
         """
@@ -72,10 +72,10 @@ class Handle:
             timeout: Seconds to wait at most, at least 0; None for as long as it takes.
 
         Returns:
-            What it gave; again, where it is called again.
+            What the run returned; the same again if called again.
 
         Raises:
-            TimeoutError: It goes on still.
+            TimeoutError: It is still running.
             RuntimeError: A callback of the run asks, which would wait for itself.
             Exception: What ended the run.
         """

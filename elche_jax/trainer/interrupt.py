@@ -14,7 +14,7 @@ from elche_jax.trainer.control import Control
 def interrupts(control: Control, say: bool) -> Generator[None]:
     """Lets the first Ctrl-C stop a run; it is raised when the run has ended.
 
-    The second one is raised at once. A handler of the program's own is left in its place.
+    The second one is raised at once. A handler of the program's own is left in place.
 
     Args:
         control: The run's.

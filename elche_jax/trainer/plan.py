@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from os import PathLike, fsdecode
+from os import PathLike
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -85,15 +86,13 @@ class FitPlan:
         for name, kind in kinds.items():
             if getattr(self, name) is not None:
                 check.instance(where, name, getattr(self, name), kind)
-        if self.run_dir is not None:
-            check.path(where, "run_dir", self.run_dir, rule="be a path or None")
+        folder, saving = self.folder, self.saving  # now, as the process may go elsewhere
         check.one_of(where, "resume", self.resume, RESUME)
         check.instance(where, "progress", self.progress, bool)
         parts = (("callbacks", self.callbacks, Callback), ("writers", self.writers, Writer))
         for name, values, kind in parts:
             for at, value in enumerate(check.items(where, name, values, f"{kind.__name__}s")):
                 check.instance(where, f"{name}[{at}]", value, kind)
-        folder, saving = self.folder, self.saving  # now, as the process may go elsewhere
         if self.resume != "never" and saving is None:
             rule = "be 'never' without checkpoints"
             todo = "Pass checkpoints or run_dir."
@@ -109,11 +108,14 @@ class FitPlan:
     @cached_property
     def folder(self) -> Path | None:
         """The run's folder, wherever the process goes meanwhile."""
-        return None if self.run_dir is None else Path(fsdecode(self.run_dir)).absolute()
+        if self.run_dir is None:
+            return None
+        path = check.path("Trainer.fit", "run_dir", self.run_dir, rule="be a path or None")
+        return Path(expanduser(path)).absolute()
 
     @cached_property
     def saving(self) -> Checkpoints | None:
-        """Where and when checkpoints are written; None where they are not."""
+        """Where and when checkpoints are written; None if they are not."""
         asked = self.checkpoints
         if asked is not None and asked.folder is not None:
             return asked

@@ -15,7 +15,7 @@ class FitResult:
     """What `Trainer.fit` returns.
 
     Attributes:
-        params: One copy of the parameters, averaged where the devices have their own; on
+        params: One copy of the parameters, averaged if the devices have their own; on
             the first device.
         model_state: The same of the model state, or None.
         history: Every epoch, those before a resume as well; the last one may not be whole.
@@ -39,5 +39,5 @@ class FitResult:
 
     @property
     def loss(self) -> float:
-        """The loss of the last epoch; NaN where there was none."""
+        """The loss of the last epoch; NaN if there was none."""
         return self.history[-1].loss if self.history else float("nan")

@@ -1,16 +1,18 @@
 """One run of a trainer: the loop, and what happens in it when."""
 
-import copy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
+from os.path import exists
 from typing import Any
 
 import jax
 import numpy as np
 
-from elche_jax.checkpoint.checkpointer import Checkpointer
+from elche_jax import _check as check
+from elche_jax.checkpoint.checkpointer import Checkpointer, none_there
+from elche_jax.checkpoint.errors import beside
 from elche_jax.data.order import Cursor
 from elche_jax.engine.replicas import unreplicate
 from elche_jax.train.evaluate import EvalStep
@@ -19,11 +21,10 @@ from elche_jax.train.resume import join_rows
 from elche_jax.train.step import TrainStep
 from elche_jax.trainer.callback import CallbackContext
 from elche_jax.trainer.control import Control
-from elche_jax.trainer.epochs import NO_MEANS, EpochMetrics, EpochSums, epoch_metrics
+from elche_jax.trainer.epochs import NO_MEANS, EpochMetrics, EpochSums
 from elche_jax.trainer.plan import FitPlan
+from elche_jax.trainer.recorder import RunRecorder, write_report
 from elche_jax.trainer.result import FitResult
-from elche_jax.trainer.run_writers import RunWriters
-from elche_jax.trainer.tee_recorder import TeeRecorder
 from elche_jax.trainer.watching import Watching
 
 PyTree = Any
@@ -46,20 +47,19 @@ class Session:
         recorder: What it records to.
         plan: What was asked for.
         control: Lets other threads stop and follow it.
-        evaluate: Evaluates; None where there is nothing to.
+        evaluator: Evaluates; None if nothing is to be evaluated.
     """
 
     def __init__(
         self,
         train: TrainStep,
-        recorder: TeeRecorder,
+        recorder: RunRecorder,
         plan: FitPlan,
         control: Control,
-        evaluate: EvalStep | None,
+        evaluator: EvalStep | None,
     ):
         self._train, self._recorder, self._plan, self._control = train, recorder, plan, control
-        self._evaluator = evaluate
-        self._writers = RunWriters(plan, train, recorder)
+        self._evaluator = evaluator
         self._watching = Watching(plan)
         self._sums: EpochSums | None = None
         self._history: tuple[EpochMetrics, ...] = ()
@@ -80,9 +80,11 @@ class Session:
                 with self._open(stack) as self._windows:
                     self._work()
                 result = self._result()
-            self._writers.page()
+            if self._plan.folder is not None:
+                write_report(self._plan.folder)
         except BaseException as error:
-            self._settle(error)
+            with beside(error):  # which raises what its last windows have not yet
+                self._train.settle()
             if self._trained:  # what goes wrong after the last window costs no result
                 self._attach_result(error)
             raise
@@ -95,29 +97,28 @@ class Session:
             self._trained = True
             self._end()
         except BaseException as error:
-            self._look_back(error)
+            with beside(error):  # also the windows that have led to it are recorded
+                if self._sums is not None:
+                    self._take_metrics()
             raise
 
     def _open(self, stack: ExitStack) -> Any:
         plan, train = self._plan, self._train
-        stack.enter_context(self._writers)
+        folder = plan.saving and plan.saving.path
+        if plan.resume == "must" and folder is not None and not exists(folder):
+            raise none_there(folder)  # before anything is made
+        stack.enter_context(self._recorder.run(plan, train.world_size))
         self._state = train.init(plan.params, model_state=plan.model_state, rng=plan.rng)
         if plan.saving is not None:
             self._saver = stack.enter_context(Checkpointer(train, plan.saving))
         cursor = self._restore()
-        self._writers.begin()
-        return train.windows(
+        windows = train.windows(
             plan.data, plan.batch_size, plan.epochs, plan.seed, shuffle=plan.shuffle,
             drop_last=plan.drop_last, mask_key=plan.mask_key, placement=plan.placement,
             window_bytes=plan.window_bytes, cursor=cursor,
         )  # fmt: skip
-
-    def _settle(self, error: BaseException) -> None:
-        """Lets go of the run's data; what nobody has heard of its windows goes with the error."""
-        try:
-            self._train.settle()
-        except Exception as unheard:
-            error.add_note(f"Besides, {unheard}")
+        self._recorder.begin(plan, train.devices)
+        return windows
 
     def _attach_result(self, error: BaseException) -> None:
         try:
@@ -138,15 +139,6 @@ class Session:
             self._train_one(window)
         self._between(None)
 
-    def _look_back(self, error: BaseException) -> None:
-        """Also the windows that have led to an error are recorded."""
-        try:
-            if self._sums is not None:
-                self._take_metrics()
-        except Exception as second:
-            if repr(second) != repr(error):  # not what has failed before
-                error.add_note(f"Besides, {second}")
-
     def _train_one(self, window: Window) -> None:
         if self._sums is None:
             self._sums = EpochSums(window.epoch)
@@ -158,18 +150,17 @@ class Session:
         if self._recorder.waiting >= FOLD or time.perf_counter() >= self._due:
             self._look()
         self._call("on_window")
-        every = None if self._plan.evaluation is None else self._plan.evaluation.every_windows
-        if every is not None and (window.index + 1) % every == 0:
+        evaluation = self._plan.evaluation
+        if _due(evaluation and evaluation.every_windows, window.index):
             self._evaluate()
             named = {f"eval_{name}": value for name, value in self._results.items()}
-            self._writers.scalars(window.index + 1, named)
+            self._recorder.scalars(window.index + 1, named)
 
     def _between(self, following: Window | None) -> None:
         """Between two windows: does what the last one has made due."""
-        often = None if self._plan.saving is None else self._plan.saving.every_epochs
-        force = False
-        if self._sums is not None and (following is None or following.epoch != self._sums.epoch):
-            force = often is not None and (self._sums.epoch + 1) % often == 0
+        saving, sums, force = self._plan.saving, self._sums, False
+        if sums is not None and (following is None or following.epoch != sums.epoch):
+            force = _due(saving and saving.every_epochs, sums.epoch)
             self._end_epoch()
         self._save(force)
         if following is not None and self._sums is None:
@@ -198,19 +189,18 @@ class Session:
     # -- what happens now and then -------------------------------------------------------
 
     def _end_epoch(self, whole: bool = True) -> None:
-        """Tells of an epoch, when all of its windows are over."""
+        """Reports an epoch, when all of its windows are over."""
         assert self._sums is not None
         self._drain()
-        sums, plan = self._sums, self._plan
-        every = None if plan.evaluation is None else plan.evaluation.every_epochs
-        if whole and every is not None and (sums.epoch + 1) % every == 0:
+        sums, evaluation = self._sums, self._plan.evaluation
+        if whole and _due(evaluation and evaluation.every_epochs, sums.epoch):
             self._evaluate()
-        metrics = epoch_metrics(sums, self._recorder.devices, whole)
+        metrics = sums.metrics(self._recorder.devices, whole)
         self._history = (*self._history, metrics)
         if whole:
             self._watching.epoch(self._cursor.window, {"loss": metrics.loss, **metrics.metrics})
             self._sums = None
-            self._writers.epoch(self._cursor, metrics, sums)
+            self._recorder.epoch(self._cursor, metrics, sums)
         self._control.told(metrics)
         self._call("on_epoch", metrics)
 
@@ -231,8 +221,7 @@ class Session:
         self._results = {name: x for name, x in results.items() if isinstance(x, float)}
         if self._sums is not None:
             self._sums.evaluation = self._results
-        seconds = time.perf_counter() - begun
-        self._writers.evaluated(self._cursor, seconds, self._results)
+        self._recorder.evaluated(self._cursor, time.perf_counter() - begun, self._results)
         self._watching.evaluation(self._cursor.window, self._results)
         self._call("on_evaluation", results)
         self._clock = time.perf_counter()  # no time of the epoch
@@ -244,8 +233,9 @@ class Session:
         if force or self._saver.due(self._window):
             self._drain()
             score = self._watching.score(self._cursor.window)
+            notes = self._notes()
             self._saver.save(
-                self._state, self._window, force=True, score=score, notes=self._notes()
+                self._state, self._window, force=True, score=score, notes=lambda: notes
             )
         self._announce()
 
@@ -261,7 +251,7 @@ class Session:
         self._take_metrics()
         self._due = self._clock + LOOK_S
         assert self._sums is not None
-        self._writers.show(self._cursor, self._sums)
+        self._recorder.show(self._cursor, self._sums)
 
     def _drain(self) -> None:
         """Waits until the windows so far are over, and takes their metrics."""
@@ -270,14 +260,12 @@ class Session:
 
     def _take_metrics(self) -> None:
         """Takes the metrics of the windows that are over, and the time since it was last done."""
-        for window, epoch, metrics in self._recorder.take():
-            assert self._sums is not None
-            self._recorder.loss(window, epoch, self._sums.fold(metrics))
-            self._writers.folded(window + 1, metrics)
-        now = time.perf_counter()
-        if self._sums is not None:
-            self._sums.seconds += now - self._clock
-        self._clock = now
+        before, sums = self._clock, self._sums
+        if sums is not None:
+            self._recorder.fold(sums)
+        self._clock = time.perf_counter()
+        if sums is not None:
+            sums.seconds += self._clock - before
 
     def _names(self) -> list[str]:
         """Names of the training's metrics that are one number each."""
@@ -295,35 +283,33 @@ class Session:
 
     # -- stop and go on --------------------------------------------------------------------
 
-    def _notes(self) -> Callable[[], dict[str, Any]]:
-        """What a checkpoint has besides the run itself; the thread that writes it calls."""
-        sums, history, watching = copy.deepcopy(self._sums), self._history, self._watching.to_dict()
-        log = self._writers.to_dict()
-
-        def notes() -> dict[str, Any]:
-            return {
-                "sums": None if sums is None else asdict(sums),
-                "history": [asdict(metrics) for metrics in history],
-                "watching": watching,
-                "log": log,
-            }
-
-        return notes
+    def _notes(self) -> dict[str, Any]:
+        """What a checkpoint holds apart from the run itself."""
+        return {
+            "sums": None if self._sums is None else asdict(self._sums),
+            "history": [vars(metrics) for metrics in self._history],
+            "watching": self._watching.to_dict(),
+            "log": self._recorder.to_dict(),
+        }
 
     def _restore(self) -> Cursor | None:
         if self._saver is None:
             return None
-        restored = self._saver.restore_all(self._state, self._plan.resume)
-        self._state, cursor, notes = restored.state, restored.cursor, restored.notes
+        self._state, cursor, notes = self._saver.restore_all(self._state, self._plan.resume)
         if cursor is None:
             return None
+        epochs = self._plan.epochs
+        if epochs is not None and cursor.epoch >= epochs:
+            rule = f"be at least {cursor.epoch + 1}, the epochs that the saved run has begun"
+            todo = "Epochs are counted from the start of the run."
+            raise ValueError(check.message("Trainer.fit", "epochs", rule, epochs, todo))
         self._cursor = cursor
         if notes:
             sums = notes["sums"]
             self._sums = None if sums is None else EpochSums(**sums)
             self._history = tuple(EpochMetrics.from_dict(m) for m in notes["history"])
             self._watching.restore(notes["watching"])
-            self._writers.restore(notes["log"])
+            self._recorder.restore(notes["log"])
         elif cursor.microbatch:  # of a loop of the user's own, in the middle of an epoch
             self._sums = EpochSums(cursor.epoch, whole=False)
         return cursor
@@ -331,7 +317,7 @@ class Session:
     # -- one copy ----------------------------------------------------------------------------
 
     def _variables(self) -> tuple[PyTree, PyTree]:
-        """What to evaluate: the state itself, or where the devices differ one copy."""
+        """What to evaluate: the state itself, or one copy if the devices differ."""
         state = self._state
         if self._train.common(state) is state:
             return state, None
@@ -355,3 +341,8 @@ class Session:
             report=self._train.report(),
             state=self._state,
         )
+
+
+def _due(every: int | None, number: int) -> bool:
+    """Whether it is time again after the epoch or window of this number, counted from 0."""
+    return every is not None and (number + 1) % every == 0

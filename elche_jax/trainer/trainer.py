@@ -17,9 +17,9 @@ from elche_jax.trainer.control import Control
 from elche_jax.trainer.handle import Handle
 from elche_jax.trainer.interrupt import interrupts
 from elche_jax.trainer.plan import FitPlan, RunOptions
+from elche_jax.trainer.recorder import RunRecorder
 from elche_jax.trainer.result import FitResult
 from elche_jax.trainer.session import Session
-from elche_jax.trainer.tee_recorder import TeeRecorder
 
 PyTree = Any
 
@@ -60,7 +60,7 @@ class Trainer:
     ):
         if config is not None:
             check.instance("Trainer", "config", config, DDPConfig)
-        self._recorder = TeeRecorder(None if config is None else config.timeline)
+        self._recorder = RunRecorder(None if config is None else config.timeline)
         config = replace(config or DDPConfig(), timeline=self._recorder)
         self._train = build_train_step(loss_fn, optimizer, config=config, **options)
         self._emulate = options.get("emulate")
@@ -119,8 +119,8 @@ class Trainer:
                 own. Left open.
             log_every (int | None): Write the means of so many windows, as `window_loss` and so
                 on, at least 1; None: not.
-            progress (bool): Show the devices and a bar on the standard error stream, or where
-                that is no terminal one line per epoch.
+            progress (bool): Show the devices and a bar on the standard error stream; if that
+                is no terminal, one line per epoch.
 
         Returns:
             Parameters, history and more.

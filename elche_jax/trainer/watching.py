@@ -1,20 +1,21 @@
-"""Metrics that something depends on: early stopping, and which checkpoints are best."""
+"""Metrics that decide: on early stopping, and on which checkpoints are best."""
 
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from elche_jax.trainer.evaluation import Patience, check_monitor
+from elche_jax import _check as check
+from elche_jax.trainer.evaluation import Patience
 from elche_jax.trainer.plan import FitPlan
 
 logger = logging.getLogger("elche_jax")
 
 
 class Watching:
-    """Takes the metrics of evaluations and epochs, and knows what follows of them.
+    """Takes the metrics of evaluations and epochs, and knows what follows from them.
 
-    A metric of an evaluation goes before one of the training that has the same name.
+    A metric of an evaluation takes precedence over one of the training with the same name.
 
     Args:
         plan: What was asked for.
@@ -29,11 +30,11 @@ class Watching:
 
     @property
     def over(self) -> bool:
-        """Whether the run is to end, as something has stopped getting better."""
+        """Whether the run is to end, because the metric has stopped getting better."""
         return self._rule is not None and self._patience.over(self._rule)
 
     def score(self, step: int) -> float | None:
-        """How good the state after so many windows is, where that was found out."""
+        """How good the state after so many windows is, if it was evaluated."""
         return self._score[1] if self._score is not None and self._score[0] == step else None
 
     def training(self, names: Collection[str]) -> None:
@@ -68,7 +69,7 @@ class Watching:
         return {"patience": asdict(self._patience), "rule": rule, "evaluated": self._evaluated}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Goes on with what `to_dict` gave; where something else is watched now, anew."""
+        """Goes on with what `to_dict` gave; starts afresh if something else is watched now."""
         if self._plan.evaluation is not None:
             self._evaluated = saved["evaluated"] or None
         if self._rule is None or saved["rule"] is None:
@@ -97,7 +98,10 @@ class Watching:
         if self._training is None or self._evaluated is None:
             return  # what an evaluation gives is known after the first one
         names, saving = sorted({*self._training, *self._evaluated}), self._plan.saving
-        if self._rule is not None:
-            check_monitor("EarlyStopping", self._rule.monitor, names)
-        if saving is not None and saving.keep_best:
-            check_monitor("Checkpoints", saving.monitor, names)
+        best = saving if saving is not None and saving.keep_best else None
+        for where, watches in (("EarlyStopping", self._rule), ("Checkpoints", best)):
+            if watches is not None and watches.monitor not in names:
+                rule = f"be one of {', '.join(map(repr, names))}"
+                todo = "Those are the metrics that are one number each."
+                got = repr(watches.monitor)
+                raise ValueError(check.message(where, "monitor", rule, got, todo))

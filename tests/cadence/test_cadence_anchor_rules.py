@@ -208,6 +208,6 @@ def test_windows_without_times_count_and_leave_the_estimates():
     scheduler = Scheduler(PostLocal(switch=2, anchor=4))
     state = scheduler.update(scheduler.init(3), report((1, 1, 1)))
     known = state.cadence.ms_per_batch
-    state = scheduler.passed(state, (1, 1, 1))
+    state = scheduler.update(state, WindowReport((0.0,) * 3, (1, 1, 1), 0.0))
     assert state.cadence.windows == 2 and state.cadence.ms_per_batch == known
     assert state.counts == (8, 4, 16)

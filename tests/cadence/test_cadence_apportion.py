@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from elche_jax.cadence import apportion, clamp_counts, shard_sizes
-from elche_jax.cadence.apportion import _ends_before, _hand_out, split
+from elche_jax.cadence.apportion import _ends_before, split
 
 laws = settings(deadline=None, database=None, derandomize=True)
 counts_lists = st.lists(st.integers(0, 200), min_size=1, max_size=12)
@@ -239,12 +239,6 @@ def test_whole_microbatches_before_a_moment(count, ms):
     for level in (np.nextafter(end, 0), end, np.nextafter(end, np.inf)):
         k = int(_ends_before(float(level), np.array([ms]))[0])
         assert k * ms <= level < (k + 1) * ms
-
-
-def test_the_last_resort_of_apportion_is_right_too():
-    ms = np.array([1.0, 2.0, 1.0, 0.3])
-    counts = _hand_out(17, np.zeros(4, dtype=np.int64), ms)
-    assert tuple(counts.tolist()) == one_by_one(17, ms.tolist())
 
 
 def test_apportion_of_a_total_beyond_the_slack_of_the_bound():

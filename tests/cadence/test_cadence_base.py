@@ -9,6 +9,7 @@ import pytest
 from elche_jax.cadence import (
     HOLD_GROWTH,
     STABLE,
+    ElChe,
     EveryBatchState,
     State,
     Verdict,
@@ -119,3 +120,33 @@ def test_check_update():
         match=r"^X\.update: report must have one entry per device \(3\), got 2\.$",
     ):
         check_update("X.update", 3, report, STABLE)
+
+
+@pytest.mark.parametrize(
+    ("slip", "hook"),
+    [("udpate", "update"), ("recalibrat", "recalibrate"), ("count_at", "counts_at")],
+)
+def test_a_method_that_misspells_a_hook(slip, hook):
+    message = (
+        rf"^Slow: {slip} must be a hook of Cadence or unlike one, got a method of that name\. "
+        rf"Is it {hook}\? If not, rename it\.$"
+    )
+    with pytest.raises(TypeError, match=message):
+        type("Slow", (ElChe,), {slip: lambda self: None})
+
+
+def test_methods_of_ones_own_are_no_hooks():
+    class Slow(ElChe):
+        def plan(self):
+            return 1
+
+        def estimate(self):
+            return 1
+
+        def update(self, state, report, verdict=STABLE):
+            return super().update(state, report, verdict)
+
+        def _udpate(self):
+            return None
+
+    assert Slow(anchor=2).init(2).counts == (2, 2)

@@ -173,6 +173,29 @@ def test_resume(train, tmp_path, caplog):
         assert f"elche: goes on after window 6, from {tmp_path}." in caplog.messages
 
 
+def test_a_run_that_must_be_there_leaves_no_folder(train, tmp_path):
+    text = "must hold a whole checkpoint with resume='must', got none"
+    folder = tmp_path / "runs" / "mine"
+    with pytest.raises(ValueError, match=text), saver_in(train, folder) as saver:
+        saver.restore(CASE.init(train), "must")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "runs").mkdir()
+    with saver_in(train, folder) as saver:
+        with pytest.raises(ValueError, match=text):
+            saver.restore(CASE.init(train), "must")
+        loop(train, saver)  # begins all the same
+    assert steps(folder)[-1] == 6
+
+
+def test_the_home_folder(train, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert elche.Checkpoints("~/runs").path == tmp_path / "runs"
+    assert str(elche.Checkpoints("~nobody-of-this-name/runs").path) == "~nobody-of-this-name/runs"
+    with saver_in(train, "~/runs") as saver:
+        loop(train, saver)
+    assert steps(tmp_path / "runs")[-1] == 6
+
+
 @pytest.mark.parametrize("word", ["Auto", None, True])
 def test_resume_is_one_of_three_words(word, train, tmp_path):
     with (
@@ -339,8 +362,9 @@ def test_a_folder_that_cannot_be_made(train, tmp_path, caplog):
         elche.CheckpointError, match=r"^checkpoints: .*/file/run must take checkpoints, but NotADi"
     ):
         saver.close()
-    with pytest.raises(elche.CheckpointError), saver_in(train, folder, on_error="end") as saver:
-        loop(train, saver, "never")
+    for where in (folder, tmp_path / ("a" * 300)):
+        with pytest.raises(elche.CheckpointError), saver_in(train, where, on_error="end") as saver:
+            loop(train, saver, "never")
 
 
 FULL_DISK = """

@@ -123,3 +123,14 @@ def test_a_state_that_is_copied_can_be_kept():
     result = trainer().fit(PARAMS, DATA, 8, 2, callbacks=[best], progress=False)
     for a, b in zip(jax.tree.leaves(best.params), jax.tree.leaves(result.params), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["on_epoch_ends", "on_windows", "on_start"])
+def test_a_hook_that_nobody_calls(name):
+    message = (
+        rf"^Mine: {name} must be one of on_window, on_epoch, on_evaluation, on_checkpoint, got a "
+        r"method\. It would never be called; rename it\.$"
+    )
+    for base in (elche.Callback, Diary):
+        with pytest.raises(TypeError, match=message):
+            type("Mine", (base,), {name: lambda self, context: None})

@@ -185,6 +185,34 @@ def test_data_read_otherwise_are_refused(change, message, tmp_path):
         trainer().fit(**arguments | change, epochs=2, resume="auto", progress=False)
 
 
+def test_fewer_epochs_than_were_trained(tmp_path):
+    saving = {"checkpoints": elche.Checkpoints(tmp_path), "progress": False}
+    trainer().fit(PARAMS, DATA, 8, 3, **saving)
+    message = (
+        r"^Trainer\.fit: epochs must be at least 3, the epochs that the saved run has begun, "
+        r"got 2\. Epochs are counted from the start of the run\.$"
+    )
+    with pytest.raises(ValueError, match=message):
+        trainer().fit(PARAMS, DATA, 8, 2, resume="auto", **saving)
+
+
+@pytest.mark.parametrize("name", ["run_dir", "checkpoints"])
+def test_a_run_that_must_be_there_leaves_no_folder(name, tmp_path):
+    folder = tmp_path / "runs" / "mine"
+    place = {name: folder if name == "run_dir" else elche.Checkpoints(folder)}
+    text = r"^checkpoints: .*mine.* must hold a whole checkpoint with resume='must', got none\. "
+    with pytest.raises(ValueError, match=text):
+        trainer().fit(PARAMS, DATA, 8, 1, resume="must", progress=False, **place)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    trainer().fit(PARAMS, DATA, 8, 1, run_dir="~/run", progress=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
 def test_a_folder_that_is_not_empty_is_not_mixed_with_another_run(tmp_path):
     options = {"run_dir": tmp_path, "progress": False}
     trainer().fit(PARAMS, DATA, 8, 1, **options)

@@ -18,7 +18,7 @@ import elche_jax as elche
 from elche_jax.observe import events
 from elche_jax.observe.timeline import Timeline
 from elche_jax.observe.writers import CSVWriter
-from elche_jax.trainer import run_writers, session
+from elche_jax.trainer import recorder, session
 
 EVALUATION = elche.Evaluation(metric_fn, HELD_OUT, 16)
 
@@ -223,7 +223,7 @@ def test_what_cannot_be_written_in_the_end_costs_no_result(tmp_path, monkeypatch
     def fail(*arguments, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("elche_jax.trainer.run_writers.write_page", fail)
+    monkeypatch.setattr("elche_jax.trainer.recorder.write_page", fail)
     with pytest.raises(OSError, match="No space left") as caught:
         trainer().fit(PARAMS, DATA, 8, 2, run_dir=tmp_path, progress=False)
     assert len(caught.value.result.history) == 2
@@ -238,7 +238,7 @@ def test_a_result_that_is_lost_too_does_not_hide_the_first_error(tmp_path, monke
         monkeypatch.setattr("elche_jax.trainer.session.FitResult", gone)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("elche_jax.trainer.run_writers.write_page", full)
+    monkeypatch.setattr("elche_jax.trainer.recorder.write_page", full)
     with pytest.raises(OSError, match="No space left") as caught:
         trainer().fit(PARAMS, DATA, 8, 1, run_dir=tmp_path, progress=False)
     assert caught.value.__notes__ == [
@@ -276,7 +276,7 @@ def test_how_far_a_run_is_after_a_resume(first, known, tmp_path, monkeypatch):
         def update(self, epoch, done, *rest):
             shown[-1].append((epoch, done))
 
-    monkeypatch.setattr(run_writers, "Progress", Shown)
+    monkeypatch.setattr(recorder, "Progress", Shown)
     batches = [{k: v[at : at + 8] for k, v in DATA.items()} for at in range(0, 192, 8)]
 
     class Batches:

@@ -12,8 +12,9 @@ from elche_jax.cadence.window import WindowRecord
 from elche_jax.observe import events
 from elche_jax.observe.timeline import Timeline
 from elche_jax.trainer import session
-from elche_jax.trainer.epochs import AT_ONCE, DeviceSums
-from elche_jax.trainer.tee_recorder import TeeRecorder
+from elche_jax.trainer.epochs import AT_ONCE, DeviceSums, EpochSums
+from elche_jax.trainer.plan import FitPlan
+from elche_jax.trainer.recorder import RunRecorder
 
 
 def record(window, epoch=0):
@@ -47,28 +48,32 @@ def test_threads_that_report_while_the_loop_reads_lose_nothing():
     for thread in threads:
         thread.join()
     sums.of(0)
-    assert sums._epochs[0][0] == [6000.0, 6000.0]
+    assert sums._epochs[0][0].tolist() == [6000.0, 6000.0]
 
 
-def test_a_run_is_recorded_by_both_timelines_and_a_users_loop_by_its_own():
-    own, timeline = Timeline(), Timeline()
-    recorder = TeeRecorder(own)
-    recorder.begin(2, timeline)
-    recorder.window(record(0))
-    recorder.window_metrics(0, 0, {"loss": np.float32(1.0)})
-    assert recorder.waiting == 1
-    recorder.loss(0, 0, 1.0)
-    recorder.loss(1, 0, float("nan"))  # a skip tells of it
-    recorder.end()
-    assert recorder.waiting == 0
+def test_a_run_is_recorded_by_both_timelines_and_a_users_loop_by_its_own(tmp_path):
+    own, sums = Timeline(), EpochSums(0)
+    recorder = RunRecorder(own)
+
+    def metrics(loss):
+        return {"loss": np.float32(loss), "weight": np.float32(1), "finite": np.bool_(True)}
+
+    with recorder.run(FitPlan(PARAMS, DATA, 8, run_dir=tmp_path), world_size=2):
+        recorder.window(record(0))
+        recorder.window_metrics(0, 0, metrics(1.0))
+        recorder.window_metrics(1, 0, metrics(np.nan))  # a skip tells of it
+        assert recorder.waiting == 2
+        recorder.fold(sums)
+        recorder.window_metrics(2, 0, metrics(1.0))
+    assert recorder.waiting == 0 and sums.means() == {"loss": 1.0}
     recorder.window(record(1))
-    recorder.window_metrics(1, 0, {"loss": np.float32(2.0)})
+    recorder.window_metrics(1, 0, metrics(2.0))
 
-    def kinds(of):
-        return [type(event).__name__ for event in of.events]
+    def kinds(events):
+        return [type(event).__name__ for event in events]
 
-    assert kinds(timeline) == ["WindowEvent", "LossEvent"]
-    assert kinds(own) == ["WindowEvent", "LossEvent"] * 2
+    assert kinds(Timeline.read(tmp_path / "timeline.jsonl")) == ["WindowEvent", "LossEvent"]
+    assert kinds(own.events) == ["WindowEvent", "LossEvent"] * 2
 
 
 class Mine(Timeline):

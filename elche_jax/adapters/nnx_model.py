@@ -1,0 +1,270 @@
+"""The model of a Flax NNX module. Loaded when one is made, as it loads `flax.nnx`.
+
+The module is taken apart once: its graph, in training and in evaluation mode, and its
+variables, by what becomes of them. A call puts a module together, runs it, and reads the
+model state off it again; the user's module takes no part.
+"""
+
+import inspect
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.traverse_util import unflatten_dict
+
+from elche_jax import _check as check
+from elche_jax.adapters.call import Call
+from elche_jax.adapters.model import Model, copied, named_leaves
+from elche_jax.train.initial import check_one_copy
+
+PyTree = Any
+Kind = Literal["params", "model_state", "random", "fixed"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A variable of the module.
+
+    Attributes:
+        path: Where it is, for flax.
+        names: The same as strings: its place in nested dicts.
+        kind: What becomes of it.
+        variable: The variable with shapes for its value; of an array that is an attribute
+            without a variable its shape.
+        value: Its value, if it is random or fixed.
+    """
+
+    path: tuple[Any, ...]
+    names: tuple[str, ...]
+    kind: Kind
+    variable: Any
+    value: Any
+
+
+class NnxModel(Model):
+    """A `Model` of an NNX module; made by `from_nnx`."""
+
+    def __init__(
+        self, where: str, module: Any, loss: Any, inputs: Any, param_type: Any, train_kwargs: Any,
+        eval_kwargs: Any,
+    ):  # fmt: skip
+        super().__init__(where, self.run, loss)
+        param_type = nnx.Param if param_type is None else param_type
+        self._module = module
+        self._call = Call(where, module, inputs, train_kwargs, eval_kwargs)
+        self._is_param = _predicate(where, "param_type", param_type)
+        training, evaluating = nnx.clone(module), nnx.clone(module)
+        training.train()
+        evaluating.eval()
+        self._graphs = {True: nnx.graphdef(training), False: nnx.graphdef(evaluating)}
+        self._graph = nnx.graphdef(module)
+        self._rngs = inspect.signature(type(module).__call__).parameters.get("rngs")
+        shapes = jax.eval_shape(lambda: nnx.state(module))
+        values = {path: _value(variable) for path, variable in _flat(module)}
+        self._slots = [
+            self._slot(path, variable, values[path]) for path, variable in nnx.to_flat_state(shapes)
+        ]
+        if not any(slot.kind == "params" for slot in self._slots):
+            rule = "choose at least one variable of the module"
+            got = f"{param_type!r}, which chooses none"
+            raise ValueError(check.message(where, "param_type", rule, got))
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The module's parameters as they are now, copied: nested dicts, keys are strings."""
+        return copied(self._read("params", self._module))
+
+    @property
+    def model_state(self) -> dict[str, Any] | None:
+        """The module's other variables as they are now, copied; None if there are none."""
+        return copied(self._read("model_state", self._module))
+
+    def merge(self, params: PyTree, model_state: PyTree = None) -> Any:
+        """A new module with these values, in the mode of the one given to `from_nnx`.
+
+        Args:
+            params: Parameters, one copy of them.
+            model_state: The model state, if there is one.
+
+        Returns:
+            The module. Its random streams begin as those of the original.
+
+        Raises:
+            ValueError: A leaf is missing, unknown, of another shape, or holds the copies
+                of several devices.
+        """
+        values = self._given("Model.merge", params, model_state)
+        return nnx.merge(self._graph, self._state(values))
+
+    def update(self, params: PyTree, model_state: PyTree = None) -> None:
+        """Writes these values into the module given to `from_nnx`.
+
+        Args:
+            params: Parameters, one copy of them.
+            model_state: The model state, if there is one.
+
+        Raises:
+            ValueError: As by `merge`.
+        """
+        values = self._given("Model.update", params, model_state)
+        trained = [slot for slot in self._slots if slot.kind in ("params", "model_state")]
+        nnx.update(self._module, self._state(values, trained))
+
+    def trainable(self, chosen: Any) -> dict[str, Any]:
+        """What `build_train_step(..., trainable=)` takes, from a filter of flax.
+
+        Parameters that the filter leaves out are frozen: no gradient, no optimizer state,
+        no exchange.
+
+        Args:
+            chosen: An NNX filter, `nnx.LoRAParam` or `nnx.PathContains("head")` say.
+
+        Returns:
+            Bools in the structure of the parameters.
+
+        Raises:
+            TypeError: It is no filter.
+            ValueError: The filter chooses no parameter.
+        """
+        is_chosen = _predicate("Model.trainable", "chosen", chosen)
+        slots = [slot for slot in self._slots if slot.kind == "params"]
+        flags = {slot.names: bool(is_chosen(slot.path, slot.variable)) for slot in slots}
+        if not any(flags.values()):
+            rule, got = "choose at least one parameter", f"{chosen!r}, which chooses none"
+            raise ValueError(check.message("Model.trainable", "chosen", rule, got))
+        return unflatten_dict(flags)
+
+    def as_state(self, params: PyTree) -> Any:
+        """Parameters as an `nnx.State`."""
+        slots = [slot for slot in self._slots if slot.kind == "params"]
+        return self._state(self._found("params", params, "Pass all of them."), slots)
+
+    def _slot(self, path: tuple[Any, ...], variable: Any, value: Any) -> Slot:
+        kind = self._kind(path, variable)
+        own = jax.tree.map(jnp.copy, value) if kind in ("random", "fixed") else None
+        return Slot(path, tuple(map(str, path)), kind, variable, own)
+
+    def _kind(self, path: tuple[Any, ...], variable: Any) -> Kind:
+        if isinstance(variable, nnx.RngState):
+            return "random"
+        if isinstance(variable, nnx.Intermediate):
+            return "fixed"
+        return "params" if self._is_param(path, variable) else "model_state"
+
+    def _read(self, kind: Kind, module: Any) -> dict[str, Any] | None:
+        """The values of a kind that a module has now, new variables among them."""
+        found = {
+            tuple(map(str, path)): _value(variable)
+            for path, variable in _flat(module)
+            if self._kind(path, variable) == kind
+        }
+        return unflatten_dict(found) if found else None
+
+    def run(
+        self, params: PyTree, model_state: PyTree, batch: Any, rng: Any, train: bool
+    ) -> tuple[Any, PyTree]:
+        """The outputs for a microbatch, and in training the model state after it."""
+        args, kwargs = self._call.arguments(batch, train)
+        if self._rngs is not None and train:
+            kwargs.setdefault("rngs", nnx.Rngs(rng))
+        elif self._rngs is not None and self._rngs.default is inspect.Parameter.empty:
+            kwargs.setdefault("rngs", None)
+        values = self._found("params", params, "Begin with model.params.")
+        todo = "Begin with train.init(model.params, model_state=model.model_state)."
+        values |= self._found("model_state", model_state, todo)
+        random = [slot for slot in self._slots if slot.kind == "random"]
+        if train:
+            values |= {slot.names: _reseeded(slot, rng) for slot in random}
+        module = nnx.merge(self._graphs[train], self._state(values))
+        outputs = module(*args, **kwargs)
+        return outputs, self._read("model_state", module) if train else None
+
+    def _given(self, where: str, params: PyTree, model_state: PyTree) -> dict[Any, Any]:
+        """Copies of what the user gives for the module's variables, checked."""
+        check_one_copy(where, "params", params)
+        check_one_copy(where, "model_state", model_state)
+        values = self._found("params", params, "Pass params=.", where)
+        values |= self._found("model_state", model_state, "Pass model_state=.", where)
+        for slot in self._slots:
+            if slot.names not in values:
+                continue
+            want, got = _value(slot.variable), values[slot.names]
+            shapes = [[jnp.shape(x) for x in jax.tree.leaves(tree)] for tree in (want, got)]
+            if shapes[0] != shapes[1]:
+                rule = f"have the module's shapes, for {'/'.join(slot.names)} {shapes[0]}"
+                raise ValueError(check.message(where, slot.kind, rule, shapes[1]))
+        return {names: jax.tree.map(jnp.array, value) for names, value in values.items()}
+
+    def _found(
+        self, kind: Kind, tree: PyTree, todo: str, where: str | None = None
+    ) -> dict[tuple[str, ...], Any]:
+        """The values of the variables of a kind, from nested dicts."""
+        where = where or self._where
+        found: dict[tuple[str, ...], Any] = {}
+        for slot in self._slots:
+            if slot.kind != kind:
+                continue
+            value = tree
+            for name in slot.names:
+                if not isinstance(value, Mapping) or name not in value:
+                    rule = f"hold the variable {'/'.join(slot.names)}"
+                    got = "None" if tree is None else f"none in {_keys(value)}"
+                    raise ValueError(check.message(where, kind, rule, got, todo))
+                value = value[name]
+            found[slot.names] = value
+        known = named_leaves(unflatten_dict(found))
+        extra = [name for name in named_leaves(tree) if name not in known]
+        if extra:
+            rule, todo = "hold the module's variables only", "Is it another module's?"
+            raise ValueError(check.message(where, kind, rule, f"leaf {extra[0]} too", todo))
+        return found
+
+    def _state(self, values: Mapping[Any, Any], slots: list[Slot] | None = None) -> Any:
+        """An `nnx.State` of fresh variables."""
+        chosen = self._slots if slots is None else slots
+        held = [values.get(slot.names, slot.value) for slot in chosen]
+        return nnx.from_flat_state(
+            (slot.path, slot.variable.replace(value) if _is_variable(slot.variable) else value)
+            for slot, value in zip(chosen, held, strict=True)
+        )
+
+
+def _predicate(where: str, argument: str, chosen: Any) -> Callable[[Any, Any], bool]:
+    """What a filter of flax chooses."""
+    try:
+        return nnx.filterlib.to_predicate(chosen)
+    except (TypeError, ValueError):  # flax fails while it words its own
+        rule = "be an NNX filter"
+        raise TypeError(check.message(where, argument, rule, check.describe(chosen))) from None
+
+
+def _flat(module: Any) -> Any:
+    return nnx.to_flat_state(nnx.state(module))
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.get_value() if _is_variable(leaf) else leaf
+
+
+def _reseeded(slot: Slot, rng: Any) -> Any:
+    """What a random stream begins a microbatch with."""
+    if not isinstance(slot.variable, nnx.RngKey):
+        return jnp.zeros_like(slot.value)
+    # of its place, not its number, so that other layers do not change it; and not Python's
+    # own hash, which is another one in every process
+    key = jax.random.fold_in(rng, zlib.crc32("/".join(slot.names).encode()))
+    return jax.random.split(key, slot.value.shape) if slot.value.shape else key
+
+
+def _keys(tree: Any) -> str:
+    if not isinstance(tree, Mapping):
+        return type(tree).__name__
+    return ", ".join(map(repr, tree)) or "an empty dict"

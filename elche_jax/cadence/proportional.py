@@ -1,0 +1,155 @@
+"""Counts in proportion to speed: what `ElChe` and the rules for the anchor share."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar
+
+import numpy as np
+
+from elche_jax.cadence.base import CheckedCadence, State
+from elche_jax.cadence.estimate import FloatArray, Times, as_array, as_times
+
+DEAD_ZONE_PERCENT = 10
+"""By how much of a count a change must differ from it, once the counts follow times."""
+
+COUNT_CEILING = float(2**53)
+"""A count beyond this is a broken clock, not a speed; it must still fit an int64."""
+
+
+@dataclass(frozen=True)
+class ElCheState(State):
+    """State of `ElChe`: plain numbers.
+
+    Attributes:
+        anchor: Count of the slowest device, at least 1.
+        counts: Microbatches per device in the next window, at least 1 each.
+        ms_per_batch: Smoothed milliseconds per microbatch of each device, ``None``
+            if it was never measured.
+        calibrated: Whether the counts follow measured times: true from the first
+            update after which every device has an estimate.
+    """
+
+    anchor: int
+    counts: tuple[int, ...]
+    ms_per_batch: Times
+    calibrated: bool
+
+    @property
+    def total(self) -> int:
+        """Microbatches in the next window, over all devices."""
+        return sum(self.counts)
+
+    @property
+    def anchor_wall_ms(self) -> float | None:
+        """Expected milliseconds of a window, ``anchor * ms`` of the slowest device.
+
+        ``None`` until some device was measured.
+        """
+        known = [ms for ms in self.ms_per_batch if ms is not None]
+        return self.anchor * max(known) if known else None
+
+
+S = TypeVar("S", bound=ElCheState)
+
+
+def round_up(value: float) -> int:
+    """Round up, ignoring the rounding error of a product (100 * 0.07).
+
+    Examples:
+        >>> round_up(100 * 0.07), round_up(7.1)
+        (7, 8)
+    """
+    return math.ceil(value * (1.0 - 1e-12))
+
+
+def nudged(anchor: int, factor: float) -> int:
+    """Return an anchor after *nudge down*: multiplied, rounded up, at least 1.
+
+    Examples:
+        >>> nudged(10, 0.25)
+        3
+    """
+    return max(1, round_up(anchor * factor))
+
+
+class Proportional(CheckedCadence[S]):
+    """Base of the cadences with an anchor, in which faster devices do more in the same time.
+
+    With ``ms`` the smoothed times per microbatch (see `elche_jax.cadence.estimate`),
+
+        counts[d] = max(1, round(anchor * max(ms) / ms[d]))
+
+    Attributes:
+        max_batch_diff: Largest change of a count in one update once calibrated, or ``None``.
+    """
+
+    estimates: ClassVar[bool] = True
+    max_batch_diff: int | None = None
+
+    def recount(
+        self, state: S, anchor: int, ms: FloatArray, dead_zone: int = DEAD_ZONE_PERCENT
+    ) -> S:
+        """Return the state with this anchor and these times, and counts that follow them.
+
+        Args:
+            state: The state so far.
+            anchor: Count of the slowest device, at least 1.
+            ms: Milliseconds per microbatch, NaN for a device never measured; the counts
+                then keep their proportions.
+            dead_zone: Percent of a count that a change must exceed.
+
+        Examples:
+            >>> import numpy as np
+            >>> from elche_jax.cadence import ElChe
+            >>> ElChe().recount(ElChe().init(2), 10, np.array([30.0, 10.0])).counts
+            (10, 30)
+        """
+        now = np.array(state.counts, dtype=np.float64)
+        slow_ms = ms.max()  # NaN as soon as one device was never measured
+        known = not math.isnan(slow_ms)
+        with np.errstate(over="ignore"):
+            ideal = anchor * slow_ms / ms if known else now * (anchor / state.anchor)
+        ideal = np.minimum(np.maximum(np.floor(ideal + 0.5), 1.0), COUNT_CEILING)
+        if state.calibrated:
+            change = ideal - now
+            # In whole numbers, so that exactly 10 % does not depend on rounding.
+            moves = np.abs(change) * 100 > now * dead_zone
+            if self.max_batch_diff is not None:
+                most = float(self.max_batch_diff)
+                change = np.minimum(np.maximum(change, -most), most)
+            ideal = np.where(moves, now + change, now)
+        counts = tuple(ideal.astype(np.int64).tolist())
+        times = as_times(ms)
+        return replace(state, anchor=anchor, counts=counts, ms_per_batch=times, calibrated=known)
+
+    def recalibrate(self, state: S) -> S:
+        """Return the state with the time estimates forgotten; anchor and counts stay.
+
+        The next report is taken as it is, like the first one: without dead zone and
+        ``max_batch_diff``.
+
+        Examples:
+            >>> from elche_jax.cadence import ElChe
+            >>> ElChe().recalibrate(ElCheState(10, (10, 30), (3.0, 1.0), True)).ms_per_batch
+            (None, None)
+        """
+        return replace(state, ms_per_batch=(None,) * len(state.counts), calibrated=False)
+
+    def replan(self, state: S) -> S:
+        """Return the state with counts that fit the estimates, without dead zone.
+
+        Estimates and anchor stay; ``max_batch_diff`` holds. The state is returned as it is
+        if a device was never measured.
+
+        Examples:
+            >>> from elche_jax.cadence import ElChe
+            >>> ElChe().replan(ElCheState(10, (10, 28), (3.0, 1.0), True)).counts
+            (10, 30)
+        """
+        if not state.calibrated:
+            return state
+        return self.recount(state, state.anchor, as_array(state.ms_per_batch), dead_zone=0)
+
+    def anchor_of(self, state: S) -> int:
+        """Return the anchor of a state."""
+        return state.anchor

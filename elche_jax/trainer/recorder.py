@@ -1,0 +1,240 @@
+"""What a run shows and writes apart from checkpoints: progress, timeline, scalars, page."""
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from elche_jax import _check as check
+from elche_jax.cadence import WindowRecord
+from elche_jax.checkpoint.errors import beside
+from elche_jax.config import Recorder
+from elche_jax.data.order import Cursor
+from elche_jax.data.source import as_source
+from elche_jax.engine.devices import device_summary
+from elche_jax.observe.events import EpochEvent, EvaluationEvent, LossEvent
+from elche_jax.observe.page import write_page
+from elche_jax.observe.progress import Progress
+from elche_jax.observe.run import read_run
+from elche_jax.observe.timeline import Timeline
+from elche_jax.observe.writers import CSVWriter, Writer
+from elche_jax.train.live_scheduler import windows_to
+from elche_jax.trainer.epochs import DeviceSums, EpochMetrics, EpochSums
+from elche_jax.trainer.plan import FitPlan
+
+logger = logging.getLogger("elche_jax")
+
+
+class RunRecorder:
+    """What a trainer's training step records to; a `Recorder`.
+
+    While a run goes on it sums up what it hears, and hands it on: to the
+    timeline of the configuration, to that of the run's folder, to the writers and to the
+    progress bar. A loop of the user's own over the same training step is recorded by the
+    configuration's timeline alone.
+
+    Args:
+        own: The timeline of the trainer's configuration, or None.
+    """
+
+    def __init__(self, own: Recorder | None):
+        self._own = own
+        self._plan: FitPlan | None = None  # of the run that goes on
+        self._timeline: Timeline | None = None
+        self._metrics: deque[tuple[int, int, Mapping[str, Any]]] = deque()
+        self.devices = DeviceSums(0)
+
+    @contextmanager
+    def run(self, plan: FitPlan, world_size: int) -> Generator[None]:
+        """Opens what a run writes to, and closes it when that is over."""
+        self.devices = DeviceSums(world_size)
+        self._log, self._before = EpochSums(0), 0
+        self._writers: list[Writer] = list(plan.writers)
+        self._progress: Progress | None = None
+        timeline = None
+        with ExitStack() as self._stack:
+            if plan.folder is not None:
+                _prepare(plan.folder, plan.resume)
+                timeline = self._stack.enter_context(_timeline(plan.folder))
+                self._writers.append(self._stack.enter_context(Table(plan.folder / "metrics.csv")))
+            self._plan, self._timeline = plan, timeline
+            try:
+                yield
+            finally:
+                self._plan = self._timeline = None
+                self._metrics.clear()
+
+    def begin(self, plan: FitPlan, devices: Sequence[jax.Device]) -> None:
+        """The run begins, or goes on, with arguments that have been checked."""
+        size = getattr(as_source(plan.data), "size", None)
+        self._per_epoch: int | None = None  # microbatches, if the data tell it
+        if size is not None and plan.batch_size is not None:
+            missing = 0 if plan.drop_last else -size % plan.batch_size
+            self._per_epoch = (size + missing) // plan.batch_size
+        if plan.progress:
+            total = self._per_epoch * plan.epochs if self._per_epoch and plan.epochs else None
+            progress = Progress(total, plan.epochs, [str(device) for device in devices])
+            progress.line(device_summary(devices))
+            self._progress = self._stack.enter_context(progress)
+
+    # -- what the training step tells ----------------------------------------------------
+
+    def window(self, record: WindowRecord) -> None:
+        """Takes a window that is over."""
+        if self._plan is not None:
+            self.devices.see(record)
+        if self._own is not None:
+            windows_to(self._own)(record)
+        if self._timeline is not None:
+            self._timeline.measured(record)
+
+    def window_metrics(self, window: int, epoch: int, metrics: Mapping[str, Any]) -> None:
+        """Takes the metrics of a window that is over."""
+        if self._plan is not None:
+            self._metrics.append((window, epoch, metrics))
+        elif self._own is not None:
+            self._loss(window, epoch, float(np.asarray(metrics["loss"])))
+
+    def add(self, kind: Any, **values: Any) -> None:
+        """Takes an event of another kind."""
+        for recorder in (self._own, self._timeline):
+            if recorder is not None:
+                recorder.add(kind, **values)
+
+    # -- what the run tells --------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Windows whose metrics are still to be folded."""
+        return len(self._metrics)
+
+    def fold(self, sums: EpochSums) -> None:
+        """Adds the metrics of the windows that are over to those of their epoch."""
+        every = self._plan and self._plan.log_every
+        while self._metrics:
+            window, epoch, metrics = self._metrics.popleft()
+            self._loss(window, epoch, sums.fold(metrics))
+            if every is None:
+                continue
+            self._log.fold(metrics)
+            if (window + 1) % every == 0:
+                means = self._log.means()
+                self.scalars(window + 1, {f"window_{name}": x for name, x in means.items()})
+                self._log = EpochSums(0)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Values for the writers; `step` is the number of windows so far."""
+        for writer in self._writers:
+            writer.scalars(step, values)
+
+    def show(self, cursor: Cursor, sums: EpochSums) -> None:
+        """Shows the progress; `cursor` is where the epoch has come."""
+        if self._progress is None:
+            return
+        rate = sums.examples / sums.seconds if sums.seconds > 0 else None
+        _, busy = self.devices.of(sums.epoch)
+        before = self._before if self._per_epoch is None else self._per_epoch * cursor.epoch
+        done = before + cursor.microbatch
+        self._progress.update(sums.epoch, done, sums.means().get("loss"), rate, busy)
+
+    def evaluated(self, at: Cursor, seconds: float, results: Mapping[str, float]) -> None:
+        """An evaluation is over, at this place."""
+        self.add(
+            EvaluationEvent, window=at.window - 1, epoch=at.epoch, seconds=seconds,
+            **_finite(results),
+        )  # fmt: skip
+
+    def epoch(self, end: Cursor, metrics: EpochMetrics, sums: EpochSums) -> None:
+        """An epoch is over, at this place."""
+        self.show(end, sums)
+        self._before += end.microbatch
+        self.scalars(end.window, metrics.values)
+        self.add(
+            EpochEvent, epoch=metrics.epoch, window=end.window - 1, windows=metrics.windows,
+            examples=metrics.examples, seconds=metrics.seconds,
+            **_finite({"loss": metrics.loss, **metrics.metrics}),
+        )  # fmt: skip
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of it: the means that are not written yet."""
+        return asdict(self._log)
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Goes on with what `to_dict` gave."""
+        self._log = EpochSums(**saved)
+
+    def _loss(self, window: int, epoch: int, loss: float) -> None:
+        """Tells the loss of a window; one that is not finite is reported as a skip."""
+        if math.isfinite(loss):
+            self.add(LossEvent, window=window, epoch=epoch, loss=loss)
+
+
+class Table(CSVWriter):
+    """The table of a run's folder. If it cannot be written, training goes on, and the first
+    error is raised at the end."""
+
+    _lost: OSError | None = None
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes a row."""
+        if self._lost is not None:
+            return
+        try:
+            super().scalars(step, values)
+        except OSError as error:
+            logger.warning("elche: %s is not written any more: %s", self._path, error)
+            self._lost = error
+
+    def __enter__(self) -> "Table":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        with beside(error):
+            self.close()
+            if self._lost is not None:
+                raise self._lost
+
+
+def write_report(folder: Path) -> None:
+    """Writes a run's page, when everything else is closed."""
+    write_page(read_run(folder), folder / "report.html", title=folder.name)
+
+
+def _prepare(folder: Path, resume: str) -> None:
+    """Makes the run's folder; one with a run in it is refused if that is not to go on."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        rule, got = "be a folder that can be made", f"{folder} ({error.strerror})"
+        raise ValueError(check.message("Trainer.fit", "run_dir", rule, got)) from error
+    files = (folder / "timeline.jsonl", folder / "metrics.csv")
+    if resume == "never" and any(file.exists() and file.stat().st_size > 0 for file in files):
+        rule, todo = "hold no run with resume='never'", "Pass resume='auto' to go on with it, or "
+        todo += "another folder."
+        raise ValueError(check.message("Trainer.fit", "run_dir", rule, folder, todo))
+
+
+def _timeline(folder: Path) -> Timeline:
+    """The timeline of a run's folder; one that is damaged is renamed, and a new one begun."""
+    path = folder / "timeline.jsonl"
+    try:
+        return Timeline(path)
+    except ValueError as error:  # a log must not stop the run
+        aside = path.with_name(f"timeline-damaged-{time.time_ns()}.jsonl")
+        path.rename(aside)
+        logger.warning("elche: %s It was renamed to %s.", error, aside)
+        return Timeline(path)
+
+
+def _finite(values: Mapping[str, float]) -> dict[str, Sequence[Any]]:
+    """Names and values for an event, which takes finite numbers only."""
+    known = {name: value for name, value in values.items() if math.isfinite(value)}
+    return {"names": tuple(known), "values": tuple(known.values())}
