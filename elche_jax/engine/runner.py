@@ -128,9 +128,7 @@ class Runner(Timed):
             single: lane.mapped(partial(program.window, single), donate=(0,))
             for single in (True, False)
         }
-        self._last = None
-        if program.pending:
-            self._last = lane.mapped(program.last_call, donate=(0, 1))
+        self._last = lane.mapped(program.last_call, donate=(0, 1))
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
         self._read_shape = program.reads(state)
         self.replicated = program.rule.common
@@ -140,34 +138,42 @@ class Runner(Timed):
         self._several, self.begun = False, False
         self.capacities: dict[Hashable, set[int]] = {}
 
-    def begin(self, calls: Sequence[Call], overlap: bool = False) -> None:
+    def begin(self, calls: Sequence[Call]) -> None:
         """Compiles what a window needs before it is dispatched, so that the first one can be
         timed; its last program, which takes the longest, beside the rest.
 
         Args:
             calls: The calls of the window.
-            overlap: See `run`.
         """
         self._several |= len(calls) > 1  # then one pair of programs serves all windows
-        if self._fuses:
+        if self._whole:
             self._cache.get(*self._window_program(calls[0].payload))
         else:
-            self._begin_pair(calls, overlap)
+            self._begin_combine()
+            for call in calls:
+                self._cache.get(*self._accumulate_program(call.payload))
+            self._cache.get(*self._combine_program())
+            if self._sums is None:
+                self._sums = self._zero_sums()
         self.begun = True
 
-    def _begin_pair(self, calls: Sequence[Call], overlap: bool) -> None:
-        last = calls[-1] if overlap and self._last is not None else None
-        self._begin_last(last)
-        for call in calls[:-1] if last is not None else calls:
-            self._cache.get(*self._accumulate_program(call.payload))
-        self._cache.get(
-            *(self._combine_program() if last is None else self._last_program(last.payload))
-        )
-        if self._sums is None:
-            self._sums = self._zero_sums()
+    def fuses(self, payload: Payload) -> bool:
+        """Whether a window's last call and its end can be one program; it is compiled in
+        background where it is not there.
+
+        Args:
+            payload: The data of the last call.
+        """
+        if self._whole:
+            return False
+        key, _ = self._last_program(payload)
+        ready = self._cache.ready(key)
+        if not ready:
+            self._cache.prepare(*self._last_program(abstract(payload)))
+        return ready
 
     @property
-    def _fuses(self) -> bool:
+    def _whole(self) -> bool:
         """Whether a window is one program: of a device alone there is nothing to time."""
         return self.lane.alone and not self._several
 
@@ -176,7 +182,7 @@ class Runner(Timed):
         state: TrainState,
         calls: Sequence[Call],
         accumulating: Accumulating,
-        overlap: bool = False,
+        fused: bool = False,
     ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
         """Dispatches a window; does not wait for it.
 
@@ -184,8 +190,8 @@ class Runner(Timed):
             state: Stacked state; its buffers are given up.
             calls: The calls of the accumulating program, in order.
             accumulating: Told the token of the accumulation, before the combine is launched.
-            overlap: Run the last call and the combine as one program, where there is one;
-                then nobody knows when the accumulation alone was done.
+            fused: Run the last call and the combine as one program, see `fuses`; then
+                nobody knows when the accumulation alone was done.
 
         Returns:
             The new state, the metrics, and the token of the combine.
@@ -195,12 +201,12 @@ class Runner(Timed):
         whether what the device itself had summed is finite.
         """
         self._several |= len(calls) > 1
-        if self._fuses:
-            fused = self._cache.get(*self._window_program(calls[0].payload))
-            (state, own), metrics = fused(state, calls[0].payload, calls[0].call_args)
+        if self._whole:
+            whole = self._cache.get(*self._window_program(calls[0].payload))
+            (state, own), metrics = whole(state, calls[0].payload, calls[0].call_args)
             return state, metrics, own
         last: Call | None = None
-        if overlap and self._last is not None:
+        if fused:
             *calls, last = calls
         read, token = self._program.reads(state), None
         for call in calls:
@@ -216,20 +222,15 @@ class Runner(Timed):
         (state, end), metrics = combine(state, self._sums)
         return state, metrics, end
 
-    def _begin_last(self, call: Call | None) -> None:
+    def _begin_combine(self) -> None:
         """Begins to compile what ends a window, which takes the longest, beside the rest of it.
 
         It is traced here: a thread does not have the user's settings (`jax.enable_x64`, ...).
         """
-        if call is None:
-            (key, _), mapped = self._combine_program(), self._combine
-            args = (self.state, self._sums_shapes())
-        else:
-            (key, _), mapped = self._last_program(call.payload), self._last
-            args = (self.state, self._sums_shapes(), abstract(call.payload), self._call_args())
-        assert mapped is not None
+        key, _ = self._combine_program()
         if not self._cache.ready(key):
-            self._cache.begin(key, partial(mapped.finish, mapped.lower(*args)))
+            lowered = self._combine.lower(self.state, self._sums_shapes())
+            self._cache.begin(key, partial(self._combine.finish, lowered))
 
     def _run_last(
         self, state: TrainState, call: Call, accumulating: Accumulating
@@ -270,10 +271,9 @@ class Runner(Timed):
             self._cache.prepare(key, build)
 
     def _programs(self, payload: Payload) -> list[tuple[Hashable, Callable[[], Any]]]:
-        if self._fuses:
+        if self._whole:
             return [self._window_program(payload)]
-        programs = [self._accumulate_program(payload)]
-        return programs if self._last is None else [*programs, self._last_program(payload)]
+        return [self._accumulate_program(payload)]
 
     def _accumulate_program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
         key = ("accumulate", self._number, signature(payload))
@@ -293,9 +293,7 @@ class Runner(Timed):
 
     def _last_program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
         key = ("last", self._number, signature(payload))
-        last = self._last
-        assert last is not None
-        return key, lambda: last.compile(
+        return key, lambda: self._last.compile(
             self.state, self._sums_shapes(), payload, self._call_args()
         )
 

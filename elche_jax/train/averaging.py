@@ -18,12 +18,6 @@ from elche_jax.train.pipeline import IN_FLIGHT
 
 WHERE = "build_train_step"
 
-MEASURED_FIRST = 6
-"""Windows at the start of a run whose exchange does not overlap, so that it is measured."""
-
-MEASURE_EVERY = 6
-"""With `delay=1` every so many windows do not overlap, so that speeds stay known."""
-
 
 @dataclass(frozen=True)
 class Exchange:
@@ -197,16 +191,3 @@ def cadence_of(
         steps = averaging.outer is not None and config.policy != "sync"
         return FixedTotal(config.anchor) if steps else None
     return config.elche() if config.policy == "auto" else None
-
-
-def overlaps(options: Options, windows: int) -> bool:
-    """Whether the exchange of the window before goes on during the next window's steps.
-
-    In such a window nobody knows when a device was done with its own steps, so that some
-    are left out.
-
-    Args:
-        options: What was asked for.
-        windows: Windows of the run so far.
-    """
-    return options.pending > 0 and windows >= MEASURED_FIRST and windows % MEASURE_EVERY > 0

@@ -20,6 +20,7 @@ from elche_jax.train.divergence import DivergenceReader
 from elche_jax.train.feed import Feed
 from elche_jax.train.finite import FiniteWatch
 from elche_jax.train.live_scheduler import LiveScheduler
+from elche_jax.train.timing import Timing
 
 PyTree = Any
 R = TypeVar("R", bound=Watched)
@@ -82,6 +83,7 @@ class InFlight:
         sums: Checksums of the state after it, or None.
         metrics: The window's metrics, on the devices.
         cold: Whether its programs run for the first time.
+        timed: Whether the devices' own times are known when it is over.
     """
 
     plan: WindowPlan
@@ -92,6 +94,7 @@ class InFlight:
     sums: jax.Array | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     cold: bool = False
+    timed: bool = True
 
 
 class Pipeline(Generic[R]):
@@ -114,6 +117,7 @@ class Pipeline(Generic[R]):
         compared: What of a state must be the same on all devices, shapes.
         divergence: Reads how far the devices drifted apart in a window; or None.
         in_flight: Windows that may be dispatched and not yet over.
+        timing: Decides which windows are timed; None: all.
     """
 
     def __init__(
@@ -128,11 +132,12 @@ class Pipeline(Generic[R]):
         compared: PyTree = None,
         divergence: DivergenceReader | None = None,
         in_flight: int = IN_FLIGHT,
+        timing: Timing | None = None,
     ):
         self._feed, self._scheduler = feed, scheduler
         self._start, self._epochs, self._in_flight = start, epochs, in_flight
         self._watch, self._divergence, self.runner = watch, divergence, runner
-        self._compared = compared
+        self._compared, self._timing = compared, timing or Timing(always=True)
         # without a synchronisation devices end apart, and the CPU's runtime starts a
         # program on all of them at once
         self._remote = feed.devices[0].platform != "cpu"
@@ -162,7 +167,7 @@ class Pipeline(Generic[R]):
         while self._epochs is None or cursor.epoch < self._epochs:
             reader = self._feed.open_epoch(cursor)
             begun = cursor.microbatch
-            while self._wait(stop, depth if self._scheduler.knows else 1):
+            while self._wait(stop, depth):
                 window = self._make(cursor, reader)
                 if window is None:
                     break
@@ -181,12 +186,15 @@ class Pipeline(Generic[R]):
         self._wait(stop, 1)
 
     def _wait(self, stop: threading.Event, below: int) -> bool:
-        """Waits until fewer than `below` windows are open; False when told to stop."""
+        """Waits until fewer than `below` windows are open, or none where plans are to follow
+        from times that are still to come; False when told to stop."""
         assert self.clock is not None  # who plans has begun
-        self.clock.wait(
-            self._changed,
-            lambda: stop.is_set() or self._error or self._planned - self._over < below,
-        )
+
+        def may_plan() -> bool:
+            waits = self._timing.surprised or not self._scheduler.knows
+            return self._planned - self._over < (1 if waits else below)
+
+        self.clock.wait(self._changed, lambda: stop.is_set() or self._error or may_plan())
         if self._error is not None:
             raise self._error
         return not stop.is_set()
@@ -271,6 +279,7 @@ class Pipeline(Generic[R]):
         token: jax.Array,
         sums: jax.Array | None = None,
         metrics: Mapping[str, Any] | None = None,
+        timed: bool = True,
     ) -> None:
         """After the dispatch: hands the window to the threads that time it.
 
@@ -283,6 +292,7 @@ class Pipeline(Generic[R]):
                 device itself had summed is finite.
             sums: Checksums of the new state, where they were asked for.
             metrics: The window's metrics; arrays that nobody gives up.
+            timed: Whether the devices' own times are known when it is over.
         """
         self._scheduler.dispatched(window.counts)
         self.trained = window.index
@@ -290,7 +300,7 @@ class Pipeline(Generic[R]):
         if self._remote and isinstance(finite, jax.Array):
             finite.copy_to_host_async()  # to read it when the window is over waits for nothing
         flying = InFlight(
-            window.plan, self._asked, steady, finite, token, sums, metrics or {}, cold
+            window.plan, self._asked, steady, finite, token, sums, metrics or {}, cold, timed
         )
         with self._changed:
             if self._closed:  # nobody times it
@@ -371,7 +381,9 @@ class Pipeline(Generic[R]):
                 self._scheduler.skipped(flying.plan, LATE)
                 self._watch.late(flying.plan, outcome.late)
             flying = _with(flying, outcome)
-        self._scheduler.measured(self._record(flying, times, free, outcome))
+        record = self._record(flying, times, free, outcome)
+        self._timing.over(record, flying.timed)
+        self._scheduler.measured(record)
         self._scheduler.told(flying.plan, flying.metrics)
         self._verify(flying)
         with self._changed:
@@ -450,7 +462,7 @@ def _measured(
         wall_ms=1e3 * (max(ends) - begun),
         sync_ms=times.sync_ms,
         skew_ms=times.skew_ms,
-        steady=flying.steady,
+        steady=flying.steady and flying.timed,
         cold=flying.cold,
         **known,
     )

@@ -31,7 +31,7 @@ from elche_jax.engine.replicas import unreplicate
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.trainable import select_trainable
 from elche_jax.observe.report import RunReport, make_report
-from elche_jax.train.averaging import check_merge, in_flight, overlaps
+from elche_jax.train.averaging import check_merge, in_flight
 from elche_jax.train.divergence import divergence_reader
 from elche_jax.train.feed import DataPlan
 from elche_jax.train.initial import (
@@ -58,6 +58,7 @@ from elche_jax.train.resume import (
 )
 from elche_jax.train.runners import BatchSpec, Runners, StateSpec, TrainRunner, reads_ragged
 from elche_jax.train.spec import check_cursor, check_data_plan, microbatch_shapes, reading_of
+from elche_jax.train.timing import Timing
 from elche_jax.train.windows import HandedOut, Windows
 
 PyTree = Any
@@ -93,6 +94,7 @@ class TrainStep:
         self._bytes = 0, 0
         self._loading = Loading(devices)
         self._verified = False
+        self._timing = Timing(always=options.timeline is not None)
         self._average: Mapped | None = None
 
     @property
@@ -312,6 +314,7 @@ class TrainStep:
         pipeline = Pipeline(
             feed, self._scheduler, start, epochs, self._watch, runner, divergence=self._divergence,
             in_flight=in_flight(self._options), compared=runner.replicated(runner.state),
+            timing=self._timing,
         )  # fmt: skip
         self._last_pipeline = pipeline
         names = [str(device) for device in self.devices]
@@ -347,14 +350,15 @@ class TrainStep:
         check_buffers(state)
         self._check_stacked(state, "train")
         pipeline.dispatching(window)
-        overlap = overlaps(self._options, self._scheduler.windows)
         try:
             if not pipeline.runner.begun:
-                pipeline.runner.begin(window.calls, overlap)
+                pipeline.runner.begin(window.calls)
                 pipeline.compiled()
+            timed = self._timing.timed(self._scheduler.windows, window.counts)
+            timed = timed or not pipeline.runner.fuses(window.calls[-1].payload)
             misses, at = self._cache.stats.misses, time.perf_counter()
             state, metrics, token = pipeline.runner.run(
-                state, window.calls, pipeline.launch(at), overlap
+                state, window.calls, pipeline.launch(at), fused=not timed
             )
         except BaseException as error:
             pipeline.given_up()
@@ -365,12 +369,11 @@ class TrainStep:
                     f"got another: {differs}. Was it made for another model or optimizer?"
                 ) from error
             raise
-        # of windows that overlap nobody knows the devices' own times
-        steady = self._cache.stats.misses == misses and not overlap
+        steady = self._cache.stats.misses == misses
         sums = self._checksums(state, window, pipeline)
         # where windows are pending the metrics are those of an earlier one
         finite = token if self._options.pending else metrics["finite"]
-        pipeline.dispatched(window, at, steady, finite, token, sums, metrics)
+        pipeline.dispatched(window, at, steady, finite, token, sums, metrics, timed)
         if self._options.emulate is not None:
             self._options.emulate.settle()
         return state, dict(metrics)  # the run reads its own when the window is over

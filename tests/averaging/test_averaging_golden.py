@@ -9,7 +9,8 @@ from marks import slow
 from reference import BATCH, LEARNING_RATE, LEAVES, Outer, data, loss_fn, params, run
 
 import elche_jax as elche
-from elche_jax.train import averaging as choice
+from elche_jax.engine.runner import Runner
+from elche_jax.train.timing import Timing
 
 
 @pytest.mark.parametrize(
@@ -198,18 +199,26 @@ def test_delay_of_diloco(counts):
 @pytest.mark.parametrize(
     "window_bytes", [slow(2**28, id="one call"), pytest.param(120, id="several calls")]
 )
-def test_windows_that_overlap_give_the_same_bits(monkeypatch, window_bytes):
-    """Which windows do depends on how many there were: 6 to 11 do not, or all do not."""
+@pytest.mark.parametrize(
+    "rule",
+    [elche.DiLoCo(outer=optax.sgd(**NESTEROV), delay=1), None, slow(elche.ParameterAveraging())],
+    ids=["delay", "gradients", "average"],
+)
+def test_windows_that_are_not_timed_give_the_same_bits(rule, window_bytes, monkeypatch):
+    """Their last call and their end are one program."""
     counts = THREE + THREE
-    rule = elche.DiLoCo(outer=optax.sgd(**NESTEROV), delay=1)
-    seen = []
-    for every in (1, 6):
-        monkeypatch.setattr(choice, "MEASURE_EVERY", every)
-        seen.append(train_on(rule, counts, window_bytes=window_bytes))
-    (plain, first, _, _), (overlapped, second, _, train) = seen
-    for a, b in zip(*map(jax.tree.leaves, ((plain, first), (overlapped, second))), strict=True):
+    plain, first, _, _ = train_on(rule, counts, window_bytes=window_bytes)
+
+    def fuses(runner, payload):  # without waiting for the background
+        return runner._cache.get(*runner._last_program(payload)) is not None
+
+    monkeypatch.setattr(Runner, "fuses", fuses)
+    monkeypatch.setattr(Timing, "timed", lambda self, window, counts: window % 6 < 2)
+    fused, second, _, train = train_on(rule, counts, window_bytes=window_bytes)
+    for a, b in zip(*map(jax.tree.leaves, ((plain, first), (fused, second))), strict=True):
         assert a.tobytes() == b.tobytes()
-    assert [r.steady for r in train.records][7:] == [w % 6 == 0 for w in range(7, 20)]
+    steady = [record.steady for record in train.records]
+    assert not any(steady[w] for w in range(20) if w % 6 >= 2) and any(steady)
 
 
 def test_delay_over_data_that_come_otherwise():

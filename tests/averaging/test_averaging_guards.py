@@ -14,7 +14,9 @@ from reference import BATCH, LEARNING_RATE, MOMENTUM, data, gradient, loss_fn, p
 import elche_jax as elche
 from elche_jax.cadence import HOLD_GROWTH, STABLE, Controller, WindowPlan, nudge_down
 from elche_jax.cadence.guards import Divergence, is_level, judge
+from elche_jax.engine.runner import Runner
 from elche_jax.observe.timeline import Timeline, VerdictEvent, WindowEvent
+from elche_jax.train.timing import Timing
 
 numbers = st.floats(0, 1) | st.just(math.nan)
 
@@ -270,8 +272,10 @@ def test_a_cadence_that_counts_windows_hears_of_all_of_them(world, delay):
     assert train.cadence_state.cadence.windows == 18
 
 
-def test_a_verdict_waits_for_the_next_report():
-    """Windows that overlap are not reported; what the guard says after them is not lost."""
+def test_a_verdict_waits_for_the_next_report(monkeypatch):
+    """Windows that are not timed are not reported; what the guard says after them is not lost."""
+    monkeypatch.setattr(Timing, "timed", lambda self, window, counts: window < 6 or window == 12)
+    monkeypatch.setattr(Runner, "fuses", lambda self, payload: True)
 
     class Once:
         def verdict(self, history):

@@ -111,9 +111,13 @@ class HostRunner:
         size = self.lane.world_size
         return HostExchange(size, self._averaging, limits, self._seconds, done, learned, failed)
 
-    def begin(self, calls: Sequence[Call], overlap: bool = False) -> None:
+    def fuses(self, payload: Payload) -> bool:
+        """Whether a window's end can be fused with its last call: it cannot."""
+        del payload
+        return False
+
+    def begin(self, calls: Sequence[Call]) -> None:
         """Compiles what a window needs before it is dispatched, see `Runner.begin`."""
-        del overlap
         for call in calls:
             self._accumulators(call.payload)
         for part in self._parts:
@@ -125,7 +129,7 @@ class HostRunner:
         self.begun = True
 
     def run(
-        self, state: TrainState, calls: Sequence[Call], launch: Launch, overlap: bool = False
+        self, state: TrainState, calls: Sequence[Call], launch: Launch, fused: bool = False
     ) -> tuple[TrainState, dict[str, Any], Any]:
         """Trains a window.
 
@@ -136,13 +140,13 @@ class HostRunner:
             state: Stacked state; its buffers are given up.
             calls: The calls of the accumulating program, in order.
             launch: Of which run it is.
-            overlap: Not used.
+            fused: Not used.
 
         Returns:
             The new state; the metrics of the window, or, where devices run ahead, of the
             last one that was averaged; and whether that was finite.
         """
-        del overlap
+        del fused
         if isinstance(launch.watch, HostExchange):
             return self._run(launch.watch, state, calls, launch)
         alone = self._exchange(replace(self.limits, ahead=False), _ignore, _ignore, _ignore)

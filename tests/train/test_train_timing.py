@@ -1,0 +1,79 @@
+"""Which windows are timed: the first, some, and those after a surprise."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from small import PARAMS, data, loss_fn
+
+import elche_jax as elche
+from elche_jax.cadence import WindowRecord
+from elche_jax.lab import EmulatedSpeeds, constant, throttle
+from elche_jax.train.timing import AFTER_A_SURPRISE, EVERY, FIRST, Timing
+
+
+def record(window, wall_ms, counts=(2, 1), steady=True, cold=False):
+    return WindowRecord(window, 0, counts, 12, (wall_ms,) * 2, wall_ms, 0.1, 0.0, steady, cold=cold)
+
+
+def calm(timing, windows, wall_ms=10.0, counts=(2, 1)):
+    """Which of so many windows, that all take as long, are timed."""
+    said = []
+    for window in windows:
+        said.append(timing.timed(window, counts))
+        timing.over(record(window, wall_ms, counts, steady=said[-1]), said[-1])
+    return said
+
+
+def test_the_first_and_then_one_in_a_few():
+    said = calm(Timing(always=False), range(50))
+    assert said == [window < FIRST or window % EVERY == 0 for window in range(50)]
+
+
+def test_all_where_they_are_recorded():
+    assert all(calm(Timing(always=True), range(50)))
+
+
+@pytest.mark.parametrize("wall_ms", [30.0, 4.0])
+def test_after_a_window_that_took_another_time(wall_ms):
+    timing = Timing(always=False)
+    calm(timing, range(31))
+    assert not timing.timed(31, (2, 1)) and not timing.surprised
+    timing.over(record(31, wall_ms, steady=False), timed=False)
+    assert timing.surprised
+    assert calm(timing, range(32, 32 + AFTER_A_SURPRISE), wall_ms) == [True] * AFTER_A_SURPRISE
+    assert not timing.surprised
+    assert calm(timing, (37, 38), wall_ms) == [False, False]  # that is what is expected now
+
+
+def test_windows_of_other_counts():
+    timing = Timing(always=False)
+    calm(timing, range(32))
+    assert calm(timing, (32, 33, 34), counts=(4, 2)) == [True, False, False]
+
+
+def test_a_window_whose_programs_were_new_is_no_measure():
+    timing = Timing(always=False)
+    for window in range(32):
+        timing.over(record(window, 500.0, cold=True), timed=True)
+        timing.over(record(window, 500.0, steady=False), timed=True)
+    assert timing.timed(32, (2, 1))
+
+
+def test_a_throttled_device_gets_less_though_few_windows_are_timed():
+    """From window 40 on device 1 is three times slower."""
+    train = elche.build_train_step(
+        loss_fn, optax.sgd(0.05), devices=jax.devices()[:2],
+        cadence=elche.ElChe(8, max_anchor=8, overhead_target=0.5),
+        emulate=EmulatedSpeeds(throttle(constant([5, 5]), rank=1, factor=3, at=40)),
+    )  # fmt: skip
+    state, counts = train.init(PARAMS), []
+    with train.windows(data(4096), 4, epochs=None) as windows:
+        for window in windows:
+            state, _ = train(state, window)
+            counts.append(window.counts)
+            if window.index == 52:
+                break
+    before, after = np.mean(counts[32:40], axis=0), counts[-1]
+    assert before[0] / before[1] == pytest.approx(1, rel=0.3)
+    assert after[0] / after[1] == pytest.approx(3, rel=0.35)
