@@ -155,7 +155,7 @@ class ParameterAveraging(AveragingRule):
     compression: Compression | None = None
 
     def __post_init__(self) -> None:
-        _check_common(type(self).__name__, self)
+        check_rule(self)
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class DiLoCo(AveragingRule):
         if not isinstance(self.outer, optax.GradientTransformation):
             rule, todo = "be an optax optimizer", "Pass optax.sgd(0.7, momentum=0.9), say."
             raise TypeError(check.message(where, "outer", rule, check.describe(self.outer), todo))
-        _check_common(where, self)
+        check_rule(self)
         fragments = check.integer(where, "fragments", self.fragments, low=1)
         object.__setattr__(self, "fragments", fragments)
         if self.inner_steps is not None:
@@ -228,10 +228,6 @@ class DiLoCo(AveragingRule):
                 rule = f"be a multiple of fragments ({fragments})"
                 raise ValueError(check.message(where, "inner_steps", rule, steps))
             object.__setattr__(self, "inner_steps", steps)
-        if fragments > 1 and self.optimizer_state != "keep":
-            rule = f"be 'keep' with fragments={fragments}, whose exchanges lie apart"
-            got = repr(self.optimizer_state)
-            raise ValueError(check.message(where, "optimizer_state", rule, got))
 
 
 @dataclass(frozen=True)
@@ -271,12 +267,21 @@ def _check_exchange(where: str, rule: MeanGradient | AveragingRule) -> None:
         raise ValueError(check.message(where, "compression", must, repr(rule.compression)))
 
 
-def _check_common(where: str, rule: AveragingRule) -> None:
+def check_rule(rule: AveragingRule) -> None:
+    """Checks what a rule says of itself, whatever class it is of.
+
+    Raises:
+        TypeError, ValueError: See `ParameterAveraging` and `DiLoCo`.
+    """
+    where = type(rule).__name__
     _check_exchange(where, rule)
     if not callable(rule.exponent):
         object.__setattr__(rule, "exponent", check.real(where, "exponent", rule.exponent))
     if rule.optimizer_state not in OPTIMIZER_STATES:
         must = f"be one of {', '.join(map(repr, OPTIMIZER_STATES))}"
+        raise ValueError(check.message(where, "optimizer_state", must, repr(rule.optimizer_state)))
+    if rule.fragments > 1 and rule.optimizer_state != "keep":
+        must = f"be 'keep' with fragments={rule.fragments}, whose exchanges lie apart"
         raise ValueError(check.message(where, "optimizer_state", must, repr(rule.optimizer_state)))
     if rule.delay:
         check_late(rule, f"delay={rule.delay}")

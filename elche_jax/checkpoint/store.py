@@ -21,7 +21,7 @@ from elche_jax.checkpoint.leaves import LeafSpec, digest, unwritten, written
 
 logger = logging.getLogger("elche_jax")
 
-FORMAT = 1
+FORMAT = 2
 
 HALF = ".orbax-checkpoint-tmp"
 """Suffix of what is not whole yet; orbax's."""

@@ -152,12 +152,12 @@ class CollectiveProgram:
         def end(part: int) -> Ended:
             oldest, *later = queue
             mean, metrics, error = exchanged or self._exchange(state, after, oldest, sums, part)
-            now, later, fine = self.rule.apply(
+            now, fine = self.rule.apply(
                 state, with_averaging(after, error=error), mean, oldest, later, part
             )
             if self.pending:
                 now = with_averaging(now, pending=tuple(later))
-            return now, fine, metrics | {"finite": metrics["finite"] & fine}
+            return now, fine & mean.sound, metrics | {"finite": metrics["finite"] & fine}
 
         branches: list[Callable[[], Ended]] = [partial(end, p) for p in range(self.rule.parts)]
         if len(branches) == 1:
@@ -169,9 +169,12 @@ class CollectiveProgram:
             examples=state.examples + carried.work[1],
             step=state.step + 1,
         )
-        # the metrics are those of an earlier window where some are pending
-        own = new.own & fine if self.pending else new.own
-        return now, own, metrics | self.rule.reports(state)
+        metrics |= self.rule.reports(state)
+        if not self.pending:
+            return now, new.own, metrics
+        # the metrics are those of an earlier window, or of none
+        metrics["loss"] = jnp.where(metrics["weight"] > 0, metrics["loss"], jnp.nan)
+        return now, new.own & fine, metrics
 
     def _exchange(
         self, before: TrainState, after: TrainState, oldest: PendingUpdate, sums: Sums, part: int

@@ -94,7 +94,7 @@ class Packing:
                 rows = buffer[at : at + count * size].reshape(count, size)
                 for number, i in zip(numbers, members, strict=False):
                     row = jax.lax.dynamic_slice(
-                        rows, (number, 0), (1, size), allow_negative_indices=False
+                        rows, (number, np.int32(0)), (1, size), allow_negative_indices=False
                     )
                     leaves[i] = row.reshape(shape)
                 at += count * size

@@ -102,16 +102,18 @@ class GradientRule(Rule):
     def finish(
         self, state: TrainState, carry: Sums, anew: Any = False
     ) -> tuple[TrainState, PendingUpdate]:
-        del anew  # an unfinished window's gradients are gone
         weight = jnp.where(carry.weight > 0, carry.weight, 1.0)
         grads = clip(carry.grads, self.max_grad_norm, weight)
         # a device without work has the state of before, which is no news
         own = (carry.weight == 0) | all_finite(floats(carry.model_state))
         own &= all_finite((grads, carry.loss, carry.weight))
         now = carry.model_state
-        if self.late:  # the device goes on from its own
+        if self.late:  # the device goes on from its own; gradients of before are gone
             now = chosen(own, now, state.model_state)
-        done = PendingUpdate(grads, carry.weight, own, self.merged_leaves(now))
+            merged = self.changes(state, now, anew)
+        else:
+            merged = self.merged_leaves(now)
+        done = PendingUpdate(grads, carry.weight, own, merged)
         return state.replace(model_state=now), done
 
     def contribute(
@@ -128,8 +130,10 @@ class GradientRule(Rule):
         payload, error = encode(done.progress, error, worked & done.own, self.compression)
         none = jnp.float32(0)
         row = Row(done.steps, done.own.astype(jnp.float32), none, none, none)
-        old = self.merged_leaves(before.model_state)
-        state = self.brought(self.merge_rules, old, done.model_state)
+        state = done.model_state
+        if not self.late:
+            old = self.merged_leaves(before.model_state)
+            state = self.brought(self.merge_rules, old, state)
         sums = sums | {"bad": (~done.own).astype(jnp.float32)}
         return Contribution(payload, jnp.stack(row), sums, state), error
 
@@ -141,10 +145,10 @@ class GradientRule(Rule):
         done: PendingUpdate,
         later: list[PendingUpdate],
         part: int,
-    ) -> tuple[TrainState, list[PendingUpdate], Any]:
+    ) -> tuple[TrainState, Any]:
         del part
         trained, frozen = self.work.selection.split(after.params)
-        model_state, corrected = self.merged(before, after, mean.state, done, later, mean.good)
+        merged, last = self.merged(before, after, mean)
         grads = self._packing(trained).unpack(mean.payload, AXIS)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
         tx = optax.with_extra_args_support(self.tx)  # some ask for the loss, or the work done
@@ -153,21 +157,27 @@ class GradientRule(Rule):
             microbatches=before.microbatches, examples=before.examples,
         )  # fmt: skip
         params = self.work.selection.join(optax.apply_updates(trained, updates), frozen)
-        fine = all_finite((mean.payload, floats(model_state), updates))
-        fine = mean.finite & (fine | ~mean.good)
-        good = computed_once((fine | (not self.drop_nonfinite)) & mean.good)
-        old = after if self.late else before
-        made = (params, opt_state, model_state, after.averaging, corrected)
-        kept = (after.params, after.opt_state, old.model_state, old.averaging, later)
-        params, opt_state, model_state, averaging, later = chosen(good, made, kept)
+        fine = ~mean.good | all_finite((mean.payload, floats(merged), updates))
+        finite = mean.finite & fine
+        good = computed_once((finite | (not self.drop_nonfinite)) & mean.good)
+        # what was lost on the wire is lost with a window that is dropped
+        error = [] if after.averaging is None else after.averaging.error
+        kept = [] if before.averaging is None else before.averaging.error
+        made = (params, opt_state, merged, error)
+        params, opt_state, merged, error = chosen(
+            good, made, (after.params, after.opt_state, last, kept)
+        )
+        model_state, averaging = self.with_merged(after, merged, later)
+        if averaging is not None:
+            averaging = averaging.replace(error=error)
         state = after.replace(
             params=params,
             opt_state=opt_state,
             model_state=model_state,
             averaging=averaging,
-            loss_scale=adjust(after.loss_scale, fine),
+            loss_scale=adjust(after.loss_scale, finite),
         )
-        return state, later, fine
+        return state, fine | ~mean.finite
 
     def reduction(self, state: TrainState) -> Reduction:
         del state

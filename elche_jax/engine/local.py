@@ -16,6 +16,7 @@ See `elche_jax.averaging.rules` for the user's choices.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -150,7 +151,11 @@ class LocalRule(Rule):
             kept = kept.replace(steps=kept.steps - carried + steps)
         elif kept is not None and kept.steps is not None:
             kept = kept.replace(steps=jnp.where(own, kept.steps + steps, 0))
-        done = PendingUpdate(progress, steps, own, self.merged_leaves(model_state))
+        if self.late:
+            merged = self.changes(state, model_state, anew)
+        else:
+            merged = self.merged_leaves(model_state)
+        done = PendingUpdate(progress, steps, own, merged)
         return after.replace(averaging=kept), done
 
     def contribute(
@@ -176,8 +181,10 @@ class LocalRule(Rule):
         loss = jnp.where(weight > 0, sums["loss"] / jnp.where(weight > 0, weight, 1), 0)
         own = done.own.astype(jnp.float32)
         row = Row(steps, own, loss, _dot(known, known), _dot(known, progress))
-        old = self.merged_leaves(before.model_state)
-        state = self.brought(self.merge_rules, old, done.model_state)
+        state = done.model_state
+        if not self.late:
+            old = self.merged_leaves(before.model_state)
+            state = self.brought(self.merge_rules, old, state)
         if self.averaging.optimizer_state == "average":
             leaves = jax.tree.leaves(before.opt_state), jax.tree.leaves(after.opt_state)
             state += self.brought(self._opt_rules(before), *leaves)
@@ -192,13 +199,14 @@ class LocalRule(Rule):
         done: PendingUpdate,
         later: list[PendingUpdate],
         part: int,
-    ) -> tuple[TrainState, list[PendingUpdate], Any]:
+    ) -> tuple[TrainState, Any]:
         base = self._base(before, after)
         trained, frozen = self.work.selection.split(after.params)
         mine, structure = jax.tree.flatten(trained)
         x = self._pick(base, part)
         new, outer = self._moved(x, self._pick(mine, part), mean.payload, after.averaging, part)
-        fine = all_finite(new)  # the outer optimizer may make of finite differences what is not
+        # the outer optimizer may make of finite differences what is not
+        fine = all_finite(new)
         good = computed_once(mean.good & fine)
         new = [leaf.astype(old.dtype) for leaf, old in zip(new, x, strict=True)]
         base, mine = chosen(good, self._put(base, part, new), base), self._put(mine, part, new)
@@ -209,16 +217,17 @@ class LocalRule(Rule):
         params = structure.unflatten(mine)
         count = len(self.merge_rules.rules)
         opt_state = self._optimizer_state(before, after, params, mean.state[count:], done, good)
-        model_state, later = self.merged(before, after, mean.state[:count], done, later, good)
+        merged = chosen(good, *self.merged(before, after, mean))
+        model_state, kept = self.with_merged(after, merged, later)
         state = after.replace(
             params=self.work.selection.join(params, frozen),
             opt_state=opt_state,
             model_state=model_state,
-            averaging=self._kept(after.averaging, base, outer, later, part, good),
+            averaging=self._kept(kept, base, outer, later, part, good),
         )
         if not self.late:  # else no device has anything to give: all stays as it was
             state = state.replace(**chosen(good, _changed(state), _changed(before)))
-        return state, later, fine
+        return state, fine
 
     def reduction(self, state: TrainState) -> Reduction:
         rules = self.merge_rules
@@ -231,7 +240,7 @@ class LocalRule(Rule):
         return self.averaging.optimizer_state == "keep"
 
     def agreed(self, state: TrainState) -> TrainState:
-        kept: AveragingState | None = state.averaging
+        state, kept = super().agreed(state), state.averaging
         if kept is None or not kept.base:
             return state
         trained, frozen = self.work.selection.split(state.params)
@@ -244,7 +253,7 @@ class LocalRule(Rule):
         """The new parameters, float32, and the new state of the outer optimizer."""
         x = [wide(leaf) for leaf in base]
         # of one device the mean is its own, to the last bit
-        middle = [wide(y) for y in own] if self.size == 1 else _less(x, mean)
+        middle = own if self.size == 1 else _less(x, mean)
         if self.averaging.outer is None:
             return middle, ()
         assert kept is not None  # an outer optimizer has a state
@@ -291,7 +300,7 @@ class LocalRule(Rule):
         if how == "keep":  # anew for a device that was left out
             return chosen(done.own | ~good, after.opt_state, self.tx.init(trained))
         leaves, structure = jax.tree.flatten(before.opt_state)
-        return structure.unflatten(self.taken(self._opt_rules(before), leaves, mean))
+        return structure.unflatten(self.taken(self._opt_rules(before), leaves, mean, []))
 
     def _opt_rules(self, state: TrainState) -> MergeRules:
         rules = opt_rules(state.opt_state)
@@ -336,7 +345,7 @@ def average(
     for number, members in enumerate(parts):
         steps = axis.rows(kept.steps[number])
         work = DeviceWork(steps, jnp.zeros_like(steps), steps > 0, state.step, jnp)
-        shares, _ = shares_of(averaging.weigh, work)
+        shares, _ = shares_of(partial(AveragingRule.weigh, averaging), work)
         x = [wide(kept.base[i]) for i in members]
         progress = _less(x, [leaves[i] for i in members])
         (mean,) = axis.sums((progress, axis.mine(shares)))

@@ -16,12 +16,13 @@ Devices without work in the window have no say. Changes are exchanged, not value
 device changed stays bit for bit.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from elche_jax.engine.spread import spread
 
@@ -74,20 +75,40 @@ class MergeRules:
         """The rules of one device, with which its state stays as it is."""
         return MergeRules(("first",) * len(self.rules), (None,) * len(self.rules))
 
-    def corrected(self, leaf: int, own: Any, common: Any, exchanged: Any) -> Any:
-        """A leaf of a device that has gone on while its state was merged.
+    def change(self, leaf: int, before: Any, after: Any) -> Any:
+        """What a window has changed of a leaf of a device's own, where means come late: a
+        difference, of a variance a factor, so that it stays above 0, else the value."""
+        if self.mean_of[leaf] is not None:
+            factor = _wide(after) / jnp.where(before > 0, _wide(before), 1)
+            return jnp.where((before > 0) & jnp.isfinite(factor), factor, 1)
+        if self.rules[leaf] in ("mean", "pooled"):
+            move = _wide(after) - _wide(before)
+            return jnp.where(jnp.isfinite(move), move, 0)
+        return after
 
-        Variances are corrected by a factor, so that they stay above 0; what is the maximum
-        stays the maximum.
+    def changed(self, leaf: int, value: Any, change: Any) -> Any:
+        """A leaf with a change, of one device or of the mean over several."""
+        if self.mean_of[leaf] is not None:
+            return (_wide(value) * change).astype(value.dtype)
+        if self.rules[leaf] in ("mean", "pooled"):
+            return (_wide(value) + change).astype(value.dtype)
+        return jnp.maximum(value, change) if value.dtype != jnp.bool_ else value | change
 
-        Args:
-            leaf: Number of the leaf.
-            own: What the device has now.
-            common: The merged leaf.
-            exchanged: What the device had when it was exchanged.
-        """
-        rule = "variance" if self.mean_of[leaf] is not None else self.rules[leaf]
-        return _CORRECT[rule](own, common, exchanged)
+    def unchanged(self, leaves: Sequence[Any]) -> list[Any]:
+        """The changes of a window without any."""
+
+        def change(leaf: int, value: Any) -> Any:
+            if self.mean_of[leaf] is not None:
+                return np.ones(value.shape, np.float32)
+            if self.rules[leaf] in ("mean", "pooled"):
+                return np.zeros(value.shape, np.float32)
+            return value
+
+        return [change(i, value) for i, value in enumerate(leaves)]
+
+
+def _wide(leaf: Any) -> Any:
+    return leaf.astype(jnp.float32)
 
 
 def opt_rules(opt_state: PyTree) -> MergeRules:
@@ -133,35 +154,6 @@ def resolve_merge(merge: Merge | None, model_state: PyTree, may_keep: bool = Fal
 def start_of(before: Any) -> Any:
     """What changes are counted from: the state before, or 0 where that was not finite."""
     return jnp.where(jnp.isfinite(before), before, 0)
-
-
-def _move(z: Any, x: Any, y: Any) -> Any:
-    move = x - y
-    return jnp.where(jnp.isfinite(move), z + move, z).astype(z.dtype)
-
-
-def _scale(z: Any, x: Any, y: Any) -> Any:
-    factor = x / jnp.where(y > 0, y, 1)
-    return jnp.where((y > 0) & jnp.isfinite(factor), z * factor, z).astype(z.dtype)
-
-
-def _largest(z: Any, x: Any, y: Any) -> Any:
-    del y
-    return jnp.maximum(z, x) if z.dtype != jnp.bool_ else z | x
-
-
-def _taken_over(z: Any, x: Any, y: Any) -> Any:
-    del z, y
-    return x
-
-
-_CORRECT: dict[str, Callable[[Any, Any, Any], Any]] = {
-    "mean": _move,
-    "pooled": _move,
-    "variance": _scale,
-    "max": _largest,
-    "first": _taken_over,
-}
 
 
 def _checked(rule: Any, known: tuple[str, ...], path: Any, leaf: Any) -> str:

@@ -71,15 +71,19 @@ class Mean:
     Attributes:
         payload: The mean, float32.
         state: Of every leaf that is merged the mean change, or the value.
+        spread: Of every pooled variance how far the devices' means lie apart, squared, on average.
         good: Whether any device had a part in it.
         finite: Whether all that devices brought is finite.
+        sound: Whether the weights of devices are numbers of at least 0.
         loss: Mean loss over all devices.
     """
 
     payload: Leaves
     state: Leaves
+    spread: Leaves
     good: Any
     finite: Any
+    sound: Any
     loss: Any
 
 
@@ -116,9 +120,12 @@ class Reduction:
             weight = axis.each(lambda one: one.row[0], contributions)
             totals, moved, total = self._sums(axis, payload, sums, state, weight, None)
             metrics, scale = _metrics(totals, xp)
-            merged = self._merged(axis, state, [x * scale for x in moved], weight, scale)
-            total = [x * scale for x in total]
-            return _mean(total, merged, totals["weight"] > 0, metrics), metrics
+            merged, spread = self._merged(axis, state, [x * scale for x in moved], weight)
+            mean = Mean(
+                [x * scale for x in total], merged, [x * scale for x in spread],
+                totals["weight"] > 0, metrics["finite"], xp.bool_(True), metrics["loss"],
+            )  # fmt: skip
+            return mean, metrics
         rows = Row(*axis.rows(axis.each(lambda one: one.row, contributions)).T)
         worked = (rows.own > 0) & (rows.amount > 0)
         work = DeviceWork(rows.amount, rows.loss, worked, window, xp)
@@ -131,8 +138,10 @@ class Reduction:
         metrics |= {"share": shares, "exchange_bytes": self._bytes(axis, contributions)}
         metrics["workers"] = 1 / xp.where((shares > 0).any(), (shares**2).sum(), 1)
         metrics |= _distances(axis, payload, total, rows, shares)
-        merged = self._merged(axis, state, moved, share, 1)
-        return _mean(total, merged, (shares > 0).any() & sound, metrics), metrics
+        merged, spread = self._merged(axis, state, moved, share)
+        good = (shares > 0).any() & sound
+        mean = Mean(total, merged, spread, good, metrics["finite"], sound, metrics["loss"])
+        return mean, metrics
 
     def _sums(
         self, axis: Axis, payload: PerDevice, sums: PerDevice, state: PerDevice,
@@ -148,26 +157,25 @@ class Reduction:
         return totals, moved, axis.decoded_sum(payload, factor)
 
     def _merged(
-        self, axis: Axis, state: PerDevice, moved: Leaves, weight: PerDevice, scale: Any
-    ) -> Leaves:
-        """State of several devices as one, leaf by leaf, see `elche_jax.engine.merge`."""
+        self, axis: Axis, state: PerDevice, moved: Leaves, weight: PerDevice
+    ) -> tuple[Leaves, Leaves]:
+        """State of several devices as one, leaf by leaf, see `elche_jax.engine.merge`; and what
+        pooled variances have to be added to."""
         move = dict(zip(self.merge.means, moved, strict=True))
-        pairs = [(i, mean) for i, mean in enumerate(self.merge.mean_of) if mean is not None]
-        if pairs:
+        means = [mean for mean in self.merge.mean_of if mean is not None]
+        spread: Leaves = []
+        if means:
             # around the merged mean: as a difference of squares it would be lost in the
             # rounding of a mean that is far from 0
-            apart = axis.each(
-                lambda own: [(own[mean] - move[mean]) ** 2 for _, mean in pairs], state
-            )
-            (wider,) = axis.sums((apart, weight))
-            for (i, _), spread in zip(pairs, wider, strict=True):
-                move[i] = move[i] + spread * scale
+            apart = axis.each(lambda own: [(own[mean] - move[mean]) ** 2 for mean in means], state)
+            (spread,) = axis.sums((apart, weight))
         worked = axis.each(lambda one: one > 0, weight)
         take = {"max": axis.largest, "first": axis.first}
-        return [
+        merged = [
             move[i] if i in move else take[rule](axis.each(lambda own: own[i], state), worked)  # noqa: B023  # called at once
             for i, rule in enumerate(self.merge.rules)
         ]
+        return merged, spread
 
     def _bytes(self, axis: Axis, contributions: PerDevice) -> Any:
         """Bytes that a device puts in."""
@@ -194,10 +202,6 @@ def shares_of(weigh: Weigh, work: DeviceWork) -> tuple[Any, Any]:
     weights = xp.where(sound, weights, 0)
     total = weights.sum()
     return weights / xp.where(total > 0, total, 1), sound
-
-
-def _mean(payload: Leaves, state: Leaves, good: Any, metrics: dict[str, Any]) -> Mean:
-    return Mean(payload, state, good, metrics["finite"], metrics["loss"])
 
 
 def _metrics(totals: dict[str, Any], xp: ModuleType) -> tuple[dict[str, Any], Any]:

@@ -11,7 +11,7 @@ A transport calls these and does the mean: the devices among themselves
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from elche_jax.engine.loop import Carry
 from elche_jax.engine.merge import MergeRules, start_of
 from elche_jax.engine.microbatch import Microbatches
 from elche_jax.engine.reduce import Contribution, Mean, Reduction
-from elche_jax.engine.state import PendingUpdate, TrainState
+from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
 
 PyTree = Any
 Leaves = list[Any]
@@ -119,7 +119,7 @@ class Rule(ABC):
         done: PendingUpdate,
         later: list[PendingUpdate],
         part: int,
-    ) -> tuple[TrainState, list[PendingUpdate], Any]:
+    ) -> tuple[TrainState, Any]:
         """Takes up a mean.
 
         Args:
@@ -131,8 +131,7 @@ class Rule(ABC):
             part: The part of the parameters.
 
         Returns:
-            The state; the later windows, their model states corrected as the state's is;
-            and whether what was made of the mean is finite.
+            The state, and whether what was made of the mean is finite, if the mean is.
         """
 
     @abstractmethod
@@ -150,7 +149,10 @@ class Rule(ABC):
 
     def agreed(self, state: TrainState) -> TrainState:
         """What the devices have last agreed on, for one that takes it over from another."""
-        return state
+        kept = state.averaging
+        if kept is None or not kept.merged:
+            return state
+        return state.replace(model_state=self.with_leaves(state.model_state, kept.merged))
 
     def reports(self, state: TrainState) -> dict[str, Any]:
         """Metrics that are part of the state a window begins with."""
@@ -183,45 +185,55 @@ class Rule(ABC):
         """What is exchanged of leaves that are merged: changes where the rule is a mean, so
         that what no device changed stays bit for bit."""
         return [
-            wide(new) - self._start(old) if i in rules.means else raw(new)
+            wide(new) - start_of(wide(old)) if i in rules.means else raw(new)
             for i, (old, new) in enumerate(zip(before, now, strict=True))
         ]
 
-    def taken(self, rules: MergeRules, before: Leaves, mean: Leaves) -> Leaves:
-        """The merged leaves of a mean."""
-        return [
-            (self._start(old) + new).astype(old.dtype) if i in rules.means else like(new, old)
-            for i, (old, new) in enumerate(zip(before, mean, strict=True))
-        ]
+    def taken(self, rules: MergeRules, before: Leaves, mean: Leaves, spread: Leaves) -> Leaves:
+        """The leaves of a mean: of changes, or values."""
+        more = iter(spread)
+        leaves = []
+        for i, (old, new) in enumerate(zip(before, mean, strict=True)):
+            if i not in rules.means:
+                leaves.append(like(new, old))
+                continue
+            moved = new if rules.mean_of[i] is None else new + next(more)
+            leaves.append(start_of(old) + moved.astype(old.dtype))
+        return leaves
 
-    def _start(self, before: Any) -> Any:
-        """What changes are counted from: where means come late, devices have no common state."""
-        return jnp.zeros_like(wide(before)) if self.late else start_of(wide(before))
+    def changes(self, before: TrainState, now: PyTree, anew: Any) -> Leaves:
+        """What a window has changed of the leaves that are merged, where means come late."""
+        rules, begun = self.merge_rules, self.merged_leaves(before.model_state)
+        base = before.averaging.merged
+        begun = [jnp.where(anew, x, y) for x, y in zip(base, begun, strict=True)]
+        pairs = zip(begun, self.merged_leaves(now), strict=True)
+        return [rules.change(i, old, new) for i, (old, new) in enumerate(pairs)]
 
-    def merged(
-        self,
-        before: TrainState,
-        after: TrainState,
-        mean: Leaves,
-        done: PendingUpdate,
-        later: list[PendingUpdate],
-        good: Any,
-    ) -> tuple[PyTree, list[PendingUpdate]]:
-        """The merged model state, and the later windows': where the device has gone on since,
-        its own corrected."""
-        common = self.taken(self.merge_rules, self.merged_leaves(before.model_state), mean)
+    def merged(self, before: TrainState, after: TrainState, mean: Mean) -> tuple[Leaves, Leaves]:
+        """The merged leaves of model state, by this mean and by the last one."""
+        rules, count = self.merge_rules, len(self.merge_rules.rules)
+        if not self.late:
+            old = self.merged_leaves(before.model_state)
+            return self.taken(rules, old, mean.state[:count], mean.spread), old
+        old, more = after.averaging.merged, iter(mean.spread)
+        new = [rules.changed(i, x, mean.state[i]) for i, x in enumerate(old)]
+        for i, pooled in enumerate(rules.mean_of):
+            if pooled is not None:
+                new[i] += next(more).astype(new[i].dtype)
+        return new, old
 
-        def told(now: Leaves) -> Leaves:
-            if later:
-                correct = self.merge_rules.corrected
-                new = [correct(i, *x) for i, x in enumerate(zip(now, common, done.model_state))]  # noqa: B905  # alike
-            else:
-                new = common
-            return [jnp.where(good, x, leaf) for x, leaf in zip(new, now, strict=True)]
-
-        now = told(self.merged_leaves(after.model_state))
-        later = [replace(one, model_state=told(one.model_state)) for one in later]
-        return self.with_leaves(after.model_state, now), later
+    def with_merged(
+        self, after: TrainState, merged: Leaves, later: list[PendingUpdate]
+    ) -> tuple[PyTree, AveragingState | None]:
+        """A device's model state, by the last mean and what it has done since; and what
+        averaging adds to the state."""
+        rules, own, kept = self.merge_rules, merged, after.averaging
+        for one in later if self.late else ():
+            pairs = zip(own, one.model_state, strict=True)
+            own = [rules.changed(i, x, change) for i, (x, change) in enumerate(pairs)]
+        if kept is not None and kept.merged:
+            kept = kept.replace(merged=merged)
+        return self.with_leaves(after.model_state, own), kept
 
 
 def wide(leaf: Any) -> Any:

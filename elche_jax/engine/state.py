@@ -51,7 +51,8 @@ class PendingUpdate:
             off its parameters; empty where its state tells.
         steps: What it weighs: the sum of weights, or its optimizer steps; float32.
         own: Whether what it did is finite.
-        model_state: Its model state at the end, leaves that are merged.
+        model_state: Of every leaf of model state that is merged its value at the end, or,
+            where means come late, what the window has changed, see `MergeRules.change`.
     """
 
     progress: list[Any]
@@ -73,6 +74,8 @@ class AveragingState:
             `(fragments,)`; None where none are left over.
         error: What this device's contributions have lost to compression, float32, in the
             order of the leaves that are trained; empty unless `compression="int8"`.
+        merged: Model state of the last mean, leaves that are merged; empty where it is the
+            training state's own.
         pending: Windows whose mean is to be taken up, oldest first.
     """
 
@@ -80,6 +83,7 @@ class AveragingState:
     base: list[Any] = field(default_factory=list)
     steps: Any = None
     error: list[Any] = field(default_factory=list)
+    merged: list[Any] = field(default_factory=list)
     pending: tuple[PendingUpdate, ...] = ()
 
     def replace(self, **changes: Any) -> "AveragingState":

@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from elche_jax import _check as check
-from elche_jax.averaging.rules import AveragingRule, Compression, MeanGradient, check_late
+from elche_jax.averaging.rules import (
+    AveragingRule,
+    Compression,
+    MeanGradient,
+    check_late,
+    check_rule,
+)
 from elche_jax.cadence import Cadence, ElChe, FixedTotal
 from elche_jax.cadence.guards import Guard
 from elche_jax.config import DDPConfig
@@ -64,6 +70,9 @@ def check_exchange(
             raise ValueError(check.message(WHERE, "guard", must, type(guard).__name__))
     else:
         _check_local(rule, cadence, config, nonfinite, dynamic_scale)
+    if nonfinite == "ignore" and rule.compression == "int8":
+        must = "be None or 'bfloat16' with nonfinite='ignore', as int8 has no number for NaN"
+        raise ValueError(check.message(type(rule).__name__, "compression", must, "'int8'"))
     local = rule if isinstance(rule, AveragingRule) else None
     ahead = config.policy == "async" and config.exchange == "host"
     return Exchange(local, _compression(rule, config), _delay(rule, config), ahead)
@@ -77,6 +86,7 @@ def _check_local(
     dynamic_scale: bool,
 ) -> None:
     name = type(rule).__name__
+    check_rule(rule)
     _check_exponent(name, rule.exponent)
     if nonfinite == "ignore":
         must = f"be 'raise' or 'skip' with averaging={name}, which leaves such devices out"

@@ -38,6 +38,11 @@ class DivergenceReader:
         """Another run begins: windows that are over now have nothing to tell."""
         self._ended = True
 
+    def restore(self, unread: Sequence[Any]) -> None:
+        """Goes on with windows whose metrics are to come, as far as any are."""
+        known = [(window, tuple(counts)) for window, counts in unread]
+        self.unread = known[len(known) - self._pending :] if self._pending else []
+
     def read(self, plan: WindowPlan, metrics: Mapping[str, Any]) -> Divergence | None:
         """The divergence that a window's metrics tell of; None before the first."""
         self.unread.append((plan.window, plan.counts))

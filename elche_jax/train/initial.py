@@ -48,20 +48,21 @@ def initial_state(
         examples=jnp.int32(0),
         step=jnp.int32(0),
         loss_scale=options.loss_scale,
-        averaging=initial_averaging(options, trained, merge.of_sent(model_state)),
+        averaging=initial_averaging(options, trained, merge, model_state),
     )
     return replicate(state, devices)
 
 
 def initial_averaging(
-    options: Options, trained: PyTree, model_state: list[Any]
+    options: Options, trained: PyTree, merge: MergeRules, model_state: PyTree
 ) -> AveragingState | None:
     """What averaging adds to the state before the first window, of one device.
 
     Args:
         options: What was asked for.
         trained: Parameters that are trained.
-        model_state: Leaves of model state that are merged.
+        merge: How model state is merged.
+        model_state: The model state.
 
     Raises:
         ValueError: There are more fragments than arrays.
@@ -79,7 +80,10 @@ def initial_averaging(
         state = state.replace(base=leaves, steps=jnp.zeros((len(parts),), jnp.float32))
     if options.compression == "int8":
         state = state.replace(error=zeros)
-    none = PendingUpdate(zeros, jnp.float32(0), jnp.bool_(True), model_state)
+    if options.delay or options.ahead:
+        state = state.replace(merged=merge.of_sent(model_state))
+    unchanged = merge.sent.unchanged(state.merged)
+    none = PendingUpdate(zeros, jnp.float32(0), jnp.bool_(True), unchanged)
     state = state.replace(pending=(none,) * options.delay)
     return state if state.outer or jax.tree.leaves(state) else None
 

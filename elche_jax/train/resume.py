@@ -1,7 +1,7 @@
 """What a training step knows of its run besides the state: plain numbers for a checkpoint."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from elche_jax.averaging.rules import AveragingRule
 from elche_jax.cadence.base import State
 from elche_jax.engine.local import average
 from elche_jax.engine.mapped import AXIS
+from elche_jax.engine.merge import MergeRules
 from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
 from elche_jax.engine.trainable import Selection
 from elche_jax.train.divergence import DivergenceReader, divergence_of
@@ -68,7 +69,7 @@ def restore_run(
     scheduler.restart(saved["counts"], [divergence_of(one) for one in seen])
     unread = saved.get("unread")
     if divergence is not None:
-        divergence.unread = [(window, tuple(counts)) for window, counts in unread or ()]
+        divergence.restore(unread or ())
     if saved["cadence_name"] != scheduler.cadence_name:
         logger.warning(
             "elche: the checkpoint is of a run with %s, this one has %s: the cadence begins anew.",
@@ -89,7 +90,7 @@ def restore_run(
 
 
 def join_devices(
-    state: TrainState, averaging: AveragingRule | None, selection: Selection
+    state: TrainState, averaging: AveragingRule | None, selection: Selection, merge: MergeRules
 ) -> TrainState:
     """One device's state of those of several, for another number of devices.
 
@@ -101,6 +102,7 @@ def join_devices(
         state: Host arrays, leaves `(devices it was of, ...)`.
         averaging: The rule; None where everything is the same.
         selection: Which parameters are trained.
+        merge: How model state is merged.
     """
     params = state.params
     if averaging is not None:
@@ -111,11 +113,13 @@ def join_devices(
     joined = jax.tree.map(join_rows, state.replace(params=None)).replace(params=averaged)
     kept: AveragingState | None = joined.averaging
     if averaging is not None and kept is not None:  # what is pending is in the parameters now
-        joined = joined.replace(averaging=kept.replace(pending=_idle(kept.pending)))
+        joined = joined.replace(averaging=kept.replace(pending=_idle(kept, merge)))
     return joined
 
 
-def adopt(state: TrainState, options: Options, selection: Selection) -> TrainState:
+def adopt(
+    state: TrainState, options: Options, selection: Selection, merge: MergeRules
+) -> TrainState:
     """A state as this run goes on with it: what is pending in it is what this run has pending.
 
     Another number of devices, or an exchange on the host, leaves it to `base` and `steps` what
@@ -125,32 +129,44 @@ def adopt(state: TrainState, options: Options, selection: Selection) -> TrainSta
         state: Host arrays, of one device or stacked.
         options: What was asked for.
         selection: Which parameters are trained.
+        merge: How model state is merged.
     """
     kept: AveragingState | None = state.averaging
     if kept is None or not kept.pending:
         return state
     if not options.pending:
-        return state.replace(averaging=kept.replace(pending=_idle(kept.pending)))
+        if options.averaging is None and any(np.any(one.steps) for one in kept.pending):
+            logger.warning(
+                "elche: gradients of up to %d windows were not applied when this run was saved; "
+                "they are left out, as it goes on on one device or over the host.",
+                len(kept.pending),
+            )  # fmt: skip
+        return state.replace(averaging=kept.replace(pending=_idle(kept, merge)))
     known = sum(one.steps for one in kept.pending)
     if options.averaging is None or np.array_equal(known, kept.steps[..., 0]):
         return state
-    *older, last = _idle(kept.pending)
+    *older, last = _idle(kept, merge)
     now = jax.tree.leaves(selection.split(state.params)[0])
     progress = [np.subtract(x, y, dtype=np.float32) for x, y in zip(kept.base, now, strict=True)]
-    last = replace(last, progress=progress, steps=kept.steps[..., 0])
+    rules, own = merge.sent, merge.of_sent(state.model_state)
+    pairs = zip(kept.merged, own, strict=True)
+    merged = [np.asarray(rules.change(i, x, y)) for i, (x, y) in enumerate(pairs)]
+    last = replace(last, progress=progress, steps=kept.steps[..., 0], model_state=merged)
     return state.replace(averaging=kept.replace(pending=(*older, last)))
 
 
-def _idle(pending: Sequence[PendingUpdate]) -> tuple[PendingUpdate, ...]:
+def _idle(kept: AveragingState, merge: MergeRules) -> tuple[PendingUpdate, ...]:
     """Windows in which nothing was done."""
+    unchanged = merge.sent.unchanged(kept.merged)
     return tuple(
         replace(
             one,
             progress=jax.tree.map(np.zeros_like, one.progress),
             steps=np.zeros_like(one.steps),
             own=np.ones_like(one.own),
+            model_state=unchanged,
         )
-        for one in pending
+        for one in kept.pending
     )
 
 

@@ -431,10 +431,10 @@ class TrainStep:
             join: Whether to make one device's state of it.
         """
         assert self._initial is not None  # there are shapes to compare with
-        selection = self._initial.selection
+        how = self._initial.selection, self._initial.merge
         if join:
-            state = join_devices(state, self._options.averaging, selection)
-        return adopt(state, self._options, selection)
+            state = join_devices(state, self._options.averaging, *how)
+        return adopt(state, self._options, *how)
 
     @property
     def timeline(self) -> Recorder | None:

@@ -408,7 +408,7 @@ def test_a_device_that_is_left_out_of_a_late_exchange(world):
     told = 3 if others else 2  # one device knows at once
     assert [bool(m["finite"]) for m in said] == [window != told for window in range(8)]
     want = [0.0] + [1 / others] * others if others else [0.0]
-    np.testing.assert_allclose(said[3]["share"], want, rtol=1e-6)
+    np.testing.assert_allclose(said[told]["share"], want, rtol=1e-6)
 
 
 def test_an_exponent_that_is_no_number_later_on():

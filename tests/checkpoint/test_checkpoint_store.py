@@ -190,10 +190,10 @@ def change(folder, **values):
 def test_another_format_is_no_damage(filled, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(filled, folder)
-    change(folder, format=2)
+    change(folder, format=1)
     store = Store(folder, keep_best=1)
     with pytest.raises(
-        OtherFormat, match=r"checkpoint: .*/2 must have format 1, got 2\. Read it with the version"
+        OtherFormat, match=r"checkpoint: .*/2 must have format 2, got 1\. Read it with the version"
     ):
         store.newest()
     assert store.steps == [1, 2]  # nothing was put aside

@@ -48,7 +48,7 @@ def merge(rules, before, after, weights):
     made = []
     for transport in TRANSPORTS:
         mean, _ = reduced(transport, Reduction(resolved), each)
-        leaves = rule.taken(resolved, start, [jnp.asarray(leaf) for leaf in mean.state])
+        leaves = rule.taken(resolved, start, *jax.tree.map(jnp.asarray, (mean.state, mean.spread)))
         made.append(jax.tree.map(np.asarray, structure.unflatten(leaves)))
     for mine, theirs in zip(*map(jax.tree.leaves, made), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)

@@ -22,6 +22,9 @@ from elche_jax.engine.timing import device_threads, end_threads
 Averaging = Callable[[Sequence[Delivery | None], int], Average]
 
 
+Left = Callable[[Session, list[tuple[int, Outcome]]], None]
+
+
 class HostExchange:
     """The exchange of one run.
 
@@ -44,6 +47,8 @@ class HostExchange:
         learned: Told of the times of a window that was over without some device, once that
             has delivered.
         failed: Told of an exception in a thread.
+        left: Given the session at the close, and what came of the windows that the devices have
+            not taken up, if all of them are closed.
     """
 
     ends_windows: ClassVar[bool] = True
@@ -58,7 +63,9 @@ class HostExchange:
         done: Done,
         learned: Learned,
         failed: Failed,
+        left: Left | None = None,
     ):
+        self._left = left
         self.session: Session | None = None
         self.used = False
         self.limits = limits
@@ -152,7 +159,11 @@ class HostExchange:
         A thread that waits for a device cannot be interrupted. It is given half a second
         and otherwise ends by itself as soon as the device is done.
         """
-        self.session = None  # it holds a state
+        session, self.session = self.session, None  # it holds a state
+        if session is not None and self._left is not None:
+            closed = [*session.due, *self._coordinator.take_closed()]
+            if len(closed) == len(session.begun):
+                self._left(session, closed)
         self._finish()
 
 

@@ -82,7 +82,7 @@ class HostProgram(CollectiveProgram):
         done: PendingUpdate,
         later: list[PendingUpdate],
         fine: Any,
-    ) -> tuple[tuple[TrainState, list[PendingUpdate], Any], None]:
+    ) -> tuple[tuple[TrainState, Any], None]:
         """Takes up the mean of a window.
 
         Args:
@@ -95,8 +95,7 @@ class HostProgram(CollectiveProgram):
             fine: What `apply` has said before, since the last delivery.
 
         Returns:
-            Its state; the later windows, their model states corrected as its own is; and
-            whether all that was made of means was finite: else the old stays.
+            Its state, and whether all that was made of means was finite: else the old stays.
         """
-        state, later, well = self.thin.apply(before, after, mean, done, later, part)
-        return (state, later, fine & well), None
+        state, well = self.thin.apply(before, after, mean, done, later, part)
+        return (state, fine & well), None

@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from elche_jax.engine.collective import with_averaging
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.host.average import HostAverage
 from elche_jax.engine.host.coordinator import Done, Failed, Learned, Limits, Outcome
 from elche_jax.engine.host.exchange import HostExchange
 from elche_jax.engine.host.program import Delivery, HostProgram
-from elche_jax.engine.host.session import Begun, Session
+from elche_jax.engine.host.session import Begun, Session, keeping
 from elche_jax.engine.lane import Lane
 from elche_jax.engine.loop import Seconds
 from elche_jax.engine.mapped import PerDeviceJit, stack_shards, stacked_sharding
@@ -99,6 +100,7 @@ class HostRunner:
         self._shapes = Shapes(*map(_one_each, shapes))
         self._local_shape = carried
         self._locals: list[PyTree] = []
+        self.left: Session | None = None
         self._bools: dict[int, tuple[Any, Any]] = {}
 
     def watch(self, done: Done, learned: Learned, failed: Failed) -> HostExchange:
@@ -109,7 +111,9 @@ class HostRunner:
         self, limits: Limits, done: Done, learned: Learned, failed: Failed
     ) -> HostExchange:
         size = self.lane.world_size
-        return HostExchange(size, self._averaging, limits, self._seconds, done, learned, failed)
+        return HostExchange(
+            size, self._averaging, limits, self._seconds, done, learned, failed, keeping(self)
+        )
 
     def fuses(self, payload: Payload) -> bool:
         """Whether a window's end can be fused with its last call: it cannot."""
@@ -157,7 +161,7 @@ class HostRunner:
 
     def release(self) -> None:
         """Gives back the memory of what devices carry through their steps."""
-        self._locals = []
+        self._locals, self.left = [], None
 
     def ready(self, payload: Payload) -> bool:
         """Whether the programs for data of these shapes are compiled."""
@@ -177,7 +181,7 @@ class HostRunner:
     def _run(
         self, exchange: HostExchange, state: TrainState, calls: Sequence[Call], launch: Launch
     ) -> tuple[TrainState, dict[str, Any], Any]:
-        session = exchange.session
+        session = exchange.session or self._left_of(state)
         known = session is not None and session.state() is state
         # a state that the run has not returned: nobody could tell it later of this average
         ahead = exchange.limits.ahead and (known or not exchange.used)
@@ -190,7 +194,9 @@ class HostRunner:
             session.absent = set(exchange.admit(counts))
             launch = replace(launch, at=time.perf_counter())
             if self.limits.delay is None:
-                self._take_up(session, exchange.closed())
+                due = [session.due.popleft() for _ in range(len(session.due))]
+                self._take_up(session, [*due, *exchange.closed()])
+            reports = self._program.rule.reports(session.parts[session.present[0]])
             self._launch(session, calls, exchange, launch, counts, anew=not known, ahead=ahead)
             if not ahead:
                 outcome = exchange.outcome(launch.number)
@@ -198,7 +204,8 @@ class HostRunner:
                 self._take_up(session, [(launch.number, outcome)])
                 self._await_applied(session, exchange, launch.number, outcome)
             while self.limits.delay is not None and len(session.begun) > self.limits.delay:
-                self._take_up(session, [exchange.next_closed()])
+                due = session.due.popleft() if session.due else exchange.next_closed()
+                self._take_up(session, [due])
             for rank in session.absent:
                 self._restore(session, rank)
             new = self._whole(session, state)
@@ -211,11 +218,14 @@ class HostRunner:
         if not session.absent:  # else the new one has arrays of the old one
             for leaf in jax.tree.leaves(self._thin(state)):
                 leaf.delete()
-        present = session.present[0]
-        metrics = jax.device_put(session.metrics, self.lane.devices[present])
-        reports = self._program.rule.reports(session.parts[present])
+        metrics = jax.device_put(session.metrics, self.lane.devices[session.present[0]])
         metrics |= {name: value[0] for name, value in reports.items()}
         return new, metrics, metrics["finite"]
+
+    def _left_of(self, state: TrainState) -> Session | None:
+        """What another run has left of a state: its windows are taken up in this one."""
+        session, self.left = self.left, None
+        return session if session is not None and session.state() is state else None
 
     def _begin(self, state: TrainState) -> Session:
         """A new session: what the devices have done and is not averaged goes with their
@@ -288,10 +298,8 @@ class HostRunner:
         own = done.pending[rank] or self._nothing(session, rank)
         apply = self._applying(done.part, len(later))[rank]
         before = state if self.limits.ahead else done.before[rank]
-        (state, ended, fine), _ = apply(before, state, mean, own, pending, fine)
+        (state, fine), _ = apply(before, state, mean, own, pending, fine)
         session.parts[rank], session.fine[rank] = state, fine
-        for window, corrected in zip(later, ended, strict=True):
-            window.pending[rank] = corrected
 
     def _nothing(self, session: Session, rank: int) -> PendingUpdate:
         """What a device did in a window without programs."""
@@ -300,7 +308,11 @@ class HostRunner:
             self.lane.devices[rank],
         )
         rule = self._program.rule
-        model_state = rule.merged_leaves(session.parts[rank].model_state) if rule.late else []
+        model_state = []
+        if rule.late:
+            now = rule.merged_leaves(session.parts[rank].model_state)
+            changes = rule.merge_rules.unchanged(now)
+            model_state = jax.device_put(changes, self.lane.devices[rank])
         steps = jax.device_put(np.zeros(1, np.float32), self.lane.devices[rank])
         return PendingUpdate(none, steps, self._flags(rank)[True], model_state)
 
@@ -352,7 +364,9 @@ class HostRunner:
     # -- states: whole, and what the programs of a device take of them ----------------
 
     def _thin(self, state: TrainState) -> TrainState:
-        """What `deliver` and `apply` take: neither frozen parameters nor the key."""
+        """What `deliver` and `apply` take: neither frozen parameters nor the key, nor windows
+        that a run on the devices would have pending."""
+        state = with_averaging(state, pending=())
         return state.replace(params=self._split(state.params)[0], key=None)
 
     def _full(self, session: Session, rank: int) -> TrainState:
@@ -370,6 +384,8 @@ class HostRunner:
 
         new: TrainState = jax.tree.map(stack, *session.parts)
         frozen = jax.tree.map(self._on_devices, (self._split(state.params)[1], state.key))
+        if state.averaging is not None:
+            new = with_averaging(new, pending=state.averaging.pending)
         return new.replace(params=self._join(new.params, frozen[0]), key=frozen[1])
 
     def _on_devices(self, leaf: jax.Array) -> jax.Array:
@@ -431,7 +447,13 @@ class HostRunner:
         arrays = delivery.brought.payload.arrays
         payload = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in arrays]
         loss = jax.ShapeDtypeStruct((), jnp.float32)
-        return Mean(payload, delivery.brought.state, _FLAG, _FLAG, loss)
+        merged, means = delivery.brought.state, self._program.rule.merge_rules.mean_of
+        spread = [
+            jax.ShapeDtypeStruct(merged[i].shape, jnp.float32)
+            for i, mean in enumerate(means)
+            if mean is not None
+        ]
+        return Mean(payload, merged, spread, _FLAG, _FLAG, _FLAG, loss)
 
     def _all(self, program: Callable[[int], Program]) -> list[Any]:
         """The programs of all devices; compiled two at a time where they are not there."""

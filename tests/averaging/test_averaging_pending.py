@@ -1,0 +1,243 @@
+"""What else goes with windows that are pending: model state, numbers that are none, weights."""
+
+import dataclasses
+
+import averaged
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from reference import BATCH, data, loss_fn, params
+
+import elche_jax as elche
+
+KEEP = {"optimizer_state": "keep"}
+COUNTS = [(3, 1), (1, 3), (4, 0), (0, 2), (2, 2), (1, 3), (3, 1), (1, 2)]
+RULES = {
+    "gradient": lambda delay: elche.MeanGradient(delay=delay),
+    "average": lambda delay: elche.ParameterAveraging(**KEEP, delay=delay),
+}
+START = {"bn": {"mean": np.float32(0.5), "var": np.float32(2)}, "sum": np.float32(1),
+         "peak": np.float32(-9)}  # fmt: skip
+MERGE = {"bn": "pooled", "sum": "mean", "peak": "max"}
+
+
+def loss(p, state, batch, rng):
+    x = batch["x"][:, 0]
+    new = {
+        "bn": {"mean": 0.9 * state["bn"]["mean"] + 0.1 * x.mean(),
+               "var": 0.9 * state["bn"]["var"] + 0.1 * x.var()},
+        "sum": state["sum"] + x.sum(),
+        "peak": jnp.maximum(state["peak"], x.max()),
+    }  # fmt: skip
+    return loss_fn(p, batch, rng), new
+
+
+def by_hand(counts, delay):
+    """Every device's model state after every window, in NumPy float64: the common one, and what
+    the windows that are pending have changed of it."""
+    rows, at, world = data()["x"][:, 0].astype("float64"), 0, len(counts[0])
+    base = {"mean": 0.5, "var": 2.0, "sum": 1.0, "peak": -9.0}
+    own, pending, history = [dict(base) for _ in range(world)], [], []
+    for each in counts:
+        changes = []
+        for device, count in zip(own, each, strict=True):
+            start = dict(device)
+            for _ in range(count):
+                x = rows[at * BATCH : (at + 1) * BATCH]
+                device["mean"] = 0.9 * device["mean"] + 0.1 * x.mean()
+                device["var"] = 0.9 * device["var"] + 0.1 * x.var()
+                device["sum"] += x.sum()
+                device["peak"] = max(device["peak"], x.max())
+                at += 1
+            change = {name: device[name] - start[name] for name in ("mean", "sum")}
+            factor = {"var": device["var"] / start["var"]}
+            changes.append(change | factor | {"peak": device["peak"]})
+        pending.append((np.array(each, float), changes))
+        if len(pending) > delay:
+            amount, done = pending.pop(0)
+            share = amount / amount.sum()
+
+            def mean(values, share=share):
+                return sum(w * v for w, v in zip(share, values, strict=True) if w)
+
+            moves = [d["mean"] for d in done]
+            apart = mean([(m - mean(moves)) ** 2 for m in moves])
+            base["var"] = base["var"] * mean([d["var"] for d in done]) + apart
+            base["mean"] += mean(moves)
+            base["sum"] += mean([d["sum"] for d in done])
+            base["peak"] = max(
+                [base["peak"], *(d["peak"] for d, w in zip(done, share, strict=True) if w)]
+            )
+            own = [dict(base) for _ in range(world)]
+            for _, later in pending:
+                for device, change in zip(own, later, strict=True):
+                    device["mean"] += change["mean"]
+                    device["sum"] += change["sum"]
+                    device["var"] *= change["var"]
+                    device["peak"] = max(device["peak"], change["peak"])
+        history.append([dict(device) for device in own])
+    return history
+
+
+@pytest.mark.parametrize("delay", [0, 1, 3])
+@pytest.mark.parametrize("exchange", ["device", "host"])
+@pytest.mark.parametrize("rule", RULES)
+def test_model_state_goes_on_and_becomes_one(rule, exchange, delay):
+    train = elche.build_train_step(
+        loss, averaged.TX, devices=jax.devices()[:2], averaging=RULES[rule](delay), merge=MERGE,
+        cadence=elche.Replay(COUNTS), config=elche.DDPConfig(exchange=exchange),
+    )  # fmt: skip
+    state, want = train.init(params(), model_state=START), by_hand(COUNTS, delay)
+    rows = {name: leaf[: sum(map(sum, COUNTS)) * BATCH] for name, leaf in data().items()}
+    for window, devices in zip(train.windows(rows, BATCH, shuffle=False), want, strict=True):
+        state, _ = train(state, window)
+        got = jax.device_get(state.model_state)
+        got = {**got["bn"], "sum": got["sum"], "peak": got["peak"]}
+        for rank, mine in enumerate(devices):
+            for name, value in mine.items():
+                np.testing.assert_allclose(got[name][rank], value, rtol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("exchange", ["device", "host"])
+@pytest.mark.parametrize("delay", [0, 1, 2])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_window_that_is_not_finite_is_counted_once(rule, delay, exchange):
+    bad = sum(map(sum, COUNTS[:4]))  # the first microbatch of window 4
+    poisoned = averaged.poisoned((bad,))
+    _, metrics, _, train = averaged.train_on(
+        RULES[rule](delay), COUNTS, config=elche.DDPConfig(exchange=exchange), nonfinite="skip",
+        **poisoned,
+    )  # fmt: skip
+    assert train.skipped == 1
+    assert sum(not said["finite"] for said in metrics) == 1
+
+
+@pytest.mark.parametrize("exchange", ["device", "host"])
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_weights_that_are_no_numbers_are_an_error(delay, exchange):
+    class Broken(elche.ParameterAveraging):
+        def weigh(self, work):
+            return work.steps * work.xp.nan
+
+    with pytest.raises(elche.NonFiniteError):
+        averaged.train_on(
+            Broken(**KEEP, delay=delay), COUNTS, config=elche.DDPConfig(exchange=exchange)
+        )
+
+
+@pytest.mark.parametrize("exchange", ["device", "host"])
+@pytest.mark.parametrize("rule", RULES)
+def test_what_a_run_leaves_pending_is_taken_up_in_the_next(rule, exchange):
+    """Four calls of `windows` are one, also with the state in another one's place."""
+    counts = [(2, 1)] * 8
+
+    def trained(calls):
+        train = elche.build_train_step(
+            loss_fn, averaged.TX, devices=jax.devices()[:2], averaging=RULES[rule](2),
+            cadence=elche.Replay(counts), config=elche.DDPConfig(exchange=exchange),
+        )  # fmt: skip
+        rows = {name: leaf[: 24 * BATCH] for name, leaf in data().items()}
+        state, each = train.init(params()), 8 // calls
+        for call in range(calls):
+            part = slice(call * each * 3 * BATCH, (call + 1) * each * 3 * BATCH)
+            some = {name: leaf[part] for name, leaf in rows.items()}
+            for window in train.windows(some, BATCH, shuffle=False):
+                state, metrics = train(state, window)
+        return state, metrics
+
+    (one, said), (four, again) = trained(1), trained(4)
+    tolerance = {"rtol": 0, "atol": 0} if rule == "gradient" else {"rtol": 1e-5, "atol": 1e-7}
+    for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(four.params), strict=True):
+        np.testing.assert_allclose(a, b, **tolerance)
+    assert float(said["loss"]) == pytest.approx(float(again["loss"]), rel=1e-5)
+
+
+def test_before_any_mean_there_is_no_loss():
+    for exchange in ("device", "host"):
+        _, metrics, _, _ = averaged.train_on(
+            elche.MeanGradient(delay=2), COUNTS, config=elche.DDPConfig(exchange=exchange)
+        )
+        assert [bool(np.isnan(said["loss"])) for said in metrics] == [True, True] + [False] * 6
+
+
+class Plain(elche.AveragingRule):
+    """A rule that is no dataclass, and checks nothing itself."""
+
+    optimizer_state = "keep"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("delay", -1, "delay must be at least 0, got -1"),
+        ("compression", "int4", "compression must be one of None, 'bfloat16', 'int8', got 'int4'"),
+        ("optimizer_state", "avg", "optimizer_state must be one of 'average', 'keep', 'reset', go"),
+        ("exponent", float("inf"), "exponent must be finite, got inf"),
+    ],
+)
+def test_a_rule_of_any_class_is_checked(name, value, message):
+    rule = Plain()
+    setattr(rule, name, value)
+    with pytest.raises(ValueError, match=f"^Plain: {message}"):
+        elche.build_train_step(loss_fn, optax.sgd(0.1), devices=jax.devices()[:2], averaging=rule)
+
+
+def test_a_rule_of_any_class_trains():
+    history, _, _, _ = averaged.train_on(Plain(), COUNTS)
+    same, _, _, _ = averaged.train_on(elche.ParameterAveraging(**KEEP), COUNTS)
+    for a, b in zip(jax.tree.leaves(history), jax.tree.leaves(same), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@dataclasses.dataclass(frozen=True)
+class ByLoss(elche.DiLoCo):
+    """Weights of the loss, which is known at an exchange only."""
+
+    def weigh(self, work):
+        return work.loss
+
+
+def test_one_set_of_parameters_in_between_is_by_the_steps():
+    _, _, state, train = averaged.train_on(ByLoss(optax.sgd(1.0), fragments=2), COUNTS)
+    kept, got = jax.device_get(state.averaging), train.average(state)
+    own = jax.device_get(state.params)
+    for i, name in enumerate(("b", "v", "w")):
+        part = 0 if name == "w" else 1
+        steps = kept.steps[:, part]
+        base = kept.base[i][0]
+        if steps.sum():
+            share = (steps / steps.sum()).reshape(-1, *(1,) * base.ndim)
+            base = base - (share * (kept.base[i] - own[name])).sum(axis=0)
+        np.testing.assert_allclose(got[name], base, rtol=1e-5, atol=1e-7)
+
+
+def test_what_int8_cannot_say():
+    with pytest.raises(
+        ValueError, match=r"^MeanGradient: compression must be None or 'bfloat16' w"
+    ):
+        elche.build_train_step(
+            loss_fn, optax.sgd(0.1), averaging=elche.MeanGradient("int8"), nonfinite="ignore"
+        )
+
+
+@pytest.mark.parametrize("averaging", [None, elche.ParameterAveraging()])
+def test_64_bits(averaging):
+    """Numbers of 64 bits that no device changes stay as they are."""
+
+    def loss(p, state, batch, rng):
+        return loss_fn(p, batch, rng), state
+
+    with jax.enable_x64(True):
+        train = elche.build_train_step(
+            loss, averaged.TX, devices=jax.devices()[:2], averaging=averaging,
+            cadence=elche.Replay(COUNTS[:2]),
+        )  # fmt: skip
+        state = train.init(params(), model_state={"third": np.float64(1) / 3})
+        assert state.model_state["third"].dtype == np.float64
+        few = {name: leaf[: 8 * BATCH] for name, leaf in data().items()}
+        for window in train.windows(few, BATCH):
+            state, metrics = train(state, window)
+        assert metrics["finite"]
+        assert np.asarray(state.model_state["third"]).tolist() == [1 / 3] * 2
