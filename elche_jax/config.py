@@ -51,8 +51,8 @@ class DDPConfig:
             where they are alike. `"sync"`: one microbatch per device and window.
             `"cadence"`: `ElChe` sizes the windows. `"async"`: the same (or a cadence of
             your own), and nobody waits for the exchange of a window: `delay=1`, or devices
-            that run ahead with `exchange="host"`; only with averaging. With one device
-            there is no cadence: every microbatch is a step.
+            that run ahead with `exchange="host"`. With one device there is no cadence: every
+            microbatch is a step.
         anchor: First count of the slowest device, at least 1, see `ElChe`. With
             `max_anchor=0` the mean count of a device, where `total` is not given.
         overhead_target: Share of a window that synchronising may cost, in
@@ -72,7 +72,7 @@ class DDPConfig:
         compute_dtype: `"bfloat16"` or `"float16"`: `loss_fn` gets the float leaves of the
             parameters and of the batch in this type; parameters, gradients' sums and
             optimizer stay in theirs. None: everything as it is.
-        exchange_dtype: Type in which gradients travel between devices, `"float32"` or
+        exchange_dtype: Type in which what is exchanged travels between devices, `"float32"` or
             `"bfloat16"`; they are summed in float32 either way.
         verify_every: Compare the replicas bit by bit after every so many windows, at
             least 1; None: never.
@@ -80,8 +80,8 @@ class DDPConfig:
             None: `anchor` for each device. One device has no cadence, see `policy`, and
             thus no use for it.
         timeline: Records the run, a `Timeline`; None: nothing is recorded.
-        exchange: Where `averaging` averages. `"device"`: the devices among themselves.
-            `"host"`: every device delivers what it did when it is done, and no device
+        exchange: Where the mean of what devices did is made. `"device"`: by the devices among
+            themselves. `"host"`: every device delivers what it did when it is done, and no device
             waits in a collective; one that is late is left out. Under `"async"` devices
             then go on while a window is averaged.
         exchange_timeout: Seconds after the first delivery of a window until a device is

@@ -17,6 +17,8 @@ OptimizerState = Literal["average", "keep", "reset"]
 Compression = Literal["bfloat16", "int8"]
 OPTIMIZER_STATES = ("average", "keep", "reset")
 COMPRESSIONS = (None, "bfloat16", "int8")
+MOST = 64
+"""Windows that may be pending: each is one more copy of the parameters."""
 
 
 @dataclass(frozen=True)
@@ -132,10 +134,10 @@ class ParameterAveraging(AveragingRule):
         compression: Type in which differences travel: `"bfloat16"`, `"int8"` (see
             `DiLoCo`), or None for float32.
         delay: Windows that may be pending. 0: devices wait for the exchange at the end of a
-            window. `k`: the exchange of a window goes on during later ones' steps, and its
-            result is applied at the end of the `k`-th as a correction, see
+            window. `k`, at most 64: the exchange of a window goes on during later ones' steps,
+            and its result is applied at the end of the `k`-th as a correction, see
             `elche_jax.engine.local`; only with `optimizer_state="keep"`. Metrics are then
-            those of `k` windows before.
+            those of `k` windows before. Each takes one more copy of the parameters.
 
     Raises:
         TypeError: `exponent` is neither a number nor callable.
@@ -240,8 +242,9 @@ class MeanGradient:
         compression: Type in which gradients travel; they are summed in float32 either way.
             `"bfloat16"`, `"int8"` (with error feedback, see `DiLoCo`), or None for float32.
         delay: Windows that may be pending. 0: devices wait for the exchange at the end of a
-            window. `k`: the gradient of a window is applied `k` windows later, while which
-            its exchange goes on; the devices' parameters stay alike.
+            window. `k`, at most 64: the gradient of a window is applied `k` windows later,
+            and its exchange goes on in the meantime; the devices' parameters stay alike. The
+            last `k` gradients of a run are not applied.
 
     Raises:
         TypeError: `delay` is no integer.
@@ -261,7 +264,7 @@ class MeanGradient:
 
 
 def _check_exchange(where: str, rule: MeanGradient | AveragingRule) -> None:
-    object.__setattr__(rule, "delay", check.integer(where, "delay", rule.delay, low=0))
+    object.__setattr__(rule, "delay", check.integer(where, "delay", rule.delay, low=0, high=MOST))
     if rule.compression not in COMPRESSIONS:
         must = f"be one of {', '.join(map(repr, COMPRESSIONS))}"
         raise ValueError(check.message(where, "compression", must, repr(rule.compression)))
@@ -304,5 +307,5 @@ def check_late(rule: AveragingRule, how: str) -> None:
     for knob, (value, why) in LATE.items():
         got = getattr(rule, knob)
         if got != value:
-            must = f"be {value!r} with {how}, as {why}"
-            raise ValueError(check.message(type(rule).__name__, knob, must, repr(got)))
+            must, todo = f"be {value!r} with {how}, as {why}", f"Pass {knob}={value!r}."
+            raise ValueError(check.message(type(rule).__name__, knob, must, repr(got), todo))

@@ -204,7 +204,7 @@ class Rule(ABC):
     def changes(self, before: TrainState, now: PyTree, anew: Any) -> Leaves:
         """What a window has changed of the leaves that are merged, where means come late."""
         rules, begun = self.merge_rules, self.merged_leaves(before.model_state)
-        base = before.averaging.merged
+        base = _last_merged(before)
         begun = [jnp.where(anew, x, y) for x, y in zip(base, begun, strict=True)]
         pairs = zip(begun, self.merged_leaves(now), strict=True)
         return [rules.change(i, old, new) for i, (old, new) in enumerate(pairs)]
@@ -215,7 +215,7 @@ class Rule(ABC):
         if not self.late:
             old = self.merged_leaves(before.model_state)
             return self.taken(rules, old, mean.state[:count], mean.spread), old
-        old, more = after.averaging.merged, iter(mean.spread)
+        old, more = _last_merged(after), iter(mean.spread)
         new = [rules.changed(i, x, mean.state[i]) for i, x in enumerate(old)]
         for i, pooled in enumerate(rules.mean_of):
             if pooled is not None:
@@ -234,6 +234,11 @@ class Rule(ABC):
         if kept is not None and kept.merged:
             kept = kept.replace(merged=merged)
         return self.with_leaves(after.model_state, own), kept
+
+
+def _last_merged(state: TrainState) -> Leaves:
+    """Model state of the last mean, where means come late."""
+    return [] if state.averaging is None else state.averaging.merged
 
 
 def wide(leaf: Any) -> Any:

@@ -10,6 +10,7 @@ from elche_jax import _check as check
 from elche_jax.averaging.rules import (
     AveragingRule,
     Compression,
+    DeviceWork,
     MeanGradient,
     check_late,
     check_rule,
@@ -88,6 +89,7 @@ def _check_local(
     name = type(rule).__name__
     check_rule(rule)
     _check_exponent(name, rule.exponent)
+    _check_weigh(name, rule)
     if nonfinite == "ignore":
         must = f"be 'raise' or 'skip' with averaging={name}, which leaves such devices out"
         raise ValueError(check.message(WHERE, "nonfinite", must, repr(nonfinite)))
@@ -139,6 +141,24 @@ def _check_exponent(name: str, exponent: Any) -> None:
         raise TypeError(check.message(name, "exponent", rule, got)) from error
     if getattr(value, "shape", None) != () or not _is_number(value.dtype):
         raise TypeError(check.message(name, "exponent", rule, f"one that gives {value}"))
+
+
+def _check_weigh(name: str, rule: AveragingRule) -> None:
+    """Raises where the weights of a rule of one's own are none: they are traced as well."""
+    rows = jax.ShapeDtypeStruct((2,), jnp.float32)
+    must = "give one number per device, an array (devices,), made of work.xp"
+
+    def weights(steps: Any, loss: Any, window: Any) -> Any:
+        return rule.weigh(DeviceWork(steps, loss, steps > 0, window, jnp))
+
+    try:
+        value: Any = jax.eval_shape(weights, rows, rows, jax.ShapeDtypeStruct((), jnp.int32))
+    except Exception as error:
+        got = f"one that raises {type(error).__name__}: {str(error).splitlines()[0]}"
+        raise TypeError(check.message(name, "weigh", must, got)) from error
+    if getattr(value, "shape", None) != (2,) or not _is_number(value.dtype):
+        got = f"{value} for two devices"
+        raise TypeError(check.message(name, "weigh", must, got))
 
 
 def _is_number(dtype: Any) -> bool:

@@ -299,14 +299,14 @@ class Pipeline(Generic[R]):
         cold, self._cold = self._cold, False
         if self._remote and isinstance(finite, jax.Array):
             finite.copy_to_host_async()  # to read it when the window is over waits for nothing
-        flying = InFlight(
+        in_flight = InFlight(
             window.plan, self._asked, steady, finite, token, sums, metrics or {}, cold, timed
         )
         with self._changed:
             if self._closed:  # nobody times it
-                self._unseen.append(flying)
+                self._unseen.append(in_flight)
                 return
-            self._flights[self._dispatches] = flying
+            self._flights[self._dispatches] = in_flight
         assert self.clock is not None  # it timed the dispatch
         self.clock.combining(self._dispatches, at, token)
 
@@ -364,7 +364,7 @@ class Pipeline(Generic[R]):
             outcome: What came of it, where the exchange is on the host.
         """
         with self._changed:
-            flying = self._flights.get(times.window)
+            window = self._flights.get(times.window)
             self._landing = times.window  # seen to here: not once more after a close
         free = ENDS.before(self._feed.devices, times.arrived)
         if self._lockstep:
@@ -372,20 +372,20 @@ class Pipeline(Generic[R]):
         # one that runs ahead has no synchronisation, which its next window could wait for
         ahead = outcome is not None and outcome.ahead
         ENDS.note(self._feed.devices, times.arrived if ahead else times.combined)
-        if flying is None:  # the run was closed
+        if window is None:  # the run was closed
             return
         if outcome is not None:
             if outcome.will_be_known:
-                self._tardy[times.window] = flying
+                self._tardy[times.window] = window
             if outcome.late:
-                self._scheduler.skipped(flying.plan, LATE)
-                self._watch.late(flying.plan, outcome.late)
-            flying = _with(flying, outcome)
-        record = self._record(flying, times, free, outcome)
-        self._timing.over(record, flying.timed)
+                self._scheduler.skipped(window.plan, LATE)
+                self._watch.late(window.plan, outcome.late)
+            window = _with(window, outcome)
+        record = self._record(window, times, free, outcome)
+        self._timing.over(record, window.timed)
         self._scheduler.measured(record)
-        self._scheduler.told(flying.plan, flying.metrics)
-        self._verify(flying)
+        self._scheduler.told(window.plan, window.metrics)
+        self._verify(window)
         with self._changed:
             self._flights.pop(times.window, None)
             self._over += 1
@@ -398,36 +398,36 @@ class Pipeline(Generic[R]):
             times: When the devices were done.
             begins: When they began; None where the late one's time says nothing.
         """
-        flying = self._tardy.pop(times.window, None)
-        if flying is not None and begins is not None:
-            self._scheduler.learned(_measured(flying, times, begins, ahead=False))
+        window = self._tardy.pop(times.window, None)
+        if window is not None and begins is not None:
+            self._scheduler.learned(_measured(window, times, begins, ahead=False))
 
     def _record(
         self,
-        flying: InFlight,
+        window: InFlight,
         times: WindowTimes,
         free: Sequence[float],
         outcome: Outcome | None,
     ) -> WindowRecord:
-        loss, divergence, metrics = None, None, flying.metrics
+        loss, divergence, metrics = None, None, window.metrics
         if self._divergence is not None:
-            divergence = self._divergence.read(flying.plan, metrics)
+            divergence = self._divergence.read(window.plan, metrics)
         if self._scheduler.wants_loss and "loss" in metrics:
             loss = float(np.asarray(metrics["loss"]))
         ahead, late = (False, ()) if outcome is None else (outcome.ahead, outcome.late)
         return _measured(
-            flying, times, free, ahead, left_out=late, divergence=divergence, loss=loss
+            window, times, free, ahead, left_out=late, divergence=divergence, loss=loss
         )
 
-    def _verify(self, flying: "InFlight") -> None:
-        finite = bool(np.asarray(flying.finite).all())
+    def _verify(self, window: "InFlight") -> None:
+        finite = bool(np.asarray(window.finite).all())
         skipped = self._watch.skipped
-        error: Exception | None = self._watch.see(flying.plan, finite, flying.own)
+        error: Exception | None = self._watch.see(window.plan, finite, window.own)
         if self._watch.skipped > skipped:
-            self._scheduler.skipped(flying.plan, self._watch.event)
-        if flying.sums is not None and error is None:
-            where = f"train: after window {flying.plan.window}"
-            text = mismatch(where, self._compared, self._feed.devices, flying.sums)
+            self._scheduler.skipped(window.plan, self._watch.event)
+        if window.sums is not None and error is None:
+            where = f"train: after window {window.plan.window}"
+            text = mismatch(where, self._compared, self._feed.devices, window.sums)
             error = None if text is None else ReplicaMismatch(text)
         if error is not None:
             self.failed(error)
@@ -440,29 +440,29 @@ class Pipeline(Generic[R]):
             self._changed.notify_all()
 
 
-def _with(flying: InFlight, outcome: Outcome) -> InFlight:
+def _with(window: InFlight, outcome: Outcome) -> InFlight:
     average = outcome.average
     return replace(
-        flying,
-        steady=flying.steady and not outcome.late,
+        window,
+        steady=window.steady and not outcome.late,
         finite=average.metrics["finite"],
         own=average.own,
-        sums=None if outcome.missing or outcome.late else flying.sums,
+        sums=None if outcome.missing or outcome.late else window.sums,
         metrics=average.metrics,
     )
 
 
 def _measured(
-    flying: InFlight, times: WindowTimes, free: Sequence[float], ahead: bool, **known: Any
+    window: InFlight, times: WindowTimes, free: Sequence[float], ahead: bool, **known: Any
 ) -> WindowRecord:
-    begun = max(flying.asked, *free)
+    begun = max(window.asked, *free)
     ends = times.arrived if ahead else times.combined
-    return flying.plan.measured(
+    return window.plan.measured(
         busy_ms=times.busy_ms(free),
         wall_ms=1e3 * (max(ends) - begun),
         sync_ms=times.sync_ms,
         skew_ms=times.skew_ms,
-        steady=flying.steady and flying.timed,
-        cold=flying.cold,
+        steady=window.steady and window.timed,
+        cold=window.cold,
         **known,
     )

@@ -25,7 +25,7 @@ class Device:
         self.own = {n: leaf.copy() for n, leaf in wide.items()}
         self.trace = {n: np.zeros_like(leaf) for n, leaf in wide.items()}
         self.error = {n: np.zeros_like(leaf) for n, leaf in wide.items()}
-        self.pending = []  # what was done in windows that are not averaged: (progress, amount)
+        self.pending = []  # of windows that are not averaged: (progress, amount, loss)
 
     def step(self, grads):
         for name, grad in grads.items():
@@ -65,21 +65,23 @@ def train(
                 at += 1
             if local:
                 sums = {n: begun[n] - device.own[n] for n in LEAVES}
-            device.pending.append((sums, count))
+            device.pending.append((sums, count, losses[rank]))
         since += np.array(each, float)[None]
         if len(devices[0].pending) > delay:
             done = [device.pending.pop(0) for device in devices]
-            amount = np.array([count for _, count in done], float)
+            amount = np.array([count for _, count, _ in done], float)
+            losses = np.array([loss for *_, loss in done])
             if len(parts) > 1:
                 amount = since[window % len(parts)].copy()
                 since[window % len(parts)] = 0
-                done = [({n: base[n] - d.own[n] for n in names}, 0) for d in devices]
+                done = [({n: base[n] - d.own[n] for n in names}, 0, 0) for d in devices]
             _exchange(devices, base, done, amount, names, local, outer, kind, weigh, losses)
             if local and optimizer_state == "average":
+                raw = amount if weigh is None else np.where(amount > 0, weigh(amount, losses), 0)
                 for name in LEAVES:
-                    mean = sum(a * d.trace[name] for a, d in zip(amount, devices, strict=True))
+                    mean = sum(a * d.trace[name] for a, d in zip(raw, devices, strict=True))
                     for device in devices:
-                        device.trace[name] = mean / amount.sum()
+                        device.trace[name] = mean / raw.sum()
         history.append([{n: leaf.copy() for n, leaf in d.own.items()} for d in devices])
     return history
 
@@ -103,5 +105,5 @@ def _exchange(devices, base, done, amount, names, local, outer, kind, weigh, los
         update = -total[name] if outer is None else outer.update(name, total[name])
         base[name] = base[name] + update
         for device in devices:
-            later = sum((progress[name] for progress, _ in device.pending), 0 * base[name])
+            later = sum((progress[name] for progress, *_ in device.pending), 0 * base[name])
             device.own[name] = base[name] - later

@@ -241,3 +241,45 @@ def test_64_bits(averaging):
             state, metrics = train(state, window)
         assert metrics["finite"]
         assert np.asarray(state.model_state["third"]).tolist() == [1 / 3] * 2
+
+
+def test_gradients_that_nobody_waits_for():
+    """Over the host, with nothing else in the state."""
+    train = elche.build_train_step(
+        loss_fn, averaged.TX, devices=jax.devices()[:2], cadence=elche.Replay([(2, 1)] * 20),
+        config=elche.DDPConfig(policy="async", exchange="host"),
+    )  # fmt: skip
+    state = train.init(params())
+    rows = {name: leaf[: 60 * BATCH] for name, leaf in data().items()}
+    for window in train.windows(rows, BATCH):
+        state, metrics = train(state, window)
+    assert train.skipped == 0 and np.isfinite(metrics["loss"])
+    elche.check_replicas(state.params)
+    assert np.abs(elche.unreplicate(state.params)["w"] - params()["w"]).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("weigh", "got"),
+    [
+        (lambda work: work.steps[:1], r"ShapeDtypeStruct\(shape=\(1,\), .* for two devices"),
+        (lambda work: [1.0, 2.0], r"\[.*\] for two devices"),
+        (lambda work: None, "None for two devices"),
+        (lambda work: np.sqrt(work.steps), "one that raises TracerArrayConversionError: "),
+        (lambda work: work.steps if work.loss[0] > 1 else work.loss, "one that raises Tracer"),
+    ],
+    ids=["shape", "list", "none", "numpy", "branch"],
+)
+def test_weights_that_are_no_array(weigh, got):
+    class Own(elche.ParameterAveraging):
+        def weigh(self, work):
+            return weigh(work)
+
+    with pytest.raises(
+        TypeError, match=f"^Own: weigh must give one number per device, .* got {got}"
+    ):
+        elche.build_train_step(loss_fn, optax.sgd(0.1), averaging=Own())
+
+
+def test_more_windows_than_may_be_pending():
+    with pytest.raises(ValueError, match=r"^MeanGradient: delay must be at most 64, got 65\.$"):
+        elche.MeanGradient(delay=65)

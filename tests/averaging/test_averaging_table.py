@@ -59,6 +59,15 @@ TABLE = {
         elche.DiLoCo(OUTER, compression="int8", delay=1), BY_HAND | {"kind": "int8", "delay": 1},
     ),
     "DiLoCo, three pending": (elche.DiLoCo(OUTER, delay=3), BY_HAND | {"delay": 3}),
+    "a rule of one's own, moments averaged": (
+        InverseLoss(),
+        LOCAL | {"optimizer_state": "average",
+                 "weigh": lambda steps, losses: 1 / np.where(losses, losses, 1)},
+    ),
+    "a rule of one's own, three pending": (
+        InverseLoss(**KEEP, delay=3),
+        LOCAL | {"delay": 3, "weigh": lambda steps, losses: 1 / np.where(losses, losses, 1)},
+    ),
     "a rule of one's own": (
         InverseLoss(**KEEP),
         LOCAL | {"weigh": lambda steps, losses: 1 / np.where(losses, losses, 1)},
