@@ -46,7 +46,7 @@ def build(averaging=None, world=2, **options):
         (lambda: elche.MeanGradient(compression="int4"), ValueError,
          r"MeanGradient: compression must be one of None, 'bfloat16', 'int8', got 'int4'\.$"),
         (lambda: elche.ParameterAveraging(delay=1), ValueError,
-         r"ParameterAveraging: optimizer_state must be 'keep' with delay=1, .* got 'average'\. Pass"),
+         r"ParameterAveraging: optimizer_state must be 'keep' with delay=1, .* got 'average'\. P"),
         (lambda: elche.DiLoCo(0.7), TypeError,
          r"DiLoCo: outer must be an optax optimizer, got 0\.7 \(float\)\. Pass optax\.sgd\(0\.7, "),
         (lambda: elche.DiLoCo(SGD, 0), ValueError, r"DiLoCo: inner_steps must be at least 1, got"),
