@@ -135,12 +135,14 @@ def adopt(
     if kept is None or not kept.pending:
         return state
     if not options.pending:
-        if options.averaging is None and any(np.any(one.steps) for one in kept.pending):
+        if not any(np.any(one.steps) for one in kept.pending):
+            return state
+        if options.averaging is None:
             logger.warning(
                 "elche: gradients of up to %d windows were not applied when this run was saved; "
                 "they are left out, as it goes on on one device or over the host.",
                 len(kept.pending),
-            )  # fmt: skip
+            )
         return state.replace(averaging=kept.replace(pending=_idle(kept, merge)))
     known = sum(one.steps for one in kept.pending)
     if options.averaging is None or np.array_equal(known, kept.steps[..., 0]):
