@@ -151,7 +151,10 @@ class CollectiveProgram:
 
         def end(part: int) -> Ended:
             oldest, *later = queue
-            mean, metrics, error = exchanged or self._exchange(state, after, oldest, sums, part)
+            made = exchanged or self._exchange(state, after, oldest, sums, part)
+            if self.pending:  # the same bits, whether or not it went on beside the steps
+                made = jax.lax.optimization_barrier(made)
+            mean, metrics, error = made
             now, fine = self.rule.apply(
                 state, with_averaging(after, error=error), mean, oldest, later, part
             )

@@ -78,6 +78,7 @@ class Feed:
         resident: The data set on the devices, leaves `(world_size, examples, ...)`, for
             `placement="resident"`; else None.
         adaptive: Whether counts change, so that a larger capacity pays.
+        ahead: Whether larger capacities are compiled before they are needed.
         largest_count: The largest count that will come, where it is known.
     """
 
@@ -88,10 +89,11 @@ class Feed:
         programs: Programs,
         resident: PyTree,
         adaptive: bool,
+        ahead: bool,
         largest_count: int | None,
     ):
         self._plan, self._placer, self._programs = plan, placer, programs
-        self._resident, self._adaptive = resident, adaptive
+        self._resident, self._adaptive, self._ahead = resident, adaptive, ahead
         self._largest_count = largest_count
         shapes = jax.tree.leaves((plan.microbatch, resident))
         layout = (plan.placement, *((leaf.shape, leaf.dtype) for leaf in shapes))
@@ -157,7 +159,7 @@ class Feed:
             self._capacities.add(first)
             return first
         ahead = min(capacity_for(int(count / APPROACH)), self._largest)
-        if ahead > max(known):
+        if self._ahead and ahead > max(known):
             self._programs.prepare(self._payload_shape(ahead))
             self._capacities.add(ahead)
         ready = [c for c in known if self._is_ready(c)]

@@ -66,9 +66,9 @@ class Loading:
         """A feed of these data for these programs."""
         placer = Placer(self._devices, stacked_sharding(self._devices))
         resident = self._place(plan.source) if plan.placement == "resident" else None
-        return Feed(
-            plan, placer, programs, resident, adaptive and len(self._devices) > 1, largest_count
-        )
+        # one microbatch needs no loop, and windows of one device seldom grow
+        several = len(self._devices) > 1
+        return Feed(plan, placer, programs, resident, adaptive and several, several, largest_count)
 
     def _place(self, source: Source) -> PyTree:
         assert isinstance(source, ArraySource)  # choose_placement has checked it
