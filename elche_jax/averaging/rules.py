@@ -80,7 +80,7 @@ class AveragingRule:
     delay: int = 0
 
     def weigh(self, work: DeviceWork) -> Any:
-        """Weights of the devices, an array `(devices,)` of numbers of at least 0.
+        """Weights of the devices, an array `(devices,)` of numbers of at least 0, not all 0.
 
         A device's share is its weight over the sum of them, and 0 if it has not worked. With
         an exchange on the devices it is traced, like an optax schedule; on the host it gets

@@ -18,13 +18,13 @@ from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.loop import LoopHook, run_loop
 from elche_jax.engine.microbatch import chosen
 from elche_jax.engine.reduce import Mean
-from elche_jax.engine.rule import Leaves, Rule
-from elche_jax.engine.state import PendingUpdate, TrainState
+from elche_jax.engine.rule import Ended, Leaves, Rule
+from elche_jax.engine.state import TrainState
 
 PyTree = Any
 Sums = dict[str, Any]
 Exchanged = tuple[Mean, dict[str, Any], Leaves]
-Ended = tuple[TrainState, Any, dict[str, Any]]
+Result = tuple[TrainState, Any, dict[str, Any]]
 
 
 @jax.tree_util.register_dataclass
@@ -101,7 +101,7 @@ class CollectiveProgram:
         exchanged = None
         if self.pending:
             oldest = state.averaging.pending[0]
-            exchanged = self._exchange(state, state, oldest, carried.before[0], 0)
+            exchanged = self._exchange(Ended(state, state, oldest, 0), carried.before[0])
         carried, _ = self._loop(state, carried, payload, call_args)
         if self.pending:
             carried, exchanged = jax.lax.optimization_barrier((carried, exchanged))
@@ -144,25 +144,25 @@ class CollectiveProgram:
 
     def _end(
         self, state: TrainState, carried: Carried, exchanged: Exchanged | None = None
-    ) -> Ended:
+    ) -> Result:
         after, new = self.rule.finish(state, carried.own)
         sums = (*carried.before, self.rule.sums_of(carried.own))[0]
         queue = [*(state.averaging.pending if self.pending else ()), new]
 
-        def end(part: int) -> Ended:
+        def end(part: int) -> Result:
             oldest, *later = queue
-            made = exchanged or self._exchange(state, after, oldest, sums, part)
+            ended = Ended(state, after, oldest, part, later)
+            made = exchanged or self._exchange(ended, sums)
             if self.pending:  # the same bits, whether or not it went on beside the steps
                 made = jax.lax.optimization_barrier(made)
             mean, metrics, error = made
-            now, fine = self.rule.apply(
-                state, with_averaging(after, error=error), mean, oldest, later, part
-            )
+            ended = replace(ended, after=with_averaging(after, error=error))
+            now, fine = self.rule.apply(ended, mean)
             if self.pending:
                 now = with_averaging(now, pending=tuple(later))
             return now, fine & mean.sound, metrics | {"finite": metrics["finite"] & fine}
 
-        branches: list[Callable[[], Ended]] = [partial(end, p) for p in range(self.rule.parts)]
+        branches: list[Callable[[], Result]] = [partial(end, p) for p in range(self.rule.parts)]
         if len(branches) == 1:
             now, fine, metrics = end(0)
         else:
@@ -179,12 +179,11 @@ class CollectiveProgram:
         metrics["loss"] = jnp.where(metrics["weight"] > 0, metrics["loss"], jnp.nan)
         return now, new.own & fine, metrics
 
-    def _exchange(
-        self, before: TrainState, after: TrainState, oldest: PendingUpdate, sums: Sums, part: int
-    ) -> Exchanged:
-        contribution, error = self.rule.contribute(before, after, oldest, sums, part)
-        axis = DeviceAxis(self.rule.size)
+    def _exchange(self, ended: Ended, sums: Sums) -> Exchanged:
+        before = ended.before
+        contribution, error = self.rule.contribute(ended, sums)
         reduction = self.rule.reduction(before)
+        axis = DeviceAxis(self.rule.size)
         mean, metrics = reduction(axis, contribution, before.step - self.pending)
         return mean, metrics, error
 

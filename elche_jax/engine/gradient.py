@@ -21,7 +21,7 @@ from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.microbatch import all_finite, chosen, clip, computed_once, floats
 from elche_jax.engine.precision import adjust
 from elche_jax.engine.reduce import Contribution, Mean, Reduction, Row
-from elche_jax.engine.rule import Leaves, Rule
+from elche_jax.engine.rule import Ended, Leaves, Rule
 from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
 from elche_jax.engine.wire import encode
 
@@ -116,15 +116,8 @@ class GradientRule(Rule):
         done = PendingUpdate(grads, carry.weight, own, merged)
         return state.replace(model_state=now), done
 
-    def contribute(
-        self,
-        before: TrainState,
-        after: TrainState,
-        done: PendingUpdate,
-        sums: dict[str, Any],
-        part: int,
-    ) -> tuple[Contribution, Leaves]:
-        del after, part
+    def contribute(self, ended: Ended, sums: dict[str, Any]) -> tuple[Contribution, Leaves]:
+        before, done = ended.before, ended.done
         error = [] if before.averaging is None else before.averaging.error
         worked = done.steps > 0
         payload, error = encode(done.progress, error, worked & done.own, self.compression)
@@ -137,18 +130,10 @@ class GradientRule(Rule):
         sums = sums | {"bad": (~done.own).astype(jnp.float32)}
         return Contribution(payload, jnp.stack(row), sums, state), error
 
-    def apply(
-        self,
-        before: TrainState,
-        after: TrainState,
-        mean: Mean,
-        done: PendingUpdate,
-        later: list[PendingUpdate],
-        part: int,
-    ) -> tuple[TrainState, Any]:
-        del part
+    def apply(self, ended: Ended, mean: Mean) -> tuple[TrainState, Any]:
+        before, after = ended.before, ended.after
         trained, frozen = self.work.selection.split(after.params)
-        merged, last = self.merged(before, after, mean)
+        merged, last = self.merged(ended, mean)
         grads = self._packing(trained).unpack(mean.payload, AXIS)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
         tx = optax.with_extra_args_support(self.tx)  # some ask for the loss, or the work done
@@ -167,7 +152,7 @@ class GradientRule(Rule):
         params, opt_state, merged, error = chosen(
             good, made, (after.params, after.opt_state, last, kept)
         )
-        model_state, averaging = self.with_merged(after, merged, later)
+        model_state, averaging = self.with_merged(ended, merged)
         if averaging is not None:
             averaging = averaging.replace(error=error)
         state = after.replace(

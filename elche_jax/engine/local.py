@@ -30,7 +30,7 @@ from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.merge import MergeRules, opt_rules
 from elche_jax.engine.microbatch import all_finite, chosen, clip, computed_once, floats
 from elche_jax.engine.reduce import Contribution, Mean, Reduction, Row, shares_of
-from elche_jax.engine.rule import Leaves, Rule, wide
+from elche_jax.engine.rule import Ended, Leaves, Rule, wide
 from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
 from elche_jax.engine.trainable import Selection
 from elche_jax.engine.wire import encode
@@ -158,14 +158,8 @@ class LocalRule(Rule):
         done = PendingUpdate(progress, steps, own, merged)
         return after.replace(averaging=kept), done
 
-    def contribute(
-        self,
-        before: TrainState,
-        after: TrainState,
-        done: PendingUpdate,
-        sums: dict[str, Any],
-        part: int,
-    ) -> tuple[Contribution, Leaves]:
+    def contribute(self, ended: Ended, sums: dict[str, Any]) -> tuple[Contribution, Leaves]:
+        before, after, done, part = ended.before, ended.after, ended.done, ended.part
         sums = jax.tree.map(lambda x: jnp.where(done.own, x, 0), sums)
         kept, base = after.averaging, self._pick(self._base(before, after), part)
         progress, steps = done.progress, done.steps
@@ -187,19 +181,12 @@ class LocalRule(Rule):
             state = self.brought(self.merge_rules, old, state)
         if self.averaging.optimizer_state == "average":
             leaves = jax.tree.leaves(before.opt_state), jax.tree.leaves(after.opt_state)
-            state += self.brought(self._opt_rules(before), *leaves)
+            state = state + self.brought(self._opt_rules(before), *leaves)
         sums["bad"] = (~done.own).astype(jnp.float32)
         return Contribution(payload, jnp.stack(row), sums, state), self._put(error, part, lost)
 
-    def apply(
-        self,
-        before: TrainState,
-        after: TrainState,
-        mean: Mean,
-        done: PendingUpdate,
-        later: list[PendingUpdate],
-        part: int,
-    ) -> tuple[TrainState, Any]:
+    def apply(self, ended: Ended, mean: Mean) -> tuple[TrainState, Any]:
+        before, after, part = ended.before, ended.after, ended.part
         base = self._base(before, after)
         trained, frozen = self.work.selection.split(after.params)
         mine, structure = jax.tree.flatten(trained)
@@ -212,18 +199,18 @@ class LocalRule(Rule):
         base, mine = chosen(good, self._put(base, part, new), base), self._put(mine, part, new)
         if self.late:
             mine = base
-            for one in later:
+            for one in ended.later:
                 mine = [_after(y, g) for y, g in zip(mine, one.progress, strict=True)]
         params = structure.unflatten(mine)
         count = len(self.merge_rules.rules)
-        opt_state = self._optimizer_state(before, after, params, mean.state[count:], done, good)
-        merged = chosen(good, *self.merged(before, after, mean))
-        model_state, kept = self.with_merged(after, merged, later)
+        opt_state = self._optimizer_state(ended, params, mean.state[count:], good)
+        merged = chosen(good, *self.merged(ended, mean))
+        model_state, kept = self.with_merged(ended, merged)
         state = after.replace(
             params=self.work.selection.join(params, frozen),
             opt_state=opt_state,
             model_state=model_state,
-            averaging=self._kept(kept, base, outer, later, part, good),
+            averaging=self._kept(ended, kept, base, outer, good),
         )
         if not self.late:  # else no device has anything to give: all stays as it was
             state = state.replace(**chosen(good, _changed(state), _changed(before)))
@@ -265,42 +252,33 @@ class LocalRule(Rule):
 
     def _kept(
         self,
+        ended: Ended,
         kept: AveragingState | None,
         base: Leaves,
         outer: tuple[PyTree, ...],
-        later: list[PendingUpdate],
-        part: int,
         good: Any,
     ) -> AveragingState | None:
         if kept is None:
             return None
         steps = kept.steps
         if self.late:
-            steps = jnp.sum(jnp.stack([jnp.float32(0), *(one.steps for one in later)]))[None]
+            steps = jnp.sum(jnp.stack([jnp.float32(0), *(one.steps for one in ended.later)]))[None]
         elif steps is not None:
-            steps = steps.at[part].set(0)
+            steps = steps.at[ended.part].set(0)
         return kept.replace(
             outer=chosen(good, outer, kept.outer) if outer else (),
             base=base if kept.base else [],
             steps=steps,
         )
 
-    def _optimizer_state(
-        self,
-        before: TrainState,
-        after: TrainState,
-        trained: PyTree,
-        mean: Leaves,
-        done: PendingUpdate,
-        good: Any,
-    ) -> PyTree:
+    def _optimizer_state(self, ended: Ended, trained: PyTree, mean: Leaves, good: Any) -> PyTree:
         how = self.averaging.optimizer_state
         if how == "reset":
             return self.tx.init(trained)
         if how == "keep":  # anew for a device that was left out
-            return chosen(done.own | ~good, after.opt_state, self.tx.init(trained))
-        leaves, structure = jax.tree.flatten(before.opt_state)
-        return structure.unflatten(self.taken(self._opt_rules(before), leaves, mean, []))
+            return chosen(ended.done.own | ~good, ended.after.opt_state, self.tx.init(trained))
+        leaves, structure = jax.tree.flatten(ended.before.opt_state)
+        return structure.unflatten(self.taken(self._opt_rules(ended.before), leaves, mean, []))
 
     def _opt_rules(self, state: TrainState) -> MergeRules:
         rules = opt_rules(state.opt_state)

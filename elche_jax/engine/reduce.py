@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from elche_jax.averaging.rules import Compression, DeviceWork, Weigh
 from elche_jax.engine.axis import Axis, PerDevice
@@ -74,7 +75,7 @@ class Mean:
         spread: Of every pooled variance how far the devices' means lie apart, squared, on average.
         good: Whether any device had a part in it.
         finite: Whether all that devices brought is finite.
-        sound: Whether the weights of devices are numbers of at least 0.
+        sound: Whether the weights of devices are numbers of at least 0, not all of them 0.
         loss: Mean loss over all devices.
     """
 
@@ -181,9 +182,7 @@ class Reduction:
         """Bytes that a device puts in."""
         if axis.size == 1:
             return axis.xp.float32(0)
-        some: list[int] = []
-        axis.each(lambda one: some.append(self.bytes_of(one)), contributions)
-        return axis.xp.float32(some[0])
+        return axis.xp.float32(np.max(axis.each(self.bytes_of, contributions)))
 
     def bytes_of(self, contribution: Contribution) -> int:
         """Bytes of a contribution, or of its shapes; the spread of a pooled variance is
@@ -195,12 +194,13 @@ class Reduction:
 
 def shares_of(weigh: Weigh, work: DeviceWork) -> tuple[Any, Any]:
     """Shares of the devices, float32, all 0 where nobody has worked; and whether the weights are
-    numbers of at least 0."""
+    numbers of at least 0, not all of them 0."""
     xp = work.xp
     weights = xp.where(work.worked, weigh(work), 0).astype(xp.float32)
     sound = (xp.isfinite(weights) & (weights >= 0)).all()
     weights = xp.where(sound, weights, 0)
     total = weights.sum()
+    sound &= (total > 0) | ~work.worked.any()
     return weights / xp.where(total > 0, total, 1), sound
 
 

@@ -10,7 +10,7 @@ A transport calls these and does the mean: the devices among themselves
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,25 @@ from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
 
 PyTree = Any
 Leaves = list[Any]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A window that is exchanged, on one device.
+
+    Attributes:
+        before: The state that it began with; read where none is pending.
+        after: The device's state.
+        done: What the device did in it.
+        part: The part of the parameters that is exchanged.
+        later: What it has done in windows since, oldest first.
+    """
+
+    before: TrainState
+    after: TrainState
+    done: PendingUpdate
+    part: int
+    later: Sequence[PendingUpdate] = ()
 
 
 @dataclass(frozen=True)
@@ -92,43 +111,21 @@ class Rule(ABC):
         """
 
     @abstractmethod
-    def contribute(
-        self,
-        before: TrainState,
-        after: TrainState,
-        done: PendingUpdate,
-        sums: dict[str, Any],
-        part: int,
-    ) -> tuple[Contribution, Leaves]:
+    def contribute(self, ended: Ended, sums: dict[str, Any]) -> tuple[Contribution, Leaves]:
         """What a device brings to the mean, and what is lost on the wire.
 
         Args:
-            before: The state that the window began with.
-            after: The device's state at its end.
-            done: What it has done in the window that is exchanged.
-            sums: What it has summed in it, see `sums_of`.
-            part: The part of the parameters.
+            ended: The window.
+            sums: What the device has summed in it, see `sums_of`.
         """
 
     @abstractmethod
-    def apply(
-        self,
-        before: TrainState,
-        after: TrainState,
-        mean: Mean,
-        done: PendingUpdate,
-        later: list[PendingUpdate],
-        part: int,
-    ) -> tuple[TrainState, Any]:
+    def apply(self, ended: Ended, mean: Mean) -> tuple[TrainState, Any]:
         """Takes up a mean.
 
         Args:
-            before: The state that the window began with; read where none is pending.
-            after: The device's state.
+            ended: The window that it is of.
             mean: The mean, and whether it is good.
-            done: What the device did in the window that it is of.
-            later: What it has done in windows since, oldest first.
-            part: The part of the parameters.
 
         Returns:
             The state, and whether what was made of the mean is finite, if the mean is.
@@ -209,31 +206,29 @@ class Rule(ABC):
         pairs = zip(begun, self.merged_leaves(now), strict=True)
         return [rules.change(i, old, new) for i, (old, new) in enumerate(pairs)]
 
-    def merged(self, before: TrainState, after: TrainState, mean: Mean) -> tuple[Leaves, Leaves]:
+    def merged(self, ended: Ended, mean: Mean) -> tuple[Leaves, Leaves]:
         """The merged leaves of model state, by this mean and by the last one."""
         rules, count = self.merge_rules, len(self.merge_rules.rules)
         if not self.late:
-            old = self.merged_leaves(before.model_state)
+            old = self.merged_leaves(ended.before.model_state)
             return self.taken(rules, old, mean.state[:count], mean.spread), old
-        old, more = _last_merged(after), iter(mean.spread)
+        old, more = _last_merged(ended.after), iter(mean.spread)
         new = [rules.changed(i, x, mean.state[i]) for i, x in enumerate(old)]
         for i, pooled in enumerate(rules.mean_of):
             if pooled is not None:
                 new[i] += next(more).astype(new[i].dtype)
         return new, old
 
-    def with_merged(
-        self, after: TrainState, merged: Leaves, later: list[PendingUpdate]
-    ) -> tuple[PyTree, AveragingState | None]:
+    def with_merged(self, ended: Ended, merged: Leaves) -> tuple[PyTree, AveragingState | None]:
         """A device's model state, by the last mean and what it has done since; and what
         averaging adds to the state."""
-        rules, own, kept = self.merge_rules, merged, after.averaging
-        for one in later if self.late else ():
+        rules, own, kept = self.merge_rules, merged, ended.after.averaging
+        for one in ended.later if self.late else ():
             pairs = zip(own, one.model_state, strict=True)
             own = [rules.changed(i, x, change) for i, (x, change) in enumerate(pairs)]
         if kept is not None and kept.merged:
             kept = kept.replace(merged=merged)
-        return self.with_leaves(after.model_state, own), kept
+        return self.with_leaves(ended.after.model_state, own), kept
 
 
 def _last_merged(state: TrainState) -> Leaves:

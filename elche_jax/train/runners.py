@@ -19,7 +19,7 @@ from elche_jax.engine.loss import LossFn, inspect_loss
 from elche_jax.engine.merge import MergeRules
 from elche_jax.engine.microbatch import Microbatches
 from elche_jax.engine.reduce import Contribution
-from elche_jax.engine.rule import Rule
+from elche_jax.engine.rule import Ended, Rule
 from elche_jax.engine.runner import Runner
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.trainable import Selection
@@ -179,7 +179,8 @@ class Runners:
             carry = rule.zeros(state)
             after, done = rule.finish(state, carry)
             sums = rule.sums_of(carry)
-            return [rule.contribute(state, after, done, sums, p)[0] for p in range(rule.parts)]
+            parts = [Ended(state, after, done, part) for part in range(rule.parts)]
+            return [rule.contribute(ended, sums)[0] for ended in parts]
 
         sent = sum(map(rule.reduction(one).bytes_of, jax.eval_shape(brought, one)))
         frozen = jax.tree.leaves(initial.selection.split(one.params)[1])

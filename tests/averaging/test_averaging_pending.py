@@ -116,10 +116,11 @@ def test_a_window_that_is_not_finite_is_counted_once(rule, delay, exchange):
 
 @pytest.mark.parametrize("exchange", ["device", "host"])
 @pytest.mark.parametrize("delay", [0, 1, 2])
-def test_weights_that_are_no_numbers_are_an_error(delay, exchange):
+@pytest.mark.parametrize("times", [np.nan, 0.0])
+def test_weights_that_share_nothing_out_are_an_error(times, delay, exchange):
     class Broken(elche.ParameterAveraging):
         def weigh(self, work):
-            return work.steps * work.xp.nan
+            return work.steps * times
 
     with pytest.raises(elche.NonFiniteError):
         averaged.train_on(

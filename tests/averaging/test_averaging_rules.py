@@ -188,7 +188,7 @@ def test_shares_are_those_of_float64(counts, exponent, schedule, bad):
         np.testing.assert_allclose(got.sum(), 1, rtol=1e-6)
 
 
-@pytest.mark.parametrize("weights", [[1.0, np.inf], [1.0, -1.0], [np.nan, 1.0]])
+@pytest.mark.parametrize("weights", [[1.0, np.inf], [1.0, -1.0], [np.nan, 1.0], [0.0, 0.0]])
 def test_weights_that_are_none_are_noticed(weights):
     for xp in (np, jnp):
         ones = xp.ones(2, xp.float32)

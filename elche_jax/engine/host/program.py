@@ -11,7 +11,7 @@ import jax
 
 from elche_jax.engine.collective import CollectiveProgram, with_averaging
 from elche_jax.engine.reduce import Contribution, Mean
-from elche_jax.engine.rule import Rule
+from elche_jax.engine.rule import Ended, Rule
 from elche_jax.engine.state import PendingUpdate, TrainState
 from elche_jax.engine.trainable import Selection
 
@@ -63,7 +63,7 @@ class HostProgram(CollectiveProgram):
         """
         after, done = self.thin.finish(state, carried.own, anew)
         sums = self.rule.sums_of(carried.own)
-        brought, error = self.thin.contribute(state, after, done, sums, part)
+        brought, error = self.thin.contribute(Ended(state, after, done, part), sums)
         if not self.rule.late:  # its state tells
             done = replace(done, progress=[], model_state=[])
         after = with_averaging(after, error=error).replace(
@@ -97,5 +97,5 @@ class HostProgram(CollectiveProgram):
         Returns:
             Its state, and whether all that was made of means was finite: else the old stays.
         """
-        state, well = self.thin.apply(before, after, mean, done, later, part)
+        state, well = self.thin.apply(Ended(before, after, done, part, later), mean)
         return (state, fine & well), None
