@@ -29,7 +29,7 @@ class DivergenceReader:
     """
 
     def __init__(self, devices: Sequence[jax.Device], pending: int):
-        self.unread: list[tuple[int, tuple[int, ...]]] = []
+        self.unread: tuple[tuple[int, tuple[int, ...]], ...] = ()
         self._pending, self._devices = pending, devices
         self._warned = len(devices) < 2
         self._ended = False
@@ -40,15 +40,17 @@ class DivergenceReader:
 
     def restore(self, unread: Sequence[Any]) -> None:
         """Goes on with windows whose metrics are to come, as far as any are."""
-        known = [(window, tuple(counts)) for window, counts in unread]
-        self.unread = known[len(known) - self._pending :] if self._pending else []
+        known = tuple((window, tuple(counts)) for window, counts in unread)
+        self.unread = known[len(known) - self._pending :] if self._pending else ()
 
     def read(self, plan: WindowPlan, metrics: Mapping[str, Any]) -> Divergence | None:
         """The divergence that a window's metrics tell of; None before the first."""
-        self.unread.append((plan.window, plan.counts))
+        # never changed in place: a checkpoint that is being written has the one of its window
+        self.unread = (*self.unread, (plan.window, plan.counts))
         if len(self.unread) <= self._pending:
             return None
-        window = self.unread.pop(0)
+        window, *rest = self.unread
+        self.unread = tuple(rest)
         if self._ended:
             return None
 

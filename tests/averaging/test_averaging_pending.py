@@ -284,3 +284,42 @@ def test_weights_that_are_no_array(weigh, got):
 def test_more_windows_than_may_be_pending():
     with pytest.raises(ValueError, match=r"^MeanGradient: delay must be at most 64, got 65\.$"):
         elche.MeanGradient(delay=65)
+
+
+def test_what_a_checkpoint_knows_stays_as_it_is_while_training_goes_on():
+    """It is written while later windows are read."""
+    train = elche.build_train_step(
+        loss_fn, averaged.TX, devices=jax.devices()[:2], cadence=elche.Replay([(2, 1)] * 12),
+        averaging=elche.ParameterAveraging(**KEEP, delay=2),
+    )  # fmt: skip
+    state = train.init(params())
+    with train.windows({n: leaf[: 36 * BATCH] for n, leaf in data().items()}, BATCH) as windows:
+        for window in windows:
+            state, _ = train(state, window)
+            if window.index == 5:
+                windows.drain()
+                known = train.run_to_dict()
+    assert list(known["unread"]) == [(4, (2, 1)), (5, (2, 1))]
+    assert [seen["window"] for seen in known["divergence"]] == [0, 1, 2, 3]
+    assert [seen.window for seen in train.divergence] == list(range(10))
+
+
+def test_over_the_host_every_window_tells_of_itself():
+    """Also after windows that told of earlier ones, on the devices."""
+
+    def build(exchange):
+        return elche.build_train_step(
+            loss_fn, averaged.TX, devices=jax.devices()[:2], cadence=elche.Replay([(2, 1)] * 12),
+            averaging=elche.ParameterAveraging(**KEEP, delay=1),
+            config=elche.DDPConfig(exchange=exchange),
+        )  # fmt: skip
+
+    first, then = build("device"), build("host")
+    state, rows = first.init(params()), {n: leaf[: 18 * BATCH] for n, leaf in data().items()}
+    for window in first.windows(rows, BATCH):
+        state, _ = first(state, window)
+    state, cursor = then.init(params()), window.cursor
+    then.restore_run(first.run_to_dict())
+    for window in then.windows(rows, BATCH, epochs=2, cursor=cursor):
+        state, _ = then(state, window)
+    assert [seen.window for seen in then.divergence][-1] == window.index
