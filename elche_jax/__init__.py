@@ -14,6 +14,7 @@ from elche_jax.advice import (
     Plan as Plan,
     advise as advise,
 )
+from elche_jax.averaging.exchange import HostExchange as HostExchange
 from elche_jax.averaging.rules import (
     AveragingRule as AveragingRule,
     DeviceWork as DeviceWork,

@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from elche_jax import _check as check
+from elche_jax.averaging.exchange import HostExchange
+from elche_jax.averaging.rules import AveragingRule, MeanGradient, changed, check_late
 from elche_jax.cadence import Balanced, Cadence, ElChe, EveryBatch
 from elche_jax.cadence.apportion import MAX_TOTAL
 from elche_jax.cadence.hint import checked_hint
@@ -14,6 +16,9 @@ POLICIES = ("auto", "sync", "cadence", "async")
 COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 EXCHANGE_DTYPES = ("float32", "bfloat16")
 EXCHANGES = ("device", "host")
+ARGUMENTS = ("max_grad_norm", "compute_dtype", "verify_every", "timeline")
+"""Knobs that are arguments of `build_train_step`."""
+
 CADENCE_KNOBS = (
     "policy", "anchor", "overhead_target", "max_anchor", "total", "max_batch_diff", "speed_hint",
 )  # fmt: skip
@@ -34,7 +39,11 @@ class Recorder(Protocol):
 
 @dataclass(frozen=True)
 class DDPConfig:
-    """All knobs of a training step in one place, for scripts and command lines.
+    """Knobs of a training step in one flat place, for scripts and command lines.
+
+    Each of them says what an object or an argument of `build_train_step` says: a cadence, a rule
+    (`MeanGradient`), a `HostExchange`, or the argument of the same name. A knob that is given
+    in both places is an error.
 
     `max_anchor` says how far the cadence may go: None leaves it to the cadence, `n` caps
     it, and 0 switches it off. That is classic data parallel, a constant global batch, with
@@ -50,9 +59,9 @@ class DDPConfig:
         policy: `"auto"`: `"cadence"` where the devices are of several kinds, `"sync"`
             where they are alike. `"sync"`: one microbatch per device and window.
             `"cadence"`: `ElChe` sizes the windows. `"async"`: the same (or a cadence of
-            your own), and nobody waits for the exchange of a window: `delay=1`, or devices
-            that run ahead with `exchange="host"`. With one device there is no cadence: every
-            microbatch is a step.
+            your own), and nobody waits for the exchange of a window: the rule's `delay=1`, or
+            with `exchange="host"` devices that run ahead, see `HostExchange`. With one device
+            there is no cadence: every microbatch is a step.
         anchor: First count of the slowest device, at least 1, see `ElChe`. With
             `max_anchor=0` the mean count of a device, where `total` is not given.
         overhead_target: Share of a window that synchronising may cost, in
@@ -61,35 +70,23 @@ class DDPConfig:
             the first report on. None: 200, or `anchor` where that is larger. 0: the
             balancer, as above.
         max_batch_diff: Largest change of a count per window, at least 1, see `ElChe`;
-            None for no bound. Under `"async"` with `exchange="host"` also the most
-            microbatches that a device may begin beyond the oldest window that some device
-            has not delivered.
+            None for no bound. Under `"async"` with `exchange="host"` also that of
+            `HostExchange`.
         speed_hint: What is known of the speeds beforehand, in either form that `ElChe`
             takes; for the balancer, too.
-        max_grad_norm: Clips each device's mean gradient to this global norm before the
-            exchange; above 0, or None. (To clip the combined gradient, put
-            `optax.clip_by_global_norm` into the optimizer.)
-        compute_dtype: `"bfloat16"` or `"float16"`: `loss_fn` gets the float leaves of the
-            parameters and of the batch in this type; parameters, gradients' sums and
-            optimizer stay in theirs. None: everything as it is.
+        max_grad_norm: See `build_train_step`.
+        compute_dtype: See `build_train_step`.
         exchange_dtype: Type in which what is exchanged travels between devices, `"float32"` or
-            `"bfloat16"`; they are summed in float32 either way.
-        verify_every: Compare the replicas bit by bit after every so many windows, at
-            least 1; None: never.
+            `"bfloat16"`, the rule's `compression`; it is summed in float32 either way.
+        verify_every: See `build_train_step`.
         total: Microbatches per window over all devices with `max_anchor=0`, at least 1;
             None: `anchor` for each device. One device has no cadence, see `policy`, and
             thus no use for it.
-        timeline: Records the run, a `Timeline`; None: nothing is recorded.
+        timeline: See `build_train_step`.
         exchange: Where the mean of what devices did is made. `"device"`: by the devices among
-            themselves. `"host"`: every device delivers what it did when it is done, and no device
-            waits in a collective; one that is late is left out. Under `"async"` devices
-            then go on while a window is averaged.
-        exchange_timeout: Seconds after the first delivery of a window until a device is
-            late, above 0; with `exchange="host"`.
-        max_overshoot: Under `"async"` with `exchange="host"`: most microbatches that a
-            device may begin beyond the oldest window that is not averaged, at least 0 (a
-            window waits for the average of the one before); never more than three
-            windows. None: one window.
+            themselves. `"host"`: on the host, see `HostExchange`.
+        exchange_timeout: `timeout` of `HostExchange`; with `exchange="host"`.
+        max_overshoot: That of `HostExchange`; under `"async"` with `exchange="host"`.
 
     Raises:
         ValueError: A knob is out of range, or contradicts another one.
@@ -117,7 +114,7 @@ class DDPConfig:
     total: int | None = None
     timeline: Recorder | None = None
     exchange: str = "device"
-    exchange_timeout: float = 60.0
+    exchange_timeout: float = HostExchange.timeout
     max_overshoot: int | None = None
 
     def __post_init__(self) -> None:
@@ -125,21 +122,10 @@ class DDPConfig:
             raise ValueError(
                 f"DDPConfig: policy must be one of {', '.join(POLICIES)}, got {self.policy!r}."
             )
-        if self.max_grad_norm is not None:
-            check.real("DDPConfig", "max_grad_norm", self.max_grad_norm, low=1e-30)
-        if self.compute_dtype is not None:
-            _check_one_of("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
-        _check_one_of("exchange_dtype", self.exchange_dtype, EXCHANGE_DTYPES)
+        check_arguments("DDPConfig", **{name: getattr(self, name) for name in ARGUMENTS})
+        check.one_of("DDPConfig", "exchange_dtype", self.exchange_dtype, EXCHANGE_DTYPES)
         self._check_exchange()
-        if self.verify_every is not None:
-            check.integer("DDPConfig", "verify_every", self.verify_every, low=1)
         self._check_cadence()
-        if self.timeline is not None and (
-            isinstance(self.timeline, type) or not isinstance(self.timeline, Recorder)
-        ):
-            rule, got = "be a Timeline", check.describe(self.timeline)
-            todo = "Pass elche_jax.Timeline(path)."
-            raise TypeError(check.message("DDPConfig", "timeline", rule, got, todo))
 
     def cadence_for(self, world_size: int, kinds: int) -> Cadence[Any]:
         """The cadence that these knobs mean on a machine.
@@ -171,10 +157,78 @@ class DDPConfig:
         return self.elche() if unlike else EveryBatch()
 
     def cadence_knobs(self) -> list[str]:
-        """The knobs of the cadence that differ from their defaults, as `name=value`."""
+        """The knobs that choose the cadence and differ from their defaults, as `name=value`;
+        not those that say how late means are applied."""
+        late = ["policy='async'"]
+        if self.exchange == "host" and self.policy == "async":
+            late.append(f"max_batch_diff={self.max_batch_diff!r}")
         mine = [field for field in fields(self) if field.name in CADENCE_KNOBS]
         values = {field.name: getattr(self, field.name) for field in mine}
-        return [f"{f.name}={values[f.name]!r}" for f in mine if values[f.name] != f.default]
+        said = [f"{f.name}={values[f.name]!r}" for f in mine if values[f.name] != f.default]
+        return [knob for knob in said if knob not in late]
+
+    def rule(
+        self, averaging: AveragingRule | MeanGradient | None = None
+    ) -> AveragingRule | MeanGradient:
+        """A rule, with what these knobs say of the exchange.
+
+        Args:
+            averaging: The rule; None for the mean gradient.
+
+        Raises:
+            ValueError: It says something else, or cannot be late as `policy="async"` asks.
+
+        Examples:
+            >>> from elche_jax import DDPConfig
+            >>> DDPConfig(policy="async", exchange_dtype="bfloat16").rule()
+            MeanGradient(compression='bfloat16', delay=1)
+        """
+        rule = MeanGradient() if averaging is None else averaging
+        if self.exchange_dtype != "float32":
+            if rule.compression not in (None, self.exchange_dtype):
+                must = f"be left out with {type(rule).__name__}(compression={rule.compression!r})"
+                got = repr(self.exchange_dtype)
+                raise ValueError(check.message("DDPConfig", "exchange_dtype", must, got))
+            rule = changed(rule, compression=self.exchange_dtype)
+        if self.policy == "async":
+            if isinstance(rule, AveragingRule):
+                check_late(rule, "policy='async'")
+            if self.exchange == "device":
+                rule = changed(rule, delay=max(1, rule.delay))
+        return rule
+
+    def host_exchange(self) -> HostExchange | None:
+        """The exchange on the host that these knobs ask for, or None.
+
+        Examples:
+            >>> from elche_jax import DDPConfig
+            >>> DDPConfig(exchange="host", exchange_timeout=5.0).host_exchange().timeout
+            5.0
+        """
+        if self.exchange == "device":
+            return None
+        if self.policy != "async":
+            return HostExchange(self.exchange_timeout)
+        return HostExchange(self.exchange_timeout, True, self.max_overshoot, self.max_batch_diff)
+
+    def or_given(self, **arguments: Any) -> dict[str, Any]:
+        """Arguments of `build_train_step` of the same names as knobs, from whichever place.
+
+        Args:
+            **arguments: Those that were given there.
+
+        Raises:
+            ValueError: One is given in both places.
+        """
+        both = {name: getattr(self, name) for name, value in arguments.items() if value is not None}
+        for name, mine in both.items():
+            if mine is not None:
+                rule = f"be left out where config says it ({mine!r})"
+                got = repr(arguments[name])
+                raise ValueError(check.message("build_train_step", name, rule, got))
+        return {name: getattr(self, name) for name in arguments} | {
+            name: arguments[name] for name in both
+        }
 
     def _check_cadence(self) -> None:
         where = "DDPConfig"
@@ -196,22 +250,18 @@ class DDPConfig:
 
     def _check_exchange(self) -> None:
         where = "DDPConfig"
-        _check_one_of("exchange", self.exchange, EXCHANGES)
-        check.real(where, "exchange_timeout", self.exchange_timeout, above=0)
-        ahead = self.exchange == "host" and self.policy == "async"
-        if self.max_overshoot is not None:
-            check.integer(where, "max_overshoot", self.max_overshoot, low=0)
-            if not ahead:
-                rule = "be None unless exchange='host' and policy='async'"
-                todo = "Else no device runs ahead; leave it out."
-                raise ValueError(
-                    check.message(where, "max_overshoot", rule, self.max_overshoot, todo)
-                )
-        if self.exchange != "host" and self.exchange_timeout != 60.0:
-            rule, todo = "be left at 60.0 unless exchange='host'", "Leave it out."
+        check.one_of(where, "exchange", self.exchange, EXCHANGES)
+        default, ahead = HostExchange.timeout, self.exchange == "host" and self.policy == "async"
+        if self.max_overshoot is not None and not ahead:
+            rule = "be None unless exchange='host' and policy='async'"
+            todo = "Otherwise no device runs ahead; leave it out."
+            raise ValueError(check.message(where, "max_overshoot", rule, self.max_overshoot, todo))
+        if self.exchange != "host" and self.exchange_timeout != default:
+            rule, todo = f"be left at {default} unless exchange='host'", "Leave it out."
             raise ValueError(
                 check.message(where, "exchange_timeout", rule, self.exchange_timeout, todo)
             )
+        self.host_exchange()  # checks the others
 
     def _check_balancer(self) -> None:
         where = "DDPConfig"
@@ -250,7 +300,26 @@ class DDPConfig:
         )
 
 
-def _check_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        rule = f"be one of {', '.join(map(repr, choices))}"
-        raise ValueError(check.message("DDPConfig", name, rule, repr(value)))
+def check_arguments(
+    where: str,
+    max_grad_norm: float | None,
+    compute_dtype: str | None,
+    verify_every: int | None,
+    timeline: Recorder | None,
+) -> None:
+    """Checks arguments of `build_train_step` that are knobs of a `DDPConfig`, too.
+
+    Raises:
+        TypeError: One is of another type.
+        ValueError: One is out of range.
+    """
+    if max_grad_norm is not None:
+        check.real(where, "max_grad_norm", max_grad_norm, low=1e-30)
+    if compute_dtype is not None:
+        check.one_of(where, "compute_dtype", compute_dtype, COMPUTE_DTYPES)
+    if verify_every is not None:
+        check.integer(where, "verify_every", verify_every, low=1)
+    if timeline is not None and (isinstance(timeline, type) or not isinstance(timeline, Recorder)):
+        rule, got = "be a Timeline", check.describe(timeline)
+        todo = "Pass elche_jax.Timeline(path)."
+        raise TypeError(check.message(where, "timeline", rule, got, todo))

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from elche_jax.averaging.exchange import HostExchange
+from elche_jax.averaging.rules import AveragingRule, MeanGradient, ParameterAveraging
 from elche_jax.cadence import Balanced, ElChe, EveryBatch
 from elche_jax.config import DDPConfig
 from elche_jax.observe.timeline import Timeline
@@ -181,6 +183,125 @@ def test_a_hint_for_other_devices_of_the_balancer():
         ValueError, match=r"^Balanced\.init: speed_hint must have one entry per device \(2\), got 3"
     ):
         config.cadence_for(2, kinds=1)
+
+
+# the exchange
+
+
+@pytest.mark.parametrize(
+    ("knobs", "rule"),
+    [
+        ({}, MeanGradient()),
+        ({"exchange_dtype": "bfloat16"}, MeanGradient("bfloat16")),
+        ({"policy": "async"}, MeanGradient(delay=1)),
+        ({"policy": "async", "exchange": "host"}, MeanGradient()),
+    ],
+)
+def test_the_rule_that_knobs_mean(knobs, rule):
+    assert DDPConfig(**knobs).rule() == rule
+
+
+def test_what_a_rule_says_already_stays():
+    rule = ParameterAveraging(optimizer_state="keep", delay=3, compression="bfloat16")
+    assert DDPConfig(policy="async", exchange_dtype="bfloat16").rule(rule) == rule
+    late = ParameterAveraging(optimizer_state="keep")
+    assert DDPConfig(policy="async").rule(late) == replace(late, delay=1)
+    assert late.delay == 0
+
+
+class Own(AveragingRule):
+    """A rule that is no dataclass."""
+
+    optimizer_state = "keep"
+
+
+def test_a_rule_of_another_class_stays_of_it():
+    rule = DDPConfig(policy="async", exchange_dtype="bfloat16").rule(Own())
+    assert isinstance(rule, Own)
+    assert (rule.delay, rule.compression) == (1, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("knobs", "exchange"),
+    [
+        ({}, None),
+        ({"policy": "async"}, None),
+        ({"exchange": "host"}, HostExchange()),
+        ({"exchange": "host", "exchange_timeout": 2.0}, HostExchange(2.0)),
+        ({"exchange": "host", "max_batch_diff": 3}, HostExchange()),
+        (
+            {"exchange": "host", "policy": "async", "max_overshoot": 2, "max_batch_diff": 3},
+            HostExchange(run_ahead=True, max_overshoot=2, max_batch_diff=3),
+        ),
+    ],
+)
+def test_the_exchange_that_knobs_mean(knobs, exchange):
+    assert DDPConfig(**knobs).host_exchange() == exchange
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "text"),
+    [
+        (lambda: HostExchange(0), ValueError, r"HostExchange: timeout must be above 0, got 0"),
+        (lambda: HostExchange("9"), TypeError, r"HostExchange: timeout must be a number, got '9'"),
+        (lambda: HostExchange(run_ahead=1), TypeError, "HostExchange: run_ahead must be of type b"),
+        (
+            lambda: HostExchange(run_ahead=True, max_overshoot=-1),
+            ValueError,
+            "HostExchange: max_overshoot must be at least 0, got -1",
+        ),
+        (
+            lambda: HostExchange(run_ahead=True, max_batch_diff=0),
+            ValueError,
+            "HostExchange: max_batch_diff must be at least 1, got 0",
+        ),
+        (
+            lambda: HostExchange(max_overshoot=1),
+            ValueError,
+            r"HostExchange: max_overshoot must be None unless run_ahead=True, got 1\. Otherwise n",
+        ),
+        (
+            lambda: DDPConfig(exchange="host", exchange_timeout=-1),
+            ValueError,
+            "HostExchange: timeout must be above 0, got -1",
+        ),
+        (
+            lambda: DDPConfig(exchange_timeout=5.0),
+            ValueError,
+            r"DDPConfig: exchange_timeout must be left at 60\.0 unless exchange='host', got 5\.0",
+        ),
+        (
+            lambda: DDPConfig(exchange="host", max_overshoot=1),
+            ValueError,
+            "DDPConfig: max_overshoot must be None unless exchange='host' and policy='async', got",
+        ),
+        (
+            lambda: DDPConfig(exchange="cpu"),
+            ValueError,
+            "DDPConfig: exchange must be one of 'device', 'host', got 'cpu'",
+        ),
+    ],
+)
+def test_exchanges_that_are_none(make, kind, text):
+    with pytest.raises(kind, match="^" + text):
+        make()
+
+
+# arguments that are knobs, too
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_grad_norm", 2.0), ("compute_dtype", "bfloat16"), ("verify_every", 3)],
+)
+def test_an_argument_is_given_in_one_place(name, value):
+    assert DDPConfig().or_given(**{name: value}) == {name: value}
+    assert DDPConfig(**{name: value}).or_given(**{name: None}) == {name: value}
+    with pytest.raises(
+        ValueError,
+        match=rf"^build_train_step: {name} must be left out where config says it \({value!r}\), g",
+    ):
+        DDPConfig(**{name: value}).or_given(**{name: value})
 
 
 # the timeline

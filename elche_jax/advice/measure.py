@@ -111,8 +111,9 @@ def advise(
             None: as many as a window of `ElChe` has.
         emulate: Makes devices slower on purpose, see `elche_jax.lab`.
         **options: Further arguments of `build_train_step`, such as `trainable` or `config`,
-            but no `cadence` and no `averaging`, as the advice is about exchanges of
-            gradients. The cadence and the timeline of a `config` are ignored: the cadence is
+            but no `cadence`, `averaging` or `exchange`, as the advice is about exchanges of
+            gradients on the devices. The cadence and the timeline of a `config` are ignored:
+            the cadence is
             the question, and nothing is recorded.
 
     Returns:
@@ -233,13 +234,13 @@ def _tells(short: Sequence[WindowRecord], long: Sequence[WindowRecord], count: i
 
 def _measurable(options: dict[str, Any]) -> dict[str, Any]:
     """The options for a run that exchanges gradients, under a cadence of `advise`."""
-    for name in ("cadence", "averaging", "guard"):
+    for name in ("cadence", "averaging", "guard", "exchange"):
         if options.get(name) is not None:
             rule, got = "be left out", check.describe(options[name])
             todo = "What is measured are exchanges of gradients, whatever the cadence."
             raise ValueError(check.message("advise", name, rule, got, todo))
     config = options.get("config")
-    rest = {name: value for name, value in options.items() if name != "cadence"}
+    rest = {name: value for name, value in options.items() if name not in ("cadence", "timeline")}
     if not isinstance(config, DDPConfig):
         return rest
     if config.policy == "async" or config.exchange == "host":

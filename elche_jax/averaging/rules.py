@@ -1,6 +1,7 @@
 """What happens to parameters that the devices have trained apart: the user's choice."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
@@ -261,6 +262,14 @@ class MeanGradient:
 
     def __post_init__(self) -> None:
         _check_exchange(type(self).__name__, self)
+
+
+def changed(rule: MeanGradient | AveragingRule, **knobs: Any) -> MeanGradient | AveragingRule:
+    """A copy of a rule, whatever class it is of, with some knobs changed."""
+    rule = copy(rule)
+    for name, value in knobs.items():
+        object.__setattr__(rule, name, value)
+    return rule
 
 
 def _check_exchange(where: str, rule: MeanGradient | AveragingRule) -> None:

@@ -59,7 +59,7 @@ class Timeline:
     Use it as a context manager, or close it:
 
         with Timeline("run.jsonl") as timeline:
-            train = build_train_step(loss_fn, tx, config=DDPConfig(timeline=timeline))
+            train = build_train_step(loss_fn, tx, timeline=timeline)
             ...
 
     **A write that fails**, on a full disk for instance, or a file that falls 100 000 lines

@@ -1,15 +1,15 @@
 """What averaging in parameter space goes with, and how it chooses the cadence."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from elche_jax import _check as check
+from elche_jax.averaging.exchange import HostExchange
 from elche_jax.averaging.rules import (
     AveragingRule,
-    Compression,
     DeviceWork,
     MeanGradient,
     check_late,
@@ -18,7 +18,6 @@ from elche_jax.averaging.rules import (
 from elche_jax.cadence import Cadence, ElChe, FixedTotal
 from elche_jax.cadence.guards import Guard
 from elche_jax.config import DDPConfig
-from elche_jax.engine.host.coordinator import Limits
 from elche_jax.engine.merge import MergeRules
 from elche_jax.train.options import Options
 from elche_jax.train.pipeline import IN_FLIGHT
@@ -26,68 +25,65 @@ from elche_jax.train.pipeline import IN_FLIGHT
 WHERE = "build_train_step"
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """What is exchanged, and how.
-
-    Attributes:
-        averaging: How the devices' own steps are joined; None for gradients.
-        compression: Type on the wire.
-        delay: Windows that may be pending.
-        ahead: Whether nobody waits for a mean, however late it is.
-    """
-
-    averaging: AveragingRule | None
-    compression: Compression | None
-    delay: int
-    ahead: bool
-
-
-def check_exchange(
-    rule: MeanGradient | AveragingRule | None,
-    *,
-    guard: Guard | None,
-    cadence: Cadence[Any] | None,
-    config: DDPConfig,
-    nonfinite: str,
-    dynamic_scale: bool,
-) -> Exchange:
-    """Checks that what was asked for goes together, and brings it to one form.
+def check_averaging(averaging: Any, guard: Any) -> None:
+    """Checks that a rule is a rule, and a guard a guard.
 
     Raises:
         TypeError: `averaging` is no rule, or `guard` no guard.
-        ValueError: Something contradicts it.
+        ValueError: There is a guard without averaging, or the rule contradicts itself.
     """
     if guard is not None and (isinstance(guard, type) or not isinstance(guard, Guard)):
         must, todo = "be a guard such as TrendGuard()", "It needs a method verdict(history)."
         raise TypeError(check.message(WHERE, "guard", must, check.describe(guard), todo))
-    rule = MeanGradient() if rule is None else rule
-    if not isinstance(rule, MeanGradient | AveragingRule):
+    if averaging is not None and not isinstance(averaging, MeanGradient | AveragingRule):
         must = "be ParameterAveraging(...), DiLoCo(...), MeanGradient(...) or None"
-        raise TypeError(check.message(WHERE, "averaging", must, check.describe(rule)))
-    if isinstance(rule, MeanGradient):
-        if guard is not None:
-            must = "be None without averaging, as replicas that are alike do not drift apart"
-            raise ValueError(check.message(WHERE, "guard", must, type(guard).__name__))
-    else:
-        _check_local(rule, cadence, config, nonfinite, dynamic_scale)
-    if nonfinite == "ignore" and rule.compression == "int8":
-        must = "be None or 'bfloat16' with nonfinite='ignore', as int8 has no number for NaN"
-        raise ValueError(check.message(type(rule).__name__, "compression", must, "'int8'"))
-    local = rule if isinstance(rule, AveragingRule) else None
-    ahead = config.policy == "async" and config.exchange == "host"
-    return Exchange(local, _compression(rule, config), _delay(rule, config), ahead)
+        raise TypeError(check.message(WHERE, "averaging", must, check.describe(averaging)))
+    if isinstance(averaging, AveragingRule):
+        check_rule(averaging)
+    elif guard is not None:
+        must = "be None without averaging, as replicas that are alike do not drift apart"
+        raise ValueError(check.message(WHERE, "guard", must, type(guard).__name__))
 
 
-def _check_local(
-    rule: AveragingRule,
-    cadence: Cadence[Any] | None,
-    config: DDPConfig,
+def check_together(
+    rule: AveragingRule | MeanGradient,
+    exchange: HostExchange | None,
+    *,
+    chosen: Sequence[str],
     nonfinite: str,
     dynamic_scale: bool,
 ) -> None:
+    """Checks that what was asked for goes together.
+
+    Args:
+        rule: The rule, with all that was said of it.
+        exchange: The exchange on the host; None for one on the devices.
+        chosen: What chooses the cadence, in words.
+        nonfinite: See `build_train_step`.
+        dynamic_scale: Whether the loss has a scale that windows find.
+
+    Raises:
+        TypeError: A schedule, or the weights of a rule, cannot be traced.
+        ValueError: Something contradicts the rule.
+    """
     name = type(rule).__name__
-    check_rule(rule)
+    if isinstance(rule, AveragingRule):
+        _check_local(rule, chosen, nonfinite, dynamic_scale)
+    if nonfinite == "ignore" and rule.compression == "int8":
+        must = "be None or 'bfloat16' with nonfinite='ignore', as int8 has no number for NaN"
+        raise ValueError(check.message(name, "compression", must, "'int8'"))
+    if exchange is not None and exchange.run_ahead:
+        if isinstance(rule, AveragingRule):
+            check_late(rule, "run_ahead=True")
+        if rule.delay:
+            must = "be 0 where devices run ahead, and max_overshoot says how late a mean may be"
+            raise ValueError(check.message(name, "delay", must, rule.delay))
+
+
+def _check_local(
+    rule: AveragingRule, chosen: Sequence[str], nonfinite: str, dynamic_scale: bool
+) -> None:
+    name = type(rule).__name__
     _check_exponent(name, rule.exponent)
     _check_weigh(name, rule)
     if nonfinite == "ignore":
@@ -96,37 +92,10 @@ def _check_local(
     if dynamic_scale:
         must = f"be a number with averaging={name}, whose devices step on their own"
         raise ValueError(check.message(WHERE, "loss_scale", must, "a DynamicScale"))
-    chosen = free_knobs(config) if cadence is None else [type(cadence).__name__]
     if rule.inner_steps is not None and chosen:
         must = f"be None where the cadence is chosen ({', '.join(chosen)})"
         got, todo = rule.inner_steps, "Leave out one of the two."
         raise ValueError(check.message(name, "inner_steps", must, got, todo))
-
-
-def _compression(rule: MeanGradient | AveragingRule, config: DDPConfig) -> Compression | None:
-    """The type on the wire, which the config may say, too."""
-    if config.exchange_dtype == "float32" or rule.compression == config.exchange_dtype:
-        return rule.compression
-    if rule.compression is not None:
-        must = f"be left out with {type(rule).__name__}(compression={rule.compression!r})"
-        got = repr(config.exchange_dtype)
-        raise ValueError(check.message("DDPConfig", "exchange_dtype", must, got))
-    return "bfloat16"
-
-
-def _delay(rule: MeanGradient | AveragingRule, config: DDPConfig) -> int:
-    """Windows that may be pending: under the policy `"async"` one, but on the host, where its
-    limits say how many, none in particular."""
-    if config.policy != "async":
-        return rule.delay
-    if isinstance(rule, AveragingRule):
-        check_late(rule, "policy='async'")
-    if config.exchange != "host":
-        return max(1, rule.delay)
-    if rule.delay:
-        must = "be 0 with policy='async' and exchange='host', where max_overshoot says how late"
-        raise ValueError(check.message(type(rule).__name__, "delay", must, rule.delay))
-    return 0
 
 
 def _check_exponent(name: str, exponent: Any) -> None:
@@ -165,16 +134,6 @@ def _is_number(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
-def host_limits(config: DDPConfig, exchange: Exchange, world_size: int) -> Limits | None:
-    """How an exchange on the host waits; None where there is none."""
-    if config.exchange != "host" or world_size == 1:
-        return None
-    delay = exchange.delay or None
-    most = config.max_batch_diff if exchange.ahead else None
-    ahead = exchange.ahead or delay is not None
-    return Limits(config.exchange_timeout, ahead, delay, config.max_overshoot, most)
-
-
 def in_flight(options: Options) -> int:
     """Windows that may be dispatched and not over."""
     return IN_FLIGHT if options.host is None else options.host.in_flight
@@ -186,15 +145,6 @@ def check_merge(options: Options, rules: MergeRules) -> None:
         rule = "be 'mean', 'pooled', 'max' or 'keep' where exchanges are late"
         todo = "What is the first device's cannot be corrected later; 'keep' leaves each its own."
         raise ValueError(check.message("TrainStep.init", "merge", rule, "'first'", todo))
-
-
-def free_knobs(config: DDPConfig) -> list[str]:
-    """The knobs of a configuration that choose the cadence, where averages are taken: not
-    those that say how late an average is taken up."""
-    late = ["policy='async'"]
-    if config.exchange == "host" and config.policy == "async":
-        late.append(f"max_batch_diff={config.max_batch_diff!r}")
-    return [knob for knob in config.cadence_knobs() if knob not in late]
 
 
 def cadence_of(

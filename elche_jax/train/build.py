@@ -8,22 +8,18 @@ import jax
 import optax
 
 from elche_jax import _check as check
+from elche_jax.averaging.exchange import HostExchange
 from elche_jax.averaging.rules import AveragingRule, MeanGradient
 from elche_jax.cadence import Cadence, EveryBatch
 from elche_jax.cadence.guards import Guard, NoGuard, TrendGuard
-from elche_jax.config import DDPConfig
+from elche_jax.config import DDPConfig, Recorder, check_arguments
 from elche_jax.engine.devices import check_one_kind, select_devices
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.loss import LossFn
 from elche_jax.engine.merge import Merge
 from elche_jax.engine.precision import Precision, first_scale
 from elche_jax.engine.trainable import Trainable
-from elche_jax.train.averaging import (
-    cadence_of,
-    check_exchange,
-    free_knobs,
-    host_limits,
-)
+from elche_jax.train.averaging import cadence_of, check_averaging, check_together
 from elche_jax.train.finite import MAX_SKIPS, FinitePolicy
 from elche_jax.train.options import Options
 from elche_jax.train.outside import check_outside
@@ -46,6 +42,11 @@ class StepOptions(TypedDict, total=False):
     loss_scale: Any
     averaging: AveragingRule | MeanGradient | None
     guard: Guard | None
+    exchange: HostExchange | None
+    max_grad_norm: float | None
+    compute_dtype: str | None
+    verify_every: int | None
+    timeline: Recorder | None
     emulate: LoopHook | None
 
 
@@ -64,6 +65,11 @@ def build_train_step(
     loss_scale: Any = None,
     averaging: AveragingRule | MeanGradient | None = None,
     guard: Guard | None = None,
+    exchange: HostExchange | None = None,
+    max_grad_norm: float | None = None,
+    compute_dtype: str | None = None,
+    verify_every: int | None = None,
+    timeline: Recorder | None = None,
     emulate: LoopHook | None = None,
 ) -> TrainStep:
     """Builds a training step over the devices of this machine.
@@ -85,7 +91,8 @@ def build_train_step(
         optimizer: An optax optimizer.
         devices: The devices; None for all local ones.
         cadence: How many microbatches each device gets; None: what `config` says.
-        config: The knobs as a flat bundle; None for `DDPConfig()`.
+        config: Knobs as a flat bundle; None for `DDPConfig()`. Each is also an attribute of
+            an object, or an argument, and is given in one of the two places.
         has_aux: `loss_fn` also returns a dict of metrics, each a scalar or one value
             per example; a window reports their mean, weighted like the gradient.
         nonfinite: What happens when a window's gradient is not finite. `"raise"` drops
@@ -115,6 +122,17 @@ def build_train_step(
             `TrendGuard`, `LevelGuard`, `NoGuard`, or an object with a method
             `verdict(history)`. None: `TrendGuard()`, and `NoGuard()` where `inner_steps`
             fixes the windows.
+        exchange: None: devices make the mean among themselves. `HostExchange(...)`: the host
+            makes it, no device waits in a collective, and one that is late is left out.
+        max_grad_norm: Clips each device's mean gradient to this global norm before the
+            exchange; above 0, or None. (To clip the combined gradient, put
+            `optax.clip_by_global_norm` into the optimizer.)
+        compute_dtype: `"bfloat16"` or `"float16"`: `loss_fn` gets the float leaves of the
+            parameters and of the batch in this type; parameters, gradients' sums and
+            optimizer stay in theirs. None: everything as it is.
+        verify_every: Compare the replicas bit by bit after every so many windows, at
+            least 1; None: never.
+        timeline: Records the run, a `Timeline`; None: nothing is recorded.
         emulate: Makes devices slower on purpose, see `elche_jax.lab`.
 
     Returns:
@@ -122,9 +140,9 @@ def build_train_step(
 
     Raises:
         TypeError: `devices` are no devices, `loss_fn` is not callable.
-        ValueError: No device, one twice, several kinds; several processes; both `cadence` and a
-            `config` with knobs for a cadence; an option out of range; a call inside of `jit`
-            or under `jax_disable_jit`.
+        ValueError: No device, one twice, several kinds; several processes; an argument that
+            `config` says, too; an option out of range; a call inside of `jit` or under
+            `jax_disable_jit`.
 
     Examples:
         >>> import jax, jax.numpy as jnp, numpy as np, optax
@@ -153,55 +171,85 @@ def build_train_step(
         raise TypeError(
             f"build_train_step: config must be a DDPConfig, got {type(config).__name__}."
         )
+    config = config or DDPConfig()
+    given = config.or_given(
+        max_grad_norm=max_grad_norm, compute_dtype=compute_dtype, verify_every=verify_every,
+        timeline=timeline,
+    )  # fmt: skip
+    check_arguments("build_train_step", **given)
     scale, dynamic = first_scale(loss_scale)
     if dynamic is not None:
         nonfinite = _with_dynamic_scale(nonfinite)
     finite = FinitePolicy(nonfinite, max_skips)
-    chosen = select_devices(devices)
-    check_one_kind("build_train_step", chosen)
-    knobs: list[str] = []
-    if config is not None:
-        knobs = free_knobs(config)
-    if cadence is not None and knobs:
+    devices = select_devices(devices)
+    check_one_kind("build_train_step", devices)
+    if emulate is not None:
+        emulate.check(len(devices))
+    check_averaging(averaging, guard)
+    rule = config.rule(averaging)
+    exchange = _exchange(exchange, config)
+    chosen = _chosen(cadence, config)
+    check_together(
+        rule, exchange, chosen=chosen, nonfinite=nonfinite, dynamic_scale=dynamic is not None
+    )
+    if isinstance(rule, AveragingRule):
+        cadence = cadence_of(rule, cadence, config, len(devices))
+        guard = guard or (TrendGuard() if rule.inner_steps is None else NoGuard())
+    hint = cadence is None and config.policy == "auto"
+    cadence = cadence or config.cadence_for(len(devices), kinds=1)
+    _warn_of_knobs(config, cadence, len(devices))
+    options = Options(
+        given["max_grad_norm"], finite, trainable, merge, Precision(given["compute_dtype"], scale),
+        dynamic, rule, len(devices), guard, given["verify_every"], given["timeline"], hint=hint,
+        emulate=emulate, exchange=exchange,
+    )  # fmt: skip
+    return TrainStep(LossFn(loss_fn, has_aux=has_aux), optimizer, devices, cadence, options)
+
+
+def _exchange(exchange: HostExchange | None, config: DDPConfig) -> HostExchange | None:
+    """The exchange on the host that was asked for, in one of two places."""
+    if exchange is None:
+        return config.host_exchange()
+    if not isinstance(exchange, HostExchange):
+        rule, todo = "be a HostExchange or None", "Pass elche_jax.HostExchange()."
+        got = check.describe(exchange)
+        raise TypeError(check.message("build_train_step", "exchange", rule, got, todo))
+    if config.exchange == "host":
+        rule = "be left out where config says it (exchange='host')"
+        raise ValueError(check.message("build_train_step", "exchange", rule, exchange))
+    return exchange
+
+
+def _chosen(cadence: Cadence[Any] | None, config: DDPConfig) -> list[str]:
+    """What chooses the cadence, in words; nothing where all is left at its default."""
+    knobs = config.cadence_knobs()
+    if cadence is None:
+        return knobs
+    if knobs:
         raise ValueError(
             "build_train_step: cadence and config must not both choose the cadence, got "
             f"{type(cadence).__name__} and {', '.join(knobs)}. Leave out one."
         )
-    if emulate is not None:
-        emulate.check(len(chosen))
-    config = config or DDPConfig()
-    exchange = check_exchange(
-        averaging, guard=guard, cadence=cadence, config=config, nonfinite=nonfinite,
-        dynamic_scale=dynamic is not None,
-    )  # fmt: skip
-    local = exchange.averaging
-    if local is not None:
-        cadence = cadence_of(local, cadence, config, len(chosen))
-    if local is not None and guard is None:
-        guard = TrendGuard() if local.inner_steps is None else NoGuard()
-    rule = cadence or config.cadence_for(len(chosen), kinds=1)
+    return [type(cadence).__name__]
+
+
+def _warn_of_knobs(config: DDPConfig, cadence: Cadence[Any], world_size: int) -> None:
+    """Logs a line where knobs have no effect on these devices."""
     unused = [knob for knob in config.cadence_knobs() if not knob.startswith("policy")]
-    if unused and len(chosen) > 1 and isinstance(rule, EveryBatch):
+    if unused and world_size > 1 and isinstance(cadence, EveryBatch):
         logger.warning(
             "elche: %s has no effect: under policy=%r these devices, which are alike, run one "
             "microbatch per window; policy='cadence' would use it.",
             ", ".join(unused),
             config.policy,
         )
-    if config.total is not None and len(chosen) == 1:
+    if config.total is not None and world_size == 1:
         logger.warning(
             "elche: total=%d has no effect on one device, where every microbatch is a step; "
             "cadence=FixedTotal(%d) would use it.",
             config.total,
             config.total,
         )
-    options = Options(
-        config.max_grad_norm, finite, trainable, merge, Precision(config.compute_dtype, scale),
-        dynamic, exchange.compression, exchange.delay, exchange.ahead, len(chosen), local, guard,
-        config.verify_every, config.timeline, hint=cadence is None and config.policy == "auto",
-        emulate=emulate, host=host_limits(config, exchange, len(chosen)),
-    )  # fmt: skip
-    return TrainStep(LossFn(loss_fn, has_aux=has_aux), optimizer, chosen, rule, options)
 
 
 def _with_dynamic_scale(nonfinite: str) -> str:

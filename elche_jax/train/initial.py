@@ -76,15 +76,15 @@ def initial_averaging(
         wide = [jnp.asarray(leaf, jnp.float32) for leaf in leaves]
         state = state.replace(outer=tuple(rule.outer.init([wide[i] for i in p]) for p in parts))
     # the same on any number of devices, and over the host, so that a checkpoint goes on there
-    if rule is not None and (len(parts) > 1 or options.delay or options.ahead):
+    if rule is not None and (len(parts) > 1 or options.may_be_late):
         state = state.replace(base=leaves, steps=jnp.zeros((len(parts),), jnp.float32))
-    if options.compression == "int8":
+    if options.rule.compression == "int8":
         state = state.replace(error=zeros)
-    if options.delay or options.ahead:
+    if options.may_be_late:
         state = state.replace(merged=merge.of_sent(model_state))
     unchanged = merge.sent.unchanged(state.merged)
     none = PendingUpdate(zeros, jnp.float32(0), jnp.bool_(True), unchanged)
-    state = state.replace(pending=(none,) * options.delay)
+    state = state.replace(pending=(none,) * options.rule.delay)
     return state if state.outer or jax.tree.leaves(state) else None
 
 

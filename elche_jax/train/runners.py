@@ -198,13 +198,13 @@ class Runners:
             work = Microbatches(self._loss_fn, "scalar", (), "", initial.selection)
         common: Any = {
             "work": work, "tx": self._optimizer, "size": size, "merge": initial.merge,
-            "compression": options.compression if size > 1 else None, "late": options.late,
+            "compression": options.rule.compression if size > 1 else None, "late": options.late,
             "pending": options.pending, "max_grad_norm": options.max_grad_norm,
         }  # fmt: skip
         averaging = options.averaging
         if averaging is not None:
             return LocalRule(**common, parts=averaging.fragments, averaging=averaging)
-        alone = options.late or options.host is not None or options.compression == "int8"
+        alone = options.late or options.host is not None or options.rule.compression == "int8"
         return GradientRule(
             **common, drop_nonfinite=options.finite.drops, packs=size > 1 and not alone
         )

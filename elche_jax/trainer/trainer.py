@@ -60,9 +60,13 @@ class Trainer:
     ):
         if config is not None:
             check.instance("Trainer", "config", config, DDPConfig)
-        self._recorder = RunRecorder(None if config is None else config.timeline)
-        config = replace(config or DDPConfig(), timeline=self._recorder)
-        self._train = build_train_step(loss_fn, optimizer, config=config, **options)
+        config = config or DDPConfig()
+        timeline = config.or_given(timeline=options.get("timeline"))["timeline"]
+        self._recorder = RunRecorder(timeline)
+        self._train = build_train_step(
+            loss_fn, optimizer, config=replace(config, timeline=None),
+            **options | {"timeline": self._recorder},
+        )  # fmt: skip
         self._emulate = options.get("emulate")
         self._evaluation: tuple[Callable[..., Any], EvalStep] | None = None
         self._busy = threading.Lock()

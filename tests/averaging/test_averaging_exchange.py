@@ -12,7 +12,7 @@ from waits import eventually
 import elche_jax as elche
 from elche_jax.engine.host.average import HostAverage
 from elche_jax.engine.host.coordinator import Limits
-from elche_jax.engine.host.exchange import HostExchange
+from elche_jax.engine.host.exchange import LiveExchange
 from elche_jax.engine.host.program import Delivery
 from elche_jax.engine.merge import MergeRules
 from elche_jax.engine.reduce import Contribution, Reduction
@@ -61,7 +61,7 @@ class Setup:
     def __init__(self, world=2, averaging=AVERAGE, **limits):
         self.world, self.log, self.gates = world, Log(), Gates()
         limits = Limits(**{"timeout_s": 30.0, "ahead": True} | limits)
-        self.exchange = HostExchange(
+        self.exchange = LiveExchange(
             world, averaging, limits, self.gates.seconds, self.log.done, self.log.learned,
             self.log.failed,
         )  # fmt: skip

@@ -82,6 +82,11 @@ RULE = elche.ParameterAveraging()
         ({"averaging": elche.MeanGradient("int8"),
           "config": elche.DDPConfig(exchange_dtype="bfloat16")}, ValueError,
          r"DDPConfig: exchange_dtype must be left out with MeanGradient\(compression='int8'\)"),
+        ({"averaging": elche.ParameterAveraging(delay=2, optimizer_state="keep"),
+          "exchange": elche.HostExchange(run_ahead=True)}, ValueError,
+         r"ParameterAveraging: delay must be 0 where devices run ahead, and max_overshoot says h"),
+        ({"averaging": RULE, "exchange": elche.HostExchange(run_ahead=True)}, ValueError,
+         r"ParameterAveraging: optimizer_state must be 'keep' with run_ahead=True, as a device's"),
         ({"averaging": elche.DiLoCo(SGD, 5), "cadence": elche.FixedTotal(4)}, ValueError,
          r"DiLoCo: inner_steps must be None where the cadence is chosen \(FixedTotal\), got 5\. "),
         ({"averaging": elche.DiLoCo(SGD, 5), "config": elche.DDPConfig(anchor=3)}, ValueError,
@@ -141,21 +146,21 @@ def test_the_cadence_of_a_rule(rule, world, config, cadence):
 def test_the_policy_async_makes_exchanges_late():
     config = elche.DDPConfig(policy="async")
     train = build(elche.ParameterAveraging(optimizer_state="keep"), config=config)
-    assert train._options.delay == 1 and train._options.late
+    assert train._options.rule.delay == 1 and train._options.late
     assert train._scheduler._controller.cadence == elche.ElChe()
     with pytest.raises(
         ValueError,
         match=r"^ParameterAveraging: optimizer_state must be 'keep' with policy='async', .*",
     ):
         build(RULE, config=config)
-    assert build(config=config)._options.delay == 1  # gradients, too
+    assert build(config=config)._options.rule.delay == 1  # gradients, too
     host = elche.DDPConfig(policy="async", exchange="host")
     with pytest.raises(
         ValueError,
         match=r"^ParameterAveraging: optimizer_state must be 'keep' with policy='async', .*age'",
     ):
         build(RULE, config=host)
-    with pytest.raises(ValueError, match=r"^MeanGradient: delay must be 0 with policy='async' "):
+    with pytest.raises(ValueError, match=r"^MeanGradient: delay must be 0 where devices run "):
         build(elche.MeanGradient(delay=2), config=host)
 
 

@@ -164,6 +164,57 @@ def test_config_max_grad_norm():
         elche.DDPConfig(max_grad_norm=-1)
 
 
+HOST = elche.DDPConfig(exchange="host")
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"max_grad_norm": -1}, ValueError, "max_grad_norm must be at least 1e-30, got -1"),
+        ({"compute_dtype": "int8"}, ValueError, "compute_dtype must be one of 'bfloat16', 'float1"),
+        ({"verify_every": 0}, ValueError, "verify_every must be at least 1, got 0"),
+        ({"timeline": "run.jsonl"}, TypeError, "timeline must be a Timeline, got 'run.jsonl'"),
+        ({"exchange": "host"}, TypeError, r"exchange must be a HostExchange or None, got 'host'"),
+        (
+            {"exchange": elche.HostExchange(), "config": HOST}, ValueError,
+            r"exchange must be left out where config says it \(exchange='host'\), got HostExch",
+        ),
+        (
+            {"verify_every": 2, "config": elche.DDPConfig(verify_every=3)}, ValueError,
+            r"verify_every must be left out where config says it \(3\), got 2\.",
+        ),
+    ],
+)  # fmt: skip
+def test_arguments_that_are_knobs_too(options, kind, text):
+    with pytest.raises(kind, match=f"^build_train_step: {text}"):
+        build(**options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "knobs"),
+    [
+        ({"max_grad_norm": 2.0, "verify_every": 3}, {"max_grad_norm": 2.0, "verify_every": 3}),
+        ({"compute_dtype": "bfloat16"}, {"compute_dtype": "bfloat16"}),
+        ({"averaging": elche.MeanGradient("bfloat16")}, {"exchange_dtype": "bfloat16"}),
+        (
+            {"averaging": elche.MeanGradient(delay=1), "cadence": elche.ElChe()},
+            {"policy": "async"},
+        ),
+        (
+            {"cadence": elche.ElChe(3, max_batch_diff=2),
+             "exchange": elche.HostExchange(9.0, True, 4, 2)},
+            {"policy": "async", "exchange": "host", "exchange_timeout": 9.0, "anchor": 3,
+             "max_overshoot": 4, "max_batch_diff": 2},
+        ),
+    ],
+)  # fmt: skip
+def test_a_config_says_what_objects_and_arguments_say(arguments, knobs):
+    flat = build(config=elche.DDPConfig(**knobs))
+    apart = build(**arguments)
+    assert apart._options == flat._options
+    assert apart._scheduler._controller == flat._scheduler._controller
+
+
 def test_integer_parameters():
     with pytest.raises(
         TypeError, match=r"leaf \['n'\] is an array of shape \(2,\) and dtype int64\. Conv"

@@ -25,7 +25,7 @@ Averaging = Callable[[Sequence[Delivery | None], int], Average]
 Left = Callable[[Session, list[tuple[int, Outcome]]], None]
 
 
-class HostExchange:
+class LiveExchange:
     """The exchange of one run.
 
     The loop calls `admit`, `launch`, then `outcome` and `applied` (or, running ahead,

@@ -20,7 +20,7 @@ from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.host.average import HostAverage
 from elche_jax.engine.host.coordinator import Done, Failed, Learned, Limits, Outcome
-from elche_jax.engine.host.exchange import HostExchange
+from elche_jax.engine.host.exchange import LiveExchange
 from elche_jax.engine.host.program import Delivery, HostProgram
 from elche_jax.engine.host.session import Begun, Session, keeping
 from elche_jax.engine.lane import Lane
@@ -103,15 +103,15 @@ class HostRunner:
         self.left: Session | None = None
         self._bools: dict[int, tuple[Any, Any]] = {}
 
-    def watch(self, done: Done, learned: Learned, failed: Failed) -> HostExchange:
+    def watch(self, done: Done, learned: Learned, failed: Failed) -> LiveExchange:
         """Makes the exchange of a run; its threads end when it is closed."""
         return self._exchange(self.limits, done, learned, failed)
 
     def _exchange(
         self, limits: Limits, done: Done, learned: Learned, failed: Failed
-    ) -> HostExchange:
+    ) -> LiveExchange:
         size = self.lane.world_size
-        return HostExchange(
+        return LiveExchange(
             size, self._averaging, limits, self._seconds, done, learned, failed, keeping(self)
         )
 
@@ -151,7 +151,7 @@ class HostRunner:
             last one that was averaged; and whether that was finite.
         """
         del fused
-        if isinstance(launch.watch, HostExchange):
+        if isinstance(launch.watch, LiveExchange):
             return self._run(launch.watch, state, calls, launch)
         alone = self._exchange(replace(self.limits, ahead=False), _ignore, _ignore, _ignore)
         try:  # the window of a run that was closed
@@ -179,7 +179,7 @@ class HostRunner:
     # -- one window ------------------------------------------------------------------
 
     def _run(
-        self, exchange: HostExchange, state: TrainState, calls: Sequence[Call], launch: Launch
+        self, exchange: LiveExchange, state: TrainState, calls: Sequence[Call], launch: Launch
     ) -> tuple[TrainState, dict[str, Any], Any]:
         session = exchange.session or self._left_of(state)
         known = session is not None and session.state() is state
@@ -246,7 +246,7 @@ class HostRunner:
         self,
         session: Session,
         calls: Sequence[Call],
-        exchange: HostExchange,
+        exchange: LiveExchange,
         launch: Launch,
         counts: tuple[int, ...],
         anew: bool,
@@ -341,7 +341,7 @@ class HostRunner:
             window.pending[rank] = self._nothing(session, rank)
 
     def _await_applied(
-        self, session: Session, exchange: HostExchange, number: int, outcome: Outcome
+        self, session: Session, exchange: LiveExchange, number: int, outcome: Outcome
     ) -> None:
         """Waits until the devices, late ones apart, have taken up the average."""
         ends = {}
