@@ -19,23 +19,23 @@ PROGRAM = "elche-jax"
 COMMANDS = (devices, demo, advise, report, trace)
 
 _MAY_FAIL = ("strict", "surrogateescape")
-"""Error handlers that may fail; the second one, of the C locale, only if it is not UTF-8."""
+"""Error handlers that can raise; `surrogateescape`, the C locale's, only outside UTF-8."""
 
 OK, FAILED, USAGE = 0, 1, 2
 INTERRUPTED, BROKEN_PIPE = 130, 141
-"""128 plus the number of the signal, as in a shell."""
+"""128 plus the signal number, as shells report it."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports errors in one line."""
+    """An argument parser that reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program with one line on stderr."""
+        """Exit with one line on stderr."""
         self.exit(USAGE, f"{self.prog}: {message} ({self.prog} --help shows how)\n")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Return the parser of all commands."""
     parser = Parser(
         prog=PROGRAM,
         description="Data-parallel training at the sum of the devices' speeds.",
@@ -59,22 +59,23 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command.
+    """Run a command.
 
     Args:
-        argv: The arguments; None for those of the process, which Ctrl-C then ends.
+        argv: The arguments. None takes those of the process; Ctrl-C then ends the process
+            instead of returning.
 
     Returns:
-        The exit code: 0 done, 1 the command could not do it, 2 wrong usage, 130 stopped by
-        Ctrl-C, 141 the output has no reader any more.
+        The exit code: 0 for success, 1 if the command failed, 2 for wrong usage, 130 if
+        stopped by Ctrl-C, 141 if the reader of the output has gone.
 
     Examples:
         >>> from elche_jax.cli import main
-        >>> main(["devices", "--seconds", "soon"])  # says why on stderr
+        >>> main(["devices", "--seconds", "soon"])  # explains itself on stderr
         2
     """
     _open_streams()
-    with _any_text(sys.stdout):
+    with _escaping_unencodable(sys.stdout):
         return _main(argv)
 
 
@@ -93,13 +94,13 @@ def _main(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         print(f"{options.prog}: stopped", file=sys.stderr, flush=True)
         if argv is None:
-            # Not by way of the interpreter's end: the runtime would abort if one of its threads
-            # were in the callback of an emulated device at that moment.
+            # Skip interpreter shutdown: the runtime aborts if one of its threads happens to be
+            # in the callback of an emulated device at that moment.
             os._exit(INTERRUPTED)
         return INTERRUPTED
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _nobody_reads():
-            # What is still buffered would otherwise fail again at exit.
+        if isinstance(error, BrokenPipeError) and _stdout_has_no_reader():
+            # Buffered output would otherwise fail again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return BROKEN_PIPE
         if options.debug:
@@ -109,18 +110,19 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _open_streams() -> None:
-    """Gives a process that was started without stdout or stderr (`>&-`) a null stream."""
+    """Replace a missing stdout or stderr (a process started with `>&-`) with a null stream."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            setattr(sys, name, os.fdopen(nowhere, "w", encoding="utf-8", closefd=False))
+            null = os.open(os.devnull, os.O_WRONLY)
+            # Never closed, so that interpreter shutdown can still flush the stream.
+            setattr(sys, name, os.fdopen(null, "w", encoding="utf-8", closefd=False))
 
 
 @contextmanager
-def _any_text(stream: TextIO) -> Generator[None]:
-    r"""Writes characters that the stream's encoding lacks as `\u00e9`, as stderr does.
+def _escaping_unencodable(stream: TextIO) -> Generator[None]:
+    r"""Write characters that the stream cannot encode as `\u00e9`, as stderr does.
 
-    Commands print names of files and devices, and must not fail at one.
+    Commands print the names of files and devices and must not fail on any of them.
     """
     if not isinstance(stream, io.TextIOWrapper) or stream.errors not in _MAY_FAIL:
         yield
@@ -131,30 +133,33 @@ def _any_text(stream: TextIO) -> Generator[None]:
     try:
         yield
     finally:
-        with suppress(OSError, ValueError):  # it flushes: reported already, or closed
+        # `reconfigure` flushes; a failure was reported already, or the stream is closed.
+        with suppress(OSError, ValueError):
             stream.reconfigure(errors=errors)
 
 
-def _nobody_reads() -> bool:
-    """Whether the other end of stdout is closed: the broken pipe may be a TARGET's own.
+def _stdout_has_no_reader() -> bool:
+    """Return whether the other end of stdout is closed.
 
-    stdout is polled, not written to: after a failed write an unbuffered stream has nothing left.
+    A broken pipe may also come from a pipe of the TARGET. stdout is polled instead of written
+    to, because after a failed write an unbuffered stream has nothing left to write.
     """
     try:
         watch = select.poll()
         watch.register(sys.stdout.fileno(), 0)  # errors and hang-ups are always reported
         return bool(watch.poll(0))
-    except (AttributeError, OSError, ValueError):  # no poll here, or no real stream
+    except (AttributeError, OSError, ValueError):  # no `poll` on Windows, or no real stream
         return False
 
 
 def _one_line(error: Exception) -> str:
-    """The error in one readable line."""
+    """Return an error as one readable line."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     text = " ".join(str(error).split("\n\n")[0].split())
     if isinstance(error, CommandError):
         return text
-    if not (text and isinstance(error, ValueError)):  # a ValueError needs no name
+    # Our own ValueErrors name the argument; for other exceptions the type is informative.
+    if not (text and isinstance(error, ValueError)):
         text = f"{type(error).__name__}: {text}".removesuffix(": ")
     return f"{text} (--debug shows where)"

@@ -1,4 +1,4 @@
-"""`elche-jax advise`: measures the devices on a model, and recommends a cadence."""
+"""`elche-jax advise`: measure the devices on a model and recommend a cadence."""
 
 import argparse
 import json
@@ -18,8 +18,9 @@ HELP = "measure the devices on a model, and say which cadence and which of them 
 EPILOG = """\
 TARGET is module:function or path/to/file.py:function. The function takes no arguments and
 returns a dict of the arguments of elche.advise: loss_fn, optimizer, params, data,
-batch_size, and what else your step needs (has_aux, model_state, trainable, ...). Arguments
-given here are above those. Without TARGET a small model with made data is measured.
+batch_size, and whatever else your step needs (has_aux, model_state, trainable, ...).
+Arguments given here override them. Without TARGET, a small model with synthetic data is
+measured.
 
 example:
   elche-jax advise train.py:job
@@ -29,7 +30,7 @@ example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Takes the command's arguments."""
+    """Add the command's arguments."""
     parser.add_argument(
         "target", metavar="TARGET", nargs="?", help="module:function or file.py:function"
     )
@@ -46,25 +47,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--emulate",
         type=arguments.listed(arguments.duration),
         metavar="5,20",
-        help="keep each device busy for so many milliseconds per microbatch; makes as many "
-        "virtual CPU devices, unless --devices or --cpu-devices are given",
+        help="keep each device busy for this many milliseconds per microbatch; creates one "
+        "virtual CPU device per entry unless --devices or --cpu-devices is given",
     )
     arguments.add_devices(parser)
     arguments.add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command."""
+    """Run the command."""
     if options.target is not None and options.model is not None:
         raise UsageError("TARGET and --model must not both be given")
     emulate = options.emulate
     if emulate is not None and options.devices is None and options.cpu_devices is None:
         options.cpu_devices = len(emulate)
     arguments.make_cpu_devices(options.cpu_devices)
-    # What TARGET prints is not output of this command.
+    # Whatever TARGET prints must not mix with this command's output.
     with redirect_stdout(sys.stderr):
         job = load_target(options.target) if options.target else MODELS[options.model or "mlp"]()
-    devices = arguments.chosen_devices(options)  # not before: TARGET may make devices
+    devices = arguments.chosen_devices(options)  # after TARGET, which may create devices
     if emulate is not None and len(emulate) != len(devices):
         raise UsageError(f"--emulate must have one entry per device ({len(devices)})")
     given = {
@@ -75,8 +76,8 @@ def run(options: argparse.Namespace) -> int:
         "emulate": None if emulate is None else EmulatedSpeeds(emulate),
     }
     job |= {name: value for name, value in given.items() if value is not None}
-    asked = options.devices is not None or options.cpu_devices is not None
-    if asked or job.get("devices") is None:
+    chosen = options.devices is not None or options.cpu_devices is not None
+    if chosen or job.get("devices") is None:
         job["devices"] = devices
     if not options.json:
         print(elche.device_summary(job["devices"]), flush=True)

@@ -1,4 +1,4 @@
-"""`elche-jax demo`: four unequal devices, equal counts against `ElChe`."""
+"""`elche-jax demo`: train on four unequal devices with equal counts and with `ElChe`."""
 
 import argparse
 import sys
@@ -17,9 +17,9 @@ from elche_jax.lab import EmulatedSpeeds
 NAME = "demo"
 HELP = "train on four emulated devices of 5, 5, 10 and 20 ms: equal counts against ElChe"
 EPILOG = """\
-Trains a small Flax model on made data, twice, on the same number of examples. The devices
-are CPU devices that are kept busy for so long per microbatch; the limit is the sum of their
-own speeds. Needs no accelerator.
+Trains a small Flax model on synthetic data twice, on the same number of examples. The
+devices are CPU devices kept busy for that long per microbatch; the limit is the sum of
+their own speeds. Needs no accelerator.
 
 example:
   elche-jax demo --short
@@ -34,12 +34,12 @@ ROWS = "training time", "examples/s", "busy share", "share of the limit", "updat
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Takes the command's arguments."""
+    """Add the command's arguments."""
     parser.add_argument("--short", action="store_true", help="a fifth of the data")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command."""
+    """Run the command."""
     arguments.make_cpu_devices(len(MS))
     print(elche.device_summary(), flush=True)
     examples = SHORT if options.short else EXAMPLES
@@ -73,13 +73,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _train(cadence: Any, per_update: float, examples: int) -> tuple[elche.TrainStep, float]:
-    """Trains one epoch; returns the training step and the accuracy on other data.
+    """Train one epoch and return the training step and the accuracy on held-out data.
 
-    Adam's learning rate grows with the square root of the examples per update, since
-    `ElChe`'s larger windows have more of them.
+    Adam's learning rate grows with the square root of the examples per update, of which the
+    larger windows of `ElChe` have more.
     """
     model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(CLASSES)])
-    data, test = _made(examples, seed=1), _made(2_000, seed=2)
+    data, test = _make_data(examples, seed=1), _make_data(2_000, seed=2)
     optimizer = optax.adam(8e-3 * (per_update / 32) ** 0.5)
     train = elche.build_train_step(
         cross_entropy(model), optimizer, cadence=cadence, emulate=EmulatedSpeeds(MS)
@@ -91,8 +91,8 @@ def _train(cadence: Any, per_update: float, examples: int) -> tuple[elche.TrainS
     return train, float(np.mean(np.argmax(logits, axis=1) == test["y"]))
 
 
-def _made(examples: int, seed: int) -> dict[str, np.ndarray]:
-    """Points in eight dimensions; the class is the largest of four made-up functions."""
+def _make_data(examples: int, seed: int) -> dict[str, np.ndarray]:
+    """Return points in eight dimensions, labelled by the largest of four synthetic functions."""
     weights = np.random.default_rng(0).normal(size=(8, CLASSES))
     x = np.random.default_rng(seed).normal(size=(examples, 8))
     return {"x": x.astype("float32"), "y": np.argmax(np.sin(x) @ weights, axis=1).astype("int32")}

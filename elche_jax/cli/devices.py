@@ -1,4 +1,4 @@
-"""`elche-jax devices`: which devices there are, and how fast they are."""
+"""`elche-jax devices`: list the devices and measure their speeds."""
 
 import argparse
 import json
@@ -13,12 +13,12 @@ from elche_jax.engine.devices import device_summary, free_bytes
 from elche_jax.observe.report import counted
 
 NAME = "devices"
-HELP = "show the devices, and probe how fast each is alone and with all others at work"
+HELP = "show the devices, and probe how fast each is alone and with all others busy"
 EPILOG = """\
-The probe multiplies float32 matrices and adds to a large array. Both are done by each
-device alone, then by all at once: virtual CPU devices share the host's cores, and are
-slower together. The speed hint is for elche.ElChe(speed_hint=...); what your own model
-makes of the devices is measured by `elche-jax advise`.
+The probe multiplies float32 matrices and adds to a large array, on each device alone and
+then on all at once: virtual CPU devices share the host's cores and are slower together.
+The speed hint is for elche.ElChe(speed_hint=...). Use `elche-jax advise` to measure the
+devices on your own model.
 
 example:
   elche-jax devices
@@ -26,7 +26,7 @@ example:
 """
 
 GB = 1e9
-"""The same unit as in GB/s."""
+"""Bytes per GB, decimal as in GB/s."""
 
 RATES = {
     "gflops_alone": "GFLOP/s",
@@ -34,16 +34,16 @@ RATES = {
     "gb_per_s_alone": "GB/s",
     "gb_per_s_together": "with all",
 }
-"""What the probe measures, and the columns that show it."""
+"""Column headers of the rates that the probe measures."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Takes the command's arguments."""
+    """Add the command's arguments."""
     parser.add_argument(
         "--seconds",
         type=arguments.duration,
         default=2.0,
-        help="how long the whole probe lasts, compiling left out (2)",
+        help="how long the whole probe lasts, excluding compilation (2)",
     )
     parser.add_argument("--no-probe", action="store_true", help="only list the devices")
     arguments.add_devices(parser)
@@ -51,12 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command."""
+    """Run the command."""
     arguments.make_cpu_devices(options.cpu_devices)
     devices = arguments.chosen_devices(options)
     result: dict[str, Any] = {
         "summary": device_summary(devices),
-        "devices": [_described(rank, device) for rank, device in enumerate(devices)],
+        "devices": [_describe(rank, device) for rank, device in enumerate(devices)],
         "cores": os.cpu_count() or 1,
     }
     if not options.json:
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _described(rank: int, device: jax.Device) -> dict[str, Any]:
+def _describe(rank: int, device: jax.Device) -> dict[str, Any]:
     stats = device.memory_stats() or {}
     free = free_bytes([device])
     limit = stats.get("bytes_limit")

@@ -1,9 +1,9 @@
-"""What a command ends with when it cannot go on."""
+"""Errors that end a command."""
 
 
 class CommandError(Exception):
-    """The command cannot do it; the message says why, exit code 1."""
+    """The command failed; the message says why, and the exit code is 1."""
 
 
 class UsageError(CommandError):
-    """The arguments do not fit, exit code 2."""
+    """The arguments are wrong; the exit code is 2."""

@@ -1,4 +1,4 @@
-"""Small models with made-up data, to try `elche-jax advise`."""
+"""Small models with synthetic data, to try out `elche-jax advise`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +12,13 @@ EXAMPLES = 8_192
 
 
 def mlp() -> dict[str, Any]:
-    """A perceptron of three layers, 512 wide."""
+    """Return a job with a three-layer perceptron of width 512."""
     model = nn.Sequential([nn.Dense(512), nn.relu, nn.Dense(512), nn.relu, nn.Dense(10)])
     return _job(model, (64,), batch_size=64)
 
 
 def cnn() -> dict[str, Any]:
-    """Two convolutions on pictures of 16 by 16."""
+    """Return a job with two convolutions on 16 x 16 images."""
     layers = [
         nn.Conv(16, (3, 3), strides=2), nn.relu,
         nn.Conv(32, (3, 3), strides=2), nn.relu,
@@ -28,19 +28,19 @@ def cnn() -> dict[str, Any]:
 
 
 def transformer() -> dict[str, Any]:
-    """Two blocks of attention over 32 places, 64 wide."""
+    """Return a job with two attention blocks of width 64 on sequences of length 32."""
     return _job(Transformer(), (32, 16), batch_size=16)
 
 
 class Transformer(nn.Module):
-    """Blocks of attention and a perceptron; the mean over all places is classified."""
+    """Transformer blocks, then a classifier of the mean over all positions."""
 
     width: int = 64
     blocks: int = 2
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns 10 logits for inputs of shape `(examples, places, features)`."""
+        """Return 10 logits for inputs of shape `(examples, positions, features)`."""
         x = nn.Dense(self.width)(x)
         for _ in range(self.blocks):
             x = x + nn.MultiHeadDotProductAttention(num_heads=4)(nn.LayerNorm()(x))
@@ -57,7 +57,7 @@ MODELS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def cross_entropy(model: nn.Module) -> Callable[..., jax.Array]:
-    """The loss of a classifier, for batches of examples `x` and labels `y`."""
+    """Return the loss function of a classifier for batches of examples `x` and labels `y`."""
 
     def loss_fn(params: Any, batch: Any, rng: jax.Array) -> jax.Array:
         logits: Any = model.apply(params, batch["x"])
@@ -67,7 +67,7 @@ def cross_entropy(model: nn.Module) -> Callable[..., jax.Array]:
 
 
 def _job(model: nn.Module, shape: tuple[int, ...], batch_size: int) -> dict[str, Any]:
-    """Arguments of `elche.advise` for a classifier of examples of the given shape."""
+    """Return arguments of `elche.advise` for a classifier of examples of the given shape."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(EXAMPLES, *shape)).astype("float32")
     data = {"x": x, "y": rng.integers(0, 10, EXAMPLES).astype("int32")}

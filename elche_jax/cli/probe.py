@@ -1,4 +1,4 @@
-"""How fast devices multiply matrices and move memory, alone and together."""
+"""Speed of matrix multiplication and memory access per device, alone and together."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 SMALLEST, LARGEST = 512, 8192
 LONG_ENOUGH = 2e-3
-"""Seconds that a call must take so that its dispatch hardly counts."""
+"""Shortest call, in seconds, whose dispatch time is negligible."""
 
 ARRAY_BYTES = {"cpu": 2**26}
 OTHER_BYTES = 2**29
@@ -20,24 +20,24 @@ OTHER_BYTES = 2**29
 
 @dataclass(frozen=True)
 class _Work:
-    """A call that keeps a device busy, and how much it does."""
+    """A call that keeps a device busy, and the amount of work it does."""
 
     call: Callable[[], object]
     amount: float  # billions of operations or bytes
 
 
 def probe(devices: Sequence[jax.Device], seconds: float) -> list[dict[str, float]]:
-    """Measures every device alone, then all at once.
+    """Measure every device alone, then all at once.
 
     Args:
         devices: The devices.
-        seconds: How long all of it lasts, without compiling; each call is made at least once,
+        seconds: Total duration, excluding compilation. Each call is made at least once,
             however long it takes.
 
     Returns:
-        For each device `gflops_alone`, `gflops_together` (float32 operations of a matrix
-        multiplication, billions per second), `gb_per_s_alone`, `gb_per_s_together` (bytes
-        read and written, 1e9 per second).
+        For each device `gflops_alone` and `gflops_together` (1e9 float32 operations per
+        second in a matrix multiplication), `gb_per_s_alone` and `gb_per_s_together` (1e9
+        bytes read and written per second).
 
     Examples:
         >>> import jax
@@ -46,7 +46,7 @@ def probe(devices: Sequence[jax.Device], seconds: float) -> list[dict[str, float
         >>> sorted(rates)
         ['gb_per_s_alone', 'gb_per_s_together', 'gflops_alone', 'gflops_together']
     """
-    size = _matrix_size(devices[0])  # the same for all, to make them comparable
+    size = _matrix_size(devices[0])  # one size for all, so that the rates are comparable
     kinds = {
         "gflops": [_multiply(device, size) for device in devices],
         "gb_per_s": [_add(device) for device in devices],
@@ -61,7 +61,7 @@ def probe(devices: Sequence[jax.Device], seconds: float) -> list[dict[str, float
 
 
 def _matrix_size(device: jax.Device) -> int:
-    """Doubles the matrices until a multiplication takes long enough."""
+    """Double the matrix size until a multiplication takes long enough to be timed."""
     size = SMALLEST
     while size < LARGEST:
         work = _multiply(device, size)
@@ -89,18 +89,18 @@ def _work(
     array: jax.Array,
     amount: float,
 ) -> _Work:
-    """Work that is ready to be timed: the array is on the device, the function compiled."""
-    there, compiled = jax.device_put(array, device), jax.jit(function)
+    """Return work that is ready to be timed: data on the device, function compiled."""
+    placed, compiled = jax.device_put(array, device), jax.jit(function)
 
     def call() -> object:
-        return compiled(there).block_until_ready()
+        return compiled(placed).block_until_ready()
 
-    call()
+    call()  # compiles
     return _Work(call, amount)
 
 
 def _rates(works: Sequence[_Work], seconds: float) -> list[float]:
-    """Amount per second of each piece of work, all done at the same time."""
+    """Return the amount per second of each piece of work, with all running at once."""
     ready = threading.Barrier(len(works))
 
     def repeat(work: _Work) -> float:

@@ -1,4 +1,4 @@
-"""`elche-jax report`: a run as one page."""
+"""`elche-jax report`: write a run as one page."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Takes the command's arguments."""
+    """Add the command's arguments."""
     arguments.add_run(parser, "the page to write (report.html beside the timeline)")
     parser.add_argument(
         "--title", type=arguments.words, help="the page's title (the name of the run)"
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command."""
+    """Run the command."""
     output = output_of(options, "report.html")
     found = load(options.path)
     path = write_page(found, output, title=options.title)
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def load(path: Path) -> Run:
-    """Reads the run an argument names."""
+    """Read a run, which must have at least one window."""
     if path.is_dir() and not (path / TIMELINE).is_file():
         raise CommandError(f"{path} must be the folder of a run, it has no {TIMELINE}")
     found = read_run(path)
@@ -63,7 +63,7 @@ def load(path: Path) -> Run:
 
 
 def output_of(options: argparse.Namespace, name: str) -> Path:
-    """Where a file about a run goes: beside its timeline, unless `--output` is given."""
+    """Return where to write a file about a run: beside its timeline unless `--output` is given."""
     path: Path = options.path
     output: Path = options.output or (path if path.is_dir() else path.parent) / name
     if output.is_dir():

@@ -1,12 +1,15 @@
-"""Tables: plain text, and in a terminal with lines and colours."""
+"""Tables: plain text, with lines and colours on a terminal."""
 
 import os
 import sys
 from collections.abc import Sequence
 
+NO_WRAP = 10_000
+"""Width in columns that no plain table reaches."""
+
 
 def show(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table; the first column is text, the others are numbers.
+    """Print a table whose first column is text and whose other columns are numbers.
 
     Examples:
         >>> show(["device", "speed"], [["a", "1.5"], ["bb", "10"]])
@@ -14,23 +17,19 @@ def show(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         a         1.5
         bb         10
     """
-    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
-        _show_rich(headers, rows)
-        return
-    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-    for row in [headers, *rows]:
-        first, *others = row
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        print("  ".join([first.ljust(widths[0]), *cells]).rstrip())
-
-
-def _show_rich(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table()
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        table, console = Table(), Console(markup=False, emoji=False)
+    else:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        console = Console(color_system=None, width=NO_WRAP, markup=False, emoji=False)
     for place, header in enumerate(headers):
         table.add_column(header, justify="right" if place else "left")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    # Not printed by rich, whose console ends the process with its own exit code on a broken pipe.
+    with console.capture() as text:
+        console.print(table)
+    print(text.get(), end="")

@@ -1,4 +1,4 @@
-"""Loads the function that describes a training step to `elche-jax advise`."""
+"""Loading of the function that describes a training step to `elche-jax advise`."""
 
 import importlib
 import importlib.util
@@ -15,7 +15,7 @@ REQUIRED = "loss_fn", "optimizer", "params", "data"
 
 
 def load_target(target: str) -> dict[str, Any]:
-    """Calls the function a target names.
+    """Call the function that a target names.
 
     Args:
         target: `module:function` or `path/to/file.py:function`. Modules are also searched
@@ -25,7 +25,7 @@ def load_target(target: str) -> dict[str, Any]:
         What the function returned: arguments of `elche.advise`.
 
     Raises:
-        UsageError: The target is of another form.
+        UsageError: The target has another form.
         CommandError: There is no such module or function, or it returns something else.
     """
     place, colon, name = target.rpartition(":")
@@ -54,7 +54,7 @@ def _load_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module exists, and an import of its own fails
+            raise  # the module exists; something that it imports does not
         raise CommandError(f"{name} must be a module, there is none of this name") from error
 
 
@@ -64,8 +64,8 @@ def _load_file(place: str) -> ModuleType:
         raise CommandError(f"{path} must be a file, there is none")
     sys.path.insert(0, str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None  # it ends in .py
+    assert spec is not None and spec.loader is not None  # always so for a name ending in .py
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickle look it up
+    sys.modules[path.stem] = module  # where dataclasses and pickle look it up
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""`elche-jax trace`: a run for a trace viewer."""
+"""`elche-jax trace`: write a run for a trace viewer."""
 
 import argparse
 
@@ -7,7 +7,7 @@ from elche_jax.cli.report import load, output_of
 from elche_jax.observe.trace import write_trace
 
 NAME = "trace"
-HELP = "make a trace of a run, for ui.perfetto.dev and the like"
+HELP = "make a trace of a run for ui.perfetto.dev and similar viewers"
 EPILOG = """\
 RUN is the folder of a run (Trainer.fit(run_dir=...)) or a timeline (elche.Timeline(path)).
 
@@ -18,13 +18,13 @@ example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Takes the command's arguments."""
+    """Add the command's arguments."""
     compressed = "compressed if it ends in .gz (trace.json.gz beside the timeline)"
     arguments.add_run(parser, f"the trace to write, {compressed}")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command."""
+    """Run the command."""
     output = output_of(options, "trace.json.gz")
     print(f"trace: {write_trace(load(options.path), output)}")
     print("Open it at https://ui.perfetto.dev, or at chrome://tracing.")
