@@ -1,1 +1,1 @@
-"""What a run looked like: its events, reports, pages, traces and pictures."""
+"""Observation of runs: events, reports, pages, traces and plots."""

@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all."""
+"""Writing files completely or not at all."""
 
 import os
 import threading
@@ -11,12 +11,12 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(path: str | PathLike[str]) -> Generator[BinaryIO, None, None]:
-    """Opens a file beside `path` for writing, which replaces it at the end.
+    """Open a temporary file that replaces `path` once it is complete.
 
-    A reader of `path` sees either the old content or all of the new one. After an error the
-    old content stays. Missing folders are made. A link stays a link, and its target is
-    written. Anything else than a regular file, such as a pipe or a device, is written
-    directly: it holds nothing to keep.
+    A reader of `path` sees either the old content or all of the new content. After an error
+    the old content stays. Missing folders are created. A symbolic link is kept, and its target
+    is written. Anything that is not a regular file, such as a pipe or a device, is written
+    directly, as it has no content to keep.
 
     Args:
         path: The file to write.
@@ -36,22 +36,24 @@ def replacing(path: str | PathLike[str]) -> Generator[BinaryIO, None, None]:
     """
     path = Path(path)
     file = path.resolve()
-    # Links under /proc may lead to things without a path, which exist only through the link.
+    # Opened through `path`: links under /proc may lead to pipes, which have no path themselves.
     if path.exists() and not file.is_file():
-        with path.open("wb") as there:
-            yield there
+        with path.open("wb") as special:
+            yield special
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    # One name per thread: two that write the same file do not write into each other's copy.
-    beside = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}")
+    # One temporary file per thread, so that concurrent writers of `path` do not mix.
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        with beside.open("wb") as new:
+        with temporary.open("wb") as new:
             yield new
             new.flush()
+            # Otherwise a power loss after the rename could leave an empty file.
             os.fsync(new.fileno())
-        os.replace(beside, file)
+        os.replace(temporary, file)
     except BaseException as error:
-        beside.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename == str(beside):
+        temporary.unlink(missing_ok=True)
+        # The caller knows `path` only.
+        if isinstance(error, OSError) and error.filename == str(temporary):
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise

@@ -1,11 +1,10 @@
-"""The events of a run, as a timeline records them and its file holds them.
+"""The events of a run, as a timeline records and stores them.
 
-To add a kind of event, derive a dataclass of numbers, strings and tuples of them from `Event`,
+To add a kind of event, derive a dataclass of numbers, strings and tuples of these from `Event`
 and enter it in `EVENTS`. Its last field is `at`, which the timeline fills in.
 
-How long a window's devices were busy, what its synchronisation cost and how far apart the
-devices arrived at it (the skew) are fields of the window's own event, `WindowEvent`; they
-have no events of their own.
+Busy times, the cost of the synchronisation and the skew (how far apart the devices arrived at
+it) have no events of their own: they are fields of `WindowEvent`.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from elche_jax.cadence import WindowMeasurement
 
 
 def _plain(kind: type, where: str, name: str, value: object) -> Any:
-    """Return a value of the given type as a plain one; any other is an error."""
+    """Return a value of the given type, unwrapped if it is a NumPy scalar."""
     value = value.item() if isinstance(value, np.generic) else value
     check.instance(where, name, value, kind)
     return value
@@ -31,7 +30,7 @@ def _strings(where: str, name: str, values: object) -> tuple[str, ...]:
     return tuple(_plain(str, where, f"{name}[{at}]", entry) for at, entry in enumerate(entries))
 
 
-# The types that fields of an event may have, and how their values are checked and made plain.
+# The types that an event's fields may have, and the functions that check and convert values.
 FIELDS: Final[Mapping[Any, Callable[[str, str, object], Any]]] = {
     bool: partial(_plain, bool),
     str: partial(_plain, str),
@@ -44,10 +43,10 @@ FIELDS: Final[Mapping[Any, Callable[[str, str, object], Any]]] = {
 
 
 class Event:
-    """Base of the events.
+    """Base class of the events.
 
     Attributes:
-        at: Seconds since the timeline began.
+        at: Seconds since the timeline was opened.
     """
 
     __slots__ = ()
@@ -55,21 +54,24 @@ class Event:
     at: float
 
     def validate(self) -> Self:
-        """Returns the event with plain Python values: a caller, or some file, gave them.
+        """Convert the values, which come from a user or a file, to plain Python ones.
+
+        Returns:
+            The event itself.
 
         Raises:
-            TypeError: A value is not of its field's type.
-            ValueError: A number is not finite.
+            TypeError: A value does not have its field's type.
+            ValueError: A number is not finite, or two fields differ in length.
         """
         where = type(self).__name__
         for field in fields(cast(Any, self)):
             value = FIELDS[field.type](where, field.name, getattr(self, field.name))
-            object.__setattr__(self, field.name, value)
+            object.__setattr__(self, field.name, value)  # the events are frozen
         return self
 
 
 class _Metrics(Event):
-    """An event with `names` and the `values` they have."""
+    """An event with named values."""
 
     __slots__ = ()
 
@@ -85,25 +87,25 @@ class _Metrics(Event):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The values by their names."""
+        """The values by name."""
         return dict(zip(self.names, self.values, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class RunEvent(Event):
-    """A run begins or is resumed: what follows is one segment of the file.
+    """The start or resumption of a run, which begins a segment of the file.
 
     Attributes:
         devices: Names of the devices, in rank order.
-        cadence: What sizes the windows, as it prints.
-        overhead_target: Share of a window that synchronising may cost; 0 if the cadence has
-            no such target.
+        cadence: The `repr` of the cadence.
+        overhead_target: Share of a window that synchronisation may cost; 0 if the cadence
+            has no such target.
         windows: Number of the first window.
-        exchange_bytes: Bytes that each device has to exchange in a window, before any are
-            left out on the wire; 0 with one device.
+        exchange_bytes: Bytes that each device exchanges per window, with nothing left out on
+            the wire; 0 with one device.
         frozen_bytes: Bytes that frozen parameters would add to it.
-        at: Seconds since the timeline began; if another process continues the file, they
-            begin at 0 again.
+        at: Seconds since the timeline was opened. A process that continues the file begins
+            at 0 again.
     """
 
     devices: tuple[str, ...]
@@ -117,10 +119,10 @@ class RunEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class WindowEvent(WindowMeasurement, Event):
-    """A finished window: its record, which `plot_run` and the like take, and its time.
+    """A finished window: its measurement, which e.g. `plot_run` takes, and the time.
 
     Attributes:
-        at: Seconds since the timeline began, at which it was reported.
+        at: Seconds since the timeline was opened, when it was reported.
     """
 
     at: float
@@ -128,20 +130,20 @@ class WindowEvent(WindowMeasurement, Event):
     def validate(self) -> Self:
         Event.validate(self)
         devices = len(self.counts)
-        if self.busy_ms or devices > 1:
+        if self.busy_ms or devices > 1:  # a single device may leave it empty
             check.per_device("WindowEvent", "busy_ms", len(self.busy_ms), devices)
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class SkipEvent(Event):
-    """An update that was dropped, or an average that was taken without a device.
+    """An update that was dropped, or an average that left a device out.
 
     Attributes:
         window: Number of the window in the run.
         epoch: Its epoch.
-        reason: Why.
-        at: Seconds since the timeline began, at which it was reported.
+        reason: The reason.
+        at: Seconds since the timeline was opened, when it was reported.
     """
 
     window: int
@@ -152,14 +154,14 @@ class SkipEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class VerdictEvent(Event):
-    """What a guard's verdict told the cadence: every *nudge down*, and every change.
+    """A guard's verdict: every `"nudge_down"`, and every change of verdict.
 
     Attributes:
         window: Number of the window after which it was given.
         epoch: Its epoch.
         action: `"stable"`, `"hold_growth"` or `"nudge_down"`.
-        factor: What the anchor was to be multiplied by; 1 except for `"nudge_down"`.
-        at: Seconds since the timeline began, at which it was reported.
+        factor: Factor for the anchor; 1 except for `"nudge_down"`.
+        at: Seconds since the timeline was opened, when it was reported.
     """
 
     window: int
@@ -171,13 +173,13 @@ class VerdictEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class CompileEvent(Event):
-    """A program that was compiled.
+    """A finished compilation.
 
     Attributes:
-        program: Which one: "accumulate", "combine", "window", ...
-        seconds: How long it took.
-        ahead: Whether that was in the background, so that training did not wait for it.
-        at: Seconds since the timeline began, at which it was ready.
+        program: The program: "accumulate", "combine", "window", ...
+        seconds: Duration.
+        ahead: Whether it ran in the background, so that training did not wait for it.
+        at: Seconds since the timeline was opened, when the program was ready.
     """
 
     program: str
@@ -188,14 +190,14 @@ class CompileEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class AnchorEvent(Event):
-    """The anchor changed.
+    """A change of the anchor.
 
     Attributes:
         window: Number of the window after which it changed.
         epoch: Its epoch.
-        before: The anchor until then.
-        anchor: The anchor from then on.
-        at: Seconds since the timeline began, at which it was reported.
+        before: The old anchor.
+        anchor: The new anchor.
+        at: Seconds since the timeline was opened, when it was reported.
     """
 
     window: int
@@ -207,14 +209,14 @@ class AnchorEvent(Event):
 
 @dataclass(frozen=True, slots=True)
 class LossEvent(Event):
-    """A window's loss. A loss that is not finite is not recorded: it becomes a `SkipEvent`.
+    """The loss of a window, if finite; otherwise the window has a `SkipEvent`.
 
     Attributes:
         window: Number of the window in the run.
         epoch: Its epoch.
         loss: Mean loss over the window's data.
-        at: Seconds since the timeline began, at which it was read. A trainer reads several at
-            once, when its loop is already at another window.
+        at: Seconds since the timeline was opened, when it was read. A trainer reads several
+            losses at once, when its loop has reached a later window.
     """
 
     window: int
@@ -230,10 +232,10 @@ class EvaluationEvent(_Metrics):
     Attributes:
         window: Number of the last window before it.
         epoch: Its epoch.
-        seconds: How long it took.
+        seconds: Duration.
         names: Names of the metrics.
         values: The metrics, in the order of the names; all finite.
-        at: Seconds since the timeline began, at which it was over.
+        at: Seconds since the timeline was opened, when it ended.
     """
 
     window: int
@@ -246,15 +248,15 @@ class EvaluationEvent(_Metrics):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointEvent(Event):
-    """A checkpoint that has reached the disk.
+    """A checkpoint that was written to disk.
 
     Attributes:
         window: Number of the last window in it.
         epoch: Its epoch.
-        seconds: How long saving it took.
+        seconds: How long saving took.
         size: Its size in bytes.
-        path: Where it is.
-        at: Seconds since the timeline began, at which it was complete.
+        path: Its path.
+        at: Seconds since the timeline was opened, when it was complete.
     """
 
     window: int
@@ -272,12 +274,12 @@ class EpochEvent(_Metrics):
     Attributes:
         epoch: Its number.
         window: Number of its last window.
-        windows: How many windows it had.
+        windows: Number of its windows.
         examples: Valid examples trained on.
-        seconds: How long it took.
-        names: Names of its metrics, `"loss"` among them.
+        seconds: Duration.
+        names: Names of its metrics, including `"loss"`.
         values: The metrics, in the order of the names; only finite ones.
-        at: Seconds since the timeline began, at which it was over.
+        at: Seconds since the timeline was opened, when it ended.
     """
 
     epoch: int
@@ -302,7 +304,7 @@ EVENTS: Final[Mapping[str, type[Event]]] = {
     "checkpoint": CheckpointEvent,
     "epoch": EpochEvent,
 }
-"""The events by their names in a file."""
+"""Event classes by their names in a file."""
 
 NAMES: Final[Mapping[type[Event], str]] = {kind: name for name, kind in EVENTS.items()}
-"""The names of the events."""
+"""Names in a file by event class."""

@@ -1,4 +1,4 @@
-"""Writes lines to a file from a thread of its own, so that a slow disk holds up nobody."""
+"""Writing lines to a file from a background thread, so that callers never wait for the disk."""
 
 import atexit
 import errno
@@ -14,46 +14,44 @@ from typing import Any
 logger = logging.getLogger("elche_jax")
 
 BACKLOG = 100_000
-"""Lines that may wait for the file; with more, it is given up as too slow."""
+"""Most lines that may wait for the file; beyond that it is abandoned as too slow."""
 
 GATHER_S = 0.05
-"""How long lines are gathered: waking up for every single one would disturb other threads."""
+"""How long to gather lines: waking up for each one would slow down other threads."""
 
 GATHER = 1000
 """Most lines in one write."""
 
 PATIENCE_S = 10.0
-"""How long to wait for a file that accepts nothing."""
+"""How long to wait for a file that accepts no data."""
 
 
 class LineWriter:
-    """Writes lines in the order in which they were put, those of one moment together.
+    """Writes lines to a file from a thread, in the order in which they were put.
 
-    After a write that fails the file gets nothing more; `say` logs it once, and `close`
-    raises the error. If the owner is collected without `close`, the thread writes what is left
-    and ends; at exit the interpreter waits for it as long as the file accepts something.
+    After a failed write the file gets no more lines; `log_error` logs the error once, and
+    `close` raises it. If the owner is garbage collected without `close`, the thread writes the
+    remaining lines and ends. At exit the interpreter waits for the thread as long as the file
+    accepts data.
 
-    A forked process has no such thread: what it puts is refused.
-
-    `put` takes no lock unless the thread sleeps. That is safe because only the thread removes
-    items, under the lock, and it announces that it sleeps before it looks for items a last time,
-    while `put` adds an item before it checks whether the thread sleeps.
+    The thread does not exist in a forked process, where `put` refuses every item.
 
     Args:
-        file: The file, opened for writing; it is closed at the end.
+        file: The file, opened for writing; closed at the end.
         owner: The object whose lines these are; the log shows its `repr`.
-        line: Turns an item into a line. It runs in the thread, so that it does not hold up
-            the caller either; it must not refer to the owner.
+        to_line: Turns an item into a line. It runs in the thread, so as not to delay the
+            caller, and must not refer to the owner.
     """
 
-    def __init__(self, file: FileIO, owner: object, line: Callable[[Any], bytes]):
-        self._file, self._name, self._line = file, repr(owner), line
+    def __init__(self, file: FileIO, owner: object, to_line: Callable[[Any], bytes]):
+        self._file, self._name, self._to_line = file, repr(owner), to_line
         self._items: deque[Any] = deque()
-        self._taken = self._written = 0
-        self._asleep = self._ending = self._said = self._urgent = False
+        self._taken = self._written = 0  # lines taken from the queue, lines in the file
+        self._ending = self._urgent = self._logged = False
         self._error: OSError | None = None
-        # Reentrant: the owner may be collected, which ends the writer, while the lock is held.
-        self._changed = threading.Condition(threading.RLock())
+        # Its lock is reentrant: garbage collection may run the finalizer below in a thread that
+        # holds it.
+        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="elche-timeline", daemon=True)
         self._thread.start()
         _writers.add(self)
@@ -65,96 +63,99 @@ class LineWriter:
         return self._thread.is_alive()
 
     def put(self, item: Any) -> bool:
-        """Hands over an item that is to become a line; does not wait.
+        """Queue an item to be written as a line, without waiting for the file.
 
         Returns:
-            Whether it was accepted; if not, see `say`.
+            Whether it was accepted; if not, call `log_error`.
         """
-        if self._error is not None or self._ending:
-            return False
-        if len(self._items) >= BACKLOG:
-            self._fail(OSError(errno.EAGAIN, f"{BACKLOG} lines wait for a file that is too slow"))
-            return False
-        self._items.append(item)
-        if self._asleep:
-            with self._changed:
+        with self._changed:
+            if self._error is not None or self._ending:
+                return False
+            if len(self._items) >= BACKLOG:
+                text = f"{BACKLOG} lines wait for a file that is too slow"
+                self._fail(OSError(errno.EAGAIN, text))
+                return False
+            # Before the item is added, so that an interrupt cannot leave it with the thread
+            # asleep. With more than one item the thread is awake.
+            if not self._items:
                 self._changed.notify_all()
+            self._items.append(item)
         return True
 
-    def say(self) -> None:
-        """Logs once that the file was given up; must not be called under a lock."""
+    def log_error(self) -> None:
+        """Log an error once. A log handler may call `put`: hold no lock of the owner."""
         with self._changed:
-            if self._error is None or self._said:
+            if self._error is None or self._logged:
                 return
-            self._said = True
+            self._logged = True
         text = "elche: %s could not be written, events are kept in memory only: %s"
         logger.warning(text, self._name, self._error)
 
     def flush(self) -> None:
-        """Waits until the file has the lines put so far.
+        """Wait until the lines put so far are written.
 
         Raises:
-            OSError: A line could not be written, or the file accepts nothing for
-                `PATIENCE_S`; it still gets the lines if it recovers.
+            OSError: A line could not be written, or the file accepts no data for
+                `PATIENCE_S`; in the latter case the lines are still written if it recovers.
         """
-        moving = self._wait()
-        self._tell()
-        if not moving:
+        progress = self._wait()
+        self._raise_error()
+        if not progress:
             raise _stuck()
 
     def close(self) -> None:
-        """Writes what is left, ends the thread and closes the file.
+        """Write the remaining lines, end the thread and close the file.
 
-        A thread that is blocked by the file cannot be interrupted. After `PATIENCE_S` without a
-        line it is left alone, and ends by itself once the file recovers. If the wait is
-        interrupted, `close` may be called again.
+        A thread blocked by the file cannot be interrupted. After `PATIENCE_S` without progress
+        it is left alone, and ends once the file recovers. If the wait is interrupted, `close`
+        may be called again.
 
         Raises:
-            OSError: As in `flush`: the first such error.
+            OSError: As in `flush`; the first such error.
         """
         self.finish()
-        self._tell()
+        self._raise_error()
 
     def finish(self) -> None:
-        """Writes what is left and ends the thread, if the file allows it."""
-        moving = self._wait()
-        if not moving:
+        """Write the remaining lines and end the thread, if the file allows it."""
+        progress = self._wait()
+        if not progress:
             self._fail(_stuck())
         self._end()
-        if moving:
+        if progress:
             self._thread.join(PATIENCE_S)
 
     def forked(self) -> None:
-        """Gives up: this process was forked, and the thread does not run in it."""
-        self._changed = threading.Condition(threading.RLock())  # the old one may be held
+        """Mark the writer as failed in a forked process, where the thread does not run."""
+        self._changed = threading.Condition()  # another thread may have held the old one
         text = "the process that opened it has been forked, and this is the other one"
         self._error = OSError(errno.EBADF, text)
 
-    def _tell(self) -> None:
-        """Logs and raises the error, if any."""
-        self.say()
-        if self._error is not None:  # a copy: an error keeps its traceback, and what that holds
+    def _raise_error(self) -> None:
+        """Log and raise the error, if any."""
+        self.log_error()
+        if self._error is not None:
+            # A copy: a raised error keeps its traceback, and thereby the locals in it, alive.
             raise type(self._error)(*self._error.args)
 
     def _wait(self) -> bool:
-        """Waits until all lines put so far are written; False if no progress is made."""
+        """Wait until the lines put so far are written; return False if the file is stuck."""
         with self._changed:
             lines, self._urgent = self._taken + len(self._items), True
             self._changed.notify_all()
             try:
                 while self._written < lines and self._error is None:
-                    moved = self._changed.wait_for(
+                    if not self._changed.wait_for(
                         lambda before=self._written: self._error or self._written > before,
                         PATIENCE_S,
-                    )
-                    if not moved:
+                    ):
                         return False
                 return True
             finally:
                 self._urgent = False
 
     def _fail(self, error: OSError) -> None:
-        """Gives up the file."""
+        """Abandon the file; the first error is kept."""
         with self._changed:
             if self._error is None:
                 self._error = error
@@ -167,44 +168,40 @@ class LineWriter:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        """Runs in the thread: writes lines until there are no more, then closes the file."""
-        for deed in (self._write_all, self._file.close):
+        """Write lines until the end, then close the file; runs in the thread."""
+        for action in (self._write_all, self._file.close):
             try:
-                deed()
+                action()
             except OSError as error:
                 self._fail(error)
-        with self._changed:
-            self._items.clear()  # nobody waits for what came too late
-        self.say()
+        self.log_error()
 
     def _write_all(self) -> None:
         while items := self._next():
             lines: list[bytes] = []
             try:
                 for item in items:
-                    lines.append(self._line(item))
+                    lines.append(self._to_line(item))
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
                 raise OSError(errno.EINVAL, f"no line can be made of an event ({why})") from error
-            finally:  # also the lines before one that cannot be made
+            finally:  # lines before the failed one are written, too
                 self._write(b"".join(lines))
                 with self._changed:
                     self._written += len(lines)
                     self._changed.notify_all()
 
     def _next(self) -> list[Any]:
-        """The items of the next `GATHER_S`, or fewer if someone waits; none at the end."""
+        """Return the items of the next `GATHER_S`, fewer if a caller waits; none at the end."""
         with self._changed:
-            self._asleep = True
             self._changed.wait_for(lambda: self._items or self._ending or self._error)
-            self._asleep = False
             self._changed.wait_for(lambda: self._urgent or self._ending or self._error, GATHER_S)
-            number = 0 if self._error is not None else min(len(self._items), GATHER)
+            number = min(len(self._items), GATHER)
             self._taken += number
             return [self._items.popleft() for _ in range(number)]
 
     def _write(self, rest: bytes) -> None:
-        while rest:  # a disk that fills up accepts only a part
+        while rest:  # a disk that fills up accepts a part
             written = self._file.write(rest)
             if not written:
                 raise BlockingIOError(errno.EAGAIN, "the file takes nothing")
@@ -212,26 +209,25 @@ class LineWriter:
 
 
 _writers: weakref.WeakSet[LineWriter] = weakref.WeakSet()
-"""All writers; one that still writes is kept alive by its thread."""
+"""All writers. The thread of a writer keeps it alive while there is something to write."""
 
 
 def _stuck() -> OSError:
     return OSError(errno.ETIMEDOUT, f"the file has taken nothing for {PATIENCE_S:g} s")
 
 
-@atexit.register
+@atexit.register  # runs before the interpreter ends daemon threads
 def _finish_all() -> None:
-    """At exit, before the interpreter ends the threads."""
     for writer in list(_writers):
         if writer.running:
             writer.finish()
-            writer.say()
+            writer.log_error()
 
 
-def _forked() -> None:
+def _mark_forked() -> None:
     for writer in list(_writers):
         writer.forked()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, which has no forks
-    os.register_at_fork(after_in_child=_forked)
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(after_in_child=_mark_forked)

@@ -1,4 +1,4 @@
-"""Paths as a user gives them."""
+"""Checks of paths given by the user."""
 
 import os
 from os import PathLike
@@ -8,11 +8,11 @@ from elche_jax import _check as check
 
 
 def given_path(where: str, argument: str, value: str | PathLike[str]) -> Path:
-    """The path, with the home folder in place of a leading `~`.
+    """Return a path with a leading `~` replaced by the home folder.
 
     Raises:
-        TypeError: `value` is no path.
-        ValueError: It is empty, or has a null byte in it.
+        TypeError: `value` is not a path.
+        ValueError: It is empty or contains a null byte.
 
     Examples:
         >>> from elche_jax.observe.paths import given_path
@@ -23,11 +23,11 @@ def given_path(where: str, argument: str, value: str | PathLike[str]) -> Path:
 
 
 def given_file(where: str, argument: str, value: str | PathLike[str], example: str) -> Path:
-    """The path of a file, which need not be there; `example` is a name that it could have.
+    """Return the path of a file, which need not exist; `example` is a name for the message.
 
     Raises:
-        TypeError: `value` is no path.
-        ValueError: It is empty, has a null byte in it, or is a folder.
+        TypeError: `value` is not a path.
+        ValueError: It is empty, contains a null byte, or is a folder.
     """
     path = given_path(where, argument, value)
     if os.path.isdir(path):

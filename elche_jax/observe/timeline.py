@@ -1,11 +1,9 @@
-"""What happened in a run and when: typed events, in memory and as lines of JSON.
+"""Recording of a run's events, in memory and as lines of JSON in a file.
 
 The kinds of events are in `elche_jax.observe.events`.
 """
 
-import io
 import json
-import stat
 import threading
 import time
 from collections import deque
@@ -15,7 +13,7 @@ from io import FileIO
 from operator import attrgetter
 from os import PathLike
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Self, cast
+from typing import Any, Final, Self, cast
 
 from elche_jax import _check as check
 from elche_jax.cadence import WindowMeasurement
@@ -31,54 +29,49 @@ from elche_jax.observe.line_writer import LineWriter
 from elche_jax.observe.paths import given_file
 
 TIMELINE = "timeline.jsonl"
-"""Name of the timeline in a run's folder."""
+"""File name of the timeline in a run's folder."""
 
 KEEP = 10_000
-"""Events that a timeline keeps in memory."""
-
-
-BLOCK = 65_536
-"""Bytes read at once, from the end of a file backwards."""
+"""Events that a timeline keeps in memory by default."""
 
 _values: Final = attrgetter(*(field.name for field in fields(WindowMeasurement)))
 _encode: Final = json.JSONEncoder(allow_nan=False).encode
 _BEGIN: Final = b'{"event": "'
 _LATER: Final = {"run": {"exchange_bytes": 0, "frozen_bytes": 0}}
-"""Fields that older files lack, and their values there."""
+"""Fields that older files lack, and their default values."""
 
 NUL: Final = b"\0"
-"""What a power loss leaves where the disk had reserved room for a line but not written it."""
+"""What a power loss may leave at the end: space that was allocated but never written."""
 
 
 class Timeline:
-    """Records the events of a run, in memory and as lines of JSON in a file.
+    """A recorder of a run's events, in memory and as lines of JSON in a file.
 
-    Any thread may report, and none waits for the disk: the timeline has its own thread, which
-    writes the lines of every twentieth of a second, so that another process can follow the
-    file. A kill loses what was not written yet; `flush` waits until it is.
+    Any thread may report events, and none waits for the disk: a background thread writes the
+    new lines 20 times per second, so that another process can follow the file. If the process
+    is killed, lines not yet written are lost; `flush` waits until they are written.
     Use it as a context manager, or close it:
 
         with Timeline("run.jsonl") as timeline:
             train = build_train_step(loss_fn, tx, timeline=timeline)
             ...
 
-    **A write that fails**, on a full disk for instance, or a file that falls 100 000 lines
-    behind, does not stop the training: one line is logged, recording goes on in memory
-    only, and `close` raises the error. Events reported after `close` are also kept in
-    memory only.
+    **A failed write**, for instance on a full disk, or a file that falls 100 000 lines behind,
+    does not stop training: one line is logged, recording continues in memory only, and `close`
+    raises the error. Events reported after `close` are also kept in memory only.
 
     Args:
-        path: The file to write, one line per event; missing folders are made, and `~` is
-            the home folder, as in all paths. An existing timeline is continued: a last line
-            that a kill has left unfinished is cut off, as are the zeros that a power loss may
-            leave behind, and `at` begins at 0 again. Only the first and the last line are
-            checked, however long the file is. None: in memory only.
+        path: The file to write, one line per event; missing folders are created, and a leading
+            `~` is the home folder, as in all paths. An existing timeline is continued: an
+            incomplete last line, left by a kill, is cut off, as are trailing zeros, left by a
+            power loss, and `at` begins at 0 again. Only the first and the last line are
+            checked, however long the file is. None records in memory only.
         keep: Most events to keep in memory, at least 1; the oldest are dropped first.
 
     Raises:
-        TypeError: `path` is no path, `keep` no integer.
-        ValueError: `keep` is below 1; `path` is a folder, is empty or has a null byte in it; the
-            file exists and is no timeline.
+        TypeError: `path` is not a path, or `keep` not an integer.
+        ValueError: `keep` is below 1; `path` is a folder, is empty or contains a null byte; the
+            file exists and is not a timeline.
         OSError: The file cannot be opened.
 
     Examples:
@@ -109,74 +102,74 @@ class Timeline:
 
     @property
     def events(self) -> list[Event]:
-        """The last events, oldest first."""
+        """The most recent events, oldest first."""
         with self._lock:
             return list(self._events)
 
     def window(self, record: WindowMeasurement) -> None:
-        """Records a finished window as a `WindowEvent`.
+        """Record a finished window as a `WindowEvent`.
 
         Args:
-            record: What was measured.
+            record: The measured window.
 
         Raises:
-            TypeError: `record` is no `WindowMeasurement`, or holds anything but numbers.
-            ValueError: One of its numbers is not finite.
+            TypeError: `record` is not a `WindowMeasurement`, or a value has the wrong type.
+            ValueError: A number is not finite.
         """
         check.instance("Timeline.window", "record", record, WindowMeasurement)
-        self._take(lambda at: WindowEvent(*_values(record), at=at).validate())
+        self._record(lambda at: WindowEvent(*_values(record), at=at).validate())
 
     def measured(self, record: WindowMeasurement) -> None:
-        """Records a window as `window` does, without checking the numbers.
+        """Record a window like `window`, without checking its numbers.
 
-        A training step calls it with its own measurements.
+        For a training step's own measurements, which are known to be valid.
 
         Args:
-            record: What was measured: plain numbers, all finite.
+            record: The measured window: plain numbers, all finite.
         """
-        self._take(lambda at: WindowEvent(*_values(record), at=at))
+        self._record(lambda at: WindowEvent(*_values(record), at=at))
 
     def add(self, kind: type[Event], **values: Any) -> None:
-        """Records an event that happens now.
+        """Record an event with the current time.
 
         Args:
             kind: One of the classes in `EVENTS`.
             **values: Its fields except `at`.
 
         Raises:
-            TypeError: A field is missing, unknown or of another type.
-            ValueError: `kind` is no event, or a number is not finite.
+            TypeError: A field is missing, unknown or has the wrong type.
+            ValueError: `kind` is not an event class, or a number is not finite.
         """
         if not isinstance(kind, type) or kind not in NAMES:
             rule = f"be one of {', '.join(known.__name__ for known in NAMES)}"
             raise ValueError(check.message("Timeline.add", "kind", rule, repr(kind)))
-        self._take(lambda at: cast(Any, kind)(**values, at=at).validate())
+        self._record(lambda at: cast(Any, kind)(**values, at=at).validate())
 
-    def _take(self, make: Callable[[float], Event]) -> None:
-        """Records the event that `make(at)` returns."""
-        with self._lock:  # taking the time inside keeps the events in its order
+    def _record(self, make: Callable[[float], Event]) -> None:
+        """Record the event that `make(at)` returns."""
+        with self._lock:  # the time is read inside, so that events are in its order
             event = make(time.perf_counter() - self._began)
             self._events.append(event)
             writer = self._writer
-            taken = writer is None or writer.put(event)
-        if not taken and writer is not None:
-            writer.say()
+            refused = writer is not None and not writer.put(event)
+        if writer is not None and refused:  # without the lock: a log handler may report events
+            writer.log_error()
 
     def flush(self) -> None:
-        """Waits until the file has what was reported so far.
+        """Wait until the events reported so far are written.
 
         Raises:
-            OSError: A line could not be written, or the file accepts nothing for 10 s; the
-                lines are still written if it recovers.
+            OSError: A line could not be written, or the file accepts no data for 10 s; in the
+                latter case the lines are still written if it recovers.
         """
         if self._writer is not None:
             self._writer.flush()
 
     def close(self) -> None:
-        """Writes what is left and closes the file. Calling it again does nothing.
+        """Write the remaining lines and close the file. Calling it again does nothing.
 
         Raises:
-            OSError: As in `flush`: the first such error.
+            OSError: As in `flush`; the first such error.
         """
         if self._writer is None:
             return
@@ -185,7 +178,7 @@ class Timeline:
         except OSError:
             self._writer = None
             raise
-        self._writer = None  # not if interrupted: then `close` may be called again
+        self._writer = None  # not after an interrupt, so that `close` can be called again
 
     def __enter__(self) -> Self:
         return self
@@ -200,18 +193,18 @@ class Timeline:
 
     @staticmethod
     def read(path: str | PathLike[str]) -> list[Event]:
-        """Reads the events of a file.
+        """Read the events of a file.
 
         Args:
             path: A file that a timeline has written or is still writing.
 
         Returns:
-            The events, oldest first; without the last line if it is unfinished, as
-            after a kill or a power loss.
+            The events, oldest first; without the last line if it is incomplete, as after a
+            kill or a power loss.
 
         Raises:
-            TypeError: `path` is no path.
-            ValueError: Any other line is not an event, which the error names. Or `path` is empty,
+            TypeError: `path` is not a path.
+            ValueError: Another line, which the error names, is not an event; or `path` is empty
                 or a folder.
             OSError: The file cannot be read.
 
@@ -233,59 +226,44 @@ class Timeline:
 
 
 def _open(path: Path) -> FileIO:
-    """Opens a file to append lines after the last whole line of a timeline."""
+    """Open a file to append lines after the last complete line of a timeline."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = FileIO(path, "ab")  # without a buffer: a line is one write
+    file = FileIO(path, "ab")  # unbuffered, so that no line waits in a buffer
     try:
-        size = path.stat()
-        if stat.S_ISREG(size.st_mode):  # not a pipe or the like
-            whole, ended = _whole(path)
-            if whole < size.st_size:
-                file.truncate(whole)
-            if not ended:
-                file.write(b"\n")
+        if path.is_file():  # not a pipe or a device, which cannot be read back
+            _repair_end(file, path)
     except BaseException:
         file.close()
         raise
     return file
 
 
-def _whole(path: Path) -> tuple[int, bool]:
-    """How many bytes of a file are whole lines, and whether the last one has a newline.
+def _repair_end(file: FileIO, path: Path) -> None:
+    """Cut off an incomplete last line, or end a complete one.
 
     Raises:
-        ValueError: The first line, or one at the end, is no event.
+        ValueError: The first or the last line is not an event.
     """
-    with path.open("rb") as file:
-        first = file.readline()
-        if first.endswith(b"\n"):
-            _from_line("Timeline", path, "line 1", first[:-1])
-        at, tail = _tail(file)
-    *lines, last = tail.split(b"\n")
-    name = "the last line" if lines else "line 1"
-    if lines:
-        _from_line("Timeline", path, name, lines[-1])
-    end = at + len(tail)
-    return (end, False) if _last("Timeline", path, name, last) else (end - len(last), True)
-
-
-def _tail(file: BinaryIO) -> tuple[int, bytes]:
-    """The end of a file, with its last whole line, and the position where that end begins."""
-    at, tail = file.seek(0, io.SEEK_END), b""
-    while at and tail.count(b"\n") < 2:
-        step = min(at, BLOCK)
-        at -= step
-        file.seek(at)
-        tail = (file.read(step) + tail).rstrip(NUL)
-    return at, tail
+    content = path.read_bytes().rstrip(NUL)
+    end = content.rfind(b"\n") + 1
+    name = "the last line" if end else "line 1"
+    if end:
+        _from_line("Timeline", path, "line 1", content[: content.find(b"\n")])
+        before = content.rfind(b"\n", 0, end - 1) + 1
+        _from_line("Timeline", path, name, content[before : end - 1])
+    if _last("Timeline", path, name, content[end:]):
+        file.truncate(len(content))
+        file.write(b"\n")
+    else:
+        file.truncate(end)
 
 
 def _last(where: str, path: Path, name: str, line: bytes) -> list[Event]:
-    """The event of a last line without a newline; none if it is unfinished or empty."""
+    """Return the event of a last line without a newline; none if it is incomplete or empty."""
     try:
         return [_from_line(where, path, name, line)] if line else []
     except ValueError:
-        # A kill leaves the beginning of an event; anything else is no timeline.
+        # A kill leaves the beginning of an event. Anything else means that it is another file.
         if not (line.startswith(_BEGIN) or _BEGIN.startswith(line)):
             raise
         return []
