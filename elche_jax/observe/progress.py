@@ -1,28 +1,26 @@
-"""The progress of a run, on a terminal or as plain lines."""
+"""Display of a run's progress, on a terminal or as plain lines."""
 
 import logging
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, Self, TextIO, cast
+from typing import Any, NamedTuple, Self, TextIO, cast
 
 from elche_jax import _check as check
 
 REFRESH_S = 0.1
-"""Shortest time between two pictures."""
+"""Shortest time between two refreshes of the bar."""
 
 SPEED_S = 600.0
-"""How long the time left looks back; updates may be minutes apart."""
+"""How far back the estimate of the remaining time looks; updates may be minutes apart."""
 
 NAMED = 8
-"""Most devices that are shown by name; of more, the least, the mean and the most."""
+"""Most devices whose busy shares are shown one by one; of more, minimum, mean and maximum."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Now:
-    """The newest numbers."""
+class _Status(NamedTuple):
+    """The arguments of `Progress.update`."""
 
     epoch: int
     done: int
@@ -32,11 +30,11 @@ class _Now:
 
 
 class Progress:
-    """Shows how far a run is: a live bar on a terminal, else one plain line per epoch.
+    """A display of a run's progress: a live bar on a terminal, else one plain line per epoch.
 
-    A terminal that goes away stops the display, never the run. There is no thread: `update`
-    draws, at most ten times a second, and is cheap in between. While a bar is shown, what
-    is printed or logged to the same terminal appears above it.
+    If the terminal goes away, the display stops but the run does not. There is no thread:
+    `update` draws at most ten times per second, and is cheap in between. While a bar is shown,
+    anything printed or logged to the same terminal appears above it.
 
         with Progress(microbatches, epochs, names) as progress:
             for window in train.windows(data, batch_size=32, epochs=epochs):
@@ -44,15 +42,15 @@ class Progress:
                 progress.update(window.epoch, done, loss)
 
     Args:
-        total: Microbatches of the whole run, at least 1; None if unknown: no share and no
-            time left are shown.
-        epochs: Epochs of the run, at least 1; None if they have no end.
+        total: Microbatches of the whole run, at least 1. None if unknown: the completed share
+            and the remaining time are then not shown.
+        epochs: Epochs of the run, at least 1; None if unlimited.
         devices: Names of the devices, in rank order.
-        stream: Where to write; None for the standard error stream of that moment. A process
-            that has none shows nothing.
+        stream: The stream to write to. None selects the current `sys.stderr`; a process
+            without one shows nothing.
 
     Raises:
-        TypeError: `total` or `epochs` is no integer, or `devices` no sequence of strings.
+        TypeError: `total` or `epochs` is not an integer, or `devices` not a sequence of strings.
         ValueError: `total` or `epochs` is below 1.
 
     Examples:
@@ -83,22 +81,22 @@ class Progress:
         for rank, name in enumerate(self._devices):
             check.instance("Progress", f"devices[{rank}]", name, str)
         self._stream: TextIO | None = sys.stderr if stream is None else stream
-        self._now: _Now | None = None
-        self._due = 0.0
+        self._lost = self._stream is None  # as in a process started without stderr
+        self._status: _Status | None = None
+        self._next_refresh = 0.0
         self._bar: Any = None
-        self._lost = self._stream is None
         self._cleanup = ExitStack()
 
     def __enter__(self) -> Self:
-        self._safely(self._start)
+        self._unless_lost(self._start)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if self._now is not None:
+        if self._status is not None:
             if self._bar is not None:
-                self._tell_bar(self._now)  # stopping draws it once more, and it stays
+                self._update_bar(self._status)  # `_stop` draws it a last time
             elif kind is None:
-                self.line(self._epoch_line(self._now))
+                self.line(self._epoch_line(self._status))
         self._stop()
 
     def update(
@@ -109,69 +107,69 @@ class Progress:
         examples_per_s: float | None = None,
         busy: Sequence[float] | None = None,
     ) -> None:
-        """Takes the newest numbers, and shows them when it is time.
+        """Take the newest numbers, and show them if a refresh is due.
 
         Args:
-            epoch: Number of the epoch, the first one 0.
-            done: Microbatches of the run that are done, including those before a resume.
-            loss: Loss, of the newest window for instance; None if unknown.
+            epoch: Number of the epoch, counted from 0.
+            done: Microbatches of the run completed so far, including those before a resume.
+            loss: The loss, for instance of the newest window; None if unknown.
             examples_per_s: Valid examples per second; None if unknown.
             busy: Busy share per device, each 0 to 1; None if unknown.
 
         Raises:
-            TypeError: `epoch` or `done` is no integer, another value no number.
-            ValueError: `epoch` or `done` is below 0, or a busy share not finite.
+            TypeError: `epoch` or `done` is not an integer, or another value not a number.
+            ValueError: `epoch` or `done` is below 0, or a busy share is not finite.
         """
-        where, before = "Progress.update", self._now
+        where, before = "Progress.update", self._status
         epoch = check.integer(where, "epoch", epoch, low=0)
         done = check.integer(where, "done", done, low=0)
         for name, value in (("loss", loss), ("examples_per_s", examples_per_s)):
             _check_number(where, name, value)
         if busy is not None:
             busy = check.reals(where, "busy", busy)
-        now = self._now = _Now(epoch, done, loss, examples_per_s, busy)
+        status = self._status = _Status(epoch, done, loss, examples_per_s, busy)
         if self._bar is None:
             if before is not None and epoch != before.epoch:
                 self.line(self._epoch_line(before))
-        elif time.perf_counter() >= self._due:
-            self._due = time.perf_counter() + REFRESH_S
-            self._tell_bar(now)
-            self._safely(self._bar.refresh)
+        elif time.perf_counter() >= self._next_refresh:
+            self._next_refresh = time.perf_counter() + REFRESH_S
+            self._update_bar(status)
+            self._unless_lost(self._bar.refresh)
 
     def line(self, text: str) -> None:
-        """Writes a line, above the bar if there is one.
+        """Write a line, above the bar if there is one.
 
         Args:
             text: The line.
 
         Raises:
-            TypeError: It is no string.
+            TypeError: It is not a string.
         """
         check.instance("Progress.line", "text", text, str)
-        self._safely(lambda: self._print(text))
+        self._unless_lost(lambda: self._print(text))
 
-    def _safely(self, deed: Callable[[], object]) -> None:
-        """Does something with the stream, which is left alone from the first failure on."""
+    def _unless_lost(self, action: Callable[[], object]) -> None:
+        """Do something with the stream, which is left alone after the first failure."""
         if self._lost:
             return
         try:
-            deed()
-        except (OSError, ValueError):  # a closed stream is a ValueError
+            action()
+        except (OSError, ValueError):  # a closed stream raises ValueError
             self._lost = True
             self._stop()
 
     def _start(self) -> None:
-        stream = self._stream
-        if stream is None or not _on_terminal(stream):
+        if not _on_terminal(self._stream):
             return
-        console = _console(stream)
-        if console.is_dumb_terminal:
+        bar = _make_bar(cast(TextIO, self._stream), self._total)
+        if bar.console.is_dumb_terminal:
             return
-        streams = sys.stdout, sys.stderr
-        bar = _rich_bar(console, self._total)
+        stdout, stderr = sys.stdout, sys.stderr
+        # Before `start`, which may fail after it has redirected the streams.
         self._cleanup.callback(bar.stop)
         bar.start()
-        self._cleanup.enter_context(_logging_through(*streams))
+        now = {id(stdout): sys.stdout, id(stderr): sys.stderr}
+        self._cleanup.enter_context(_logging_to(now))
         self._bar = bar
 
     def _stop(self) -> None:
@@ -183,33 +181,30 @@ class Progress:
 
     def _print(self, text: str) -> None:
         if self._bar is not None:
-            from rich.text import Text
-
-            self._bar.console.print(Text(text), soft_wrap=True)
+            self._bar.console.print(text, markup=False, soft_wrap=True)
             return
         stream = cast(TextIO, self._stream)
         encoding = getattr(stream, "encoding", None) or "utf-8"
         stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
         stream.flush()
 
-    def _tell_bar(self, now: _Now) -> None:
+    def _update_bar(self, status: _Status) -> None:
         self._bar.update(
             self._bar.task_ids[0],
-            completed=now.done,
-            description=self._epoch(now, "/"),
-            numbers="  ".join(_numbers(now)),
-            busy=self._busy_line(now),
+            completed=status.done,
+            description=self._epoch(status, "/"),
+            numbers="  ".join(_numbers(status)),
+            busy=self._busy_line(status.busy),
         )
 
-    def _epoch_line(self, now: _Now) -> str:
-        epoch = self._epoch(now, " of ")
-        return f"{epoch}: {', '.join(_numbers(now))}".rstrip(": ")
+    def _epoch_line(self, status: _Status) -> str:
+        epoch = self._epoch(status, " of ")
+        return f"{epoch}: {', '.join(_numbers(status))}".rstrip(": ")
 
-    def _epoch(self, now: _Now, of: str) -> str:
-        return f"epoch {now.epoch + 1}" + (f"{of}{self._epochs}" if self._epochs else "")
+    def _epoch(self, status: _Status, of: str) -> str:
+        return f"epoch {status.epoch + 1}" + (f"{of}{self._epochs}" if self._epochs else "")
 
-    def _busy_line(self, now: _Now) -> str:
-        busy = now.busy
+    def _busy_line(self, busy: Sequence[float] | None) -> str:
         if not busy:
             return ""
         if len(busy) > NAMED:
@@ -221,16 +216,16 @@ class Progress:
 
 
 def _check_number(where: str, name: str, value: object) -> None:
-    """Raises if a value is no number, without waiting for one on a device."""
+    """Check that a value is a number, without waiting for one that is still being computed."""
     if value is None or getattr(value, "ndim", None) == 0:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(check.message(where, name, "be a number", check.describe(value)))
 
 
-def _numbers(now: _Now) -> list[str]:
-    loss = [] if now.loss is None else [f"loss {now.loss:.4g}"]
-    speed = [] if now.examples_per_s is None else [f"{now.examples_per_s:,.0f} examples/s"]
+def _numbers(status: _Status) -> list[str]:
+    loss = [] if status.loss is None else [f"loss {status.loss:.4g}"]
+    speed = [] if status.examples_per_s is None else [f"{status.examples_per_s:,.0f} examples/s"]
     return loss + speed
 
 
@@ -241,22 +236,15 @@ def _on_terminal(stream: Any) -> bool:
         return False
 
 
-def _console(stream: TextIO) -> Any:
-    from rich.console import Console
-
-    class Quiet(Console):
-        """A console that does not end the process when its terminal is gone."""
-
-        def on_broken_pipe(self) -> None:
-            raise
-
-    return Quiet(file=stream, force_terminal=True, force_jupyter=False, highlight=False)
-
-
-def _rich_bar(console: Any, total: int | None) -> Any:
-    """Rich's progress of one task, with the busy shares of the devices on a line below."""
+def _make_bar(stream: TextIO, total: int | None) -> Any:
+    """Return a rich progress bar of one task, with the devices' busy shares on a line below."""
     from rich import progress as rich
+    from rich.console import Console
     from rich.text import Text
+
+    class QuietConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # rich would end the process
 
     class Bar(rich.Progress):
         def get_renderables(self) -> Iterable[Any]:
@@ -264,44 +252,46 @@ def _rich_bar(console: Any, total: int | None) -> Any:
             for task in self.tasks:
                 yield Text(task.fields["busy"], style="dim", overflow="ellipsis", no_wrap=True)
 
-    columns: list[Any] = [rich.TextColumn("{task.description}", style="bold", markup=False)]
+    text = rich.TextColumn("{task.description}", style="bold", markup=False)
+    numbers = rich.TextColumn("{task.fields[numbers]}", markup=False)
     if total is None:
-        columns += [rich.TextColumn("{task.completed:,} microbatches")]
+        columns = [text, rich.TextColumn("{task.completed:,} microbatches"), numbers]
     else:
-        columns += [rich.BarColumn(None), rich.TaskProgressColumn()]
-    columns += [rich.TextColumn("{task.fields[numbers]}", markup=False)]
-    if total is not None:
+        columns = [text, rich.BarColumn(None), rich.TaskProgressColumn(), numbers]
         columns += [rich.TimeRemainingColumn()]
     bar = Bar(
         *columns,
-        console=console,
+        console=QuietConsole(
+            file=stream, force_terminal=True, force_jupyter=False, highlight=False, emoji=False
+        ),
         auto_refresh=False,  # no thread
         # Output that goes to a file must not appear on the terminal.
         redirect_stdout=_on_terminal(sys.stdout),
         redirect_stderr=_on_terminal(sys.stderr),
         speed_estimate_period=SPEED_S,
         get_time=time.perf_counter,
-        expand=total is not None,  # only the bar has a use for more room
+        expand=total is not None,  # only the bar can use more room
     )
     bar.add_task("starting", total=total, numbers="", busy="")
     return bar
 
 
 @contextmanager
-def _logging_through(stdout: TextIO, stderr: TextIO) -> Generator[None]:
-    """Sends what handlers log to these streams to the ones that stand in for them now.
+def _logging_to(streams: dict[int, TextIO]) -> Generator[None]:
+    """Send log records meant for some streams, given by their ids, to others.
 
-    A line that goes straight to the terminal would be overwritten by the next picture.
+    A handler keeps the stream it was made with, whatever `sys.stderr` is now. A line written
+    straight to the terminal would be overwritten by the next refresh of the bar.
     """
-    now = {id(stdout): sys.stdout, id(stderr): sys.stderr}
-    moved: list[tuple[Any, Any]] = []
-    for logger in (logging.getLogger(), logging.getLogger("elche_jax")):
-        for handler in logger.handlers:
-            stream = getattr(handler, "stream", None)
-            if isinstance(handler, logging.StreamHandler) and id(stream) in now:
-                moved.append((handler, stream))
-                # Not `setStream`, which flushes the old stream, and that may fail.
-                handler.stream = now[id(stream)]
+    handlers = [*logging.getLogger().handlers, *logging.getLogger("elche_jax").handlers]
+    moved = [
+        (handler, handler.stream)
+        for handler in handlers
+        if isinstance(handler, logging.StreamHandler) and id(handler.stream) in streams
+    ]
+    # Not by `setStream`, which flushes the old stream, and that may fail.
+    for handler, stream in moved:
+        handler.stream = streams[id(stream)]
     try:
         yield
     finally:
