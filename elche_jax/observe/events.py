@@ -292,6 +292,11 @@ class EpochEvent(_Metrics):
     at: float
 
 
+def values_of(event: Event) -> dict[str, Any]:
+    """Return the values of an event's fields by name, `at` last."""
+    return {field.name: getattr(event, field.name) for field in fields(cast(Any, event))}
+
+
 EVENTS: Final[Mapping[str, type[Event]]] = {
     "run": RunEvent,
     "window": WindowEvent,

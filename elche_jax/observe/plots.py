@@ -1,4 +1,4 @@
-"""Pictures of a run as PNG files; matplotlib is imported when one is drawn."""
+"""Plots of runs as PNG files; matplotlib is imported when one is drawn."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from typing import Any
 from elche_jax import _check as check
 from elche_jax.cadence import WindowMeasurement
 from elche_jax.observe.paths import given_file
+from elche_jax.observe.report import device_reports
 
 INK, FAINT = "#1f2933", "#c3ccd5"
 BUSY = ("#f3f6f9", "#9cc9d9", "#2a86a8", "#0b4a6b")
@@ -27,14 +28,14 @@ def plot_run(
     baseline: Sequence[WindowMeasurement] | None = None,
     names: tuple[str, str] = ("this run", "baseline"),
 ) -> Path:
-    """Draws the busy share of every device over time, and its count in every window.
+    """Plot the busy share of every device over time, and its count in every window.
 
     Args:
         records: Windows of one run, oldest first, at least one.
-        path: The PNG to write; missing folders are made.
-        title: Headline.
+        path: The PNG file to write; missing folders are created.
+        title: Title of the plot.
         devices: Names of the devices; None for `device 0`, `device 1`, ...
-        baseline: Windows of another run on the same devices, shown above on the same
+        baseline: Windows of another run on the same devices, plotted above with the same
             time axis.
         names: Names of the run and of the baseline.
 
@@ -42,9 +43,9 @@ def plot_run(
         The path.
 
     Raises:
-        TypeError: `path` is no path.
-        ValueError: `path`, `records` or `baseline` is empty; `path` is a folder; they or
-            `devices` differ in the number of devices.
+        TypeError: `path` is not a path.
+        ValueError: `path`, `records` or `baseline` is empty; `path` is a folder; `records`,
+            `baseline` and `devices` differ in the number of devices.
 
     Examples:
         >>> import tempfile
@@ -75,7 +76,7 @@ def plot_run(
     image: Any = None
     for axis, (name, run) in zip(axes, runs, strict=False):
         image = _busy_strips(axis, run, labels, end)
-        _headline(axis, f"{name}: done after {_edges(run)[-1]:.1f} s")
+        _set_title(axis, f"{name}: done after {_edges(run)[-1]:.1f} s")
         axis.tick_params(labelbottom=axis is axes[-2])
     axes[-2].set_xlabel("seconds", color=INK)
     bar = figure.colorbar(image, ax=axes[: len(runs)], pad=0.01, fraction=0.025, aspect=30)
@@ -83,7 +84,7 @@ def plot_run(
     bar.ax.yaxis.set_major_formatter(PercentFormatter(1))
     bar.outline.set_visible(False)
     _count_lines(axes[-1], records, labels)
-    _headline(axes[-1], f"{names[0]}: counts per window")
+    _set_title(axes[-1], f"{names[0]}: counts per window")
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, format="png")
     return target
@@ -108,14 +109,14 @@ def _check(
 
 
 def _edges(records: Sequence[WindowMeasurement]) -> list[float]:
-    """When the windows begin and end, in seconds since the first one began."""
+    """Return the boundaries of the windows, in seconds since the first one began."""
     return [0.0, *accumulate(record.wall_ms / 1e3 for record in records)]
 
 
 def _busy_strips(
     axis: Any, records: Sequence[WindowMeasurement], labels: Sequence[str], end: float
 ) -> Any:
-    """One strip per device, coloured by the busy share of each window."""
+    """Draw one strip per device, coloured by the busy share of each window."""
     from matplotlib.colors import LinearSegmentedColormap
 
     world_size, edges = len(labels), _edges(records)
@@ -131,30 +132,28 @@ def _busy_strips(
     )
     for line in range(1, world_size):
         axis.axhline(line, color="white", linewidth=2.5)
-    for rank in range(world_size):
-        busy = sum(record.busy_share[rank] * record.wall_ms for record in records)
-        mean = busy / 1e3 / edges[-1]
-        inside = edges[-1] > 0.9 * end
+    inside = edges[-1] > 0.9 * end  # no room for text to the right of the strips
+    for rank, device in enumerate(device_reports(records, labels)):
         axis.text(
             edges[-1] + end * (-0.008 if inside else 0.008),
             rank + 0.5,
-            f"{mean:.0%}",
+            f"{device.busy_share:.0%}",
             va="center",
             ha="right" if inside else "left",
-            color="white" if inside and mean > 0.6 else INK,
+            color="white" if inside and device.busy_share > 0.6 else INK,
             fontsize=9,
         )
     axis.set_xlim(0, end)
     axis.set_ylim(world_size, 0)
     axis.set_yticks([rank + 0.5 for rank in range(world_size)], labels)
-    _bare(axis)
+    _style(axis)
     axis.tick_params(axis="y", length=0)
     axis.spines["left"].set_visible(False)
     return image
 
 
 def _count_lines(axis: Any, records: Sequence[WindowMeasurement], labels: Sequence[str]) -> None:
-    """One step line per device."""
+    """Draw one step line per device."""
     highest = max(max(record.counts) for record in records)
     edges = [record.window for record in records] + [records[-1].window + 1]
     widths = [_widths(record.counts) for record in records]
@@ -164,7 +163,7 @@ def _count_lines(axis: Any, records: Sequence[WindowMeasurement], labels: Sequen
         axis.stairs(counts, edges, baseline=None, color=color, linewidth=0.5, alpha=0.35)
         wide = [row[rank] for row in widths]
         axis.hlines(counts, edges[:-1], edges[1:], colors=color, linewidths=wide)
-        axis.plot([], [], color=color, linewidth=LINE, label=label)
+        axis.plot([], [], color=color, linewidth=LINE, label=label)  # for the legend
     axis.set_xlim(edges[0], edges[-1])
     axis.set_ylim(0, 1.08 * max(1, highest))
     axis.yaxis.get_major_locator().set_params(integer=True)
@@ -183,11 +182,11 @@ def _count_lines(axis: Any, records: Sequence[WindowMeasurement], labels: Sequen
             handlelength=1.2,
             columnspacing=1.2,
         )
-    _bare(axis)
+    _style(axis)
 
 
 def _widths(counts: Sequence[int]) -> list[float]:
-    """Line widths in a window: of equal counts, those drawn later are thinner, so all show."""
+    """Return line widths for a window: lines of equal counts get thinner, so that all show."""
     after: Counter[int] = Counter()
     widths: list[float] = []
     for count in reversed(counts):
@@ -196,11 +195,11 @@ def _widths(counts: Sequence[int]) -> list[float]:
     return widths[::-1]
 
 
-def _headline(axis: Any, text: str) -> None:
+def _set_title(axis: Any, text: str) -> None:
     axis.set_title(text, loc="left", fontsize=10.5, color=INK)
 
 
-def _bare(axis: Any) -> None:
+def _style(axis: Any) -> None:
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     for side in ("left", "bottom"):

@@ -1,21 +1,24 @@
-"""The headline numbers of a run, computed from its records."""
+"""The key figures of a run, computed from its windows.
+
+Page, plots, trace and `train.report()` all take their numbers from here.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from elche_jax.cadence import WindowMeasurement
 
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """One device over the steady windows.
+    """The figures of one device over the steady windows.
 
     Attributes:
-        name: The device.
+        name: Name of the device.
         ms_per_batch: Median milliseconds per microbatch; None if never measured.
-        microbatches: Microbatches it ran.
-        busy_share: Share of the time during which it worked, 0 to 1.
+        microbatches: Number of microbatches it ran.
+        busy_share: Share of the time in which it was busy, 0 to 1.
     """
 
     name: str
@@ -26,26 +29,27 @@ class DeviceReport:
 
 @dataclass(frozen=True)
 class RunReport:
-    """What a run has done so far; `print` shows it as a table.
+    """The figures of a run so far; `print` shows them as a table.
 
     Attributes:
         devices: A report for each device, in rank order.
-        counts: The plan for the next window; for a run that was read back, the last plan
-            that no end of an epoch cut short.
-        windows: Windows the report covers: at most the last 1024 of the run.
+        counts: The plan for the next window; for a run read from its timeline, the last plan
+            that was not cut short by the end of an epoch.
+        windows: Number of windows covered; in a training step at most the last 1024 of the
+            run.
         examples_per_s: Valid examples per second over the steady windows.
-        limit_share: Microbatches per second over the sum of the devices' own speeds,
+        limit_share: Microbatches per second over the sum of the devices' solo speeds,
             `sum(counts) / (wall * sum(1 / ms_per_batch))`; None until all are measured.
-        sync_ms: Median cost of a synchronisation.
-        skew_ms: Median spread of the devices' arrivals at it.
+        sync_ms: Median cost of a synchronisation in milliseconds.
+        skew_ms: Median spread of the devices' arrivals at it in milliseconds.
         compile_hits: Program requests answered at once.
-        compile_misses: Program requests that waited for a compile.
+        compile_misses: Program requests that waited for a compilation.
         compiled_ahead: Programs compiled in the background.
         compile_s: Seconds spent compiling.
-        skipped: Windows of the run that were not finite: their update was dropped, or,
-            under averaging, a device was left out of it.
-        exchange_bytes: Bytes that each device has to exchange in a window, before any are
-            left out on the wire; 0 with one device.
+        skipped: Windows of the run that were not finite: their update was dropped or, under
+            averaging, a device was left out.
+        exchange_bytes: Bytes that each device exchanges per window, with nothing left out on
+            the wire; 0 with one device.
         frozen_bytes: Bytes that frozen parameters would add to it, and to each device's
             sums.
     """
@@ -90,20 +94,26 @@ class RunReport:
         return "\n".join(rows)
 
 
+def busy_ms(record: WindowMeasurement) -> tuple[float, ...]:
+    """Return the busy time per device; a single device is busy all the time."""
+    return record.busy_ms or (record.wall_ms,)
+
+
 def ms_per_batch(records: Sequence[WindowMeasurement], rank: int) -> float | None:
-    """Median milliseconds per microbatch of a device; None if it ran none."""
-    times = [_busy(r, rank) / r.counts[rank] for r in records if r.counts[rank] > 0]
+    """Return a device's median milliseconds per microbatch; None if it ran none."""
+    times = [busy_ms(r)[rank] / r.counts[rank] for r in records if r.counts[rank] > 0]
     return median(times) if times else None
 
 
 def limit_share(records: Sequence[WindowMeasurement]) -> float | None:
-    """The share of the limit that these windows reached.
+    """Return the share of the limit that some windows reached.
 
     Args:
-        records: Windows of one run; every device must have run in some of them.
+        records: Windows of one run.
 
     Returns:
-        `sum(counts) / (sum(wall_ms) * sum over devices of 1 / ms_per_batch)`.
+        `sum(counts) / (sum(wall_ms) * sum over devices of 1 / ms_per_batch)`; None if a device
+        was not measured in any of the windows.
 
     Examples:
         >>> from elche_jax.cadence import WindowRecord
@@ -112,50 +122,44 @@ def limit_share(records: Sequence[WindowMeasurement]) -> float | None:
         >>> limit_share([window])
         0.5
     """
-    if not records:
-        return None
     known = _known_ms(records)
     wall = sum(record.wall_ms for record in records)
-    if len(known) < len(records[0].counts) or wall <= 0:
+    if wall <= 0 or len(known) < len(records[0].counts):
         return None
     done = sum(sum(record.counts) for record in records)
     return done / (wall * sum(1 / ms for ms in known))
 
 
 def imbalance(records: Sequence[WindowMeasurement]) -> float:
-    """The share of the machine that equal counts leave idle, 0 to 1.
+    """Return the share of the machine that equal counts leave idle, 0 to 1.
 
     `1 - mean(ms) / max(ms)` over the devices' milliseconds per microbatch: with equal
     counts a window takes as long as the slowest device needs, and the others wait.
     """
-    known = _known_ms(records) if records else []
-    return 1 - sum(known) / len(known) / max(known) if known else 0.0
+    known = _known_ms(records)
+    return 1 - fmean(known) / max(known) if known else 0.0
 
 
 def device_reports(
     records: Sequence[WindowMeasurement], names: Sequence[str]
 ) -> list[DeviceReport]:
-    """One `DeviceReport` per device over these windows."""
+    """Return one report per device over some windows."""
     wall = sum(record.wall_ms for record in records)
     return [
         DeviceReport(
             name,
             ms_per_batch(records, rank),
             sum(record.counts[rank] for record in records),
-            min(1.0, sum(_busy(r, rank) for r in records) / wall) if wall else 0.0,
+            min(1.0, sum(busy_ms(r)[rank] for r in records) / wall) if wall else 0.0,
         )
         for rank, name in enumerate(names)
     ]
 
 
 def _known_ms(records: Sequence[WindowMeasurement]) -> list[float]:
-    """Milliseconds per microbatch of the devices that were measured."""
-    times = [ms_per_batch(records, rank) for rank in range(len(records[0].counts))]
-    return [ms for ms in times if ms]
-
-
-def _busy(record: WindowMeasurement, rank: int) -> float:
-    return record.busy_ms[rank] if record.busy_ms else record.wall_ms
+    """Return milliseconds per microbatch of the devices that were measured."""
+    ranks = range(len(records[0].counts)) if records else ()
+    return [ms for rank in ranks if (ms := ms_per_batch(records, rank))]
 
 
 def make_report(
@@ -167,15 +171,15 @@ def make_report(
     exchange_bytes: int = 0,
     frozen_bytes: int = 0,
 ) -> RunReport:
-    """Makes the report of the steady windows among some records.
+    """Return the report over the steady windows among some windows.
 
     Args:
         records: Windows, oldest first.
         names: Names of the devices.
         counts: The plan for the next window.
-        compiles: The fields of the compile cache's statistics.
-        skipped: Windows whose update was dropped.
-        exchange_bytes: Bytes each device has for an exchange.
+        compiles: The statistics of the compile cache: `hits`, `misses`, `ahead`, `seconds`.
+        skipped: Number of windows whose update was dropped.
+        exchange_bytes: Bytes that each device exchanges per window.
         frozen_bytes: Bytes that frozen parameters would add.
     """
     steady = [record for record in records if record.steady]
@@ -199,7 +203,7 @@ def make_report(
 
 
 def file_size(size: int) -> str:
-    """A number of bytes, in a unit that suits it.
+    """Return a number of bytes as text, in a suitable decimal unit.
 
     Examples:
         >>> from elche_jax.observe.report import file_size
@@ -212,7 +216,7 @@ def file_size(size: int) -> str:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """A number of things; give `plural` if it is not the noun with an s.
+    """Return a number of things as text; `plural` defaults to the noun with an s.
 
     Examples:
         >>> from elche_jax.observe.report import counted

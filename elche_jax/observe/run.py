@@ -1,9 +1,8 @@
-"""A run read back from its timeline: windows and events on one time axis."""
+"""Runs read from their timelines, with windows and events on one time axis."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from operator import attrgetter
 from os import PathLike
 from typing import Any, TypeVar, cast
@@ -21,14 +20,14 @@ from elche_jax.observe.events import (
     WindowEvent,
 )
 from elche_jax.observe.paths import given_path
-from elche_jax.observe.report import RunReport, make_report
+from elche_jax.observe.report import RunReport, busy_ms, make_report
 from elche_jax.observe.timeline import TIMELINE, Timeline
 
 LEFT_OUT = "left out: "
-"""How the reason of a `SkipEvent` begins if an average was taken without a device."""
+"""Beginning of a `SkipEvent`'s reason if an average left a device out."""
 
 LATE = f"{LEFT_OUT}late"
-"""The reason if the device was too late."""
+"""The reason if the device was late."""
 
 _Kind = TypeVar("_Kind", bound=Event)
 
@@ -37,14 +36,14 @@ _Kind = TypeVar("_Kind", bound=Event)
 class PlacedWindow:
     """A window and its place on the run's time axis, in seconds.
 
-    Windows follow one another: `begin` is never before the `end` of the one before.
+    Windows do not overlap: `begin` is never before the `end` of the previous window.
 
     Attributes:
-        record: What was measured.
+        record: The measured window.
         segment: Index of its segment.
-        begin: When it began: `wall_ms` before its end, or the longest `busy_ms` if that is
-            more. Between two windows is the time that the loop spent on other things.
-        end: When it was over: when it was reported, or earlier if the next one began earlier.
+        begin: Start time: `wall_ms` before its end, or the longest `busy_ms` if that is more.
+            Gaps between windows are time that the loop spent on other things.
+        end: End time: when it was reported, or earlier if the next window began earlier.
     """
 
     record: WindowEvent
@@ -55,7 +54,7 @@ class PlacedWindow:
     @property
     def busy_ms(self) -> tuple[float, ...]:
         """Busy time per device; a single device is busy all the time."""
-        return self.record.busy_ms or (self.record.wall_ms,)
+        return busy_ms(self.record)
 
 
 @dataclass(frozen=True)
@@ -63,12 +62,12 @@ class Run:
     """A run as read from its timeline; the `at` of its events is on the run's time axis.
 
     Attributes:
-        name: Name of the folder, or of the file.
-        segments: The event with which each part of the run begins, oldest first; a part is
-            what one process did on one set of devices. Names of devices are unique: those
-            that were not have their rank in front. A part whose beginning was not recorded
-            has an event without a cadence, and zeros.
-        windows: All windows, including those that were done again after a kill.
+        name: Name of the folder or of the file.
+        segments: The event that begins each segment, oldest first. A segment is the work of
+            one process on one set of devices. Device names are unique: duplicates are
+            prefixed with their rank. A segment whose beginning was not recorded has an event
+            with an empty cadence and zeros.
+        windows: All windows, including those repeated after a kill.
         events: All other events, oldest first.
         seconds: End of the time axis, which begins at 0.
     """
@@ -80,38 +79,38 @@ class Run:
     seconds: float
 
     def of(self, kind: type[_Kind]) -> list[_Kind]:
-        """The events of a kind, oldest first."""
+        """Return the events of a class, oldest first."""
         return [event for event in self.events if isinstance(event, kind)]
 
     @property
     def losses(self) -> list[LossEvent]:
-        """Losses of windows."""
+        """Losses of windows, oldest first."""
         return self.of(LossEvent)
 
     @property
     def evaluations(self) -> list[EvaluationEvent]:
-        """Evaluations."""
+        """Evaluations, oldest first."""
         return self.of(EvaluationEvent)
 
     @property
     def epochs(self) -> list[EpochEvent]:
-        """Epochs that are over."""
+        """Finished epochs, oldest first."""
         return self.of(EpochEvent)
 
     @property
     def skips(self) -> list[SkipEvent]:
-        """Updates that were dropped, and averages that were taken without a device."""
+        """Updates that were dropped and averages that left a device out, oldest first."""
         return self.of(SkipEvent)
 
     @property
     def anchor_steps(self) -> list[tuple[float, int]]:
-        """The anchor over time, each with the seconds since when; empty if none was recorded."""
+        """The anchor over time, as pairs of start time and anchor; empty if never recorded."""
         steps: list[tuple[float, int]] = []
         begins = [segment.at for segment in self.segments]
-        last = 0  # segments that have a step
+        last = 0  # segments up to here have a step
         for event in self.of(AnchorEvent):
             segment = bisect_right(begins, event.at)
-            if segment > last:
+            if segment > last:  # an event tells changes only, so its segment began with `before`
                 steps.append((begins[segment - 1], event.before))
                 last = segment
             steps.append((event.at, event.anchor))
@@ -119,12 +118,12 @@ class Run:
 
     @property
     def repeated(self) -> int:
-        """Number of windows that were done again, as a kill had lost their result.
+        """Number of windows that were repeated because a kill had lost their result.
 
-        A segment that begins with window 0 continues nothing, and is counted on its own. So
-        are windows of an older segment that come in between.
+        A segment that begins with window 0 is a new training, of which nothing was done
+        before. Windows of an older segment in between belong to another training step.
         """
-        again, segment = 0, -1
+        repeated, segment = 0, -1
         seen: set[int] = set()
         for window in self.windows:
             number = window.record.window
@@ -133,9 +132,9 @@ class Run:
             if window.segment > segment:
                 segment = window.segment
                 seen = seen if number else set()
-            again += number in seen
+            repeated += number in seen
             seen.add(number)
-        return again
+        return repeated
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -144,17 +143,17 @@ class Run:
 
     @property
     def latest(self) -> list[PlacedWindow]:
-        """The windows on the devices that the run had last: those that a report can cover."""
+        """The windows on the run's last set of devices, which a report covers."""
         first = len(self.segments)
         while first and self.segments[first - 1].devices == self.devices:
             first -= 1
         return [window for window in self.windows if window.segment >= first]
 
     def report(self) -> RunReport:
-        """The run's report over its `latest` windows, and all of its compiles and skips.
+        """Return a report over the `latest` windows and all compilations and skips.
 
-        The counts are those of the last window that no end of an epoch cut short. A window
-        that was averaged without a late device is not among the skips: it dropped nothing.
+        The counts are those of the last window that was not cut short by the end of an epoch.
+        A window whose average left out a late device is not a skip, as it dropped nothing.
         """
         records = [window.record for window in self.latest]
         compiles = self.of(CompileEvent)
@@ -162,9 +161,9 @@ class Run:
         return make_report(
             records,
             self.devices,
-            _uncut(records) if records else (0,) * len(self.devices),
+            _planned_counts(records) if records else (0,) * len(self.devices),
             {
-                "hits": 0,  # no event: they cost nothing
+                "hits": 0,  # not recorded, as they cost nothing
                 "misses": sum(not event.ahead for event in compiles),
                 "ahead": sum(event.ahead for event in compiles),
                 "seconds": sum(event.seconds for event in compiles),
@@ -176,21 +175,21 @@ class Run:
 
 
 def read_run(path: str | PathLike[str]) -> Run:
-    """Reads a run from its timeline.
+    """Read a run from its timeline.
 
-    In a timeline that several processes have continued, times begin at 0 with each of them;
-    here they follow one another. The time between two processes is unknown, and left out.
+    In a timeline continued by several processes, times begin at 0 with each of them; here
+    they are laid one after another. The time between two processes is unknown and omitted.
 
     Args:
-        path: A timeline, or the folder of a run, with a `timeline.jsonl` in it.
+        path: A timeline, or the folder of a run that contains a `timeline.jsonl`.
 
     Returns:
-        The run. If no `RunEvent` names as many devices as a window has, as in a loop of your
-        own, they are called `device 0`, `device 1`, ...
+        The run. If no `RunEvent` has as many devices as a window, as with windows that your
+        own loop reports, they are called `device 0`, `device 1`, ...
 
     Raises:
-        TypeError: `path` is no path.
-        ValueError: A line is no event; `path` is empty or has a null byte in it.
+        TypeError: `path` is not a path.
+        ValueError: A line is not an event; `path` is empty or contains a null byte.
         OSError: The timeline cannot be read.
 
     Examples:
@@ -209,36 +208,34 @@ def read_run(path: str | PathLike[str]) -> Run:
     path = given_path("read_run", "path", path)
     file = path / TIMELINE if path.is_dir() else path
     name = path.resolve().name if path.is_dir() else path.stem
+    clocks: list[list[Event]] = []  # one per process, whose times begin at 0
+    for event in Timeline.read(file):
+        if not clocks or event.at < clocks[-1][-1].at:
+            clocks.append([])
+        clocks[-1].append(event)
     run = Run(name, [], [], [], 0.0)
-    for _, clock in groupby(_with_clock(Timeline.read(file)), key=lambda pair: pair[0]):
-        run = _extended(run, [event for _, event in clock])
+    for events in clocks:
+        run = _append(run, events)
     return run
 
 
-def _with_clock(events: Iterable[Event]) -> Iterator[tuple[int, Event]]:
-    """Each event with the number of its clock: there is a new one whenever `at` goes back."""
-    clock, last = 0, 0.0
-    for event in events:
-        clock, last = clock + (event.at < last), event.at
-        yield clock, event
+def _append(run: Run, events: Sequence[Event]) -> Run:
+    """Return the run with the events of one more clock appended.
 
-
-def _extended(run: Run, events: Sequence[Event]) -> Run:
-    """The run with the events of one more clock, all after what is there.
-
-    A loss is reported when it is read, which a trainer does for several windows at once; it
-    is placed at its window.
+    A loss is placed at its window: a trainer reads the losses of several windows at once, and
+    reports them then.
     """
     places = _places([event for event in events if isinstance(event, WindowEvent)])
+    # The first windows may begin before 0, as times are as long as measured: shift the clock.
     zero = run.seconds - min(0.0, places[0][0] if places else 0.0)
     place = iter(places)
-    newest: dict[int, int] = {}  # by number of devices, the segment on this clock
+    newest: dict[int, int] = {}  # the segment on this clock, by number of devices
     others: list[Event] = []
-    over: dict[int, float] = {}  # by window, when it was reported
+    reported: dict[int, float] = {}  # the time of each window's report
     for event in events:
         at = zero + event.at
         if isinstance(event, WindowEvent):
-            over[event.window] = at
+            reported[event.window] = at
             begin, end = (zero + moment for moment in next(place))
             devices = len(event.counts)
             if devices not in newest:
@@ -249,23 +246,23 @@ def _extended(run: Run, events: Sequence[Event]) -> Run:
             continue
         if isinstance(event, RunEvent):
             newest[len(event.devices)] = len(run.segments)
-            run.segments.append(replace(event, devices=_apart(event.devices), at=at))
+            run.segments.append(replace(event, devices=_unique(event.devices), at=at))
         elif isinstance(event, LossEvent):
-            at = over.pop(event.window, at)
+            at = reported.pop(event.window, at)
         others.append(replace(cast(Any, event), at=at))
     run.events.extend(sorted(others, key=attrgetter("at")))
     return replace(run, seconds=max([run.seconds, *(zero + event.at for event in events)]))
 
 
-def _apart(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Unique names of devices: with their ranks if two are the same."""
+def _unique(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return unique device names: with their ranks if two are the same."""
     if len(set(names)) == len(names):
         return names
     return tuple(f"{rank}: {name}" for rank, name in enumerate(names))
 
 
-def _uncut(records: Sequence[WindowMeasurement]) -> tuple[int, ...]:
-    """Counts of the last window that is not the last of its epoch; if none, of the last."""
+def _planned_counts(records: Sequence[WindowMeasurement]) -> tuple[int, ...]:
+    """Return the counts of the last window that does not end its epoch, else of the last one."""
     for record, following in zip(records[-2::-1], records[:0:-1], strict=True):
         if record.epoch == following.epoch:
             return record.counts
@@ -273,10 +270,9 @@ def _uncut(records: Sequence[WindowMeasurement]) -> tuple[int, ...]:
 
 
 def _places(windows: Sequence[WindowEvent]) -> list[tuple[float, float]]:
-    """Begin and end of windows in seconds: as late as order and the reports allow.
+    """Return begin and end of each window in seconds, as late as order and reports allow.
 
-    A window is reported when it is over or later, and its `wall_ms` begins at the end of the
-    window before:
+    A window is reported when it ends or later, and cannot overlap the next one:
 
         end[i] = min(at[i], begin[i + 1])        begin[i] = end[i] - length[i]
     """

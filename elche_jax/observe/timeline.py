@@ -24,6 +24,7 @@ from elche_jax.observe.events import (
     SkipEvent as SkipEvent,
     VerdictEvent as VerdictEvent,
     WindowEvent as WindowEvent,
+    values_of,
 )
 from elche_jax.observe.line_writer import LineWriter
 from elche_jax.observe.paths import given_file
@@ -270,8 +271,7 @@ def _last(where: str, path: Path, name: str, line: bytes) -> list[Event]:
 
 
 def _to_line(event: Event) -> bytes:
-    values = {field.name: getattr(event, field.name) for field in fields(cast(Any, event))}
-    return _encode({"event": NAMES[type(event)]} | values).encode() + b"\n"
+    return _encode({"event": NAMES[type(event)]} | values_of(event)).encode() + b"\n"
 
 
 def _from_line(where: str, path: Path, name: str, line: bytes) -> Event:

@@ -1,51 +1,50 @@
-"""A run as a trace for Perfetto and Chrome."""
+"""Traces of runs for Perfetto and Chrome's trace viewer."""
 
 import gzip
 import heapq
 import json
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import fields
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final, cast
 
 from elche_jax import _check as check
 from elche_jax.observe.atomic import replacing
-from elche_jax.observe.events import NAMES, LossEvent
+from elche_jax.observe.events import NAMES, LossEvent, values_of
 from elche_jax.observe.paths import given_file
-from elche_jax.observe.run import PlacedWindow, Run
+from elche_jax.observe.run import Run
 
 PROCESS: Final = 1
 RUN_TRACK: Final = 1
 SYNC_TRACK: Final = 2
 FIRST_DEVICE: Final = 3
-"""Number of the first device's track."""
+"""Track of the first device; the others follow."""
 
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 def write_trace(run: Run, path: str | PathLike[str]) -> Path:
-    """Writes a run as a trace in the JSON object format of Chrome's trace viewer.
+    """Write a run as a trace in the JSON object format of Chrome's trace viewer.
 
-    There is a track per device with a bar for its busy time in each window, a track for the
-    synchronisations and one for other events, and curves of the counts, the anchor and the
-    loss. Times are microseconds.
+    The trace has a track per device with a bar for its busy time in each window, a track for
+    synchronisations, one for other events, and curves of the counts, the anchor and the loss.
+    Times are in microseconds.
 
-    At which moments of a window a device was busy is not measured: a bar begins with the
-    window, and the synchronisation ends with it.
+    When within a window a device was busy is not measured: its bar begins with the window,
+    and the bar of the synchronisation ends with it.
 
     Args:
-        run: What `read_run` returned.
-        path: The file, written completely or not at all; missing folders are made. If its
-            name ends in `.gz`, it is compressed.
+        run: A run from `read_run`.
+        path: The file, written completely or not at all; missing folders are created. It is
+            compressed if its name ends in `.gz`.
 
     Returns:
         The path.
 
     Raises:
-        TypeError: `run` is no `Run`, or `path` no path.
-        ValueError: `path` is empty, a folder, or has a null byte in it.
+        TypeError: `run` is not a `Run`, or `path` not a path.
+        ValueError: `path` is empty, a folder, or contains a null byte.
         OSError: The file cannot be written.
 
     Examples:
@@ -69,7 +68,7 @@ def write_trace(run: Run, path: str | PathLike[str]) -> Path:
     events = heapq.merge(*streams, key=lambda event: event["ts"])
     with replacing(path) as file:
         packed = (
-            # Without name and time of the file, so that the same run gives the same bytes.
+            # Without a file name and time, so that the same run gives the same bytes.
             gzip.GzipFile("", "wb", fileobj=file, mtime=0) if path.suffix == ".gz" else None
         )
         with cast(Any, packed or nullcontext(file)) as out:
@@ -82,7 +81,7 @@ def write_trace(run: Run, path: str | PathLike[str]) -> Path:
 
 
 def _device_tracks(run: Run) -> dict[tuple[int, str], int]:
-    """The track of each device that the run has had, by rank and name."""
+    """Return the track of each device that the run ever had, by rank and name."""
     tracks: dict[tuple[int, str], int] = {}
     for segment in run.segments:
         for device in enumerate(segment.devices):
@@ -103,13 +102,13 @@ def _metadata(run: Run, tracks: dict[tuple[int, str], int]) -> list[dict[str, An
 def _event(
     phase: str, at: float, name: str, args: dict[str, Any], track: int | None = None
 ) -> dict[str, Any]:
-    """An event at a time in seconds; curves have no track."""
+    """Return an event at a time in seconds; points of curves have no track."""
     event = {"ph": phase, "ts": _ns(at) / 1e3, "pid": PROCESS, "name": name, "args": args}
     return event if track is None else event | {"tid": track}
 
 
 def _ns(seconds: float) -> int:
-    """Whole nanoseconds, the resolution of viewers, so that bars do not overlap there."""
+    """Round to nanoseconds, the resolution of viewers, in which bars must not overlap."""
     return round(seconds * 1e9)
 
 
@@ -118,33 +117,30 @@ def _bar(name: str, track: int, begin: float, end: float, args: dict[str, Any]) 
 
 
 def _bars(run: Run, tracks: dict[tuple[int, str], int]) -> Iterator[dict[str, Any]]:
-    """Changes of the counts, busy times and synchronisations, in the order of time."""
-    shown: dict[str, int] = {}
+    """Yield changes of the counts, busy times and synchronisations, in order of time."""
+    last: dict[str, int] = {}
     for window in run.windows:
         record, devices = window.record, run.segments[window.segment].devices
         counts = dict(zip(devices, record.counts, strict=True))
-        if counts != shown:
+        if counts != last:
             yield _event("C", window.begin, "counts", counts)
-            shown = counts
+            last = counts
+        # Busy times and costs may exceed the window, or be below 0, by errors of measurement.
         for rank, name in enumerate(devices):
-            yield _busy_bar(window, rank, tracks[rank, name])
+            end = min(window.end, window.begin + max(0.0, window.busy_ms[rank]) / 1e3)
+            args = {"count": counts[name], "examples": record.examples, "epoch": record.epoch}
+            track = tracks[rank, name]
+            yield _bar(f"window {record.window}", track, window.begin, end, args)
         begin = max(window.begin, window.end - max(0.0, record.sync_ms) / 1e3)
         args = {"window": record.window, "cost_ms": record.sync_ms, "skew_ms": record.skew_ms}
         yield _bar("synchronisation", SYNC_TRACK, begin, window.end, args)
 
 
-def _busy_bar(window: PlacedWindow, rank: int, track: int) -> dict[str, Any]:
-    record = window.record
-    end = min(window.end, window.begin + max(0.0, window.busy_ms[rank]) / 1e3)
-    args = {"count": record.counts[rank], "examples": record.examples, "epoch": record.epoch}
-    return _bar(f"window {record.window}", track, window.begin, end, args)
-
-
 def _instants(run: Run) -> Iterator[dict[str, Any]]:
-    """Momentary events: all that are neither bars nor curves."""
+    """Yield all events that are neither bars nor curves."""
     for event in run.events:
         if not isinstance(event, LossEvent):
-            values = {field.name: getattr(event, field.name) for field in fields(cast(Any, event))}
+            values = values_of(event)
             at = values.pop("at")
             yield _event("i", at, NAMES[type(event)], values, RUN_TRACK) | {"s": "t"}
 
