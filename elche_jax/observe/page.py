@@ -1,4 +1,4 @@
-"""A run as one page, `report.html`, that needs nothing but a browser."""
+"""Self-contained HTML pages of runs."""
 
 import base64
 import hashlib
@@ -19,27 +19,27 @@ from elche_jax.observe.report import RunReport, counted, file_size
 from elche_jax.observe.run import LEFT_OUT, Run
 
 ROWS = 200
-"""Most rows of a table; the last ones are shown."""
+"""Most rows of a table; of more, the last ones are shown."""
 
 
 def write_page(run: Run, path: str | PathLike[str], title: str | None = None) -> Path:
-    """Writes a page that explains a run: figures, pictures and tables.
+    """Write a page about a run, with key figures, plots and tables.
 
-    The page holds everything it needs and loads nothing, so that it can be kept, sent and
-    opened without a network. For a long run only the last windows are shown one by one, and
-    curves are medians, as the page says; figures always cover the whole run.
+    The page contains everything it needs and loads nothing, so that it can be kept, sent and
+    opened offline. For a long run, only the last windows are shown one by one and curves are
+    medians, as the page says; key figures always cover the whole run.
 
     Args:
-        run: What `read_run` returned.
-        path: The file, written completely or not at all; missing folders are made.
-        title: Headline. None: the run's name.
+        run: A run from `read_run`.
+        path: The file, written completely or not at all; missing folders are created.
+        title: Title of the page; None for the run's name.
 
     Returns:
         The path.
 
     Raises:
-        TypeError: `run` is no `Run`, `title` no string, or `path` no path.
-        ValueError: `path` is empty, a folder, or has a null byte in it.
+        TypeError: `run` is not a `Run`, `title` not a string, or `path` not a path.
+        ValueError: `path` is empty, a folder, or contains a null byte.
         OSError: The file cannot be written.
 
     Examples:
@@ -61,11 +61,13 @@ def write_page(run: Run, path: str | PathLike[str], title: str | None = None) ->
         check.instance("write_page", "title", title, str)
     path = given_file("write_page", "path", path, "report.html")
     report = run.report()
-    script, style = _part("page.js"), _part("page.css")
+    script, style = _read_part("page.js"), _read_part("page.css")
     parts = {
-        "policy": _policy(script, style),
+        # Only this script and this style may run; nothing is loaded from anywhere.
+        "policy": "default-src 'none'; base-uri 'none'; form-action 'none'; "
+        f"script-src {_hash(script)}; style-src {_hash(style)}",
         "title": escape(run.name if title is None else title),
-        "lead": escape(_lead(run)),
+        "lead": escape(_subtitle(run)),
         "notes": "".join(f"<p class=note>{escape(note)}</p>" for note in _notes(run)),
         "figures": _figures(run, report),
         "devices": _device_table(report),
@@ -75,21 +77,15 @@ def write_page(run: Run, path: str | PathLike[str], title: str | None = None) ->
         "style": style,
         "script": script,
     }
-    # In one pass, so that inserted text is not searched for placeholders.
-    page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _part("page.html"))
+    # In one pass, so that placeholders in the inserted text are left alone.
+    page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _read_part("page.html"))
     with replacing(path) as file:
         file.write(page.encode("utf-8", "backslashreplace"))
     return path
 
 
-def _part(name: str) -> str:
+def _read_part(name: str) -> str:
     return files("elche_jax.observe").joinpath(name).read_text(encoding="utf-8")
-
-
-def _policy(script: str, style: str) -> str:
-    """Allows only this script and this style, and nothing from anywhere else."""
-    rules = "default-src 'none'; base-uri 'none'; form-action 'none'"
-    return f"{rules}; script-src {_hash(script)}; style-src {_hash(style)}"
 
 
 def _hash(text: str) -> str:
@@ -97,12 +93,12 @@ def _hash(text: str) -> str:
 
 
 def _json(data: object) -> str:
-    """JSON in which no text can end the element around it."""
+    """Return JSON that cannot end the script element around it."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _lead(run: Run) -> str:
+def _subtitle(run: Run) -> str:
     cadence = run.segments[-1].cadence.partition("(")[0] if run.segments else ""
     devices = counted(len(run.devices), "device")
     parts = [devices, counted(len(run.windows), "window"), _duration(run.seconds), cadence]
@@ -141,7 +137,7 @@ def _figures(run: Run, report: RunReport) -> str:
 
 
 def _skips(run: Run) -> list[tuple[str, str, str]]:
-    """How many windows were skipped, by reason; the dropped ones even if there are none."""
+    """Return the figures of skipped windows by reason; dropped updates even if there are none."""
     reasons = Counter(skip.reason for skip in run.skips)
     dropped = {why: n for why, n in reasons.items() if not why.startswith(LEFT_OUT)}
     why = ", ".join(dropped) or "not finite"
@@ -195,7 +191,7 @@ def _metric_table(
     cells: Sequence[Sequence[str]],
     metrics: Sequence[dict[str, float]],
 ) -> str:
-    """The last rows of a table, with one more column per metric."""
+    """Return a table of the last rows, with one more column per metric."""
     names = list(dict.fromkeys(name for each in metrics for name in each))
     rows = [
         [*row, *(f"{each[name]:.5g}" if name in each else "-" for name in names)]
@@ -206,7 +202,7 @@ def _metric_table(
 
 
 def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose first column names its rows; nothing without rows."""
+    """Return a table whose first column names its rows; nothing without rows."""
     if not rows:
         return ""
     top = "".join(f"<th scope=col>{escape(name)}</th>" for name in head)
@@ -217,7 +213,7 @@ def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> 
         for first, *rest in rows
     )
     table = f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
-    # A wide table can be scrolled sideways, also by keyboard.
+    # A wide table can be scrolled sideways; `tabindex` makes that possible by keyboard, too.
     box = f'<div class=wide tabindex=0 role=region aria-label="{escape(caption)}">{table}</div>'
     return f"<section><h2>{escape(caption)}</h2>{box}</section>"
 

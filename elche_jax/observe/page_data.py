@@ -1,4 +1,4 @@
-"""The numbers that a page draws, thinned out for a long run."""
+"""The numbers that a page plots, thinned out for long runs."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
@@ -8,6 +8,7 @@ from statistics import median, median_low
 from typing import Any, TypeVar
 
 from elche_jax.observe.events import (
+    NAMES,
     CheckpointEvent,
     CompileEvent,
     EvaluationEvent,
@@ -20,24 +21,24 @@ from elche_jax.observe.report import RunReport, file_size, limit_share
 from elche_jax.observe.run import LEFT_OUT, PlacedWindow, Run
 
 POINTS = 600
-"""Most points of a curve; for more windows, medians are shown."""
+"""Most points of a curve; with more windows, a point is the median of several."""
 
 GANTT_NUMBERS = 60_000
-"""Most numbers about windows shown one by one; older windows are left out of that picture."""
+"""Most numbers in the plot of single windows, which leaves out older windows."""
 
 MARKS = 400
-"""Most marks of a kind; the last ones are shown."""
+"""Most marks of a kind; of more, the last ones are shown."""
 
 METRICS = 12
-"""Most metrics that get a picture."""
+"""Most metrics that get a plot."""
 
 _T = TypeVar("_T")
 
 
 def page_data(run: Run, report: RunReport) -> dict[str, Any]:
-    """The numbers behind the pictures, as the page's script reads them.
+    """Return the numbers behind the plots, as the page's script reads them.
 
-    Times are seconds on the run's axis, durations are milliseconds, windows are columns.
+    Times are seconds on the run's axis, durations milliseconds; windows are stored by column.
     """
     lanes = _lane_names(run)
     return {
@@ -55,7 +56,7 @@ def page_data(run: Run, report: RunReport) -> dict[str, Any]:
 
 
 def _lane_names(run: Run) -> list[str]:
-    """A name for each rank that the run ever had: that of its last device."""
+    """Return a name for each rank that the run ever had: that of its last device."""
     names: list[str] = []
     for segment in run.segments:
         names = [*segment.devices, *names[len(segment.devices) :]]
@@ -67,7 +68,7 @@ def _time(seconds: float) -> float:
 
 
 def _short(value: float | None) -> float | None:
-    """Rounds to six digits, which is more than a picture shows."""
+    """Round to six digits, more than a plot shows."""
     return None if value is None else float(f"{value:.6g}")
 
 
@@ -90,7 +91,7 @@ def _gantt(run: Run, lanes: int) -> dict[str, Any]:
 
 
 def _bucket_size(items: Sequence[object]) -> int:
-    """How many items one point of a curve stands for, to have at most `POINTS`."""
+    """Return how many items to merge into one point, for a curve of at most `POINTS`."""
     return max(1, ceil(len(items) / POINTS))
 
 
@@ -101,7 +102,7 @@ def _buckets(items: Sequence[_T], size: int) -> list[Sequence[_T]]:
 def _columns(
     points: Sequence[tuple[float, float]], middle: Callable[[Iterable[float]], float] = median
 ) -> dict[str, Any]:
-    """Columns of points over time: the first time and the median of each bucket."""
+    """Return columns of points over time: the first time and the median of each bucket."""
     buckets = _buckets(points, _bucket_size(points))
     return {
         "t": [_time(bucket[0][0]) for bucket in buckets],
@@ -110,9 +111,10 @@ def _columns(
 
 
 def _curves(run: Run, lanes: int) -> dict[str, Any]:
-    """Medians over buckets of windows: counts, share of the limit, overhead."""
+    """Return medians over buckets of windows: counts, share of the limit, overhead."""
     buckets: list[Sequence[PlacedWindow]] = []
     size = _bucket_size(run.windows)
+    # A bucket stays within a segment: others may have other devices.
     in_segments = sorted(run.windows, key=attrgetter("segment"))
     for _, segment in groupby(in_segments, key=attrgetter("segment")):
         buckets += _buckets(list(segment), size)
@@ -137,14 +139,14 @@ def _limit(bucket: Sequence[PlacedWindow]) -> float | None:
 
 
 def _overhead(bucket: Sequence[PlacedWindow]) -> float | None:
-    """What a cadence compares with its target: `sync_ms / max(busy_ms)`, the median."""
+    """Return the median of `sync_ms / max(busy_ms)`, which a cadence compares with its target."""
     steady = [window for window in bucket if window.record.steady and max(window.busy_ms) > 0]
     shares = [window.record.sync_ms / max(window.busy_ms) for window in steady]
     return median(shares) if shares else None
 
 
 def _metrics(run: Run) -> list[dict[str, Any]]:
-    """The values of each metric, by window, epoch and evaluation."""
+    """Return the values of each metric by window, epoch and evaluation."""
     series: dict[str, dict[str, list[tuple[float, float]]]] = {}
     if run.losses:
         series["loss"] = {"window": [(event.at, event.loss) for event in run.losses]}
@@ -162,14 +164,14 @@ def _metrics(run: Run) -> list[dict[str, Any]]:
 
 
 def _shares(run: Run, report: RunReport) -> list[dict[str, Any]]:
-    """How each device spent the steady windows: busy, synchronising, idle; the sum is 1."""
+    """Return each device's shares of the steady windows: busy, synchronising and idle; sum 1."""
     records = [window.record for window in run.latest if window.record.steady]
     wall = sum(record.wall_ms for record in records)
     sync = sum(record.sync_ms for record in records) / wall if wall > 0 else 0.0
     shares: list[dict[str, Any]] = []
     for device in report.devices:
         busy = device.busy_share
-        exchanging = max(0.0, min(sync, 1 - busy))
+        exchanging = max(0.0, min(sync, 1 - busy))  # a part may be hidden behind computation
         idle = 1 - busy - exchanging if wall > 0 else 0.0
         parts = {"busy": _short(busy), "sync": _short(exchanging), "idle": _short(idle)}
         shares.append({"name": device.name} | parts)
@@ -177,17 +179,17 @@ def _shares(run: Run, report: RunReport) -> list[dict[str, Any]]:
 
 
 def _marks(run: Run) -> list[dict[str, Any]]:
-    """Events as marks with a text; the last `MARKS` of each kind."""
+    """Return events as marks with a text; the last `MARKS` of each kind."""
     marks: list[dict[str, Any]] = []
-    for kind, (name, words) in _WORDS.items():
-        events: list[Any] = run.of(kind)
+    for kind, describe in _TEXTS.items():
+        events = run.of(kind)
         shown = events[-MARKS:]
         marks.append(
             {
-                "kind": name,
+                "kind": NAMES[kind],
                 "total": len(events),
                 "t": [_time(event.at) for event in shown],
-                "text": [words(event) for event in shown],
+                "text": [describe(event) for event in shown],
             }
         )
     return marks
@@ -224,11 +226,11 @@ def _run(event: RunEvent) -> str:
     return f"begins or goes on with window {event.windows}, {event.cadence}"
 
 
-_WORDS: dict[type[Event], tuple[str, Callable[[Any], str]]] = {
-    RunEvent: ("run", _run),
-    CompileEvent: ("compile", _compile),
-    EvaluationEvent: ("evaluation", _evaluation),
-    CheckpointEvent: ("checkpoint", _checkpoint),
-    VerdictEvent: ("verdict", _verdict),
-    SkipEvent: ("skip", _skip),
+_TEXTS: dict[type[Event], Callable[[Any], str]] = {
+    RunEvent: _run,
+    CompileEvent: _compile,
+    EvaluationEvent: _evaluation,
+    CheckpointEvent: _checkpoint,
+    VerdictEvent: _verdict,
+    SkipEvent: _skip,
 }

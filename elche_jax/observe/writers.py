@@ -1,6 +1,6 @@
-"""Writers of a run's scalars, to a table in a file or to TensorBoard.
+"""Writers of a run's scalars, to a CSV file or to TensorBoard.
 
-Your own writer can be any object with the two methods of `Writer`.
+Any object with the two methods of `Writer` is a writer.
 """
 
 import csv
@@ -23,31 +23,31 @@ logger = logging.getLogger("elche_jax")
 
 STEP: Final = "step"
 FORMULA: Final = ("=", "+", "-", "@", "\t", "\r", "\n", "\0")
-"""Beginnings of cells that a spreadsheet may take for a formula (OWASP, CSV injection)."""
+"""Beginnings of cells that a spreadsheet may interpret as formulas (OWASP, CSV injection)."""
 
 
 @runtime_checkable
 class Writer(Protocol):
-    """Takes the scalars of a run."""
+    """A receiver of a run's scalars."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes the values at a step, which is never below the one before.
+        """Take the values of a step; steps never decrease.
 
         Args:
-            step: Number of the window, at least 0. A resumed run begins at a step that the
-                process before may already have written: what is there from this step on no
-                longer counts.
+            step: Number of the window, at least 0. A resumed run may begin at a step that the
+                previous process has already written: older values from this step on are
+                invalid.
             values: The values by name; they may be NaN or infinite.
         """
         ...
 
     def close(self) -> None:
-        """Writes what is left. Calling it again does nothing."""
+        """Write remaining values. Calling it again does nothing."""
         ...
 
 
 class _FileWriter:
-    """What both writers share: steps that never fall, and a file that is opened late."""
+    """Base of the writers: a file opened by the first `scalars`, and checked values."""
 
     def __init__(self) -> None:
         self._where = f"{type(self).__name__}.scalars"
@@ -56,17 +56,18 @@ class _FileWriter:
         self._file: FileIO | None = None
 
     def close(self) -> None:
-        """Closes the file. Calling it again does nothing."""
+        """Close the file. Calling it again does nothing."""
         self._closed = True
-        self._shut()
+        self._close_file()
 
-    def _shut(self) -> None:
-        """Closes the file; the next `scalars` may open it again."""
+    def _close_file(self) -> None:
+        """Close the file, which the next `scalars` may open again."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
 
-    def _take(self, step: int, values: Mapping[str, float]) -> tuple[int, dict[str, float]]:
+    def _check(self, step: int, values: Mapping[str, float]) -> tuple[int, dict[str, float]]:
+        """Return the checked arguments of `scalars` as plain numbers."""
         where = self._where
         if self._closed:
             raise ValueError(check.message(where, "the writer", "be open", "a closed one"))
@@ -87,11 +88,11 @@ def _number(where: str, name: object, value: object) -> float:
 
 
 def _append(file: FileIO, line: bytes) -> None:
-    """Writes a line completely or, on a full disk for instance, not at all."""
+    """Append a line completely or, for instance on a full disk, not at all."""
     end = file.seek(0, io.SEEK_END)
     rest = line
     try:
-        while rest:
+        while rest:  # an unbuffered file may accept a part
             rest = rest[file.write(rest) or 0 :]
     except OSError:
         file.truncate(end)
@@ -99,24 +100,24 @@ def _append(file: FileIO, line: bytes) -> None:
 
 
 class CSVWriter(_FileWriter):
-    """Writes scalars as a table, `step` and a column per name, for a spreadsheet or pandas.
+    """A writer of scalars to a CSV file with `step` and a column per name.
 
-    A row is written at once and completely. A name that first appears later becomes a new
-    column at the right, empty in the rows above: the file is then written anew, and replaces
-    the old one in one step. An existing file is continued: rows from the first new step on
-    are dropped, as is a last row that a kill has left unfinished. A damaged file is renamed
-    to `metrics-damaged-<time>.csv`, the log says so, and a new one is begun.
+    Each row is written immediately and completely. A name that first appears later becomes a
+    new column on the right, empty in the rows above: the file is then rewritten, and replaced
+    atomically. An existing file is continued: rows from the first new step on are dropped, as
+    is an incomplete last row, left by a kill. A damaged file is renamed to
+    `metrics-damaged-<time>.csv`, which is logged, and a new one is begun.
 
-    A spreadsheet takes a cell that begins with `=`, `+`, `-`, `@`, a tab or a new line for a
-    formula, which may run programs. In the file such a name has an apostrophe in front, as
-    OWASP advises; take it off when you read the file with `csv`. Numbers are written as is.
+    Spreadsheets interpret a cell that begins with `=`, `+`, `-`, `@`, a tab or a newline as a
+    formula, which may run programs. In the file such a name is prefixed with an apostrophe, as
+    OWASP recommends; remove it when you read the file with `csv`. Numbers are written as is.
 
     Args:
-        path: The file; missing folders are made. It is opened by the first `scalars`.
+        path: The file; missing folders are created. It is opened by the first `scalars`.
 
     Raises:
-        TypeError: `path` is no path.
-        ValueError: It is empty, a folder, or has a null byte in it.
+        TypeError: `path` is not a path.
+        ValueError: It is empty, a folder, or contains a null byte.
 
     Examples:
         >>> import tempfile
@@ -138,35 +139,35 @@ class CSVWriter(_FileWriter):
         super().__init__()
         self._path = given_file("CSVWriter", "path", path, "metrics.csv")
         self._columns: list[str] = []
-        self._begun = False  # whether the file is of this writer, not of one before
+        self._begun = False  # whether the rows of an earlier run have been dropped
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes a row.
+        """Write a row.
 
         Args:
-            step: Number of the window; at least that of the row above.
+            step: Number of the window, at least that of the row above.
             values: The values by name; none may be called `step`.
 
         Raises:
-            TypeError: `step` is no integer, or a value no number.
+            TypeError: `step` is not an integer, or a value not a number.
             ValueError: The step is below the last one, a value is called `step`, the writer
-                is closed, or there is a file that is no table of this writer.
+                is closed, or the existing file is not a table of a `CSVWriter`.
             OSError: The file cannot be written; only complete rows are left in it.
         """
-        step, numbers = self._take(step, values)
+        step, numbers = self._check(step, values)
         if STEP in numbers:
             rule = f"hold no name {STEP!r}"
             raise ValueError(check.message("CSVWriter.scalars", "values", rule, [*numbers]))
         new = [name for name in numbers if name not in self._columns]
         if self._file is None or new:
-            self._shut()
-            self._file = self._anew(new, None if self._begun else step)
+            self._close_file()
+            self._file = self._rewrite(new, None if self._begun else step)
             self._begun = True
         cells = [repr(numbers[name]) if name in numbers else "" for name in self._columns]
         _append(self._file, _line([str(step), *cells]))
 
-    def _anew(self, new: Iterable[str], before: int | None) -> FileIO:
-        """Rewrites the file with more columns and without rows from a step on; opens it."""
+    def _rewrite(self, new: Iterable[str], before: int | None) -> FileIO:
+        """Rewrite the file with more columns and only rows before a step, and open it."""
         columns, rows = _read(self._path)
         columns += [name for name in new if name not in columns]
         with replacing(self._path) as file:
@@ -176,34 +177,34 @@ class CSVWriter(_FileWriter):
                     empty = [""] * (len(columns) - len(cells))
                     file.write(_line([str(step), *cells, *empty]))
         self._columns = columns
-        return FileIO(self._path, "ab")  # without a buffer: a row is one write
+        return FileIO(self._path, "ab")  # unbuffered, so that no row waits in a buffer
 
 
 def _as_text(name: str) -> str:
-    """The name as a cell that no spreadsheet takes for a formula."""
+    """Return a name as a cell that no spreadsheet interprets as a formula."""
     return f"'{name}" if name.lstrip("'").startswith(FORMULA) else name
 
 
 def _as_name(cell: str) -> str:
-    """The name in a cell that `_as_text` made; older files hold names as they are."""
+    """Return the name in a cell of `_as_text`; older files contain names as they are."""
     is_text = cell.startswith("'") and cell.lstrip("'").startswith(FORMULA)
     return cell[1:] if is_text else cell
 
 
 def _line(cells: Sequence[str]) -> bytes:
     text = io.StringIO()
-    # With both characters, so that names that contain either are quoted.
+    # `csv` quotes cells that contain a character of the line end: "\n" and "\r" must be quoted.
     csv.writer(text, lineterminator="\r\n").writerow(cells)
     return text.getvalue().removesuffix("\r\n").encode() + b"\n"
 
 
 def _read(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """Columns and rows of a table, without `step`; none if there is no file.
+    """Return the columns and rows of a table, without `step`; none if there is no file.
 
-    A damaged table is put aside: it must not stop a run, which does not need it.
+    A damaged table is renamed instead of raising: the run does not depend on it.
     """
     content = path.read_bytes() if path.exists() else b""
-    content = content.rstrip(b"\0")  # a power loss leaves zeros in place of rows
+    content = content.rstrip(b"\0")  # a power loss may leave zeros in place of rows
     if not content:
         return [], []
     try:
@@ -240,17 +241,17 @@ def _parsed(content: bytes) -> tuple[list[str], list[tuple[int, list[str]]]]:
 
 
 class TensorBoardWriter(_FileWriter):
-    """Writes scalars as events for TensorBoard; needs `tensorboardX`.
+    """A writer of scalars for TensorBoard; needs `tensorboardX`.
 
-    A folder that holds events is continued: TensorBoard leaves out the old ones from the
-    first new step on.
+    A folder that contains events is continued: TensorBoard ignores the old ones from the first
+    new step on.
 
     Args:
-        folder: Folder of the event files; made if missing.
+        folder: Folder of the event files; created if missing.
 
     Raises:
-        TypeError: `folder` is no path.
-        ValueError: It is empty, or has a null byte in it.
+        TypeError: `folder` is not a path.
+        ValueError: It is empty or contains a null byte.
         ImportError: tensorboardX is not installed.
 
     Examples:
@@ -268,7 +269,7 @@ class TensorBoardWriter(_FileWriter):
     def __init__(self, folder: str | PathLike[str]):
         super().__init__()
         self._folder = given_path("TensorBoardWriter", "folder", folder)
-        try:  # now, not in the middle of a run
+        try:  # here rather than in `scalars`, so that a missing package shows before the run
             from tensorboardX import record_writer, summary
             from tensorboardX.proto import event_pb2
         except ImportError as error:
@@ -279,18 +280,18 @@ class TensorBoardWriter(_FileWriter):
         self._summary: Any = summary.scalar  # it makes names that TensorBoard accepts
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes values at once.
+        """Write values immediately.
 
         Args:
-            step: Number of the window; at least the last one.
-            values: The values by name; single precision.
+            step: Number of the window, at least the last one.
+            values: The values by name, stored in single precision.
 
         Raises:
-            TypeError: `step` is no integer, or a value no number.
+            TypeError: `step` is not an integer, or a value not a number.
             ValueError: The step is below the last one, or the writer is closed.
             OSError: The file cannot be written; only complete events are left in it.
         """
-        step, numbers = self._take(step, values)
+        step, numbers = self._check(step, values)
         if self._file is None:
             self._file = self._open(step)
         summaries = [self._summary(name, number) for name, number in numbers.items()]
@@ -298,15 +299,16 @@ class TensorBoardWriter(_FileWriter):
         _append(self._file, self._record(step, summary=summary))
 
     def _open(self, step: int) -> FileIO:
-        """A new file with its first events, which say at which step older files end."""
-        goes_on = any(self._folder.glob("events.out.tfevents.*"))
-        first = self._record(step if goes_on else 0, file_version="brain.Event:2")
-        if goes_on:
+        """Open a new file, whose first events tell TensorBoard where older files end."""
+        resumed = any(self._folder.glob("events.out.tfevents.*"))
+        first = self._record(step if resumed else 0, file_version="brain.Event:2")
+        if resumed:
             first += self._record(step, session_log={"status": "START"})
         self._folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads files in the order of their names; microseconds keep them in order.
+        # TensorBoard reads files in order of their names; microseconds tell apart files of the
+        # same second.
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
-        file = FileIO(self._folder / name, "xb")  # without a buffer: an event is one write
+        file = FileIO(self._folder / name, "xb")  # unbuffered, so that no event waits
         try:
             _append(file, first)
         except BaseException:
@@ -315,10 +317,10 @@ class TensorBoardWriter(_FileWriter):
         return file
 
     def _record(self, step: int, **what: Any) -> bytes:
-        """An event as a file holds it: its length and its bytes, each with a checksum.
+        """Return an event as stored in a file: its length and its bytes, each with a checksum.
 
-        tensorboardX's own writers are not used: one has a thread that waits for ever for a disk
-        that has failed, and the other leaves a part of an event on a full disk.
+        tensorboardX's own writers are not used: `EventFileWriter` has a thread that waits
+        forever for a failed disk, and `RecordWriter` leaves part of an event on a full disk.
         """
         event: bytes = self._event(step=step, wall_time=time.time(), **what).SerializeToString()
         parts = struct.pack("<Q", len(event)), event
