@@ -160,12 +160,12 @@ def _device_table(report: RunReport) -> str:
         for device, count in zip(report.devices, report.counts, strict=True)
     ]
     head = ["Device", "ms per microbatch", "Count", "Microbatches", "Busy"]
-    return _table("Devices, over the steady windows", head, rows)
+    return _table("Devices, over the steady windows", head, rows, [{} for _ in rows])
 
 
 def _epoch_table(run: Run) -> str:
     head = ["Epoch", "Windows", "Examples", "Seconds", "Examples per second"]
-    cells = [
+    rows = [
         [
             str(epoch.epoch),
             f"{epoch.windows:,}",
@@ -175,43 +175,34 @@ def _epoch_table(run: Run) -> str:
         ]
         for epoch in run.epochs
     ]
-    return _metric_table("Epochs", head, cells, [epoch.metrics for epoch in run.epochs])
+    return _table("Epochs", head, rows, [epoch.metrics for epoch in run.epochs])
 
 
 def _evaluation_table(run: Run) -> str:
     events = run.evaluations
-    cells = [[str(event.epoch), str(event.window), f"{event.seconds:.2f}"] for event in events]
+    rows = [[str(event.epoch), str(event.window), f"{event.seconds:.2f}"] for event in events]
     head = ["Epoch", "Window", "Seconds"]
-    return _metric_table("Evaluations", head, cells, [event.metrics for event in events])
+    return _table("Evaluations", head, rows, [event.metrics for event in events])
 
 
-def _metric_table(
-    name: str,
+def _table(
+    caption: str,
     head: Sequence[str],
-    cells: Sequence[Sequence[str]],
+    rows: Sequence[Sequence[str]],
     metrics: Sequence[dict[str, float]],
 ) -> str:
-    """Return a table of the last rows, with one more column per metric."""
-    names = list(dict.fromkeys(name for each in metrics for name in each))
-    rows = [
-        [*row, *(f"{each[name]:.5g}" if name in each else "-" for name in names)]
-        for row, each in zip(cells[-ROWS:], metrics[-ROWS:], strict=True)
-    ]
-    caption = name if len(cells) <= ROWS else f"{name}, the last {ROWS} of {len(cells):,}"
-    return _table(caption, [*head, *names], rows)
-
-
-def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table whose first column names its rows; nothing without rows."""
+    """Return a table of the last rows, with one more column per metric; nothing without rows."""
     if not rows:
         return ""
-    top = "".join(f"<th scope=col>{escape(name)}</th>" for name in head)
-    body = "".join(
-        f"<tr><th scope=row>{escape(first)}</th>"
-        + "".join(f"<td>{escape(cell)}</td>" for cell in rest)
-        + "</tr>"
-        for first, *rest in rows
-    )
+    names = list(dict.fromkeys(name for each in metrics for name in each))
+    top = "".join(f"<th scope=col>{escape(name)}</th>" for name in [*head, *names])
+    body = ""
+    for (first, *rest), values in zip(rows[-ROWS:], metrics[-ROWS:], strict=True):
+        rest += [f"{values[name]:.5g}" if name in values else "-" for name in names]
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in rest)
+        body += f"<tr><th scope=row>{escape(first)}</th>{cells}</tr>"
+    if len(rows) > ROWS:
+        caption += f", the last {ROWS} of {len(rows):,}"
     table = f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
     # A wide table can be scrolled sideways; `tabindex` makes that possible by keyboard, too.
     box = f'<div class=wide tabindex=0 role=region aria-label="{escape(caption)}">{table}</div>'

@@ -1,6 +1,5 @@
 """Runs read from their timelines, with windows and events on one time axis."""
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -106,13 +105,14 @@ class Run:
     def anchor_steps(self) -> list[tuple[float, int]]:
         """The anchor over time, as pairs of start time and anchor; empty if never recorded."""
         steps: list[tuple[float, int]] = []
-        begins = [segment.at for segment in self.segments]
-        last = 0  # segments up to here have a step
-        for event in self.of(AnchorEvent):
-            segment = bisect_right(begins, event.at)
-            if segment > last:  # an event tells changes only, so its segment began with `before`
-                steps.append((begins[segment - 1], event.before))
-                last = segment
+        begin = None  # of a segment without a step so far
+        for event in sorted([*self.segments, *self.of(AnchorEvent)], key=attrgetter("at")):
+            if isinstance(event, RunEvent):
+                begin = event.at
+                continue
+            if begin is not None:  # only changes are recorded: it began with the one before
+                steps.append((begin, event.before))
+                begin = None
             steps.append((event.at, event.anchor))
         return steps
 

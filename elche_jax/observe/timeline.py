@@ -141,7 +141,7 @@ class Timeline:
             TypeError: A field is missing, unknown or has the wrong type.
             ValueError: `kind` is not an event class, or a number is not finite.
         """
-        if not isinstance(kind, type) or kind not in NAMES:
+        if kind not in EVENTS.values():
             rule = f"be one of {', '.join(known.__name__ for known in NAMES)}"
             raise ValueError(check.message("Timeline.add", "kind", rule, repr(kind)))
         self._record(lambda at: cast(Any, kind)(**values, at=at).validate())
