@@ -66,16 +66,12 @@ def run(options: argparse.Namespace) -> int:
     with redirect_stdout(sys.stderr):
         job = load_target(options.target) if options.target else MODELS[options.model or "mlp"]()
     devices = arguments.chosen_devices(options)  # after TARGET, which may create devices
-    if emulate is not None and len(emulate) != len(devices):
-        raise UsageError(f"--emulate must have one entry per device ({len(devices)})")
-    given = {
-        "batch_size": options.batch_size,
-        "seconds": options.seconds,
-        "anchor": options.anchor,
-        "total": options.total,
-        "emulate": None if emulate is None else EmulatedSpeeds(emulate),
-    }
+    given = {name: getattr(options, name) for name in ("batch_size", "seconds", "anchor", "total")}
     job |= {name: value for name, value in given.items() if value is not None}
+    if emulate is not None:
+        if len(emulate) != len(devices):
+            raise UsageError(f"--emulate must have one entry per device ({len(devices)})")
+        job["emulate"] = EmulatedSpeeds(emulate)
     chosen = options.devices is not None or options.cpu_devices is not None
     if chosen or job.get("devices") is None:
         job["devices"] = devices

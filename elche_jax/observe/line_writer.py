@@ -128,7 +128,7 @@ class LineWriter:
     def forked(self) -> None:
         """Mark the writer as failed in a forked process, where the thread does not run."""
         self._changed = threading.Condition()  # another thread may have held the old one
-        text = "the process that opened it has been forked, and this is the other one"
+        text = "it was opened before this process was forked, which cannot write to it"
         self._error = OSError(errno.EBADF, text)
 
     def _raise_error(self) -> None:
@@ -184,7 +184,7 @@ class LineWriter:
                     lines.append(self._to_line(item))
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
-                raise OSError(errno.EINVAL, f"no line can be made of an event ({why})") from error
+                raise OSError(errno.EINVAL, f"an event cannot be written ({why})") from error
             finally:  # lines before the failed one are written, too
                 self._write(b"".join(lines))
                 with self._changed:
@@ -204,7 +204,7 @@ class LineWriter:
         while rest:  # a disk that fills up accepts a part
             written = self._file.write(rest)
             if not written:
-                raise BlockingIOError(errno.EAGAIN, "the file takes nothing")
+                raise BlockingIOError(errno.EAGAIN, "the file accepts no data")
             rest = rest[written:]
 
 
@@ -213,7 +213,7 @@ _writers: weakref.WeakSet[LineWriter] = weakref.WeakSet()
 
 
 def _stuck() -> OSError:
-    return OSError(errno.ETIMEDOUT, f"the file has taken nothing for {PATIENCE_S:g} s")
+    return OSError(errno.ETIMEDOUT, f"the file has accepted no data for {PATIENCE_S:g} s")
 
 
 @atexit.register  # runs before the interpreter ends daemon threads

@@ -107,11 +107,11 @@ def _subtitle(run: Run) -> str:
 
 def _notes(run: Run) -> Iterable[str]:
     if not run.windows:
-        yield "No window is over yet."
+        yield "No window has finished yet."
     if len(run.segments) > 1:
         were = "was" if run.repeated == 1 else "were"
-        again = f"; {counted(run.repeated, 'window')} {were} done twice" if run.repeated else ""
-        yield f"The run was done in {len(run.segments)} parts, laid one after another{again}."
+        again = f"; {counted(run.repeated, 'window')} {were} run twice" if run.repeated else ""
+        yield f"The run has {len(run.segments)} parts, shown one after another{again}."
     if len(run.latest) < len(run.windows):
         latest = counted(len(run.latest), "window")
         yield f"Devices have changed: speeds and shares are those of the last {latest}."

@@ -223,7 +223,7 @@ def _skip(event: SkipEvent) -> str:
 
 
 def _run(event: RunEvent) -> str:
-    return f"begins or goes on with window {event.windows}, {event.cadence}"
+    return f"starts or resumes at window {event.windows}, {event.cadence}"
 
 
 _TEXTS: dict[type[Event], Callable[[Any], str]] = {

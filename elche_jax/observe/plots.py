@@ -200,8 +200,6 @@ def _set_title(axis: Any, text: str) -> None:
 
 
 def _style(axis: Any) -> None:
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axis.spines[side].set_color(FAINT)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.spines[["left", "bottom"]].set_color(FAINT)
     axis.tick_params(colors=INK, color=FAINT)

@@ -9,7 +9,7 @@ import logging
 import socket
 import struct
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from io import FileIO
 from os import PathLike
 from pathlib import Path
@@ -50,7 +50,6 @@ class _FileWriter:
     """Base of the writers: a file opened by the first `scalars`, and checked values."""
 
     def __init__(self) -> None:
-        self._where = f"{type(self).__name__}.scalars"
         self._last = 0
         self._closed = False
         self._file: FileIO | None = None
@@ -68,7 +67,7 @@ class _FileWriter:
 
     def _check(self, step: int, values: Mapping[str, float]) -> tuple[int, dict[str, float]]:
         """Return the checked arguments of `scalars` as plain numbers."""
-        where = self._where
+        where = f"{type(self).__name__}.scalars"
         if self._closed:
             raise ValueError(check.message(where, "the writer", "be open", "a closed one"))
         step = check.integer(where, "step", step, low=self._last)
@@ -163,8 +162,7 @@ class CSVWriter(_FileWriter):
             self._close_file()
             self._file = self._rewrite(new, None if self._begun else step)
             self._begun = True
-        cells = [repr(numbers[name]) if name in numbers else "" for name in self._columns]
-        _append(self._file, _line([str(step), *cells]))
+        _append(self._file, _line([step, *(numbers.get(name, "") for name in self._columns)]))
 
     def _rewrite(self, new: Iterable[str], before: int | None) -> FileIO:
         """Rewrite the file with more columns and only rows before a step, and open it."""
@@ -175,7 +173,7 @@ class CSVWriter(_FileWriter):
             for step, cells in rows:
                 if before is None or step < before:
                     empty = [""] * (len(columns) - len(cells))
-                    file.write(_line([str(step), *cells, *empty]))
+                    file.write(_line([step, *cells, *empty]))
         self._columns = columns
         return FileIO(self._path, "ab")  # unbuffered, so that no row waits in a buffer
 
@@ -191,7 +189,7 @@ def _as_name(cell: str) -> str:
     return cell[1:] if is_text else cell
 
 
-def _line(cells: Sequence[str]) -> bytes:
+def _line(cells: Iterable[object]) -> bytes:
     text = io.StringIO()
     # `csv` quotes cells that contain a character of the line end: "\n" and "\r" must be quoted.
     csv.writer(text, lineterminator="\r\n").writerow(cells)

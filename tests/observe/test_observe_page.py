@@ -136,7 +136,7 @@ def test_the_embedded_curves(run16, tmp_path):
     assert marks["verdict"][1][0] == "nudge down by 0.5 after window 11"
     assert marks["compile"][1][0] == "accumulate compiled in 0.40 s, waited for"
     assert marks["checkpoint"][1] == ["window 9 saved in 0.10 s, 1.00 kB: c/9"]
-    assert marks["run"][1][1] == "begins or goes on with window 10, ElChe()"
+    assert marks["run"][1][1] == "starts or resumes at window 10, ElChe()"
     text = "evaluated after window 9 in 0.25 s: accuracy 0.1, loss 0.27778"
     assert marks["evaluation"][1] == [text]
 
@@ -190,7 +190,7 @@ def test_figures_and_tables(run16, tmp_path):
         ["Epoch", "Window", "Seconds", "accuracy", "loss"],
         ["0", "9", "0.25", "0.1", "0.27778"],
     ]
-    note = "The run was done in 2 parts, laid one after another; 2 windows were done twice."
+    note = "The run has 2 parts, shown one after another; 2 windows were run twice."
     assert f"<p class=note>{note}</p>" in text
 
 
@@ -217,7 +217,7 @@ def test_windows_without_a_device_are_no_dropped_updates(tmp_path, made):
 def test_one_window_was_done_twice(tmp_path, made):
     lines = made.process(0, 3, 1) + made.process(2, 4, 2)
     text = written(read_run(made.write(tmp_path / "timeline.jsonl", lines)), tmp_path)
-    assert "laid one after another; 1 window was done twice." in text
+    assert "shown one after another; 1 window was run twice." in text
 
 
 def test_curves_of_two_steps_in_turns_are_thinned(tmp_path, made):
@@ -282,7 +282,7 @@ def test_a_lone_surrogate_is_written(tmp_path, made):
 def test_a_run_without_a_window(tmp_path, made):
     run = read_run(made.write(tmp_path / "timeline.jsonl", []))
     text = written(run, tmp_path)
-    assert "No window is over yet." in text and figures(text)["Share of the limit"][0] == "-"
+    assert "No window has finished yet." in text and figures(text)["Share of the limit"][0] == "-"
     assert Page(text).data["gantt"]["begin"] == [] and Page(text).tables == {}
 
 

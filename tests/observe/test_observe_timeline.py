@@ -359,7 +359,7 @@ def test_an_event_of_which_no_line_can_be_made(tmp_path):
     skip(timeline, 0)
     skip(timeline, 10**5000)  # more digits than Python writes
     skip(timeline, 1)
-    with pytest.raises(OSError, match=r"no line can be made of an event \(ValueError: .*digits"):
+    with pytest.raises(OSError, match=r"an event cannot be written \(ValueError: .*digits"):
         timeline.close()
     assert [event.window for event in Timeline.read(tmp_path / "run.jsonl")] == [0]
     assert len(timeline.events) == 3
@@ -399,7 +399,7 @@ def test_a_line_that_takes_several_writes(tmp_path, caplog, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("answer", "text"), [(NO_SPACE, "No space left"), (None, "the file takes nothing")]
+    ("answer", "text"), [(NO_SPACE, "No space left"), (None, "the file accepts no data")]
 )
 def test_nothing_is_written_behind_a_torn_line(tmp_path, caplog, monkeypatch, answer, text):
     disk = Full(answer)
@@ -472,10 +472,10 @@ def test_close_gives_up_on_a_file_that_takes_nothing(monkeypatch, caplog):
     disk = Slow()
     timeline = on(disk, monkeypatch)
     skip(timeline, 0)
-    with pytest.raises(OSError, match=r"the file has taken nothing for 0\.05 s"):
+    with pytest.raises(OSError, match=r"the file has accepted no data for 0\.05 s"):
         timeline.flush()
     skip(timeline, 1)
-    with pytest.raises(OSError, match="the file has taken nothing"):
+    with pytest.raises(OSError, match="the file has accepted no data"):
         timeline.close()
     assert len(timeline.events) == 2 and len(caplog.records) == 1
     (thread,) = threads()
@@ -504,7 +504,7 @@ def test_a_flush_that_gives_up_waiting_does_not_give_up_the_file(monkeypatch, ca
     disk = Slow()
     timeline = on(disk, monkeypatch)
     skip(timeline, 0)
-    with pytest.raises(OSError, match="the file has taken nothing"):
+    with pytest.raises(OSError, match="the file has accepted no data"):
         timeline.flush()
     disk.go.set()
     monkeypatch.setattr(line_writer, "PATIENCE_S", 10.0)
@@ -604,7 +604,7 @@ def test_a_forked_process_says_that_it_cannot_write(tmp_path):
     path = tmp_path / "run.jsonl"
     done = children.run(sys.executable, "-c", children.NO_JAX + FORKED, path)
     assert done.returncode == 0, done.stderr
-    assert "the process that opened it has been forked" in done.stdout
+    assert "it was opened before this process was forked" in done.stdout
     assert "could not be written, events are kept in memory only" in done.stderr
     assert [event.reason for event in Timeline.read(path)] == ["parent", "parent"]
 
@@ -627,7 +627,7 @@ def test_the_end_of_the_interpreter_says_what_could_not_be_written(tmp_path):
     os.mkfifo(pipe)
     done = children.run(sys.executable, "-c", children.NO_JAX + STUCK, pipe)
     assert done.returncode == 0
-    assert "the file has taken nothing for 0.3 s" in done.stderr
+    assert "the file has accepted no data for 0.3 s" in done.stderr
 
 
 CYCLE = """
