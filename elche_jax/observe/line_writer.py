@@ -26,15 +26,13 @@ PATIENCE_S = 10.0
 """How long to wait for a file that accepts no data."""
 
 
-class LineWriter:
-    """Writes lines to a file from a thread, in the order in which they were put.
+class LineWriter(threading.Thread):
+    """A thread that writes lines to a file, in the order in which they were put.
 
     After a failed write the file gets no more lines; `log_error` logs the error once, and
     `close` raises it. If the owner is garbage collected without `close`, the thread writes the
     remaining lines and ends. At exit the interpreter waits for the thread as long as the file
-    accepts data.
-
-    The thread does not exist in a forked process, where `put` refuses every item.
+    accepts data. In a forked process the thread does not run, and `put` refuses every item.
 
     Args:
         file: The file, opened for writing; closed at the end.
@@ -44,7 +42,8 @@ class LineWriter:
     """
 
     def __init__(self, file: FileIO, owner: object, to_line: Callable[[Any], bytes]):
-        self._file, self._name, self._to_line = file, repr(owner), to_line
+        super().__init__(name="elche-timeline", daemon=True)
+        self._file, self._title, self._to_line = file, repr(owner), to_line
         self._items: deque[Any] = deque()
         self._taken = self._written = 0  # lines taken from the queue, lines in the file
         self._ending = self._urgent = self._logged = False
@@ -52,15 +51,9 @@ class LineWriter:
         # Its lock is reentrant: garbage collection may run the finalizer below in a thread that
         # holds it.
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="elche-timeline", daemon=True)
-        self._thread.start()
+        self.start()
         _writers.add(self)
         weakref.finalize(owner, self._end).atexit = False
-
-    @property
-    def running(self) -> bool:
-        """Whether the thread runs in this process."""
-        return self._thread.is_alive()
 
     def put(self, item: Any) -> bool:
         """Queue an item to be written as a line, without waiting for the file.
@@ -89,7 +82,7 @@ class LineWriter:
                 return
             self._logged = True
         text = "elche: %s could not be written, events are kept in memory only: %s"
-        logger.warning(text, self._name, self._error)
+        logger.warning(text, self._title, self._error)
 
     def flush(self) -> None:
         """Wait until the lines put so far are written.
@@ -123,7 +116,7 @@ class LineWriter:
             self._fail(_stuck())
         self._end()
         if progress:
-            self._thread.join(PATIENCE_S)
+            self.join(PATIENCE_S)
 
     def forked(self) -> None:
         """Mark the writer as failed in a forked process, where the thread does not run."""
@@ -167,8 +160,8 @@ class LineWriter:
             self._ending = True
             self._changed.notify_all()
 
-    def _run(self) -> None:
-        """Write lines until the end, then close the file; runs in the thread."""
+    def run(self) -> None:
+        """Write lines until the end, then close the file; the thread does this."""
         for action in (self._write_all, self._file.close):
             try:
                 action()
@@ -219,7 +212,7 @@ def _stuck() -> OSError:
 @atexit.register  # runs before the interpreter ends daemon threads
 def _finish_all() -> None:
     for writer in list(_writers):
-        if writer.running:
+        if writer.is_alive():
             writer.finish()
             writer.log_error()
 

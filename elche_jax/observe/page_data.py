@@ -48,7 +48,7 @@ def page_data(run: Run, report: RunReport) -> dict[str, Any]:
         "target": run.segments[-1].overhead_target if run.segments else 0.0,
         "gantt": _gantt(run, len(lanes)),
         "curves": _curves(run, len(lanes)),
-        "anchor": _columns(run.anchor_steps, median_low),
+        "anchor": _columns(run.anchor_steps, median_low),  # an integer, as in any window
         "metrics": _metrics(run),
         "shares": _shares(run, report),
         "marks": _marks(run),
@@ -73,6 +73,7 @@ def _short(value: float | None) -> float | None:
 
 
 def _gantt(run: Run, lanes: int) -> dict[str, Any]:
+    # A window has a busy time and a count per device, and eight other numbers.
     shown = run.windows[-max(50, GANTT_NUMBERS // (2 * lanes + 8)) :]
     records = [window.record for window in shown]
     return {

@@ -69,6 +69,7 @@ def plot_run(
 
     rows = [0.7 + 0.3 * min(world_size, 12)] * len(runs) + [2.4]
     size = (9, 1.6 + sum(rows))
+    # Not by pyplot, which keeps a current figure and may want a display.
     figure: Any = Figure(figsize=size, dpi=160, layout="constrained", facecolor="white")
     axes = figure.subplots(len(rows), 1, height_ratios=rows)
     figure.suptitle(title or None, fontsize=14, fontweight="bold", color=INK, x=0.01, ha="left")
@@ -128,7 +129,6 @@ def _busy_strips(
         cmap=LinearSegmentedColormap.from_list("busy", BUSY),
         vmin=0,
         vmax=1,
-        rasterized=True,
     )
     for line in range(1, world_size):
         axis.axhline(line, color="white", linewidth=2.5)

@@ -145,6 +145,8 @@ def device_reports(
 ) -> list[DeviceReport]:
     """Return one report per device over some windows."""
     wall = sum(record.wall_ms for record in records)
+    # Busy times may add up to more than the wall time: the ends of windows are noted by
+    # different threads.
     return [
         DeviceReport(
             name,

@@ -131,7 +131,8 @@ class Run:
                 continue
             if window.segment > segment:
                 segment = window.segment
-                seen = seen if number else set()
+                if number == 0:
+                    seen = set()
             repeated += number in seen
             seen.add(number)
         return repeated

@@ -65,6 +65,7 @@ def write_trace(run: Run, path: str | PathLike[str]) -> Path:
     path = given_file("write_trace", "path", path, "trace.json.gz")
     tracks = _device_tracks(run)
     streams = [_bars(run, tracks), _instants(run), _losses(run), _anchors(run)]
+    # Each stream is in order of time. Merged lazily, as a long run has millions of events.
     events = heapq.merge(*streams, key=lambda event: event["ts"])
     with replacing(path) as file:
         packed = (
