@@ -25,7 +25,8 @@ def _plain(kind: type, where: str, name: str, value: object) -> Any:
     return value
 
 
-def _strings(where: str, name: str, values: object) -> tuple[str, ...]:
+def strings(where: str, name: str, values: object) -> tuple[str, ...]:
+    """Return a sequence of strings as a tuple of plain ones."""
     entries = check.items(where, name, values, "strings")
     return tuple(_plain(str, where, f"{name}[{at}]", entry) for at, entry in enumerate(entries))
 
@@ -38,7 +39,7 @@ FIELDS: Final[Mapping[Any, Callable[[str, str, object], Any]]] = {
     float: check.real,
     tuple[int, ...]: check.integers,
     tuple[float, ...]: check.reals,
-    tuple[str, ...]: _strings,
+    tuple[str, ...]: strings,
 }
 
 

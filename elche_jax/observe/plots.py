@@ -7,6 +7,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from elche_jax import _check as check
 from elche_jax.cadence import WindowMeasurement
 from elche_jax.observe.paths import given_file
@@ -121,11 +123,10 @@ def _busy_strips(
     from matplotlib.colors import LinearSegmentedColormap
 
     world_size, edges = len(labels), _edges(records)
-    shares = [[record.busy_share[rank] for record in records] for rank in range(world_size)]
     image = axis.pcolormesh(
         edges,
         range(world_size + 1),
-        shares,
+        np.transpose([record.busy_share for record in records]),
         cmap=LinearSegmentedColormap.from_list("busy", BUSY),
         vmin=0,
         vmax=1,
@@ -154,18 +155,16 @@ def _busy_strips(
 
 def _count_lines(axis: Any, records: Sequence[WindowMeasurement], labels: Sequence[str]) -> None:
     """Draw one step line per device."""
-    highest = max(max(record.counts) for record in records)
     edges = [record.window for record in records] + [records[-1].window + 1]
-    widths = [_widths(record.counts) for record in records]
+    counts = np.transpose([record.counts for record in records])
+    widths = np.transpose([_widths(record.counts) for record in records])
     for rank, label in enumerate(labels):
         color = LINES[rank % len(LINES)]
-        counts = [record.counts[rank] for record in records]
-        axis.stairs(counts, edges, baseline=None, color=color, linewidth=0.5, alpha=0.35)
-        wide = [row[rank] for row in widths]
-        axis.hlines(counts, edges[:-1], edges[1:], colors=color, linewidths=wide)
+        axis.stairs(counts[rank], edges, baseline=None, color=color, linewidth=0.5, alpha=0.35)
+        axis.hlines(counts[rank], edges[:-1], edges[1:], colors=color, linewidths=widths[rank])
         axis.plot([], [], color=color, linewidth=LINE, label=label)  # for the legend
     axis.set_xlim(edges[0], edges[-1])
-    axis.set_ylim(0, 1.08 * max(1, highest))
+    axis.set_ylim(0, 1.08 * max(1, counts.max()))
     axis.yaxis.get_major_locator().set_params(integer=True)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_xlabel("window", color=INK)

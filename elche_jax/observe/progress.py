@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Self, TextIO, cast
 
 from elche_jax import _check as check
+from elche_jax.observe.events import strings
 
 REFRESH_S = 0.1
 """Shortest time between two refreshes of the bar."""
@@ -77,9 +78,7 @@ class Progress:
             if number is not None:
                 check.integer("Progress", name, number, low=1)
         self._total, self._epochs = total, epochs
-        self._devices = check.items("Progress", "devices", devices, "strings")
-        for rank, name in enumerate(self._devices):
-            check.instance("Progress", f"devices[{rank}]", name, str)
+        self._devices = strings("Progress", "devices", devices)
         self._stream: TextIO | None = sys.stderr if stream is None else stream
         self._lost = self._stream is None  # as in a process started without stderr
         self._status: _Status | None = None

@@ -64,7 +64,9 @@ def write_trace(run: Run, path: str | PathLike[str]) -> Path:
     check.instance("write_trace", "run", run, Run)
     path = given_file("write_trace", "path", path, "trace.json.gz")
     tracks = _device_tracks(run)
-    streams = [_bars(run, tracks), _instants(run), _losses(run), _anchors(run)]
+    losses = (_event("C", event.at, "loss", {"loss": event.loss}) for event in run.losses)
+    anchors = (_event("C", at, "anchor", {"anchor": anchor}) for at, anchor in run.anchor_steps)
+    streams = [_bars(run, tracks), _instants(run), losses, anchors]
     # Each stream is in order of time. Merged lazily, as a long run has millions of events.
     events = heapq.merge(*streams, key=lambda event: event["ts"])
     with replacing(path) as file:
@@ -144,13 +146,3 @@ def _instants(run: Run) -> Iterator[dict[str, Any]]:
             values = values_of(event)
             at = values.pop("at")
             yield _event("i", at, NAMES[type(event)], values, RUN_TRACK) | {"s": "t"}
-
-
-def _losses(run: Run) -> Iterator[dict[str, Any]]:
-    for event in run.losses:
-        yield _event("C", event.at, "loss", {"loss": event.loss})
-
-
-def _anchors(run: Run) -> Iterator[dict[str, Any]]:
-    for at, anchor in run.anchor_steps:
-        yield _event("C", at, "anchor", {"anchor": anchor})

@@ -150,7 +150,7 @@ def test_an_error_leaves_the_old_trace(tmp_path, made, monkeypatch):
     made.resumed(tmp_path / "timeline.jsonl")
     path = tmp_path / "trace.json"
     path.write_text("old")
-    monkeypatch.setattr(module, "_losses", lambda run: iter([{"ts": float("nan")}]))
+    monkeypatch.setattr(module, "_instants", lambda run: iter([{"ts": float("nan")}]))
     with pytest.raises(ValueError, match="JSON compliant"):
         write_trace(read_run(tmp_path), path)
     assert path.read_text() == "old" and sorted(os.listdir(tmp_path)) == [
