@@ -18,8 +18,6 @@ from elche_jax.cli.errors import CommandError, UsageError
 PROGRAM = "elche-jax"
 COMMANDS = (devices, demo, advise, report, trace)
 
-_MAY_FAIL = ("strict", "surrogateescape")
-"""Error handlers that can raise; `surrogateescape`, the C locale's, only outside UTF-8."""
 
 OK, FAILED, USAGE = 0, 1, 2
 INTERRUPTED, BROKEN_PIPE = 130, 141
@@ -124,11 +122,13 @@ def _escaping_unencodable(stream: TextIO) -> Generator[None]:
 
     Commands print the names of files and devices and must not fail on any of them.
     """
-    if not isinstance(stream, io.TextIOWrapper) or stream.errors not in _MAY_FAIL:
+    if not isinstance(stream, io.TextIOWrapper):
         yield
         return
     errors = stream.errors
-    if errors == "strict" or codecs.lookup(stream.encoding).name != "utf-8":
+    # `surrogateescape`, which Python chooses in the C locale, cannot fail with UTF-8.
+    utf8 = codecs.lookup(stream.encoding).name == "utf-8"
+    if errors == "strict" or (errors == "surrogateescape" and not utf8):
         stream.reconfigure(errors="backslashreplace")
     try:
         yield

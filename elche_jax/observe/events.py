@@ -93,6 +93,14 @@ class _Metrics(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class _OfWindow:
+    """The window that an event belongs to."""
+
+    window: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunEvent(Event):
     """The start or resumption of a run, which begins a segment of the file.
 
@@ -137,7 +145,7 @@ class WindowEvent(WindowMeasurement, Event):
 
 
 @dataclass(frozen=True, slots=True)
-class SkipEvent(Event):
+class SkipEvent(_OfWindow, Event):
     """An update that was dropped, or an average that left a device out.
 
     Attributes:
@@ -147,14 +155,12 @@ class SkipEvent(Event):
         at: Seconds since the timeline was opened, when it was reported.
     """
 
-    window: int
-    epoch: int
     reason: str
     at: float
 
 
 @dataclass(frozen=True, slots=True)
-class VerdictEvent(Event):
+class VerdictEvent(_OfWindow, Event):
     """A guard's verdict: every `"nudge_down"`, and every change of verdict.
 
     Attributes:
@@ -165,8 +171,6 @@ class VerdictEvent(Event):
         at: Seconds since the timeline was opened, when it was reported.
     """
 
-    window: int
-    epoch: int
     action: str
     factor: float
     at: float
@@ -190,7 +194,7 @@ class CompileEvent(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class AnchorEvent(Event):
+class AnchorEvent(_OfWindow, Event):
     """A change of the anchor.
 
     Attributes:
@@ -201,15 +205,13 @@ class AnchorEvent(Event):
         at: Seconds since the timeline was opened, when it was reported.
     """
 
-    window: int
-    epoch: int
     before: int
     anchor: int
     at: float
 
 
 @dataclass(frozen=True, slots=True)
-class LossEvent(Event):
+class LossEvent(_OfWindow, Event):
     """The loss of a window, if finite; otherwise the window has a `SkipEvent`.
 
     Attributes:
@@ -220,14 +222,12 @@ class LossEvent(Event):
             losses at once, when its loop has reached a later window.
     """
 
-    window: int
-    epoch: int
     loss: float
     at: float
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationEvent(_Metrics):
+class EvaluationEvent(_OfWindow, _Metrics):
     """A finished evaluation.
 
     Attributes:
@@ -239,8 +239,6 @@ class EvaluationEvent(_Metrics):
         at: Seconds since the timeline was opened, when it ended.
     """
 
-    window: int
-    epoch: int
     seconds: float
     names: tuple[str, ...]
     values: tuple[float, ...]
@@ -248,7 +246,7 @@ class EvaluationEvent(_Metrics):
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointEvent(Event):
+class CheckpointEvent(_OfWindow, Event):
     """A checkpoint that was written to disk.
 
     Attributes:
@@ -260,8 +258,6 @@ class CheckpointEvent(Event):
         at: Seconds since the timeline was opened, when it was complete.
     """
 
-    window: int
-    epoch: int
     seconds: float
     size: int
     path: str
