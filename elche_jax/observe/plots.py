@@ -102,6 +102,10 @@ def _check(
         if run is not None and not run:
             rule = "hold at least one window"
             raise ValueError(check.message("plot_run", argument, rule, "none"))
+        numbers = sorted({len(record.counts) for record in run or ()})
+        if len(numbers) > 1:
+            rule, todo = "be windows of one number of devices", "Plot them one after another."
+            raise ValueError(check.message("plot_run", argument, rule, numbers, todo))
     world_size = len(records[0].counts)
     if devices is not None:
         check.per_device("plot_run", "devices", len(devices), world_size)

@@ -63,6 +63,10 @@ assert "matplotlib.figure" in sys.modules and "matplotlib.pyplot" not in sys.mod
         ({"baseline": []}, r"^plot_run: baseline must hold at least one window, got none\.$"),
         ({"devices": ["a"]}, r"^plot_run: devices must have one entry per device \(2\), got 1\.$"),
         ({"baseline": run(3)}, r"^plot_run: baseline must have as many .* \(2\), got 3\.$"),
+        (
+            {"records": [*run(2), *run(3)]},
+            r"^plot_run: records must be windows of one number of .*2, 3\]",
+        ),
     ],
 )
 def test_errors(arguments, message, tmp_path):
