@@ -1,8 +1,8 @@
-"""The devices a value is combined over: of a mapped function, or of deliveries on the host.
+"""Reductions over devices, inside a mapped function or over deliveries on the host.
 
-What a rule computes from several devices' values is written once, for either: `xp` is the
-module of array functions, and a *per-device value* is a device's own in a mapped function, and
-a list with one entry per device that has delivered on the host.
+Formulas over several devices are written once, against either axis. `xp` is the array module.
+A *per-device value* is the device's own value inside a mapped function; on the host it is a list
+with one entry per device that has delivered.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +22,11 @@ from elche_jax.engine.wire import decoded, sum_bfloat16, sum_int8
 
 PyTree = Any
 PerDevice = Any
-"""A value of every device, see above."""
+"""A per-device value, see the module docstring."""
 
 
 class Axis(Protocol):
-    """What values are combined over.
+    """The devices that values are combined over.
 
     Attributes:
         size: Number of devices.
@@ -39,40 +39,40 @@ class Axis(Protocol):
     def size(self) -> int: ...
 
     def each(self, fn: Callable[..., Any], *values: PerDevice) -> PerDevice:
-        """`fn` of every device's values."""
+        """Apply `fn` to each device's values."""
         ...
 
     def rows(self, value: PerDevice) -> Any:
-        """An array with one row per device; zeros of one that has delivered nothing."""
+        """Stack into an array with one row per device, zeros for devices that did not deliver."""
         ...
 
     def mine(self, rows: Any) -> PerDevice:
-        """Every device's own entry of such an array."""
+        """Return each device's own row of an array made by `rows`."""
         ...
 
     def sums(self, *terms: tuple[PerDevice, PerDevice | None]) -> tuple[PyTree, ...]:
-        """`sum over devices of weight * tree`, float32, for every term `(tree, weight)`.
+        """Return `sum over devices of weight * tree`, in float32, for every `(tree, weight)`.
 
-        Where a weight is 0 nothing of the tree is read; None counts every device alike.
+        A tree of weight 0 is ignored, even if it is not finite. A weight of None means 1.
         """
         ...
 
     def decoded_sum(self, sent: PerDevice, weight: PerDevice | None) -> list[Any]:
-        """The same of arrays as they travel, see `elche_jax.engine.wire`."""
+        """Return the weighted sum of encoded arrays, see `elche_jax.engine.wire`."""
         ...
 
     def largest(self, leaf: PerDevice, worked: PerDevice) -> Any:
-        """The elementwise maximum over devices that have worked."""
+        """Return the elementwise maximum over the devices that worked."""
         ...
 
     def first(self, leaf: PerDevice, worked: PerDevice) -> Any:
-        """The value of the lowest rank that has worked."""
+        """Return the value of the lowest rank that worked."""
         ...
 
 
 @dataclass(frozen=True)
 class DeviceAxis:
-    """The axis of a mapped function; of one device, no axis at all."""
+    """The axis of a mapped function; with one device there is no axis."""
 
     size: int
     xp: ClassVar[ModuleType] = jnp
@@ -114,7 +114,7 @@ class DeviceAxis:
     def first(self, leaf: PerDevice, worked: PerDevice) -> Any:
         if self.size == 1:
             return leaf
-        none = jnp.iinfo(jnp.int32).max  # of a rank that does not exist where nobody has worked
+        none = jnp.iinfo(jnp.int32).max  # broadcasting from a rank that does not exist gives zeros
         rank = jnp.where(worked, jax.lax.axis_index(AXIS), none)
         return broadcast_from(leaf, jax.lax.pmin(rank, AXIS), AXIS)
 
@@ -124,8 +124,8 @@ class HostAxis:
     """The devices whose deliveries have reached the host.
 
     Attributes:
-        size: Number of devices.
-        ranks: Those that have delivered, ascending.
+        size: Number of devices in the job.
+        ranks: Ranks that have delivered, ascending.
     """
 
     size: int

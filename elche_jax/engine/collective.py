@@ -1,8 +1,8 @@
-"""The programs of a window whose devices exchange among themselves, in a mapped function.
+"""The programs of a window whose mean is computed by collectives, in a mapped function.
 
 `accumulate` runs microbatches, without a collective, so that devices run at their own pace;
-`combine` ends the window. With windows pending, what is exchanged is the oldest of them, which
-needs nothing of the microbatches and can go on beside them.
+`combine` ends the window. With windows pending, the oldest of them is exchanged. It does not
+depend on the current microbatches, so that the exchange overlaps with them.
 """
 
 from collections.abc import Callable
@@ -30,10 +30,10 @@ Result = tuple[TrainState, Any, dict[str, Any]]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Carried:
-    """What a device carries from call to call.
+    """A device's carry from call to call.
 
     Attributes:
-        own: What the rule does.
+        own: The carry of the rule.
         work: Microbatches and valid examples of the window over all devices, int32, `(2,)`.
         before: Sums of the windows that are pending, oldest first, see `Rule.sums_of`.
     """
@@ -45,10 +45,10 @@ class Carried:
 
 @dataclass(frozen=True)
 class CollectiveProgram:
-    """The functions of a window, per device; traced, no state of their own.
+    """The functions of a window, per device; pure and traced.
 
     Attributes:
-        rule: What the window does.
+        rule: The rule of the window.
         hook: Emulation, or None.
     """
 
@@ -57,22 +57,22 @@ class CollectiveProgram:
 
     @property
     def pending(self) -> int:
-        """Windows that are pending at the end of one."""
+        """Number of windows that are pending between two windows."""
         return self.rule.pending
 
     def reads(self, state: TrainState) -> TrainState:
-        """What microbatches read: every argument costs the thread that dispatches."""
+        """Keep only what microbatches read, see `Rule.reads`."""
         return self.rule.reads(state)
 
     def zeros(self, state: TrainState) -> Carried:
-        """What is carried before the first window."""
+        """Return the carry before the first window."""
         own = self.rule.zeros(state)
         return Carried(own, jnp.zeros(2, jnp.int32), (self.rule.sums_of(own),) * self.pending)
 
     def accumulate(
         self, state: TrainState, carried: Carried, payload: Payload, call_args: CallArgs
     ) -> tuple[tuple[Carried, Any], None]:
-        """Runs `call_args.count` microbatches.
+        """Run `call_args.count` microbatches.
 
         Returns:
             `((carried, token), None)`; the token is small and never donated, so that a
@@ -81,10 +81,10 @@ class CollectiveProgram:
         return self._loop(state, self._begun(state, carried, call_args), payload, call_args), None
 
     def combine(self, state: TrainState, carried: Carried) -> tuple[tuple[TrainState, Any], Any]:
-        """Ends the window.
+        """End the window.
 
         Returns:
-            `((the new state, whether the device's own part is finite), metrics)`.
+            `((state, finite), metrics)`; `finite` says whether the device's own part is.
         """
         state, own, metrics = self._end(state, carried)
         return (state, own), metrics
@@ -92,10 +92,11 @@ class CollectiveProgram:
     def last_call(
         self, state: TrainState, carried: Carried, payload: Payload, call_args: CallArgs
     ) -> tuple[tuple[TrainState, Carried, Any], Any]:
-        """The last call of a window and its end as one program.
+        """Run the last call of a window and end the window, as one program.
 
         Returns:
-            `((the new state, what is carried, whether the own part is finite), metrics)`.
+            `((state, carried, finite), metrics)`; `finite` says whether the device's own part
+            is.
         """
         carried = self._begun(state, carried, call_args)
         exchanged = None
@@ -111,7 +112,7 @@ class CollectiveProgram:
     def window(
         self, single: bool, state: TrainState, payload: Payload, call_args: CallArgs
     ) -> tuple[tuple[TrainState, Any], Any]:
-        """A whole window as one program; `single` says that it is one microbatch."""
+        """Run a whole window as one program; `single` if it has a single microbatch."""
         carried = self.zeros(state)
         if single and self.hook is None:
             own = self.rule.body(state, payload, call_args)(jnp.int32(0), carried.own)
@@ -121,17 +122,18 @@ class CollectiveProgram:
         return self.combine(state, carried)
 
     def unreported(self, carried: Carried) -> tuple[Sums, ...]:
-        """The sums of windows that are pending."""
+        """Return the sums of the windows that are pending."""
         return (*carried.before, self.rule.sums_of(carried.own))[1:]
 
     def reporting(self, carried: Carried, unreported: tuple[Sums, ...]) -> Carried:
-        """The same with those that another run's windows have left."""
+        """Insert the sums that an earlier run's pending windows have left."""
         *before, last = unreported
         own = carried.own.replace(**last)
         return replace(carried, own=own, before=(*carried.before[:1], *before))
 
     def _begun(self, state: TrainState, carried: Carried, call_args: CallArgs) -> Carried:
-        """What to go on with; in the first call of a window only what is pending is kept."""
+        """Return the carry of a call: a new one in the first call of a window, except for the
+        pending sums."""
         start = replace(self.zeros(state), before=self.unreported(carried) if self.pending else ())
         return chosen(call_args.fresh, start, carried)
 
@@ -153,7 +155,7 @@ class CollectiveProgram:
             oldest, *later = queue
             ended = Ended(state, after, oldest, part, later)
             made = exchanged or self._exchange(ended, sums)
-            if self.pending:  # the same bits, whether or not it went on beside the steps
+            if self.pending:  # the same bits whether or not the exchange overlapped with the steps
                 made = jax.lax.optimization_barrier(made)
             mean, metrics, error = made
             ended = replace(ended, after=with_averaging(after, error=error))
@@ -175,7 +177,7 @@ class CollectiveProgram:
         metrics |= self.rule.reports(state)
         if not self.pending:
             return now, new.own, metrics
-        # the metrics are those of an earlier window, or of none
+        # the metrics are those of an earlier window; in the first ones there is none
         metrics["loss"] = jnp.where(metrics["weight"] > 0, metrics["loss"], jnp.nan)
         return now, new.own & fine, metrics
 
@@ -189,7 +191,7 @@ class CollectiveProgram:
 
 
 def with_averaging(state: TrainState, **changes: Any) -> TrainState:
-    """A state with some of what averaging adds changed, where it adds something."""
+    """Replace fields of the averaging state, if there is one."""
     if state.averaging is None:
         return state
     return state.replace(averaging=state.averaging.replace(**changes))

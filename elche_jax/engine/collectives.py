@@ -1,4 +1,4 @@
-"""Collectives for a mapped function of one's own: weighted sums, means, broadcasts.
+"""Collectives for the user's own mapped functions: weighted sums, means and broadcasts.
 
 All take a pytree of per-device values and the name of the mapped axis, and run inside
 `jax.pmap`, `jax.vmap` or `jax.shard_map`.
@@ -16,18 +16,17 @@ PyTree = Any
 
 
 def weighted_psum(tree: PyTree, weight: Any, axis_name: str) -> PyTree:
-    """Sums a pytree over the devices, each device's values times its weight.
+    """Compute a weighted sum of a pytree over devices.
 
         out = sum over d of weight[d] * tree[d]
 
-    The sums are made in float32 (float64 for float64 leaves) and come back in the
-    leaves' dtypes. A device of weight 0 contributes nothing, even where its values are
-    not numbers.
+    Sums are computed in float32 (float64 for float64 leaves) and returned in the leaves'
+    dtypes. A device of weight 0 contributes nothing, even if its values are NaN.
 
     Args:
-        tree: Pytree of float arrays, alike on all devices.
+        tree: Pytree of float arrays, of the same structure and shapes on all devices.
         weight: This device's weight, a scalar, at least 0. A negative weight makes the
-            sum NaN: there is nobody in a compiled program to raise an error.
+            sum NaN, as a compiled program cannot raise an error.
         axis_name: Name of the mapped axis.
 
     Returns:
@@ -51,20 +50,20 @@ def weighted_psum(tree: PyTree, weight: Any, axis_name: str) -> PyTree:
 
 
 def weighted_mean(tree: PyTree, weight: Any, axis_name: str) -> PyTree:
-    """The mean of a pytree over the devices by weight.
+    """Compute a weighted mean of a pytree over devices.
 
         out = sum over d of weight[d] * tree[d] / sum over d of weight[d]
 
-    With `weight` a device's number of microbatches (or examples, tokens) and `tree` the
-    mean gradient over them, this is the mean gradient over all of them.
+    With `weight` a device's number of microbatches (or examples, tokens) and `tree` its
+    mean gradient over them, this is the mean gradient over the data of all devices.
 
     Args:
-        tree: Pytree of float arrays, alike on all devices.
+        tree: Pytree of float arrays, of the same structure and shapes on all devices.
         weight: This device's weight, a scalar, at least 0.
         axis_name: Name of the mapped axis.
 
     Returns:
-        The means, the same on all devices; NaN where all weights are 0.
+        The means, the same on all devices; NaN if all weights are 0.
 
     Raises:
         TypeError: A leaf is not a float array.
@@ -82,12 +81,12 @@ def weighted_mean(tree: PyTree, weight: Any, axis_name: str) -> PyTree:
 
 
 def broadcast_from(tree: PyTree, source: Any, axis_name: str) -> PyTree:
-    """Gives all devices the values of one of them, bit for bit.
+    """Broadcast one device's values to all devices, bit for bit.
 
     Args:
-        tree: Pytree of arrays of any dtype, alike in shape on all devices.
-        source: Index of the device on the axis; its values are taken as they are, NaN,
-            negative zeros and all. An index that does not exist gives zeros.
+        tree: Pytree of arrays of any dtype, of the same structure and shapes on all devices.
+        source: Index of the device on the axis. Its values are copied exactly, including
+            NaN and negative zeros. An index out of range gives zeros.
         axis_name: Name of the mapped axis.
 
     Returns:
@@ -114,7 +113,7 @@ def broadcast_from(tree: PyTree, source: Any, axis_name: str) -> PyTree:
 
 
 def _weighted(where: str, tree: PyTree, weight: Any) -> tuple[PyTree, Any]:
-    """The tree times the weight in at least float32, and the weight; both checked."""
+    """Check tree and weight; return `tree * weight`, in at least float32, and the weight."""
     weight = jnp.asarray(weight)
     if weight.shape != ():
         raise ValueError(f"{where}: weight must be a scalar, got shape {weight.shape}.")
@@ -129,14 +128,14 @@ def _weighted(where: str, tree: PyTree, weight: Any) -> tuple[PyTree, Any]:
                 f"{jax.tree_util.keystr(path) or 'tree'} is of dtype {leaf.dtype}."
             )
         wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-        # `!=`, not `>`: a weight that is not a number must show in the sum
+        # `!=`, not `>`: a NaN weight must make the sum NaN
         return jnp.where(weight != 0, wide * weight.astype(wide.dtype), 0)
 
     return jax.tree_util.tree_map_with_path(times, tree), weight
 
 
 def _as_bits(leaf: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """The bits of an array as integers that every backend can sum, and the way back."""
+    """Return an array's bits as integers that every backend can sum, and the inverse."""
     dtype = leaf.dtype
     if dtype == jnp.bool_:
         return leaf.astype(jnp.uint32), lambda bits: bits.astype(jnp.bool_)

@@ -1,8 +1,8 @@
-"""Sums over devices: which arrays travel together, and in which type.
+"""Packing of small arrays into buffers for sums over devices.
 
-A sum over devices costs a little per array and a little per byte. Small arrays are packed
-into buffers, large ones are summed where they lie: copying them into a buffer and back would
-cost more than it saves (docs/design/0006-exchange.md has the figures).
+A sum over devices has a cost per array and a cost per byte. Small arrays are packed into
+buffers, large ones are summed in place: copying them into a buffer and back would cost more
+than it saves (see docs/design/0006-exchange.md for measurements).
 """
 
 from collections.abc import Sequence
@@ -17,20 +17,20 @@ import numpy as np
 PyTree = Any
 
 PACK_BELOW = 64 * 2**10
-"""Bytes of an array below which it is packed with others."""
+"""Arrays smaller than this, in bytes, are packed for an exchange."""
 
 SUM_BELOW = 8 * 2**10
-"""Bytes of an array below which the gradients of microbatches are summed with others: of a larger
-one the copy into the buffer costs more than an array less does."""
+"""Arrays smaller than this, in bytes, are packed to sum gradients over microbatches: for larger
+ones the copy into the buffer costs more than one array fewer saves."""
 
 BASE = 16
-"""Of the numbers that `_numbers` makes."""
+"""Base of the digits from which `_numbers` builds its numbers."""
 
 
 def packed_psum(tree: PyTree, axis_name: str) -> PyTree:
-    """`jax.lax.psum` of a pytree of arrays, small ones packed into one buffer per dtype.
+    """Compute `jax.lax.psum` of a pytree, with small arrays packed into one buffer per dtype.
 
-    The same values as `jax.lax.psum`, bit for bit.
+    The result is bitwise that of `jax.lax.psum`.
     """
     packing = Packing.of(tree)
     return packing.unpack(jax.lax.psum(packing.pack(tree), axis_name), axis_name)
@@ -38,12 +38,12 @@ def packed_psum(tree: PyTree, axis_name: str) -> PyTree:
 
 @dataclass(frozen=True)
 class Packing:
-    """Which arrays of a pytree travel together.
+    """A packing of the leaves of a pytree into buffers.
 
     Attributes:
-        like: The pytree, shapes and dtypes.
-        packs: Numbers of leaves: large ones alone, small ones of a dtype together, those of
-            one shape side by side.
+        like: Shapes and dtypes of the pytree.
+        packs: Indices of the leaves of each buffer: large leaves alone, small ones of one dtype
+            together, with leaves of one shape side by side.
     """
 
     like: PyTree
@@ -51,7 +51,7 @@ class Packing:
 
     @classmethod
     def of(cls, tree: PyTree, below: int = PACK_BELOW) -> "Packing":
-        """That of a pytree of arrays; smaller ones than so many bytes travel with others."""
+        """Choose the packing of a pytree of arrays; those of fewer than `below` bytes share."""
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
         leaves = jax.tree.leaves(like)
         large = [x.size * x.dtype.itemsize >= below for x in leaves]
@@ -62,7 +62,7 @@ class Packing:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Those of the buffers."""
+        """Shapes of the buffers."""
         leaves = jax.tree.leaves(self.like)
         return [
             leaves[pack[0]].shape if len(pack) == 1 else (sum(leaves[i].size for i in pack),)
@@ -70,7 +70,7 @@ class Packing:
         ]
 
     def pack(self, tree: PyTree) -> list[Any]:
-        """The buffers, one per pack; of an array that travels alone the array."""
+        """Return one buffer per pack; an array that is alone in its pack is used as it is."""
         leaves = jax.tree.leaves(tree)
         return [
             leaves[pack[0]]
@@ -80,7 +80,7 @@ class Packing:
         ]
 
     def unpack(self, buffers: Sequence[Any], axis_name: str) -> PyTree:
-        """The pytree of such buffers; inside a mapped function."""
+        """Invert `pack`, inside a mapped function."""
         like, structure = jax.tree.flatten(self.like)
         leaves: list[Any] = [None] * len(like)
         for buffer, pack in zip(buffers, self.packs, strict=True):
@@ -102,16 +102,16 @@ class Packing:
 
 
 def _numbers(count: int, axis_name: str) -> list[Any]:
-    """The numbers from 0 on, which only the running program knows to be these.
+    """Return the numbers `0, ..., count - 1` as values that XLA cannot fold into constants.
 
-    XLA compiles a kernel once for all arrays that it treats alike. Where arrays lie at
-    constant places in a buffer no two are alike, and their kernels, which hold whatever is
-    made of the arrays, are most of what a first window takes. A sort keeps its results from
-    being constants, and from being computed within those kernels. A number is made of its
-    digits, each in an array of its own, so that all numbers are made alike.
+    XLA compiles one kernel for all arrays that are processed alike. With constant offsets into
+    a buffer no two slices are alike, and compiling their kernels, into which everything
+    computed from the slices is fused, takes most of the time of a first window. The results
+    of a sort are neither constants nor fused into those kernels. Each number is the sum of its
+    digits, which are separate arrays, so that all numbers are computed alike.
     """
     rank = jax.lax.axis_index(axis_name)
-    key = jnp.stack([rank, rank + 1])  # in order already
+    key = jnp.stack([rank, rank + 1])  # already sorted, so that the sort changes nothing
     powers = [BASE**n for n in range(len(np.base_repr(count - 1, BASE)))]
     values = [np.full(2, power * digit, np.int32) for power in powers for digit in range(BASE)]
     _, *values = jax.lax.sort((key, *map(jnp.asarray, values)), num_keys=1)

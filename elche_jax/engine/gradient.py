@@ -1,6 +1,6 @@
-"""The mean gradient: one optimizer step per window, alike on every device.
+"""The mean gradient: one optimizer step per window, the same on every device.
 
-With `N` the sum of all weights, the update is made of
+With `N` the sum of all weights, the update is computed from
 
     g = (1 / N) * sum over devices and microbatches of weight * grad(loss)
 
@@ -31,10 +31,10 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sums:
-    """What a device has summed over its microbatches of a window; all float32.
+    """A device's sums over its microbatches of a window; all float32.
 
     Attributes:
-        grads: Sum of `weight * grad(loss)` of the parameters that are trained, in buffers.
+        grads: Sum of `weight * grad(loss)` of the trained parameters, packed into buffers.
         loss: Sum of `weight * loss`.
         weight: Sum of the weights.
         metrics: Sums of `weight * metric`.
@@ -54,13 +54,13 @@ class Sums:
 
 @dataclass(frozen=True)
 class GradientRule(Rule):
-    """The rule of a window that is one optimizer step.
+    """A rule that takes one optimizer step per window.
 
     Attributes:
         drop_nonfinite: Drop the update of a window that is not finite.
-        packs: Whether small gradients are summed in one buffer: an array less is an argument
-            less of a window's programs, and arguments are a good part of what a first window
-            waits for. Sums that are no arguments, or have a scale each, are left alone.
+        packs: Whether small gradients are summed in one buffer. One array fewer is one argument
+            fewer of a window's programs, and arguments take a large part of the time of the
+            first window. Off if sums are not arguments, or if each array has its own scale.
     """
 
     drop_nonfinite: bool = True
@@ -100,17 +100,17 @@ class GradientRule(Rule):
         return body
 
     def finish(
-        self, state: TrainState, carry: Sums, anew: Any = False
+        self, state: TrainState, carry: Sums, catch_up: Any = False
     ) -> tuple[TrainState, PendingUpdate]:
         weight = jnp.where(carry.weight > 0, carry.weight, 1.0)
         grads = clip(carry.grads, self.max_grad_norm, weight)
-        # a device without work has the state of before, which is no news
+        # a device without work still has the old state, whose problems were reported before
         own = (carry.weight == 0) | all_finite(floats(carry.model_state))
         own &= all_finite((grads, carry.loss, carry.weight))
         now = carry.model_state
-        if self.late:  # the device goes on from its own; gradients of before are gone
+        if self.late:  # the device continues from its own model state
             now = chosen(own, now, state.model_state)
-            merged = self.changes(state, now, anew)
+            merged = self.changes(state, now, catch_up)
         else:
             merged = self.merged_leaves(now)
         done = PendingUpdate(grads, carry.weight, own, merged)
@@ -136,7 +136,7 @@ class GradientRule(Rule):
         merged, last = self.merged(ended, mean)
         grads = self._packing(trained).unpack(mean.payload, AXIS)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
-        tx = optax.with_extra_args_support(self.tx)  # some ask for the loss, or the work done
+        tx = optax.with_extra_args_support(self.tx)  # some use the loss, or the work done so far
         updates, opt_state = tx.update(
             grads, after.opt_state, trained, value=mean.loss, grad=grads,
             microbatches=before.microbatches, examples=before.examples,
@@ -145,7 +145,7 @@ class GradientRule(Rule):
         fine = ~mean.good | all_finite((mean.payload, floats(merged), updates))
         finite = mean.finite & fine
         good = computed_once((finite | (not self.drop_nonfinite)) & mean.good)
-        # what was lost on the wire is lost with a window that is dropped
+        # the rounding errors of a dropped window are dropped, too
         error = [] if after.averaging is None else after.averaging.error
         kept = [] if before.averaging is None else before.averaging.error
         made = (params, opt_state, merged, error)
@@ -172,6 +172,6 @@ class GradientRule(Rule):
         return {} if state.loss_scale is None else {"loss_scale": state.loss_scale.scale}
 
     def _packing(self, trained: PyTree) -> Packing:
-        """How gradients are summed."""
+        """Return the packing in which gradients are summed."""
         like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), trained)
         return Packing.of(like, below=SUM_BELOW if self.packs else 0)

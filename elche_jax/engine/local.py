@@ -1,4 +1,4 @@
-"""Local steps: every device takes optimizer steps of its own, then parameters become one.
+"""Local steps: every device takes its own optimizer steps, then parameters are averaged.
 
 With `x` the parameters of the last exchange, `y[d]` the device's own and `w[d]` its share,
 
@@ -6,12 +6,11 @@ With `x` the parameters of the last exchange, `y[d]` the device's own and `w[d]`
     x = (x - m) + (u + m)        with u the outer optimizer's update for m
 
 which is `x + u`, written so that `u = -m` gives the mean to the last bit. While windows are
-pending a device goes on from its own parameters: with `g[d, t]` what it has taken off them in
-window `t`,
+pending, a device continues from its own parameters: with `g[d, t]` their decrease in window `t`,
 
     y[d] = x - sum of g[d, s] over the windows s that it has begun since
 
-See `elche_jax.averaging.rules` for the user's choices.
+See `elche_jax.averaging.rules` for the user's options.
 """
 
 from collections.abc import Callable
@@ -41,15 +40,15 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LocalSteps:
-    """What a device carries through its steps of a window.
+    """The carry of a device's loop over its steps of a window.
 
     Attributes:
-        trained: Its parameters, those that are trained.
-        opt_state: State of its optimizer.
+        trained: Its trained parameters.
+        opt_state: Its optimizer state.
         model_state: Its model state.
         loss: Sum of `weight * loss`, float32.
         weight: Sum of the weights, float32.
-        steps: Number of optimizer steps, float32: microbatches that had a weight.
+        steps: Number of optimizer steps, float32: microbatches of positive weight.
         metrics: Sums of `weight * metric`, float32.
     """
 
@@ -68,10 +67,10 @@ class LocalSteps:
 
 @dataclass(frozen=True)
 class LocalRule(Rule):
-    """The rule of a window of local steps.
+    """A rule that takes local steps in a window and then averages parameters.
 
     Attributes:
-        averaging: The user's choice.
+        averaging: The user's averaging rule.
     """
 
     averaging: AveragingRule = field(default_factory=ParameterAveraging)
@@ -106,13 +105,13 @@ class LocalRule(Rule):
             own = gradient(i, local.trained, local.model_state)
             grads = clip(own.grads, self.max_grad_norm)
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, local.trained)
-            # the work done is that before the window: within it nobody knows the others'
+            # the work done before the window: within it a device does not know the others' work
             updates, opt_state = tx.update(
                 grads, local.opt_state, local.trained, value=own.loss, grad=grads,
                 microbatches=state.microbatches, examples=state.examples,
             )  # fmt: skip
             trained = optax.apply_updates(local.trained, updates)
-            if self.work.form == "weighted":  # no weight, no step
+            if self.work.form == "weighted":  # a microbatch of weight 0 is no step
                 trained, opt_state = chosen(
                     own.weight > 0, (trained, opt_state), (local.trained, local.opt_state)
                 )
@@ -129,12 +128,12 @@ class LocalRule(Rule):
         return body
 
     def finish(
-        self, state: TrainState, carry: LocalSteps, anew: Any = False
+        self, state: TrainState, carry: LocalSteps, catch_up: Any = False
     ) -> tuple[TrainState, PendingUpdate]:
         own = _finite(state, carry)
         trained, frozen = self.work.selection.split(state.params)
         start, structure = jax.tree.flatten(trained)
-        # a device that is left out goes on from what was exchanged last, or began the window
+        # a device that is left out restarts from the last exchange, or the start of the window
         back = structure.unflatten(self._base(state, state)) if self.parts > 1 else trained
         made = (carry.trained, carry.opt_state, carry.model_state)
         mine, opt_state, model_state = chosen(own, made, (back, state.opt_state, state.model_state))
@@ -145,14 +144,14 @@ class LocalRule(Rule):
         )
         steps, progress, kept = jnp.where(own, carry.steps, 0), [], state.averaging
         if self.late:
-            carried = jnp.where(anew, kept.steps[0], 0)
-            begin = [jnp.where(anew, x, y) for x, y in zip(kept.base, start, strict=True)]
+            carried = jnp.where(catch_up, kept.steps[0], 0)
+            begin = [jnp.where(catch_up, x, y) for x, y in zip(kept.base, start, strict=True)]
             progress, steps = _less(begin, jax.tree.leaves(mine)), steps + carried
             kept = kept.replace(steps=kept.steps - carried + steps)
         elif kept is not None and kept.steps is not None:
             kept = kept.replace(steps=jnp.where(own, kept.steps + steps, 0))
         if self.late:
-            merged = self.changes(state, model_state, anew)
+            merged = self.changes(state, model_state, catch_up)
         else:
             merged = self.merged_leaves(model_state)
         done = PendingUpdate(progress, steps, own, merged)
@@ -192,7 +191,7 @@ class LocalRule(Rule):
         mine, structure = jax.tree.flatten(trained)
         x = self._pick(base, part)
         new, outer = self._moved(x, self._pick(mine, part), mean.payload, after.averaging, part)
-        # the outer optimizer may make of finite differences what is not
+        # the outer optimizer may overflow on finite differences
         fine = all_finite(new)
         good = computed_once(mean.good & fine)
         new = [leaf.astype(old.dtype) for leaf, old in zip(new, x, strict=True)]
@@ -212,7 +211,7 @@ class LocalRule(Rule):
             model_state=model_state,
             averaging=self._kept(ended, kept, base, outer, good),
         )
-        if not self.late:  # else no device has anything to give: all stays as it was
+        if not self.late:  # without any contribution everything stays as it was
             state = state.replace(**chosen(good, _changed(state), _changed(before)))
         return state, fine
 
@@ -237,9 +236,9 @@ class LocalRule(Rule):
     def _moved(
         self, base: Leaves, own: Leaves, mean: Leaves, kept: AveragingState | None, part: int
     ) -> tuple[Leaves, tuple[PyTree, ...]]:
-        """The new parameters, float32, and the new state of the outer optimizer."""
+        """Return the new parameters, float32, and the new state of the outer optimizer."""
         x = [wide(leaf) for leaf in base]
-        # of one device the mean is its own, to the last bit
+        # on one device the mean is its own result, to the last bit
         middle = own if self.size == 1 else _less(x, mean)
         if self.averaging.outer is None:
             return middle, ()
@@ -275,7 +274,7 @@ class LocalRule(Rule):
         how = self.averaging.optimizer_state
         if how == "reset":
             return self.tx.init(trained)
-        if how == "keep":  # anew for a device that was left out
+        if how == "keep":  # a device that was left out starts with a fresh state
             return chosen(ended.done.own | ~good, ended.after.opt_state, self.tx.init(trained))
         leaves, structure = jax.tree.flatten(ended.before.opt_state)
         return structure.unflatten(self.taken(self._opt_rules(ended.before), leaves, mean, []))
@@ -285,7 +284,7 @@ class LocalRule(Rule):
         return rules if self.size > 1 else rules.alone
 
     def _base(self, before: TrainState, after: TrainState) -> Leaves:
-        """The parameters of the last exchange."""
+        """Return the trained parameters as of the last exchange."""
         kept = after.averaging
         if kept is not None and kept.base:
             return kept.base
@@ -295,11 +294,11 @@ class LocalRule(Rule):
         return assign_fragments([leaf.size for leaf in leaves], self.parts)[part]
 
     def _pick(self, leaves: Leaves, part: int) -> Leaves:
-        """The leaves of a part; none where there are none."""
+        """Return the leaves of a part; an empty list stays empty."""
         return [leaves[i] for i in self._members(leaves, part)] if leaves else []
 
     def _put(self, leaves: Leaves, part: int, new: Leaves) -> Leaves:
-        """The leaves with those of a part replaced."""
+        """Replace the leaves of a part."""
         if not leaves:
             return leaves
         at = dict(zip(self._members(leaves, part), new, strict=True))
@@ -309,9 +308,10 @@ class LocalRule(Rule):
 def average(
     averaging: AveragingRule, selection: Selection, size: int, state: TrainState
 ) -> tuple[PyTree, None]:
-    """The devices' parameters as one, whether or not an exchange is due.
+    """Average the devices' parameters between two exchanges.
 
-    Arrays are averaged by the steps since their last exchange; without any, they are alike.
+    Arrays are weighted by the steps since their last exchange; without such steps they are the
+    same on all devices.
     """
     kept: AveragingState | None = state.averaging
     if kept is None or not kept.base or size == 1:
@@ -333,7 +333,7 @@ def average(
 
 
 def _finite(state: TrainState, local: LocalSteps) -> Any:
-    """Whether what a device has made of a state is finite, where the state itself was."""
+    """Return whether a device's results are finite wherever the state before was finite."""
 
     def broken(new: Any, old: Any) -> Any:
         return jnp.any(~jnp.isfinite(new) & jnp.isfinite(old))
@@ -345,7 +345,7 @@ def _finite(state: TrainState, local: LocalSteps) -> Any:
 
 
 def _changed(state: TrainState) -> dict[str, Any]:
-    """What a mean changes of a state."""
+    """Return the fields of a state that a mean changes."""
     names = ("params", "opt_state", "model_state", "averaging")
     return {name: getattr(state, name) for name in names}
 

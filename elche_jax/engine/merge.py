@@ -1,19 +1,19 @@
-"""How the model state of several devices becomes one, leaf by leaf.
+"""Rules that merge the model states of several devices, leaf by leaf.
 
-Each device ends a window with a model state of its own (BatchNorm statistics, counters).
+Each device ends a window with its own model state (BatchNorm statistics, counters).
 With `b` the state before the window, `x[d]` that of device `d` after it and
 `w[d]` the device's share of the window's weight, a leaf becomes
 
 | rule | merged |
 |---|---|
 | `"mean"` | `b + sum_d w[d] * (x[d] - b)` |
-| `"pooled"` | a `mean` as above; its `var`: `sum_d w[d] * (var[d] + (mean[d] - mean)**2)` |
+| `"pooled"` | `mean` as above; its `var`: `sum_d w[d] * (var[d] + (mean[d] - mean)**2)` |
 | `"max"` | the largest `x[d]` |
 | `"first"` | `x[d]` of the lowest rank that worked |
-| `"keep"` | `x[d]` stays on device `d`; with averaging in parameter space only |
+| `"keep"` | `x[d]` stays on device `d`; only with parameter averaging |
 
-Devices without work in the window have no say. Changes are exchanged, not values: what no
-device changed stays bit for bit.
+Devices without work in the window are ignored. Changes are exchanged, not values, so that a
+leaf that no device changed stays bitwise the same.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,31 +34,31 @@ RULES = ("auto", "mean", "pooled", "max", "first", "keep")
 
 @dataclass(frozen=True)
 class MergeRules:
-    """A rule for every leaf of a model state, in the order of `jax.tree.leaves`.
+    """One rule per leaf of a model state, in the order of `jax.tree.leaves`.
 
     Attributes:
         rules: The rules; none is "auto".
-        mean_of: For every leaf the number of the leaf that holds its mean where it is a
-            pooled variance, else None.
+        mean_of: For every pooled variance the index of the leaf with its mean; None for other
+            leaves.
     """
 
     rules: tuple[str, ...]
     mean_of: tuple[int | None, ...]
 
     def __add__(self, other: "MergeRules") -> "MergeRules":
-        """The rules of the leaves of both."""
+        """Concatenate the rules of two lists of leaves."""
         at = len(self.rules)
         moved = tuple(mean if mean is None else mean + at for mean in other.mean_of)
         return MergeRules(self.rules + other.rules, self.mean_of + moved)
 
     @property
     def means(self) -> tuple[int, ...]:
-        """Numbers of the leaves whose rule is a mean."""
+        """Indices of the leaves whose rule is a mean."""
         return tuple(i for i, rule in enumerate(self.rules) if rule in ("mean", "pooled"))
 
     @property
     def sent(self) -> "MergeRules":
-        """The rules of those leaves that are merged."""
+        """The rules of the leaves that are merged."""
         at = [i for i, rule in enumerate(self.rules) if rule != "keep"]
         means = [self.mean_of[i] for i in at]
         return MergeRules(
@@ -66,18 +66,21 @@ class MergeRules:
         )
 
     def of_sent(self, tree: PyTree) -> list[Any]:
-        """The leaves of a tree that are merged."""
+        """Return the leaves of a tree that are merged."""
         leaves = zip(jax.tree.leaves(tree), self.rules, strict=True)
         return [leaf for leaf, rule in leaves if rule != "keep"]
 
     @property
     def alone(self) -> "MergeRules":
-        """The rules of one device, with which its state stays as it is."""
+        """Rules for a single device, which leave its state unchanged."""
         return MergeRules(("first",) * len(self.rules), (None,) * len(self.rules))
 
     def change(self, leaf: int, before: Any, after: Any) -> Any:
-        """What a window has changed of a leaf of a device's own, where means come late: a
-        difference, of a variance a factor, so that it stays above 0, else the value."""
+        """Return a device's change of a leaf in a window, if means are applied late.
+
+        The change is a difference; for a variance it is a factor, which keeps it above 0; for
+        rules that are not means it is the new value.
+        """
         if self.mean_of[leaf] is not None:
             factor = _wide(after) / jnp.where(before > 0, _wide(before), 1)
             return jnp.where((before > 0) & jnp.isfinite(factor), factor, 1)
@@ -87,7 +90,7 @@ class MergeRules:
         return after
 
     def changed(self, leaf: int, value: Any, change: Any) -> Any:
-        """A leaf with a change, of one device or of the mean over several."""
+        """Apply a change, of one device or the mean over several, to a leaf."""
         if self.mean_of[leaf] is not None:
             return (_wide(value) * change).astype(value.dtype)
         if self.rules[leaf] in ("mean", "pooled"):
@@ -95,7 +98,7 @@ class MergeRules:
         return jnp.maximum(value, change) if value.dtype != jnp.bool_ else value | change
 
     def unchanged(self, leaves: Sequence[Any]) -> list[Any]:
-        """The changes of a window without any."""
+        """Return the changes of a window in which nothing changed."""
 
         def change(leaf: int, value: Any) -> Any:
             if self.mean_of[leaf] is not None:
@@ -112,8 +115,8 @@ def _wide(leaf: Any) -> Any:
 
 
 def opt_rules(opt_state: PyTree) -> MergeRules:
-    """Those of an optimizer state: floats are averaged, keys are the first device's, all else
-    is the maximum."""
+    """Return the rules of an optimizer state: `"mean"` for floats, `"first"` for PRNG keys,
+    `"max"` for the rest."""
 
     def rule(leaf: Any) -> str:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -125,19 +128,19 @@ def opt_rules(opt_state: PyTree) -> MergeRules:
 
 
 def resolve_merge(merge: Merge | None, model_state: PyTree, may_keep: bool = False) -> MergeRules:
-    """Brings the user's rules to one rule per leaf.
+    """Resolve the user's rules to one rule per leaf.
 
     Args:
         merge: A function `(path, leaf) -> rule`; or rules in the structure of the
-            model state, where one rule may stand for a whole subtree; or None, which is
+            model state, where one rule may stand for a whole subtree; or None for
             "auto": the mean of floats, the maximum of the rest.
         model_state: Shapes of the model state.
-        may_keep: Whether replicas may differ, so that `"keep"` is a rule.
+        may_keep: Whether replicas may differ, so that `"keep"` is allowed.
 
     Raises:
         TypeError: A rule does not fit the leaf's dtype.
-        ValueError: An unknown rule, rules of another structure, or a pooled leaf without
-            its partner.
+        ValueError: A rule is unknown, the rules have another structure, or a pooled leaf has
+            no partner.
     """
     named = jax.tree_util.tree_flatten_with_path(model_state)[0]
     if callable(merge):
@@ -152,7 +155,7 @@ def resolve_merge(merge: Merge | None, model_state: PyTree, may_keep: bool = Fal
 
 
 def start_of(before: Any) -> Any:
-    """What changes are counted from: the state before, or 0 where that was not finite."""
+    """Return the reference for changes: the state before, with 0 for values not finite."""
     return jnp.where(jnp.isfinite(before), before, 0)
 
 
@@ -167,14 +170,14 @@ def _checked(rule: Any, known: tuple[str, ...], path: Any, leaf: Any) -> str:
         return "mean" if _is_float(leaf) else "max"
     if rule in ("mean", "pooled") and not _is_float(leaf):
         raise TypeError(
-            f"TrainStep.init: merge must be 'max' or 'first' for leaves that are no floats, got "
+            f"TrainStep.init: merge must be 'max' or 'first' for leaves that are not floats, got "
             f"{rule!r} for leaf {name} of dtype {leaf.dtype}."
         )
     return str(rule)
 
 
 def _pairs(rules: list[str], named: list[Any]) -> tuple[int | None, ...]:
-    """For every pooled variance the leaf `mean` beside it."""
+    """Return, for every pooled variance, the index of the leaf `mean` beside it."""
     at: Mapping[Any, int] = {path: i for i, (path, _) in enumerate(named)}
     mean_of: list[int | None] = [None] * len(rules)
     for i, (path, leaf) in enumerate(named):
@@ -196,7 +199,7 @@ def _pairs(rules: list[str], named: list[Any]) -> tuple[int | None, ...]:
 
 
 def _key(path: Any) -> str:
-    """The last step of a path: key, attribute or index."""
+    """Return the last entry of a path: key, attribute or index."""
     if not path:
         return ""
     return str(getattr(path[-1], "key", getattr(path[-1], "name", path[-1])))

@@ -1,11 +1,11 @@
-"""What devices bring to the end of a window, and how it becomes one mean.
+"""Contributions of devices to a window, and their reduction to one mean.
 
-With `p[d]` what device `d` brings and `a[d]` what it did for it,
+With `p[d]` the payload of device `d` and `a[d]` its amount of work,
 
     mean gradient    mean = sum over d of p[d] / sum over d of a[d]
-    local steps      mean = sum over d of w[d] * p[d]      with w the shares a rule makes of a
+    local steps      mean = sum over d of w[d] * p[d]      with shares w computed from a
 
-Every formula stands here once, for devices among themselves and for the host alike, see
+Every formula is written once, for reductions on the devices and on the host alike, see
 `elche_jax.engine.axis`.
 """
 
@@ -27,14 +27,14 @@ Leaves = list[Any]
 
 
 class Row(NamedTuple):
-    """What is known of every device at the end of a window; scalars, or rows over devices.
+    """Numbers about a device's window; scalars, or arrays over devices.
 
     Attributes:
-        amount: What the device did: its weight, or its optimizer steps.
-        own: Whether what it did is finite, 1 or 0.
-        loss: Its mean loss.
-        size: Sum of squares of the parameters that it started from.
-        product: Their product with what it brings.
+        amount: Amount of work: sum of weights, or number of optimizer steps.
+        own: Whether the device's result is finite, 1 or 0.
+        loss: Mean loss.
+        size: Squared norm of the parameters it started from.
+        product: Inner product of those parameters with the payload.
     """
 
     amount: Any
@@ -47,15 +47,15 @@ class Row(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Contribution:
-    """What a device brings.
+    """A device's contribution to the mean of a window.
 
     Attributes:
-        payload: What is averaged, as it travels.
+        payload: The arrays to average, encoded for the wire.
         row: A `Row`, float32, shape `(5,)`.
-        sums: Sums over its microbatches: `loss`, `weight` and `metrics` times their weights,
-            and `bad`, 1 if the device was not finite.
-        state: Of every leaf that is merged its change where the rule is a mean, else its
-            value.
+        sums: Sums over its microbatches: `loss`, `weight` and `metrics`, weighted, and `bad`,
+            1 if the device's result is not finite.
+        state: For every leaf of model state that is merged, its change if the rule is a mean,
+            else its value.
     """
 
     payload: Encoded
@@ -67,15 +67,15 @@ class Contribution:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Mean:
-    """What the devices make their new state of.
+    """The result of a reduction, from which devices compute their new state.
 
     Attributes:
         payload: The mean, float32.
-        state: Of every leaf that is merged the mean change, or the value.
-        spread: Of every pooled variance how far the devices' means lie apart, squared, on average.
-        good: Whether any device had a part in it.
-        finite: Whether all that devices brought is finite.
-        sound: Whether the weights of devices are numbers of at least 0, not all of them 0.
+        state: For every leaf of model state that is merged, the mean change or the value.
+        spread: For every pooled variance, the variance of the devices' means.
+        good: Whether any device contributed.
+        finite: Whether all contributions are finite.
+        sound: Whether the devices' weights are finite, nonnegative and not all 0.
         loss: Mean loss over all devices.
     """
 
@@ -90,11 +90,11 @@ class Mean:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Makes one mean of the contributions of a window.
+    """Reduces the contributions to a window to one mean.
 
     Attributes:
-        merge: A rule for every leaf that is merged, none of them `"keep"`.
-        weigh: The weights of devices; None for the mean over all that they did.
+        merge: The rules of the leaves that are merged; none is `"keep"`.
+        weigh: Weights the devices; None for the mean over all their work.
         compression: Type of the payload on the wire.
     """
 
@@ -105,12 +105,15 @@ class Reduction:
     def __call__(
         self, axis: Axis, contributions: PerDevice, window: Any
     ) -> tuple[Mean, dict[str, Any]]:
-        """The mean and the metrics of the window, those of devices of shape `(devices,)`.
+        """Return the mean and the metrics of the window.
 
         Args:
             axis: The devices.
-            contributions: What they bring, a `Contribution` each.
-            window: Number of the window.
+            contributions: Their `Contribution`s.
+            window: Index of the window.
+
+        Returns:
+            The mean, and the metrics; per-device metrics have shape `(devices,)`.
         """
         xp = axis.xp
         payload, sums, state = (
@@ -148,7 +151,7 @@ class Reduction:
         self, axis: Axis, payload: PerDevice, sums: PerDevice, state: PerDevice,
         weight: PerDevice, factor: PerDevice | None,
     ) -> tuple[dict[str, Any], Leaves, Leaves]:  # fmt: skip
-        """Sums over devices, in one exchange where the payload travels as it is."""
+        """Sum over devices, in one collective if the payload is not compressed."""
         moves = axis.each(lambda leaves: [leaves[i] for i in self.merge.means], state)
         if self.compression is None:
             arrays = axis.each(lambda sent: sent.arrays, payload)
@@ -160,14 +163,13 @@ class Reduction:
     def _merged(
         self, axis: Axis, state: PerDevice, moved: Leaves, weight: PerDevice
     ) -> tuple[Leaves, Leaves]:
-        """State of several devices as one, leaf by leaf, see `elche_jax.engine.merge`; and what
-        pooled variances have to be added to."""
+        """Merge model state leaf by leaf; also return what to add to pooled variances."""
         move = dict(zip(self.merge.means, moved, strict=True))
         means = [mean for mean in self.merge.mean_of if mean is not None]
         spread: Leaves = []
         if means:
-            # around the merged mean: as a difference of squares it would be lost in the
-            # rounding of a mean that is far from 0
+            # relative to the merged mean: a difference of squares would cancel for means that
+            # are far from 0
             apart = axis.each(lambda own: [(own[mean] - move[mean]) ** 2 for mean in means], state)
             (spread,) = axis.sums((apart, weight))
         worked = axis.each(lambda one: one > 0, weight)
@@ -179,22 +181,28 @@ class Reduction:
         return merged, spread
 
     def _bytes(self, axis: Axis, contributions: PerDevice) -> Any:
-        """Bytes that a device puts in."""
+        """Return the bytes that a device contributes, the most over devices."""
         if axis.size == 1:
             return axis.xp.float32(0)
         return axis.xp.float32(np.max(axis.each(self.bytes_of, contributions)))
 
     def bytes_of(self, contribution: Contribution) -> int:
-        """Bytes of a contribution, or of its shapes; the spread of a pooled variance is
-        exchanged after its mean, and counts."""
+        """Return the bytes of a contribution, given as arrays or shapes.
+
+        The spread of pooled variances counts, too: it takes a second exchange.
+        """
         state = contribution.state
         pooled = [state[i].size for i, mean in enumerate(self.merge.mean_of) if mean is not None]
         return contribution.payload.bytes + 4 * (sum(leaf.size for leaf in state) + sum(pooled))
 
 
 def shares_of(weigh: Weigh, work: DeviceWork) -> tuple[Any, Any]:
-    """Shares of the devices, float32, all 0 where nobody has worked; and whether the weights are
-    numbers of at least 0, not all of them 0."""
+    """Normalize the devices' weights.
+
+    Returns:
+        The shares, float32, all 0 if no device worked; and whether the weights are finite,
+        nonnegative and not all 0.
+    """
     xp = work.xp
     weights = xp.where(work.worked, weigh(work), 0).astype(xp.float32)
     sound = (xp.isfinite(weights) & (weights >= 0)).all()
@@ -205,7 +213,7 @@ def shares_of(weigh: Weigh, work: DeviceWork) -> tuple[Any, Any]:
 
 
 def _metrics(totals: dict[str, Any], xp: ModuleType) -> tuple[dict[str, Any], Any]:
-    """Means by weight over all devices, and what one divides sums by."""
+    """Return the weighted means over all devices, and the factor that turns sums into means."""
     weight = totals["weight"]
     counted = weight > 0
     scale = xp.where(counted, 1 / xp.where(counted, weight, 1), 0).astype(xp.float32)
@@ -218,16 +226,16 @@ def _metrics(totals: dict[str, Any], xp: ModuleType) -> tuple[dict[str, Any], An
 def _distances(
     axis: Axis, payload: PerDevice, mean: Leaves, rows: Row, shares: Any
 ) -> dict[str, Any]:
-    """How far the devices were from their average, before any outer optimizer.
+    """Measure how far the devices are from their average, before any outer optimizer.
 
-    With `x` the parameters of before, `g` what a device has taken off them, `m` the mean of
-    these and `a = x - m` the average,
+    With `x` the parameters before the window, `x - g` those of a device after it, `m` the mean
+    of `g` and `a = x - m` the average,
 
         distance    = |g - m| / |a|       how far the device has to move
-        update_norm = |g|                 how far it had gone on its own
-        cosine      = g . m / (|g| |m|)   0 where one of them is 0
+        update_norm = |g|                 how far it moved on its own
+        cosine      = g . m / (|g| |m|)   0 if either is 0
 
-    and NaN of a device that is late or was not finite.
+    All are NaN for devices that are late or not finite.
     """
     xp = axis.xp
 
@@ -238,7 +246,7 @@ def _distances(
 
     apart, own, along = axis.rows(axis.each(numbers, payload)).T
     length, product = _dot(mean, mean, xp), xp.where(shares > 0, shares * rows.product, 0).sum()
-    size = rows.size - 2 * product + length  # of a
+    size = rows.size - 2 * product + length  # |a|**2
     scale = xp.sqrt(own) * xp.sqrt(length)
     there = rows.own > 0
     far = xp.sqrt(apart) / xp.sqrt(xp.where(size > 0, size, xp.nan))

@@ -1,12 +1,12 @@
-"""What a window does to the training state: the interface of rules, and what they share.
+"""The base class of rules, which define how a window changes the training state.
 
 A window of a rule, on every device:
 
     zeros -> body (per microbatch) -> finish -> contribute -> a mean over devices -> apply
 
-A transport calls these and does the mean: the devices among themselves
-(`elche_jax.engine.collective`), or the host (`elche_jax.engine.host`). With windows pending,
-`apply` gets the mean of an earlier window than the one that has just been finished.
+A transport calls these and computes the mean, either by collectives of the devices
+(`elche_jax.engine.collective`) or on the host (`elche_jax.engine.host`). With windows pending,
+`apply` gets the mean of an earlier window than the one just finished.
 """
 
 from abc import ABC, abstractmethod
@@ -32,14 +32,15 @@ Leaves = list[Any]
 
 @dataclass(frozen=True)
 class Ended:
-    """A window that is exchanged, on one device.
+    """A finished window whose mean is computed or applied, on one device.
 
     Attributes:
-        before: The state that it began with; read where none is pending.
-        after: The device's state.
-        done: What the device did in it.
-        part: The part of the parameters that is exchanged.
-        later: What it has done in windows since, oldest first.
+        before: The device's state at the start of the window; used only if no window is
+            pending.
+        after: The device's current state.
+        done: The device's update in the window.
+        part: Index of the part of the parameters that is exchanged.
+        later: The device's updates in later windows, oldest first.
     """
 
     before: TrainState
@@ -51,19 +52,19 @@ class Ended:
 
 @dataclass(frozen=True)
 class Rule(ABC):
-    """What a window does; every function is of one device, traced, without state of its own.
+    """How a window changes the state; methods are pure, traced, and run on one device.
 
     Attributes:
-        work: The gradient of a microbatch.
+        work: Computes the gradient of a microbatch.
         tx: The optax optimizer.
         size: Number of devices.
-        merge: How model state is merged.
-        compression: Type of what is averaged on the wire.
-        late: Whether means are applied after later windows have begun; then devices go on
-            from what they have of their own.
-        pending: Windows that are pending in the state at the end of one.
-        max_grad_norm: Clips gradients to this norm; or None.
-        parts: Parts that the parameters are exchanged in, in turn.
+        merge: Rules that merge model state.
+        compression: Type of payloads on the wire.
+        late: Whether means are applied after later windows have begun; devices then continue
+            from their own results.
+        pending: Number of windows that are pending in the state between two windows.
+        max_grad_norm: Norm to which gradients are clipped; or None.
+        parts: Number of parts of the parameters, which are exchanged in turn.
     """
 
     work: Microbatches
@@ -78,62 +79,62 @@ class Rule(ABC):
 
     @abstractmethod
     def reads(self, state: TrainState) -> TrainState:
-        """What microbatches read: every argument costs the thread that dispatches."""
+        """Keep only what microbatches read, as every argument slows down the dispatch."""
 
     @abstractmethod
     def common(self, state: TrainState) -> TrainState:
-        """What of a state is the same on all devices, the rest being None or left out."""
+        """Keep only what is the same on all devices; the rest becomes None or is left out."""
 
     @abstractmethod
     def zeros(self, state: TrainState) -> Any:
-        """What a device carries from microbatch to microbatch, before the first one."""
+        """Return the initial carry of the loop over a device's microbatches."""
 
     @abstractmethod
     def body(
         self, state: TrainState, payload: Payload, call_args: CallArgs
     ) -> Callable[[Any, Any], Any]:
-        """One microbatch of a call: `body(i, carry) -> carry`."""
+        """Return the loop body, `body(i, carry) -> carry`, which runs microbatch `i` of a call."""
 
     @abstractmethod
     def finish(
-        self, state: TrainState, carry: Any, anew: Any = False
+        self, state: TrainState, carry: Any, catch_up: Any = False
     ) -> tuple[TrainState, PendingUpdate]:
-        """The end of a device's own part of a window.
+        """Finish a device's own part of a window.
 
         Args:
-            state: The state that the window began with.
-            carry: Where its microbatches have led.
-            anew: Whether what the device has done in windows before, and is not averaged, is
-                to be brought with this one.
+            state: The state at the start of the window.
+            carry: The carry after its microbatches.
+            catch_up: Whether the update is to include the device's work in earlier windows
+                that was never averaged.
 
         Returns:
-            The device's state, and what it has done.
+            The device's new state, and its update.
         """
 
     @abstractmethod
     def contribute(self, ended: Ended, sums: dict[str, Any]) -> tuple[Contribution, Leaves]:
-        """What a device brings to the mean, and what is lost on the wire.
+        """Return a device's contribution to the mean, and its new rounding errors.
 
         Args:
             ended: The window.
-            sums: What the device has summed in it, see `sums_of`.
+            sums: The device's sums over its microbatches, see `sums_of`.
         """
 
     @abstractmethod
     def apply(self, ended: Ended, mean: Mean) -> tuple[TrainState, Any]:
-        """Takes up a mean.
+        """Apply the mean of a window.
 
         Args:
-            ended: The window that it is of.
-            mean: The mean, and whether it is good.
+            ended: The window.
+            mean: Its mean.
 
         Returns:
-            The state, and whether what was made of the mean is finite, if the mean is.
+            The new state, and False if it would not be finite although the mean is.
         """
 
     @abstractmethod
     def reduction(self, state: TrainState) -> Reduction:
-        """How contributions become a mean.
+        """Return the reduction of contributions to a mean.
 
         Args:
             state: A device's state, or its shapes.
@@ -141,23 +142,23 @@ class Rule(ABC):
 
     @property
     def apart(self) -> bool:
-        """Whether every device has an optimizer state of its own."""
+        """Whether every device has its own optimizer state."""
         return False
 
     def agreed(self, state: TrainState) -> TrainState:
-        """What the devices have last agreed on, for one that takes it over from another."""
+        """Return the state as of the last mean, for a device that copies it from another."""
         kept = state.averaging
         if kept is None or not kept.merged:
             return state
         return state.replace(model_state=self.with_leaves(state.model_state, kept.merged))
 
     def reports(self, state: TrainState) -> dict[str, Any]:
-        """Metrics that are part of the state a window begins with."""
+        """Return the metrics that are read from the state at the start of a window."""
         del state
         return {}
 
     def sums_of(self, carry: Carry) -> dict[str, Any]:
-        """What a device has summed over its microbatches: `loss`, `weight` and `metrics`."""
+        """Return a device's sums over its microbatches: `loss`, `weight` and `metrics`."""
         return {"loss": carry.loss, "weight": carry.weight, "metrics": carry.metrics}
 
     # -- state that is merged ------------------------------------------------------------
@@ -172,22 +173,24 @@ class Rule(ABC):
         return self.merge.of_sent(model_state)
 
     def with_leaves(self, model_state: PyTree, merged: Leaves) -> PyTree:
-        """Model state with other leaves where they are merged."""
+        """Replace the leaves of model state that are merged."""
         leaves, structure = jax.tree.flatten(model_state)
         new = iter(merged)
         pairs = zip(leaves, self.merge.rules, strict=True)
         return structure.unflatten([old if rule == "keep" else next(new) for old, rule in pairs])
 
     def brought(self, rules: MergeRules, before: Leaves, now: Leaves) -> Leaves:
-        """What is exchanged of leaves that are merged: changes where the rule is a mean, so
-        that what no device changed stays bit for bit."""
+        """Return what is exchanged of merged leaves: changes if the rule is a mean, else values.
+
+        With changes, a leaf that no device changed stays bitwise the same.
+        """
         return [
             wide(new) - start_of(wide(old)) if i in rules.means else raw(new)
             for i, (old, new) in enumerate(zip(before, now, strict=True))
         ]
 
     def taken(self, rules: MergeRules, before: Leaves, mean: Leaves, spread: Leaves) -> Leaves:
-        """The leaves of a mean: of changes, or values."""
+        """Return the merged leaves, given the mean of what `brought` returned."""
         more = iter(spread)
         leaves = []
         for i, (old, new) in enumerate(zip(before, mean, strict=True)):
@@ -198,16 +201,16 @@ class Rule(ABC):
             leaves.append(start_of(old) + moved.astype(old.dtype))
         return leaves
 
-    def changes(self, before: TrainState, now: PyTree, anew: Any) -> Leaves:
-        """What a window has changed of the leaves that are merged, where means come late."""
+    def changes(self, before: TrainState, now: PyTree, catch_up: Any) -> Leaves:
+        """Return a window's changes of the merged leaves, if means are applied late."""
         rules, begun = self.merge_rules, self.merged_leaves(before.model_state)
         base = _last_merged(before)
-        begun = [jnp.where(anew, x, y) for x, y in zip(base, begun, strict=True)]
+        begun = [jnp.where(catch_up, x, y) for x, y in zip(base, begun, strict=True)]
         pairs = zip(begun, self.merged_leaves(now), strict=True)
         return [rules.change(i, old, new) for i, (old, new) in enumerate(pairs)]
 
     def merged(self, ended: Ended, mean: Mean) -> tuple[Leaves, Leaves]:
-        """The merged leaves of model state, by this mean and by the last one."""
+        """Return the merged leaves of model state after this mean and after the last one."""
         rules, count = self.merge_rules, len(self.merge_rules.rules)
         if not self.late:
             old = self.merged_leaves(ended.before.model_state)
@@ -220,8 +223,10 @@ class Rule(ABC):
         return new, old
 
     def with_merged(self, ended: Ended, merged: Leaves) -> tuple[PyTree, AveragingState | None]:
-        """A device's model state, by the last mean and what it has done since; and what
-        averaging adds to the state."""
+        """Return a device's model state and averaging state, given the merged leaves.
+
+        If means are applied late, the device's changes since are applied on top.
+        """
         rules, own, kept = self.merge_rules, merged, ended.after.averaging
         for one in ended.later if self.late else ():
             pairs = zip(own, one.model_state, strict=True)
@@ -232,22 +237,22 @@ class Rule(ABC):
 
 
 def _last_merged(state: TrainState) -> Leaves:
-    """Model state of the last mean, where means come late."""
+    """Return the merged leaves as of the last mean, if means are applied late."""
     return [] if state.averaging is None else state.averaging.merged
 
 
 def wide(leaf: Any) -> Any:
-    """An array in float32, in which differences and means are made."""
+    """Cast to float32, in which differences and means are computed."""
     return leaf.astype(jnp.float32)
 
 
 def raw(leaf: Any) -> Any:
-    """A key as numbers, which can leave the device; any other array as it is."""
+    """Return the data of a PRNG key, which unlike the key can be copied to the host."""
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
 def like(new: Any, old: Any) -> Any:
-    """The way back."""
+    """Invert `raw`."""
     return jax.random.wrap_key_data(new, impl=jax.random.key_impl(old)) if _is_key(old) else new
 
 

@@ -1,4 +1,4 @@
-"""A value per leaf, from values that may stand for whole subtrees."""
+"""Broadcasting of values that may stand for whole subtrees to one value per leaf."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -9,17 +9,17 @@ PyTree = Any
 
 
 def spread(argument: str, of: str, values: PyTree, tree: PyTree) -> list[Any]:
-    """One value for every leaf of a tree, in the order of `jax.tree.leaves`.
+    """Return one value per leaf of a tree, in the order of `jax.tree.leaves`.
 
     Args:
-        argument: What the user calls the values, for the message.
-        of: What the user calls the tree.
+        argument: Name of the values in the error message.
+        of: Name of the tree in the error message.
         values: One value, or values in the structure of the tree, where one may stand for
             a whole subtree.
         tree: The tree.
 
     Raises:
-        ValueError: The values have another structure; the message says where.
+        ValueError: The structures do not match; the message says where.
 
     Examples:
         >>> from elche_jax.engine.spread import spread
@@ -39,7 +39,7 @@ def spread(argument: str, of: str, values: PyTree, tree: PyTree) -> list[Any]:
 
 
 def _difference(argument: str, of: str, values: PyTree, tree: PyTree, at: str = "") -> str:
-    """Where the two part ways, in words."""
+    """Describe the first place where the structures differ."""
     if isinstance(values, Mapping) and isinstance(tree, Mapping):
         given, wanted = cast(Mapping[Any, Any], values), cast(Mapping[Any, Any], tree)
         unknown = [key for key in given if key not in wanted]

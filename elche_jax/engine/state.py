@@ -1,4 +1,4 @@
-"""The state that every device holds a copy of."""
+"""The training state, of which every device holds a copy."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,19 +11,19 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that a window changes. Leaves are stacked: `(world_size,) + shape`.
+    """Everything that training changes. Leaves are stacked: `(world_size,) + shape`.
 
     Attributes:
         params: Parameters.
         opt_state: State of the optax optimizer.
-        model_state: What the model carries besides (BatchNorm statistics), or None.
+        model_state: Other state of the model, such as BatchNorm statistics, or None.
         key: Raw data of the run's PRNG key, uint32. The key of microbatch `i` is
             `fold_in(key, i)`.
-        microbatches: Microbatches used so far, int32: the number of the next one.
+        microbatches: Microbatches used so far, int32: the index of the next one.
         examples: Valid examples used so far, int32.
-        step: Windows so far, int32; those whose update was dropped count too.
+        step: Windows so far, int32, including those whose update was dropped.
         loss_scale: Dynamic scale of the loss, or None.
-        averaging: What `averaging` adds, or None where it adds nothing.
+        averaging: State that `averaging` needs, or None.
     """
 
     params: PyTree
@@ -44,15 +44,15 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PendingUpdate:
-    """What a device has done in a window whose mean it has not taken up.
+    """A device's own update in a window whose mean it has not applied yet.
 
     Attributes:
-        progress: What is averaged, float32: the gradients' sums, or what its steps have taken
-            off its parameters; empty where its state tells.
-        steps: What it weighs: the sum of weights, or its optimizer steps; float32.
-        own: Whether what it did is finite.
-        model_state: Of every leaf of model state that is merged its value at the end, or,
-            where means come late, what the window has changed, see `MergeRules.change`.
+        progress: The quantity to average, float32: the sums of gradients, or the parameters
+            before its local steps minus those after; empty if the device's state implies it.
+        steps: Its weight: the sum of weights, or its number of optimizer steps; float32.
+        own: Whether its result is finite.
+        model_state: For every leaf of model state that is merged, its value at the end, or,
+            if means are applied late, its change in the window, see `MergeRules.change`.
     """
 
     progress: list[Any]
@@ -64,19 +64,19 @@ class PendingUpdate:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AveragingState:
-    """What averaging adds to the training state; leaves are stacked like its own.
+    """The part of the training state that only averaging needs; leaves are stacked alike.
 
     Attributes:
         outer: State of the outer optimizer, one per fragment.
-        base: The parameters of the last exchange, in the order of the leaves that are
-            trained; empty where they are the training state's own.
+        base: The trained parameters as of the last exchange, in the order of their leaves;
+            empty if they equal those of the training state.
         steps: This device's steps since the last exchange of every fragment, float32,
-            `(fragments,)`; None where none are left over.
-        error: What this device's contributions have lost to compression, float32, in the
-            order of the leaves that are trained; empty unless `compression="int8"`.
-        merged: Model state of the last mean, leaves that are merged; empty where it is the
-            training state's own.
-        pending: Windows whose mean is to be taken up, oldest first.
+            `(fragments,)`; None if there never are any between windows.
+        error: Rounding errors of this device's contributions, float32, in the order of the
+            trained leaves; empty unless `compression="int8"`.
+        merged: The merged leaves of model state as of the last mean; empty if they equal those
+            of the training state.
+        pending: This device's updates of windows whose mean is still to come, oldest first.
     """
 
     outer: tuple[PyTree, ...] = ()

@@ -1,4 +1,4 @@
-"""The types in which arrays travel between devices."""
+"""Compressed types in which devices exchange arrays."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,17 +14,18 @@ from elche_jax.engine.mapped import AXIS
 Leaves = list[Any]
 
 LEVELS = 127
-"""Largest number of an int8 that is sent."""
+"""Largest magnitude of an int8 level."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Encoded:
-    """Arrays as they travel.
+    """Arrays in the type on the wire.
 
     Attributes:
-        arrays: In the type on the wire.
-        scales: What one level of every int8 array stands for, float32, `(arrays,)`; else None.
+        arrays: The arrays.
+        scales: The value of one level of each int8 array, float32, `(arrays,)`; None for other
+            types.
     """
 
     arrays: Leaves
@@ -32,27 +33,26 @@ class Encoded:
 
     @property
     def bytes(self) -> int:
-        """How many there are."""
+        """Bytes on the wire."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
 
 def encode(
     leaves: Leaves, error: Leaves, worked: Any, compression: Compression | None
 ) -> tuple[Encoded, Leaves]:
-    """Puts a device's arrays into the type on the wire.
+    """Encode a device's arrays for the wire.
 
-    `"bfloat16"` rounds. `"int8"` sends `round(127 * v / max|v|)` of every array `v`, what
-    earlier ones have lost included, and keeps what is rounded off (error feedback, Seide et
-    al. 2014).
+    `"bfloat16"` rounds. `"int8"` sends `round(127 * v / max|v|)` for every array `v`, to which
+    the rounding error of earlier exchanges was added (error feedback, Seide et al. 2014).
 
     Args:
         leaves: The arrays, float32.
-        error: What earlier ones have lost; empty unless `"int8"`.
-        worked: Whether the device has a part in the sum; else nothing is lost.
+        error: Rounding errors of earlier exchanges; empty unless `"int8"`.
+        worked: Whether the device takes part in the sum; if not, its error stays as it is.
         compression: The type; None for float32.
 
     Returns:
-        The arrays, and what is lost now.
+        The encoded arrays, and the new rounding errors.
     """
     if compression is None:
         return Encoded(leaves), error
@@ -67,19 +67,22 @@ def encode(
 
 
 def decoded(sent: Encoded) -> Leaves:
-    """The arrays that were sent, float32."""
+    """Decode arrays to float32."""
     if sent.scales is None:
         return [x if x.dtype == np.float32 else x.astype(np.float32) for x in sent.arrays]
     return [q.astype(np.float32) * scale for q, scale in zip(sent.arrays, sent.scales, strict=True)]
 
 
 def sum_int8(sent: Encoded, weight: Any | None, size: int) -> Leaves:
-    """`sum over devices of weight * array`, the same on all devices; in a mapped function.
+    """Sum int8 arrays over devices, weighted and in float32, inside a mapped function.
 
     Args:
-        sent: What the device sends.
-        weight: Its weight; None where all count alike.
+        sent: The device's encoded arrays.
+        weight: Its weight; None for 1.
         size: Number of devices.
+
+    Returns:
+        `sum over devices of weight * array`, the same on all devices.
     """
     del size
     flat = jnp.concatenate([q.reshape(-1) for q in sent.arrays])
@@ -95,11 +98,11 @@ def sum_int8(sent: Encoded, weight: Any | None, size: int) -> Leaves:
 
 
 def sum_bfloat16(sent: Encoded, weight: Any | None, size: int) -> Leaves:
-    """The same with two bytes per number on the wire.
+    """Sum bfloat16 arrays over devices, with two bytes per number on the wire.
 
-    Every device sums its part of the numbers in float32, and the sums travel as bfloat16
-    again: each number is rounded once before and once after, by at most 2**-8 of its size,
-    whatever the number of devices.
+    Every device sums one slice of the numbers in float32, and the sums are exchanged as
+    bfloat16: each number is rounded once before and once after the sum, by at most 2**-8
+    of its magnitude, for any number of devices. Arguments and result as in `sum_int8`.
     """
     packing = Packing.of(sent.arrays)
     buffers = packing.pack(sent.arrays)

@@ -1,1 +1,1 @@
-"""Exchange on the host: devices deliver what they did, nobody waits in a collective."""
+"""Exchange on the host: devices deliver their updates and never wait in a collective."""

@@ -1,4 +1,4 @@
-"""The mean of what devices have delivered, on the host, in NumPy float32."""
+"""The mean of the devices' deliveries, computed on the host in NumPy float32."""
 
 import contextlib
 from collections.abc import Sequence
@@ -15,13 +15,12 @@ from elche_jax.engine.reduce import Mean, Reduction
 
 @dataclass(frozen=True)
 class Average:
-    """The mean of a window, and what there is to report of it.
+    """The mean of a window and its metrics.
 
     Attributes:
-        mean: For the devices.
-        metrics: Metrics of the window; those of devices have shape `(devices,)`.
-        own: For every device whether what it delivered was finite; True where it
-            delivered nothing.
+        mean: The mean, to be sent to the devices.
+        metrics: Metrics of the window; per-device ones have shape `(devices,)`.
+        own: For every device, whether its delivery was finite; True if it delivered nothing.
     """
 
     mean: Mean
@@ -31,25 +30,25 @@ class Average:
 
 @dataclass(frozen=True)
 class HostAverage:
-    """Averages deliveries.
+    """Averages the deliveries of a window.
 
     Attributes:
-        reduction: How contributions become a mean.
+        reduction: The reduction of contributions to a mean.
     """
 
     reduction: Reduction
 
     def __call__(self, deliveries: Sequence[Delivery | None], window: int) -> Average:
-        """Averages those of one window.
+        """Average the deliveries of one window.
 
         Args:
-            deliveries: By rank; None of a device that is late. At least one is there.
-            window: Number of the window, for an exponent that is a schedule.
+            deliveries: By rank, at least one; None for a device that is late.
+            window: Index of the window, for an exponent that is a schedule.
         """
         there = {rank: one for rank, one in enumerate(deliveries) if one is not None}
         axis = HostAxis(len(deliveries), tuple(there))
         brought = [one.brought for one in there.values()]
-        # numbers that are none are found, and said, by what follows
+        # values that are not finite are detected and reported later
         with _on_cpu(), np.errstate(all="ignore"):
             mean, metrics = self.reduction(axis, brought, window)
         own = np.array([one is None or bool(one.brought.row[1]) for one in deliveries])
@@ -58,8 +57,8 @@ class HostAverage:
 
 
 def _on_cpu() -> contextlib.AbstractContextManager[Any]:
-    """Where a device may hang, a schedule's arithmetic must not be on one."""
+    """Keep a schedule's arithmetic off the devices, as one of them may hang."""
     try:
         return jax.default_device(jax.local_devices(backend="cpu")[0])
-    except RuntimeError:  # this process was told to have none
+    except RuntimeError:  # JAX_PLATFORMS leaves out the CPU
         return contextlib.nullcontext()

@@ -1,15 +1,15 @@
-"""What the threads of an exchange on the host share: windows, and who has delivered.
+"""Shared state of the threads of an exchange on the host: open windows and deliveries.
 
 A window is *launched* by the loop, *closed* when every device that got programs has
-delivered and the average is there, and *over* when that has been reported. A device that
+delivered and the average is computed, and *over* when it has been reported. A device that
 has not delivered `timeout_s` after the first one is *late*: the window is closed without
-it, no later one waits for it, and it gets no work until it has delivered all it owes.
-What a late device had done is lost. How long it took is told to `learned` when the delivery
-comes, if the device was late before and never in time since: then it is slow, no accident,
-and is to get less work.
+it, no later window waits for it, and it gets no work until all its deliveries have arrived.
+The work of a late device is lost. When its delivery arrives, `learned` is called with the
+times of the window. If the device was late before and never on time since, it is slow rather
+than hung once, and the times are to reduce its work.
 
-Where devices run ahead nobody waits at the end of a window. What it costs is then how long
-even the busiest device was idle before it: its gap since its last delivery.
+If devices run ahead, none waits at the end of a window. The cost of the exchange is then the
+idle time of the busiest device before the window, since its last delivery.
 """
 
 import threading
@@ -26,15 +26,15 @@ from elche_jax.engine.timing import WindowTimes
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a window.
+    """The outcome of a closed window.
 
     Attributes:
         average: Its average.
-        late: Ranks of the devices it was closed without, and that had work in it.
-        missing: Ranks of those that got programs and had not delivered, with or without
+        late: Ranks of the devices that had work in it and are not part of the average.
+        missing: Ranks of the devices that got programs and had not delivered, with or without
             work.
         ahead: Whether devices ran ahead of it.
-        will_be_known: Whether `learned` will hear of it, once its late devices are back.
+        will_be_known: Whether `learned` will be called with it, once its late devices are back.
     """
 
     average: Average
@@ -50,13 +50,13 @@ class Limits:
 
     Attributes:
         timeout_s: Seconds after the first delivery of a window until a device is late.
-        ahead: Whether devices go on while a window is averaged.
-        delay: After how many windows the mean of one is taken up, where devices run ahead;
-            None for as soon as it is there.
+        ahead: Whether devices continue while a window is averaged.
+        delay: Number of windows after which a mean is applied, if devices run ahead; None to
+            apply it as soon as it is known.
         max_overshoot: Microbatches that a device may begin beyond the oldest window that
-            is not closed; None for no such bound.
-        max_batch_diff: The same beyond the oldest window that not all devices have
-            delivered, late ones apart; None for no such bound.
+            is not closed; None for no bound.
+        max_batch_diff: Microbatches that a device may begin beyond the oldest window that not
+            all devices, except late ones, have delivered; None for no bound.
     """
 
     timeout_s: float
@@ -67,7 +67,7 @@ class Limits:
 
     @property
     def in_flight(self) -> int:
-        """Windows that may be dispatched and not yet over."""
+        """Most windows that may be dispatched and not yet over."""
         return max(2 if self.max_overshoot is None else 4, (self.delay or 0) + 1)
 
 
@@ -80,28 +80,28 @@ Failed = Callable[[BaseException], None]
 class OpenWindow:
     """A window that was launched; guarded by the coordinator's lock.
 
-    Moments are seconds of `time.perf_counter`; lists are by rank.
+    Times are seconds of `time.perf_counter`; lists are by rank.
 
     Attributes:
         number: Number of its dispatch.
-        at: When that began.
+        at: When the dispatch began.
         counts: Microbatches.
-        step: Number of the window in the training state.
-        got: What was delivered by now.
-        ends: When a device was done; None of one that nobody has heard of.
-        begins: When it began.
-        gaps: Seconds for which it had nothing to do before.
-        absent: Ranks of those that got no programs.
-        ahead: Whether the loop goes on before the window is closed.
-        first: When the first device that had work in it has delivered.
-        average: What it was averaged to, once it is closed and until it was reported.
-        late: Ranks it was closed without, that had work in it.
-        missing: Ranks it was closed without, that got programs.
-        applied: When the devices had taken up the average, where the loop waits for that.
-        registered: Whether the loop is ready to hear of it.
-        closing: Whether it is being averaged, or was: what comes now comes too late.
-        told: Whether it is being reported, or was, or nobody is to hear of it.
-        reported: Whether that is over.
+        step: Index of the window in the training state.
+        got: Deliveries so far.
+        ends: When the device was done; None if unknown.
+        begins: When the device began.
+        gaps: Seconds for which the device was idle before.
+        absent: Ranks of the devices that got no programs.
+        ahead: Whether the loop continues before the window is closed.
+        first: When the first device with work delivered.
+        average: The average, from the close of the window until it was reported.
+        late: Ranks of the devices with work that are not part of the average.
+        missing: Ranks of the devices with programs that are not part of the average.
+        applied: When the devices had applied the average, if the loop waits for that.
+        registered: Whether the loop allows it to be reported.
+        closing: Whether averaging has begun: deliveries from now on are too late.
+        told: Whether reporting has begun, or the window was abandoned.
+        reported: Whether reporting has finished.
     """
 
     number: int
@@ -126,40 +126,40 @@ class OpenWindow:
 
     @property
     def will_be_known(self) -> bool:
-        """Whether its late devices will still say how long they took."""
+        """Whether the times of all its late devices will become known."""
         return bool(self.late) and not self.absent.intersection(self.worked)
 
     @property
     def complete(self) -> bool:
-        """Whether there is nothing more to come of it, late deliveries apart."""
+        """Whether it can be reported: nothing is missing except late deliveries."""
         return self.registered and self.average is not None and (self.ahead or bool(self.applied))
 
     @property
     def worked(self) -> list[int]:
-        """Ranks of the devices that had work in it."""
+        """Ranks of the devices with work."""
         return [rank for rank, count in enumerate(self.counts) if count]
 
 
 @dataclass
 class Coordinator:
-    """Windows and who has delivered; every method may be called from any thread.
+    """Open windows and deliveries; every method may be called from any thread.
 
     Attributes:
         world_size: Number of devices.
-        limits: How long to wait.
-        done: Told of every window that is over, in order.
-        learned: Told of the times of a window once its late devices have delivered.
-        failed_: Told of an exception in a thread.
-        changed: The lock of all that follows, and told of every change.
+        limits: How long to wait, and how far devices may run ahead.
+        done: Called with every window that is over, in order.
+        learned: Called with the times of a window once its late devices have delivered.
+        failed_: Called with an exception raised in a thread.
+        changed: Lock and condition of all attributes below, notified of every change.
         stop: Set when the threads are to end.
         late: Ranks of the devices that are late.
-        owed: By rank, deliveries that are still to come.
-        free: By rank, when it delivered last.
-        incidents: By rank, how often it became late since it was last in time.
-        windows: Those that are not over, by number, oldest first.
-        closed: Those that were closed and not taken up, where devices run ahead.
-        tardy: Those that are over, while late devices still owe their delivery.
-        error: The first exception in a thread.
+        owed: By rank, number of deliveries that are still to come.
+        free: By rank, when the device delivered last.
+        incidents: By rank, how often the device became late since it was last on time.
+        windows: Windows that are not over, by number, oldest first.
+        closed: Windows that were closed and not applied, if devices run ahead.
+        tardy: Windows that are over, with deliveries of late devices still to come.
+        error: The first exception raised in a thread.
     """
 
     world_size: int
@@ -241,11 +241,11 @@ class Coordinator:
             window = self.windows.get(number)
             if window is not None and window.average is not None:
                 del self.windows[number]
-            elif window is not None:  # it is let go when it is closed
+            elif window is not None:  # `close` removes it
                 window.told = True
 
     def _gaps(self, at: float, absent: frozenset[int]) -> list[float]:
-        """How long each device has had nothing to do; of one without programs the longest."""
+        """Return each device's idle time so far; for those without programs, the longest."""
         gaps = [
             0.0 if owed or free is None else max(0.0, at - free)
             for owed, free in zip(self.owed, self.free, strict=True)
@@ -282,7 +282,7 @@ class Coordinator:
             if window is not None and not window.closing:
                 window.got[rank] = delivery
                 if window.counts[rank] and rank not in self.late:
-                    self.incidents[rank] = 0  # in time
+                    self.incidents[rank] = 0  # it was on time
                 if window.counts[rank] and window.first is None:
                     window.first = now
             window = window or self.tardy.get(number)
@@ -295,8 +295,10 @@ class Coordinator:
             self.learned(*learned)
 
     def _now_known(self, window: OpenWindow) -> tuple[WindowTimes, list[float] | None] | None:
-        """The times of a window that is over, where the last device has come now; and when the
-        devices began with it, None of an accident."""
+        """Return a window's times if it is over and its last delivery has now arrived.
+
+        With them comes when the devices began, or None if a late device is not known to be slow.
+        """
         known = all(window.ends[r] is not None for r in window.worked)
         if not (window.reported and known and self.tardy.pop(window.number, None)):
             return None
@@ -304,7 +306,7 @@ class Coordinator:
         return _times(window), window.begins if slow else None
 
     def next_complete(self) -> tuple[OpenWindow, list[Delivery | None]] | None:
-        """Waits for the oldest window that is not closed; None at the end."""
+        """Wait until the oldest open window has all its deliveries; None when stopped."""
         with self.changed:
             while not self.stop.is_set():
                 window = next((w for w in self.windows.values() if w.average is None), None)
@@ -350,7 +352,7 @@ class Coordinator:
             self.changed.notify_all()
 
     def _missing(self, window: OpenWindow) -> list[int]:
-        """Ranks that a window waits for."""
+        """Return the ranks that a window waits for."""
         there = self.late | window.absent
         return [r for r, got in enumerate(window.got) if got is None and r not in there]
 
@@ -371,23 +373,23 @@ class Coordinator:
             times, outcome = _times(window), self._outcome(window)
         try:
             self.done(times, outcome)
-        except BaseException as error:  # of a guard, say: it must not cost the state
+        except BaseException as error:  # raised by a guard, for example; it must not lose the state
             self.failed(error)
         with self.changed:
-            window.average, window.reported = None, True  # it holds arrays
+            window.average, window.reported = None, True  # do not keep its arrays alive
             learned = self._now_known(window)
         if learned is not None:
             self.learned(*learned)
 
 
 def _times(window: OpenWindow) -> WindowTimes:
-    """When the devices were done; of those nobody has heard of, when the last one was."""
+    """Return when the devices were done; those still unknown count as done with the last one."""
     known = [end for end in window.ends if end is not None]
     ends = [max(known) if end is None else end for end in window.ends]
     combined = window.applied
     if combined is None:
         combined = tuple(end + gap for end, gap in zip(ends, window.gaps, strict=True))
-    # one that was late had nothing to wait for; it says nothing of what the exchange costs
+    # a late device did not wait, so that its wait says nothing about the cost of the exchange
     pairs = list(zip(ends, combined, strict=True))
     cost = min(c - a for rank, (a, c) in enumerate(pairs) if rank not in window.missing)
     combined = tuple(a + cost if r in window.missing else c for r, (a, c) in enumerate(pairs))
@@ -395,6 +397,6 @@ def _times(window: OpenWindow) -> WindowTimes:
 
 
 def _beyond(windows: Sequence[OpenWindow], counts: tuple[int, ...]) -> int:
-    """The most microbatches that a device has begun beyond the oldest of some windows."""
+    """Return the most microbatches that a device would have begun beyond the oldest window."""
     later = [window.counts for window in windows[1:]]
     return max(map(sum, zip(*later, counts, strict=True)))

@@ -1,4 +1,4 @@
-"""An exchange on the host: one thread per device takes its deliveries, one averages them."""
+"""An exchange on the host: one thread per device fetches deliveries, one more averages them."""
 
 import queue
 import threading
@@ -29,26 +29,25 @@ class LiveExchange:
     """The exchange of one run.
 
     The loop calls `admit`, `launch`, then `outcome` and `applied` (or, running ahead,
-    `closed`), then `combining`; `done` is told of every window once it was registered
+    `closed`), then `combining`. `done` is called with a window once it was registered
     with `combining` and is closed (and, without running ahead, applied).
 
     Attributes:
-        session: What the runner knows of the state it has returned last; let go when it is
-            closed.
+        session: The runner's session of the state it returned last; dropped on close.
         used: Whether a window was launched.
-        limits: How long to wait.
+        limits: How long to wait, and how far devices may run ahead.
 
     Args:
         world_size: Number of devices.
         averaging: Averages the deliveries of a window.
-        limits: How long to wait.
-        seconds: Makes devices slower on purpose; or None.
-        done: Told of every window that is over, in order.
-        learned: Told of the times of a window that was over without some device, once that
-            has delivered.
-        failed: Told of an exception in a thread.
-        left: Given the session at the close, and what came of the windows that the devices have
-            not taken up, if all of them are closed.
+        limits: How long to wait, and how far devices may run ahead.
+        seconds: Emulated durations; or None.
+        done: Called with every window that is over, in order.
+        learned: Called with the times of a window that ended without some device, once that
+            device has delivered.
+        failed: Called with an exception raised in a thread.
+        left: Called on close with the session and the outcomes of its windows in flight, if all
+            of those are closed.
     """
 
     ends_windows: ClassVar[bool] = True
@@ -85,13 +84,16 @@ class LiveExchange:
 
     @property
     def late(self) -> frozenset[int]:
-        """Ranks of the devices that owe something they should have delivered."""
+        """Ranks of the devices whose deliveries are overdue."""
         with self._coordinator.changed:
             return frozenset(self._coordinator.late)
 
     def admit(self, counts: tuple[int, ...]) -> frozenset[int]:
-        """Waits until a window of these counts takes no device too far ahead; gives the
-        ranks that are late then, never all of them."""
+        """Wait until a window of these counts takes no device too far ahead.
+
+        Returns:
+            The ranks that are late then, never all of them.
+        """
         return self._coordinator.admit(counts)
 
     def launch(
@@ -103,16 +105,16 @@ class LiveExchange:
         deliveries: Sequence[Delivery | None],
         ahead: bool,
     ) -> None:
-        """Hands over what the devices deliver of a window, arrays that are yet to come.
+        """Hand over the deliveries of a window, arrays that are still being computed.
 
         Args:
-            number: Number of the dispatch; they come in order.
+            number: Number of the dispatch, ascending.
             at: When the dispatch began.
             counts: Microbatches per device.
-            step: Number of the window in the training state.
-            deliveries: By rank, leaves `(1, ...)` on the device; None of one that got no
+            step: Index of the window in the training state.
+            deliveries: By rank, leaves `(1, ...)` on the device; None for a device that got no
                 programs.
-            ahead: Whether the loop goes on before the window is closed.
+            ahead: Whether the loop continues before the window is closed.
         """
         self.used = True
         absent = frozenset(rank for rank, one in enumerate(deliveries) if one is None)
@@ -122,30 +124,30 @@ class LiveExchange:
                 jobs.put(_Job(number, at, counts[rank], step, delivery))
 
     def outcome(self, number: int) -> Outcome:
-        """Waits until a window is closed."""
+        """Wait until a window is closed."""
         return self._coordinator.wait(number)
 
     def closed(self) -> list[tuple[int, Outcome]]:
-        """The windows closed since it was asked last, in order."""
+        """Return the windows closed since the last call, in order."""
         return self._coordinator.take_closed()
 
     def next_closed(self) -> tuple[int, Outcome]:
-        """Waits for the oldest window that is closed, of those not asked for yet."""
+        """Wait for the oldest closed window that was not returned yet."""
         return self._coordinator.next_closed()
 
     def applied(self, number: int, ends: Sequence[float]) -> None:
-        """Says when the devices had taken up the average of a window."""
+        """Record when the devices had applied the average of a window."""
         self._coordinator.applied(number, tuple(ends))
 
     def abandon(self, number: int) -> None:
-        """Nobody is to hear of a window any more."""
+        """Report a window to no one."""
         self._coordinator.abandon(number)
 
     def accumulating(self, window: int, dispatched: float, token: Any) -> None:
-        """Nothing to do: it was launched."""
+        """Do nothing: the window was handed over by `launch`."""
 
     def combining(self, window: int, dispatched: float, token: Any) -> None:
-        """The loop is ready to hear of a window."""
+        """Register a window: from now on `done` may be called with it."""
         self._coordinator.register(window)
 
     def wait(self, changed: threading.Condition, until: Callable[[], object]) -> None:
@@ -154,12 +156,12 @@ class LiveExchange:
             changed.wait_for(until)
 
     def close(self) -> None:
-        """Ends the threads; windows still on the devices are not averaged. Idempotent.
+        """End the threads; windows still on the devices are not averaged. Idempotent.
 
-        A thread that waits for a device cannot be interrupted. It is given half a second
-        and otherwise ends by itself as soon as the device is done.
+        A thread that waits for a device cannot be interrupted. After half a second it is left
+        to end by itself, as soon as the device is done.
         """
-        session, self.session = self.session, None  # it holds a state
+        session, self.session = self.session, None  # do not keep the state alive
         if session is not None and self._left is not None:
             closed = [*session.due, *self._coordinator.take_closed()]
             if len(closed) == len(session.begun):
@@ -192,7 +194,7 @@ def _fetch(
             free = time.perf_counter()
             host = jax.tree.map(lambda leaf: leaf[0], jax.device_get(job.delivery))
             coordinator.delivered(rank, job.number, free, host)
-            del job, host  # nothing is held while it waits
+            del job, host  # hold no arrays while waiting
         except BaseException as error:  # handed to the loop, which raises it
             coordinator.failed(error)
             return
@@ -203,7 +205,7 @@ def _average(coordinator: Coordinator, averaging: Averaging) -> None:
         window, deliveries = found
         try:
             coordinator.close(window, averaging(deliveries, window.step))
-            del found, window, deliveries  # nothing is held while it waits
+            del found, window, deliveries  # hold no arrays while waiting
         except BaseException as error:  # handed to the loop, which raises it
             coordinator.failed(error)
             return

@@ -1,7 +1,7 @@
-"""What a device computes in a window whose mean is made on the host; no collective in it.
+"""The programs of a device whose windows are averaged on the host, without collectives.
 
 A window is three programs on every device: `accumulate` runs its microbatches, `deliver` ends
-its part of the window, `apply` takes up what the host has made of the deliveries.
+its part of the window, `apply` applies the mean that the host computes from the deliveries.
 """
 
 from dataclasses import dataclass, replace
@@ -21,11 +21,11 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Delivery:
-    """What a device delivers at the end of a window.
+    """A device's delivery to the host at the end of a window.
 
     Attributes:
-        brought: What the mean is made of.
-        fine: Whether what it made of the last mean it has taken up was finite.
+        brought: Its contribution to the mean.
+        fine: Whether its state stayed finite when it applied means since its last delivery.
     """
 
     brought: Contribution
@@ -34,37 +34,37 @@ class Delivery:
 
 @dataclass(frozen=True)
 class HostProgram(CollectiveProgram):
-    """The functions of a window, each for one device by itself.
+    """The functions of a window, compiled for each device on its own.
 
-    `accumulate` is that of devices which exchange among themselves. The other two get states
-    without frozen parameters, and without the key.
+    `accumulate` is inherited. The other two take states without frozen parameters and key.
     """
 
     @property
     def thin(self) -> Rule:
-        """The rule of such states."""
+        """The rule for states without frozen parameters."""
         return replace(self.rule, work=replace(self.rule.work, selection=Selection()))
 
     def deliver(
-        self, part: int, state: TrainState, carried: Any, anew: Any, fine: Any
+        self, part: int, state: TrainState, carried: Any, catch_up: Any, fine: Any
     ) -> tuple[tuple[TrainState, PendingUpdate, Delivery], None]:
-        """Ends the device's part of a window.
+        """End the device's part of a window.
 
         Args:
-            part: The part of the parameters that is exchanged.
-            state: The state it began with, `params` being those that are trained.
-            carried: Where its microbatches have led.
-            anew: Whether the host knows nothing of windows before: then what the device
-                has done in them, and is not averaged, goes with it.
-            fine: What `apply` has said last; passed on.
+            part: Index of the part of the parameters that is exchanged.
+            state: The state at the start of the window, with trained parameters only.
+            carried: The carry after its microbatches.
+            catch_up: Whether to include the device's work in earlier windows that the host has
+                never averaged.
+            fine: The last result of `apply`, which is passed on.
 
         Returns:
-            Its state, what it has done, and the delivery. What is not finite is in none.
+            Its state, its update, and the delivery. Updates that are not finite are left out
+            of all three.
         """
-        after, done = self.thin.finish(state, carried.own, anew)
+        after, done = self.thin.finish(state, carried.own, catch_up)
         sums = self.rule.sums_of(carried.own)
         brought, error = self.thin.contribute(Ended(state, after, done, part), sums)
-        if not self.rule.late:  # its state tells
+        if not self.rule.late:  # implied by the states before and after
             done = replace(done, progress=[], model_state=[])
         after = with_averaging(after, error=error).replace(
             microbatches=state.microbatches + carried.work[0],
@@ -83,19 +83,20 @@ class HostProgram(CollectiveProgram):
         later: list[PendingUpdate],
         fine: Any,
     ) -> tuple[tuple[TrainState, Any], None]:
-        """Takes up the mean of a window.
+        """Apply the mean of a window.
 
         Args:
-            part: The part of the parameters that was exchanged.
-            before: The state that window began with, where none came after it.
-            after: The device's state, `params` being those that are trained.
+            part: Index of the part of the parameters that was exchanged.
+            before: The state at the start of that window, if it is the last one.
+            after: The device's state, with trained parameters only.
             mean: The mean.
-            done: What the device did in that window.
-            later: What it has done in windows after it, oldest first.
-            fine: What `apply` has said before, since the last delivery.
+            done: The device's update in that window.
+            later: Its updates in later windows, oldest first.
+            fine: The last result of `apply` since the last delivery.
 
         Returns:
-            Its state, and whether all that was made of means was finite: else the old stays.
+            Its state, and whether it stayed finite since the last delivery. An update that is
+            not finite is not applied.
         """
         state, well = self.thin.apply(Ended(before, after, done, part, later), mean)
         return (state, fine & well), None

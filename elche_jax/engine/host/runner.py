@@ -1,7 +1,7 @@
-"""Runs the windows of devices that exchange on the host: each device's programs by itself.
+"""Runs windows with an exchange on the host, with separate programs for each device.
 
-Programs of one device start when that device is free, whatever the others do, so that a
-fast one goes on where nobody makes it wait.
+A device's programs start as soon as that device is free, independently of the others, so that
+a fast device never waits unless the limits say so.
 """
 
 import time
@@ -38,7 +38,7 @@ Program = tuple[Hashable, Callable[[], Any]]
 
 @dataclass(frozen=True)
 class Shapes:
-    """Of what one device's programs take, leaves `(1, ...)`."""
+    """Shapes of the arguments of one device's programs, leaves `(1, ...)`."""
 
     reads: TrainState
     thin: TrainState
@@ -50,16 +50,16 @@ class Shapes:
 class HostRunner:
     """Compiles and launches the programs of every device.
 
-    It is to the training step what `elche_jax.engine.runner.Runner` is. Only the thread
-    that trains may call `run`. `prepare` may be called by any.
+    It has the interface of `elche_jax.engine.runner.Runner`. Only the training thread may call
+    `run`; any thread may call `prepare`.
 
     Args:
-        program: What a device computes.
+        program: The functions of a window.
         lane: The devices.
         cache: Compiled programs.
         state: Shapes of the stacked state.
         limits: How long to wait for devices, and how far they may run ahead.
-        seconds: Makes devices slower on purpose; or None.
+        seconds: Emulated durations; or None.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class HostRunner:
         self._deliver = [
             PerDeviceJit(partial(program.deliver, part), devices, donate=()) for part in self._parts
         ]
-        # whoever runs ahead applies to the state that the user still has
+        # no donation: devices that run ahead apply means to the state that the user still has
         self._apply = [
             PerDeviceJit(partial(program.apply, part), devices, donate=()) for part in self._parts
         ]
@@ -104,7 +104,7 @@ class HostRunner:
         self._bools: dict[int, tuple[Any, Any]] = {}
 
     def watch(self, done: Done, learned: Learned, failed: Failed) -> LiveExchange:
-        """Makes the exchange of a run; its threads end when it is closed."""
+        """Start the exchange of a run; its threads end when it is closed."""
         return self._exchange(self.limits, done, learned, failed)
 
     def _exchange(
@@ -116,17 +116,17 @@ class HostRunner:
         )
 
     def fuses(self, payload: Payload) -> bool:
-        """Whether a window's end can be fused with its last call: it cannot."""
+        """Return False: a window's end cannot be fused with its last call."""
         del payload
         return False
 
     def begin(self, calls: Sequence[Call]) -> None:
-        """Compiles what a window needs before it is dispatched, see `Runner.begin`."""
+        """Compile the programs of a window before it is dispatched, see `Runner.begin`."""
         for call in calls:
             self._accumulators(call.payload)
         for part in self._parts:
             self._delivering(part)
-            # where devices run ahead another number of windows is met in the middle of a run
+            # devices that run ahead may meet any of these numbers in the middle of a run
             for later in self._laters():
                 self._applying(part, later)
         self._locals = self._local_steps()
@@ -135,41 +135,41 @@ class HostRunner:
     def run(
         self, state: TrainState, calls: Sequence[Call], launch: Launch, fused: bool = False
     ) -> tuple[TrainState, dict[str, Any], Any]:
-        """Trains a window.
+        """Run a window.
 
-        Waits for its average; where devices run ahead only as long as the limits say,
-        and then takes up the averages that have come by now.
+        Waits for its average; if devices run ahead, waits only as long as the limits require,
+        and applies the averages that have arrived by then.
 
         Args:
-            state: Stacked state; its buffers are given up.
+            state: Stacked state; its buffers are donated.
             calls: The calls of the accumulating program, in order.
-            launch: Of which run it is.
+            launch: The dispatch, which names the run.
             fused: Not used.
 
         Returns:
-            The new state; the metrics of the window, or, where devices run ahead, of the
-            last one that was averaged; and whether that was finite.
+            The new state; the metrics of the window or, if devices run ahead, of the last one
+            that was averaged; and whether that window was finite.
         """
         del fused
         if isinstance(launch.watch, LiveExchange):
             return self._run(launch.watch, state, calls, launch)
         alone = self._exchange(replace(self.limits, ahead=False), _ignore, _ignore, _ignore)
-        try:  # the window of a run that was closed
+        try:  # a window of a run that was closed before
             return self._run(alone, state, calls, launch)
         finally:
             alone.close()
 
     def release(self) -> None:
-        """Gives back the memory of what devices carry through their steps."""
+        """Free the memory of the devices' carries."""
         self._locals, self.left = [], None
 
     def ready(self, payload: Payload) -> bool:
-        """Whether the programs for data of these shapes are compiled."""
+        """Return whether the programs for data of these shapes are compiled."""
         programs = [self._accumulate_program(rank, payload) for rank in range(len(self))]
         return all(self._cache.ready(key) for key, _ in programs)
 
     def prepare(self, payload: Payload) -> None:
-        """Compiles the programs for data of these shapes, in background."""
+        """Compile the programs for data of these shapes, in the background."""
         for rank in range(len(self)):
             self._cache.prepare(*self._accumulate_program(rank, payload))
 
@@ -183,21 +183,21 @@ class HostRunner:
     ) -> tuple[TrainState, dict[str, Any], Any]:
         session = exchange.session or self._left_of(state)
         known = session is not None and session.state() is state
-        # a state that the run has not returned: nobody could tell it later of this average
+        # a state that this run did not return cannot get this window's average later
         ahead = exchange.limits.ahead and (known or not exchange.used)
         if session is None or not known:
             session = self._begin(state)
-        exchange.session = None  # whatever interrupts what follows: the state stays usable
+        exchange.session = None  # after an exception below, the next call starts a new session
         counts = tuple(sum(call.ranges[r].count for call in calls) for r in range(len(self)))
         try:
-            # who is back has what the others had at the last window, see `_restore`
+            # a device that is back has the state of the others at the last window, see `_restore`
             session.absent = set(exchange.admit(counts))
             launch = replace(launch, at=time.perf_counter())
             if self.limits.delay is None:
                 due = [session.due.popleft() for _ in range(len(session.due))]
                 self._take_up(session, [*due, *exchange.closed()])
             reports = self._program.rule.reports(session.parts[session.present[0]])
-            self._launch(session, calls, exchange, launch, counts, anew=not known, ahead=ahead)
+            self._launch(session, calls, exchange, launch, counts, catch_up=not known, ahead=ahead)
             if not ahead:
                 outcome = exchange.outcome(launch.number)
                 session.absent.update(outcome.missing)
@@ -215,7 +215,7 @@ class HostRunner:
             raise
         session.state = weakref.ref(new)
         exchange.session = session
-        if not session.absent:  # else the new one has arrays of the old one
+        if not session.absent:  # with absent devices, the new state shares arrays with the old
             for leaf in jax.tree.leaves(self._thin(state)):
                 leaf.delete()
         metrics = jax.device_put(session.metrics, self.lane.devices[session.present[0]])
@@ -223,19 +223,18 @@ class HostRunner:
         return new, metrics, metrics["finite"]
 
     def _left_of(self, state: TrainState) -> Session | None:
-        """What another run has left of a state: its windows are taken up in this one."""
+        """Return the session that an earlier run left for this state, with its windows."""
         session, self.left = self.left, None
         return session if session is not None and session.state() is state else None
 
     def _begin(self, state: TrainState) -> Session:
-        """A new session: what the devices have done and is not averaged goes with their
-        next delivery."""
+        """Begin a new session; work that was never averaged goes with the next delivery."""
         state = jax.tree.map(self._on_devices, state)
         ranks = range(len(self))
         thin, frozen = self._thin(state), (self._split(state.params)[1], state.key)
         parts = [part_of(thin, rank) for rank in ranks]
         step = None
-        while step is None:  # of whichever device, as one of them may hang
+        while step is None:  # from the first device that is ready, as one of them may hang
             step = next((part.step for part in parts if part.step.is_ready()), None)
             time.sleep(0 if step is not None else 1e-3)
         fine = [self._flags(rank)[True] for rank in ranks]
@@ -249,7 +248,7 @@ class HostRunner:
         exchange: LiveExchange,
         launch: Launch,
         counts: tuple[int, ...],
-        anew: bool,
+        catch_up: bool,
         ahead: bool,
     ) -> None:
         locals_, self._locals = self._local_steps(), []
@@ -268,7 +267,7 @@ class HostRunner:
         part, before = session.step % len(self._parts), list(session.parts)
         programs = self._delivering(part)
         for rank in ranks:
-            flag, fine = self._flags(rank)[anew], session.fine[rank]
+            flag, fine = self._flags(rank)[catch_up], session.fine[rank]
             (state, done, delivery), _ = programs[rank](before[rank], locals_[rank], flag, fine)
             session.parts[rank], pending[rank], deliveries[rank] = state, done, delivery
             session.fine[rank] = self._flags(rank)[True]
@@ -279,16 +278,16 @@ class HostRunner:
         session.step += 1
 
     def _take_up(self, session: Session, closed: list[tuple[int, Outcome]]) -> None:
-        """Tells the devices of averages, in the order of the windows."""
+        """Apply averages on the devices, in the order of the windows."""
         for number, outcome in closed:
             if not session.begun or session.begun[0].number != number:
-                continue  # of a window before this session; it went with a later delivery
+                continue  # a window before this session, included in a later delivery
             done, *session.begun = session.begun
             ranks = session.present
             devices = [self.lane.devices[rank] for rank in ranks]
             mean = jax.device_put([_stacked(outcome.average.mean)] * len(ranks), devices)
-            for rank, told in zip(ranks, mean, strict=True):
-                self._apply_one(session, rank, told, done)
+            for rank, copy in zip(ranks, mean, strict=True):
+                self._apply_one(session, rank, copy, done)
             session.metrics = outcome.average.metrics
 
     def _apply_one(self, session: Session, rank: int, mean: Mean, done: Begun) -> None:
@@ -302,7 +301,7 @@ class HostRunner:
         session.parts[rank], session.fine[rank] = state, fine
 
     def _nothing(self, session: Session, rank: int) -> PendingUpdate:
-        """What a device did in a window without programs."""
+        """Return the update of a device in a window in which it got no programs."""
         none = jax.device_put(
             jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._shapes.pending.progress),
             self.lane.devices[rank],
@@ -317,19 +316,21 @@ class HostRunner:
         return PendingUpdate(none, steps, self._flags(rank)[True], model_state)
 
     def _restore(self, session: Session, rank: int) -> None:
-        """Gives a late device what the others have agreed on: so the state is whole, whoever
-        reads it, and the device can go on when it is back. Copies do not wait for it."""
+        """Give a late device the last common state of the others, without waiting for it.
+
+        The state is then complete for any reader, and the device can continue when it is back.
+        """
         rule, own = self._program.thin, session.parts[rank]
         healthy = rule.agreed(session.parts[session.present[0]])
         sent = rule.merged_leaves(healthy.model_state)
         kept: AveragingState | None = healthy.averaging
-        if kept is not None:  # it has done nothing since, and lost nothing
+        if kept is not None:  # no steps since the last mean, and no rounding errors
             steps, error = jax.tree.map(_zeros_like, (kept.steps, kept.error))
             kept = kept.replace(steps=steps, error=error)
         state = healthy.replace(opt_state=None, model_state=None, averaging=kept)
         device = self.lane.devices[rank]
         state, sent = jax.device_put((state, sent), device)
-        kept_apart = (own.opt_state, own.model_state)  # of one that hangs these never come
+        kept_apart = (own.opt_state, own.model_state)  # on a hung device these are never ready
         there = all(leaf.is_ready() for leaf in jax.tree.leaves(kept_apart))
         if not there or not rule.apart:
             kept_apart = jax.device_put((healthy.opt_state, healthy.model_state), device)
@@ -343,17 +344,17 @@ class HostRunner:
     def _await_applied(
         self, session: Session, exchange: LiveExchange, number: int, outcome: Outcome
     ) -> None:
-        """Waits until the devices, late ones apart, have taken up the average."""
+        """Wait until all devices, except late ones, have applied the average."""
         ends = {}
         for rank in session.present:
             outcome.average.metrics["finite"] &= np.asarray(session.fine[rank])[0]
             ends[rank] = time.perf_counter()
-            session.fine[rank] = self._flags(rank)[True]  # it was told
+            session.fine[rank] = self._flags(rank)[True]  # it was read above
         last = max(ends.values())
         exchange.applied(number, [ends.get(rank, last) for rank in range(len(self))])
 
     def _no_metrics(self) -> dict[str, Any]:
-        """Before any average: numbers that are none."""
+        """Return the metrics before the first average, all NaN."""
         none, row = np.float32("nan"), np.full(len(self), np.nan, np.float32)
         names, rows = (*self._program.rule.work.metrics, "loss", "weight"), ()
         if self._averaging.reduction.weigh is not None:
@@ -364,8 +365,8 @@ class HostRunner:
     # -- states: whole, and what the programs of a device take of them ----------------
 
     def _thin(self, state: TrainState) -> TrainState:
-        """What `deliver` and `apply` take: neither frozen parameters nor the key, nor windows
-        that a run on the devices would have pending."""
+        """Drop frozen parameters, the key, and pending windows, which exist only in runs without
+        the host."""
         state = with_averaging(state, pending=())
         return state.replace(params=self._split(state.params)[0], key=None)
 
@@ -374,7 +375,7 @@ class HostRunner:
         return part.replace(params=self._join(part.params, frozen), key=key)
 
     def _whole(self, session: Session, state: TrainState) -> TrainState:
-        """The new state, stacked; with the frozen parameters and the key of the old one."""
+        """Stack the new state, with the frozen parameters and the key of the old one."""
 
         def stack(*leaves: jax.Array) -> jax.Array:
             if is_key(leaves[0]):
@@ -389,16 +390,16 @@ class HostRunner:
         return new.replace(params=self._join(new.params, frozen[0]), key=frozen[1])
 
     def _on_devices(self, leaf: jax.Array) -> jax.Array:
-        """Stacked over the devices, where it was put together on one."""
+        """Shard a leaf over the devices if it was assembled on one."""
         return leaf if is_stacked(leaf) else jax.device_put(leaf, self._sharding)
 
     def _local_steps(self) -> list[PyTree]:
-        """What each device carries through its steps: of the window before, else zeros."""
+        """Return the devices' carries: those of the last window, or zeros."""
         none = jax.tree.map(zeros, self._local_shape)
         return self._locals or [replicate(none, [device]) for device in self.lane.devices]
 
     def _flags(self, rank: int) -> tuple[Any, Any]:
-        """False and True on a device."""
+        """Return False and True as arrays on a device, which are never donated."""
         if rank not in self._bools:
             device = self.lane.devices[rank]
             values = [np.zeros(1, bool), np.ones(1, bool)]
@@ -431,11 +432,11 @@ class HostRunner:
 
     @property
     def _parts(self) -> range:
-        """The parts of the parameters, which are exchanged in turn."""
+        """Indices of the parts of the parameters, which are exchanged in turn."""
         return range(self._program.rule.parts)
 
     def _laters(self) -> Sequence[int]:
-        """How many windows may have come after one whose mean is taken up."""
+        """Return how many later windows there may be when a mean is applied."""
         if not self.limits.ahead:
             return (0,)
         return range(self.limits.in_flight) if self.limits.delay is None else (self.limits.delay,)
@@ -456,7 +457,7 @@ class HostRunner:
         return Mean(payload, merged, spread, _FLAG, _FLAG, _FLAG, loss)
 
     def _all(self, program: Callable[[int], Program]) -> list[Any]:
-        """The programs of all devices; compiled two at a time where they are not there."""
+        """Return the programs of all devices, compiling those that are missing two at a time."""
         programs = [program(rank) for rank in range(len(self))]
         first = self._cache.get(*programs[0])
         for one in programs[1:]:
@@ -465,18 +466,18 @@ class HostRunner:
 
 
 def part_of(tree: PyTree, rank: int) -> PyTree:
-    """One device's entries of stacked arrays, leaves `(1, ...)`, on that device."""
+    """Return one device's entries of stacked arrays, leaves `(1, ...)`, on that device."""
     return jax.tree.map(lambda leaf: leaf.addressable_data(rank), tree)
 
 
 def _one_each(tree: PyTree, stacked: bool = False) -> PyTree:
-    """Shapes of the arrays that one device gets."""
+    """Return the shapes of one device's entries, leaves `(1, ...)`."""
     at = 1 if stacked else 0
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[at:]), x.dtype), tree)
 
 
 def _ignore(*_: Any) -> None:
-    """For a window whose run is over: nobody asks how long it took."""
+    """Ignore the report of a window whose run was closed."""
 
 
 def _zeros_like(leaf: jax.Array) -> np.ndarray:

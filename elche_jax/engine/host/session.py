@@ -1,4 +1,4 @@
-"""What a run over the host knows between two windows."""
+"""The state of a run with an exchange on the host, between two windows."""
 
 import weakref
 from collections import deque
@@ -14,13 +14,13 @@ PyTree = Any
 
 @dataclass
 class Begun:
-    """A window that was launched and whose average the devices have not taken up.
+    """A window that was launched and whose average is not applied yet.
 
     Attributes:
         number: Number of its dispatch.
-        part: The part of the parameters that is exchanged.
-        pending: What every device did in it; None of one that got no programs.
-        before: By rank the state that it began with; empty where devices run ahead.
+        part: Index of the part of the parameters that is exchanged.
+        pending: By rank, the device's update; None if it got no programs.
+        before: By rank, the state at the start of the window; empty if devices run ahead.
     """
 
     number: int
@@ -31,19 +31,19 @@ class Begun:
 
 @dataclass
 class Session:
-    """What a run knows of the state it has returned last.
+    """The state that a run returned last, device by device, and its windows in flight.
 
     Attributes:
-        parts: That state by rank, `params` being those that are trained, without the key.
-        frozen: By rank the frozen parameters and the key.
-        step: Windows it has had.
-        fine: By rank whether all parameters were finite that were taken up since the last
+        parts: By rank, the state with trained parameters only and without the key.
+        frozen: By rank, the frozen parameters and the key.
+        step: Number of windows it has seen.
+        fine: By rank, whether the state stayed finite when means were applied since the last
             delivery.
         metrics: Metrics of the window averaged last.
-        begun: Windows that are not averaged yet, oldest first.
-        due: What came of the first of these, where another run has closed them.
-        absent: Ranks that get no programs, as they are late.
-        state: That state, weakly; with another one a new session begins.
+        begun: Windows whose average is not applied yet, oldest first.
+        due: Outcomes of the first of these, if an earlier run has closed them.
+        absent: Ranks of late devices, which get no programs.
+        state: Weak reference to the state as returned; any other state starts a new session.
     """
 
     parts: list[TrainState]
@@ -58,12 +58,12 @@ class Session:
 
     @property
     def present(self) -> list[int]:
-        """Ranks that get programs."""
+        """Ranks of the devices that get programs."""
         return [rank for rank in range(len(self.parts)) if rank not in self.absent]
 
 
 class Keeps(Protocol):
-    """What keeps a session between two runs.
+    """An object that keeps a session between two runs.
 
     Attributes:
         left: The session.
@@ -73,7 +73,7 @@ class Keeps(Protocol):
 
 
 def keeping(runner: Keeps) -> Callable[[Session, list[tuple[int, Outcome]]], None]:
-    """Keeps what a run leaves for the next one, as long as there is its state."""
+    """Return a callback that keeps a run's session for the next run while its state is alive."""
     owner = weakref.ref(runner)
 
     def forget(_: Any) -> None:
@@ -85,7 +85,7 @@ def keeping(runner: Keeps) -> Callable[[Session, list[tuple[int, Outcome]]], Non
         runner, state = owner(), session.state()
         if runner is None or state is None:
             return
-        # numbers of their own: the next run counts from 1
+        # numbers that do not collide: the next run counts from 1
         session.begun = [replace(one, number=-i) for i, one in enumerate(session.begun)]
         session.due = deque((-i, outcome) for i, (_, outcome) in enumerate(closed))
         session.state = weakref.ref(state, forget)
