@@ -7,9 +7,8 @@ with one entry per device that has delivered.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from types import ModuleType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,71 +24,39 @@ PerDevice = Any
 """A per-device value, see the module docstring."""
 
 
-class Axis(Protocol):
-    """The devices that values are combined over.
+@dataclass(frozen=True)
+class DeviceAxis:
+    """The axis of a mapped function; with one device there is no axis.
 
     Attributes:
         size: Number of devices.
+        xp: The module of array functions.
     """
 
-    xp: ClassVar[ModuleType]
-    """`jax.numpy` or `numpy`."""
-
-    @property
-    def size(self) -> int: ...
+    size: int
+    xp: ClassVar[ModuleType] = jnp
 
     def each(self, fn: Callable[..., Any], *values: PerDevice) -> PerDevice:
         """Apply `fn` to each device's values."""
-        ...
+        return fn(*values)
 
     def rows(self, value: PerDevice) -> Any:
         """Stack into an array with one row per device, zeros for devices that did not deliver."""
-        ...
+        return value[None] if self.size == 1 else jax.lax.all_gather(value, AXIS)
 
     def mine(self, rows: Any) -> PerDevice:
         """Return each device's own row of an array made by `rows`."""
-        ...
+        return rows[0] if self.size == 1 else rows[jax.lax.axis_index(AXIS)]
 
     def sums(self, *terms: tuple[PerDevice, PerDevice | None]) -> tuple[PyTree, ...]:
         """Return `sum over devices of weight * tree`, in float32, for every `(tree, weight)`.
 
         A tree of weight 0 is ignored, even if it is not finite. A weight of None means 1.
         """
-        ...
-
-    def decoded_sum(self, sent: PerDevice, weight: PerDevice | None) -> list[Any]:
-        """Return the weighted sum of encoded arrays, see `elche_jax.engine.wire`."""
-        ...
-
-    def largest(self, leaf: PerDevice, worked: PerDevice) -> Any:
-        """Return the elementwise maximum over the devices that worked."""
-        ...
-
-    def first(self, leaf: PerDevice, worked: PerDevice) -> Any:
-        """Return the value of the lowest rank that worked."""
-        ...
-
-
-@dataclass(frozen=True)
-class DeviceAxis:
-    """The axis of a mapped function; with one device there is no axis."""
-
-    size: int
-    xp: ClassVar[ModuleType] = jnp
-
-    def each(self, fn: Callable[..., Any], *values: PerDevice) -> PerDevice:
-        return fn(*values)
-
-    def rows(self, value: PerDevice) -> Any:
-        return value[None] if self.size == 1 else jax.lax.all_gather(value, AXIS)
-
-    def mine(self, rows: Any) -> PerDevice:
-        return rows[0] if self.size == 1 else rows[jax.lax.axis_index(AXIS)]
-
-    def sums(self, *terms: tuple[PerDevice, PerDevice | None]) -> tuple[PyTree, ...]:
         trees = tuple(tree if weight is None else _times(tree, weight) for tree, weight in terms)
         if self.size == 1:
             return trees
+        # one buffer per term, not one for all: gradients are checked in their own buffer
         packings = [Packing.of(tree) for tree in trees]
         packed = [packing.pack(tree) for packing, tree in zip(packings, trees, strict=True)]
         summed = jax.lax.psum(packed, AXIS)
@@ -97,12 +64,13 @@ class DeviceAxis:
         return tuple(packing.unpack(buffers, AXIS) for packing, buffers in pairs)
 
     def decoded_sum(self, sent: PerDevice, weight: PerDevice | None) -> list[Any]:
+        """Return the weighted sum of encoded arrays, see `elche_jax.engine.wire`."""
         if self.size == 1:
             return decoded(sent) if weight is None else _times(decoded(sent), weight)
-        total = sum_int8 if sent.scales is not None else sum_bfloat16
-        return total(sent, weight, self.size)
+        return (sum_bfloat16 if sent.scales is None else sum_int8)(sent, weight)
 
     def largest(self, leaf: PerDevice, worked: PerDevice) -> Any:
+        """Return the elementwise maximum over the devices that worked."""
         if self.size == 1:
             return leaf
         if leaf.dtype == jnp.bool_:
@@ -112,6 +80,7 @@ class DeviceAxis:
         return jax.lax.pmax(jnp.where(worked, leaf, jnp.asarray(lowest, leaf.dtype)), AXIS)
 
     def first(self, leaf: PerDevice, worked: PerDevice) -> Any:
+        """Return the value of the lowest rank that worked."""
         if self.size == 1:
             return leaf
         none = jnp.iinfo(jnp.int32).max  # broadcasting from a rank that does not exist gives zeros
@@ -121,11 +90,12 @@ class DeviceAxis:
 
 @dataclass(frozen=True)
 class HostAxis:
-    """The devices whose deliveries have reached the host.
+    """The devices whose deliveries have reached the host; methods are those of `DeviceAxis`.
 
     Attributes:
         size: Number of devices in the job.
         ranks: Ranks that have delivered, ascending.
+        xp: The module of array functions.
     """
 
     size: int
@@ -149,16 +119,15 @@ class HostAxis:
     def _sum(self, trees: PerDevice, weights: PerDevice | None) -> PyTree:
         if weights is None:
             weights = [np.float32(1)] * len(trees)
-        parts = [(tree, weight) for tree, weight in zip(trees, weights, strict=True) if weight]
-        if not parts:
-            return jax.tree.map(lambda x: np.zeros_like(x, np.float32), trees[0])
-        first = jax.tree.map(lambda x: np.multiply(x, parts[0][1], dtype=np.float32), parts[0][0])
 
-        def add(total: PyTree, part: tuple[PyTree, Any]) -> PyTree:
-            tree, weight = part
-            return jax.tree.map(lambda a, x: np.add(a, np.multiply(x, weight), out=a), total, tree)
+        def total(*leaves: Any) -> np.ndarray:
+            out = np.zeros(np.shape(leaves[0]), np.float32)
+            for leaf, weight in zip(leaves, weights, strict=True):
+                if weight:  # not 0 * NaN
+                    out += np.multiply(leaf, weight, dtype=np.float32)
+            return out
 
-        return reduce(add, parts[1:], jax.tree.map(np.asarray, first))
+        return jax.tree.map(total, *trees)
 
     def decoded_sum(self, sent: PerDevice, weight: PerDevice | None) -> list[Any]:
         return self._sum([decoded(one) for one in sent], weight)
@@ -172,6 +141,10 @@ class HostAxis:
     @staticmethod
     def _of(leaf: PerDevice, worked: PerDevice) -> list[Any]:
         return [x for x, has in zip(leaf, worked, strict=True) if has] or leaf
+
+
+Axis = DeviceAxis | HostAxis
+"""The devices that values are combined over."""
 
 
 def _times(tree: PyTree, weight: Any) -> PyTree:

@@ -5,7 +5,6 @@
 depend on the current microbatches, so that the exchange overlaps with them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from elche_jax.engine.loop import LoopHook, run_loop
 from elche_jax.engine.microbatch import chosen
 from elche_jax.engine.reduce import Mean
 from elche_jax.engine.rule import Ended, Leaves, Rule
-from elche_jax.engine.state import TrainState
+from elche_jax.engine.state import TrainState, averaging_of, with_averaging
 
 PyTree = Any
 Sums = dict[str, Any]
@@ -149,7 +148,7 @@ class CollectiveProgram:
     ) -> Result:
         after, new = self.rule.finish(state, carried.own)
         sums = (*carried.before, self.rule.sums_of(carried.own))[0]
-        queue = [*(state.averaging.pending if self.pending else ()), new]
+        queue = [*(averaging_of(state).pending if self.pending else ()), new]
 
         def end(part: int) -> Result:
             oldest, *later = queue
@@ -164,11 +163,8 @@ class CollectiveProgram:
                 now = with_averaging(now, pending=tuple(later))
             return now, fine & mean.sound, metrics | {"finite": metrics["finite"] & fine}
 
-        branches: list[Callable[[], Result]] = [partial(end, p) for p in range(self.rule.parts)]
-        if len(branches) == 1:
-            now, fine, metrics = end(0)
-        else:
-            now, fine, metrics = jax.lax.switch(state.step % len(branches), branches)
+        branches = [partial(end, part) for part in range(self.rule.parts)]
+        now, fine, metrics = jax.lax.switch(state.step % len(branches), branches)
         now = now.replace(
             microbatches=state.microbatches + carried.work[0],
             examples=state.examples + carried.work[1],
@@ -188,10 +184,3 @@ class CollectiveProgram:
         axis = DeviceAxis(self.rule.size)
         mean, metrics = reduction(axis, contribution, before.step - self.pending)
         return mean, metrics, error
-
-
-def with_averaging(state: TrainState, **changes: Any) -> TrainState:
-    """Replace fields of the averaging state, if there is one."""
-    if state.averaging is None:
-        return state
-    return state.replace(averaging=state.averaging.replace(**changes))

@@ -22,7 +22,7 @@ from elche_jax.engine.microbatch import all_finite, chosen, clip, computed_once,
 from elche_jax.engine.precision import adjust
 from elche_jax.engine.reduce import Contribution, Mean, Reduction, Row
 from elche_jax.engine.rule import Ended, Leaves, Rule
-from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
+from elche_jax.engine.state import PendingUpdate, TrainState, averaging_of, with_averaging
 from elche_jax.engine.wire import encode
 
 PyTree = Any
@@ -70,7 +70,7 @@ class GradientRule(Rule):
         return state.replace(opt_state=None, averaging=None)
 
     def common(self, state: TrainState) -> TrainState:
-        if isinstance(state.averaging, AveragingState):
+        if state.averaging is not None:  # the caller tests whether it got the same object
             state = state.replace(averaging=None)
         return state.replace(model_state=None) if self.late else state
 
@@ -110,58 +110,35 @@ class GradientRule(Rule):
         now = carry.model_state
         if self.late:  # the device continues from its own model state
             now = chosen(own, now, state.model_state)
-            merged = self.changes(state, now, catch_up)
-        else:
-            merged = self.merged_leaves(now)
-        done = PendingUpdate(grads, carry.weight, own, merged)
+        done = PendingUpdate(grads, carry.weight, own, self.changes(state, now, catch_up))
         return state.replace(model_state=now), done
 
     def contribute(self, ended: Ended, sums: dict[str, Any]) -> tuple[Contribution, Leaves]:
-        before, done = ended.before, ended.done
-        error = [] if before.averaging is None else before.averaging.error
-        worked = done.steps > 0
-        payload, error = encode(done.progress, error, worked & done.own, self.compression)
+        done, error = ended.done, averaging_of(ended.before).error
+        worked = (done.steps > 0) & done.own
+        payload, error = encode(done.progress, error, worked, self.compression)
         none = jnp.float32(0)
         row = Row(done.steps, done.own.astype(jnp.float32), none, none, none)
-        state = done.model_state
-        if not self.late:
-            old = self.merged_leaves(before.model_state)
-            state = self.brought(self.merge_rules, old, state)
         sums = sums | {"bad": (~done.own).astype(jnp.float32)}
-        return Contribution(payload, jnp.stack(row), sums, state), error
+        return Contribution(payload, jnp.stack(row), sums, done.model_state), error
 
     def apply(self, ended: Ended, mean: Mean) -> tuple[TrainState, Any]:
         before, after = ended.before, ended.after
         trained, frozen = self.work.selection.split(after.params)
         merged, last = self.merged(ended, mean)
         grads = self._packing(trained).unpack(mean.payload, AXIS)
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
-        tx = optax.with_extra_args_support(self.tx)  # some use the loss, or the work done so far
-        updates, opt_state = tx.update(
-            grads, after.opt_state, trained, value=mean.loss, grad=grads,
-            microbatches=before.microbatches, examples=before.examples,
-        )  # fmt: skip
+        updates, opt_state = self.update(before, grads, after.opt_state, trained, mean.loss)
         params = self.work.selection.join(optax.apply_updates(trained, updates), frozen)
         fine = ~mean.good | all_finite((mean.payload, floats(merged), updates))
         finite = mean.finite & fine
         good = computed_once((finite | (not self.drop_nonfinite)) & mean.good)
         # the rounding errors of a dropped window are dropped, too
-        error = [] if after.averaging is None else after.averaging.error
-        kept = [] if before.averaging is None else before.averaging.error
-        made = (params, opt_state, merged, error)
-        params, opt_state, merged, error = chosen(
-            good, made, (after.params, after.opt_state, last, kept)
-        )
-        model_state, averaging = self.with_merged(ended, merged)
-        if averaging is not None:
-            averaging = averaging.replace(error=error)
-        state = after.replace(
-            params=params,
-            opt_state=opt_state,
-            model_state=model_state,
-            averaging=averaging,
-            loss_scale=adjust(after.loss_scale, finite),
-        )
+        new = (params, opt_state, merged, averaging_of(after).error)
+        old = (after.params, after.opt_state, last, averaging_of(before).error)
+        params, opt_state, merged, error = chosen(good, new, old)
+        state = with_averaging(self.with_merged(ended, merged), error=error)
+        loss_scale = adjust(after.loss_scale, finite)
+        state = state.replace(params=params, opt_state=opt_state, loss_scale=loss_scale)
         return state, fine | ~mean.finite
 
     def reduction(self, state: TrainState) -> Reduction:

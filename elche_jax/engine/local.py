@@ -26,11 +26,17 @@ from elche_jax.averaging.fragments import assign_fragments
 from elche_jax.averaging.rules import AveragingRule, DeviceWork, ParameterAveraging
 from elche_jax.engine.axis import DeviceAxis
 from elche_jax.engine.fetch import CallArgs, Payload
-from elche_jax.engine.merge import MergeRules, opt_rules
+from elche_jax.engine.merge import MergeRules, opt_rules, wide
 from elche_jax.engine.microbatch import all_finite, chosen, clip, computed_once, floats
-from elche_jax.engine.reduce import Contribution, Mean, Reduction, Row, shares_of
-from elche_jax.engine.rule import Ended, Leaves, Rule, wide
-from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
+from elche_jax.engine.reduce import Contribution, Mean, Reduction, Row, dot, shares_of
+from elche_jax.engine.rule import Ended, Leaves, Rule
+from elche_jax.engine.state import (
+    AveragingState,
+    PendingUpdate,
+    TrainState,
+    averaging_of,
+    with_averaging,
+)
 from elche_jax.engine.trainable import Selection
 from elche_jax.engine.wire import encode
 
@@ -83,10 +89,8 @@ class LocalRule(Rule):
             state = state.replace(opt_state=None)
         if self.parts > 1 or self.late:
             state = state.replace(params=self.work.selection.split(state.params)[1])
-        if isinstance(state.averaging, AveragingState):
-            kept = state.averaging.replace(steps=None, error=[], pending=())
-            state = state.replace(averaging=kept)
-        merged = None if self.late else self.merged_leaves(state.model_state)
+        merged = None if self.late else self.merge.of_sent(state.model_state)
+        state = with_averaging(state, steps=None, error=[], pending=())
         return state.replace(model_state=merged)
 
     def zeros(self, state: TrainState) -> LocalSteps:
@@ -99,17 +103,12 @@ class LocalRule(Rule):
         self, state: TrainState, payload: Payload, call_args: CallArgs
     ) -> Callable[[Any, LocalSteps], LocalSteps]:
         gradient = self.work.gradient(state, payload, call_args)
-        tx = optax.with_extra_args_support(self.tx)
 
         def body(i: Any, local: LocalSteps) -> LocalSteps:
             own = gradient(i, local.trained, local.model_state)
             grads = clip(own.grads, self.max_grad_norm)
-            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, local.trained)
-            # the work done before the window: within it a device does not know the others' work
-            updates, opt_state = tx.update(
-                grads, local.opt_state, local.trained, value=own.loss, grad=grads,
-                microbatches=state.microbatches, examples=state.examples,
-            )  # fmt: skip
+            # the state before the window: within it a device does not know the others' work
+            updates, opt_state = self.update(state, grads, local.opt_state, local.trained, own.loss)
             trained = optax.apply_updates(local.trained, updates)
             if self.work.form == "weighted":  # a microbatch of weight 0 is no step
                 trained, opt_state = chosen(
@@ -142,47 +141,40 @@ class LocalRule(Rule):
             opt_state=opt_state,
             model_state=model_state,
         )
-        steps, progress, kept = jnp.where(own, carry.steps, 0), [], state.averaging
+        steps, progress, kept = jnp.where(own, carry.steps, 0), [], averaging_of(state)
+        since = kept.steps
         if self.late:
             carried = jnp.where(catch_up, kept.steps[0], 0)
             begin = [jnp.where(catch_up, x, y) for x, y in zip(kept.base, start, strict=True)]
             progress, steps = _less(begin, jax.tree.leaves(mine)), steps + carried
-            kept = kept.replace(steps=kept.steps - carried + steps)
-        elif kept is not None and kept.steps is not None:
-            kept = kept.replace(steps=jnp.where(own, kept.steps + steps, 0))
-        if self.late:
-            merged = self.changes(state, model_state, catch_up)
-        else:
-            merged = self.merged_leaves(model_state)
-        done = PendingUpdate(progress, steps, own, merged)
-        return after.replace(averaging=kept), done
+            since = since - carried + steps
+        elif since is not None:
+            since = jnp.where(own, since + steps, 0)
+        done = PendingUpdate(progress, steps, own, self.changes(state, model_state, catch_up))
+        return with_averaging(after, steps=since), done
 
     def contribute(self, ended: Ended, sums: dict[str, Any]) -> tuple[Contribution, Leaves]:
         before, after, done, part = ended.before, ended.after, ended.done, ended.part
         sums = jax.tree.map(lambda x: jnp.where(done.own, x, 0), sums)
-        kept, base = after.averaging, self._pick(self._base(before, after), part)
+        kept, base = averaging_of(after), self._pick(self._base(before, after), part)
         progress, steps = done.progress, done.steps
         if not self.late:
             now = jax.tree.leaves(self.work.selection.split(after.params)[0])
             progress = _less(base, self._pick(now, part))
             steps = kept.steps[part] if self.parts > 1 else steps
-        error = [] if kept is None else kept.error
-        payload, lost = encode(
-            progress, self._pick(error, part), (steps > 0) & done.own, self.compression
-        )
+        error, worked = self._pick(kept.error, part), (steps > 0) & done.own
+        payload, error = encode(progress, error, worked, self.compression)
         known, weight = [wide(leaf) for leaf in base], sums["weight"]
         loss = jnp.where(weight > 0, sums["loss"] / jnp.where(weight > 0, weight, 1), 0)
         own = done.own.astype(jnp.float32)
-        row = Row(steps, own, loss, _dot(known, known), _dot(known, progress))
+        row = Row(steps, own, loss, dot(known, known, jnp), dot(known, progress, jnp))
         state = done.model_state
-        if not self.late:
-            old = self.merged_leaves(before.model_state)
-            state = self.brought(self.merge_rules, old, state)
         if self.averaging.optimizer_state == "average":
             leaves = jax.tree.leaves(before.opt_state), jax.tree.leaves(after.opt_state)
-            state = state + self.brought(self._opt_rules(before), *leaves)
+            state = state + self._opt_rules(before).differences(*leaves)
         sums["bad"] = (~done.own).astype(jnp.float32)
-        return Contribution(payload, jnp.stack(row), sums, state), self._put(error, part, lost)
+        contribution = Contribution(payload, jnp.stack(row), sums, state)
+        return contribution, self._put(kept.error, part, error)
 
     def apply(self, ended: Ended, mean: Mean) -> tuple[TrainState, Any]:
         before, after, part = ended.before, ended.after, ended.part
@@ -190,7 +182,8 @@ class LocalRule(Rule):
         trained, frozen = self.work.selection.split(after.params)
         mine, structure = jax.tree.flatten(trained)
         x = self._pick(base, part)
-        new, outer = self._moved(x, self._pick(mine, part), mean.payload, after.averaging, part)
+        kept = averaging_of(after)
+        new, outer = self._moved(x, self._pick(mine, part), mean.payload, kept, part)
         # the outer optimizer may overflow on finite differences
         fine = all_finite(new)
         good = computed_once(mean.good & fine)
@@ -199,18 +192,21 @@ class LocalRule(Rule):
         if self.late:
             mine = base
             for one in ended.later:
-                mine = [_after(y, g) for y, g in zip(mine, one.progress, strict=True)]
+                pairs = zip(mine, one.progress, strict=True)
+                mine = [(wide(y) - g).astype(y.dtype) for y, g in pairs]
         params = structure.unflatten(mine)
         count = len(self.merge_rules.rules)
         opt_state = self._optimizer_state(ended, params, mean.state[count:], good)
         merged = chosen(good, *self.merged(ended, mean))
-        model_state, kept = self.with_merged(ended, merged)
-        state = after.replace(
-            params=self.work.selection.join(params, frozen),
-            opt_state=opt_state,
-            model_state=model_state,
-            averaging=self._kept(ended, kept, base, outer, good),
-        )
+        state = self.with_merged(ended, merged)
+        state = state.replace(params=self.work.selection.join(params, frozen), opt_state=opt_state)
+        steps = kept.steps
+        if self.late:
+            steps = jnp.sum(jnp.stack([jnp.float32(0), *(one.steps for one in ended.later)]))[None]
+        elif steps is not None:
+            steps = steps.at[part].set(0)
+        base, outer = base if kept.base else [], chosen(good, outer, kept.outer)
+        state = with_averaging(state, base=base, outer=outer, steps=steps)
         if not self.late:  # without any contribution everything stays as it was
             state = state.replace(**chosen(good, _changed(state), _changed(before)))
         return state, fine
@@ -226,15 +222,15 @@ class LocalRule(Rule):
         return self.averaging.optimizer_state == "keep"
 
     def agreed(self, state: TrainState) -> TrainState:
-        state, kept = super().agreed(state), state.averaging
-        if kept is None or not kept.base:
+        state, base = super().agreed(state), averaging_of(state).base
+        if not base:
             return state
         trained, frozen = self.work.selection.split(state.params)
-        params = jax.tree.structure(trained).unflatten(kept.base)
+        params = jax.tree.structure(trained).unflatten(base)
         return state.replace(params=self.work.selection.join(params, frozen))
 
     def _moved(
-        self, base: Leaves, own: Leaves, mean: Leaves, kept: AveragingState | None, part: int
+        self, base: Leaves, own: Leaves, mean: Leaves, kept: AveragingState, part: int
     ) -> tuple[Leaves, tuple[PyTree, ...]]:
         """Return the new parameters, float32, and the new state of the outer optimizer."""
         x = [wide(leaf) for leaf in base]
@@ -242,33 +238,12 @@ class LocalRule(Rule):
         middle = own if self.size == 1 else _less(x, mean)
         if self.averaging.outer is None:
             return middle, ()
-        assert kept is not None  # an outer optimizer has a state
+
         tx = optax.with_extra_args_support(self.averaging.outer)
         updates, state = tx.update(mean, kept.outer[part], x)
         leaves = jax.tree.leaves(updates)
         new = [m + (u + d) for m, u, d in zip(middle, leaves, mean, strict=True)]
         return new, (*kept.outer[:part], state, *kept.outer[part + 1 :])
-
-    def _kept(
-        self,
-        ended: Ended,
-        kept: AveragingState | None,
-        base: Leaves,
-        outer: tuple[PyTree, ...],
-        good: Any,
-    ) -> AveragingState | None:
-        if kept is None:
-            return None
-        steps = kept.steps
-        if self.late:
-            steps = jnp.sum(jnp.stack([jnp.float32(0), *(one.steps for one in ended.later)]))[None]
-        elif steps is not None:
-            steps = steps.at[ended.part].set(0)
-        return kept.replace(
-            outer=chosen(good, outer, kept.outer) if outer else (),
-            base=base if kept.base else [],
-            steps=steps,
-        )
 
     def _optimizer_state(self, ended: Ended, trained: PyTree, mean: Leaves, good: Any) -> PyTree:
         how = self.averaging.optimizer_state
@@ -277,7 +252,7 @@ class LocalRule(Rule):
         if how == "keep":  # a device that was left out starts with a fresh state
             return chosen(ended.done.own | ~good, ended.after.opt_state, self.tx.init(trained))
         leaves, structure = jax.tree.flatten(ended.before.opt_state)
-        return structure.unflatten(self.taken(self._opt_rules(ended.before), leaves, mean, []))
+        return structure.unflatten(self._opt_rules(ended.before).apply_differences(leaves, mean))
 
     def _opt_rules(self, state: TrainState) -> MergeRules:
         rules = opt_rules(state.opt_state)
@@ -285,10 +260,8 @@ class LocalRule(Rule):
 
     def _base(self, before: TrainState, after: TrainState) -> Leaves:
         """Return the trained parameters as of the last exchange."""
-        kept = after.averaging
-        if kept is not None and kept.base:
-            return kept.base
-        return jax.tree.leaves(self.work.selection.split(before.params)[0])
+        base = averaging_of(after).base
+        return base or jax.tree.leaves(self.work.selection.split(before.params)[0])
 
     def _members(self, leaves: Leaves, part: int) -> tuple[int, ...]:
         return assign_fragments([leaf.size for leaf in leaves], self.parts)[part]
@@ -313,8 +286,8 @@ def average(
     Arrays are weighted by the steps since their last exchange; without such steps they are the
     same on all devices.
     """
-    kept: AveragingState | None = state.averaging
-    if kept is None or not kept.base or size == 1:
+    kept = averaging_of(state)
+    if not kept.base or size == 1:
         return state.params, None
     trained, frozen = selection.split(state.params)
     leaves, structure = jax.tree.flatten(trained)
@@ -334,12 +307,9 @@ def average(
 
 def _finite(state: TrainState, local: LocalSteps) -> Any:
     """Return whether a device's results are finite wherever the state before was finite."""
-
-    def broken(new: Any, old: Any) -> Any:
-        return jnp.any(~jnp.isfinite(new) & jnp.isfinite(old))
-
     after, before = (floats((x.opt_state, x.model_state)) for x in (local, state))
-    worse = [broken(new, old) for new, old in zip(after, before, strict=True)]
+    pairs = zip(after, before, strict=True)
+    worse = [jnp.any(~jnp.isfinite(new) & jnp.isfinite(old)) for new, old in pairs]
     own = all_finite((local.trained, local.loss, local.weight))
     return computed_once(own & ~jnp.any(jnp.stack([jnp.bool_(False), *worse])))
 
@@ -352,11 +322,3 @@ def _changed(state: TrainState) -> dict[str, Any]:
 
 def _less(a: Leaves, b: Leaves) -> Leaves:
     return [wide(x) - wide(y) for x, y in zip(a, b, strict=True)]
-
-
-def _after(y: Any, progress: Any) -> Any:
-    return (wide(y) - progress).astype(y.dtype)
-
-
-def _dot(a: Leaves, b: Leaves) -> Any:
-    return sum((jnp.vdot(x, y) for x, y in zip(a, b, strict=True)), jnp.float32(0))

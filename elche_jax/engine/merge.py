@@ -16,7 +16,7 @@ Devices without work in the window are ignored. Changes are exchanged, not value
 leaf that no device changed stays bitwise the same.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from elche_jax.engine.replicas import is_key
 from elche_jax.engine.spread import spread
 
 PyTree = Any
 Merge = Callable[[str, Any], str] | PyTree
 
 RULES = ("auto", "mean", "pooled", "max", "first", "keep")
+MEANS = ("mean", "pooled")
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class MergeRules:
     @property
     def means(self) -> tuple[int, ...]:
         """Indices of the leaves whose rule is a mean."""
-        return tuple(i for i, rule in enumerate(self.rules) if rule in ("mean", "pooled"))
+        return tuple(i for i, rule in enumerate(self.rules) if rule in MEANS)
 
     @property
     def sent(self) -> "MergeRules":
@@ -70,47 +72,82 @@ class MergeRules:
         leaves = zip(jax.tree.leaves(tree), self.rules, strict=True)
         return [leaf for leaf, rule in leaves if rule != "keep"]
 
+    def with_sent(self, tree: PyTree, merged: Sequence[Any]) -> PyTree:
+        """Replace the leaves of a tree that are merged."""
+        leaves, structure = jax.tree.flatten(tree)
+        new = iter(merged)
+        pairs = zip(leaves, self.rules, strict=True)
+        return structure.unflatten([old if rule == "keep" else next(new) for old, rule in pairs])
+
     @property
     def alone(self) -> "MergeRules":
         """Rules for a single device, which leave its state unchanged."""
         return MergeRules(("first",) * len(self.rules), (None,) * len(self.rules))
 
-    def change(self, leaf: int, before: Any, after: Any) -> Any:
-        """Return a device's change of a leaf in a window, if means are applied late.
+    def differences(self, before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
+        """Return a device's differences if the rule is a mean, else its values.
 
-        The change is a difference; for a variance it is a factor, which keeps it above 0; for
+        With differences, a leaf that no device changed stays bitwise the same.
+        """
+        return [
+            wide(new) - _finite(wide(old)) if rule in MEANS else _key_data(new)
+            for rule, old, new in zip(self.rules, before, after, strict=True)
+        ]
+
+    def apply_differences(
+        self, before: Sequence[Any], mean: Sequence[Any], spread: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Return the merged leaves, given the mean of what `differences` returned."""
+        triples = zip(self.rules, before, self.with_spread(mean, spread), strict=True)
+        return [
+            _finite(old) + new.astype(old.dtype) if rule in MEANS else _like(new, old)
+            for rule, old, new in triples
+        ]
+
+    def changes(self, before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
+        """Return a device's changes in a window, if means are applied late.
+
+        A change is a difference; for a variance it is a factor, which keeps it above 0; for
         rules that are not means it is the new value.
         """
-        if self.mean_of[leaf] is not None:
-            factor = _wide(after) / jnp.where(before > 0, _wide(before), 1)
-            return jnp.where((before > 0) & jnp.isfinite(factor), factor, 1)
-        if self.rules[leaf] in ("mean", "pooled"):
-            move = _wide(after) - _wide(before)
-            return jnp.where(jnp.isfinite(move), move, 0)
-        return after
 
-    def changed(self, leaf: int, value: Any, change: Any) -> Any:
-        """Apply a change, of one device or the mean over several, to a leaf."""
-        if self.mean_of[leaf] is not None:
-            return (_wide(value) * change).astype(value.dtype)
-        if self.rules[leaf] in ("mean", "pooled"):
-            return (_wide(value) + change).astype(value.dtype)
-        return jnp.maximum(value, change) if value.dtype != jnp.bool_ else value | change
+        def change(rule: str, mean_of: int | None, old: Any, new: Any) -> Any:
+            if mean_of is not None:
+                factor = wide(new) / jnp.where(old > 0, wide(old), 1)
+                return jnp.where((old > 0) & jnp.isfinite(factor), factor, 1)
+            return _finite(wide(new) - wide(old)) if rule in MEANS else new
+
+        return list(map(change, self.rules, self.mean_of, before, after))
+
+    def apply_changes(self, before: Sequence[Any], changes: Sequence[Any]) -> list[Any]:
+        """Apply changes, of one device or the mean over several, to the merged leaves."""
+
+        def changed(rule: str, mean_of: int | None, old: Any, change: Any) -> Any:
+            if rule in MEANS:
+                new = wide(old) + change if mean_of is None else wide(old) * change
+                return new.astype(old.dtype)
+            return jnp.maximum(old, change) if old.dtype != jnp.bool_ else old | change
+
+        return list(map(changed, self.rules, self.mean_of, before, changes))
+
+    def with_spread(self, leaves: Sequence[Any], spread: Sequence[Any]) -> list[Any]:
+        """Add the variance of the devices' means to pooled variances."""
+        more = iter(spread)
+        return [
+            leaf if mean_of is None else leaf + next(more).astype(leaf.dtype)
+            for leaf, mean_of in zip(leaves, self.mean_of, strict=True)
+        ]
 
     def unchanged(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return the changes of a window in which nothing changed."""
-
-        def change(leaf: int, value: Any) -> Any:
-            if self.mean_of[leaf] is not None:
-                return np.ones(value.shape, np.float32)
-            if self.rules[leaf] in ("mean", "pooled"):
-                return np.zeros(value.shape, np.float32)
-            return value
-
-        return [change(i, value) for i, value in enumerate(leaves)]
+        """Return the changes of a window in which nothing changed, none for no leaves."""
+        return [
+            leaf if rule not in MEANS else np.full(leaf.shape, mean_of is not None, np.float32)
+            for rule, mean_of, leaf in zip(self.rules, self.mean_of, leaves, strict=bool(leaves))
+        ]
 
 
-def _wide(leaf: Any) -> Any:
+def wide(leaf: Any) -> Any:
+    """Cast to float32, in which differences and means are computed."""
     return leaf.astype(jnp.float32)
 
 
@@ -121,7 +158,7 @@ def opt_rules(opt_state: PyTree) -> MergeRules:
     def rule(leaf: Any) -> str:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return "first"
-        return "mean" if jnp.issubdtype(leaf.dtype, jnp.floating) else "max"
+        return "mean" if _is_float(leaf) else "max"
 
     rules = tuple(map(rule, jax.tree.leaves(opt_state)))
     return MergeRules(rules, (None,) * len(rules))
@@ -154,9 +191,19 @@ def resolve_merge(merge: Merge | None, model_state: PyTree, may_keep: bool = Fal
     return MergeRules(tuple(rules), _pairs(rules, named))
 
 
-def start_of(before: Any) -> Any:
-    """Return the reference for changes: the state before, with 0 for values not finite."""
-    return jnp.where(jnp.isfinite(before), before, 0)
+def _finite(values: Any) -> Any:
+    """Replace values that are not finite by 0."""
+    return jnp.where(jnp.isfinite(values), values, 0)
+
+
+def _key_data(leaf: Any) -> Any:
+    """Return the data of a PRNG key, which unlike the key can be copied to the host."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def _like(new: Any, old: Any) -> Any:
+    """Invert `_key_data`."""
+    return jax.random.wrap_key_data(new, impl=jax.random.key_impl(old)) if is_key(old) else new
 
 
 def _checked(rule: Any, known: tuple[str, ...], path: Any, leaf: Any) -> str:
@@ -168,7 +215,7 @@ def _checked(rule: Any, known: tuple[str, ...], path: Any, leaf: Any) -> str:
         )
     if rule == "auto":
         return "mean" if _is_float(leaf) else "max"
-    if rule in ("mean", "pooled") and not _is_float(leaf):
+    if rule in MEANS and not _is_float(leaf):
         raise TypeError(
             f"TrainStep.init: merge must be 'max' or 'first' for leaves that are not floats, got "
             f"{rule!r} for leaf {name} of dtype {leaf.dtype}."
@@ -178,31 +225,25 @@ def _checked(rule: Any, known: tuple[str, ...], path: Any, leaf: Any) -> str:
 
 def _pairs(rules: list[str], named: list[Any]) -> tuple[int | None, ...]:
     """Return, for every pooled variance, the index of the leaf `mean` beside it."""
-    at: Mapping[Any, int] = {path: i for i, (path, _) in enumerate(named)}
+    keystr = jax.tree_util.keystr
+    pooled = {
+        (path[:-1], keystr(path[-1:], simple=True)): i
+        for i, (path, _) in enumerate(named)
+        if rules[i] == "pooled"
+    }
     mean_of: list[int | None] = [None] * len(rules)
-    for i, (path, leaf) in enumerate(named):
-        if rules[i] != "pooled":
-            continue
-        last = _key(path)
-        partners = {"mean": "var", "var": "mean"}
-        where = [j for other, j in at.items() if other[:-1] == path[:-1] and last in partners
-                 and _key(other) == partners[last] and rules[j] == "pooled"]  # fmt: skip
-        if len(where) != 1 or named[where[0]][1].shape != leaf.shape:
+    for (parent, name), i in pooled.items():
+        path, leaf = named[i]
+        partner = pooled.get((parent, {"mean": "var", "var": "mean"}.get(name, "")))
+        if partner is None or named[partner][1].shape != leaf.shape:
             raise ValueError(
                 "TrainStep.init: merge='pooled' must be given to pairs of leaves `mean` and `var` "
                 "of one shape, side by side, got it for leaf "
-                f"{jax.tree_util.keystr(path) or 'model_state'} without its partner."
+                f"{keystr(path) or 'model_state'} without its partner."
             )
-        if last == "var":
-            mean_of[i] = where[0]
+        if name == "var":
+            mean_of[i] = partner
     return tuple(mean_of)
-
-
-def _key(path: Any) -> str:
-    """Return the last entry of a path: key, attribute or index."""
-    if not path:
-        return ""
-    return str(getattr(path[-1], "key", getattr(path[-1], "name", path[-1])))
 
 
 def _is_float(leaf: Any) -> bool:

@@ -242,10 +242,10 @@ def _distances(
     def numbers(sent: Encoded) -> Any:
         g = decoded(sent)
         apart = [x - y for x, y in zip(g, mean, strict=True)]
-        return xp.stack([_dot(apart, apart, xp), _dot(g, g, xp), _dot(g, mean, xp)])
+        return xp.stack([dot(apart, apart, xp), dot(g, g, xp), dot(g, mean, xp)])
 
     apart, own, along = axis.rows(axis.each(numbers, payload)).T
-    length, product = _dot(mean, mean, xp), xp.where(shares > 0, shares * rows.product, 0).sum()
+    length, product = dot(mean, mean, xp), xp.where(shares > 0, shares * rows.product, 0).sum()
     size = rows.size - 2 * product + length  # |a|**2
     scale = xp.sqrt(own) * xp.sqrt(length)
     there = rows.own > 0
@@ -255,5 +255,6 @@ def _distances(
     return {name: xp.where(there, row, xp.nan) for name, row in each.items()}
 
 
-def _dot(a: Leaves, b: Leaves, xp: ModuleType) -> Any:
+def dot(a: Leaves, b: Leaves, xp: ModuleType) -> Any:
+    """Return the inner product of two lists of arrays."""
     return sum((xp.vdot(x, y) for x, y in zip(a, b, strict=True)), xp.float32(0))

@@ -21,10 +21,10 @@ import optax
 from elche_jax.averaging.rules import Compression
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.loop import Carry
-from elche_jax.engine.merge import MergeRules, start_of
+from elche_jax.engine.merge import MergeRules
 from elche_jax.engine.microbatch import Microbatches
 from elche_jax.engine.reduce import Contribution, Mean, Reduction
-from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
+from elche_jax.engine.state import PendingUpdate, TrainState, averaging_of, with_averaging
 
 PyTree = Any
 Leaves = list[Any]
@@ -147,10 +147,10 @@ class Rule(ABC):
 
     def agreed(self, state: TrainState) -> TrainState:
         """Return the state as of the last mean, for a device that copies it from another."""
-        kept = state.averaging
-        if kept is None or not kept.merged:
+        merged = averaging_of(state).merged
+        if not merged:
             return state
-        return state.replace(model_state=self.with_leaves(state.model_state, kept.merged))
+        return state.replace(model_state=self.merge.with_sent(state.model_state, merged))
 
     def reports(self, state: TrainState) -> dict[str, Any]:
         """Return the metrics that are read from the state at the start of a window."""
@@ -161,6 +161,17 @@ class Rule(ABC):
         """Return a device's sums over its microbatches: `loss`, `weight` and `metrics`."""
         return {"loss": carry.loss, "weight": carry.weight, "metrics": carry.metrics}
 
+    def update(
+        self, state: TrainState, grads: PyTree, opt_state: PyTree, trained: PyTree, loss: Any
+    ) -> tuple[PyTree, PyTree]:
+        """Return the optimizer's updates and new state."""
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
+        # some optimizers use the loss, or the work done so far
+        return optax.with_extra_args_support(self.tx).update(
+            grads, opt_state, trained, value=loss, grad=grads,
+            microbatches=state.microbatches, examples=state.examples,
+        )  # fmt: skip
+
     # -- state that is merged ------------------------------------------------------------
 
     @property
@@ -168,93 +179,33 @@ class Rule(ABC):
         """The rules of the leaves of model state that are merged."""
         return self.merge.sent if self.size > 1 else self.merge.sent.alone
 
-    def merged_leaves(self, model_state: PyTree) -> Leaves:
-        """The leaves of model state that are merged."""
-        return self.merge.of_sent(model_state)
-
-    def with_leaves(self, model_state: PyTree, merged: Leaves) -> PyTree:
-        """Replace the leaves of model state that are merged."""
-        leaves, structure = jax.tree.flatten(model_state)
-        new = iter(merged)
-        pairs = zip(leaves, self.merge.rules, strict=True)
-        return structure.unflatten([old if rule == "keep" else next(new) for old, rule in pairs])
-
-    def brought(self, rules: MergeRules, before: Leaves, now: Leaves) -> Leaves:
-        """Return what is exchanged of merged leaves: changes if the rule is a mean, else values.
-
-        With changes, a leaf that no device changed stays bitwise the same.
-        """
-        return [
-            wide(new) - start_of(wide(old)) if i in rules.means else raw(new)
-            for i, (old, new) in enumerate(zip(before, now, strict=True))
-        ]
-
-    def taken(self, rules: MergeRules, before: Leaves, mean: Leaves, spread: Leaves) -> Leaves:
-        """Return the merged leaves, given the mean of what `brought` returned."""
-        more = iter(spread)
-        leaves = []
-        for i, (old, new) in enumerate(zip(before, mean, strict=True)):
-            if i not in rules.means:
-                leaves.append(like(new, old))
-                continue
-            moved = new if rules.mean_of[i] is None else new + next(more)
-            leaves.append(start_of(old) + moved.astype(old.dtype))
-        return leaves
-
     def changes(self, before: TrainState, now: PyTree, catch_up: Any) -> Leaves:
-        """Return a window's changes of the merged leaves, if means are applied late."""
-        rules, begun = self.merge_rules, self.merged_leaves(before.model_state)
-        base = _last_merged(before)
-        begun = [jnp.where(catch_up, x, y) for x, y in zip(base, begun, strict=True)]
-        pairs = zip(begun, self.merged_leaves(now), strict=True)
-        return [rules.change(i, old, new) for i, (old, new) in enumerate(pairs)]
+        """Return what a device contributes to the merged leaves of model state."""
+        rules, end = self.merge_rules, self.merge.of_sent(now)
+        begin = self.merge.of_sent(before.model_state)
+        if not self.late:
+            return rules.differences(begin, end)
+        base = averaging_of(before).merged
+        begin = [jnp.where(catch_up, x, y) for x, y in zip(base, begin, strict=True)]
+        return rules.changes(begin, end)
 
     def merged(self, ended: Ended, mean: Mean) -> tuple[Leaves, Leaves]:
         """Return the merged leaves of model state after this mean and after the last one."""
-        rules, count = self.merge_rules, len(self.merge_rules.rules)
+        rules, state = self.merge_rules, mean.state[: len(self.merge_rules.rules)]
         if not self.late:
-            old = self.merged_leaves(ended.before.model_state)
-            return self.taken(rules, old, mean.state[:count], mean.spread), old
-        old, more = _last_merged(ended.after), iter(mean.spread)
-        new = [rules.changed(i, x, mean.state[i]) for i, x in enumerate(old)]
-        for i, pooled in enumerate(rules.mean_of):
-            if pooled is not None:
-                new[i] += next(more).astype(new[i].dtype)
-        return new, old
+            old = self.merge.of_sent(ended.before.model_state)
+            return rules.apply_differences(old, state, mean.spread), old
+        old = averaging_of(ended.after).merged
+        return rules.with_spread(rules.apply_changes(old, state), mean.spread), old
 
-    def with_merged(self, ended: Ended, merged: Leaves) -> tuple[PyTree, AveragingState | None]:
-        """Return a device's model state and averaging state, given the merged leaves.
+    def with_merged(self, ended: Ended, merged: Leaves) -> TrainState:
+        """Return the device's state with the merged leaves of a mean.
 
         If means are applied late, the device's changes since are applied on top.
         """
-        rules, own, kept = self.merge_rules, merged, ended.after.averaging
-        for one in ended.later if self.late else ():
-            pairs = zip(own, one.model_state, strict=True)
-            own = [rules.changed(i, x, change) for i, (x, change) in enumerate(pairs)]
-        if kept is not None and kept.merged:
-            kept = kept.replace(merged=merged)
-        return self.with_leaves(ended.after.model_state, own), kept
-
-
-def _last_merged(state: TrainState) -> Leaves:
-    """Return the merged leaves as of the last mean, if means are applied late."""
-    return [] if state.averaging is None else state.averaging.merged
-
-
-def wide(leaf: Any) -> Any:
-    """Cast to float32, in which differences and means are computed."""
-    return leaf.astype(jnp.float32)
-
-
-def raw(leaf: Any) -> Any:
-    """Return the data of a PRNG key, which unlike the key can be copied to the host."""
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
-
-
-def like(new: Any, old: Any) -> Any:
-    """Invert `raw`."""
-    return jax.random.wrap_key_data(new, impl=jax.random.key_impl(old)) if _is_key(old) else new
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        after, own = ended.after, merged
+        for update in ended.later if self.late else ():
+            own = self.merge_rules.apply_changes(own, update.model_state)
+        if averaging_of(after).merged:
+            after = with_averaging(after, merged=merged)
+        return after.replace(model_state=self.merge.with_sent(after.model_state, own))

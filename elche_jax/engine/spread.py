@@ -49,8 +49,7 @@ def _difference(argument: str, of: str, values: PyTree, tree: PyTree, at: str = 
             place = f"{of}{at}" if unknown else f"{argument}{at}"
             return f"but in {place} {what} ({of}{at} has {', '.join(map(repr, wanted))})"
         for key, value in given.items():
-            below = jax.tree.structure(value), jax.tree.structure(wanted[key])
-            if below[0] != below[1] and not _fits(value, wanted[key]):
+            if not _fits(value, wanted[key]):
                 return _difference(argument, of, value, wanted[key], f"{at}[{key!r}]")
     if isinstance(values, list | tuple) and type(values) is type(tree):
         given, wanted = cast(Sequence[Any], values), cast(Sequence[Any], tree)

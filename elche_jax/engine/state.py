@@ -37,7 +37,7 @@ class TrainState:
     averaging: PyTree = None
 
     def replace(self, **changes: Any) -> "TrainState":
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return replace(self, **changes)
 
 
@@ -51,8 +51,8 @@ class PendingUpdate:
             before its local steps minus those after; empty if the device's state implies it.
         steps: Its weight: the sum of weights, or its number of optimizer steps; float32.
         own: Whether its result is finite.
-        model_state: For every leaf of model state that is merged, its value at the end, or,
-            if means are applied late, its change in the window, see `MergeRules.change`.
+        model_state: For every leaf of model state that is merged, its change in the window,
+            see `MergeRules.differences` and, if means are applied late, `MergeRules.changes`.
     """
 
     progress: list[Any]
@@ -87,5 +87,17 @@ class AveragingState:
     pending: tuple[PendingUpdate, ...] = ()
 
     def replace(self, **changes: Any) -> "AveragingState":
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return replace(self, **changes)
+
+
+def averaging_of(state: TrainState) -> AveragingState:
+    """Return the averaging state, empty if there is none."""
+    return state.averaging or AveragingState()
+
+
+def with_averaging(state: TrainState, **changes: Any) -> TrainState:
+    """Replace fields of the averaging state, if there is one."""
+    if state.averaging is None:
+        return state
+    return state.replace(averaging=state.averaging.replace(**changes))

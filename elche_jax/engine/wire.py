@@ -73,31 +73,28 @@ def decoded(sent: Encoded) -> Leaves:
     return [q.astype(np.float32) * scale for q, scale in zip(sent.arrays, sent.scales, strict=True)]
 
 
-def sum_int8(sent: Encoded, weight: Any | None, size: int) -> Leaves:
+def sum_int8(sent: Encoded, weight: Any | None) -> Leaves:
     """Sum int8 arrays over devices, weighted and in float32, inside a mapped function.
 
     Args:
         sent: The device's encoded arrays.
         weight: Its weight; None for 1.
-        size: Number of devices.
 
     Returns:
         `sum over devices of weight * array`, the same on all devices.
     """
-    del size
     flat = jnp.concatenate([q.reshape(-1) for q in sent.arrays])
     everyone = jax.lax.all_gather(flat, AXIS)  # (devices, elements), int8
     scales = sent.scales if weight is None else sent.scales * weight
     factors = jax.lax.all_gather(scales, AXIS)  # (devices, arrays)
-    sums, at = [], 0
-    for i, q in enumerate(sent.arrays):
-        rows = everyone[:, at : at + q.size].astype(jnp.float32)
-        sums.append((rows * factors[:, i, None]).sum(axis=0).reshape(q.shape))
-        at += q.size
-    return sums
+    levels = jnp.split(everyone, np.cumsum([q.size for q in sent.arrays])[:-1], axis=1)
+    return [
+        (rows.astype(jnp.float32) * factors[:, i, None]).sum(axis=0).reshape(q.shape)
+        for i, (rows, q) in enumerate(zip(levels, sent.arrays, strict=True))
+    ]
 
 
-def sum_bfloat16(sent: Encoded, weight: Any | None, size: int) -> Leaves:
+def sum_bfloat16(sent: Encoded, weight: Any | None) -> Leaves:
     """Sum bfloat16 arrays over devices, with two bytes per number on the wire.
 
     Every device sums one slice of the numbers in float32, and the sums are exchanged as
@@ -109,6 +106,7 @@ def sum_bfloat16(sent: Encoded, weight: Any | None, size: int) -> Leaves:
     if not sum(buffer.size for buffer in buffers):
         return decoded(sent)
     flat = jnp.concatenate([buffer.reshape(-1) for buffer in buffers])
+    size = jax.lax.axis_size(AXIS)
     padded = jnp.pad(flat, (0, -flat.size % size))
     mine = jax.lax.all_to_all(padded.reshape(size, -1), AXIS, 0, 0).astype(jnp.float32)
     if weight is not None:
@@ -116,11 +114,9 @@ def sum_bfloat16(sent: Encoded, weight: Any | None, size: int) -> Leaves:
         mine = jnp.where(weights > 0, mine * weights, 0)
     part = mine.sum(axis=0).astype(jnp.bfloat16)
     whole = jax.lax.all_gather(part, AXIS, tiled=True).astype(jnp.float32)
-    ends = np.cumsum([0, *(buffer.size for buffer in buffers)])
-    summed = [
-        whole[begin:end].reshape(buffer.shape)
-        for buffer, begin, end in zip(buffers, ends[:-1], ends[1:], strict=True)
-    ]
+    ends = np.cumsum([buffer.size for buffer in buffers])
+    parts = jnp.split(whole[: flat.size], ends[:-1])
+    summed = [x.reshape(buffer.shape) for x, buffer in zip(parts, buffers, strict=True)]
     return packing.unpack(summed, AXIS)
 
 

@@ -150,9 +150,8 @@ def adopt(
     *older, last = _idle(kept, merge)
     now = jax.tree.leaves(selection.split(state.params)[0])
     progress = [np.subtract(x, y, dtype=np.float32) for x, y in zip(kept.base, now, strict=True)]
-    rules, own = merge.sent, merge.of_sent(state.model_state)
-    pairs = zip(kept.merged, own, strict=True)
-    merged = [np.asarray(rules.change(i, x, y)) for i, (x, y) in enumerate(pairs)]
+    own = merge.of_sent(state.model_state)
+    merged = [np.asarray(leaf) for leaf in merge.sent.changes(kept.merged, own)]
     last = replace(last, progress=progress, steps=kept.steps[..., 0], model_state=merged)
     return state.replace(averaging=kept.replace(pending=(*older, last)))
 

@@ -14,12 +14,12 @@ from elche_jax.engine.wire import encode, sum_bfloat16
 SIZES = (0, 1, 7, PACK_BELOW // 4 - 1, PACK_BELOW // 4, PACK_BELOW // 4 + 3)
 
 
-def psum_bfloat16(tree, axis_name, world):
+def psum_bfloat16(tree, axis_name):
     """A sum over devices with two bytes per number on the wire."""
     assert axis_name == AXIS
     leaves, structure = jax.tree.flatten(tree)
     sent, _ = encode(leaves, [], True, "bfloat16")
-    return structure.unflatten(sum_bfloat16(sent, None, world))
+    return structure.unflatten(sum_bfloat16(sent, None))
 
 
 def mapped(fn, world):
@@ -83,12 +83,12 @@ def test_two_bytes_on_the_wire_err_by_two_roundings(world, data):
 
 def test_two_bytes_on_the_wire_of_no_numbers():
     tree = {"none": np.zeros((2, 0, 3), "float32")}
-    got = mapped(lambda t: psum_bfloat16(t, AXIS, 2), 2)(tree)
+    got = mapped(lambda t: psum_bfloat16(t, AXIS), 2)(tree)
     assert (got["none"].shape, got["none"].dtype) == ((2, 0, 3), "float32")
 
 
 def _rounded(world):
-    fn = mapped(lambda t: psum_bfloat16(t, AXIS, world), world)
+    fn = mapped(lambda t: psum_bfloat16(t, AXIS), world)
     return lambda tree: fn(tree)
 
 
@@ -98,12 +98,12 @@ PROGRAMS = {world: _rounded(world) for world in (2, 3)}
 def test_sums_are_made_in_float32():
     """In bfloat16 sums 256 + 1 would stay 256 for ever: three devices' ones are not lost."""
     values = np.array([[256.0], [1.0], [1.0]], np.float32)
-    got = mapped(lambda t: psum_bfloat16(t, AXIS, 3), 3)(values)
+    got = mapped(lambda t: psum_bfloat16(t, AXIS), 3)(values)
     assert np.asarray(got).tolist() == [[258.0]] * 3
 
 
 def test_only_two_bytes_per_number_travel():
-    text = mapped(lambda t: psum_bfloat16(t, AXIS, 2), 2).lower(np.ones((2, 64), "f")).as_text()
+    text = mapped(lambda t: psum_bfloat16(t, AXIS), 2).lower(np.ones((2, 64), "f")).as_text()
     moves = [line for line in text.splitlines() if "all_to_all" in line or "all_gather" in line]
     kinds = [line.rsplit(":", 1)[1] for line in moves if ":" in line]
     assert len(kinds) >= 2
@@ -112,9 +112,9 @@ def test_only_two_bytes_per_number_travel():
 
 def test_what_is_not_finite_stays_so():
     values = np.array([[np.nan, np.inf, 1], [1, 1, 1]], np.float32)
-    got = np.asarray(mapped(lambda t: psum_bfloat16(t, AXIS, 2), 2)(values))
+    got = np.asarray(mapped(lambda t: psum_bfloat16(t, AXIS), 2)(values))
     assert np.isnan(got[:, 0]).all() and np.isposinf(got[:, 1]).all() and (got[:, 2] == 2).all()
 
 
 def test_nothing_to_exchange():
-    assert mapped(lambda t: (psum_bfloat16([], AXIS, 2), t), 2)(np.ones(2))[0] == []
+    assert mapped(lambda t: (psum_bfloat16([], AXIS), t), 2)(np.ones(2))[0] == []

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from reduced import TRANSPORTS, contribution, reduced
 
-from elche_jax.engine.gradient import GradientRule
 from elche_jax.engine.merge import resolve_merge
 from elche_jax.engine.reduce import Reduction
 from elche_jax.engine.wire import Encoded
@@ -38,17 +37,18 @@ def merge(rules, before, after, weights):
     """Merges with the library, on either transport; a device without weight keeps what it had."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), before)
     resolved = resolve_merge(rules, shapes)
-    rule = GradientRule(work=None, tx=None, size=len(after), merge=resolved)
     start, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, before))
     leaves = [jax.tree.leaves(jax.tree.map(jnp.asarray, one)) for one in after]
     each = [
-        contribution(Encoded([]), weight, rule.brought(resolved, start, one))
+        contribution(Encoded([]), weight, resolved.differences(start, one))
         for one, weight in zip(leaves, weights, strict=True)
     ]
     made = []
     for transport in TRANSPORTS:
         mean, _ = reduced(transport, Reduction(resolved), each)
-        leaves = rule.taken(resolved, start, *jax.tree.map(jnp.asarray, (mean.state, mean.spread)))
+        leaves = resolved.apply_differences(
+            start, *jax.tree.map(jnp.asarray, (mean.state, mean.spread))
+        )
         made.append(jax.tree.map(np.asarray, structure.unflatten(leaves)))
     for mine, theirs in zip(*map(jax.tree.leaves, made), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)

@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 
-from elche_jax.engine.collective import CollectiveProgram, with_averaging
+from elche_jax.engine.collective import CollectiveProgram
 from elche_jax.engine.reduce import Contribution, Mean
 from elche_jax.engine.rule import Ended, Rule
-from elche_jax.engine.state import PendingUpdate, TrainState
+from elche_jax.engine.state import PendingUpdate, TrainState, with_averaging
 from elche_jax.engine.trainable import Selection
 
 PyTree = Any

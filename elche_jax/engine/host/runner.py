@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from elche_jax.engine.collective import with_averaging
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.host.average import HostAverage
@@ -29,7 +28,12 @@ from elche_jax.engine.mapped import PerDeviceJit, stack_shards, stacked_sharding
 from elche_jax.engine.reduce import Mean
 from elche_jax.engine.replicas import is_key, is_stacked, replicate
 from elche_jax.engine.runner import Call, Launch, new_number, signature, zeros
-from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
+from elche_jax.engine.state import (
+    AveragingState,
+    PendingUpdate,
+    TrainState,
+    with_averaging,
+)
 
 PyTree = Any
 _FLAG = jax.ShapeDtypeStruct((), jnp.bool_)
@@ -309,7 +313,7 @@ class HostRunner:
         rule = self._program.rule
         model_state = []
         if rule.late:
-            now = rule.merged_leaves(session.parts[rank].model_state)
+            now = rule.merge.of_sent(session.parts[rank].model_state)
             changes = rule.merge_rules.unchanged(now)
             model_state = jax.device_put(changes, self.lane.devices[rank])
         steps = jax.device_put(np.zeros(1, np.float32), self.lane.devices[rank])
@@ -322,7 +326,7 @@ class HostRunner:
         """
         rule, own = self._program.thin, session.parts[rank]
         healthy = rule.agreed(session.parts[session.present[0]])
-        sent = rule.merged_leaves(healthy.model_state)
+        sent = rule.merge.of_sent(healthy.model_state)
         kept: AveragingState | None = healthy.averaging
         if kept is not None:  # no steps since the last mean, and no rounding errors
             steps, error = jax.tree.map(_zeros_like, (kept.steps, kept.error))
@@ -335,7 +339,7 @@ class HostRunner:
         if not there or not rule.apart:
             kept_apart = jax.device_put((healthy.opt_state, healthy.model_state), device)
         opt_state, model_state = kept_apart
-        model_state = rule.with_leaves(model_state, sent)
+        model_state = rule.merge.with_sent(model_state, sent)
         session.parts[rank] = state.replace(opt_state=opt_state, model_state=model_state)
         session.fine[rank] = self._flags(rank)[True]
         for window in session.begun:
