@@ -11,7 +11,7 @@ from waits import eventually
 
 import elche_jax as elche
 from elche_jax.engine.host.average import HostAverage
-from elche_jax.engine.host.coordinator import Limits
+from elche_jax.engine.host.coordinator import Coordinator, Limits
 from elche_jax.engine.host.exchange import LiveExchange
 from elche_jax.engine.host.program import Delivery
 from elche_jax.engine.merge import MergeRules
@@ -61,28 +61,27 @@ class Setup:
     def __init__(self, world=2, averaging=AVERAGE, **limits):
         self.world, self.log, self.gates = world, Log(), Gates()
         limits = Limits(**{"timeout_s": 30.0, "ahead": True} | limits)
-        self.exchange = LiveExchange(
-            world, averaging, limits, self.gates.seconds, self.log.done, self.log.learned,
-            self.log.failed,
-        )  # fmt: skip
+        log = self.log
+        self.coordinator = Coordinator(world, limits, log.done, log.learned, log.failed)
+        self.exchange = LiveExchange(self.coordinator, averaging, self.gates.seconds)
 
     def launch(self, number, counts):
-        self.exchange.admit(counts)
+        self.coordinator.admit(counts)
         self.begin(number, counts)
         self.exchange.combining(number, 0.0, None)
 
     def begin(self, number, counts, at=0.0, absent=()):
         made = [None if r in absent else delivery(count) for r, count in enumerate(counts)]
-        ahead = self.exchange.limits.ahead
+        ahead = self.coordinator.limits.ahead
         self.exchange.launch(number, at, counts, number, made, ahead)
 
     def has_room(self, counts):
-        with self.exchange._coordinator.changed:
-            return self.exchange._coordinator._has_room(counts)
+        with self.coordinator.changed:
+            return self.coordinator._has_room(counts)
 
     def admitted(self, counts):
         """A thread that waits for room; it ends when there is some."""
-        thread = threading.Thread(target=self.exchange.admit, args=(counts,))
+        thread = threading.Thread(target=self.coordinator.admit, args=(counts,))
         thread.start()
         return thread
 
@@ -128,13 +127,13 @@ def test_a_window_is_over_when_all_have_delivered(setup):
     one = setup(3)
     one.launch(1, (2, 1, 1))
     one.gates.open(1, 0, 2)
-    assert one.windows == [] and one.exchange.closed() == []
+    assert one.windows == [] and one.coordinator.closed() == []
     one.gates.open(1, 1)
     one.wait_over(1)
-    ((number, outcome),) = one.exchange.closed()
+    ((number, outcome),) = one.coordinator.closed()
     assert number == 1 and outcome.late == () and outcome.ahead
     np.testing.assert_allclose(outcome.average.metrics["share"], [0.5, 0.25, 0.25])
-    assert one.exchange.closed() == []
+    assert one.coordinator.closed() == []
 
 
 def test_windows_are_closed_in_order(setup):
@@ -145,7 +144,7 @@ def test_windows_are_closed_in_order(setup):
         for number in (1, 2, 3):
             one.gates.open(number, rank)
     one.wait_over(1, 2, 3)
-    assert [number for number, _ in one.exchange.closed()] == [1, 2, 3]
+    assert [number for number, _ in one.coordinator.closed()] == [1, 2, 3]
 
 
 def test_who_is_late_is_not_waited_for_until_it_owes_nothing(setup):
@@ -219,7 +218,7 @@ def test_the_times_of_a_device_that_is_late_again_are_learned(setup):
     one.gates.open(3, 0, 1)
     one.launch(3, (1, 1))
     one.wait_over(1, 2, 3)
-    assert one.exchange._coordinator.incidents == [0, 0] and one.exchange._coordinator.tardy == {}
+    assert one.coordinator.incidents == [0, 0] and one.coordinator.tardy == {}
 
 
 # -- how far a device may run ahead
@@ -268,7 +267,7 @@ def test_what_was_delivered_bounds_but_the_average_does_not(setup):
     for one in (by_average, by_delivery):
         one.launch(1, (2, 2))
         one.gates.open(1, 0, 1)
-    eventually(lambda: all(by_delivery.exchange._coordinator.windows[1].got))
+    eventually(lambda: all(by_delivery.coordinator.windows[1].got))
     free = by_delivery.admitted((2, 2))
     free.join(30)
     assert not free.is_alive() and not by_average.has_room((2, 2))
@@ -303,20 +302,20 @@ def test_a_window_is_over_only_when_the_loop_is_ready_to_hear_of_it(setup):
     one = setup(2)
     one.gates.open(1, 0, 1)
     one.begin(1, (1, 1))
-    eventually(lambda: one.exchange._coordinator.windows[1].average is not None)
+    eventually(lambda: one.coordinator.windows[1].average is not None)
     assert one.windows == []
     one.exchange.combining(1, 0.0, None)
-    assert one.windows == [1] and one.exchange._coordinator.windows == {}
+    assert one.windows == [1] and one.coordinator.windows == {}
 
 
 def test_without_running_ahead_it_is_over_when_it_was_applied(setup):
     one = setup(2, ahead=False)
     one.launch(1, (1, 1))
     one.gates.open(1, 0, 1)
-    outcome = one.exchange.outcome(1)
-    assert one.windows == [] and one.exchange.closed() == [] and not outcome.ahead
-    first, second = one.exchange._coordinator.windows[1].ends
-    one.exchange.applied(1, [first + 0.5, second + 0.75])
+    outcome = one.coordinator.outcome(1)
+    assert one.windows == [] and one.coordinator.closed() == [] and not outcome.ahead
+    first, second = one.coordinator.windows[1].ends
+    one.coordinator.applied(1, [first + 0.5, second + 0.75])
     assert one.windows == [1]
     times = one.log.over[0][0]
     np.testing.assert_allclose((times.sync_ms, times.skew_ms), (500, 250), rtol=1e-6)
@@ -328,10 +327,10 @@ def test_nobody_hears_of_a_window_that_was_abandoned(setup, closed_first):
     one.begin(1, (1, 1))
     if closed_first:
         one.gates.open(1, 0, 1)
-        eventually(lambda: one.exchange._coordinator.windows[1].average is not None)
-    one.exchange.abandon(1)
+        eventually(lambda: one.coordinator.windows[1].average is not None)
+    one.coordinator.abandon(1)
     one.gates.open(1, 0, 1)
-    eventually(lambda: one.exchange._coordinator.windows == {})
+    eventually(lambda: one.coordinator.windows == {})
     one.exchange.combining(1, 0.0, None)
     assert one.windows == []
 
@@ -347,7 +346,7 @@ def test_close_ends_the_threads_and_whoever_waits():
 
     def wait():
         try:
-            one.exchange.admit((1, 1))
+            one.coordinator.admit((1, 1))
         except RuntimeError as error:
             raised.append(str(error))
 
@@ -364,9 +363,9 @@ def test_close_ends_the_threads_and_whoever_waits():
 def test_whoever_waits_hears_of_a_close():
     one = Setup(2, ahead=False)
     one.launch(1, (1, 1))
-    one.exchange._coordinator.stop.set()
+    one.coordinator.stop.set()
     with pytest.raises(RuntimeError, match=r"^train: the windows of this run were closed while it"):
-        one.exchange.outcome(1)
+        one.coordinator.outcome(1)
     one.gates.open(1, 0, 1)
     one.exchange.close()
 
@@ -395,7 +394,7 @@ def test_an_exception_in_a_thread(setup, where):
     eventually(lambda: len(one.log.errors) == 1)
     assert isinstance(one.log.errors[0], error)
     with pytest.raises(error):
-        one.exchange.admit((1, 1))
+        one.coordinator.admit((1, 1))
 
 
 def names():

@@ -17,7 +17,6 @@ from waits import eventually
 
 import elche_jax as elche
 from elche_jax.engine.host.coordinator import Coordinator
-from elche_jax.engine.host.exchange import LiveExchange
 from elche_jax.lab import EmulatedSpeeds, ExtraWork
 
 HOST = elche.DDPConfig(exchange="host")
@@ -749,7 +748,7 @@ def test_an_interrupt_while_the_loop_waits(late, monkeypatch):
         config=ahead(max_overshoot=0) if late else HOST,
     )  # fmt: skip
     state, at = train.init(params()), "admit" if late else "outcome"
-    method, calls = getattr(LiveExchange, at), []
+    method, calls = getattr(Coordinator, at), []
 
     def interrupted(exchange, *args):
         calls.append(args)
@@ -758,7 +757,7 @@ def test_an_interrupt_while_the_loop_waits(late, monkeypatch):
         return method(exchange, *args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(LiveExchange, at, interrupted)
+        patched.setattr(Coordinator, at, interrupted)
         with pytest.raises(KeyboardInterrupt), train.windows(data(18), BATCH) as windows:
             for window in windows:
                 state, _ = train(state, window)

@@ -87,12 +87,12 @@ class OpenWindow:
         at: When the dispatch began.
         counts: Microbatches.
         step: Index of the window in the training state.
+        absent: Ranks of the devices that got no programs.
+        ahead: Whether the loop continues before the window is closed.
         got: Deliveries so far.
         ends: When the device was done; None if unknown.
         begins: When the device began.
         gaps: Seconds for which the device was idle before.
-        absent: Ranks of the devices that got no programs.
-        ahead: Whether the loop continues before the window is closed.
         first: When the first device with work delivered.
         average: The average, from the close of the window until it was reported.
         late: Ranks of the devices with work that are not part of the average.
@@ -100,7 +100,7 @@ class OpenWindow:
         applied: When the devices had applied the average, if the loop waits for that.
         registered: Whether the loop allows it to be reported.
         closing: Whether averaging has begun: deliveries from now on are too late.
-        told: Whether reporting has begun, or the window was abandoned.
+        claimed: Whether a thread reports it or has done so, or it was abandoned.
         reported: Whether reporting has finished.
     """
 
@@ -108,12 +108,12 @@ class OpenWindow:
     at: float
     counts: tuple[int, ...]
     step: int
-    got: list[Delivery | None]
-    ends: list[float | None]
-    begins: list[float]
-    gaps: list[float]
     absent: frozenset[int]
     ahead: bool
+    got: list[Delivery | None] = field(init=False)
+    ends: list[float | None] = field(init=False)
+    begins: list[float] = field(init=False)
+    gaps: list[float] = field(init=False)
     first: float | None = None
     average: Average | None = None
     late: tuple[int, ...] = ()
@@ -121,8 +121,13 @@ class OpenWindow:
     applied: tuple[float, ...] | None = None
     registered: bool = False
     closing: bool = False
-    told: bool = False
+    claimed: bool = False
     reported: bool = False
+
+    def __post_init__(self) -> None:
+        n = len(self.counts)
+        self.got, self.ends = [None] * n, [None] * n
+        self.begins, self.gaps = [self.at] * n, [0.0] * n
 
     @property
     def will_be_known(self) -> bool:
@@ -157,7 +162,7 @@ class Coordinator:
         free: By rank, when the device delivered last.
         incidents: By rank, how often the device became late since it was last on time.
         windows: Windows that are not over, by number, oldest first.
-        closed: Windows that were closed and not applied, if devices run ahead.
+        unread: Closed windows that the loop has not read yet, if devices run ahead.
         tardy: Windows that are over, with deliveries of late devices still to come.
         error: The first exception raised in a thread.
     """
@@ -174,7 +179,7 @@ class Coordinator:
     free: list[float | None] = field(default_factory=list)
     incidents: list[int] = field(default_factory=list)
     windows: dict[int, OpenWindow] = field(default_factory=dict)
-    closed: deque[tuple[int, Outcome]] = field(default_factory=deque)
+    unread: deque[tuple[int, Outcome]] = field(default_factory=deque)
     tardy: dict[int, OpenWindow] = field(default_factory=dict)
     error: BaseException | None = None
 
@@ -186,63 +191,64 @@ class Coordinator:
     # -- the loop --------------------------------------------------------------------
 
     def admit(self, counts: tuple[int, ...]) -> frozenset[int]:
+        """Wait until a window of these counts takes no device too far ahead.
+
+        Returns:
+            The ranks that are late then, never all of them.
+        """
         with interruptible(), self.changed:
             self._until(lambda: self._has_room(counts))
             return frozenset(self.late)
 
-    def open(
-        self,
-        number: int,
-        at: float,
-        counts: tuple[int, ...],
-        step: int,
-        absent: frozenset[int],
-        ahead: bool,
-    ) -> None:
+    def open(self, window: OpenWindow) -> None:
+        """Add a window that is being launched."""
         with self.changed:
-            n = self.world_size
-            self.windows[number] = OpenWindow(
-                number, at, counts, step, [None] * n, [None] * n, [at] * n,
-                self._gaps(at, absent) if ahead else [0.0] * n, absent, ahead,
-            )  # fmt: skip
-            self.owed = [owed + (rank not in absent) for rank, owed in enumerate(self.owed)]
+            if window.ahead:
+                window.gaps = self._gaps(window.at, window.absent)
+            self.windows[window.number] = window
+            self.owed = [owed + (rank not in window.absent) for rank, owed in enumerate(self.owed)]
             self.changed.notify_all()
 
-    def wait(self, number: int) -> Outcome:
+    def outcome(self, number: int) -> Outcome:
+        """Wait until a window is closed."""
         with interruptible(), self.changed:
             window = self.windows[number]
             self._until(lambda: window.average is not None)
             return self._outcome(window)
 
-    def take_closed(self) -> list[tuple[int, Outcome]]:
+    def closed(self) -> list[tuple[int, Outcome]]:
+        """Return the windows closed since the last call, in order."""
         with self.changed:
-            taken = list(self.closed)
-            self.closed.clear()
-            return taken
+            closed, self.unread = self.unread, deque()
+            return list(closed)
 
     def next_closed(self) -> tuple[int, Outcome]:
+        """Wait for the oldest closed window that was not returned yet."""
         with interruptible(), self.changed:
-            self._until(lambda: bool(self.closed))
-            return self.closed.popleft()
+            self._until(lambda: bool(self.unread))
+            return self.unread.popleft()
 
-    def applied(self, number: int, ends: tuple[float, ...]) -> None:
+    def applied(self, number: int, ends: Sequence[float]) -> None:
+        """Record when the devices had applied the average of a window."""
         with self.changed:
-            self.windows[number].applied = ends
-        self._tell(number)
+            self.windows[number].applied = tuple(ends)
+        self._report(number)
 
     def register(self, number: int) -> None:
+        """Allow `done` to be called with a window."""
         with self.changed:
             if number in self.windows:
                 self.windows[number].registered = True
-        self._tell(number)
+        self._report(number)
 
     def abandon(self, number: int) -> None:
+        """Never report a window."""
         with self.changed:
             window = self.windows.get(number)
             if window is not None and window.average is not None:
                 del self.windows[number]
             elif window is not None:  # `close` removes it
-                window.told = True
+                window.claimed = True
 
     def _gaps(self, at: float, absent: frozenset[int]) -> list[float]:
         """Return each device's idle time so far; for those without programs, the longest."""
@@ -272,6 +278,7 @@ class Coordinator:
     # -- the threads -----------------------------------------------------------------
 
     def delivered(self, rank: int, number: int, now: float, delivery: Delivery) -> None:
+        """Record a delivery."""
         learned = None
         with self.changed:
             begin, self.free[rank] = self.free[rank], now
@@ -330,24 +337,28 @@ class Coordinator:
             return None
 
     def close(self, window: OpenWindow, average: Average) -> None:
+        """Record the average of a window."""
         with self.changed:
             window.average = average
             window.got = []
             if window.ahead:
-                self.closed.append((window.number, self._outcome(window)))
-            if window.told:
+                self.unread.append((window.number, self._outcome(window)))
+            if window.claimed:
                 del self.windows[window.number]
             self.changed.notify_all()
-        self._tell(window.number)
+        self._report(window.number)
 
     def failed(self, error: BaseException) -> None:
+        """Record an exception raised in a thread."""
         with self.changed:
             if self.error is None:
                 self.error = error
             self.changed.notify_all()
         self.failed_(error)
 
-    def wake(self) -> None:
+    def end(self) -> None:
+        """Stop everyone who waits."""
+        self.stop.set()
         with self.changed:
             self.changed.notify_all()
 
@@ -361,12 +372,12 @@ class Coordinator:
         known = window.will_be_known
         return Outcome(window.average, window.late, window.missing, window.ahead, known)
 
-    def _tell(self, number: int) -> None:
+    def _report(self, number: int) -> None:
         with self.changed:
             window = self.windows.get(number)
-            if window is None or window.told or not window.complete:
+            if window is None or window.claimed or not window.complete:
                 return
-            window.told = True
+            window.claimed = True  # by this thread: `done` is called without the lock
             del self.windows[number]
             if window.will_be_known:
                 self.tardy[number] = window

@@ -6,6 +6,7 @@ a fast device never waits unless the limits say so.
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,13 +16,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from elche_jax.engine.axis import DeviceAxis
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.host.average import HostAverage
-from elche_jax.engine.host.coordinator import Done, Failed, Learned, Limits, Outcome
+from elche_jax.engine.host.coordinator import (
+    Coordinator,
+    Done,
+    Failed,
+    Learned,
+    Limits,
+    Outcome,
+)
 from elche_jax.engine.host.exchange import LiveExchange
 from elche_jax.engine.host.program import Delivery, HostProgram
-from elche_jax.engine.host.session import Begun, Session, keeping
+from elche_jax.engine.host.session import Begun, Session
 from elche_jax.engine.lane import Lane
 from elche_jax.engine.loop import Seconds
 from elche_jax.engine.mapped import PerDeviceJit, stack_shards, stacked_sharding
@@ -96,28 +105,31 @@ class HostRunner:
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
         carried = jax.eval_shape(program.zeros, one)
         self._averaging = HostAverage(program.rule.reduction(one))
-        (_, pending, _), _ = jax.eval_shape(
-            partial(program.deliver, 0), self._thin(one), carried, _FLAG, _FLAG
-        )
-        means = [self._mean_shapes(part, self._thin(one), carried) for part in self._parts]
-        shapes = (program.reads(one), self._thin(one), carried, means, pending)
-        self._shapes = Shapes(*map(_one_each, shapes))
+        thin = self._thin(one)
+
+        def reduced(part: int, state: TrainState, carried: PyTree) -> Any:
+            (_, pending, delivery), _ = program.deliver(part, state, carried, False, True)
+            # with one device, so that nothing is exchanged; shapes do not depend on their number
+            return pending, *self._averaging.reduction(DeviceAxis(1), delivery.brought, 0)
+
+        made = [jax.eval_shape(partial(reduced, part), thin, carried) for part in self._parts]
+        pending, _, self._metrics = made[0]
+        means = [mean for _, mean, _ in made]
+        self._shapes = Shapes(*map(_one_each, (program.reads(one), thin, carried, means, pending)))
         self._local_shape = carried
         self._locals: list[PyTree] = []
-        self.left: Session | None = None
-        self._bools: dict[int, tuple[Any, Any]] = {}
+        self._left: Session | None = None
+        # False and True on every device, which are never donated
+        bools = [np.zeros(1, bool), np.ones(1, bool)]
+        self._flags = [jax.device_put(bools, device) for device in devices]
 
-    def watch(self, done: Done, learned: Learned, failed: Failed) -> LiveExchange:
-        """Start the exchange of a run; its threads end when it is closed."""
-        return self._exchange(self.limits, done, learned, failed)
-
-    def _exchange(
-        self, limits: Limits, done: Done, learned: Learned, failed: Failed
+    def watch(
+        self, done: Done, learned: Learned, failed: Failed, limits: Limits | None = None
     ) -> LiveExchange:
-        size = self.lane.world_size
-        return LiveExchange(
-            size, self._averaging, limits, self._seconds, done, learned, failed, keeping(self)
-        )
+        """Start the exchange of a run; its threads end when it is closed."""
+        limits = limits or self.limits
+        coordinator = Coordinator(self.lane.world_size, limits, done, learned, failed)
+        return LiveExchange(coordinator, self._averaging, self._seconds, self._keep)
 
     def fuses(self, payload: Payload) -> bool:
         """Return False: a window's end cannot be fused with its last call."""
@@ -127,12 +139,12 @@ class HostRunner:
     def begin(self, calls: Sequence[Call]) -> None:
         """Compile the programs of a window before it is dispatched, see `Runner.begin`."""
         for call in calls:
-            self._accumulators(call.payload)
+            self._get(self._accumulators(call.payload))
         for part in self._parts:
-            self._delivering(part)
+            self._get(self._delivering(part))
             # devices that run ahead may meet any of these numbers in the middle of a run
             for later in self._laters():
-                self._applying(part, later)
+                self._get(self._applying(part, later))
         self._locals = self._local_steps()
         self.begun = True
 
@@ -157,7 +169,7 @@ class HostRunner:
         del fused
         if isinstance(launch.watch, LiveExchange):
             return self._run(launch.watch, state, calls, launch)
-        alone = self._exchange(replace(self.limits, ahead=False), _ignore, _ignore, _ignore)
+        alone = self.watch(_ignore, _ignore, _ignore, replace(self.limits, ahead=False))
         try:  # a window of a run that was closed before
             return self._run(alone, state, calls, launch)
         finally:
@@ -165,17 +177,16 @@ class HostRunner:
 
     def release(self) -> None:
         """Free the memory of the devices' carries."""
-        self._locals, self.left = [], None
+        self._locals, self._left = [], None
 
     def ready(self, payload: Payload) -> bool:
         """Return whether the programs for data of these shapes are compiled."""
-        programs = [self._accumulate_program(rank, payload) for rank in range(len(self))]
-        return all(self._cache.ready(key) for key, _ in programs)
+        return all(self._cache.ready(key) for key, _ in self._accumulators(payload))
 
     def prepare(self, payload: Payload) -> None:
         """Compile the programs for data of these shapes, in the background."""
-        for rank in range(len(self)):
-            self._cache.prepare(*self._accumulate_program(rank, payload))
+        for program in self._accumulators(payload):
+            self._cache.prepare(*program)
 
     def __len__(self) -> int:
         return self.lane.world_size
@@ -185,37 +196,39 @@ class HostRunner:
     def _run(
         self, exchange: LiveExchange, state: TrainState, calls: Sequence[Call], launch: Launch
     ) -> tuple[TrainState, dict[str, Any], Any]:
-        session = exchange.session or self._left_of(state)
+        coordinator, session = exchange.coordinator, exchange.session
+        if session is None:  # perhaps an earlier run has left one for this state
+            session, self._left = self._left, None
         known = session is not None and session.state() is state
         # a state that this run did not return cannot get this window's average later
-        ahead = exchange.limits.ahead and (known or not exchange.used)
+        ahead = coordinator.limits.ahead and (known or not exchange.used)
         if session is None or not known:
             session = self._begin(state)
         exchange.session = None  # after an exception below, the next call starts a new session
         counts = tuple(sum(call.ranges[r].count for call in calls) for r in range(len(self)))
         try:
             # a device that is back has the state of the others at the last window, see `_restore`
-            session.absent = set(exchange.admit(counts))
+            session.absent = set(coordinator.admit(counts))
             launch = replace(launch, at=time.perf_counter())
             if self.limits.delay is None:
                 due = [session.due.popleft() for _ in range(len(session.due))]
-                self._take_up(session, [*due, *exchange.closed()])
+                self._apply_closed(session, [*due, *coordinator.closed()])
             reports = self._program.rule.reports(session.parts[session.present[0]])
             self._launch(session, calls, exchange, launch, counts, catch_up=not known, ahead=ahead)
             if not ahead:
-                outcome = exchange.outcome(launch.number)
+                outcome = coordinator.outcome(launch.number)
                 session.absent.update(outcome.missing)
-                self._take_up(session, [(launch.number, outcome)])
-                self._await_applied(session, exchange, launch.number, outcome)
+                self._apply_closed(session, [(launch.number, outcome)])
+                coordinator.applied(launch.number, self._await_applied(session, outcome))
             while self.limits.delay is not None and len(session.begun) > self.limits.delay:
-                due = session.due.popleft() if session.due else exchange.next_closed()
-                self._take_up(session, [due])
+                due = session.due.popleft() if session.due else coordinator.next_closed()
+                self._apply_closed(session, [due])
             for rank in session.absent:
                 self._restore(session, rank)
             new = self._whole(session, state)
         except BaseException:
             self._locals = []
-            exchange.abandon(launch.number)
+            coordinator.abandon(launch.number)
             raise
         session.state = weakref.ref(new)
         exchange.session = session
@@ -226,10 +239,22 @@ class HostRunner:
         metrics |= {name: value[0] for name, value in reports.items()}
         return new, metrics, metrics["finite"]
 
-    def _left_of(self, state: TrainState) -> Session | None:
-        """Return the session that an earlier run left for this state, with its windows."""
-        session, self.left = self.left, None
-        return session if session is not None and session.state() is state else None
+    def _keep(self, session: Session, closed: list[tuple[int, Outcome]]) -> None:
+        """Keep the session of a run that ends for the next run, while its state is alive."""
+        state = session.state()
+        if state is None:
+            return
+        runner = weakref.ref(self)  # the session must not keep the runner alive
+
+        def forget(_: Any) -> None:
+            owner = runner()
+            if owner is not None:
+                owner._left = None
+
+        # numbers that do not collide: the next run counts from 1
+        session.begun = [replace(one, number=-i) for i, one in enumerate(session.begun)]
+        session.due = deque((-i, outcome) for i, (_, outcome) in enumerate(closed))
+        session.state, self._left = weakref.ref(state, forget), session
 
     def _begin(self, state: TrainState) -> Session:
         """Begin a new session; work that was never averaged goes with the next delivery."""
@@ -241,7 +266,7 @@ class HostRunner:
         while step is None:  # from the first device that is ready, as one of them may hang
             step = next((part.step for part in parts if part.step.is_ready()), None)
             time.sleep(0 if step is not None else 1e-3)
-        fine = [self._flags(rank)[True] for rank in ranks]
+        fine = [self._flags[rank][True] for rank in ranks]
         rest = [part_of(frozen, rank) for rank in ranks]
         return Session(parts, rest, int(np.asarray(step)[0]), fine, self._no_metrics())
 
@@ -259,7 +284,7 @@ class HostRunner:
         ranks = session.present
         reads = {rank: self._program.reads(self._full(session, rank)) for rank in ranks}
         for call in calls:
-            programs = self._accumulators(call.payload)
+            programs = self._get(self._accumulators(call.payload))
             for rank in ranks:
                 call_args = part_of(call.call_args, rank)
                 payload = part_of(call.payload, rank)
@@ -269,19 +294,19 @@ class HostRunner:
         deliveries: list[Delivery | None] = [None] * len(self)
         pending: list[PendingUpdate | None] = [None] * len(self)
         part, before = session.step % len(self._parts), list(session.parts)
-        programs = self._delivering(part)
+        programs = self._get(self._delivering(part))
         for rank in ranks:
-            flag, fine = self._flags(rank)[catch_up], session.fine[rank]
+            flag, fine = self._flags[rank][catch_up], session.fine[rank]
             (state, done, delivery), _ = programs[rank](before[rank], locals_[rank], flag, fine)
             session.parts[rank], pending[rank], deliveries[rank] = state, done, delivery
-            session.fine[rank] = self._flags(rank)[True]
+            session.fine[rank] = self._flags[rank][True]
         self._locals = locals_
         before = [] if self.limits.ahead else before
         session.begun.append(Begun(launch.number, part, pending, before))
         exchange.launch(launch.number, launch.at, counts, session.step, deliveries, ahead)
         session.step += 1
 
-    def _take_up(self, session: Session, closed: list[tuple[int, Outcome]]) -> None:
+    def _apply_closed(self, session: Session, closed: list[tuple[int, Outcome]]) -> None:
         """Apply averages on the devices, in the order of the windows."""
         for number, outcome in closed:
             if not session.begun or session.begun[0].number != number:
@@ -299,25 +324,20 @@ class HostRunner:
         later = [window for window in session.begun if window.pending[rank] is not None]
         pending = [window.pending[rank] for window in later]
         own = done.pending[rank] or self._nothing(session, rank)
-        apply = self._applying(done.part, len(later))[rank]
+        apply = self._get(self._applying(done.part, len(later)))[rank]
         before = state if self.limits.ahead else done.before[rank]
         (state, fine), _ = apply(before, state, mean, own, pending, fine)
         session.parts[rank], session.fine[rank] = state, fine
 
     def _nothing(self, session: Session, rank: int) -> PendingUpdate:
         """Return the update of a device in a window in which it got no programs."""
-        none = jax.device_put(
-            jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._shapes.pending.progress),
-            self.lane.devices[rank],
-        )
-        rule = self._program.rule
-        model_state = []
+        rule, changes = self._program.rule, []
         if rule.late:
             now = rule.merge.of_sent(session.parts[rank].model_state)
             changes = rule.merge_rules.unchanged(now)
-            model_state = jax.device_put(changes, self.lane.devices[rank])
-        steps = jax.device_put(np.zeros(1, np.float32), self.lane.devices[rank])
-        return PendingUpdate(none, steps, self._flags(rank)[True], model_state)
+        progress = jax.tree.map(zeros, self._shapes.pending.progress)
+        update = PendingUpdate(progress, np.zeros(1, np.float32), np.ones(1, bool), changes)
+        return jax.device_put(update, self.lane.devices[rank])
 
     def _restore(self, session: Session, rank: int) -> None:
         """Give a late device the last common state of the others, without waiting for it.
@@ -329,7 +349,7 @@ class HostRunner:
         sent = rule.merge.of_sent(healthy.model_state)
         kept: AveragingState | None = healthy.averaging
         if kept is not None:  # no steps since the last mean, and no rounding errors
-            steps, error = jax.tree.map(_zeros_like, (kept.steps, kept.error))
+            steps, error = jax.tree.map(zeros, (kept.steps, kept.error))
             kept = kept.replace(steps=steps, error=error)
         state = healthy.replace(opt_state=None, model_state=None, averaging=kept)
         device = self.lane.devices[rank]
@@ -341,30 +361,27 @@ class HostRunner:
         opt_state, model_state = kept_apart
         model_state = rule.merge.with_sent(model_state, sent)
         session.parts[rank] = state.replace(opt_state=opt_state, model_state=model_state)
-        session.fine[rank] = self._flags(rank)[True]
+        session.fine[rank] = self._flags[rank][True]
         for window in session.begun:
             window.pending[rank] = self._nothing(session, rank)
 
-    def _await_applied(
-        self, session: Session, exchange: LiveExchange, number: int, outcome: Outcome
-    ) -> None:
-        """Wait until all devices, except late ones, have applied the average."""
+    def _await_applied(self, session: Session, outcome: Outcome) -> list[float]:
+        """Wait until all devices, except late ones, have applied the average; return when."""
         ends = {}
         for rank in session.present:
             outcome.average.metrics["finite"] &= np.asarray(session.fine[rank])[0]
             ends[rank] = time.perf_counter()
-            session.fine[rank] = self._flags(rank)[True]  # it was read above
+            session.fine[rank] = self._flags[rank][True]  # it was read above
         last = max(ends.values())
-        exchange.applied(number, [ends.get(rank, last) for rank in range(len(self))])
+        return [ends.get(rank, last) for rank in range(len(self))]
 
     def _no_metrics(self) -> dict[str, Any]:
         """Return the metrics before the first average, all NaN."""
-        none, row = np.float32("nan"), np.full(len(self), np.nan, np.float32)
-        names, rows = (*self._program.rule.work.metrics, "loss", "weight"), ()
-        if self._averaging.reduction.weigh is not None:
-            names = (*names, "workers", "exchange_bytes")
-            rows = ("distance", "update_norm", "cosine", "share")
-        return dict.fromkeys(names, none) | dict.fromkeys(rows, row) | {"finite": np.bool_(True)}
+        metrics: dict[str, Any] = {
+            name: np.full((len(self),) * len(like.shape), np.nan, np.float32)
+            for name, like in self._metrics.items()
+        }
+        return metrics | {"finite": np.bool_(True)}
 
     # -- states: whole, and what the programs of a device take of them ----------------
 
@@ -402,37 +419,38 @@ class HostRunner:
         none = jax.tree.map(zeros, self._local_shape)
         return self._locals or [replicate(none, [device]) for device in self.lane.devices]
 
-    def _flags(self, rank: int) -> tuple[Any, Any]:
-        """Return False and True as arrays on a device, which are never donated."""
-        if rank not in self._bools:
-            device = self.lane.devices[rank]
-            values = [np.zeros(1, bool), np.ones(1, bool)]
-            self._bools[rank] = tuple(jax.device_put(values, device))
-        return self._bools[rank]
-
     # -- programs --------------------------------------------------------------------
 
-    def _accumulators(self, payload: Payload) -> list[Any]:
-        return self._all(lambda rank: self._accumulate_program(rank, payload))
-
-    def _accumulate_program(self, rank: int, payload: Payload) -> Program:
-        key = ("host accumulate", self._number, rank, signature(payload))
-        payload = _one_each(payload, stacked=True)
+    def _accumulators(self, payload: Payload) -> list[Program]:
+        data = _one_each(payload, stacked=True)
         call_args = CallArgs(jax.ShapeDtypeStruct((1, CallArgs.WIDTH), jnp.int32))
-        args = (self._shapes.reads, self._shapes.carried, payload, call_args)
-        return key, lambda: self._accumulate.compile(rank, *args)
+        args = (self._shapes.reads, self._shapes.carried, data, call_args)
+        return self._programs(self._accumulate, ("host accumulate", signature(payload)), *args)
 
-    def _delivering(self, part: int) -> list[Any]:
-        flag, deliver = _one_each(_FLAG), self._deliver[part]
-        args = (self._shapes.thin, self._shapes.carried, flag, flag)
-        key = ("host deliver", self._number, part)
-        return self._all(lambda rank: ((*key, rank), lambda: deliver.compile(rank, *args)))
+    def _delivering(self, part: int) -> list[Program]:
+        flag, shapes = _one_each(_FLAG), self._shapes
+        args = (shapes.thin, shapes.carried, flag, flag)
+        return self._programs(self._deliver[part], ("host deliver", part), *args)
 
-    def _applying(self, part: int, later: int) -> list[Any]:
+    def _applying(self, part: int, later: int) -> list[Program]:
         thin, pending, flag = self._shapes.thin, self._shapes.pending, _one_each(_FLAG)
         args = (thin, thin, self._shapes.means[part], pending, [pending] * later, flag)
-        key, apply = ("host apply", self._number, part, later), self._apply[part]
-        return self._all(lambda rank: ((*key, rank), lambda: apply.compile(rank, *args)))
+        return self._programs(self._apply[part], ("host apply", part, later), *args)
+
+    def _programs(self, fn: PerDeviceJit, key: tuple[Any, ...], *args: PyTree) -> list[Program]:
+        """Return the programs of all devices, with how to compile them."""
+        kind, *rest = key
+        return [
+            ((kind, self._number, rank, *rest), partial(fn.compile, rank, *args))
+            for rank in range(len(self))
+        ]
+
+    def _get(self, programs: list[Program]) -> list[Any]:
+        """Compile programs, two at a time."""
+        first = self._cache.get(*programs[0])
+        for one in programs[1:]:
+            self._cache.prepare(*one)
+        return [first, *(self._cache.get(*one) for one in programs[1:])]
 
     @property
     def _parts(self) -> range:
@@ -444,29 +462,6 @@ class HostRunner:
         if not self.limits.ahead:
             return (0,)
         return range(self.limits.in_flight) if self.limits.delay is None else (self.limits.delay,)
-
-    def _mean_shapes(self, part: int, state: TrainState, carried: PyTree) -> Mean:
-        (_, _, delivery), _ = jax.eval_shape(
-            partial(self._program.deliver, part), state, carried, _FLAG, _FLAG
-        )
-        arrays = delivery.brought.payload.arrays
-        payload = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in arrays]
-        loss = jax.ShapeDtypeStruct((), jnp.float32)
-        merged, means = delivery.brought.state, self._program.rule.merge_rules.mean_of
-        spread = [
-            jax.ShapeDtypeStruct(merged[i].shape, jnp.float32)
-            for i, mean in enumerate(means)
-            if mean is not None
-        ]
-        return Mean(payload, merged, spread, _FLAG, _FLAG, _FLAG, loss)
-
-    def _all(self, program: Callable[[int], Program]) -> list[Any]:
-        """Return the programs of all devices, compiling those that are missing two at a time."""
-        programs = [program(rank) for rank in range(len(self))]
-        first = self._cache.get(*programs[0])
-        for one in programs[1:]:
-            self._cache.prepare(*one)
-        return [first, *(self._cache.get(*one) for one in programs[1:])]
 
 
 def part_of(tree: PyTree, rank: int) -> PyTree:
@@ -482,10 +477,6 @@ def _one_each(tree: PyTree, stacked: bool = False) -> PyTree:
 
 def _ignore(*_: Any) -> None:
     """Ignore the report of a window whose run was closed."""
-
-
-def _zeros_like(leaf: jax.Array) -> np.ndarray:
-    return np.zeros(leaf.shape, leaf.dtype)
 
 
 def _stacked(tree: PyTree) -> PyTree:

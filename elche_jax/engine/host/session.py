@@ -1,10 +1,9 @@
 """The state of a run with an exchange on the host, between two windows."""
 
-import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 from elche_jax.engine.host.coordinator import Outcome
 from elche_jax.engine.state import PendingUpdate, TrainState
@@ -60,35 +59,3 @@ class Session:
     def present(self) -> list[int]:
         """Ranks of the devices that get programs."""
         return [rank for rank in range(len(self.parts)) if rank not in self.absent]
-
-
-class Keeps(Protocol):
-    """An object that keeps a session between two runs.
-
-    Attributes:
-        left: The session.
-    """
-
-    left: Session | None
-
-
-def keeping(runner: Keeps) -> Callable[[Session, list[tuple[int, Outcome]]], None]:
-    """Return a callback that keeps a run's session for the next run while its state is alive."""
-    owner = weakref.ref(runner)
-
-    def forget(_: Any) -> None:
-        runner = owner()
-        if runner is not None:
-            runner.left = None
-
-    def keep(session: Session, closed: list[tuple[int, Outcome]]) -> None:
-        runner, state = owner(), session.state()
-        if runner is None or state is None:
-            return
-        # numbers that do not collide: the next run counts from 1
-        session.begun = [replace(one, number=-i) for i, one in enumerate(session.begun)]
-        session.due = deque((-i, outcome) for i, (_, outcome) in enumerate(closed))
-        session.state = weakref.ref(state, forget)
-        runner.left = session
-
-    return keep
