@@ -63,11 +63,7 @@ class Packing:
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """Shapes of the buffers."""
-        leaves = jax.tree.leaves(self.like)
-        return [
-            leaves[pack[0]].shape if len(pack) == 1 else (sum(leaves[i].size for i in pack),)
-            for pack in self.packs
-        ]
+        return [buffer.shape for buffer in jax.eval_shape(self.pack, self.like)]
 
     def pack(self, tree: PyTree) -> list[Any]:
         """Return one buffer per pack; an array that is alone in its pack is used as it is."""

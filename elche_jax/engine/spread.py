@@ -48,16 +48,17 @@ def _difference(argument: str, of: str, values: PyTree, tree: PyTree, at: str = 
             what = f"{unknown[0]!r} is not there" if unknown else f"{missing[0]!r} is missing"
             place = f"{of}{at}" if unknown else f"{argument}{at}"
             return f"but in {place} {what} ({of}{at} has {', '.join(map(repr, wanted))})"
-        for key, value in given.items():
-            if not _fits(value, wanted[key]):
-                return _difference(argument, of, value, wanted[key], f"{at}[{key!r}]")
-    if isinstance(values, list | tuple) and type(values) is type(tree):
+        below = [(key, value, wanted[key]) for key, value in given.items()]
+    elif isinstance(values, list | tuple) and type(values) is type(tree):
         given, wanted = cast(Sequence[Any], values), cast(Sequence[Any], tree)
         if len(given) != len(wanted):
             return f"but {argument}{at} has {len(given)} entries where {of}{at} has {len(wanted)}"
-        for i, (value, part) in enumerate(zip(given, wanted, strict=True)):
-            if not _fits(value, part):
-                return _difference(argument, of, value, part, f"{at}[{i}]")
+        below = list(zip(range(len(given)), given, wanted, strict=True))
+    else:
+        below = []
+    for key, value, part in below:
+        if not _fits(value, part):
+            return _difference(argument, of, value, part, f"{at}[{key!r}]")
     kinds = type(values).__name__, type(tree).__name__
     return f"but {argument}{at} is a {kinds[0]} where {of}{at} is a {kinds[1]}"
 

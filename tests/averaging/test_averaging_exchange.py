@@ -11,7 +11,7 @@ from waits import eventually
 
 import elche_jax as elche
 from elche_jax.engine.host.average import HostAverage
-from elche_jax.engine.host.coordinator import Coordinator, Limits
+from elche_jax.engine.host.coordinator import Coordinator, Limits, OpenWindow
 from elche_jax.engine.host.exchange import LiveExchange
 from elche_jax.engine.host.program import Delivery
 from elche_jax.engine.merge import MergeRules
@@ -73,7 +73,8 @@ class Setup:
     def begin(self, number, counts, at=0.0, absent=()):
         made = [None if r in absent else delivery(count) for r, count in enumerate(counts)]
         ahead = self.coordinator.limits.ahead
-        self.exchange.launch(number, at, counts, number, made, ahead)
+        window = OpenWindow(number, at, counts, number, frozenset(absent), ahead)
+        self.exchange.launch(window, made)
 
     def has_room(self, counts):
         with self.coordinator.changed:

@@ -47,12 +47,13 @@ class HostAverage:
         """
         there = {rank: one for rank, one in enumerate(deliveries) if one is not None}
         axis = HostAxis(len(deliveries), tuple(there))
-        brought = [one.brought for one in there.values()]
+        contributions = [one.contribution for one in there.values()]
         # values that are not finite are detected and reported later
         with _on_cpu(), np.errstate(all="ignore"):
-            mean, metrics = self.reduction(axis, brought, window)
-        own = np.array([one is None or bool(one.brought.row[1]) for one in deliveries])
-        metrics["finite"] = np.bool_(metrics["finite"] and all(one.fine for one in there.values()))
+            mean, metrics = self.reduction(axis, contributions, window)
+        own = np.array([one is None or bool(one.contribution.row[1]) for one in deliveries])
+        finite = metrics["finite"] and all(one.finite for one in there.values())
+        metrics["finite"] = np.bool_(finite)
         return Average(mean, metrics, own)
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from elche_jax._waiting import interruptible
 from elche_jax.engine.host.average import Average
 from elche_jax.engine.host.program import Delivery
-from elche_jax.engine.timing import WindowTimes
+from elche_jax.engine.timing import Failed, WindowTimes
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,6 @@ class Limits:
 
 Done = Callable[[WindowTimes, Outcome], None]
 Learned = Callable[[WindowTimes, Sequence[float] | None], None]
-Failed = Callable[[BaseException], None]
 
 
 @dataclass
@@ -279,7 +278,6 @@ class Coordinator:
 
     def delivered(self, rank: int, number: int, now: float, delivery: Delivery) -> None:
         """Record a delivery."""
-        learned = None
         with self.changed:
             begin, self.free[rank] = self.free[rank], now
             self.owed[rank] -= 1
@@ -296,21 +294,22 @@ class Coordinator:
             if window is not None:
                 window.ends[rank] = now
                 window.begins[rank] = max(window.at, begin or window.at)
-                learned = self._now_known(window)
             self.changed.notify_all()
-        if learned is not None:
-            self.learned(*learned)
+        if window is not None:
+            self._report_late(window)
 
-    def _now_known(self, window: OpenWindow) -> tuple[WindowTimes, list[float] | None] | None:
-        """Return a window's times if it is over and its last delivery has now arrived.
+    def _report_late(self, window: OpenWindow) -> None:
+        """Call `learned` if a window is over and its last delivery has now arrived.
 
-        With them comes when the devices began, or None if a late device is not known to be slow.
+        It is told when the devices began, or None if a late device is not known to be slow.
         """
-        known = all(window.ends[r] is not None for r in window.worked)
-        if not (window.reported and known and self.tardy.pop(window.number, None)):
-            return None
-        slow = all(self.incidents[rank] > 1 for rank in window.late)
-        return _times(window), window.begins if slow else None
+        with self.changed:
+            known = all(window.ends[r] is not None for r in window.worked)
+            if not (window.reported and known and self.tardy.pop(window.number, None)):
+                return
+            slow = all(self.incidents[rank] > 1 for rank in window.late)
+            times = _times(window)
+        self.learned(times, window.begins if slow else None)
 
     def next_complete(self) -> tuple[OpenWindow, list[Delivery | None]] | None:
         """Wait until the oldest open window has all its deliveries; None when stopped."""
@@ -388,9 +387,7 @@ class Coordinator:
             self.failed(error)
         with self.changed:
             window.average, window.reported = None, True  # do not keep its arrays alive
-            learned = self._now_known(window)
-        if learned is not None:
-            self.learned(*learned)
+        self._report_late(window)
 
 
 def _times(window: OpenWindow) -> WindowTimes:

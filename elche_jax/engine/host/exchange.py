@@ -72,33 +72,18 @@ class LiveExchange:
         with self.coordinator.changed:
             return frozenset(self.coordinator.late)
 
-    def launch(
-        self,
-        number: int,
-        at: float,
-        counts: tuple[int, ...],
-        step: int,
-        deliveries: Sequence[Delivery | None],
-        ahead: bool,
-    ) -> None:
+    def launch(self, window: OpenWindow, deliveries: Sequence[Delivery | None]) -> None:
         """Hand over the deliveries of a window, arrays that are still being computed.
 
         Args:
-            number: Number of the dispatch, ascending.
-            at: When the dispatch began.
-            counts: Microbatches per device.
-            step: Index of the window in the training state.
-            deliveries: By rank, leaves `(1, ...)` on the device; None for a device that got no
-                programs.
-            ahead: Whether the loop continues before the window is closed.
+            window: The window; numbers are ascending.
+            deliveries: By rank, leaves `(1, ...)` on the device; None for absent devices.
         """
         self.used = True
-        absent = frozenset(rank for rank, one in enumerate(deliveries) if one is None)
-        window = OpenWindow(number, at, counts, step, absent, ahead)
         self.coordinator.open(window)
-        for rank, (jobs, delivery) in enumerate(zip(self._queues, deliveries, strict=True)):
+        for jobs, delivery in zip(self._queues, deliveries, strict=True):
             if delivery is not None:
-                jobs.put(_Job(number, at, counts[rank], step, delivery))
+                jobs.put(_Job(window, delivery))
 
     def accumulating(self, window: int, dispatched: float, token: Any) -> None:
         """Do nothing: the window was handed over by `launch`."""
@@ -128,10 +113,7 @@ class LiveExchange:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    number: int
-    at: float
-    count: int
-    step: int
+    window: OpenWindow
     delivery: Delivery
 
 
@@ -146,11 +128,12 @@ def _fetch(
         try:
             jax.block_until_ready(job.delivery)
             if seconds is not None:
-                due = max(job.at, free) + seconds(job.step, rank, job.count)
+                window = job.window
+                due = max(window.at, free) + seconds(window.step, rank, window.counts[rank])
                 coordinator.stop.wait(max(0.0, due - time.perf_counter()))
             free = time.perf_counter()
             host = jax.tree.map(lambda leaf: leaf[0], jax.device_get(job.delivery))
-            coordinator.delivered(rank, job.number, free, host)
+            coordinator.delivered(rank, job.window.number, free, host)
             del job, host  # hold no arrays while waiting
         except BaseException as error:  # handed to the loop, which raises it
             coordinator.failed(error)

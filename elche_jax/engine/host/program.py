@@ -24,12 +24,12 @@ class Delivery:
     """A device's delivery to the host at the end of a window.
 
     Attributes:
-        brought: Its contribution to the mean.
-        fine: Whether its state stayed finite when it applied means since its last delivery.
+        contribution: Its contribution to the mean.
+        finite: Whether its state stayed finite when it applied means since its last delivery.
     """
 
-    brought: Contribution
-    fine: Any
+    contribution: Contribution
+    finite: Any
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class HostProgram(CollectiveProgram):
         return replace(self.rule, work=replace(self.rule.work, selection=Selection()))
 
     def deliver(
-        self, part: int, state: TrainState, carried: Any, catch_up: Any, fine: Any
+        self, part: int, state: TrainState, carried: Any, catch_up: Any, finite: Any
     ) -> tuple[tuple[TrainState, PendingUpdate, Delivery], None]:
         """End the device's part of a window.
 
@@ -55,7 +55,7 @@ class HostProgram(CollectiveProgram):
             carried: The carry after its microbatches.
             catch_up: Whether to include the device's work in earlier windows that the host has
                 never averaged.
-            fine: The last result of `apply`, which is passed on.
+            finite: The last result of `apply`, which is passed on.
 
         Returns:
             Its state, its update, and the delivery. Updates that are not finite are left out
@@ -63,7 +63,7 @@ class HostProgram(CollectiveProgram):
         """
         after, done = self.thin.finish(state, carried.own, catch_up)
         sums = self.rule.sums_of(carried.own)
-        brought, error = self.thin.contribute(Ended(state, after, done, part), sums)
+        contribution, error = self.thin.contribute(Ended(state, after, done, part), sums)
         if not self.rule.late:  # implied by the states before and after
             done = replace(done, progress=[], model_state=[])
         after = with_averaging(after, error=error).replace(
@@ -71,7 +71,7 @@ class HostProgram(CollectiveProgram):
             examples=state.examples + carried.work[1],
             step=state.step + 1,
         )
-        return (after, done, Delivery(brought, fine)), None
+        return (after, done, Delivery(contribution, finite)), None
 
     def apply(
         self,
@@ -81,7 +81,7 @@ class HostProgram(CollectiveProgram):
         mean: Mean,
         done: PendingUpdate,
         later: list[PendingUpdate],
-        fine: Any,
+        finite: Any,
     ) -> tuple[tuple[TrainState, Any], None]:
         """Apply the mean of a window.
 
@@ -92,11 +92,11 @@ class HostProgram(CollectiveProgram):
             mean: The mean.
             done: The device's update in that window.
             later: Its updates in later windows, oldest first.
-            fine: The last result of `apply` since the last delivery.
+            finite: The last result of `apply` since the last delivery.
 
         Returns:
             Its state, and whether it stayed finite since the last delivery. An update that is
             not finite is not applied.
         """
         state, well = self.thin.apply(Ended(before, after, done, part, later), mean)
-        return (state, fine & well), None
+        return (state, finite & well), None

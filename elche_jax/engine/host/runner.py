@@ -26,6 +26,7 @@ from elche_jax.engine.host.coordinator import (
     Failed,
     Learned,
     Limits,
+    OpenWindow,
     Outcome,
 )
 from elche_jax.engine.host.exchange import LiveExchange
@@ -35,7 +36,7 @@ from elche_jax.engine.lane import Lane
 from elche_jax.engine.loop import Seconds
 from elche_jax.engine.mapped import PerDeviceJit, stack_shards, stacked_sharding
 from elche_jax.engine.reduce import Mean
-from elche_jax.engine.replicas import is_key, is_stacked, replicate
+from elche_jax.engine.replicas import is_stacked, replicate
 from elche_jax.engine.runner import Call, Launch, new_number, signature, zeros
 from elche_jax.engine.state import (
     AveragingState,
@@ -110,7 +111,7 @@ class HostRunner:
         def reduced(part: int, state: TrainState, carried: PyTree) -> Any:
             (_, pending, delivery), _ = program.deliver(part, state, carried, False, True)
             # with one device, so that nothing is exchanged; shapes do not depend on their number
-            return pending, *self._averaging.reduction(DeviceAxis(1), delivery.brought, 0)
+            return pending, *self._averaging.reduction(DeviceAxis(1), delivery.contribution, 0)
 
         made = [jax.eval_shape(partial(reduced, part), thin, carried) for part in self._parts]
         pending, _, self._metrics = made[0]
@@ -266,9 +267,9 @@ class HostRunner:
         while step is None:  # from the first device that is ready, as one of them may hang
             step = next((part.step for part in parts if part.step.is_ready()), None)
             time.sleep(0 if step is not None else 1e-3)
-        fine = [self._flags[rank][True] for rank in ranks]
+        finite = [self._flags[rank][True] for rank in ranks]
         rest = [part_of(frozen, rank) for rank in ranks]
-        return Session(parts, rest, int(np.asarray(step)[0]), fine, self._no_metrics())
+        return Session(parts, rest, int(np.asarray(step)[0]), finite, self._no_metrics())
 
     def _launch(
         self,
@@ -296,14 +297,16 @@ class HostRunner:
         part, before = session.step % len(self._parts), list(session.parts)
         programs = self._get(self._delivering(part))
         for rank in ranks:
-            flag, fine = self._flags[rank][catch_up], session.fine[rank]
-            (state, done, delivery), _ = programs[rank](before[rank], locals_[rank], flag, fine)
+            flag, finite = self._flags[rank][catch_up], session.finite[rank]
+            (state, done, delivery), _ = programs[rank](before[rank], locals_[rank], flag, finite)
             session.parts[rank], pending[rank], deliveries[rank] = state, done, delivery
-            session.fine[rank] = self._flags[rank][True]
+            session.finite[rank] = self._flags[rank][True]
         self._locals = locals_
         before = [] if self.limits.ahead else before
         session.begun.append(Begun(launch.number, part, pending, before))
-        exchange.launch(launch.number, launch.at, counts, session.step, deliveries, ahead)
+        absent = frozenset(session.absent)
+        window = OpenWindow(launch.number, launch.at, counts, session.step, absent, ahead)
+        exchange.launch(window, deliveries)
         session.step += 1
 
     def _apply_closed(self, session: Session, closed: list[tuple[int, Outcome]]) -> None:
@@ -320,14 +323,14 @@ class HostRunner:
             session.metrics = outcome.average.metrics
 
     def _apply_one(self, session: Session, rank: int, mean: Mean, done: Begun) -> None:
-        state, fine = session.parts[rank], session.fine[rank]
+        state, finite = session.parts[rank], session.finite[rank]
         later = [window for window in session.begun if window.pending[rank] is not None]
         pending = [window.pending[rank] for window in later]
         own = done.pending[rank] or self._nothing(session, rank)
         apply = self._get(self._applying(done.part, len(later)))[rank]
         before = state if self.limits.ahead else done.before[rank]
-        (state, fine), _ = apply(before, state, mean, own, pending, fine)
-        session.parts[rank], session.fine[rank] = state, fine
+        (state, finite), _ = apply(before, state, mean, own, pending, finite)
+        session.parts[rank], session.finite[rank] = state, finite
 
     def _nothing(self, session: Session, rank: int) -> PendingUpdate:
         """Return the update of a device in a window in which it got no programs."""
@@ -361,7 +364,7 @@ class HostRunner:
         opt_state, model_state = kept_apart
         model_state = rule.merge.with_sent(model_state, sent)
         session.parts[rank] = state.replace(opt_state=opt_state, model_state=model_state)
-        session.fine[rank] = self._flags[rank][True]
+        session.finite[rank] = self._flags[rank][True]
         for window in session.begun:
             window.pending[rank] = self._nothing(session, rank)
 
@@ -369,9 +372,9 @@ class HostRunner:
         """Wait until all devices, except late ones, have applied the average; return when."""
         ends = {}
         for rank in session.present:
-            outcome.average.metrics["finite"] &= np.asarray(session.fine[rank])[0]
+            outcome.average.metrics["finite"] &= np.asarray(session.finite[rank])[0]
             ends[rank] = time.perf_counter()
-            session.fine[rank] = self._flags[rank][True]  # it was read above
+            session.finite[rank] = self._flags[rank][True]  # it was read above
         last = max(ends.values())
         return [ends.get(rank, last) for rank in range(len(self))]
 
@@ -399,9 +402,6 @@ class HostRunner:
         """Stack the new state, with the frozen parameters and the key of the old one."""
 
         def stack(*leaves: jax.Array) -> jax.Array:
-            if is_key(leaves[0]):
-                data = stack(*map(jax.random.key_data, leaves))
-                return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaves[0]))
             return stack_shards(leaves, self._sharding, (len(leaves), *leaves[0].shape[1:]))
 
         new: TrainState = jax.tree.map(stack, *session.parts)

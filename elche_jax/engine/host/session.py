@@ -36,7 +36,7 @@ class Session:
         parts: By rank, the state with trained parameters only and without the key.
         frozen: By rank, the frozen parameters and the key.
         step: Number of windows it has seen.
-        fine: By rank, whether the state stayed finite when means were applied since the last
+        finite: By rank, whether the state stayed finite when means were applied since the last
             delivery.
         metrics: Metrics of the window averaged last.
         begun: Windows whose average is not applied yet, oldest first.
@@ -48,7 +48,7 @@ class Session:
     parts: list[TrainState]
     frozen: list[tuple[PyTree, Any]]
     step: int
-    fine: list[Any]
+    finite: list[Any]
     metrics: dict[str, Any]
     begun: list[Begun] = field(default_factory=list)
     due: deque[tuple[int, Outcome]] = field(default_factory=deque)
