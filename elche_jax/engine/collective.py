@@ -103,7 +103,7 @@ class CollectiveProgram:
             oldest = state.averaging.pending[0]
             exchanged = self._exchange(Ended(state, state, oldest, 0), carried.before[0])
         carried, _ = self._loop(state, carried, payload, call_args)
-        if self.pending:
+        if self.pending:  # as in two programs: fused, loop and end would round differently
             carried, exchanged = jax.lax.optimization_barrier((carried, exchanged))
         state, own, metrics = self._end(state, carried, exchanged)
         return (state, carried, own), metrics
@@ -165,17 +165,21 @@ class CollectiveProgram:
 
         branches = [partial(end, part) for part in range(self.rule.parts)]
         now, fine, metrics = jax.lax.switch(state.step % len(branches), branches)
-        now = now.replace(
-            microbatches=state.microbatches + carried.work[0],
-            examples=state.examples + carried.work[1],
-            step=state.step + 1,
-        )
+        now = self.advanced(now, carried)
         metrics |= self.rule.reports(state)
         if not self.pending:
             return now, new.own, metrics
         # the metrics are those of an earlier window; in the first ones there is none
         metrics["loss"] = jnp.where(metrics["weight"] > 0, metrics["loss"], jnp.nan)
         return now, new.own & fine, metrics
+
+    def advanced(self, state: TrainState, carried: Carried) -> TrainState:
+        """Count the window in a state whose counters are still those before it."""
+        return state.replace(
+            microbatches=state.microbatches + carried.work[0],
+            examples=state.examples + carried.work[1],
+            step=state.step + 1,
+        )
 
     def _exchange(self, ended: Ended, sums: Sums) -> Exchanged:
         before = ended.before

@@ -48,7 +48,7 @@ class Sums:
     model_state: PyTree
 
     def replace(self, **changes: Any) -> "Sums":
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return replace(self, **changes)
 
 

@@ -67,7 +67,7 @@ class LocalSteps:
     metrics: dict[str, Any]
 
     def replace(self, **changes: Any) -> "LocalSteps":
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return replace(self, **changes)
 
 
@@ -155,6 +155,7 @@ class LocalRule(Rule):
 
     def contribute(self, ended: Ended, sums: dict[str, Any]) -> tuple[Contribution, Leaves]:
         before, after, done, part = ended.before, ended.after, ended.done, ended.part
+        # a device that is left out must not spoil the means of loss and metrics
         sums = jax.tree.map(lambda x: jnp.where(done.own, x, 0), sums)
         kept, base = averaging_of(after), self._pick(self._base(before, after), part)
         progress, steps = done.progress, done.steps
@@ -197,8 +198,7 @@ class LocalRule(Rule):
         params = structure.unflatten(mine)
         count = len(self.merge_rules.rules)
         opt_state = self._optimizer_state(ended, params, mean.state[count:], good)
-        merged = chosen(good, *self.merged(ended, mean))
-        state = self.with_merged(ended, merged)
+        state = self.with_merged(ended, chosen(good, *self.merged(ended, mean)))
         state = state.replace(params=self.work.selection.join(params, frozen), opt_state=opt_state)
         steps = kept.steps
         if self.late:
@@ -238,7 +238,6 @@ class LocalRule(Rule):
         middle = own if self.size == 1 else _less(x, mean)
         if self.averaging.outer is None:
             return middle, ()
-
         tx = optax.with_extra_args_support(self.averaging.outer)
         updates, state = tx.update(mean, kept.outer[part], x)
         leaves = jax.tree.leaves(updates)

@@ -317,6 +317,7 @@ class Coordinator:
             while not self.stop.is_set():
                 window = next((w for w in self.windows.values() if w.average is None), None)
                 left = None
+                # no device is late before the first delivery: there would be nothing to average
                 if window is not None and any(window.got):
                     missing = self._missing(window)
                     if missing and window.first is not None:
@@ -332,7 +333,7 @@ class Coordinator:
                         window.late = tuple(r for r in out if window.counts[r])
                         window.missing = tuple(r for r in out if r not in window.absent)
                         return window, list(window.got)
-                self.changed.wait(left)
+                self.changed.wait(left)  # until a change, or until the missing devices are late
             return None
 
     def close(self, window: OpenWindow, average: Average) -> None:

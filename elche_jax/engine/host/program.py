@@ -66,11 +66,7 @@ class HostProgram(CollectiveProgram):
         contribution, error = self.thin.contribute(Ended(state, after, done, part), sums)
         if not self.rule.late:  # implied by the states before and after
             done = replace(done, progress=[], model_state=[])
-        after = with_averaging(after, error=error).replace(
-            microbatches=state.microbatches + carried.work[0],
-            examples=state.examples + carried.work[1],
-            step=state.step + 1,
-        )
+        after = self.advanced(with_averaging(after, error=error), carried)
         return (after, done, Delivery(contribution, finite)), None
 
     def apply(

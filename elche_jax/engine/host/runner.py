@@ -96,13 +96,11 @@ class HostRunner:
         devices = lane.devices
         self._sharding = stacked_sharding(devices)
         self._accumulate = PerDeviceJit(program.accumulate, devices, donate=(1,))
-        self._deliver = [
-            PerDeviceJit(partial(program.deliver, part), devices, donate=()) for part in self._parts
-        ]
         # no donation: devices that run ahead apply means to the state that the user still has
-        self._apply = [
-            PerDeviceJit(partial(program.apply, part), devices, donate=()) for part in self._parts
-        ]
+        self._deliver, self._apply = (
+            [PerDeviceJit(partial(fn, part), devices, donate=()) for part in self._parts]
+            for fn in (program.deliver, program.apply)
+        )
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
         carried = jax.eval_shape(program.zeros, one)
         self._averaging = HostAverage(program.rule.reduction(one))
@@ -114,8 +112,14 @@ class HostRunner:
             return pending, *self._averaging.reduction(DeviceAxis(1), delivery.contribution, 0)
 
         made = [jax.eval_shape(partial(reduced, part), thin, carried) for part in self._parts]
-        pending, _, self._metrics = made[0]
+        pending, _, metrics = made[0]
         means = [mean for _, mean, _ in made]
+        # the metrics before the first average
+        self._no_metrics: dict[str, Any] = {
+            name: np.full((len(self),) * len(like.shape), np.nan, np.float32)
+            for name, like in metrics.items()
+        }
+        self._no_metrics["finite"] = np.bool_(True)
         self._shapes = Shapes(*map(_one_each, (program.reads(one), thin, carried, means, pending)))
         self._local_shape = carried
         self._locals: list[PyTree] = []
@@ -210,12 +214,15 @@ class HostRunner:
         try:
             # a device that is back has the state of the others at the last window, see `_restore`
             session.absent = set(coordinator.admit(counts))
-            launch = replace(launch, at=time.perf_counter())
+            at, absent = time.perf_counter(), frozenset(session.absent)
+            window = OpenWindow(launch.number, at, counts, session.step, absent, ahead)
             if self.limits.delay is None:
-                due = [session.due.popleft() for _ in range(len(session.due))]
+                due, session.due = session.due, deque()
                 self._apply_closed(session, [*due, *coordinator.closed()])
             reports = self._program.rule.reports(session.parts[session.present[0]])
-            self._launch(session, calls, exchange, launch, counts, catch_up=not known, ahead=ahead)
+            # the order matters: averages that are known go into the state before its next window
+            deliveries = self._dispatch(session, window, calls, catch_up=not known)
+            exchange.launch(window, deliveries)
             if not ahead:
                 outcome = coordinator.outcome(launch.number)
                 session.absent.update(outcome.missing)
@@ -269,18 +276,12 @@ class HostRunner:
             time.sleep(0 if step is not None else 1e-3)
         finite = [self._flags[rank][True] for rank in ranks]
         rest = [part_of(frozen, rank) for rank in ranks]
-        return Session(parts, rest, int(np.asarray(step)[0]), finite, self._no_metrics())
+        return Session(parts, rest, int(np.asarray(step)[0]), finite, self._no_metrics)
 
-    def _launch(
-        self,
-        session: Session,
-        calls: Sequence[Call],
-        exchange: LiveExchange,
-        launch: Launch,
-        counts: tuple[int, ...],
-        catch_up: bool,
-        ahead: bool,
-    ) -> None:
+    def _dispatch(
+        self, session: Session, window: OpenWindow, calls: Sequence[Call], catch_up: bool
+    ) -> list[Delivery | None]:
+        """Dispatch a window on the devices and return its deliveries."""
         locals_, self._locals = self._local_steps(), []
         ranks = session.present
         reads = {rank: self._program.reads(self._full(session, rank)) for rank in ranks}
@@ -303,11 +304,9 @@ class HostRunner:
             session.finite[rank] = self._flags[rank][True]
         self._locals = locals_
         before = [] if self.limits.ahead else before
-        session.begun.append(Begun(launch.number, part, pending, before))
-        absent = frozenset(session.absent)
-        window = OpenWindow(launch.number, launch.at, counts, session.step, absent, ahead)
-        exchange.launch(window, deliveries)
+        session.begun.append(Begun(window.number, part, pending, before))
         session.step += 1
+        return deliveries
 
     def _apply_closed(self, session: Session, closed: list[tuple[int, Outcome]]) -> None:
         """Apply averages on the devices, in the order of the windows."""
@@ -317,8 +316,9 @@ class HostRunner:
             done, *session.begun = session.begun
             ranks = session.present
             devices = [self.lane.devices[rank] for rank in ranks]
-            mean = jax.device_put([_stacked(outcome.average.mean)] * len(ranks), devices)
-            for rank, copy in zip(ranks, mean, strict=True):
+            mean = jax.tree.map(lambda leaf: np.asarray(leaf)[None], outcome.average.mean)
+            copies = jax.device_put([mean] * len(ranks), devices)
+            for rank, copy in zip(ranks, copies, strict=True):
                 self._apply_one(session, rank, copy, done)
             session.metrics = outcome.average.metrics
 
@@ -377,14 +377,6 @@ class HostRunner:
             session.finite[rank] = self._flags[rank][True]  # it was read above
         last = max(ends.values())
         return [ends.get(rank, last) for rank in range(len(self))]
-
-    def _no_metrics(self) -> dict[str, Any]:
-        """Return the metrics before the first average, all NaN."""
-        metrics: dict[str, Any] = {
-            name: np.full((len(self),) * len(like.shape), np.nan, np.float32)
-            for name, like in self._metrics.items()
-        }
-        return metrics | {"finite": np.bool_(True)}
 
     # -- states: whole, and what the programs of a device take of them ----------------
 
@@ -477,7 +469,3 @@ def _one_each(tree: PyTree, stacked: bool = False) -> PyTree:
 
 def _ignore(*_: Any) -> None:
     """Ignore the report of a window whose run was closed."""
-
-
-def _stacked(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: np.asarray(leaf)[None], tree)
