@@ -1,12 +1,13 @@
 """Checksums of replicas, computed on the devices that hold them.
 
-Of every leaf each device makes two 32-bit sums of its words,
+Each device computes two 32-bit sums over the words of every leaf,
 
     s_k = sum over i of mix(word[i]) * odd_k(i)   (mod 2**32)
 
-where `mix` is a bijection of 32-bit words and `odd_k(i)` an odd factor of the place. Both
-are invertible, so a change within a single word, one flipped bit say, always shows;
-several changes hide with a chance of 2**-64. Eight bytes per leaf and device reach the host.
+where `mix` is a bijection of 32-bit words and `odd_k(i)` an odd factor that depends on the
+position. Both are invertible, so a change within a single word, such as a flipped bit, always
+shows; several changes cancel with probability 2**-64. Eight bytes per leaf and device reach the
+host.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ PyTree = Any
 
 
 def checksums(tree: PyTree, devices: Sequence[jax.Device]) -> jax.Array:
-    """Launches the sums of a stacked pytree; does not wait for them.
+    """Dispatch the checksums of a stacked pytree without waiting for them.
 
     Args:
         tree: Leaves `(world_size,) + shape`, numbers, bools or typed keys, entry `d` on
@@ -37,7 +38,7 @@ def checksums(tree: PyTree, devices: Sequence[jax.Device]) -> jax.Array:
 
 
 def differing(sums: Any) -> list[tuple[int, int]]:
-    """Where a device's sums are not those of the first: `(leaf, rank)`, by leaf."""
+    """Return every `(leaf, rank)` whose sums differ from the first device's, ordered by leaf."""
     sums = np.asarray(sums)
     unlike = (sums != sums[:1]).any(axis=-1)
     return [(int(leaf), int(rank)) for leaf, rank in np.argwhere(unlike.T)]
@@ -60,14 +61,14 @@ def _sum(leaf: Any) -> Any:
 
 
 def _mix(word: Any) -> Any:
-    """A bijection of 32-bit words: odd factors and shifted xors (lowbias32, C. Wellons)."""
+    """Apply a bijection of 32-bit words: odd factors and shifted xors (lowbias32, C. Wellons)."""
     word = (word ^ (word >> 16)) * jnp.uint32(0x7FEB352D)
     word = (word ^ (word >> 15)) * jnp.uint32(0x846CA68B)
     return word ^ (word >> 16)
 
 
 def _words(leaf: Any) -> Any:
-    """The bits of an array as a vector of 32-bit words, small types one per element."""
+    """Return the bits of an array as 32-bit words; smaller types take one word per element."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):

@@ -1,4 +1,4 @@
-"""Compiled programs, kept by key; made in the background where one sees them coming."""
+"""A cache of compiled programs, which can also compile ahead of need in the background."""
 
 import logging
 import threading
@@ -14,19 +14,19 @@ logger = logging.getLogger("elche_jax")
 Build = Callable[[], Any]
 
 Told = Callable[[Hashable, float, bool], None]
-"""Told of a program that was compiled: its key, the seconds, whether nobody waited."""
+"""Called after each compile with the key, its seconds, and whether it was compiled ahead."""
 
 
 @dataclass(frozen=True)
 class CompileStats:
-    """What the compile cache has done so far.
+    """Statistics of a compile cache.
 
     Attributes:
-        hits: Requests answered at once.
+        hits: Requests answered immediately.
         misses: Requests that waited for a compile.
         ahead: Programs compiled in the background.
-        seconds: Seconds spent compiling, waited for and in the background.
-        waited_s: Seconds the training loop waited.
+        seconds: Seconds spent compiling, in the foreground and in the background.
+        waited_s: Seconds the training loop waited for compiles.
     """
 
     hits: int = 0
@@ -37,14 +37,14 @@ class CompileStats:
 
 
 class CompileCache:
-    """Programs by key. Thread-safe: two requests for one key compile once.
+    """A thread-safe cache of programs: concurrent requests for one key compile once.
 
-    A program is what `build()` returns. `prepare` builds in a background thread that
-    exists only while there is something to build, and `begin` in one of its own. What a
-    loop waits for comes first: nothing is begun by `prepare` meanwhile.
+    A program is whatever `build()` returns. `prepare` builds in a shared background thread
+    that exists only while there is something to build, `begin` in a thread of its own. A
+    request that waits has priority: the background thread starts no new build meanwhile.
 
     Args:
-        told: Told of every program that was compiled; or None.
+        told: Called after each compile; None for no callback.
     """
 
     def __init__(self, told: Told | None = None) -> None:
@@ -59,20 +59,20 @@ class CompileCache:
 
     @property
     def stats(self) -> CompileStats:
-        """Counts and seconds so far."""
+        """The statistics so far."""
         with self._lock:
             return self._stats
 
     def ready(self, key: Hashable) -> bool:
-        """Whether the program can be had without waiting."""
+        """Return whether the program is available without waiting."""
         with self._lock:
             entry = self._entries.get(key)
         return entry is not None and entry.done.is_set() and entry.error is None
 
     def get(self, key: Hashable, build: Build) -> Any:
-        """The program of this key; compiles it now where it is not there yet.
+        """Return the program for a key, compiling it now if needed.
 
-        An error of the compile is raised once and forgotten: the next request tries anew.
+        A compile error is raised once and then forgotten: the next request tries again.
         """
         entry, new = self._claim(key)
         if not new and entry.done.is_set() and entry.error is None and not entry.begun:
@@ -84,7 +84,7 @@ class CompileCache:
             with self._lock:
                 self._waited_for, waits = self._waited_for + 1, 1
                 entry.begun = False
-                if key in self._jobs:  # prepared, and not begun
+                if key in self._jobs:  # prepared, but not started: build it here
                     new, (_, build) = True, self._jobs.pop(key)
             if new:
                 self._fill(key, entry, build)
@@ -102,9 +102,9 @@ class CompileCache:
         return entry.program
 
     def begin(self, key: Hashable, build: Build) -> None:
-        """Begins to compile the program of this key, which will be asked for at once.
+        """Start compiling a program that is about to be requested.
 
-        That request counts as one that waited, whoever is done first.
+        That request counts as a miss even if the compile has finished by then.
         """
         entry, new = self._claim(key)
         if new:
@@ -112,11 +112,11 @@ class CompileCache:
             self._start(lambda: self._fill(key, entry, build))
 
     def prepare(self, key: Hashable, build: Build) -> None:
-        """Compiles the program of this key in the background; returns at once.
+        """Compile a program in the background; return immediately.
 
-        An error is logged, kept, and raised when the program is asked for.
+        An error is logged, and raised when the program is requested.
         """
-        with self._lock:  # at once: whoever asks for it in between would wait for nobody
+        with self._lock:  # entry and job together: a `get` in between would wait forever
             if key in self._entries:
                 return
             self._entries[key] = entry = _Entry()
@@ -127,18 +127,18 @@ class CompileCache:
         self._start(self._work)
 
     def _start(self, work: Callable[[], None]) -> None:
-        # not a daemon: a process that ends in the middle of a compile would crash
+        # not a daemon: a process that exits in the middle of a compile would crash
         threading.Thread(target=work, name="elche-compile", daemon=False).start()
 
     def wait(self) -> None:
-        """Waits until everything prepared so far is compiled."""
+        """Wait until everything prepared so far is compiled."""
         with self._lock:
             entries = list(self._entries.values())
         for entry in entries:
             entry.done.wait()
 
     def clear(self) -> None:
-        """Lets go of all programs; of one that is being compiled, when it is done."""
+        """Drop all programs; one that is being compiled is dropped once it is done."""
         with self._changed:
             self._entries.clear()
             for entry, _ in self._jobs.values():
@@ -175,7 +175,7 @@ class CompileCache:
         begun = time.perf_counter()
         try:
             entry.program = build()
-        except BaseException as error:  # raised where the program is asked for
+        except BaseException as error:  # raised by `get`
             entry.error, ahead = error, 0
         seconds = time.perf_counter() - begun
         self._count(ahead=ahead, seconds=seconds)
@@ -199,4 +199,4 @@ class _Entry:
         self.done = threading.Event()
         self.program: Any = None
         self.error: BaseException | None = None
-        self.begun = False  # and not asked for since
+        self.begun = False  # by `begin`, and not requested since

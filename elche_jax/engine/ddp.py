@@ -1,8 +1,8 @@
-"""`DDP`: data parallelism by hand, for loops that no training step fits.
+"""`DDP`: data parallelism by hand, for loops that do not fit a training step.
 
-Two optimizers that play against each other, rollouts, models that grow: the loop is the
-user's, and so is the `jax.pmap` in it. What is here are the exchanges between devices, as
-pure functions of replicated pytrees, compiled once per shapes.
+With adversarial optimizers, rollouts or growing models, the loop and its `jax.pmap` belong to
+the user. This module provides the communication between devices, as pure functions of
+replicated pytrees that compile once per set of shapes.
 """
 
 from collections.abc import Sequence
@@ -23,27 +23,28 @@ PyTree = Any
 
 
 class DDP:
-    """Exchanges between the devices of a machine, for a loop of one's own.
+    """Collectives over the devices of one machine, for a user-written loop.
 
     All trees are *stacked*: leaves `(world_size,) + shape`, entry `d` on device `d`, as
-    `replicate` makes them and `jax.pmap` takes and returns them. Leaves that are None (or
-    `optax.MaskedNode()`), as of frozen parameters, are left out.
+    `replicate` makes them and `jax.pmap` takes and returns them. Subtrees that are None or
+    `optax.MaskedNode()`, such as frozen parameters, are skipped.
 
-    Read a result once per step (`jax.block_until_ready`): several CPU devices of one
-    process get stuck for ever when a loop launches dozens of exchanges ahead of them.
+    Wait for a result once per step (`jax.block_until_ready`): several CPU devices in one
+    process deadlock when a loop dispatches dozens of collectives ahead of them.
 
     Attributes:
         devices: The devices, in rank order.
         world_size: Their number.
-        axis_name: Give your own `jax.pmap` this axis name: its arrays and these are then of
-            one kind, and no program is compiled a second time for the other.
+        axis_name: Pass this axis name to your own `jax.pmap`: its outputs then have the same
+            sharding as the results here, so that no program compiles twice.
 
     Args:
-        devices: At least two devices of one kind; None for all local ones.
+        devices: At least two devices of one kind; None for all local devices.
 
     Raises:
-        TypeError: `devices` are no devices.
-        ValueError: Fewer than two, one twice, or of several kinds; several processes.
+        TypeError: If `devices` is not a sequence of devices.
+        ValueError: If there are fewer than two devices, duplicates, or several kinds, or if
+            the job has several processes.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -72,20 +73,20 @@ class DDP:
     def wrap(
         cls, replicas: Sequence[PyTree], devices: Sequence[jax.Device] | None = None
     ) -> "tuple[DDP, PyTree]":
-        """Takes ready-made replicas, one per device, and stacks them.
+        """Stack existing replicas, one per device.
 
-        Nothing is made alike: `sync_params` does that.
+        The replicas are not synchronized; call `sync_params` for that.
 
         Args:
-            replicas: One pytree of arrays per device, alike in structure, shapes and dtypes.
-            devices: The devices; None for all local ones.
+            replicas: One pytree of arrays per device, equal in structure, shapes and dtypes.
+            devices: The devices; None for all local devices.
 
         Returns:
             The `DDP`, and the stacked pytree.
 
         Raises:
-            ValueError: Another number of replicas than devices, or replica `r` differs from
-                the first one; the message names the leaf.
+            ValueError: If the number of replicas is not the number of devices, or a replica
+                differs from the first one; the message names the leaf.
 
         Examples:
             >>> import jax, jax.numpy as jnp
@@ -110,51 +111,51 @@ class DDP:
         return ddp, jax.tree.map(stack, *replicas)
 
     def replicate(self, tree: PyTree) -> PyTree:
-        """Copies a pytree to every device; see `elche_jax.replicate`."""
+        """Copy a pytree to every device; see `elche_jax.replicate`."""
         return replicate(tree, self.devices)
 
     def sync_params(self, params: PyTree) -> PyTree:
-        """Gives every device the parameters of rank 0, bit for bit.
+        """Broadcast the parameters of rank 0 to every device, bit for bit.
 
         Args:
             params: Stacked pytree of arrays of any dtype.
 
         Returns:
-            The same, every entry that of rank 0.
+            The stacked pytree with every entry that of rank 0.
 
         Raises:
-            ValueError: A leaf is not stacked over these devices.
+            ValueError: If a leaf is not stacked over these devices.
         """
         self._check("sync_params", params)
         return self._broadcast(params)[0]
 
     def sync_buffers(self, buffers: PyTree) -> PyTree:
-        """Gives every device the buffers (BatchNorm statistics, say) of rank 0.
+        """Broadcast the buffers of rank 0, such as BatchNorm statistics, to every device.
 
-        The same as `sync_params`, under the name one looks for.
+        The same operation as `sync_params`, under the name PyTorch users expect.
         """
         self._check("sync_buffers", buffers)
         return self._broadcast(buffers)[0]
 
     def all_reduce_gradients(self, grads: PyTree) -> PyTree:
-        """The mean of the devices' gradients, on every device.
+        """Compute the mean of the devices' gradients, on every device.
 
-        Summed in float32 (float64 leaves in float64).
+        Sums are taken in float32 (in float64 for float64 leaves).
 
         Args:
             grads: Stacked pytree of float arrays.
 
         Returns:
-            The mean, stacked, every entry alike.
+            The mean, stacked, with equal entries.
 
         Raises:
-            ValueError: A leaf is not stacked over these devices.
-            TypeError: A leaf is not a float array.
+            ValueError: If a leaf is not stacked over these devices.
+            TypeError: If a leaf is not a float array.
         """
         return self._reduce("all_reduce_gradients", grads, np.ones(self.world_size, np.float32))
 
     def weighted_all_reduce_gradients(self, grads: PyTree, batch_counts: Sequence[float]) -> PyTree:
-        """The mean of the devices' gradients, weighted by what each is the mean of.
+        """Compute the mean of the devices' gradients, weighted by their batch counts.
 
             out = sum over d of batch_counts[d] * grads[d] / sum over d of batch_counts[d]
 
@@ -162,17 +163,17 @@ class DDP:
         gradient, this is the exact mean gradient over all of them.
 
         Args:
-            grads: Stacked pytree of float arrays; `(loss, grads)`, say, is one too.
-            batch_counts: One number per device, at least 0, not all 0. A device with 0
-                contributes nothing, even where its gradients are not numbers.
+            grads: Stacked pytree of float arrays, for instance `(loss, grads)`.
+            batch_counts: One number per device, at least 0, not all 0. A device with count 0
+                contributes nothing, even if its gradients are NaN.
 
         Returns:
-            The mean, stacked, every entry alike.
+            The mean, stacked, with equal entries.
 
         Raises:
-            ValueError: `batch_counts` has another length, an entry below 0, or no entry
-                above 0; a leaf is not stacked over these devices.
-            TypeError: A count is not a number; a leaf is not a float array.
+            ValueError: If `batch_counts` has the wrong length, an entry below 0, or no entry
+                above 0, or if a leaf is not stacked over these devices.
+            TypeError: If a count is not a number, or a leaf is not a float array.
 
         Examples:
             >>> import jax, jax.numpy as jnp

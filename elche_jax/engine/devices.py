@@ -1,4 +1,4 @@
-"""Which devices take part, and how they are named to a person."""
+"""Selection, checks and a printable summary of the devices of a job."""
 
 import os
 from collections import Counter
@@ -14,16 +14,15 @@ GIB = 1024**3
 def select_devices(
     devices: Sequence[jax.Device] | None, where: str = "build_train_step"
 ) -> tuple[jax.Device, ...]:
-    """Checks the user's choice of devices to compute on; None stands for all local ones.
+    """Return the devices to compute on, checked.
 
     Args:
-        devices: The devices, or None.
+        devices: The user's choice; None for all local devices.
         where: The function the user called.
 
     Raises:
-        TypeError: It is no sequence, or an entry is not a `jax.Device`.
-        ValueError: There is none, one of them appears twice, or the job has several
-            processes.
+        TypeError: If `devices` is not a sequence, or an entry is not a `jax.Device`.
+        ValueError: If it is empty or holds duplicates, or the job has several processes.
     """
     chosen = listed(devices, where)
     check_one_process(where)
@@ -31,13 +30,13 @@ def select_devices(
 
 
 def check_one_process(where: str) -> None:
-    """Checks that no other process is part of the job, whose devices would train apart.
+    """Check that the job has one process: devices of others would train separately.
 
     Args:
         where: The function the user called.
 
     Raises:
-        ValueError: There are others, by `jax.distributed`.
+        ValueError: If `jax.distributed` was initialized with several processes.
     """
     processes = jax.process_count()
     if processes > 1:
@@ -48,7 +47,7 @@ def check_one_process(where: str) -> None:
 
 
 def listed(devices: Sequence[jax.Device] | None, where: str) -> tuple[jax.Device, ...]:
-    """The devices as a tuple, see `select_devices`; of whatever process they are."""
+    """Return the devices as a tuple, checked as in `select_devices`, of any process."""
     chosen = jax.local_devices() if devices is None else devices
     if not isinstance(chosen, Iterable):
         raise TypeError(
@@ -73,10 +72,10 @@ def listed(devices: Sequence[jax.Device] | None, where: str) -> tuple[jax.Device
 
 
 def check_one_kind(where: str, devices: Sequence[jax.Device]) -> None:
-    """Checks that one program can serve these devices.
+    """Check that one program can serve these devices.
 
     Raises:
-        ValueError: They are of several kinds or platforms.
+        ValueError: If they are of several kinds or platforms.
     """
     lanes = lanes_of(devices)
     if len(lanes) > 1:
@@ -88,10 +87,10 @@ def check_one_kind(where: str, devices: Sequence[jax.Device]) -> None:
 
 
 def device_summary(devices: Sequence[jax.Device] | None = None) -> str:
-    """One line that says which devices take part.
+    """Return a one-line summary of the devices.
 
     Args:
-        devices: The devices; None for all local ones.
+        devices: The devices; None for all local devices.
 
     Returns:
         For instance `elche: 4 devices | cpu x4`, or
@@ -118,14 +117,14 @@ def device_summary(devices: Sequence[jax.Device] | None = None) -> str:
 
 
 def free_bytes(devices: Sequence[jax.Device]) -> int | None:
-    """Free bytes for data on the tightest device; None where nobody says.
+    """Return the free bytes on the device with the least free memory; None if unknown.
 
-    Devices of platform cpu share the host's memory.
+    CPU devices share the host's memory.
     """
     if devices[0].platform == "cpu":
         try:
             return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (AttributeError, ValueError, OSError):  # a system without these figures
+        except (AttributeError, ValueError, OSError):  # not provided by this system
             return None
     free = []
     for device in devices:

@@ -1,10 +1,11 @@
-"""How a program gets microbatch `i` of its call out of what lies on the device.
+"""How a compiled program reads microbatch `i` of a call from device memory.
 
-Two layouts of the data of one call, both with everything the loop needs on the device:
+There are two layouts of the data of one call:
 
-- `Pieces`: streamed microbatches as arrays of power-of-two length, longest first, those
-  that the binary digits of `count` ask for being real, the others never read;
-- `Rows`: the whole data set, resident, and the example numbers of the microbatches.
+- `Pieces`: streamed microbatches in arrays of power-of-two length, longest first. Only the
+  pieces that correspond to a binary digit 1 of `count` hold data; the others are never read.
+- `Rows`: the whole data set, resident on the device, and the example indices of each
+  microbatch.
 """
 
 from dataclasses import dataclass
@@ -25,15 +26,15 @@ class Pieces:
     pieces: tuple[PyTree, ...]
 
     def capacity(self, stacked: bool) -> int:
-        """Most microbatches these pieces can hold."""
+        """Return the largest number of microbatches these pieces can hold."""
         axis = 1 if stacked else 0
         return sum(jax.tree.leaves(piece)[0].shape[axis] for piece in self.pieces)
 
     def fetch(self, i: Any, count: Any) -> PyTree:
-        """Microbatch `i` of `count`; leaves `(batch, ...)`."""
+        """Return microbatch `i` of `count`, leaves `(batch, ...)`."""
         lengths = [jax.tree.leaves(piece)[0].shape[0] for piece in self.pieces]
-        # pieces come longest first, and one that is not there would start where the next one
-        # does: the last that starts at or before i holds it
+        # Pieces come longest first, and an absent piece starts where the next one does, so
+        # the last piece that starts at or before i holds it.
         starts = [count & ~(2 * length - 1) for length in lengths]
         if len(starts) == 1:
             return _at(i, self.pieces[0])
@@ -49,8 +50,10 @@ def _at(place: Any, piece: PyTree) -> PyTree:
 
 
 def _of_every_piece(i: Any, starts: list[Any], pieces: tuple[PyTree, ...]) -> PyTree:
-    """Every piece gives a candidate and a scalar predicate selects: no branch, which an
-    accelerator would have to ask the host for."""
+    """Read a candidate from every piece and select by a scalar predicate.
+
+    On an accelerator a branch would need a round trip to the host.
+    """
     chosen = _at(i - starts[0], pieces[0])
     for start, piece in zip(starts[1:], pieces[1:], strict=True):
         chosen = jax.tree.map(
@@ -62,7 +65,7 @@ def _of_every_piece(i: Any, starts: list[Any], pieces: tuple[PyTree, ...]) -> Py
 
 
 def _of_the_right_piece(i: Any, starts: list[Any], pieces: tuple[PyTree, ...]) -> PyTree:
-    """The same with a branch: a processor, which is asked for nothing, would read them all."""
+    """Read from one piece by a branch, as a CPU would otherwise read all candidates."""
     which = sum((i >= start).astype(jnp.int32) for start in starts[1:])
     branches = [partial(_at, i - start, piece) for start, piece in zip(starts, pieces, strict=True)]
     return jax.lax.switch(which, branches)
@@ -77,12 +80,12 @@ class Rows:
     index: Any
 
     def capacity(self, stacked: bool) -> int:
-        """Most microbatches the index can name."""
+        """Return the largest number of microbatches the index can hold."""
         return self.index.shape[1 if stacked else 0]
 
     def fetch(self, i: Any, count: Any) -> PyTree:
-        """Microbatch `i`; leaves `(batch, ...)`."""
-        del count  # the rows beyond it are not read
+        """Return microbatch `i`, leaves `(batch, ...)`."""
+        del count  # rows beyond it are not read
         row = jax.lax.dynamic_index_in_dim(self.index, i, keepdims=False)
         return jax.tree.map(
             lambda leaf: jax.lax.platform_dependent(leaf, row, cpu=_copied, default=_gathered),
@@ -95,8 +98,11 @@ def _gathered(data: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _copied(data: jax.Array, rows: jax.Array) -> jax.Array:
-    """The same, row by row: on the CPU a gather finds every single number's place anew, which
-    took up to three quarters of a small microbatch."""
+    """Gather row by row.
+
+    XLA's gather on a CPU recomputes the position of every single element, which took up to
+    three quarters of the time of a small microbatch.
+    """
 
     def copy(at: Any, out: jax.Array) -> jax.Array:
         row = jax.lax.dynamic_index_in_dim(data, rows[at])
@@ -113,12 +119,12 @@ Payload = Pieces | Rows
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CallArgs:
-    """What a device is to do in one call.
+    """Scalar arguments of one call on one device.
 
     Attributes:
-        numbers: int32, shape `(8,)`: `count`, microbatches to run; `start`, place of the
+        numbers: int32, shape `(8,)`: `count`, microbatches to run; `start`, position of the
             first one in the window; `fresh`, 1 in the first call of a window;
-            `partial`, place of the microbatch with fewer valid examples, or -1;
+            `partial`, position of the microbatch with fewer valid examples, or -1;
             `valid`, its number of valid examples; microbatches and valid examples of the
             window over all devices; `rank` of the device.
     """
@@ -149,5 +155,5 @@ class CallArgs:
         return self.numbers[7]
 
     def valid(self, place: Any, batch_size: int) -> Any:
-        """Number of valid examples of the microbatch at `place` in the window."""
+        """Return the number of valid examples of the microbatch at `place` in the window."""
         return jnp.where(place == self.numbers[3], self.numbers[4], batch_size)

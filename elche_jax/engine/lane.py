@@ -1,7 +1,7 @@
-"""A lane: devices of one kind, served by one mapped program. One device alone is a lane, too.
+"""A lane: devices of one kind, served by one mapped program. A single device is a lane, too.
 
-Here is all that differs between one device and several: how a function is compiled for them,
-where their arrays lie, and who waits for them. Code above asks for neither.
+All differences between one device and several are here: how a function is compiled, how arrays
+are placed, and how windows are timed. Code above a lane has no such cases.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,32 +36,32 @@ class Lane:
 
     @property
     def alone(self) -> bool:
-        """Whether it is one device, which waits for nobody: nothing of it is timed apart."""
+        """Whether it has a single device, whose work and synchronization need no separate times."""
         return len(self.devices) == 1
 
     @property
     def sharding(self) -> Sharding:
-        """That of arrays with one entry per device."""
+        """The sharding of arrays with one entry per device."""
         return stacked_sharding(self.devices)
 
     def mapped(
         self, fn: Callable[..., tuple[PyTree, PyTree]], donate: tuple[int, ...] = ()
     ) -> Mapped:
-        """A function of per-device values for the devices, see `Mapped`."""
+        """Map a function of per-device values over the devices, see `Mapped`."""
         return Mapped(fn, self.devices, donate)
 
     def clock(self, done: Done, failed: Failed) -> Clock:
-        """What times the windows of a run: threads, or of one device the loop itself.
+        """Return a clock for the windows of a run: threads, or for one device the loop itself.
 
         Args:
-            done: Told of every window that is over, in order.
-            failed: Told of an exception in a thread.
+            done: Called with the times of every finished window, in order.
+            failed: Called with an exception raised in a thread.
         """
         return LoopClock(done) if self.alone else Stopwatch(self.world_size, done, failed)
 
 
 def lanes_of(devices: Sequence[jax.Device]) -> list[Lane]:
-    """Devices by platform and kind, in the order of their first rank."""
+    """Group devices by platform and kind, in the order of their first rank."""
     ranks: dict[tuple[str, str], list[int]] = {}
     for rank, device in enumerate(devices):
         ranks.setdefault((device.platform, device.device_kind), []).append(rank)

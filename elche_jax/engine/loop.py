@@ -1,4 +1,4 @@
-"""The loop over a device's microbatches, and what emulation may put round it."""
+"""The loop over a device's microbatches, with hooks for emulation."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, Self, TypeVar
@@ -12,40 +12,39 @@ Body = Callable[[Any, PyTree], PyTree]
 
 
 Seconds = Callable[[int, int, int], float]
-"""`seconds(window, rank, count)`: how long so many microbatches last at least."""
+"""`seconds(window, rank, count)`: shortest duration of the first `count` microbatches."""
 
 
 class LoopHook(Protocol):
-    """What emulation puts round the loop over microbatches."""
+    """Hooks by which emulation slows down the loop over microbatches."""
 
     def check(self, world_size: int) -> None:
-        """Raises `ValueError` where it does not fit the number of devices."""
+        """Raise `ValueError` if the hook does not fit the number of devices."""
         ...
 
     def begin(self, device: Any, step: Any, fresh: Any) -> Any:
-        """Before the loop; gives a float32 scalar zero that the loop depends on."""
+        """Run before the loop; return a float32 zero that the loop must depend on."""
         ...
 
     def around(self, body: Body, device: Any, i: Any, carry: PyTree) -> PyTree:
-        """Runs one microbatch; gives the new carry."""
+        """Run one microbatch; return the new carry."""
         ...
 
     def end(self, device: Any, count: Any, carry: PyTree) -> Any:
-        """After the loop; gives a float32 scalar zero that the results depend on."""
+        """Run after the loop; return a float32 zero that the results must depend on."""
         ...
 
     def on_host(self) -> Seconds | None:
-        """How long microbatches last, where all it does is wait, so that the host can do it
-        instead of the program; else None."""
+        """Return the durations if the hook only waits, so that the host can wait instead."""
         ...
 
     def settle(self) -> None:
-        """After the dispatch, on the host: raises what could not be raised in the program."""
+        """Raise, on the host after the dispatch, what the program could not raise."""
         ...
 
 
 class Carry(Protocol):
-    """What the loop carries: a pytree with a sum of losses and one of weights."""
+    """The loop carry: a pytree with running sums of losses, weights and metrics."""
 
     @property
     def loss(self) -> Any: ...
@@ -57,7 +56,7 @@ class Carry(Protocol):
     def metrics(self) -> dict[str, Any]: ...
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         ...
 
 
@@ -71,18 +70,17 @@ def run_loop(
     body: Callable[[Any, C], C],
     carry: C,
 ) -> tuple[C, Any]:
-    """Runs `call_args.count` microbatches.
+    """Run `call_args.count` microbatches.
 
     Args:
         hook: Emulation, or None.
-        step: Number of the window.
-        call_args: How many microbatches.
-        body: Runs one, `body(i, carry) -> carry`.
-        carry: What the first one gets.
+        step: Index of the window.
+        call_args: Arguments of the call.
+        body: Runs one microbatch, `body(i, carry) -> carry`.
+        carry: The initial carry.
 
     Returns:
-        What the last one gave, and a token: a small array that is there when the loop is
-        over.
+        The final carry, and a token: a small array that is ready when the loop is done.
     """
     if hook is None:
         carry = jax.lax.fori_loop(0, call_args.count, body, carry)

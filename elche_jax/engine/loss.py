@@ -1,8 +1,8 @@
-"""The forms a loss function may have, brought to one.
+"""The forms of a loss function, unified.
 
 | `loss_fn` returns | a microbatch contributes | its weight |
 |---|---|---|
-| scalar `loss` | `grad(loss)` | 1 (the valid share, where a mask is asked for) |
+| scalar `loss` | `grad(loss)` | 1 (with a mask, the fraction of valid examples) |
 | vector `loss[batch]` | `grad(sum of loss over valid examples)` | number of valid examples |
 | `Weighted(loss, weight)` | `grad(weight * loss)` | `weight` |
 
@@ -25,21 +25,21 @@ Form = Literal["scalar", "vector", "weighted"]
 
 
 SMALLEST_WEIGHT = 2.0**-100
-"""Smallest weight of a window, 8e-31, that means are taken with. Its sums are float32 and of
-`weight * gradient`, of which devices take for 0 what is below 2**-126."""
+"""Smallest total weight of a window, 8e-31. Below it the float32 sums of `weight * gradient` are
+too close to 2**-126, where devices flush to zero, for an accurate mean."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Weighted:
-    """What a loss function returns to choose the weight of its microbatch itself.
+    """A loss with an explicit weight for its microbatch.
 
     Attributes:
-        loss: Scalar, the mean loss over whatever is counted (tokens, say).
-        weight: Scalar, how much was counted, at least 0. It is a constant to the
-            gradient. With weight 0 the microbatch contributes nothing, even where
-            `loss` is not a number. A negative weight makes the window not finite, and so do
-            weights above 0 whose sum over the window is below 2**-100 (8e-31).
+        loss: Scalar, the mean loss over the counted items (tokens, for instance).
+        weight: Scalar, the number of counted items, at least 0. It is treated as a constant
+            by the gradient. With weight 0 the microbatch contributes nothing, even if
+            `loss` is NaN. A window is not finite if a weight is negative, or if weights above
+            0 sum to less than 2**-100 (8e-31).
 
     Examples:
         >>> import jax.numpy as jnp
@@ -57,14 +57,14 @@ class Weighted:
 
 @dataclass(frozen=True)
 class LossFn:
-    """The user's loss function and how it is called.
+    """The user's loss function and its calling convention.
 
     Attributes:
         fn: `fn(params, batch, rng)`, with model state `fn(params, model_state, batch, rng)`.
-        has_aux: The second element of what it returns carries a dict of metrics.
-        has_model_state: The second element carries the new model state.
-        mask_key: Entry of the batch (a dict) that shall hold the mask of valid examples,
-            shape `(batch,)`, bool.
+        has_aux: Whether the second element it returns holds a dict of metrics.
+        has_model_state: Whether the second element holds the new model state.
+        mask_key: Key under which the mask of valid examples, bool of shape `(batch,)`, is
+            added to the batch (a dict); None for no mask.
     """
 
     fn: Callable[..., Any]
@@ -75,7 +75,7 @@ class LossFn:
     def __call__(
         self, params: PyTree, model_state: PyTree, batch: PyTree, mask: Any, rng: Any
     ) -> tuple[Any, PyTree, dict[str, Any]]:
-        """Calls the function; gives `(loss, new model state, aux)`."""
+        """Call the function; return `(loss, new model state, aux)`."""
         if self.mask_key is not None:
             batch = {**batch, self.mask_key: mask}
         state = (model_state,) if self.has_model_state else ()
@@ -97,7 +97,7 @@ class LossFn:
 
     @property
     def expected(self) -> str:
-        """What the function must return, in words."""
+        """A description of what the function must return."""
         if self.has_model_state:
             second = "(model_state, aux)" if self.has_aux else "model_state"
             return f"(loss, {second})"
@@ -106,11 +106,11 @@ class LossFn:
 
 @dataclass(frozen=True)
 class LossForm:
-    """What one abstract call of a loss function has shown.
+    """The form of a loss function, found by an abstract call.
 
     Attributes:
-        form: How the loss is given.
-        aux: Shapes of the metrics: scalars, or one value per example.
+        form: The form of the loss.
+        aux: Shapes of the metrics, scalars or one value per example.
     """
 
     form: Form
@@ -120,7 +120,7 @@ class LossForm:
 def inspect_loss(
     loss_fn: LossFn, params: PyTree, model_state: PyTree, batch: PyTree, rng: Any
 ) -> LossForm:
-    """Calls the loss function with shapes only and says which form it has.
+    """Determine the form of a loss function by an abstract call.
 
     Args:
         loss_fn: The loss function.
@@ -130,9 +130,9 @@ def inspect_loss(
         rng: Shape of a key.
 
     Raises:
-        TypeError: What it returns has none of the forms of this module, or an
-            auxiliary value or the model state has another structure than expected.
-        ValueError: `mask_key` is an entry of the batch; the function uses a named axis.
+        TypeError: If the loss has none of the forms of this module, or an auxiliary value
+            or the model state does not have the expected structure.
+        ValueError: If `mask_key` is already in the batch, or the function uses a named axis.
     """
     size = batch_size_of(batch)
     names = ("params", "model_state", "batch", "rng")
@@ -149,22 +149,22 @@ def inspect_loss(
 def check_takes(
     name: str, fn: Callable[..., Any], names: tuple[str, ...], has_model_state: bool
 ) -> None:
-    """Checks that a function can be called with these arguments, by position.
+    """Check that a function accepts these positional arguments.
 
     Args:
-        name: What the user calls it.
+        name: Name of the function, for the message.
         fn: The function.
-        names: Its arguments, `model_state` among them.
-        has_model_state: Whether there is a model state; else it is left out.
+        names: Names of the arguments, including `model_state`.
+        has_model_state: Whether `model_state` is passed; it is left out otherwise.
 
     Raises:
-        TypeError: It takes others.
+        TypeError: If the function takes other arguments.
     """
     names = tuple(n for n in names if has_model_state or n != "model_state")
     try:
-        # its own, not that of a function it wraps and may call with other arguments
+        # the wrapper's own signature: it may call what it wraps with other arguments
         signature = inspect.signature(fn, follow_wrapped=False)
-    except (TypeError, ValueError):  # a function that does not say what it takes
+    except (TypeError, ValueError):  # no signature: a builtin, for instance
         return
     try:
         signature.bind(*names)
@@ -177,11 +177,11 @@ def check_takes(
 
 
 def check_mask_key(mask_key: str | None, batch: PyTree) -> None:
-    """Checks that a mask can be put into microbatches under this name.
+    """Check that a mask can be added to microbatches under this key.
 
     Raises:
-        TypeError: They are no dicts.
-        ValueError: They have such an entry already.
+        TypeError: If microbatches are not dicts.
+        ValueError: If they already have this key.
     """
     if mask_key is None:
         return
@@ -198,12 +198,12 @@ def microbatch_terms(
     loss_fn: LossFn, form: Form, params: PyTree, model_state: PyTree, batch: PyTree,
     valid: Any, rng: Any,
 ) -> tuple[Any, tuple[Any, dict[str, Any], PyTree]]:  # fmt: skip
-    """The terms that one microbatch adds to the sums of its window.
+    """Compute the terms that one microbatch adds to the sums of its window.
 
     Args:
         loss_fn: The loss function.
-        form: Its form, by `inspect_loss`.
-        params: Parameters, to differentiate by.
+        form: Its form, from `inspect_loss`.
+        params: Parameters to differentiate with respect to.
         model_state: Model state.
         batch: One microbatch, leaves `(batch, ...)`.
         valid: Number of valid examples, the first ones.
@@ -211,8 +211,8 @@ def microbatch_terms(
 
     Returns:
         `(mean loss, (weight, weighted metrics, new model state))`; float32 scalars. The
-        weight is for the caller to multiply by, after the gradient: a gradient in
-        float16 times a weight of thousands would overflow.
+        caller multiplies by the weight after taking the gradient: a float16 gradient times
+        a weight in the thousands would overflow.
     """
     size = batch_size_of(batch)
     mask = jnp.arange(size) < valid
@@ -234,13 +234,13 @@ def microbatch_terms(
 
 
 def sound_weight(weight: Any) -> Any:
-    """A float32 weight that compares as it should, on devices that take the smallest for 0.
+    """Make a float32 weight safe on devices that flush subnormal numbers to zero.
 
-    A negative one is not a number, so that its window counts as not finite. One below the
-    smallest normal number, which devices may take for 0 in sums and comparisons, becomes that
-    one: it still counts as work, and a window that has no more is told by `SMALLEST_WEIGHT`.
+    A negative weight becomes NaN, so that its window counts as not finite. A subnormal weight,
+    which would be 0 in sums and comparisons, becomes the smallest normal number: it still
+    counts as work, and `SMALLEST_WEIGHT` detects a window that holds nothing else.
     """
-    bits = jax.lax.bitcast_convert_type(weight, jnp.int32)  # comparisons, too, may see a 0
+    bits = jax.lax.bitcast_convert_type(weight, jnp.int32)  # float comparisons flush, too
     tiny = jnp.finfo(jnp.float32).tiny
     first = jax.lax.bitcast_convert_type(jnp.asarray(tiny, jnp.float32), jnp.int32)
     weight = jnp.where((bits > 0) & (bits < first), tiny, weight)
@@ -248,20 +248,20 @@ def sound_weight(weight: Any) -> Any:
 
 
 def is_real(value: Any) -> bool:
-    """Whether an array is of real numbers or bools: what there is a float32 mean of."""
+    """Return whether an array holds real numbers or bools, and so has a float32 mean."""
     kinds = (jnp.floating, jnp.integer, jnp.bool_)
     return any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
 
 
 def check_weight(name: str, weight: Any) -> None:
-    """Raises where a scalar weight is no real number, or of a type that rounds counts.
+    """Check that a weight is real, and a scalar one of a type that does not round counts.
 
     Args:
-        name: Where it comes from, for the message.
+        name: Name of the weight, for the message.
         weight: The weight, or its shape.
 
     Raises:
-        TypeError: It is complex, say, or a float of 16 bits or less.
+        TypeError: If it is not real, or a scalar float of 16 bits or fewer.
     """
     dtype = weight.dtype
     if not is_real(weight):
@@ -274,12 +274,12 @@ def check_weight(name: str, weight: Any) -> None:
 
 
 def batch_size_of(batch: PyTree) -> int:
-    """Length of the leading axis of a microbatch."""
+    """Return the length of a microbatch's leading axis."""
     return int(jax.tree.leaves(batch)[0].shape[0])
 
 
 def describe(value: Any) -> str:
-    """A value in the words of an error message: type, shape, dtype."""
+    """Describe a value for an error message: its type, or its shape and dtype."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"an array of shape {tuple(value.shape)} and dtype {value.dtype}"
     if isinstance(value, tuple):

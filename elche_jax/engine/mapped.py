@@ -1,8 +1,8 @@
-"""The only file that names `jax.pmap`: one function, mapped over the devices of a group.
+"""Functions mapped over a group of devices; the only file that names `jax.pmap`.
 
-Every array of a group is *stacked*: a leading axis with one entry per device, each entry
-on its device. With one device the program is a plain `jit` that strips that axis inside: a
-reshape, but it may keep XLA from writing a result where an argument was that is given up.
+Every array of a group is *stacked*: it has a leading axis with one entry per device, each
+entry on its device. With one device the program is a plain `jit` that strips this axis inside;
+that is only a reshape, but it may keep XLA from reusing the buffer of a donated argument.
 """
 
 import logging
@@ -32,17 +32,17 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "xla_gpu_graph_min_graph_size": 1,
     }
 }
-"""Compiler options, by platform. On a GPU a loop whose trip count is a value asks the host before
-every iteration, and the thread that dispatches it waits for all of them; as part of a CUDA graph
-it asks nobody (docs/design/0017-on-a-gpu.md has the figures)."""
+"""Compiler options by platform. On a GPU, a loop with a dynamic trip count returns to the host
+before every iteration, and the dispatching thread waits for all of them; inside a CUDA graph it
+stays on the device (docs/design/0017-on-a-gpu.md has the figures)."""
 
 
 class Mapped:
-    """A function mapped over the devices of one group, compiled on request.
+    """A function mapped over the devices of one group.
 
     Args:
-        fn: Function of per-device values (no leading axis); returns a pair of a stacked
-            and a replicated result (one value for all devices).
+        fn: Function of per-device values (without the leading axis) that returns a pair: a
+            result to be stacked, and a result that is equal on all devices.
         devices: The devices.
         donate: Positions of arguments whose buffers the program may reuse.
     """
@@ -68,11 +68,11 @@ class Mapped:
             self._jitted = jax.jit(_on_one(fn), donate_argnums=donate)
 
     def __call__(self, *args: PyTree) -> tuple[PyTree, PyTree]:
-        """Runs it, compiled at the first call with arguments of these shapes."""
+        """Call the function; it compiles at the first call with these shapes."""
         return self._jitted(*args)
 
     def compile(self, *args: PyTree) -> Callable[..., tuple[PyTree, PyTree]]:
-        """Compiles ahead of time for arguments of these shapes and dtypes.
+        """Compile ahead of time for arguments of these shapes and dtypes.
 
         Args:
             *args: Pytrees of arrays or `jax.ShapeDtypeStruct`, stacked.
@@ -80,11 +80,11 @@ class Mapped:
         return self.finish(self.lower(*args))
 
     def lower(self, *args: PyTree) -> jax.stages.Lowered:
-        """Traces it for such arguments, under the settings of this thread."""
+        """Trace and lower for such arguments, under the JAX settings of this thread."""
         return self._jitted.lower(*jax.tree.map(self._abstract, args))
 
     def finish(self, lowered: jax.stages.Lowered) -> Callable[..., tuple[PyTree, PyTree]]:
-        """Compiles what `lower` gave; in any thread."""
+        """Compile a lowered program; may be called in any thread."""
         return _compiled(lowered, self._devices[0].platform)
 
     def _abstract(self, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -93,7 +93,7 @@ class Mapped:
 
 
 def _weakly(mapped: Mapped) -> Callable[..., Any]:
-    """A mapped object's function, which does not keep the object: JAX keeps what `pmap` got."""
+    """Wrap the function of a `Mapped` without a reference to it, as `pmap` caches what it gets."""
     owner = weakref.ref(mapped)
 
     def traced(*args: PyTree) -> tuple[PyTree, PyTree]:
@@ -105,21 +105,21 @@ def _weakly(mapped: Mapped) -> Callable[..., Any]:
 
 
 def _forget(traced: Callable[..., Any]) -> None:
-    """Lets JAX let go of what `pmap` has compiled for a function.
+    """Evict what `pmap` has compiled for a function from JAX's cache.
 
-    Its cache goes by weak references to functions, but what it holds refers to them, so that
-    nothing in it ever goes: some thousand programs, each with up to a hundred maps of the
-    process's memory, and the kernel gives it no more.
+    The cache holds functions by weak references, but its values refer back to them, so that
+    nothing is ever evicted. After some thousand programs, each with up to a hundred memory
+    mappings, the process reaches the kernel's limit on mappings.
     """
-    pmap = sys.modules.get("jax._src.pmap")  # JAX has no public name for what it keeps
-    cache: Any = getattr(pmap, "_cached_shard_map", None)  # not there: programs stay
+    pmap = sys.modules.get("jax._src.pmap")  # the cache has no public name
+    cache: Any = getattr(pmap, "_cached_shard_map", None)  # if absent, programs stay
     evict = getattr(cache, "evict_function", None)
-    if evict is not None:  # a JAX without it is caught by `test_engine_mapped`
+    if evict is not None:  # `test_engine_mapped` fails on a JAX without it
         evict(traced)
 
 
 class PerDeviceJit:
-    """A function that each of several devices runs by itself; no collective in it.
+    """A function that each of several devices runs independently, without collectives.
 
     Args:
         fn: Function of one device's values, as for `Mapped`.
@@ -137,10 +137,10 @@ class PerDeviceJit:
         self._jitted = jax.jit(_on_one(fn), donate_argnums=donate)
 
     def compile(self, rank: int, *args: PyTree) -> Callable[..., tuple[PyTree, PyTree]]:
-        """Compiles for one of the devices, for arguments of these shapes and dtypes.
+        """Compile for one of the devices, for arguments of these shapes and dtypes.
 
         Args:
-            rank: The device.
+            rank: Rank of the device.
             *args: Pytrees of arrays or `jax.ShapeDtypeStruct`, leaves `(1, ...)`.
         """
         sharding = SingleDeviceSharding(self._devices[rank])
@@ -151,7 +151,7 @@ class PerDeviceJit:
 
 
 def _compiled(lowered: jax.stages.Lowered, platform: str) -> Callable[..., tuple[PyTree, PyTree]]:
-    """Compiles with the options of a platform, or without where this JAX does not know them."""
+    """Compile with the options of a platform, or without them if this JAX rejects them."""
     options = OPTIONS.get(platform)
     if options is None:
         return lowered.compile()
@@ -174,7 +174,7 @@ def _on_one(fn: Callable[..., tuple[PyTree, PyTree]]) -> Callable[..., Any]:
 
 
 def stacked_sharding(devices: Sequence[jax.Device]) -> Sharding:
-    """The sharding of arrays with a leading axis of one entry per device."""
+    """Return the sharding of arrays with one entry per device on the leading axis."""
     if len(devices) == 1:
         return SingleDeviceSharding(devices[0])
     return NamedSharding(Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS))
@@ -183,7 +183,7 @@ def stacked_sharding(devices: Sequence[jax.Device]) -> Sharding:
 def stack_shards(
     shards: Sequence[jax.Array], sharding: Sharding, shape: tuple[int, ...]
 ) -> jax.Array:
-    """Makes one stacked array of per-device arrays `(1, ...)`, without a copy."""
+    """Assemble a stacked array from per-device arrays `(1, ...)`, without a copy."""
     if len(shards) == 1:
         return shards[0]
     return jax.make_array_from_single_device_arrays(shape, sharding, list(shards))

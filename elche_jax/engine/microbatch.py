@@ -1,4 +1,4 @@
-"""The gradient of one microbatch: where its data, its key and its precision come from."""
+"""The gradient of one microbatch, with its data, random key and precision."""
 
 import functools
 from collections.abc import Callable
@@ -19,15 +19,15 @@ PyTree = Any
 
 
 class Terms(NamedTuple):
-    """What a microbatch gives.
+    """The results of one microbatch.
 
     Attributes:
-        grads: Gradient of its mean loss, float32, like the parameters that are trained.
-        loss: Its mean loss.
-        weight: Its weight; where it is 0, gradient and model state say nothing new.
-        metrics: Its metrics times its weight.
-        model_state: The model state after it.
-        valid: Number of its valid examples.
+        grads: Gradient of the mean loss, float32, in the structure of the trained parameters.
+        loss: Mean loss.
+        weight: Weight; if 0, the gradient is zero and the model state unchanged.
+        metrics: Metrics times the weight.
+        model_state: Model state after the microbatch.
+        valid: Number of valid examples.
     """
 
     grads: PyTree
@@ -39,23 +39,23 @@ class Terms(NamedTuple):
 
 
 TOGETHER = 8
-"""Arrays of one shape that are looked at together for numbers that are not finite."""
+"""Number of equally shaped arrays that one reduction checks for non-finite values."""
 
 Gradient = Callable[[Any, PyTree, PyTree], Terms]
-"""`gradient(i, trained parameters, model state)` of microbatch `i` of a call."""
+"""`gradient(i, trained parameters, model state)`, for microbatch `i` of a call."""
 
 
 @dataclass(frozen=True)
 class Microbatches:
-    """How the gradient of a microbatch is computed.
+    """Computes gradients of microbatches.
 
     Attributes:
-        loss_fn: The user's loss.
-        form: Its form.
+        loss_fn: The user's loss function.
+        form: Form of the loss.
         metrics: Names of the auxiliary metrics.
         key_impl: Name of the PRNG implementation of the run's key.
-        selection: Which parameters are trained.
-        precision: What the loss is computed in.
+        selection: The trained parameters.
+        precision: Precision of the computation.
     """
 
     loss_fn: LossFn
@@ -66,12 +66,12 @@ class Microbatches:
     precision: Precision = field(default_factory=Precision)
 
     def gradient(self, state: TrainState, payload: Payload, call_args: CallArgs) -> Gradient:
-        """The gradient as a function of the microbatch's number in a call.
+        """Return the gradient as a function of a microbatch's index in a call.
 
         Args:
-            state: Gives the frozen parameters, the key and the loss scale.
-            payload: The data of the call.
-            call_args: Those of the call.
+            state: Provides the frozen parameters, the key and the loss scale.
+            payload: Data of the call.
+            call_args: Arguments of the call.
         """
         scale = self.precision.scale_of(state.loss_scale)
         _, frozen = self.selection.split(state.params)
@@ -92,15 +92,15 @@ class Microbatches:
         def gradient(i: Any, trained: PyTree, model_state: PyTree) -> Terms:
             place = call_args.start + i
             batch = payload.fetch(i, call_args.count)
-            # The gradient's code must not depend on where the microbatch came from, so
-            # that every capacity and placement gives the same bits.
+            # XLA must not fuse the gradient with the fetch, so that every capacity and
+            # placement gives the same bits.
             batch = jax.lax.optimization_barrier(batch)
             valid = call_args.valid(place, batch_size_of(batch))
             rng = jax.random.fold_in(key, state.microbatches + place)
             grads, (loss, (weight, metrics, new_state)) = jax.grad(terms, has_aux=True)(
                 trained, model_state, batch, valid, rng
             )
-            if self.form == "weighted":  # weight 0: nothing, even where it is not a number
+            if self.form == "weighted":  # weight 0 contributes nothing, even if the loss is NaN
                 grads, new_state = jax.tree.map(
                     lambda new, old: jnp.where(weight > 0, new, old),
                     (grads, new_state),
@@ -112,7 +112,7 @@ class Microbatches:
 
 
 def clip(grads: PyTree, max_norm: float | None, weight: Any = 1.0) -> PyTree:
-    """Scales a gradient down to a norm; `grads / weight` is what the norm is of."""
+    """Scale `grads` so that the global norm of `grads / weight` is at most `max_norm`."""
     if max_norm is None:
         return grads
     norm = optax.tree.norm(grads) / weight
@@ -124,10 +124,10 @@ def clip(grads: PyTree, max_norm: float | None, weight: Any = 1.0) -> PyTree:
 
 
 def all_finite(tree: PyTree) -> Any:
-    """Whether all numbers of a tree of floats are finite.
+    """Return whether all elements of a tree of floats are finite.
 
-    A number less itself is 0 if it is finite, and NaN if not. Arrays of a shape are added up
-    by some at a time, as every reduction takes its time to compile.
+    `x - x` is 0 for a finite `x` and NaN otherwise. Equally shaped arrays are first added in
+    groups, as each reduction adds to the compile time.
     """
     alike: dict[Any, list[Any]] = {}
     for leaf in map(jnp.asarray, jax.tree.leaves(tree)):
@@ -142,20 +142,20 @@ def all_finite(tree: PyTree) -> Any:
 
 
 def chosen(flag: Any, new: PyTree, old: PyTree) -> PyTree:
-    """The first of two trees alike where a scalar flag is true, else the second."""
+    """Select between two trees of equal structure by a scalar flag."""
     return jax.tree.map(lambda a, b: jax.lax.select(flag, a, b), new, old)
 
 
 def computed_once(value: Any) -> Any:
-    """The same scalar, for whatever is computed for every array of a tree.
+    """Keep XLA from duplicating the computation of a scalar that every leaf of a tree uses.
 
-    XLA's CPU compiler would otherwise compute it anew in each of them: a flag that looks at
-    all of a tree's arrays and chooses each of them takes code, and time to compile, in the
-    square of their number. It puts nothing that comes out of a sort into another kernel.
+    XLA's CPU compiler would otherwise fuse a copy of it into the kernel of every leaf. For a
+    flag that depends on all leaves, code size and compile time then grow with the square of
+    their number. It never fuses the output of a sort, so the scalar passes through one.
     """
     return jax.lax.sort(jnp.stack([value, value]))[0]
 
 
 def floats(tree: PyTree) -> list[Any]:
-    """The leaves that are floats."""
+    """Return the leaves of a float dtype."""
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]

@@ -1,13 +1,13 @@
-"""Mixed precision: the type that a loss is computed in, and the scale of its gradient.
+"""Mixed precision: the dtype of the loss computation, and loss scaling.
 
-Parameters, optimizer state and sums stay in their own types (float32); `loss_fn` sees
-copies in `compute_dtype`. Gradients in float16 reach down to 6e-8 only, so the loss is
-multiplied by a scale before the gradient and the gradient divided by it, in float32:
+Parameters, optimizer state and sums keep their own dtypes (float32); `loss_fn` sees copies
+in `compute_dtype`. The smallest float16 gradient is 6e-8, so the loss is multiplied by a
+scale before differentiation and the gradient divided by it, in float32:
 
     grad(loss) = grad(scale * loss) / scale
 
-A dynamic scale is `flax.training.dynamic_scale.DynamicScale`: halved by a window that is
-not finite, doubled after a number of finite ones. It belongs to the training state.
+A dynamic scale is a `flax.training.dynamic_scale.DynamicScale`: it is halved after a window
+that is not finite and doubled after a number of finite ones. It is part of the training state.
 """
 
 from dataclasses import dataclass
@@ -24,36 +24,36 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class Precision:
-    """How a loss is computed.
+    """The precision in which a loss is computed.
 
     Attributes:
-        compute_dtype: Float leaves of the parameters and of the batch are cast to it for
-            `loss_fn`; None leaves them as they are.
-        scale: Constant scale of the loss. A dynamic one is in the state.
+        compute_dtype: Dtype to which float leaves of the parameters and of the batch are cast
+            for `loss_fn`; None for no cast.
+        scale: Constant scale of the loss. A dynamic scale is part of the state.
     """
 
     compute_dtype: str | None = None
     scale: float = 1.0
 
     def cast(self, tree: PyTree) -> PyTree:
-        """The tree with its float leaves in the type to compute in."""
+        """Cast the float leaves of a tree to `compute_dtype`."""
         if self.compute_dtype is None:
             return tree
         dtype = jnp.dtype(self.compute_dtype)
         return jax.tree.map(lambda x: x.astype(dtype) if _is_float(x) else x, tree)
 
     def scale_of(self, loss_scale: Any) -> Any:
-        """The scale to use: a number, or that of the state; None for none."""
+        """Return the scale to use, constant or from the state; None for no scaling."""
         if loss_scale is not None:
             return loss_scale.scale
         return None if self.scale == 1.0 else self.scale
 
 
 def adjust(loss_scale: Any, finite: Any) -> Any:
-    """The dynamic scale after a window; None for none.
+    """Update a dynamic loss scale after a window; None stays None.
 
-    Flax's rule lies in `DynamicScale.value_and_grad`. It is asked with a function whose
-    gradient is finite if the window's was.
+    Flax applies its rule inside `DynamicScale.value_and_grad`, so that is called with a
+    function whose gradient is finite if the window's was.
     """
     if loss_scale is None:
         return None
@@ -62,23 +62,23 @@ def adjust(loss_scale: Any, finite: Any) -> Any:
 
 
 def first_scale(loss_scale: Any) -> tuple[float, Any]:
-    """Checks the user's choice.
+    """Check the user's loss scale and return its initial value.
 
     Args:
         loss_scale: None, a number, or a `flax.training.dynamic_scale.DynamicScale`.
 
     Returns:
-        The constant scale (1 for none), and the dynamic one for the state, or None.
+        The constant scale (1 for none), and the dynamic scale for the state, or None.
 
     Raises:
-        TypeError: It is none of these.
-        ValueError: A number that is not above 0 or not finite.
+        TypeError: If `loss_scale` has another type.
+        ValueError: If it is a number that is not positive and finite.
     """
     if loss_scale is None:
         return 1.0, None
     if isinstance(loss_scale, int | float | np.number) and not isinstance(loss_scale, bool):
         return check.real("build_train_step", "loss_scale", loss_scale, above=0), None
-    from flax.training.dynamic_scale import DynamicScale  # takes its time, and few want it
+    from flax.training.dynamic_scale import DynamicScale  # slow to import, rarely needed
 
     if not isinstance(loss_scale, DynamicScale):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Copies of one pytree on every device: make them, take one back, compare them."""
+"""Replicas of a pytree: copy it to every device, take one copy back, compare the copies."""
 
 from collections.abc import Sequence
 from typing import Any, TypeGuard
@@ -15,11 +15,11 @@ PyTree = Any
 
 
 class ReplicaMismatch(RuntimeError):
-    """Replicas that must be bitwise equal are not; names the leaf and the device."""
+    """Raised if replicas are not bitwise equal; the message names the leaf and the device."""
 
 
 def replicate(tree: PyTree, devices: Sequence[jax.Device]) -> PyTree:
-    """Copies a pytree to every device.
+    """Copy a pytree to every device.
 
     Args:
         tree: Pytree of arrays, typed PRNG keys or scalars.
@@ -30,8 +30,8 @@ def replicate(tree: PyTree, devices: Sequence[jax.Device]) -> PyTree:
         No leaf shares memory with the argument.
 
     Raises:
-        TypeError: `devices` are no devices, a leaf is no array of numbers.
-        ValueError: There is no device, or one twice.
+        TypeError: If `devices` is not a sequence of devices, or a leaf is not numeric.
+        ValueError: If there is no device, or one appears twice.
 
     Examples:
         >>> import jax, numpy as np
@@ -47,7 +47,7 @@ def replicate(tree: PyTree, devices: Sequence[jax.Device]) -> PyTree:
         if is_key(leaf):
             data = copy(path, jax.random.key_data(leaf))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-        row = np.array(leaf)[None]  # a copy, as the CPU may read it in place
+        row = np.array(leaf)[None]  # a copy, as CPU devices may alias host memory
         if row.dtype.kind in "OSUMm":
             raise TypeError(
                 f"replicate: every leaf must be an array of numbers, leaf {_name(path)} is of "
@@ -60,9 +60,9 @@ def replicate(tree: PyTree, devices: Sequence[jax.Device]) -> PyTree:
 
 
 def unreplicate(tree: PyTree) -> PyTree:
-    """One copy of a replicated pytree: the first device's.
+    """Return one copy of a replicated pytree, the first device's.
 
-    Reads the first device's shard, so that nothing is gathered from the others.
+    Only the first device's shard is read; nothing is gathered from the others.
 
     Args:
         tree: Pytree of stacked arrays, leaves `(world_size,) + shape`.
@@ -71,7 +71,7 @@ def unreplicate(tree: PyTree) -> PyTree:
         The same structure with leaves `shape`, on the first device.
 
     Raises:
-        ValueError: A leaf is not stacked: it has been unreplicated already, say.
+        ValueError: If a leaf is not stacked, for instance because it is already unreplicated.
     """
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: _shards("unreplicate", path, leaf)[0].data[0], tree
@@ -79,18 +79,18 @@ def unreplicate(tree: PyTree) -> PyTree:
 
 
 def check_replicas(tree: PyTree) -> None:
-    """Compares the copies of a replicated pytree bit by bit.
+    """Check that the copies of a replicated pytree are bitwise equal.
 
-    By checksums that the devices compute (see `elche_jax.engine.checksum`): a change
-    within one element always shows. Only a leaf that differs is fetched.
+    The devices compute checksums (see `elche_jax.engine.checksum`), in which a change within
+    one element always shows. Only a leaf that differs is fetched.
 
     Args:
         tree: Pytree of stacked arrays, for instance a `TrainState`.
 
     Raises:
-        ReplicaMismatch: A copy differs from the first device's; the message names the
+        ReplicaMismatch: If a copy differs from the first device's; the message names the
             first such leaf, the device, and how many elements differ.
-        ValueError: A leaf is not stacked.
+        ValueError: If a leaf is not stacked.
 
     Examples:
         >>> import jax, numpy as np
@@ -111,13 +111,13 @@ def check_replicas(tree: PyTree) -> None:
 
 
 def mismatch(where: str, tree: PyTree, devices: Sequence[jax.Device], sums: Any) -> str | None:
-    """What the `checksums` of a replicated pytree say is not alike, in words.
+    """Return an error message if the checksums of a replicated pytree differ, else None.
 
     Args:
-        where: When they were made, for the message.
+        where: Where they were computed, for the message.
         tree: The pytree, or its shapes.
         devices: The devices.
-        sums: The checksums.
+        sums: Its `checksums`.
     """
     found = differing(sums)
     if not found:
@@ -143,24 +143,24 @@ def _difference(path: Any, leaf: jax.Array, rank: int) -> str:
 
 
 def devices_of(leaf: jax.Array) -> tuple[jax.Device, ...]:
-    """The devices of a stacked array, in rank order."""
+    """Return the devices of a stacked array, in rank order."""
     return tuple(shard.device for shard in _shards("devices_of", (), leaf))
 
 
 def is_stacked(leaf: Any) -> TypeGuard[jax.Array]:
-    """Whether a leaf is an array with one entry of its first axis on each of its devices."""
+    """Return whether a leaf has one entry of its first axis on each of its devices."""
     if not isinstance(leaf, jax.Array) or leaf.shape[:1] != (len(leaf.sharding.device_set),):
         return False
     return leaf.sharding.shard_shape(leaf.shape) == (1, *leaf.shape[1:])
 
 
 def is_key(leaf: Any) -> TypeGuard[jax.Array]:
-    """Whether a leaf is an array of typed PRNG keys."""
+    """Return whether a leaf is an array of typed PRNG keys."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _shards(where: str, path: Any, leaf: Any) -> Any:
-    """The copies of a stacked leaf, each `(1,) + shape` on its device."""
+    """Return the shards of a stacked leaf in rank order, each `(1,) + shape` on its device."""
     if not is_stacked(leaf):
         shape = f"{type(leaf).__name__} of shape {np.shape(leaf)}"
         raise ValueError(
@@ -175,6 +175,6 @@ def _name(path: Any) -> str:
 
 
 def _bits(array: jax.Array) -> np.ndarray:
-    """The bytes of every element, shape `(size, itemsize)`."""
+    """Return the bytes of every element, shape `(size, itemsize)`."""
     flat = np.ascontiguousarray(np.asarray(array)).reshape(-1)
     return flat.view(np.uint8).reshape(flat.size, flat.dtype.itemsize)

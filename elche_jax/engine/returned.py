@@ -1,5 +1,4 @@
-"""What functions of the user's hand over, looked at before JAX does, which could not say whose
-it is."""
+"""Checks of pytrees from the user, before JAX raises an error that does not name their origin."""
 
 from typing import Any
 
@@ -11,15 +10,15 @@ PyTree = Any
 
 
 def named_leaves(where: str, what: str, tree: PyTree) -> list[tuple[Any, Any]]:
-    """The leaves of a pytree with their paths.
+    """Return the leaves of a pytree with their paths.
 
     Args:
-        where: The function of whom it is.
-        what: What it is there.
+        where: The function that takes or returns the pytree, for the message.
+        what: Name of the pytree there.
         tree: The pytree.
 
     Raises:
-        TypeError: The keys of a dict in it cannot be sorted.
+        TypeError: If the keys of a dict in it cannot be sorted.
     """
     try:
         return jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -31,14 +30,14 @@ def named_leaves(where: str, what: str, tree: PyTree) -> list[tuple[Any, Any]]:
 
 
 def returned(name: str, tree: PyTree) -> PyTree:
-    """Gives what a function has returned; to be called where it is traced.
+    """Check and return what a user's function returned; to be called while tracing.
 
     Args:
-        name: What the user calls the function.
-        tree: What it has returned.
+        name: Name of the function.
+        tree: What it returned.
 
     Raises:
-        TypeError: It is no pytree of arrays and numbers.
+        TypeError: If it is not a pytree of arrays and numbers.
     """
     for _, leaf in named_leaves(name, "what it returns", tree):
         if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
@@ -49,6 +48,6 @@ def returned(name: str, tree: PyTree) -> PyTree:
 
 
 def check_metric_name(where: str, name: object) -> None:
-    """Raises `TypeError` where the name of a metric is no string."""
+    """Raise `TypeError` if the name of a metric is not a string."""
     if not isinstance(name, str):
         raise TypeError(f"{where}: names of metrics must be strings, got {check.describe(name)}.")

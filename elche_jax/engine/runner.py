@@ -1,4 +1,4 @@
-"""Runs the programs of a window on the devices of a lane."""
+"""Compiles and dispatches the programs of a window on the devices of a lane."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ Accumulating = Callable[[jax.Array], None]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a program: data and arguments, stacked arrays, and who gets what.
+    """One call of a program.
 
     Attributes:
-        payload: The data.
-        call_args: How many microbatches, and which.
-        ranges: Microbatches of each device, as places in the window.
+        payload: The data, stacked.
+        call_args: Scalar arguments, stacked.
+        ranges: Microbatches of each device, as positions in the window.
     """
 
     payload: Payload
@@ -40,12 +40,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Launch:
-    """The dispatch of a window: in which run, and since when.
+    """The dispatch of a window.
 
     Attributes:
-        watch: What times the devices of the run; None of one that was closed.
-        number: Number of the dispatch in the run.
-        at: When it began, `time.perf_counter` seconds.
+        watch: Clock of the run; None if the run was closed.
+        number: Index of the dispatch in the run.
+        at: Start of the dispatch, `time.perf_counter` seconds.
     """
 
     watch: Clock | None
@@ -53,16 +53,16 @@ class Launch:
     at: float
 
     def __call__(self, token: Any) -> None:
-        """Hands over what is ready where a device has accumulated."""
+        """Pass the clock a token that becomes ready when a device has accumulated."""
         if self.watch is not None:
             self.watch.accumulating(self.number, self.at, token)
 
 
 class Watched(Protocol):
-    """What a pipeline asks of a runner."""
+    """What a pipeline needs from a runner."""
 
     begun: bool
-    """Whether what its first window needs was compiled."""
+    """Whether the programs of the first window are compiled."""
 
     def watch(
         self,
@@ -70,19 +70,19 @@ class Watched(Protocol):
         learned: Callable[..., None],
         failed: Callable[..., None],
     ) -> Clock:
-        """Makes what times the windows of a run; its threads end when it is closed.
+        """Return a clock for the windows of a run; closing it ends its threads.
 
         Args:
-            done: Told of every window that is over, in order.
-            learned: Told of the times of a window that was over without some device, once
-                that is done.
-            failed: Told of an exception in a thread.
+            done: Called with the times of every finished window, in order.
+            learned: Called with the times of a window that finished without some device,
+                once that device is done, too.
+            failed: Called with an exception raised in a thread.
         """
         ...
 
 
 class Timed:
-    """A runner whose devices are all waited for."""
+    """A runner whose windows wait for all devices."""
 
     lane: Lane
 
@@ -93,23 +93,26 @@ class Timed:
         failed: Callable[..., None],
     ) -> Clock:
         """See `Watched.watch`."""
-        del learned  # all devices are waited for
+        del learned  # no window finishes without a device
         return self.lane.clock(done, failed)
 
 
 class Runner(Timed):
-    """Compiles and launches the programs of a lane; owns the gradient accumulator.
+    """Compiles and dispatches the programs of a lane; owns the gradient accumulator.
 
-    `state` is the shapes of the stacked state; `replicated(state)` what of a state must be the
-    same on all devices; `capacities` holds, by the layout of the data, the capacities compiled
-    or asked for.
+    Only the training thread may call `run`. `prepare` may be called from any thread.
 
-    Only the thread that trains may call `run`. `prepare` may be called by any.
+    Attributes:
+        lane: The devices.
+        state: Shapes of the stacked state.
+        replicated: Function of a state that returns the part equal on all devices.
+        capacities: For each layout of the data, the capacities compiled or requested.
+        begun: Whether the programs of the first window are compiled.
 
     Args:
-        program: What a device computes.
+        program: The computation of one device.
         lane: The devices.
-        cache: Compiled programs.
+        cache: Cache of compiled programs.
         state: Shapes of the stacked state.
     """
 
@@ -119,8 +122,8 @@ class Runner(Timed):
         self.lane = lane
         self._program, self._cache = program, cache
         self.state = state
-        # a number, as programs differ between runners even where all shapes agree; and
-        # every window hashes it
+        # Programs of two runners differ even if all shapes agree. A number identifies the
+        # runner, as every window hashes it.
         self._number = new_number()
         self._accumulate = lane.mapped(program.accumulate, donate=(1,))
         self._combine = lane.mapped(program.combine, donate=(0,))
@@ -139,13 +142,14 @@ class Runner(Timed):
         self.capacities: dict[Hashable, set[int]] = {}
 
     def begin(self, calls: Sequence[Call]) -> None:
-        """Compiles what a window needs before it is dispatched, so that the first one can be
-        timed; its last program, which takes the longest, beside the rest.
+        """Compile the programs of a window before its dispatch, so that it can be timed.
+
+        The combine, which takes longest, compiles in parallel with the others.
 
         Args:
             calls: The calls of the window.
         """
-        self._several |= len(calls) > 1  # then one pair of programs serves all windows
+        self._several |= len(calls) > 1  # from now on two programs serve all windows
         if self._whole:
             self._cache.get(*self._window_program(calls[0].payload))
         else:
@@ -158,8 +162,9 @@ class Runner(Timed):
         self.begun = True
 
     def fuses(self, payload: Payload) -> bool:
-        """Whether a window's last call and its end can be one program; it is compiled in
-        background where it is not there.
+        """Return whether the last call and the combine can run as one compiled program.
+
+        If the program is not compiled yet, it starts compiling in the background.
 
         Args:
             payload: The data of the last call.
@@ -174,7 +179,7 @@ class Runner(Timed):
 
     @property
     def _whole(self) -> bool:
-        """Whether a window is one program: of a device alone there is nothing to time."""
+        """Whether a window is one program: a single device has nothing to time separately."""
         return self.lane.alone and not self._several
 
     def run(
@@ -184,21 +189,22 @@ class Runner(Timed):
         accumulating: Accumulating,
         fused: bool = False,
     ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
-        """Dispatches a window; does not wait for it.
+        """Dispatch a window without waiting for it.
 
         Args:
-            state: Stacked state; its buffers are given up.
+            state: Stacked state; its buffers are donated.
             calls: The calls of the accumulating program, in order.
-            accumulating: Told the token of the accumulation, before the combine is launched.
-            fused: Run the last call and the combine as one program, see `fuses`; then
-                nobody knows when the accumulation alone was done.
+            accumulating: Called with the token of the accumulation before the combine is
+                dispatched.
+            fused: Run the last call and the combine as one program, see `fuses`; the end of
+                the accumulation is then unknown.
 
         Returns:
             The new state, the metrics, and the token of the combine.
 
         A token is a stacked array whose entry `d` is ready when device `d` is done; it is
-        never donated, so that threads can wait for it. The entries of the combine's say
-        whether what the device itself had summed is finite.
+        never donated, so that threads can wait for it. The combine's token also says, per
+        device, whether the device's own sums are finite.
         """
         self._several |= len(calls) > 1
         if self._whole:
@@ -223,9 +229,9 @@ class Runner(Timed):
         return state, metrics, end
 
     def _begin_combine(self) -> None:
-        """Begins to compile what ends a window, which takes the longest, beside the rest of it.
+        """Start compiling the combine in the background.
 
-        It is traced here: a thread does not have the user's settings (`jax.enable_x64`, ...).
+        Tracing happens here, as a new thread lacks the user's settings (`jax.enable_x64`, ...).
         """
         key, _ = self._combine_program()
         if not self._cache.ready(key):
@@ -242,13 +248,15 @@ class Runner(Timed):
         return state, metrics, end
 
     def release(self) -> None:
-        """Gives back the memory of the accumulator, which the next window makes anew."""
+        """Return free the accumulator; the next window allocates a new one."""
         self._sums = self._unreported = None
 
     @property
     def unreported(self) -> PyTree:
-        """What the next window will report of the last one: host arrays, leaves
-        `(devices,)`; None where a window reports itself. Waits for the last window."""
+        """Metrics of the last window that the next one will report; None if there are none.
+
+        Host arrays, leaves `(devices,)`. Reading them waits for the last window.
+        """
         if not self._program.pending or self._sums is None:
             return self._unreported
         return jax.tree.map(np.asarray, self._program.unreported(self._sums))
@@ -258,15 +266,15 @@ class Runner(Timed):
         if not self._program.pending:
             return
         here = jax.eval_shape(self._program.unreported, self._sums_shape)
-        if jax.tree.structure(rows) == jax.tree.structure(here):  # else of other metrics
+        if jax.tree.structure(rows) == jax.tree.structure(here):  # the metrics may have changed
             self._sums, self._unreported = None, rows
 
     def ready(self, payload: Payload) -> bool:
-        """Whether the programs for data of these shapes are compiled."""
+        """Return whether the programs for data of these shapes are compiled."""
         return all(self._cache.ready(key) for key, _ in self._programs(payload))
 
     def prepare(self, payload: Payload) -> None:
-        """Compiles the programs for data of these shapes, in background."""
+        """Compile the programs for data of these shapes in the background."""
         for key, build in self._programs(abstract(payload)):
             self._cache.prepare(key, build)
 
@@ -312,7 +320,7 @@ class Runner(Timed):
             return sums
         rows, self._unreported = self._unreported, None
         sharding = self.lane.sharding
-        # copies, as the CPU reads them in place and a window gives them up
+        # copies, as CPU devices may alias host memory and a window donates them
         placed = jax.tree.map(lambda row: jax.device_put(np.array(row), sharding), rows)
         return self._program.reporting(sums, placed)
 
@@ -321,22 +329,22 @@ _NUMBERS = count()
 
 
 def new_number() -> int:
-    """A number that no runner has had before."""
+    """Return a number that identifies one runner."""
     return next(_NUMBERS)
 
 
 def zeros(like: jax.ShapeDtypeStruct) -> Any:
-    """An array of zeros, on the host where it can be."""
+    """Return an array of zeros, on the host if the dtype allows it."""
     is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
     return (jnp if is_key else np).zeros(like.shape, like.dtype)
 
 
 def abstract(tree: PyTree) -> PyTree:
-    """Shapes and dtypes: a compile that waits its turn must not hold data."""
+    """Return shapes and dtypes only, so that a queued compile does not keep data alive."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def signature(tree: PyTree) -> Hashable:
-    """Structure, shapes and dtypes of a pytree: what its programs are compiled for."""
+    """Return structure, shapes and dtypes of a pytree, the key of its programs."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)

@@ -1,7 +1,7 @@
-"""A function of microbatches, run over data on all devices, without a synchronisation.
+"""A function of microbatches, run over data on all devices without synchronization.
 
-Scores are summed on each device; outputs are kept in the order of the microbatches. In
-neither case do the devices speak with each other: the host puts their results together.
+Metrics are summed on each device; outputs are kept in the order of the microbatches. The
+devices never communicate: the host combines their results.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -33,12 +33,12 @@ from elche_jax.engine.traced import Traced, trace
 PyTree = Any
 
 ARGUMENTS = ("params", "model_state", "batch")
-"""What the user's function takes."""
+"""Arguments of the user's function."""
 
 
 @dataclass(frozen=True)
 class Variables:
-    """What the user's function is a function of besides the data. Leaves are stacked."""
+    """Arguments of the user's function besides the data, stacked."""
 
     params: PyTree
     model_state: PyTree
@@ -49,12 +49,13 @@ jax.tree_util.register_dataclass(Variables, ["params", "model_state"], [])
 
 @dataclass(frozen=True)
 class BatchFn:
-    """The user's function of a microbatch, and how it is called.
+    """The user's function of a microbatch and its calling convention.
 
     Attributes:
         fn: `fn(params, batch)`, with model state `fn(params, model_state, batch)`.
-        has_model_state: Whether there is one.
-        mask_key: Entry of the batch that shall hold the mask of valid examples.
+        has_model_state: Whether a model state is passed.
+        mask_key: Key under which the mask of valid examples is added to the batch; None for
+            no mask.
     """
 
     fn: Callable[..., Any]
@@ -62,23 +63,23 @@ class BatchFn:
     mask_key: str | None = None
 
     def __call__(self, variables: Variables, batch: PyTree, mask: Any) -> Any:
-        """Calls the function."""
+        """Call the function."""
         if self.mask_key is not None:
             batch = {**batch, self.mask_key: mask}
         state = (variables.model_state,) if self.has_model_state else ()
         return self.fn(variables.params, *state, batch)
 
     def trace(self, name: str, variables: Variables, batch: PyTree) -> Traced:
-        """The function as it is now, for a microbatch of these shapes.
+        """Trace the function for a microbatch of these shapes.
 
         Args:
-            name: What the user calls it.
-            variables: Shapes, of one device.
+            name: Name of the function, for messages.
+            variables: Shapes on one device.
             batch: Shapes of one microbatch.
 
         Raises:
-            TypeError: It takes other arguments.
-            ValueError: It uses a named axis.
+            TypeError: If it takes other arguments.
+            ValueError: If it uses a named axis.
         """
         check_takes(name, self.fn, ARGUMENTS, self.has_model_state)
         mask = jax.ShapeDtypeStruct((batch_size_of(batch),), jnp.bool_)
@@ -86,16 +87,16 @@ class BatchFn:
 
 
 PerBatch = Callable[[Variables, PyTree, Any], Any]
-"""`fn(variables, microbatch, mask of its valid examples)`: a `BatchFn`, or one traced."""
+"""`fn(variables, microbatch, mask of valid examples)`: a `BatchFn`, or a traced one."""
 
 
 class SweepProgram(Protocol):
-    """What a device computes in one call."""
+    """The computation of one device in one call."""
 
     def call(
         self, variables: Variables, payload: Payload, call_args: CallArgs
     ) -> tuple[tuple[PyTree, Any], None]:
-        """Runs `call_args.count` microbatches; gives `((results, token), None)`."""
+        """Run `call_args.count` microbatches; return `((results, token), None)`."""
         ...
 
 
@@ -104,8 +105,8 @@ class Score:
     """Sums of metrics over the microbatches of a call.
 
     Attributes:
-        fn: Gives a dict of metrics.
-        shapes: Shapes of the results: for every metric its sum, and the sum of its weights.
+        fn: Returns a dict of metrics.
+        shapes: Name of every metric and shape of its sum.
         hook: Emulation, or None.
     """
 
@@ -134,11 +135,11 @@ class Score:
 class Apply:
     """Outputs of the microbatches of a call, in order.
 
-    They leave the program as pieces whose lengths are powers of two, as the data came
-    in: the digits of the count name those that hold outputs, and only they are fetched.
+    They are returned in pieces of power-of-two length, like the data: the binary digits of the
+    count tell which pieces hold outputs, and only those are fetched.
 
     Attributes:
-        fn: Gives a pytree of arrays, one entry per example.
+        fn: Returns a pytree of arrays with one entry per example.
         hook: Emulation, or None.
     """
 
@@ -172,12 +173,12 @@ class Apply:
 
 
 class SweepRunner(Timed):
-    """Compiles and launches the program of a sweep.
+    """Compiles and dispatches the program of a sweep.
 
     Args:
-        program: What a device computes.
+        program: The computation of one device.
         lane: The devices.
-        cache: Compiled programs.
+        cache: Cache of compiled programs.
         variables: Shapes of the stacked variables.
     """
 
@@ -191,22 +192,22 @@ class SweepRunner(Timed):
         self.begun = False
 
     def begin(self, calls: Sequence[Call]) -> None:
-        """Compiles what a window needs before it is dispatched, see `Runner.begin`."""
+        """Compile the programs of a window before its dispatch, see `Runner.begin`."""
         for call in calls:
             self._cache.get(*self._program(call.payload))
         self.begun = True
 
     def run(self, variables: Variables, call: Call) -> tuple[PyTree, jax.Array]:
-        """Dispatches a call; gives its results and its token, stacked."""
+        """Dispatch a call; return its results and its token, stacked."""
         program = self._cache.get(*self._program(call.payload))
         return program(variables, call.payload, call.call_args)[0]
 
     def ready(self, payload: Payload) -> bool:
-        """Whether the program for data of these shapes is compiled."""
+        """Return whether the program for data of these shapes is compiled."""
         return self._cache.ready(self._program(payload)[0])
 
     def prepare(self, payload: Payload) -> None:
-        """Compiles the program for data of these shapes, in background."""
+        """Compile the program for data of these shapes in the background."""
         self._cache.prepare(*self._program(abstract(payload)))
 
     def _program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
@@ -220,20 +221,20 @@ class SweepRunner(Timed):
 def inspect_metrics(
     fn: BatchFn, variables: Variables, batch: PyTree, ragged: bool
 ) -> tuple[Traced, tuple[tuple[str, tuple[int, ...]], ...]]:
-    """Traces a metric function.
+    """Trace a metric function.
 
     Args:
         fn: The function.
-        variables: Shapes, of one device.
+        variables: Shapes on one device.
         batch: Shapes of one microbatch.
         ragged: Whether the last microbatch may have fewer examples.
 
     Returns:
-        The function as it is now; names of the metrics and the shapes of their means.
+        The traced function; names of the metrics and shapes of their means.
 
     Raises:
-        TypeError: It does not return a dict of metrics.
-        ValueError: A metric cannot leave out the examples that a ragged microbatch lacks.
+        TypeError: If the function does not return a dict of metrics.
+        ValueError: If a metric cannot exclude the missing examples of a ragged microbatch.
     """
     size = batch_size_of(batch)
     traced = fn.trace("metric_fn", variables, batch)
@@ -251,10 +252,10 @@ def inspect_metrics(
 
 
 def inspect_outputs(fn: BatchFn, variables: Variables, batch: PyTree) -> Traced:
-    """Traces a function; gives it as it is now.
+    """Trace a function of outputs.
 
     Raises:
-        TypeError: An output does not have one entry per example, or is of random keys.
+        TypeError: If an output does not have one entry per example, or holds PRNG keys.
     """
     size = batch_size_of(batch)
     traced = fn.trace("apply_fn", variables, batch)
@@ -267,7 +268,7 @@ def inspect_outputs(fn: BatchFn, variables: Variables, batch: PyTree) -> Traced:
                 f"predict: every output of apply_fn must have one entry per example ({size}) "
                 f"on its first axis, got {describe(leaf)} for leaf {name}."
             )
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # NumPy has no such type
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # NumPy has no such dtype
             raise TypeError(
                 "predict: every output of apply_fn must be of numbers or bools, got "
                 f"{describe(leaf)} for leaf {name}. Return jax.random.key_data of it."
@@ -311,7 +312,7 @@ def _check_metric(name: str, value: Any, size: int, ragged: bool) -> tuple[int, 
 
 
 def _add(sums: tuple[Any, Any], value: Any, mask: Any, valid: Any) -> tuple[Any, Any]:
-    """The sums with a microbatch's metric; by weight, examples that are not valid left out."""
+    """Add a microbatch's metric to its weighted sums, without examples that are not valid."""
     weight: Any = jnp.float32(1)
     if isinstance(value, Weighted):
         value, weight = value.loss, value.weight
@@ -329,7 +330,7 @@ def _add(sums: tuple[Any, Any], value: Any, mask: Any, valid: Any) -> tuple[Any,
 
 
 def _piece(rows: PyTree, total: Any, length: int) -> PyTree:
-    """The rows of the piece of this length, if the digits of `total` have one."""
+    """Return the rows of the piece of this length; valid if `total` has this binary digit."""
     start = total & ~(2 * length - 1)
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, length), rows)
 
@@ -337,7 +338,7 @@ def _piece(rows: PyTree, total: Any, length: int) -> PyTree:
 def _run(
     hook: LoopHook | None, call_args: CallArgs, body: Any, start: PyTree
 ) -> tuple[PyTree, Any]:
-    """The loop; gives its results, and a small token that needs them."""
+    """Run the loop; return its results, and a small token that depends on them."""
     if hook is None:
         results = jax.lax.fori_loop(0, call_args.count, body, start)
         return results, _touch(results)
@@ -354,7 +355,7 @@ def _run(
 
 
 def _touch(tree: PyTree) -> Any:
-    """A number that is there when the results are."""
+    """Return a scalar that depends on the smallest of the results."""
     leaves = [x for x in jax.tree.leaves(tree) if x.size]
     if not leaves:  # nothing to compute
         return jnp.zeros((), jnp.float32)

@@ -1,15 +1,15 @@
-"""When each device was done: threads that wait on them, so that the loop need not.
+"""Per-device times of windows, measured by threads that wait for the devices.
 
-Per-device times exist only while no collective has run. A window is two programs: the
-accumulation, which holds none, and the combine. One thread per device waits for its
+Per-device times exist only as long as no collective has run. So a window is two programs: the
+accumulation, without a collective, and the combine. One thread per device waits for its
 shard of the first, then of the second. With `a[d]` the end of the accumulation, `c[d]`
-the end of the combine and `t` the moment of dispatch,
+the end of the combine and `t` the time of dispatch,
 
-    busy[d] = a[d] - max(t, end of the program before on device d)
+    busy[d] = a[d] - max(t, end of the previous program on device d)
     wait[d] = c[d] - a[d] = skew[d] + cost
     cost    = min over d of wait[d],    skew = max - min of wait[d]
 
-because the last device to arrive waits for the exchange alone.
+because the last device to arrive waits for nothing but the exchange.
 """
 
 import atexit
@@ -31,12 +31,12 @@ from elche_jax._waiting import interruptible
 
 @dataclass(frozen=True)
 class WindowTimes:
-    """When the devices were done with a window; seconds of `time.perf_counter`.
+    """End times of a window on each device, in seconds of `time.perf_counter`.
 
     Attributes:
-        window: Number of the window.
-        dispatched: When the window was dispatched.
-        accumulated: End of each device's accumulation; None where nobody saw it.
+        window: Index of the window.
+        dispatched: Time of the dispatch.
+        accumulated: End of each device's accumulation; None if it was not observed.
         combined: End of each device's combine.
     """
 
@@ -47,14 +47,14 @@ class WindowTimes:
 
     @property
     def arrived(self) -> tuple[float, ...]:
-        """When each device was done with its own part, as far as is known."""
+        """End of each device's own work; of its combine if that was not observed."""
         return self.combined if self.accumulated is None else self.accumulated
 
     def busy_ms(self, free: Sequence[float]) -> tuple[float, ...]:
-        """Milliseconds each device worked, data delivery included; empty where nobody saw it.
+        """Return each device's milliseconds of work, data transfer included; empty if unknown.
 
         Args:
-            free: When each device was free, see `Ends.before`.
+            free: When each device became free, see `Ends.before`.
         """
         if self.accumulated is None:
             return ()
@@ -63,27 +63,27 @@ class WindowTimes:
 
     @property
     def wait_ms(self) -> tuple[float, ...]:
-        """Milliseconds each device spent in the synchronisation."""
+        """Milliseconds each device spent in the synchronization."""
         pairs = zip(self.combined, self.arrived, strict=True)
         return tuple(1e3 * (c - a) for c, a in pairs)
 
     @property
     def sync_ms(self) -> float:
-        """The true cost of the exchange: the least wait."""
+        """Milliseconds of the exchange itself: the shortest wait."""
         return max(0.0, min(self.wait_ms))
 
     @property
     def skew_ms(self) -> float:
-        """How far the devices' arrivals lay apart."""
+        """Milliseconds between the first and the last device to arrive."""
         return max(self.wait_ms) - min(self.wait_ms)
 
 
 class Ends:
-    """When the last windows ended on each device, of whichever training step.
+    """End times of the last windows on each device, over all training steps.
 
-    Several training steps may take turns on the same devices (two players of a game):
-    then the program before a window's is another step's. A runtime that also makes
-    programs wait for those of other devices (the CPU's does) still spoils the times of
+    Several training steps may take turns on the same devices (a GAN's two networks, for
+    instance), so the previous program may belong to another step. A runtime that also makes
+    programs wait for those of other devices, as the CPU's does, still distorts the times of
     steps whose devices overlap only in part.
     """
 
@@ -92,9 +92,9 @@ class Ends:
         self._ends: dict[jax.Device, deque[float]] = {}
 
     def before(self, devices: Sequence[jax.Device], moments: Sequence[float]) -> list[float]:
-        """The last end on each device that is not after a moment; `-inf` where none is.
+        """Return each device's last end at or before a moment; `-inf` if there is none.
 
-        Windows of two steps may be noted out of order, thus the moments.
+        Windows of two steps may be recorded out of order, hence the moments.
         """
         with self._lock:
             known = [self._ends.get(device, ()) for device in devices]
@@ -104,14 +104,14 @@ class Ends:
             ]
 
     def note(self, devices: Sequence[jax.Device], ends: Sequence[float]) -> None:
-        """Remembers the end of a window."""
+        """Record the end of a window."""
         with self._lock:
             for device, end in zip(devices, ends, strict=True):
                 self._ends.setdefault(device, deque(maxlen=8)).append(end)
 
 
 ENDS = Ends()
-"""Those of this process."""
+"""The end times of this process."""
 
 
 Done = Callable[[WindowTimes], None]
@@ -119,43 +119,43 @@ Failed = Callable[[BaseException], None]
 
 
 class Clock(Protocol):
-    """What times the windows of a run."""
+    """Measures the windows of a run."""
 
     ends_windows: ClassVar[bool]
-    """Whether windows end in it: those under way when it is closed then count for nothing."""
+    """Whether it decides when windows end: then windows in flight at its close are dropped."""
 
     inline: ClassVar[bool]
-    """Whether windows end in `wait`, which the loop calls: then there is no thread."""
+    """Whether windows end in `wait`, called by the loop, without a thread."""
 
     @property
     def late(self) -> frozenset[int]:
-        """Ranks of devices that get no work, as they owe what they should have delivered."""
+        """Ranks of devices that get no work until they have delivered an overdue contribution."""
         ...
 
     def accumulating(self, window: int, dispatched: float, token: Any) -> None:
-        """Hands over a stacked array; entry `d` is ready when device `d` has accumulated."""
+        """Pass a stacked array whose entry `d` is ready when device `d` has accumulated."""
         ...
 
     def combining(self, window: int, dispatched: float, token: Any) -> None:
-        """Hands over a stacked array; entry `d` is ready when device `d` has combined."""
+        """Pass a stacked array whose entry `d` is ready when device `d` has combined."""
         ...
 
     def wait(self, changed: threading.Condition, until: Callable[[], object]) -> None:
-        """Waits until something holds that the end of a window may bring about.
+        """Wait until a condition holds that the end of a window may bring about.
 
         Args:
-            changed: Told of every change; not held.
-            until: Whether it holds.
+            changed: Notified of every change; not held by the caller.
+            until: Returns whether the condition holds.
         """
         ...
 
     def close(self) -> None:
-        """Ends its threads. Idempotent."""
+        """End its threads. Idempotent."""
         ...
 
 
 class Stopwatch:
-    """Watches the windows of one run with one thread per device.
+    """Times the windows of one run with one thread per device.
 
     Attributes:
         late: Ranks of devices that get no work: none.
@@ -163,7 +163,7 @@ class Stopwatch:
     Args:
         world_size: Number of devices.
         done: Called in one of the threads with the times of every window, in order.
-        failed: Called with the exception when waiting for a device raised one.
+        failed: Called with an exception that waiting for a device raised.
     """
 
     ends_windows: ClassVar[bool] = False
@@ -181,11 +181,11 @@ class Stopwatch:
         self._finish = weakref.finalize(self, _close, threads, self._queues, stop)
 
     def accumulating(self, window: int, dispatched: float, token: jax.Array) -> None:
-        """Hands over a stacked array; entry `d` is ready when device `d` has accumulated."""
+        """See `Clock.accumulating`."""
         self._put(_Job(window, dispatched, token, combined=False))
 
     def combining(self, window: int, dispatched: float, token: jax.Array) -> None:
-        """Hands over a stacked array; entry `d` is ready when device `d` has combined."""
+        """See `Clock.combining`."""
         self._put(_Job(window, dispatched, token, combined=True))
 
     def wait(self, changed: threading.Condition, until: Callable[[], object]) -> None:
@@ -194,17 +194,17 @@ class Stopwatch:
             changed.wait_for(until)
 
     def _put(self, job: "_Job") -> None:
-        # JAX makes an array's list of entries at the first access, and (0.10) without a
-        # lock: threads that ask at once may see half of it
+        # JAX builds an array's list of shards at the first access, in 0.10 without a lock:
+        # threads that all access it first may see an incomplete list
         job.token.addressable_data(0)
         for jobs in self._queues:
             jobs.put(job)
 
     def close(self) -> None:
-        """Ends the threads; a window that is still running is not measured. Idempotent.
+        """End the threads; a window that is still running is not measured. Idempotent.
 
-        A thread that waits for a device cannot be interrupted. It is given half a second
-        and otherwise ends by itself as soon as the device is done.
+        A thread that waits for a device cannot be interrupted. After half a second it is left
+        to end by itself when the device is done.
         """
         self._finish()
 
@@ -228,22 +228,22 @@ class LoopClock:
         self._open: deque[tuple[int, float, jax.Array]] = deque()
 
     def accumulating(self, window: int, dispatched: float, token: jax.Array) -> None:
-        """Nothing to do: the device waits for nobody."""
+        """Do nothing: a single device waits for no others."""
 
     def combining(self, window: int, dispatched: float, token: jax.Array) -> None:
         """See `Clock.combining`."""
         self._open.append((window, dispatched, token))
 
     def wait(self, changed: threading.Condition, until: Callable[[], object]) -> None:
-        """Waits for windows, oldest first, until it holds or there is none."""
-        del changed  # nobody else changes anything
+        """Wait for windows, oldest first, until the condition holds or none is left."""
+        del changed  # no other thread changes anything
         while self._open and not until():
             window, dispatched, token = self._open.popleft()
             token.block_until_ready()
             self._done(WindowTimes(window, dispatched, None, (time.perf_counter(),)))
 
     def close(self) -> None:
-        """Windows that are still running are not timed."""
+        """Drop the windows that are still running."""
         self._open.clear()
 
 
@@ -288,7 +288,7 @@ def _watch(
         try:
             job.token.addressable_data(rank).block_until_ready()
             collector.note(rank, job, time.perf_counter())
-        except BaseException as error:  # handed to the loop, which raises it
+        except BaseException as error:  # the loop raises it
             collector.failed(error)
             return
 
@@ -307,12 +307,12 @@ def _close(
 def device_threads(
     name: str, world_size: int, run: Callable[[int, "queue.SimpleQueue[Any]"], None]
 ) -> "tuple[list[threading.Thread], list[queue.SimpleQueue[Any]]]":
-    """One thread per device, not started, and the queues of their jobs.
+    """Create one thread per device, not started, with a queue of jobs each.
 
     Args:
-        name: What they do, for their names.
+        name: Purpose of the threads, part of their names.
         world_size: Number of devices.
-        run: What a thread runs, `run(rank, jobs)`.
+        run: Function that a thread runs, `run(rank, jobs)`.
     """
     queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(world_size)]
     threads = [
@@ -323,12 +323,11 @@ def device_threads(
 
 
 def end_threads(threads: Sequence[threading.Thread]) -> None:
-    """Waits half a second for threads that were told to end; those that still wait in the
-    runtime are waited for when the process ends, which would crash else."""
+    """Wait half a second for threads to end, and at process exit for those that did not."""
     deadline = time.monotonic() + 0.5
     others = [thread for thread in threads if thread is not threading.current_thread()]
     for thread in others:
-        # a process must not end while a thread waits in the runtime: it would crash
+        # a process that exits while a thread waits in the JAX runtime would crash
         ending = not threading.main_thread().is_alive()
         thread.join(timeout=None if ending else max(0.0, deadline - time.monotonic()))
         if thread.is_alive():

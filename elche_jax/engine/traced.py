@@ -1,8 +1,8 @@
-"""A user's function as JAX has traced it: it does not change any more, and can be compared.
+"""A user's function as traced by JAX: immutable, and comparable.
 
-A program that is kept from call to call must not be of a function that has changed since: of
-an object whose attributes were set, or one that reads a global. What it reads cannot be found
-out, but what it computes can: it is traced anew, and compiled anew where that differs.
+A program that is cached between calls must not outlive a change of its function, such as an
+attribute set on an object or a global that it reads. What a function reads cannot be found out,
+but what it computes can: it is traced at every call and recompiled if the trace differs.
 """
 
 from collections.abc import Callable, Generator
@@ -19,18 +19,18 @@ from elche_jax.engine.returned import returned
 PyTree = Any
 
 DERIVATIVES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "checkpoint")
-"""Primitives that hold functions, new ones in every trace, for derivatives that nobody takes
-of what is traced here; what they compute is in their jaxprs."""
+"""Primitives whose parameters include derivative functions, new objects in every trace. They are
+left out of the comparison: no derivatives are taken here, and the jaxprs hold the computation."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A function for arguments of certain shapes.
+    """A function traced for arguments of given shapes.
 
     Attributes:
-        closed: What it computes.
+        closed: Its jaxpr.
         outputs: Shapes of its results.
-        content: The same as plain values: equal where the same is computed.
+        content: The jaxpr as plain values, which are equal for equal computations.
     """
 
     closed: core.ClosedJaxpr = field(compare=False)
@@ -38,31 +38,31 @@ class Traced:
     content: Any
 
     def __call__(self, *args: PyTree) -> PyTree:
-        """Calls it, with arguments of those shapes."""
+        """Call it with arguments of those shapes."""
         results = core.jaxpr_as_fun(self.closed)(*jax.tree.leaves(args))
         return jax.tree.structure(self.outputs).unflatten(results)
 
 
 def trace(name: str, fn: Callable[..., Any], *shapes: PyTree) -> Traced:
-    """Traces a function, whatever JAX knows of it from before.
+    """Trace a function anew, ignoring JAX's cache of traces.
 
     Args:
-        name: What the user calls it.
+        name: Name of the function, for messages.
         fn: The function.
         *shapes: Shapes of its arguments.
 
     Raises:
-        TypeError: It returns what is no pytree of arrays and numbers.
-        ValueError: It uses a named axis.
+        TypeError: If it does not return a pytree of arrays and numbers.
+        ValueError: If it uses a named axis.
     """
 
     def call(*args: PyTree) -> PyTree:
         return returned(name, fn(*args))
 
     with no_named_axis(name):
-        # JAX keeps what it has traced by the function: this one is new
+        # JAX caches traces by function object: `call` is a new one
         closed, outputs = jax.make_jaxpr(call, return_shape=True)(*shapes)
-    # NumPy's arrays may change, JAX's do not
+    # NumPy arrays may change later
     consts = [x.copy() if isinstance(x, np.ndarray) else x for x in closed.consts]
     content = (jax.tree.structure(outputs), _content(closed))
     return Traced(core.ClosedJaxpr(closed.jaxpr, consts), outputs, content)
@@ -70,13 +70,13 @@ def trace(name: str, fn: Callable[..., Any], *shapes: PyTree) -> Traced:
 
 @contextmanager
 def no_named_axis(name: str) -> Generator[None]:
-    """Says what to do where a function that is traced asks for a named axis.
+    """Turn JAX's error for a named axis in a traced function into one that says what to do.
 
     Args:
-        name: What the user calls the function.
+        name: Name of the function, for the message.
 
     Raises:
-        ValueError: It does.
+        ValueError: If the function uses a named axis.
     """
     try:
         yield
@@ -92,13 +92,15 @@ def no_named_axis(name: str) -> Generator[None]:
         ) from error
 
 
-# -- what is computed, as values -------------------------------------------------------------
+# -- a computation as comparable values -------------------------------------------------------
 
 
 def _content(part: Any) -> Any:
-    """A part of what was traced as a value that equals another one where they are the same,
-    and that does not change with it; where in doubt it equals no other."""
-    if isinstance(part, _JAXPRS):  # one class in some versions of JAX, two in others
+    """Convert a part of a jaxpr to an immutable value that compares by content.
+
+    If two parts cannot be compared, their values are unequal.
+    """
+    if isinstance(part, _JAXPRS):  # one class or two, depending on the version of JAX
         consts = tuple(getattr(part, "consts", ()))
         return _content(consts), _of_jaxpr(cast(core.Jaxpr, getattr(part, "jaxpr", part)))
     if isinstance(part, tuple | list):
@@ -107,7 +109,7 @@ def _content(part: Any) -> Any:
         return dict, tuple((name, _content(value)) for name, value in part.items())
     if isinstance(part, np.ndarray | np.generic):
         return type(part), part.dtype, part.shape, part.tobytes()
-    if isinstance(part, float | complex):  # of which -0.0 equals 0.0, and NaN nothing
+    if isinstance(part, float | complex):  # by repr, as -0.0 == 0.0 and NaN != NaN
         return type(part), repr(part)
     return _Value(part)
 
@@ -142,7 +144,7 @@ _JAXPRS = (core.Jaxpr, core.ClosedJaxpr)
 
 @dataclass(frozen=True, eq=False)
 class _Value:
-    """Anything else: the same where it is the same object, or one of its type that equals it."""
+    """Any other value: equal to the same object, and to an equal one of the same type."""
 
     value: Any
 
@@ -156,7 +158,7 @@ class _Value:
             return a.shape == b.shape and a.dtype == b.dtype and _bytes(a) == _bytes(b)
         try:
             return bool(a == b)
-        except Exception:  # it cannot be compared
+        except Exception:  # not comparable
             return False
 
 

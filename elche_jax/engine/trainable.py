@@ -1,4 +1,4 @@
-"""Which parameters are trained; the others take no part in gradients, sums and exchange."""
+"""Selection of trained parameters; frozen ones are left out of gradients, sums and exchange."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,20 +17,20 @@ Trainable = Callable[[str, Any], bool] | PyTree
 
 @dataclass(frozen=True)
 class Selection:
-    """Splits parameters into those that are trained and those that are frozen.
+    """Splits parameters into a trained and a frozen half.
 
-    In either half the leaves of the other are `optax.MaskedNode()`, which optax's own
-    masks use too: a node without leaves.
+    In each half the leaves of the other are replaced by `optax.MaskedNode()`, a node without
+    leaves, as in optax's own masks.
 
     Attributes:
-        trained: For every leaf, in the order of `jax.tree.leaves`, whether it is trained.
-            None for all.
+        trained: Whether each leaf is trained, in the order of `jax.tree.leaves`. None trains
+            all leaves.
     """
 
     trained: tuple[bool, ...] | None = None
 
     def split(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """The trained and the frozen half."""
+        """Return the trained and the frozen half."""
         leaves, structure = jax.tree.flatten(params)
         if self.trained is None:
             return params, structure.unflatten([_OUT] * len(leaves))
@@ -39,7 +39,7 @@ class Selection:
         return structure.unflatten(halves[0]), structure.unflatten(halves[1])
 
     def join(self, trained: PyTree, frozen: PyTree) -> PyTree:
-        """The whole parameters of two halves."""
+        """Merge the two halves into the whole parameters."""
         if self.trained is None:
             return trained
         return jax.tree.map(lambda t, f: f if _is_out(t) else t, trained, frozen, is_leaf=_is_out)
@@ -53,16 +53,16 @@ def _is_out(node: Any) -> bool:
 
 
 def select_trainable(trainable: Trainable | None, params: PyTree) -> Selection:
-    """Brings the user's choice to one flag per leaf.
+    """Convert the user's choice to one flag per leaf.
 
     Args:
-        trainable: A function `(path, leaf) -> bool`; or bools in the structure of the
-            parameters, where one may stand for a whole subtree; or None for all.
+        trainable: A function `(path, leaf) -> bool`; or a prefix tree of the parameters with
+            bool leaves; or None to train all.
         params: The parameters.
 
     Raises:
-        ValueError: No leaf is trained, or the structure is another.
-        TypeError: A flag is not a bool.
+        ValueError: If no leaf is trained, or the structure does not match.
+        TypeError: If a flag is not a bool.
 
     Examples:
         >>> from elche_jax.engine.trainable import select_trainable

@@ -1,4 +1,4 @@
-"""Experiments: devices made slower on purpose. Nothing else imports this folder."""
+"""Experiments with artificially slowed devices. No other part of the package imports this one."""
 
 from elche_jax.lab.emulate import (
     EmulatedSpeeds as EmulatedSpeeds,

@@ -1,8 +1,8 @@
-"""Slow devices on purpose, per device and per microbatch.
+"""Artificially slowed devices, for `build_train_step(emulate=...)`.
 
-Handed to `build_train_step(emulate=...)`. `EmulatedSpeeds` makes microbatches *last* a
-given time: a host callback after the loop sleeps up to a deadline. `ExtraWork` makes them
-*cost* a multiple: the gradient is computed several times.
+`EmulatedSpeeds` makes microbatches *last* a given time: a host callback after the loop sleeps
+until a deadline. `ExtraWork` makes them *cost* a multiple: the gradient is computed several
+times.
 """
 
 import logging
@@ -23,23 +23,23 @@ from elche_jax._exit import before_exit
 PyTree = Any
 
 Schedule = Callable[[int, int, int], float]
-"""`schedule(window, rank, microbatch)`: milliseconds that this microbatch lasts."""
+"""`schedule(window, rank, microbatch)`: duration of this microbatch in milliseconds."""
 
 logger = logging.getLogger("elche_jax")
 
 QUIET_S = 0.1
-"""A program ends only when no emulated device has been at work for so long: one that is in a
-queue begins sooner."""
+"""Seconds without work on any emulated device after which the process may exit; queued work
+starts sooner than that."""
 
 PATIENCE_S = 10.0
-"""Longest wait for emulated devices at the end of a program."""
+"""Longest wait in seconds for emulated devices at process exit."""
 
 _SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 _ZERO = np.float32(0)
 
 
 def constant(ms: Sequence[float]) -> Schedule:
-    """Every microbatch of device `d` lasts `ms[d]` milliseconds.
+    """Create a schedule in which every microbatch of device `d` lasts `ms[d]` milliseconds.
 
     Args:
         ms: Milliseconds per microbatch for each device, at least 0.
@@ -63,14 +63,14 @@ def constant(ms: Sequence[float]) -> Schedule:
 def throttle(
     base: Schedule, rank: int, factor: float, at: int, until: int | None = None
 ) -> Schedule:
-    """One device is `factor` times slower from window `at` on (before `until`).
+    """Slow down one device by a factor from window `at` on, until window `until`.
 
     Args:
-        base: The schedule it changes.
-        rank: The device.
-        factor: Multiplies its times, above 0.
-        at: First window that is slower, at least 0.
-        until: First window that is not any more, above `at`; None: for good.
+        base: The schedule to change.
+        rank: Rank of the device.
+        factor: Factor on its times, above 0.
+        at: First slower window, at least 0.
+        until: First window at normal speed again, above `at`; None for no end.
 
     Examples:
         >>> from elche_jax.lab import constant, throttle
@@ -93,12 +93,12 @@ def throttle(
 
 
 def drift(base: Schedule, rank: int, per_window: float) -> Schedule:
-    """One device becomes slower by a share of its first time in every window.
+    """Slow down one device linearly, by a fraction of its base time per window.
 
     Args:
-        base: The schedule it changes.
-        rank: The device.
-        per_window: Share per window, at least 0: 0.01 doubles the time in 100 windows.
+        base: The schedule to change.
+        rank: Rank of the device.
+        per_window: Fraction per window, at least 0: 0.01 doubles the time in 100 windows.
 
     Examples:
         >>> from elche_jax.lab import constant, drift
@@ -116,13 +116,12 @@ def drift(base: Schedule, rank: int, per_window: float) -> Schedule:
 
 
 def jitter(base: Schedule, share: float, seed: int = 0) -> Schedule:
-    """Every microbatch varies by up to a share of its time, evenly distributed.
+    """Vary the time of every microbatch by up to a fraction, uniformly distributed.
 
     Args:
-        base: The schedule it changes.
-        share: Largest deviation, 0 to 1.
-        seed: Seed, at least 0; the times are a function of it and of the arguments
-            alone.
+        base: The schedule to change.
+        share: Largest relative deviation, 0 to 1.
+        seed: Seed, at least 0; times depend on it and the schedule's arguments alone.
 
     Examples:
         >>> from elche_jax.lab import constant, jitter
@@ -140,8 +139,11 @@ def jitter(base: Schedule, share: float, seed: int = 0) -> Schedule:
 
 
 class AtWork:
-    """Which emulated devices are at work. The end of a program waits for them, as their
-    threads would come back from the host into an interpreter that is no more."""
+    """The emulated devices at work.
+
+    Process exit waits for them: otherwise their threads would return from the host callback
+    into an interpreter that has been finalized.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -150,26 +152,26 @@ class AtWork:
         self._waits = False
 
     def watch(self) -> None:
-        """There will be such devices."""
+        """Register the wait at process exit, once."""
         with self._changed:
             waits, self._waits = self._waits, True
         if not waits:
-            before_exit(self.wait, last=True)  # when nobody gives them work any more
+            before_exit(self.wait, last=True)  # after all that may dispatch work
 
     def begins(self, device: Hashable) -> None:
-        """A device begins; any thread. One that has failed in between begins again."""
+        """Mark a device as at work; idempotent, as one that failed never called `ends`."""
         with self._changed:
             self._devices.add(device)
 
     def ends(self, device: Hashable) -> None:
-        """It is done."""
+        """Mark a device as done."""
         with self._changed:
             self._devices.discard(device)
             self._since = time.perf_counter()
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Waits until no device has been at work for `QUIET_S`, at most `PATIENCE_S`."""
+        """Wait until no device has been at work for `QUIET_S`, at most `PATIENCE_S`."""
         begun = time.perf_counter()
         with self._changed:
             while (now := time.perf_counter()) < begun + PATIENCE_S:
@@ -190,10 +192,10 @@ _AT_WORK = AtWork()
 class EmulatedSpeeds:
     """Devices whose microbatches last as long as a schedule says.
 
-    The clock of a device starts when its program does. When the device has computed its
-    microbatches it waits until the sum of their times is over: real computation counts
-    in, and one wait for all of them keeps the host, which shares its processors with the
-    emulated devices, out of their way.
+    The clock of a device starts with its program. After computing its microbatches the device
+    waits until the sum of their scheduled times has passed: real computation counts towards
+    it. There is a single wait per program, as host callbacks compete with the emulated devices
+    for the same processors.
 
     Attributes:
         schedule: A schedule, or one number of milliseconds per device.
@@ -214,7 +216,7 @@ class EmulatedSpeeds:
     )
 
     def check(self, world_size: int) -> None:
-        """Raises where the times do not fit the number of devices."""
+        """Raise if the times do not fit the number of devices."""
         if callable(self.schedule):
             for rank in range(world_size):
                 self._check_first(self.schedule, rank)
@@ -233,23 +235,23 @@ class EmulatedSpeeds:
         check.real("EmulatedSpeeds", f"schedule(0, {rank}, 0)", ms, low=0)
 
     def begin(self, device: Any, step: Any, fresh: Any) -> Any:
-        """Starts the clock of a device."""
+        """Start the clock of a device."""
         _AT_WORK.watch()
         return _tell(self._begin, device, step, fresh)
 
     def around(
         self, body: Callable[[Any, PyTree], PyTree], device: Any, i: Any, carry: PyTree
     ) -> PyTree:
-        """Runs a microbatch as it is."""
+        """Run a microbatch unchanged."""
         return body(i, carry)
 
     def end(self, device: Any, count: Any, carry: PyTree) -> Any:
-        """Waits until the microbatches have lasted as long as asked.
+        """Wait until the microbatches have lasted as long as scheduled.
 
-        What follows must use the result, a zero: a wait that nothing depends on may
-        happen at another time.
+        Later computation must use the result, a zero: XLA may move a wait that nothing
+        depends on.
         """
-        # one number that needs every leaf, so that the wait comes after the work
+        # one number that depends on every leaf, so that the wait comes after the work
         carry = jax.lax.optimization_barrier(carry)
         leaves = [leaf for leaf in jax.tree.leaves(carry) if leaf.size]
         done = sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in leaves)
@@ -283,16 +285,16 @@ class EmulatedSpeeds:
             if left > 0:
                 time.sleep(left)
         except KeyboardInterrupt:
-            # One device: the program may run in the main thread. The runtime would swallow
-            # the interrupt or make another error of it.
+            # With one device the program may run in the main thread, where the runtime would
+            # swallow the interrupt or turn it into another error: `settle` raises it.
             self._interrupted.set()
 
     def on_host(self) -> Callable[[int, int, int], float]:
-        """How long the first microbatches of a window last: the host can wait as well."""
+        """Return the durations, as the host can wait instead of the program."""
         return self._seconds
 
     def settle(self) -> None:
-        """Raises the Ctrl-C that came while the program ran in the main thread."""
+        """Raise a Ctrl-C that came while the program ran in the main thread."""
         if self._interrupted.is_set():
             self._interrupted.clear()
             raise KeyboardInterrupt
@@ -307,7 +309,7 @@ class EmulatedSpeeds:
 
 
 def _tell(callback: Callable[[Any], np.float32], *numbers: Any) -> Any:
-    """Calls the host with integers, in one array: every argument costs the host time."""
+    """Call the host with integers, packed in one array: each argument costs the host time."""
     return io_callback(callback, _SCALAR, jnp.stack([jnp.int32(n) for n in numbers]))
 
 
@@ -320,12 +322,12 @@ class _Clock:
 
 @dataclass(frozen=True)
 class ExtraWork:
-    """Devices that compute the gradient of every microbatch several times over.
+    """Devices that compute the gradient of every microbatch several times.
 
-    The results are those of one computation.
+    The results are those of a single computation.
 
     Attributes:
-        times: How often each device computes it, at least 1.
+        times: Number of computations on each device, at least 1.
 
     Examples:
         >>> from elche_jax.lab import ExtraWork
@@ -336,33 +338,33 @@ class ExtraWork:
     times: Sequence[int]
 
     def check(self, world_size: int) -> None:
-        """Raises where the factors do not fit the number of devices."""
+        """Raise if `times` does not fit the number of devices."""
         times = check.integers("ExtraWork", "times", self.times, low=1)
         check.per_device("ExtraWork", "times", len(times), world_size)
 
     def begin(self, device: Any, step: Any, fresh: Any) -> Any:
-        """Nothing to start."""
+        """Do nothing."""
         return jnp.zeros((), jnp.float32)
 
     def around(
         self, body: Callable[[Any, PyTree], PyTree], device: Any, i: Any, carry: PyTree
     ) -> PyTree:
-        """Runs a microbatch `times[device]` times, always from the same sums."""
+        """Run a microbatch `times[device]` times, always from the same carry."""
         times = jnp.asarray(self.times, jnp.int32)[device]
 
         def again(turn: Any, _: PyTree) -> PyTree:
-            # the barrier makes the inputs depend on the turn: nothing moves out of the loop
+            # the inputs depend on the turn, so that XLA cannot hoist the work out of the loop
             index, start, _ = jax.lax.optimization_barrier((i, carry, turn))
             return body(index, start)
 
         return jax.lax.fori_loop(0, times, again, carry)
 
     def end(self, device: Any, count: Any, carry: PyTree) -> Any:
-        """Nothing to wait for."""
+        """Do nothing."""
         return jnp.zeros((), jnp.float32)
 
     def on_host(self) -> None:
-        """The devices do work; no host can do it for them."""
+        """Return None: the devices really work, the host cannot wait instead."""
 
     def settle(self) -> None:
-        """Nothing is left open."""
+        """Do nothing."""
