@@ -4,7 +4,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
 from typing import Any
 
 from elche_jax._waiting import interruptible
@@ -13,7 +14,7 @@ logger = logging.getLogger("elche_jax")
 
 Build = Callable[[], Any]
 
-Told = Callable[[Hashable, float, bool], None]
+OnCompile = Callable[[Hashable, float, bool], None]
 """Called after each compile with the key, its seconds, and whether it was compiled ahead."""
 
 
@@ -44,83 +45,87 @@ class CompileCache:
     request that waits has priority: the background thread starts no new build meanwhile.
 
     Args:
-        told: Called after each compile; None for no callback.
+        on_compile: Called after each compile; None for no callback.
     """
 
-    def __init__(self, told: Told | None = None) -> None:
-        self._told = told
-        self._lock = threading.Lock()
-        self._entries: dict[Hashable, _Entry] = {}
+    def __init__(self, on_compile: OnCompile | None = None) -> None:
+        self._on_compile = on_compile
+        self._changed = threading.Condition()
+        self._programs: dict[Hashable, Future[Any]] = {}
+        self._jobs: dict[Hashable, Build] = {}  # prepared, not started
+        self._begun: set[Hashable] = set()  # by `begin`, not requested since
         self._stats = CompileStats()
-        self._jobs: dict[Hashable, tuple[_Entry, Build]] = {}
         self._working = False
         self._waited_for = 0
-        self._changed = threading.Condition(self._lock)
 
     @property
     def stats(self) -> CompileStats:
         """The statistics so far."""
-        with self._lock:
+        with self._changed:
             return self._stats
 
     def ready(self, key: Hashable) -> bool:
         """Return whether the program is available without waiting."""
-        with self._lock:
-            entry = self._entries.get(key)
-        return entry is not None and entry.done.is_set() and entry.error is None
+        with self._changed:
+            program = self._programs.get(key)
+        return program is not None and _succeeded(program)
 
     def get(self, key: Hashable, build: Build) -> Any:
         """Return the program for a key, compiling it now if needed.
 
         A compile error is raised once and then forgotten: the next request tries again.
         """
-        entry, new = self._claim(key)
-        if not new and entry.done.is_set() and entry.error is None and not entry.begun:
+        with self._changed:
+            new = key not in self._programs
+            program = self._programs.setdefault(key, Future())
+            begun = key in self._begun
+        if not begun and _succeeded(program):
             self._count(hits=1)
-            return entry.program
-        begun = time.perf_counter()
-        waits = 0
+            return program.result()
+        start = time.perf_counter()
+        waits = 0  # an interrupt may come before it is counted
         try:
-            with self._lock:
+            with self._changed:
                 self._waited_for, waits = self._waited_for + 1, 1
-                entry.begun = False
+                self._begun.discard(key)
                 if key in self._jobs:  # prepared, but not started: build it here
-                    new, (_, build) = True, self._jobs.pop(key)
+                    new, build = True, self._jobs.pop(key)
             if new:
-                self._fill(key, entry, build)
-            else:
-                with interruptible():
-                    entry.done.wait()
+                self._fill(key, program, build)
+            with interruptible():
+                error = program.exception()
         finally:
             with self._changed:
                 self._waited_for -= waits
                 self._changed.notify_all()
-        self._count(misses=1, waited_s=time.perf_counter() - begun)
-        if entry.error is not None:
-            self._forget(key, entry)
-            raise entry.error
-        return entry.program
+        self._count(misses=1, waited_s=time.perf_counter() - start)
+        if error is not None:
+            with self._changed:
+                if self._programs.get(key) is program:
+                    del self._programs[key]
+        return program.result()
 
     def begin(self, key: Hashable, build: Build) -> None:
         """Start compiling a program that is about to be requested.
 
         That request counts as a miss even if the compile has finished by then.
         """
-        entry, new = self._claim(key)
-        if new:
-            entry.begun = True
-            self._start(lambda: self._fill(key, entry, build))
+        with self._changed:
+            if key in self._programs:
+                return
+            self._programs[key] = program = Future[Any]()
+            self._begun.add(key)
+        self._start(lambda: self._fill(key, program, build))
 
     def prepare(self, key: Hashable, build: Build) -> None:
         """Compile a program in the background; return immediately.
 
         An error is logged, and raised when the program is requested.
         """
-        with self._lock:  # entry and job together: a `get` in between would wait forever
-            if key in self._entries:
+        with self._changed:  # program and job together: a `get` in between would wait forever
+            if key in self._programs:
                 return
-            self._entries[key] = entry = _Entry()
-            self._jobs[key] = (entry, build)
+            self._programs[key], self._jobs[key] = Future(), build
             if self._working:
                 return
             self._working = True
@@ -132,26 +137,18 @@ class CompileCache:
 
     def wait(self) -> None:
         """Wait until everything prepared so far is compiled."""
-        with self._lock:
-            entries = list(self._entries.values())
-        for entry in entries:
-            entry.done.wait()
+        with self._changed:
+            programs = list(self._programs.values())
+        wait(programs)
 
     def clear(self) -> None:
         """Drop all programs; one that is being compiled is dropped once it is done."""
         with self._changed:
-            self._entries.clear()
-            for entry, _ in self._jobs.values():
-                entry.done.set()
-            self._jobs.clear()
+            for key in self._jobs:  # they will not be built: end a `wait` for them
+                self._programs[key].set_result(None)
+            for kept in (self._programs, self._jobs, self._begun):
+                kept.clear()
             self._changed.notify_all()
-
-    def _claim(self, key: Hashable) -> "tuple[_Entry, bool]":
-        with self._lock:
-            if key in self._entries:
-                return self._entries[key], False
-            self._entries[key] = _Entry()
-            return self._entries[key], True
 
     def _work(self) -> None:
         while True:
@@ -161,42 +158,36 @@ class CompileCache:
                     self._working = False
                     return
                 key = next(iter(self._jobs))
-                entry, build = self._jobs.pop(key)
-            self._fill(key, entry, build, ahead=1)
-            if entry.error is not None:
+                program, build = self._programs[key], self._jobs.pop(key)
+            self._fill(key, program, build, ahead=1)
+            if (error := program.exception()) is not None:
                 logger.warning(
                     "elche: a program could not be compiled ahead (%s: %s); larger windows go "
                     "on in several calls.",
-                    type(entry.error).__name__,
-                    entry.error,
+                    type(error).__name__,
+                    error,
                 )
 
-    def _fill(self, key: Hashable, entry: "_Entry", build: Build, ahead: int = 0) -> None:
-        begun = time.perf_counter()
+    def _fill(self, key: Hashable, program: "Future[Any]", build: Build, ahead: int = 0) -> None:
+        start, built, error = time.perf_counter(), None, None
         try:
-            entry.program = build()
-        except BaseException as error:  # raised by `get`
-            entry.error, ahead = error, 0
-        seconds = time.perf_counter() - begun
+            built = build()
+        except BaseException as raised:  # raised by `get`
+            error, ahead = raised, 0
+        seconds = time.perf_counter() - start
         self._count(ahead=ahead, seconds=seconds)
-        entry.done.set()
-        if self._told is not None and entry.error is None:
-            self._told(key, seconds, bool(ahead))
-
-    def _forget(self, key: Hashable, entry: "_Entry") -> None:
-        with self._lock:
-            if self._entries.get(key) is entry:
-                del self._entries[key]
+        if error is not None:
+            program.set_exception(error)
+            return
+        program.set_result(built)
+        if self._on_compile is not None:
+            self._on_compile(key, seconds, bool(ahead))
 
     def _count(self, **more: float) -> None:
-        with self._lock:
-            fields = {name: getattr(self._stats, name) + by for name, by in more.items()}
-            self._stats = CompileStats(**{**vars(self._stats), **fields})
+        with self._changed:
+            counts = {name: getattr(self._stats, name) + by for name, by in more.items()}
+            self._stats = replace(self._stats, **counts)
 
 
-class _Entry:
-    def __init__(self) -> None:
-        self.done = threading.Event()
-        self.program: Any = None
-        self.error: BaseException | None = None
-        self.begun = False  # by `begin`, and not requested since
+def _succeeded(program: "Future[Any]") -> bool:
+    return program.done() and program.exception() is None
