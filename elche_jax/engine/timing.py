@@ -20,7 +20,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import inf
 from typing import Any, ClassVar, Protocol
 
@@ -121,16 +120,16 @@ Failed = Callable[[BaseException], None]
 class Clock(Protocol):
     """Measures the windows of a run."""
 
-    ends_windows: ClassVar[bool]
+    ends_windows: ClassVar[bool] = False
     """Whether it decides when windows end: then windows in flight at its close are dropped."""
 
-    inline: ClassVar[bool]
+    inline: ClassVar[bool] = False
     """Whether windows end in `wait`, called by the loop, without a thread."""
 
     @property
     def late(self) -> frozenset[int]:
         """Ranks of devices that get no work until they have delivered an overdue contribution."""
-        ...
+        return frozenset()
 
     def accumulating(self, window: int, dispatched: float, token: Any) -> None:
         """Pass a stacked array whose entry `d` is ready when device `d` has accumulated."""
@@ -147,18 +146,16 @@ class Clock(Protocol):
             changed: Notified of every change; not held by the caller.
             until: Returns whether the condition holds.
         """
-        ...
+        with interruptible(), changed:
+            changed.wait_for(until)
 
     def close(self) -> None:
         """End its threads. Idempotent."""
         ...
 
 
-class Stopwatch:
+class Stopwatch(Clock):
     """Times the windows of one run with one thread per device.
-
-    Attributes:
-        late: Ranks of devices that get no work: none.
 
     Args:
         world_size: Number of devices.
@@ -166,19 +163,13 @@ class Stopwatch:
         failed: Called with an exception that waiting for a device raised.
     """
 
-    ends_windows: ClassVar[bool] = False
-    inline: ClassVar[bool] = False
-    late: frozenset[int] = frozenset()
-
     def __init__(self, world_size: int, done: Done, failed: Failed):
+        # the threads hold the collector, not the stopwatch: dropping that ends them
         collector = _Collector(world_size, done, failed)
-        stop = threading.Event()
-        self._queues: list[queue.SimpleQueue[_Job | None]]
-        watch = partial(_watch, collector=collector, stop=stop)
-        threads, self._queues = device_threads("watch", world_size, watch)
+        threads, self._queues = device_threads("watch", world_size, collector.watch)
         for thread in threads:
             thread.start()
-        self._finish = weakref.finalize(self, _close, threads, self._queues, stop)
+        self._finish = weakref.finalize(self, _close, threads, self._queues, collector)
 
     def accumulating(self, window: int, dispatched: float, token: jax.Array) -> None:
         """See `Clock.accumulating`."""
@@ -187,11 +178,6 @@ class Stopwatch:
     def combining(self, window: int, dispatched: float, token: jax.Array) -> None:
         """See `Clock.combining`."""
         self._put(_Job(window, dispatched, token, combined=True))
-
-    def wait(self, changed: threading.Condition, until: Callable[[], object]) -> None:
-        """See `Clock.wait`."""
-        with interruptible(), changed:
-            changed.wait_for(until)
 
     def _put(self, job: "_Job") -> None:
         # JAX builds an array's list of shards at the first access, in 0.10 without a lock:
@@ -209,19 +195,14 @@ class Stopwatch:
         self._finish()
 
 
-class LoopClock:
+class LoopClock(Clock):
     """Times the windows of one device in the loop, without a thread.
-
-    Attributes:
-        late: Ranks of devices that get no work: none.
 
     Args:
         done: Called with the times of every window, in order.
     """
 
-    ends_windows: ClassVar[bool] = False
     inline: ClassVar[bool] = True
-    late: frozenset[int] = frozenset()
 
     def __init__(self, done: Done):
         self._done = done
@@ -256,49 +237,44 @@ class _Job:
 
 
 class _Collector:
-    """Collects the ends of a window until every device has reported both."""
+    """Waits for the ends of windows and reports a window once both are known of every device."""
 
     def __init__(self, world_size: int, done: Done, failed: Failed):
-        self._world_size, self._done, self.failed = world_size, done, failed
+        self._ranks, self._done, self._failed = range(world_size), done, failed
         self._lock = threading.Lock()
-        self._open: dict[int, tuple[float, list[float], list[float], list[int]]] = {}
+        # by window: the time of its dispatch, and the ends by (whether combined, rank)
+        self._open: dict[int, tuple[float, dict[tuple[bool, int], float]]] = {}
+        self.stop = threading.Event()
 
-    def note(self, rank: int, job: _Job, now: float) -> None:
+    def watch(self, rank: int, jobs: "queue.SimpleQueue[_Job | None]") -> None:
+        """Wait for the jobs of one device; the target of its thread."""
+        while (job := jobs.get()) is not None and not self.stop.is_set():
+            try:
+                job.token.addressable_data(rank).block_until_ready()
+                self._note(rank, job, time.perf_counter())
+            except BaseException as error:  # the loop raises it
+                self._failed(error)
+                return
+
+    def _note(self, rank: int, job: _Job, now: float) -> None:
         with self._lock:
-            dispatched, accumulated, combined, left = self._open.setdefault(
-                job.window,
-                (job.dispatched, [0.0] * self._world_size, [0.0] * self._world_size,
-                 [2 * self._world_size]),
-            )  # fmt: skip
-            (combined if job.combined else accumulated)[rank] = now
-            left[0] -= 1
-            if left[0]:
+            dispatched, ends = self._open.setdefault(job.window, (job.dispatched, {}))
+            ends[job.combined, rank] = now
+            if len(ends) < 2 * len(self._ranks):
                 return
             del self._open[job.window]
-            self._done(WindowTimes(job.window, dispatched, tuple(accumulated), tuple(combined)))
-
-
-def _watch(
-    rank: int,
-    jobs: "queue.SimpleQueue[_Job | None]",
-    collector: _Collector,
-    stop: threading.Event,
-) -> None:
-    while (job := jobs.get()) is not None and not stop.is_set():
-        try:
-            job.token.addressable_data(rank).block_until_ready()
-            collector.note(rank, job, time.perf_counter())
-        except BaseException as error:  # the loop raises it
-            collector.failed(error)
-            return
+            accumulated, combined = (
+                tuple(ends[end, rank] for rank in self._ranks) for end in (False, True)
+            )
+            self._done(WindowTimes(job.window, dispatched, accumulated, combined))
 
 
 def _close(
     threads: list[threading.Thread],
     queues: "list[queue.SimpleQueue[_Job | None]]",
-    stop: threading.Event,
+    collector: _Collector,
 ) -> None:
-    stop.set()
+    collector.stop.set()
     for jobs in queues:
         jobs.put(None)
     end_threads(threads)
