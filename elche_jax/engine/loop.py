@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, Self, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from elche_jax.engine.fetch import CallArgs
 
@@ -24,23 +25,23 @@ class LoopHook(Protocol):
 
     def begin(self, device: Any, step: Any, fresh: Any) -> Any:
         """Run before the loop; return a float32 zero that the loop must depend on."""
-        ...
+        return jnp.zeros((), jnp.float32)
 
     def around(self, body: Body, device: Any, i: Any, carry: PyTree) -> PyTree:
         """Run one microbatch; return the new carry."""
-        ...
+        return body(i, carry)
 
     def end(self, device: Any, count: Any, carry: PyTree) -> Any:
         """Run after the loop; return a float32 zero that the results must depend on."""
-        ...
+        return jnp.zeros((), jnp.float32)
 
     def on_host(self) -> Seconds | None:
         """Return the durations if the hook only waits, so that the host can wait instead."""
-        ...
+        return None
 
     def settle(self) -> None:
         """Raise, on the host after the dispatch, what the program could not raise."""
-        ...
+        return None
 
 
 class Carry(Protocol):
@@ -63,6 +64,33 @@ class Carry(Protocol):
 C = TypeVar("C", bound=Carry)
 
 
+def emulated_loop(
+    hook: LoopHook | None, step: Any, call_args: CallArgs, body: Body, carry: PyTree
+) -> tuple[PyTree, Any]:
+    """Run `call_args.count` microbatches with any carry.
+
+    Args:
+        hook: Emulation, or None.
+        step: Index of the window.
+        call_args: Arguments of the call.
+        body: Runs one microbatch, `body(i, carry) -> carry`.
+        carry: The initial carry.
+
+    Returns:
+        The final carry, and the zero of `LoopHook.end` that must be added to a result; None
+        without a hook.
+    """
+    if hook is None:
+        return jax.lax.fori_loop(0, call_args.count, body, carry), None
+    device = call_args.rank
+    # starting at the zero of `begin` makes the loop wait for it
+    start = hook.begin(device, step, call_args.fresh).astype(jnp.int32)
+    carry = jax.lax.fori_loop(
+        start, call_args.count, lambda i, carry: hook.around(body, device, i, carry), carry
+    )
+    return carry, hook.end(device, call_args.count, carry)
+
+
 def run_loop(
     hook: LoopHook | None,
     step: Any,
@@ -82,14 +110,7 @@ def run_loop(
     Returns:
         The final carry, and a token: a small array that is ready when the loop is done.
     """
-    if hook is None:
-        carry = jax.lax.fori_loop(0, call_args.count, body, carry)
+    carry, zero = emulated_loop(hook, step, call_args, body, carry)
+    if zero is None:
         return carry, carry.weight
-    device = call_args.rank
-    zero = hook.begin(device, step, call_args.fresh)
-    carry = carry.replace(loss=carry.loss + zero)
-    carry = jax.lax.fori_loop(
-        0, call_args.count, lambda i, carry: hook.around(body, device, i, carry), carry
-    )
-    zero = hook.end(device, call_args.count, carry)
     return carry.replace(loss=carry.loss + zero), carry.weight + zero

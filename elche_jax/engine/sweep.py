@@ -15,7 +15,7 @@ from elche_jax.data.split import piece_lengths
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.lane import Lane
-from elche_jax.engine.loop import LoopHook
+from elche_jax.engine.loop import LoopHook, emulated_loop
 from elche_jax.engine.loss import (
     Weighted,
     batch_size_of,
@@ -339,19 +339,9 @@ def _run(
     hook: LoopHook | None, call_args: CallArgs, body: Any, start: PyTree
 ) -> tuple[PyTree, Any]:
     """Run the loop; return its results, and a small token that depends on them."""
-    if hook is None:
-        results = jax.lax.fori_loop(0, call_args.count, body, start)
-        return results, _touch(results)
-    device = call_args.rank
-    zero = hook.begin(device, jnp.int32(0), call_args.fresh)
-    first, start = jax.lax.optimization_barrier(
-        (call_args.count * 0 + zero.astype(jnp.int32), start)
-    )
-    results = jax.lax.fori_loop(
-        first, call_args.count, lambda i, carry: hook.around(body, device, i, carry), start
-    )
-    zero = hook.end(device, call_args.count, results)
-    return results, _touch(results) + zero
+    results, zero = emulated_loop(hook, jnp.int32(0), call_args, body, start)
+    token = _touch(results)
+    return results, token if zero is None else token + zero
 
 
 def _touch(tree: PyTree) -> Any:

@@ -19,6 +19,7 @@ from jax.experimental import io_callback
 
 from elche_jax import _check as check
 from elche_jax._exit import before_exit
+from elche_jax.engine.loop import Body, LoopHook, Seconds
 
 PyTree = Any
 
@@ -189,7 +190,7 @@ _AT_WORK = AtWork()
 
 
 @dataclass(frozen=True)
-class EmulatedSpeeds:
+class EmulatedSpeeds(LoopHook):
     """Devices whose microbatches last as long as a schedule says.
 
     The clock of a device starts with its program. After computing its microbatches the device
@@ -217,33 +218,24 @@ class EmulatedSpeeds:
 
     def check(self, world_size: int) -> None:
         """Raise if the times do not fit the number of devices."""
-        if callable(self.schedule):
-            for rank in range(world_size):
-                self._check_first(self.schedule, rank)
-        else:
+        if not callable(self.schedule):
             times = check.reals("EmulatedSpeeds", "schedule", self.schedule, low=0)
             check.per_device("EmulatedSpeeds", "schedule", len(times), world_size)
-
-    def _check_first(self, schedule: Schedule, rank: int) -> None:
-        try:
-            ms: Any = schedule(0, rank, 0)
-        except (LookupError, ValueError) as error:
-            raise ValueError(
-                "EmulatedSpeeds: schedule must give a time for every device of the training "
-                f"step, got {type(error).__name__} for device {rank}: {error}."
-            ) from error
-        check.real("EmulatedSpeeds", f"schedule(0, {rank}, 0)", ms, low=0)
+            return
+        for rank in range(world_size):
+            try:
+                ms: Any = self.schedule(0, rank, 0)
+            except (LookupError, ValueError) as error:
+                raise ValueError(
+                    "EmulatedSpeeds: schedule must give a time for every device of the training "
+                    f"step, got {type(error).__name__} for device {rank}: {error}."
+                ) from error
+            check.real("EmulatedSpeeds", f"schedule(0, {rank}, 0)", ms, low=0)
 
     def begin(self, device: Any, step: Any, fresh: Any) -> Any:
         """Start the clock of a device."""
         _AT_WORK.watch()
         return _tell(self._begin, device, step, fresh)
-
-    def around(
-        self, body: Callable[[Any, PyTree], PyTree], device: Any, i: Any, carry: PyTree
-    ) -> PyTree:
-        """Run a microbatch unchanged."""
-        return body(i, carry)
 
     def end(self, device: Any, count: Any, carry: PyTree) -> Any:
         """Wait until the microbatches have lasted as long as scheduled.
@@ -289,7 +281,7 @@ class EmulatedSpeeds:
             # swallow the interrupt or turn it into another error: `settle` raises it.
             self._interrupted.set()
 
-    def on_host(self) -> Callable[[int, int, int], float]:
+    def on_host(self) -> Seconds:
         """Return the durations, as the host can wait instead of the program."""
         return self._seconds
 
@@ -321,7 +313,7 @@ class _Clock:
 
 
 @dataclass(frozen=True)
-class ExtraWork:
+class ExtraWork(LoopHook):
     """Devices that compute the gradient of every microbatch several times.
 
     The results are those of a single computation.
@@ -342,13 +334,7 @@ class ExtraWork:
         times = check.integers("ExtraWork", "times", self.times, low=1)
         check.per_device("ExtraWork", "times", len(times), world_size)
 
-    def begin(self, device: Any, step: Any, fresh: Any) -> Any:
-        """Do nothing."""
-        return jnp.zeros((), jnp.float32)
-
-    def around(
-        self, body: Callable[[Any, PyTree], PyTree], device: Any, i: Any, carry: PyTree
-    ) -> PyTree:
+    def around(self, body: Body, device: Any, i: Any, carry: PyTree) -> PyTree:
         """Run a microbatch `times[device]` times, always from the same carry."""
         times = jnp.asarray(self.times, jnp.int32)[device]
 
@@ -358,13 +344,3 @@ class ExtraWork:
             return body(index, start)
 
         return jax.lax.fori_loop(0, times, again, carry)
-
-    def end(self, device: Any, count: Any, carry: PyTree) -> Any:
-        """Do nothing."""
-        return jnp.zeros((), jnp.float32)
-
-    def on_host(self) -> None:
-        """Return None: the devices really work, the host cannot wait instead."""
-
-    def settle(self) -> None:
-        """Do nothing."""
