@@ -1,5 +1,6 @@
 """Compiles and dispatches the programs of a window on the devices of a lane."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,12 +16,15 @@ from elche_jax.engine.collective import CollectiveProgram
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.lane import Lane
+from elche_jax.engine.mapped import Mapped
 from elche_jax.engine.replicas import replicate
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.timing import Clock
 
 PyTree = Any
 Accumulating = Callable[[jax.Array], None]
+Program = tuple[Hashable, Callable[[], Any]]
+"""Key of a program in the compile cache, and the function that compiles it."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,15 @@ class Launch:
 
 
 class Watched(Protocol):
-    """What a pipeline needs from a runner."""
+    """What a pipeline needs from a runner.
 
+    Attributes:
+        lane: The devices.
+        begun: Whether the programs of the first window are compiled.
+    """
+
+    lane: Lane
     begun: bool
-    """Whether the programs of the first window are compiled."""
 
     def watch(
         self,
@@ -78,36 +87,60 @@ class Watched(Protocol):
                 once that device is done, too.
             failed: Called with an exception raised in a thread.
         """
-        ...
-
-
-class Timed:
-    """A runner whose windows wait for all devices."""
-
-    lane: Lane
-
-    def watch(
-        self,
-        done: Callable[..., None],
-        learned: Callable[..., None],
-        failed: Callable[..., None],
-    ) -> Clock:
-        """See `Watched.watch`."""
         del learned  # no window finishes without a device
         return self.lane.clock(done, failed)
 
 
-class Runner(Timed):
-    """Compiles and dispatches the programs of a lane; owns the gradient accumulator.
+class LaneRunner(Watched):
+    """Compiles and dispatches programs mapped over a lane, whose windows wait for all devices.
+
+    Attributes:
+        lane: The devices.
+        begun: Whether the programs of the first window are compiled.
+        capacities: For each layout of the data, the capacities compiled or requested.
+
+    Args:
+        lane: The devices.
+        cache: Cache of compiled programs.
+    """
+
+    def __init__(self, lane: Lane, cache: CompileCache):
+        self.lane, self._cache = lane, cache
+        # Programs of two runners differ even if all shapes agree. A number identifies the
+        # runner, as every window hashes it.
+        self._number = new_number()
+        self._call_args = CallArgs(
+            jax.ShapeDtypeStruct((lane.world_size, CallArgs.WIDTH), jnp.int32)
+        )
+        self.begun = False
+        self.capacities: dict[Hashable, set[int]] = {}
+
+    def ready(self, payload: Payload) -> bool:
+        """Return whether the program for data of these shapes is compiled."""
+        return self._cache.ready(self._program(payload)[0])
+
+    def prepare(self, payload: Payload) -> None:
+        """Compile the program for data of these shapes in the background."""
+        self._cache.prepare(*self._program(abstract(payload)))
+
+    @abstractmethod
+    def _program(self, payload: Payload) -> Program:
+        """Return the program that runs most microbatches."""
+
+    def _reading(self, name: str, mapped: Mapped, payload: Payload, *carried: PyTree) -> Program:
+        """Return a program of data; `carried` are the shapes of its first arguments."""
+        key = (name, self._number, signature(payload))
+        return key, lambda: mapped.compile(*carried, payload, self._call_args)
+
+
+class Runner(LaneRunner):
+    """Compiles and dispatches the programs of training; owns the gradient accumulator.
 
     Only the training thread may call `run`. `prepare` may be called from any thread.
 
     Attributes:
-        lane: The devices.
         state: Shapes of the stacked state.
         replicated: Function of a state that returns the part equal on all devices.
-        capacities: For each layout of the data, the capacities compiled or requested.
-        begun: Whether the programs of the first window are compiled.
 
     Args:
         program: The computation of one device.
@@ -119,27 +152,26 @@ class Runner(Timed):
     def __init__(
         self, program: CollectiveProgram, lane: Lane, cache: CompileCache, state: TrainState
     ):
-        self.lane = lane
-        self._program, self._cache = program, cache
+        super().__init__(lane, cache)
         self.state = state
-        # Programs of two runners differ even if all shapes agree. A number identifies the
-        # runner, as every window hashes it.
-        self._number = new_number()
+        self.replicated = program.rule.common
+        self._computation = program
         self._accumulate = lane.mapped(program.accumulate, donate=(1,))
         self._combine = lane.mapped(program.combine, donate=(0,))
-        self._fused = {
+        self._window = {
             single: lane.mapped(partial(program.window, single), donate=(0,))
             for single in (True, False)
         }
         self._last = lane.mapped(program.last_call, donate=(0, 1))
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
-        self._read_shape = program.reads(state)
-        self.replicated = program.rule.common
+        self._read_shapes = program.reads(state)
         self._sums_shape = jax.eval_shape(program.zeros, one)
+        self._sums_shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((lane.world_size, *x.shape), x.dtype), self._sums_shape
+        )
         self._sums: PyTree = None
         self._unreported: PyTree = None
-        self._several, self.begun = False, False
-        self.capacities: dict[Hashable, set[int]] = {}
+        self._several = False
 
     def begin(self, calls: Sequence[Call]) -> None:
         """Compile the programs of a window before its dispatch, so that it can be timed.
@@ -151,14 +183,13 @@ class Runner(Timed):
         """
         self._several |= len(calls) > 1  # from now on two programs serve all windows
         if self._whole:
-            self._cache.get(*self._window_program(calls[0].payload))
+            self._cache.get(*self._program(calls[0].payload))
         else:
             self._begin_combine()
             for call in calls:
-                self._cache.get(*self._accumulate_program(call.payload))
+                self._cache.get(*self._program(call.payload))
             self._cache.get(*self._combine_program())
-            if self._sums is None:
-                self._sums = self._zero_sums()
+            self._sums = self._take_sums()
         self.begun = True
 
     def fuses(self, payload: Payload) -> bool:
@@ -208,22 +239,24 @@ class Runner(Timed):
         """
         self._several |= len(calls) > 1
         if self._whole:
-            whole = self._cache.get(*self._window_program(calls[0].payload))
-            (state, own), metrics = whole(state, calls[0].payload, calls[0].call_args)
-            return state, metrics, own
-        last: Call | None = None
+            whole = self._cache.get(*self._program(calls[0].payload))
+            (state, end), metrics = whole(state, calls[0].payload, calls[0].call_args)
+            return state, metrics, end
+        read, token = self._computation.reads(state), None
+        for call in calls[:-1] if fused else calls:
+            accumulate = self._cache.get(*self._program(call.payload))
+            (self._sums, token), _ = accumulate(
+                read, self._take_sums(), call.payload, call.call_args
+            )
         if fused:
-            *calls, last = calls
-        read, token = self._program.reads(state), None
-        for call in calls:
-            accumulate = self._cache.get(*self._accumulate_program(call.payload))
-            sums, self._sums = self._zero_sums() if self._sums is None else self._sums, None
-            (sums, token), _ = accumulate(read, sums, call.payload, call.call_args)
-            self._sums = sums
-        if last is not None:
-            return self._run_last(state, last, accumulating)
-        assert token is not None  # a window has at least one call
+            last = self._cache.get(*self._last_program(calls[-1].payload))
+            (state, self._sums, end), metrics = last(
+                state, self._take_sums(), calls[-1].payload, calls[-1].call_args
+            )
+            accumulating(end)
+            return state, metrics, end
         combine = self._cache.get(*self._combine_program())
+        assert token is not None  # a window has at least one call
         accumulating(token)
         (state, end), metrics = combine(state, self._sums)
         return state, metrics, end
@@ -235,17 +268,8 @@ class Runner(Timed):
         """
         key, _ = self._combine_program()
         if not self._cache.ready(key):
-            lowered = self._combine.lower(self.state, self._sums_shapes())
+            lowered = self._combine.lower(self.state, self._sums_shapes)
             self._cache.begin(key, partial(self._combine.finish, lowered))
-
-    def _run_last(
-        self, state: TrainState, call: Call, accumulating: Accumulating
-    ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
-        program = self._cache.get(*self._last_program(call.payload))
-        sums, self._sums = self._zero_sums() if self._sums is None else self._sums, None
-        (state, self._sums, end), metrics = program(state, sums, call.payload, call.call_args)
-        accumulating(end)
-        return state, metrics, end
 
     def release(self) -> None:
         """Return free the accumulator; the next window allocates a new one."""
@@ -257,62 +281,36 @@ class Runner(Timed):
 
         Host arrays, leaves `(devices,)`. Reading them waits for the last window.
         """
-        if not self._program.pending or self._sums is None:
+        if not self._computation.pending or self._sums is None:
             return self._unreported
-        return jax.tree.map(np.asarray, self._program.unreported(self._sums))
+        return jax.tree.map(np.asarray, self._computation.unreported(self._sums))
 
     @unreported.setter
     def unreported(self, rows: PyTree) -> None:
-        if not self._program.pending:
+        if not self._computation.pending:
             return
-        here = jax.eval_shape(self._program.unreported, self._sums_shape)
+        here = jax.eval_shape(self._computation.unreported, self._sums_shape)
         if jax.tree.structure(rows) == jax.tree.structure(here):  # the metrics may have changed
             self._sums, self._unreported = None, rows
 
-    def ready(self, payload: Payload) -> bool:
-        """Return whether the programs for data of these shapes are compiled."""
-        return all(self._cache.ready(key) for key, _ in self._programs(payload))
-
-    def prepare(self, payload: Payload) -> None:
-        """Compile the programs for data of these shapes in the background."""
-        for key, build in self._programs(abstract(payload)):
-            self._cache.prepare(key, build)
-
-    def _programs(self, payload: Payload) -> list[tuple[Hashable, Callable[[], Any]]]:
+    def _program(self, payload: Payload) -> Program:
         if self._whole:
-            return [self._window_program(payload)]
-        return [self._accumulate_program(payload)]
+            single = payload.capacity(stacked=True) == 1
+            return self._reading("window", self._window[single], payload, self.state)
+        shapes = (self._read_shapes, self._sums_shapes)
+        return self._reading("accumulate", self._accumulate, payload, *shapes)
 
-    def _accumulate_program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
-        key = ("accumulate", self._number, signature(payload))
-        return key, lambda: self._accumulate.compile(
-            self._read_shape, self._sums_shapes(), payload, self._call_args()
-        )
+    def _last_program(self, payload: Payload) -> Program:
+        return self._reading("last", self._last, payload, self.state, self._sums_shapes)
 
-    def _combine_program(self) -> tuple[Hashable, Callable[[], Any]]:
-        return ("combine", self._number), lambda: self._combine.compile(
-            self.state, self._sums_shapes()
-        )
+    def _combine_program(self) -> Program:
+        shapes = (self.state, self._sums_shapes)
+        return ("combine", self._number), lambda: self._combine.compile(*shapes)
 
-    def _window_program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
-        single = payload.capacity(stacked=True) == 1
-        key = ("window", self._number, signature(payload))
-        return key, lambda: self._fused[single].compile(self.state, payload, self._call_args())
-
-    def _last_program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
-        key = ("last", self._number, signature(payload))
-        return key, lambda: self._last.compile(
-            self.state, self._sums_shapes(), payload, self._call_args()
-        )
-
-    def _sums_shapes(self) -> PyTree:
-        n = self.lane.world_size
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), self._sums_shape
-        )
-
-    def _call_args(self) -> CallArgs:
-        return CallArgs(jax.ShapeDtypeStruct((self.lane.world_size, CallArgs.WIDTH), jnp.int32))
+    def _take_sums(self) -> PyTree:
+        """Return the accumulator to donate; a call that fails leaves none behind."""
+        sums, self._sums = self._sums, None
+        return self._zero_sums() if sums is None else sums
 
     def _zero_sums(self) -> PyTree:
         sums = replicate(jax.tree.map(zeros, self._sums_shape), self.lane.devices)
@@ -322,7 +320,7 @@ class Runner(Timed):
         sharding = self.lane.sharding
         # copies, as CPU devices may alias host memory and a window donates them
         placed = jax.tree.map(lambda row: jax.device_put(np.array(row), sharding), rows)
-        return self._program.reporting(sums, placed)
+        return self._computation.reporting(sums, placed)
 
 
 _NUMBERS = count()

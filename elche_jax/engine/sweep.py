@@ -4,9 +4,9 @@ Metrics are summed on each device; outputs are kept in the order of the microbat
 devices never communicate: the host combines their results.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,8 @@ from elche_jax.engine.loss import (
     is_real,
     sound_weight,
 )
-from elche_jax.engine.mapped import Mapped
 from elche_jax.engine.returned import check_metric_name
-from elche_jax.engine.runner import Call, Timed, abstract, new_number, signature
+from elche_jax.engine.runner import Call, LaneRunner, Program
 from elche_jax.engine.traced import Traced, trace
 
 PyTree = Any
@@ -36,15 +35,13 @@ ARGUMENTS = ("params", "model_state", "batch")
 """Arguments of the user's function."""
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Variables:
     """Arguments of the user's function besides the data, stacked."""
 
     params: PyTree
     model_state: PyTree
-
-
-jax.tree_util.register_dataclass(Variables, ["params", "model_state"], [])
 
 
 @dataclass(frozen=True)
@@ -90,16 +87,6 @@ PerBatch = Callable[[Variables, PyTree, Any], Any]
 """`fn(variables, microbatch, mask of valid examples)`: a `BatchFn`, or a traced one."""
 
 
-class SweepProgram(Protocol):
-    """The computation of one device in one call."""
-
-    def call(
-        self, variables: Variables, payload: Payload, call_args: CallArgs
-    ) -> tuple[tuple[PyTree, Any], None]:
-        """Run `call_args.count` microbatches; return `((results, token), None)`."""
-        ...
-
-
 @dataclass(frozen=True)
 class Score:
     """Sums of metrics over the microbatches of a call.
@@ -121,10 +108,7 @@ class Score:
         start = {name: (jnp.zeros(shape, jnp.float32), zero) for name, shape in self.shapes}
 
         def body(i: Any, sums: PyTree) -> PyTree:
-            batch = payload.fetch(i, call_args.count)
-            size = batch_size_of(batch)
-            valid = call_args.valid(call_args.start + i, size)
-            mask = jnp.arange(size) < valid
+            batch, mask, valid = _microbatch(payload, call_args, i)
             metrics = self.fn(variables, batch, mask)
             return {name: _add(sums[name], value, mask, valid) for name, value in metrics.items()}
 
@@ -152,11 +136,8 @@ class Apply:
         capacity = payload.capacity(stacked=False)
 
         def outputs(i: Any) -> PyTree:
-            batch = payload.fetch(i, call_args.count)
-            size = batch_size_of(batch)
-            return self.fn(
-                variables, batch, jnp.arange(size) < call_args.valid(call_args.start + i, size)
-            )
+            batch, mask, _ = _microbatch(payload, call_args, i)
+            return self.fn(variables, batch, mask)
 
         one = jax.eval_shape(outputs, jnp.int32(0))
         start = jax.tree.map(lambda x: jnp.zeros((capacity, *x.shape), x.dtype), one)
@@ -166,13 +147,14 @@ class Apply:
             return jax.tree.map(lambda all_, new: put(all_, new, i, 0), rows, outputs(i))
 
         rows, token = _run(self.hook, call_args, body, start)
-        return (
-            tuple(_piece(rows, call_args.count, n) for n in piece_lengths(capacity)),
-            token,
-        ), None
+        pieces = tuple(_piece(rows, call_args.count, n) for n in piece_lengths(capacity))
+        return (pieces, token), None
 
 
-class SweepRunner(Timed):
+SweepProgram = Score | Apply
+
+
+class SweepRunner(LaneRunner):
     """Compiles and dispatches the program of a sweep.
 
     Args:
@@ -185,11 +167,8 @@ class SweepRunner(Timed):
     def __init__(
         self, program: SweepProgram, lane: Lane, cache: CompileCache, variables: Variables
     ):
-        self.lane, self._cache, self._variables = lane, cache, variables
-        self._number = new_number()
-        self._mapped = Mapped(program.call, lane.devices, donate=())
-        self.capacities: dict[Hashable, set[int]] = {}
-        self.begun = False
+        super().__init__(lane, cache)
+        self._variables, self._mapped = variables, lane.mapped(program.call)
 
     def begin(self, calls: Sequence[Call]) -> None:
         """Compile the programs of a window before its dispatch, see `Runner.begin`."""
@@ -202,20 +181,8 @@ class SweepRunner(Timed):
         program = self._cache.get(*self._program(call.payload))
         return program(variables, call.payload, call.call_args)[0]
 
-    def ready(self, payload: Payload) -> bool:
-        """Return whether the program for data of these shapes is compiled."""
-        return self._cache.ready(self._program(payload)[0])
-
-    def prepare(self, payload: Payload) -> None:
-        """Compile the program for data of these shapes in the background."""
-        self._cache.prepare(*self._program(abstract(payload)))
-
-    def _program(self, payload: Payload) -> tuple[Hashable, Callable[[], Any]]:
-        call_args = CallArgs(
-            jax.ShapeDtypeStruct((self.lane.world_size, CallArgs.WIDTH), jnp.int32)
-        )
-        key = ("sweep", self._number, signature(payload))
-        return key, lambda: self._mapped.compile(self._variables, payload, call_args)
+    def _program(self, payload: Payload) -> Program:
+        return self._reading("sweep", self._mapped, payload, self._variables)
 
 
 def inspect_metrics(
@@ -284,17 +251,14 @@ def _check_metric(name: str, value: Any, size: int, ragged: bool) -> tuple[int, 
     plain = not isinstance(value, Weighted)
     known = [shape for shape in shapes if shape is not None]
     allowed = all(s[:1] in ((), (size,)) and (plain or len(s) < 2) for s in known)
+    got = " and ".join(map(describe, parts))
     if len(known) < len(shapes) or not allowed:
         raise TypeError(
             f"metric_fn: metric {name!r} must be a scalar, an array of one entry per example "
-            f"({size}), or Weighted of scalars or of vectors, got "
-            f"{' and '.join(map(describe, parts))}."
+            f"({size}), or Weighted of scalars or of vectors, got {got}."
         )
     if not all(map(is_real, parts)):
-        raise TypeError(
-            f"metric_fn: metric {name!r} must be of real numbers or bools, got "
-            f"{' and '.join(map(describe, parts))}."
-        )
+        raise TypeError(f"metric_fn: metric {name!r} must be of real numbers or bools, got {got}.")
     if isinstance(value, Weighted):
         check_weight(f"metric_fn: the weight of metric {name!r}", value.weight)
     if known[0] != known[-1]:
@@ -327,6 +291,14 @@ def _add(sums: tuple[Any, Any], value: Any, mask: Any, valid: Any) -> tuple[Any,
     wide = weight.reshape(keep.shape)
     total = jnp.where(wide != 0, value * wide, 0).sum(axis=0)
     return sums[0] + total, sums[1] + weight.sum()
+
+
+def _microbatch(payload: Payload, call_args: CallArgs, i: Any) -> tuple[PyTree, Any, Any]:
+    """Return microbatch `i` of a call, the mask of its valid examples, and their number."""
+    batch = payload.fetch(i, call_args.count)
+    size = batch_size_of(batch)
+    valid = call_args.valid(call_args.start + i, size)
+    return batch, jnp.arange(size) < valid, valid
 
 
 def _piece(rows: PyTree, total: Any, length: int) -> PyTree:

@@ -88,7 +88,7 @@ def test_what_is_frozen_is_not_in_the_collective():
         train, _ = train_on(trainable, 2, optax.sgd(1e-2), epochs=1)
         runner = next(iter(train._runners._runners.values()))
         text = runner._combine._jitted.lower(
-            *jax.tree.map(runner._combine._abstract, (runner.state, runner._sums_shapes()))
+            *jax.tree.map(runner._combine._abstract, (runner.state, runner._sums_shapes))
         ).as_text()
         return sum(int(size) for size in _packed_sizes(text))
 
