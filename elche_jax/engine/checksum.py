@@ -46,11 +46,7 @@ def differing(sums: Any) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=16)
 def _program(devices: tuple[jax.Device, ...]) -> Mapped:
-    return Mapped(lambda leaves: (_sums(leaves), None), devices, donate=())
-
-
-def _sums(leaves: list[Any]) -> Any:
-    return jnp.stack([_sum(leaf) for leaf in leaves])
+    return Mapped(lambda leaves: (jnp.stack([_sum(leaf) for leaf in leaves]), None), devices)
 
 
 def _sum(leaf: Any) -> Any:

@@ -16,7 +16,7 @@ from elche_jax import _check as check
 from elche_jax.engine.collectives import broadcast_from, weighted_mean
 from elche_jax.engine.devices import check_one_kind, select_devices
 from elche_jax.engine.loss import describe
-from elche_jax.engine.mapped import AXIS, Mapped, stack_shards, stacked_sharding
+from elche_jax.engine.mapped import AXIS, Mapped, stacked_sharding
 from elche_jax.engine.replicas import replicate
 
 PyTree = Any
@@ -66,8 +66,8 @@ class DDP:
             rule, todo = "hold at least two devices", "One device has nobody to exchange with."
             raise ValueError(check.message("DDP", "devices", rule, self.world_size, todo))
         check_one_kind("DDP", self.devices)
-        self._broadcast = Mapped(_first, self.devices, donate=())
-        self._mean = Mapped(_mean, self.devices, donate=())
+        self._broadcast = Mapped(lambda tree: (broadcast_from(tree, 0, AXIS), None), self.devices)
+        self._mean = Mapped(lambda tree, w: (weighted_mean(tree, w, AXIS), None), self.devices)
 
     @classmethod
     def wrap(
@@ -101,14 +101,8 @@ class DDP:
         check.per_device("DDP.wrap", "replicas", len(replicas), ddp.world_size)
         for rank, replica in enumerate(replicas[1:], start=1):
             _check_alike(replicas[0], replica, rank)
-        sharding = stacked_sharding(ddp.devices)
-
-        def stack(*leaves: Any) -> jax.Array:
-            rows = [np.array(leaf)[None] for leaf in leaves]
-            shards = jax.device_put(rows, list(ddp.devices))
-            return stack_shards(shards, sharding, (ddp.world_size, *rows[0].shape[1:]))
-
-        return ddp, jax.tree.map(stack, *replicas)
+        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *replicas)
+        return ddp, jax.device_put(stacked, stacked_sharding(ddp.devices))
 
     def replicate(self, tree: PyTree) -> PyTree:
         """Copy a pytree to every device; see `elche_jax.replicate`."""
@@ -209,14 +203,6 @@ class DDP:
                     f"({self.world_size}), leaf {jax.tree_util.keystr(path) or 'tree'} is "
                     f"{describe(leaf)}. Make it with replicate, or in a pmap."
                 )
-
-
-def _first(tree: PyTree) -> tuple[PyTree, None]:
-    return broadcast_from(tree, 0, AXIS), None
-
-
-def _mean(grads: PyTree, weight: Any) -> tuple[PyTree, None]:
-    return weighted_mean(grads, weight, AXIS), None
 
 
 def _check_alike(first: PyTree, replica: PyTree, rank: int) -> None:

@@ -103,10 +103,8 @@ def device_summary(devices: Sequence[jax.Device] | None = None) -> str:
         'elche: 1 device | cpu'
     """
     lanes = lanes_of(listed(devices, "device_summary"))
-    platforms = {lane.devices[0].platform for lane in lanes}
-    noun = {"gpu": "GPU", "tpu": "TPU"}.get(platforms.pop(), "device")
-    if platforms:
-        noun = "device"
+    platform, *others = {lane.devices[0].platform for lane in lanes}
+    noun = platform.upper() if platform in ("gpu", "tpu") and not others else "device"
     count = sum(lane.world_size for lane in lanes)
     kinds = f" ({len(lanes)} kinds)" if len(lanes) > 1 else ""
     parts = [

@@ -4,17 +4,14 @@ All differences between one device and several are here: how a function is compi
 are placed, and how windows are timed. Code above a lane has no such cases.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax.sharding import Sharding
 
-from elche_jax.engine.mapped import Mapped, stacked_sharding
+from elche_jax.engine.mapped import Mapped, PerDevice, stacked_sharding
 from elche_jax.engine.timing import Clock, Done, Failed, LoopClock, Stopwatch
-
-PyTree = Any
 
 
 @dataclass(frozen=True)
@@ -44,9 +41,7 @@ class Lane:
         """The sharding of arrays with one entry per device."""
         return stacked_sharding(self.devices)
 
-    def mapped(
-        self, fn: Callable[..., tuple[PyTree, PyTree]], donate: tuple[int, ...] = ()
-    ) -> Mapped:
+    def mapped(self, fn: PerDevice, donate: tuple[int, ...] = ()) -> Mapped:
         """Map a function of per-device values over the devices, see `Mapped`."""
         return Mapped(fn, self.devices, donate)
 

@@ -82,26 +82,21 @@ class LossFn:
         out = returned("loss_fn", self.fn(params, *state, batch, rng))
         if not self.has_aux and not self.has_model_state:
             return out, model_state, {}
-        if not isinstance(out, tuple) or len(out) != 2:
-            raise TypeError(f"loss_fn: must return {self.expected}, got {describe(out)}.")
-        loss, second = out
+        loss, second = self._pair(out)
         if not self.has_model_state:
             return loss, model_state, second
         if not self.has_aux:
             return loss, second, {}
-        if not isinstance(second, tuple) or len(second) != 2:
-            raise TypeError(
-                f"loss_fn: must return {self.expected}, got a second element of {describe(second)}."
-            )
-        return loss, second[0], second[1]
+        return loss, *self._pair(second, "a second element of ")
 
-    @property
-    def expected(self) -> str:
-        """A description of what the function must return."""
+    def _pair(self, value: Any, part: str = "") -> tuple[Any, Any]:
+        """Check that a part of what the function returned is a pair."""
+        if isinstance(value, tuple) and len(value) == 2:
+            return value
+        second = "aux"
         if self.has_model_state:
             second = "(model_state, aux)" if self.has_aux else "model_state"
-            return f"(loss, {second})"
-        return "(loss, aux)" if self.has_aux else "a loss"
+        raise TypeError(f"loss_fn: must return (loss, {second}), got {part}{describe(value)}.")
 
 
 @dataclass(frozen=True)
@@ -307,18 +302,14 @@ def _form_of(loss: Any, size: int) -> Form:
             raise TypeError(f"loss_fn: Weighted.loss must be a float, got {describe(loss.loss)}.")
         check_weight("loss_fn: Weighted.weight", loss.weight)
         return "weighted"
-    if not hasattr(loss, "shape"):
-        hint = ""
-        if isinstance(loss, tuple):
-            hint = " If the second element is a dict of metrics, pass has_aux=True."
-        raise TypeError(f"{expected}, got {describe(loss)}.{hint}")
-    if not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise TypeError(f"{expected}, got {describe(loss)}.")
-    if loss.shape == ():
-        return "scalar"
-    if loss.shape == (size,):
-        return "vector"
-    raise TypeError(f"{expected}, got {describe(loss)}.")
+    if hasattr(loss, "shape") and jnp.issubdtype(loss.dtype, jnp.floating):
+        if loss.shape == ():
+            return "scalar"
+        if loss.shape == (size,):
+            return "vector"
+    is_pair = isinstance(loss, tuple)
+    hint = " If the second element is a dict of metrics, pass has_aux=True." if is_pair else ""
+    raise TypeError(f"{expected}, got {describe(loss)}.{hint}")
 
 
 def _check_aux(aux: Any, size: int) -> dict[str, jax.ShapeDtypeStruct]:

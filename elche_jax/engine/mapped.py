@@ -17,6 +17,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 PyTree = Any
+PerDevice = Callable[..., tuple[PyTree, PyTree]]
+"""A function of per-device values that returns a stacked and a replicated result."""
 
 logger = logging.getLogger("elche_jax")
 
@@ -47,12 +49,7 @@ class Mapped:
         donate: Positions of arguments whose buffers the program may reuse.
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., tuple[PyTree, PyTree]],
-        devices: Sequence[jax.Device],
-        donate: tuple[int, ...],
-    ):
+    def __init__(self, fn: PerDevice, devices: Sequence[jax.Device], donate: tuple[int, ...] = ()):
         self._devices, self._fn = tuple(devices), fn
         if len(self._devices) > 1:
             traced = _weakly(self)
@@ -71,7 +68,7 @@ class Mapped:
         """Call the function; it compiles at the first call with these shapes."""
         return self._jitted(*args)
 
-    def compile(self, *args: PyTree) -> Callable[..., tuple[PyTree, PyTree]]:
+    def compile(self, *args: PyTree) -> PerDevice:
         """Compile ahead of time for arguments of these shapes and dtypes.
 
         Args:
@@ -83,7 +80,7 @@ class Mapped:
         """Trace and lower for such arguments, under the JAX settings of this thread."""
         return self._jitted.lower(*jax.tree.map(self._abstract, args))
 
-    def finish(self, lowered: jax.stages.Lowered) -> Callable[..., tuple[PyTree, PyTree]]:
+    def finish(self, lowered: jax.stages.Lowered) -> PerDevice:
         """Compile a lowered program; may be called in any thread."""
         return _compiled(lowered, self._devices[0].platform)
 
@@ -127,16 +124,11 @@ class PerDeviceJit:
         donate: Positions of arguments whose buffers the program may reuse.
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., tuple[PyTree, PyTree]],
-        devices: Sequence[jax.Device],
-        donate: tuple[int, ...],
-    ):
+    def __init__(self, fn: PerDevice, devices: Sequence[jax.Device], donate: tuple[int, ...] = ()):
         self._devices = tuple(devices)
         self._jitted = jax.jit(_on_one(fn), donate_argnums=donate)
 
-    def compile(self, rank: int, *args: PyTree) -> Callable[..., tuple[PyTree, PyTree]]:
+    def compile(self, rank: int, *args: PyTree) -> PerDevice:
         """Compile for one of the devices, for arguments of these shapes and dtypes.
 
         Args:
@@ -150,7 +142,7 @@ class PerDeviceJit:
         return _compiled(self._jitted.lower(*shapes), self._devices[rank].platform)
 
 
-def _compiled(lowered: jax.stages.Lowered, platform: str) -> Callable[..., tuple[PyTree, PyTree]]:
+def _compiled(lowered: jax.stages.Lowered, platform: str) -> PerDevice:
     """Compile with the options of a platform, or without them if this JAX rejects them."""
     options = OPTIONS.get(platform)
     if options is None:
@@ -164,7 +156,7 @@ def _compiled(lowered: jax.stages.Lowered, platform: str) -> Callable[..., tuple
         return lowered.compile()
 
 
-def _on_one(fn: Callable[..., tuple[PyTree, PyTree]]) -> Callable[..., Any]:
+def _on_one(fn: PerDevice) -> Callable[..., Any]:
     def on_one(*args: PyTree) -> tuple[PyTree, PyTree]:
         own: Any = jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, (0,)), args)
         stacked, shared = fn(*own)

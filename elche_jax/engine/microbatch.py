@@ -27,7 +27,6 @@ class Terms(NamedTuple):
         weight: Weight; if 0, the gradient is zero and the model state unchanged.
         metrics: Metrics times the weight.
         model_state: Model state after the microbatch.
-        valid: Number of valid examples.
     """
 
     grads: PyTree
@@ -35,7 +34,6 @@ class Terms(NamedTuple):
     weight: Any
     metrics: dict[str, Any]
     model_state: PyTree
-    valid: Any
 
 
 TOGETHER = 8
@@ -106,7 +104,7 @@ class Microbatches:
                     (grads, new_state),
                     (jax.tree.map(jnp.zeros_like, grads), model_state),
                 )
-            return Terms(jax.tree.map(unscaled, grads), loss, weight, metrics, new_state, valid)
+            return Terms(jax.tree.map(unscaled, grads), loss, weight, metrics, new_state)
 
         return gradient
 
@@ -118,8 +116,7 @@ def clip(grads: PyTree, max_norm: float | None, weight: Any = 1.0) -> PyTree:
     norm = optax.tree.norm(grads) / weight
     # a norm that overflows must not turn the gradient into zeros
     factor = jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-30))
-    factor = jnp.where(jnp.isfinite(norm), factor, jnp.nan)
-    factor = computed_once(factor)
+    factor = computed_once(jnp.where(jnp.isfinite(norm), factor, jnp.nan))
     return jax.tree.map(lambda g: g * factor, grads)
 
 

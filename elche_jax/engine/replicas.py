@@ -100,7 +100,6 @@ def check_replicas(tree: PyTree) -> None:
     named = jax.tree_util.tree_flatten_with_path(tree)[0]
     groups: dict[tuple[jax.Device, ...], list[int]] = {}
     for i, (path, leaf) in enumerate(named):
-        leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
         devices = tuple(shard.device for shard in _shards("check_replicas", path, leaf))
         groups.setdefault(devices, []).append(i)
     launched = [(ms, checksums([named[i][1] for i in ms], ds)) for ds, ms in groups.items()]

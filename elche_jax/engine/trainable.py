@@ -32,11 +32,9 @@ class Selection:
     def split(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Return the trained and the frozen half."""
         leaves, structure = jax.tree.flatten(params)
-        if self.trained is None:
-            return params, structure.unflatten([_OUT] * len(leaves))
-        pairs = list(zip(leaves, self.trained, strict=True))
-        halves = ([x if t else _OUT for x, t in pairs], [_OUT if t else x for x, t in pairs])
-        return structure.unflatten(halves[0]), structure.unflatten(halves[1])
+        pairs = list(zip(leaves, self.trained or (True,) * len(leaves), strict=True))
+        trained = structure.unflatten([x if flag else _OUT for x, flag in pairs])
+        return trained, structure.unflatten([_OUT if flag else x for x, flag in pairs])
 
     def join(self, trained: PyTree, frozen: PyTree) -> PyTree:
         """Merge the two halves into the whole parameters."""

@@ -5,6 +5,7 @@ until a deadline. `ExtraWork` makes them *cost* a multiple: the gradient is comp
 times.
 """
 
+import functools
 import logging
 import threading
 import time
@@ -150,14 +151,6 @@ class AtWork:
         self._changed = threading.Condition()
         self._devices: set[Hashable] = set()
         self._since = 0.0
-        self._waits = False
-
-    def watch(self) -> None:
-        """Register the wait at process exit, once."""
-        with self._changed:
-            waits, self._waits = self._waits, True
-        if not waits:
-            before_exit(self.wait, last=True)  # after all that may dispatch work
 
     def begins(self, device: Hashable) -> None:
         """Mark a device as at work; idempotent, as one that failed never called `ends`."""
@@ -187,6 +180,11 @@ class AtWork:
 
 
 _AT_WORK = AtWork()
+
+
+@functools.cache  # once per process
+def _wait_at_exit() -> None:
+    before_exit(_AT_WORK.wait, last=True)  # after all that may dispatch work
 
 
 @dataclass(frozen=True)
@@ -234,7 +232,7 @@ class EmulatedSpeeds(LoopHook):
 
     def begin(self, device: Any, step: Any, fresh: Any) -> Any:
         """Start the clock of a device."""
-        _AT_WORK.watch()
+        _wait_at_exit()
         return _tell(self._begin, device, step, fresh)
 
     def end(self, device: Any, count: Any, carry: PyTree) -> Any:
@@ -262,24 +260,18 @@ class EmulatedSpeeds(LoopHook):
     def _wait(self, call_args: Any) -> np.float32:
         rank, count, _ = call_args.tolist()
         try:
-            self._sleep(rank, count)
-        finally:
-            _AT_WORK.ends((id(self), rank))
-        return _ZERO
-
-    def _sleep(self, rank: int, count: int) -> None:
-        clock = self._clocks[rank]
-        for _ in range(count):
-            clock.deadline += self._ms(clock.window, rank, clock.microbatch) / 1e3
-            clock.microbatch += 1
-        left = clock.deadline - time.perf_counter()
-        try:
-            if left > 0:
-                time.sleep(left)
+            clock = self._clocks[rank]
+            for _ in range(count):
+                clock.deadline += self._ms(clock.window, rank, clock.microbatch) / 1e3
+                clock.microbatch += 1
+            time.sleep(max(0.0, clock.deadline - time.perf_counter()))
         except KeyboardInterrupt:
             # With one device the program may run in the main thread, where the runtime would
             # swallow the interrupt or turn it into another error: `settle` raises it.
             self._interrupted.set()
+        finally:
+            _AT_WORK.ends((id(self), rank))
+        return _ZERO
 
     def on_host(self) -> Seconds:
         """Return the durations, as the host can wait instead of the program."""
