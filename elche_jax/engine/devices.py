@@ -124,17 +124,13 @@ def free_bytes(devices: Sequence[jax.Device]) -> int | None:
             return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         except (AttributeError, ValueError, OSError):  # not provided by this system
             return None
-    free = []
-    for device in devices:
-        stats = device.memory_stats()
-        if not stats or "bytes_limit" not in stats:
-            return None
-        free.append(int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0)))
-    return min(free)
+    stats = [device.memory_stats() or {} for device in devices]
+    if not all("bytes_limit" in memory for memory in stats):
+        return None
+    return min(int(memory["bytes_limit"]) - int(memory.get("bytes_in_use", 0)) for memory in stats)
 
 
 def _kind(device: jax.Device) -> str:
     name = device.device_kind.removeprefix("NVIDIA ").removeprefix("GeForce ")
-    stats = device.memory_stats()
-    limit = stats.get("bytes_limit") if stats else None
+    limit = (device.memory_stats() or {}).get("bytes_limit")
     return f"{name} ({limit / GIB:.1f} GiB)" if limit else name

@@ -27,8 +27,7 @@ class Pieces:
 
     def capacity(self, stacked: bool) -> int:
         """Return the largest number of microbatches these pieces can hold."""
-        axis = 1 if stacked else 0
-        return sum(jax.tree.leaves(piece)[0].shape[axis] for piece in self.pieces)
+        return sum(jax.tree.leaves(piece)[0].shape[int(stacked)] for piece in self.pieces)
 
     def fetch(self, i: Any, count: Any) -> PyTree:
         """Return microbatch `i` of `count`, leaves `(batch, ...)`."""
@@ -39,7 +38,7 @@ class Pieces:
         if len(starts) == 1:
             return _at(i, self.pieces[0])
         return jax.lax.platform_dependent(
-            i, starts, self.pieces, cpu=_of_the_right_piece, default=_of_every_piece
+            i, starts, self.pieces, cpu=_switch_to_piece, default=_select_piece
         )
 
 
@@ -49,7 +48,7 @@ def _at(place: Any, piece: PyTree) -> PyTree:
     )
 
 
-def _of_every_piece(i: Any, starts: list[Any], pieces: tuple[PyTree, ...]) -> PyTree:
+def _select_piece(i: Any, starts: list[Any], pieces: tuple[PyTree, ...]) -> PyTree:
     """Read a candidate from every piece and select by a scalar predicate.
 
     On an accelerator a branch would need a round trip to the host.
@@ -64,7 +63,7 @@ def _of_every_piece(i: Any, starts: list[Any], pieces: tuple[PyTree, ...]) -> Py
     return chosen
 
 
-def _of_the_right_piece(i: Any, starts: list[Any], pieces: tuple[PyTree, ...]) -> PyTree:
+def _switch_to_piece(i: Any, starts: list[Any], pieces: tuple[PyTree, ...]) -> PyTree:
     """Read from one piece by a branch, as a CPU would otherwise read all candidates."""
     which = sum((i >= start).astype(jnp.int32) for start in starts[1:])
     branches = [partial(_at, i - start, piece) for start, piece in zip(starts, pieces, strict=True)]
@@ -81,23 +80,23 @@ class Rows:
 
     def capacity(self, stacked: bool) -> int:
         """Return the largest number of microbatches the index can hold."""
-        return self.index.shape[1 if stacked else 0]
+        return self.index.shape[int(stacked)]
 
     def fetch(self, i: Any, count: Any) -> PyTree:
         """Return microbatch `i`, leaves `(batch, ...)`."""
         del count  # rows beyond it are not read
         row = jax.lax.dynamic_index_in_dim(self.index, i, keepdims=False)
         return jax.tree.map(
-            lambda leaf: jax.lax.platform_dependent(leaf, row, cpu=_copied, default=_gathered),
+            lambda leaf: jax.lax.platform_dependent(leaf, row, cpu=_gather_by_row, default=_gather),
             self.data,
         )
 
 
-def _gathered(data: jax.Array, rows: jax.Array) -> jax.Array:
+def _gather(data: jax.Array, rows: jax.Array) -> jax.Array:
     return data.at[rows].get(mode="promise_in_bounds")
 
 
-def _copied(data: jax.Array, rows: jax.Array) -> jax.Array:
+def _gather_by_row(data: jax.Array, rows: jax.Array) -> jax.Array:
     """Gather row by row.
 
     XLA's gather on a CPU recomputes the position of every single element, which took up to

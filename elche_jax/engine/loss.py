@@ -17,7 +17,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from elche_jax.engine.returned import check_metric_name, returned
+from elche_jax.engine.returned import check_metric_name, checked_output
 from elche_jax.engine.traced import no_named_axis
 
 PyTree = Any
@@ -79,7 +79,7 @@ class LossFn:
         if self.mask_key is not None:
             batch = {**batch, self.mask_key: mask}
         state = (model_state,) if self.has_model_state else ()
-        out = returned("loss_fn", self.fn(params, *state, batch, rng))
+        out = checked_output("loss_fn", self.fn(params, *state, batch, rng))
         if not self.has_aux and not self.has_model_state:
             return out, model_state, {}
         loss, second = self._pair(out)

@@ -144,13 +144,11 @@ class PerDeviceJit:
 
 def _compiled(lowered: jax.stages.Lowered, platform: str) -> PerDevice:
     """Compile with the options of a platform, or without them if this JAX rejects them."""
-    options = OPTIONS.get(platform)
-    if options is None:
-        return lowered.compile()
+    options: Any = OPTIONS.get(platform)
     try:
-        return lowered.compile(dict(options))
+        return lowered.compile(options and dict(options))
     except jax.errors.JaxRuntimeError as error:
-        if "option" not in str(error):
+        if options is None or "option" not in str(error):
             raise
         logger.warning("elche: loops on a GPU wait for the host, as this JAX says: %s", error)
         return lowered.compile()

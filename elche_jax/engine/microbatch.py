@@ -36,7 +36,7 @@ class Terms(NamedTuple):
     model_state: PyTree
 
 
-TOGETHER = 8
+LEAVES_PER_REDUCTION = 8
 """Number of equally shaped arrays that one reduction checks for non-finite values."""
 
 Gradient = Callable[[Any, PyTree, PyTree], Terms]
@@ -130,9 +130,9 @@ def all_finite(tree: PyTree) -> Any:
     for leaf in map(jnp.asarray, jax.tree.leaves(tree)):
         alike.setdefault((leaf.shape, leaf.dtype), []).append(jax.lax.sub(leaf, leaf))
     zeros = [
-        functools.reduce(jax.lax.add, leaves[at : at + TOGETHER])
+        functools.reduce(jax.lax.add, leaves[at : at + LEAVES_PER_REDUCTION])
         for leaves in alike.values()
-        for at in range(0, len(leaves), TOGETHER)
+        for at in range(0, len(leaves), LEAVES_PER_REDUCTION)
     ]
     sums = [jax.lax.reduce_sum(zero, range(zero.ndim)).astype(jnp.float32) for zero in zeros]
     return jax.lax.reduce_sum(jnp.stack([jnp.float32(0), *sums]), (0,)) == 0

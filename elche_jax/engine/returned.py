@@ -29,7 +29,7 @@ def named_leaves(where: str, what: str, tree: PyTree) -> list[tuple[Any, Any]]:
         ) from error
 
 
-def returned(name: str, tree: PyTree) -> PyTree:
+def checked_output(name: str, tree: PyTree) -> PyTree:
     """Check and return what a user's function returned; to be called while tracing.
 
     Args:

@@ -171,7 +171,7 @@ class Runner(LaneRunner):
         )
         self._sums: PyTree = None
         self._unreported: PyTree = None
-        self._several = False
+        self._multiple_calls = False
 
     def begin(self, calls: Sequence[Call]) -> None:
         """Compile the programs of a window before its dispatch, so that it can be timed.
@@ -181,14 +181,18 @@ class Runner(LaneRunner):
         Args:
             calls: The calls of the window.
         """
-        self._several |= len(calls) > 1  # from now on two programs serve all windows
-        if self._whole:
+        self._multiple_calls |= len(calls) > 1  # from now on two programs serve all windows
+        if self._one_program:
             self._cache.get(*self._program(calls[0].payload))
         else:
-            self._begin_combine()
+            combine, build = self._combine_program()
+            if not self._cache.ready(combine):
+                # traced here: a new thread lacks the user's settings (`jax.enable_x64`, ...)
+                lowered = self._combine.lower(self.state, self._sums_shapes)
+                self._cache.begin(combine, partial(self._combine.finish, lowered))
             for call in calls:
                 self._cache.get(*self._program(call.payload))
-            self._cache.get(*self._combine_program())
+            self._cache.get(combine, build)
             self._sums = self._take_sums()
         self.begun = True
 
@@ -200,18 +204,16 @@ class Runner(LaneRunner):
         Args:
             payload: The data of the last call.
         """
-        if self._whole:
+        if self._one_program:
             return False
-        key, _ = self._last_program(payload)
-        ready = self._cache.ready(key)
-        if not ready:
-            self._cache.prepare(*self._last_program(abstract(payload)))
-        return ready
+        key, build = self._last_program(abstract(payload))
+        self._cache.prepare(key, build)
+        return self._cache.ready(key)
 
     @property
-    def _whole(self) -> bool:
+    def _one_program(self) -> bool:
         """Whether a window is one program: a single device has nothing to time separately."""
-        return self.lane.alone and not self._several
+        return self.lane.alone and not self._multiple_calls
 
     def run(
         self,
@@ -237,8 +239,8 @@ class Runner(LaneRunner):
         never donated, so that threads can wait for it. The combine's token also says, per
         device, whether the device's own sums are finite.
         """
-        self._several |= len(calls) > 1
-        if self._whole:
+        self._multiple_calls |= len(calls) > 1
+        if self._one_program:
             whole = self._cache.get(*self._program(calls[0].payload))
             (state, end), metrics = whole(state, calls[0].payload, calls[0].call_args)
             return state, metrics, end
@@ -260,16 +262,6 @@ class Runner(LaneRunner):
         accumulating(token)
         (state, end), metrics = combine(state, self._sums)
         return state, metrics, end
-
-    def _begin_combine(self) -> None:
-        """Start compiling the combine in the background.
-
-        Tracing happens here, as a new thread lacks the user's settings (`jax.enable_x64`, ...).
-        """
-        key, _ = self._combine_program()
-        if not self._cache.ready(key):
-            lowered = self._combine.lower(self.state, self._sums_shapes)
-            self._cache.begin(key, partial(self._combine.finish, lowered))
 
     def release(self) -> None:
         """Return free the accumulator; the next window allocates a new one."""
@@ -294,7 +286,7 @@ class Runner(LaneRunner):
             self._sums, self._unreported = None, rows
 
     def _program(self, payload: Payload) -> Program:
-        if self._whole:
+        if self._one_program:
             single = payload.capacity(stacked=True) == 1
             return self._reading("window", self._window[single], payload, self.state)
         shapes = (self._read_shapes, self._sums_shapes)

@@ -63,8 +63,7 @@ class WindowTimes:
     @property
     def wait_ms(self) -> tuple[float, ...]:
         """Milliseconds each device spent in the synchronization."""
-        pairs = zip(self.combined, self.arrived, strict=True)
-        return tuple(1e3 * (c - a) for c, a in pairs)
+        return tuple(1e3 * (c - a) for c, a in zip(self.combined, self.arrived, strict=True))
 
     @property
     def sync_ms(self) -> float:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from elche_jax.engine.returned import returned
+from elche_jax.engine.returned import checked_output
 
 PyTree = Any
 
@@ -57,7 +57,7 @@ def trace(name: str, fn: Callable[..., Any], *shapes: PyTree) -> Traced:
     """
 
     def call(*args: PyTree) -> PyTree:
-        return returned(name, fn(*args))
+        return checked_output(name, fn(*args))
 
     with no_named_axis(name):
         # JAX caches traces by function object: `call` is a new one

@@ -33,20 +33,22 @@ class Selection:
         """Return the trained and the frozen half."""
         leaves, structure = jax.tree.flatten(params)
         pairs = list(zip(leaves, self.trained or (True,) * len(leaves), strict=True))
-        trained = structure.unflatten([x if flag else _OUT for x, flag in pairs])
-        return trained, structure.unflatten([_OUT if flag else x for x, flag in pairs])
+        trained = structure.unflatten([x if flag else _MASKED for x, flag in pairs])
+        return trained, structure.unflatten([_MASKED if flag else x for x, flag in pairs])
 
     def join(self, trained: PyTree, frozen: PyTree) -> PyTree:
         """Merge the two halves into the whole parameters."""
         if self.trained is None:
             return trained
-        return jax.tree.map(lambda t, f: f if _is_out(t) else t, trained, frozen, is_leaf=_is_out)
+        return jax.tree.map(
+            lambda t, f: f if _is_masked(t) else t, trained, frozen, is_leaf=_is_masked
+        )
 
 
-_OUT = optax.MaskedNode()
+_MASKED = optax.MaskedNode()
 
 
-def _is_out(node: Any) -> bool:
+def _is_masked(node: Any) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 

@@ -91,9 +91,9 @@ def test_accelerators_get_the_same_microbatches():
     pieces, starts = pieces_of(numbers[:5], 7).pieces, [0, 4, 4]
     rows = Rows({"x": jnp.asarray(numbers)}, jnp.array([[3, 1], [6, 0]], jnp.int32))
     for i in range(5):
-        got = fetch._of_every_piece(jnp.int32(i), starts, pieces)
+        got = fetch._select_piece(jnp.int32(i), starts, pieces)
         np.testing.assert_array_equal(got["x"], numbers[[i, i]])
-    got = fetch._gathered(rows.data["x"], rows.index[1])
+    got = fetch._gather(rows.data["x"], rows.index[1])
     np.testing.assert_array_equal(got, numbers[[6, 0]])
 
 
