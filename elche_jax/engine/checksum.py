@@ -65,6 +65,7 @@ def _mix(word: Any) -> Any:
 
 def _words(leaf: Any) -> Any:
     """Return the bits of an array as 32-bit words; smaller types take one word per element."""
+    # bitcasts take neither keys nor complex numbers, bools or types of less than a byte
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):

@@ -175,7 +175,7 @@ class CompileCache:
         except BaseException as raised:  # raised by `get`
             error, ahead = raised, 0
         seconds = time.perf_counter() - start
-        self._count(ahead=ahead, seconds=seconds)
+        self._count(ahead=ahead, seconds=seconds)  # before a waiting `get` goes on
         if error is not None:
             program.set_exception(error)
             return

@@ -218,6 +218,7 @@ def microbatch_terms(
         mean = jnp.asarray(loss, jnp.float32)
     elif form == "vector":
         weight = valid.astype(jnp.float32)
+        # a `where`, not a product: the loss of an invalid example may be NaN
         mean = jnp.where(mask, loss, 0).astype(jnp.float32).sum() / weight
     else:
         weight = sound_weight(jax.lax.stop_gradient(jnp.asarray(loss.weight, jnp.float32)))

@@ -78,15 +78,12 @@ class Mapped:
 
     def lower(self, *args: PyTree) -> jax.stages.Lowered:
         """Trace and lower for such arguments, under the JAX settings of this thread."""
-        return self._jitted.lower(*jax.tree.map(self._abstract, args))
+        device = self._devices[0] if len(self._devices) == 1 else None
+        return self._jitted.lower(*_shapes(args, device))
 
     def finish(self, lowered: jax.stages.Lowered) -> PerDevice:
         """Compile a lowered program; may be called in any thread."""
         return _compiled(lowered, self._devices[0].platform)
-
-    def _abstract(self, leaf: Any) -> jax.ShapeDtypeStruct:
-        sharding = SingleDeviceSharding(self._devices[0]) if len(self._devices) == 1 else None
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _weakly(mapped: Mapped) -> Callable[..., Any]:
@@ -135,11 +132,14 @@ class PerDeviceJit:
             rank: Rank of the device.
             *args: Pytrees of arrays or `jax.ShapeDtypeStruct`, leaves `(1, ...)`.
         """
-        sharding = SingleDeviceSharding(self._devices[rank])
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args
-        )
-        return _compiled(self._jitted.lower(*shapes), self._devices[rank].platform)
+        device = self._devices[rank]
+        return _compiled(self._jitted.lower(*_shapes(args, device)), device.platform)
+
+
+def _shapes(tree: PyTree, device: jax.Device | None) -> PyTree:
+    """Return shapes and dtypes, on one device or, if None, as the mapping places them."""
+    sharding = None if device is None else SingleDeviceSharding(device)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
 def _compiled(lowered: jax.stages.Lowered, platform: str) -> PerDevice:

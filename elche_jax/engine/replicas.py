@@ -166,6 +166,7 @@ def _shards(where: str, path: Any, leaf: Any) -> Any:
             f"{where}: every leaf must be a stacked array with one entry per device, leaf "
             f"{_name(path)} is {shape}. Pass what replicate or a training step returned."
         )
+    # by rank, in whatever order JAX lists them
     return sorted(leaf.addressable_shards, key=lambda shard: shard.index[0].start or 0)
 
 

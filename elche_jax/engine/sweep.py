@@ -284,6 +284,7 @@ def _add(sums: tuple[Any, Any], value: Any, mask: Any, valid: Any) -> tuple[Any,
         weight = valid  # a mean over the microbatch
     value = jnp.asarray(value, jnp.float32)
     weight = sound_weight(jnp.asarray(weight, jnp.float32))
+    # `!= 0`, not `> 0`: a weight that is NaN must show in the sums
     if value.ndim == 0:
         return sums[0] + jnp.where(weight != 0, value * weight, 0), sums[1] + weight
     keep = mask.reshape(-1, *(1,) * (value.ndim - 1))
@@ -322,4 +323,5 @@ def _touch(tree: PyTree) -> Any:
     if not leaves:  # nothing to compute
         return jnp.zeros((), jnp.float32)
     leaf = min(leaves, key=lambda x: x.size)
+    # the barrier keeps XLA from computing this element without the rest of the leaf
     return jnp.isnan(jax.lax.optimization_barrier(leaf).reshape(-1)[0]).astype(jnp.float32)

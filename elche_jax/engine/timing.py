@@ -256,7 +256,7 @@ class _Collector:
                 return
 
     def _note(self, rank: int, job: _Job, now: float) -> None:
-        with self._lock:
+        with self._lock:  # held in `_done`, too, so that windows are reported in order
             dispatched, ends = self._open.setdefault(job.window, (job.dispatched, {}))
             ends[job.combined, rank] = now
             if len(ends) < 2 * len(self._ranks):

@@ -87,9 +87,7 @@ def test_what_is_frozen_is_not_in_the_collective():
     def summed(trainable):
         train, _ = train_on(trainable, 2, optax.sgd(1e-2), epochs=1)
         runner = next(iter(train._runners._runners.values()))
-        text = runner._combine._jitted.lower(
-            *jax.tree.map(runner._combine._abstract, (runner.state, runner._sums_shapes))
-        ).as_text()
+        text = runner._combine.lower(runner.state, runner._sums_shapes).as_text()
         return sum(int(size) for size in _packed_sizes(text))
 
     others = 3  # loss, weight, devices that are not finite
