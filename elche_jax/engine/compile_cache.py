@@ -162,8 +162,8 @@ class CompileCache:
             self._fill(key, program, build, ahead=1)
             if (error := program.exception()) is not None:
                 logger.warning(
-                    "elche: a program could not be compiled ahead (%s: %s); larger windows go "
-                    "on in several calls.",
+                    "elche: a program could not be compiled ahead of need (%s: %s); larger windows "
+                    "keep running in several calls.",
                     type(error).__name__,
                     error,
                 )

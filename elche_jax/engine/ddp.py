@@ -63,7 +63,7 @@ class DDP:
         self.devices = select_devices(devices, "DDP")
         self.world_size, self.axis_name = len(self.devices), AXIS
         if self.world_size < 2:
-            rule, todo = "hold at least two devices", "One device has nobody to exchange with."
+            rule, todo = "hold at least two devices", "A single device needs no exchange."
             raise ValueError(check.message("DDP", "devices", rule, self.world_size, todo))
         check_one_kind("DDP", self.devices)
         self._broadcast = Mapped(lambda tree: (broadcast_from(tree, 0, AXIS), None), self.devices)
@@ -216,7 +216,7 @@ def _check_alike(first: PyTree, replica: PyTree, rank: int) -> None:
         a, b = (x if hasattr(x, "dtype") else np.asarray(x) for x in (a, b))
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             raise ValueError(
-                f"DDP.wrap: all replicas must be alike, leaf "
+                f"DDP.wrap: all replicas must have equal shapes and dtypes, leaf "
                 f"{jax.tree_util.keystr(path) or 'replica'} of replica {rank} is {describe(b)}, "
                 f"that of replica 0 {describe(a)}."
             )

@@ -334,7 +334,7 @@ def _check_aux(aux: Any, size: int) -> dict[str, jax.ShapeDtypeStruct]:
         if not is_real(value):
             raise TypeError(
                 f"loss_fn: aux[{name!r}] must be of real numbers or bools, got {describe(value)}. "
-                "Take the parts or the size of complex numbers."
+                "Take the real and imaginary parts or the magnitude of complex numbers."
             )
     return aux
 

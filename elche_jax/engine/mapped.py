@@ -150,7 +150,9 @@ def _compiled(lowered: jax.stages.Lowered, platform: str) -> PerDevice:
     except jax.errors.JaxRuntimeError as error:
         if options is None or "option" not in str(error):
             raise
-        logger.warning("elche: loops on a GPU wait for the host, as this JAX says: %s", error)
+        logger.warning(
+            "elche: loops on a GPU wait for the host, as JAX rejects compiler options: %s", error
+        )
         return lowered.compile()
 
 

@@ -106,7 +106,7 @@ ONE = {"w": np.ones(2, "float32")}
     [
         (
             lambda: elche.DDP(DEVICES[:1]), ValueError,
-            r"DDP: devices must hold at least two devices, got 1\. One device has nobody",
+            r"DDP: devices must hold at least two devices, got 1\. A single device needs no",
         ),
         (lambda: elche.DDP([DEVICES[0]] * 2), ValueError, r"DDP: no device may appear twice"),
         (lambda: elche.DDP(["cpu"] * 2), TypeError, r"DDP: devices must be jax\.Device objects"),

@@ -369,7 +369,8 @@ FORMS = [
         lambda p, b, r: (b["y"].sum(), {"acc": b["y"] * 1j}),
         {"has_aux": True},
         r"loss_fn: aux\['acc'\] must be of real numbers or bools, got an array of shape \(5,\) "
-        r"and dtype complex64\. Take the parts or the size of complex numbers\.",
+        r"and dtype complex64\. Take the real and imaginary parts or the magnitude of complex "
+        r"numbers\.",
     ),
     (
         lambda p, b, r: (b["y"].sum(), {"acc": r}),

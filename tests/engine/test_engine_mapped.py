@@ -135,7 +135,9 @@ def test_options_that_this_jax_does_not_know_are_left_out_and_named(monkeypatch,
     x = place(X[:1], devices)
     out, _ = Mapped(lambda x: (x + 1, None), devices, donate=()).compile(x)(x)
     np.testing.assert_array_equal(out, X[:1] + 1)
-    assert "elche: loops on a GPU wait for the host, as this JAX says: " in caplog.text
+    assert (
+        "elche: loops on a GPU wait for the host, as JAX rejects compiler options: " in caplog.text
+    )
     assert "xla_no_such_option" in caplog.text
 
 
