@@ -1,4 +1,4 @@
-"""How far the devices drifted apart in a window, read from its metrics."""
+"""Divergence of the devices' parameters in a window, read from its metrics."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -13,19 +13,19 @@ from elche_jax.train.options import Options
 logger = logging.getLogger("elche_jax")
 
 OWNS = 0.9
-"""Share of the average above which one device owns it."""
+"""Share above which one device dominates the average."""
 
 
 class DivergenceReader:
-    """Reads the divergence of every window that is over.
+    """Reads the divergence of every completed window.
 
     Attributes:
-        unread: Number and counts of the windows whose metrics come with later ones', oldest
-            first; plain numbers for a checkpoint.
+        unread: Number and counts of the windows whose metrics arrive with a later window,
+            oldest first; plain numbers for a checkpoint.
 
     Args:
         devices: The devices, in rank order.
-        pending: How many windows before a window's metrics are of.
+        pending: By how many windows metrics are late.
     """
 
     def __init__(self, devices: Sequence[jax.Device], pending: int):
@@ -35,17 +35,22 @@ class DivergenceReader:
         self._ended = False
 
     def end(self) -> None:
-        """Another run begins: windows that are over now have nothing to tell."""
+        """Ignore the windows that complete from now on, as another run begins."""
         self._ended = True
 
     def restore(self, unread: Sequence[Any]) -> None:
-        """Goes on with windows whose metrics are to come, as far as any are."""
+        """Resume with windows whose metrics are still to arrive.
+
+        Args:
+            unread: Number and counts of each window, oldest first. Only the last `pending`
+                are kept: a run with fewer windows pending never sees the metrics of the rest.
+        """
         known = tuple((window, tuple(counts)) for window, counts in unread)
         self.unread = known[len(known) - self._pending :] if self._pending else ()
 
     def read(self, plan: WindowPlan, metrics: Mapping[str, Any]) -> Divergence | None:
-        """The divergence that a window's metrics tell of; None before the first."""
-        # never changed in place: a checkpoint that is being written has the one of its window
+        """Return the divergence in a window's metrics; None if they are of no window yet."""
+        # replaced, never changed in place: a checkpoint thread may be writing the old tuple
         self.unread = (*self.unread, (plan.window, plan.counts))
         if len(self.unread) <= self._pending:
             return None
@@ -63,7 +68,7 @@ class DivergenceReader:
 
     def _warn(self, seen: Divergence) -> None:
         largest = max(seen.share)
-        others = sum(count > 0 for count in seen.counts) - 1  # or one has nobody beside it
+        others = sum(count > 0 for count in seen.counts) - 1  # a lone worker has all of it
         if self._warned or largest <= OWNS or not others:
             return
         self._warned = True
@@ -79,11 +84,11 @@ class DivergenceReader:
 
 
 def divergence_reader(options: Options, devices: Sequence[jax.Device]) -> DivergenceReader | None:
-    """What reads the divergence; None of replicas that are alike, which do not drift apart."""
+    """Return a reader of the divergence; None in gradient mode, where replicas stay equal."""
     return None if options.averaging is None else DivergenceReader(devices, options.pending)
 
 
 def divergence_of(saved: Mapping[str, Any]) -> Divergence:
-    """A divergence of the plain numbers that `dataclasses.asdict` gave."""
+    """Return the divergence that `dataclasses.asdict` turned into plain numbers."""
     values: Any = {name: tuple(x) if isinstance(x, list) else x for name, x in saved.items()}
     return Divergence(**values)

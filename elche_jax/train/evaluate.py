@@ -1,4 +1,4 @@
-"""`build_eval_step` and `predict`: exact metrics, and outputs in the order of the data."""
+"""`build_eval_step` and `predict`: exact metrics, and outputs in data order."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ PyTree = Any
 
 
 class EvalStep:
-    """Metrics over data on all devices; made by `build_eval_step`.
+    """Computes metrics over a data set on all devices; made by `build_eval_step`.
 
     Attributes:
         devices: The devices, in rank order.
@@ -49,7 +49,7 @@ class EvalStep:
 
     @property
     def cadence_state(self) -> SchedulerState:
-        """What is known of the speeds, see `TrainStep.cadence_state`; may be set."""
+        """State of the scheduler, can be set; see `TrainStep.cadence_state`."""
         return self._sweep.scheduler.state
 
     @cadence_state.setter
@@ -58,11 +58,11 @@ class EvalStep:
 
     @property
     def records(self) -> list[WindowRecord]:
-        """The windows of the last evaluation, oldest first, the last 1024 at most."""
+        """The windows of the last evaluation, oldest first; at most the last 1024."""
         return self._sweep.scheduler.records
 
     def report(self) -> RunReport:
-        """What was measured in the last evaluation: speeds, counts, busy shares, compiles."""
+        """Return the speeds, counts, busy shares and compiles of the last evaluation."""
         return self._sweep.report()
 
     def __call__(
@@ -76,30 +76,31 @@ class EvalStep:
         placement: str = "stream",
         window_bytes: int = WINDOW_BYTES,
     ) -> dict[str, Any]:
-        """Evaluates every example once.
+        """Evaluate every example exactly once.
 
-        With `w` the weight of a value (1 per example; a scalar's is the number of valid
-        examples of its microbatch), summed in float32 within a call of the devices'
-        program and in float64 over calls and devices,
+        Let `w` be the weight of a value: 1 per example, and for a scalar the number of valid
+        examples in its microbatch. Summed in float32 within one program call and in float64
+        over calls and devices,
 
             metric = sum of w * value / sum of w
 
         Args:
             params: Parameters, a pytree of arrays; or a `TrainState` on these devices,
-                whose replicas are used as they are, model state and all.
+                whose replicas and model state are used as they are.
             data: As in `TrainStep.windows`.
-            batch_size: Examples per microbatch; for an iterable, None.
-            model_state: Model state, where `params` are parameters.
+            batch_size: Examples per microbatch; None for an iterable.
+            model_state: Model state, if `params` are parameters.
             mask_key: Adds the mask of valid examples to every microbatch under this name.
             placement: As in `TrainStep.windows`.
             window_bytes: As in `TrainStep.windows`.
 
         Returns:
-            The metrics: floats, or float64 arrays where a metric has more axes. Not a
-            number where the weights sum up to 0, or to less than 2**-100.
+            The metrics: floats, or float64 arrays for metrics with further axes. NaN if
+            the weights sum to 0, or to less than 2**-100.
 
         Raises:
-            TypeError: `metric_fn` returns what is no metric; `data` has none of the forms.
+            TypeError: `metric_fn` returns something that is not a metric; `data` has an
+                unsupported form.
             ValueError: Empty data; a scalar metric for data whose last microbatch is
                 smaller; a `TrainState` on other devices.
         """
@@ -121,30 +122,31 @@ def build_eval_step(
     cadence: Cadence[Any] | None = None,
     emulate: LoopHook | None = None,
 ) -> EvalStep:
-    """Builds an evaluation that uses all devices in proportion to their speeds.
+    """Build an evaluation step that uses all devices in proportion to their speeds.
 
-    Every example counts exactly once, also in a last microbatch that is smaller and
-    where there are more devices than microbatches. Speeds are measured while it runs and
-    stay known for the next call. Every call traces `metric_fn`, and compiles it anew where it
-    has changed since the last one, as what it reads besides its arguments has.
+    Every example counts exactly once, even if the last microbatch is smaller or there are
+    more devices than microbatches. Speeds are measured during a call and reused by the next.
+    Every call traces `metric_fn`, and recompiles it if it has changed since the last call,
+    for example because a value that it closes over has changed.
 
     Args:
         metric_fn: `metric_fn(params, batch)`, with model state
             `metric_fn(params, model_state, batch)`. Returns a dict: an array with one
             entry per example, a scalar (the mean over the microbatch), or
-            `Weighted(value, weight)` of scalars or of vectors, for tokens say.
-        devices: The devices; None for all local ones.
-        cadence: How many microbatches each device gets; None: windows of a tenth of a
-            second (`elche_jax.cadence.WindowTime`).
-        emulate: Makes devices slower on purpose, see `elche_jax.lab`; to its schedule all
-            of this is window 0.
+            `Weighted(value, weight)` with scalars or vectors, for example per token.
+        devices: The devices; None for all local devices.
+        cadence: Decides how many microbatches each device gets; None for windows of a
+            tenth of a second (`elche_jax.cadence.WindowTime`).
+        emulate: Slows devices down on purpose, see `elche_jax.lab`; its schedule sees the
+            whole evaluation as window 0.
 
     Returns:
-        The evaluation: `evaluate(params or state, data, batch_size) -> dict`.
+        The evaluation step: `evaluate(params or state, data, batch_size) -> dict`.
 
     Raises:
-        TypeError: `metric_fn` is not callable, `devices` are no devices.
-        ValueError: No device, one twice, several kinds; several processes.
+        TypeError: `metric_fn` is not callable, or `devices` are not devices.
+        ValueError: `devices` is empty, has duplicates or mixes several kinds; the job has
+            several processes.
 
     Examples:
         >>> import jax, numpy as np
@@ -184,16 +186,16 @@ def predict(
     window_bytes: int = WINDOW_BYTES,
     emulate: LoopHook | None = None,
 ) -> PyTree:
-    """Applies a model to data on all devices; the outputs come in the order of the data.
+    """Apply a model to data on all devices; the outputs are in the order of the data.
 
-    Programs and measured speeds are kept for the last 8 functions used, as long as it is
-    the same function object, on the same devices; `clear_predict_cache` lets them go. Every
-    call traces the function, and compiles it anew where it has changed since the last one:
-    where it is a method of an object that was changed, or reads a global that was. What
-    `jax.jit` has made of a function is not traced again, and is as it was.
+    Programs and measured speeds are cached for the last 8 combinations of function object and
+    devices; `clear_predict_cache` drops them. Every call traces the function, and recompiles
+    it if it has changed since the last call, for example if it is a method of an object that
+    was changed or reads a global that was. A function already wrapped in `jax.jit` is not
+    traced again, so changes to it go unnoticed.
 
-    Data are not kept, but for an iterator that a call that failed has looked into: the next
-    call goes on with its first microbatch.
+    Data are not kept, with one exception: if a call fails after it has read the first
+    microbatch of an iterator, the next call starts with that microbatch.
 
     Args:
         apply_fn: `apply_fn(params, batch)`, with model state
@@ -201,21 +203,21 @@ def predict(
             entry per example on the first axis.
         params: Parameters, a pytree of arrays; or a `TrainState` on these devices.
         data: As in `TrainStep.windows`.
-        batch_size: Examples per microbatch; for an iterable, None.
-        model_state: Model state, where `params` are parameters.
+        batch_size: Examples per microbatch; None for an iterable.
+        model_state: Model state, if `params` are parameters.
         mask_key: Adds the mask of valid examples to every microbatch under this name.
-        devices: The devices; None for all local ones.
+        devices: The devices; None for all local devices.
         cadence: As in `build_eval_step`.
         placement: As in `TrainStep.windows`.
-        window_bytes: As in `TrainStep.windows`; outputs of a call keep below it too.
-        emulate: Makes devices slower on purpose, see `elche_jax.lab`.
+        window_bytes: As in `TrainStep.windows`; also limits the outputs of one program call.
+        emulate: Slows devices down on purpose, see `elche_jax.lab`.
 
     Returns:
         NumPy arrays, leaves `(examples, ...)`.
 
     Raises:
-        TypeError: `apply_fn` is not callable or an output has no entry per example;
-            `data` has none of the forms.
+        TypeError: `apply_fn` is not callable, or an output does not have one entry per
+            example; `data` has an unsupported form.
         ValueError: Empty data; a `TrainState` on other devices; several processes.
 
     Examples:
@@ -242,20 +244,20 @@ def predict(
             blocks.append(jax.tree.leaves(rows))
     finally:
         sweep.release()
-    assert structure is not None  # data without examples are an error
+    assert structure is not None  # empty data have raised by now
     return structure.unflatten([np.concatenate(parts) for parts in zip(*blocks, strict=True)])
 
 
 def clear_predict_cache() -> None:
-    """Lets go of the programs and speeds that `predict` keeps.
+    """Drop the programs and speeds cached by `predict`.
 
-    JAX has caches of its own, which hold functions longer: `jax.clear_caches`.
+    JAX's own caches may hold on to a function for longer, see `jax.clear_caches`.
     """
     _kept_sweep.cache_clear()
 
 
 class _Same:
-    """Equal where the values are equal, or, where they cannot be compared, the same."""
+    """A cache key for any value: compares by value if hashable, else by identity."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -285,7 +287,11 @@ def _kept_sweep(
 
 
 def _rows(window: Window, calls: list[PyTree], world_size: int) -> PyTree:
-    """The outputs of a window, `(examples, ...)`: by device, then by call, then by piece."""
+    """Return a window's outputs, `(examples, ...)`, in the order of the data.
+
+    Each call returned one stacked array per piece length; `pieces()` says where in the window
+    the pieces of a device begin.
+    """
     parts: list[tuple[int, PyTree]] = []
     for call, pieces in zip(window.calls, calls, strict=True):
         capacity = call.payload.capacity(stacked=True)
@@ -297,7 +303,7 @@ def _rows(window: Window, calls: list[PyTree], world_size: int) -> PyTree:
     parts.sort(key=lambda part: part[0])
 
     def join(*leaves: np.ndarray) -> np.ndarray:
-        # no -1, which an axis of length zero leaves undecided
+        # not reshape(-1, ...), which fails if another axis has length zero
         flat = [leaf.reshape(len(leaf) * leaf.shape[1], *leaf.shape[2:]) for leaf in leaves]
         rows = np.concatenate(flat)
         return rows[: window.examples]
@@ -306,7 +312,7 @@ def _rows(window: Window, calls: list[PyTree], world_size: int) -> PyTree:
 
 
 def _shard_of(rank: int) -> Callable[[jax.Array], np.ndarray]:
-    """Fetches one device's entry of stacked arrays."""
+    """Return a function that fetches one device's entry of a stacked array."""
 
     def fetch(leaf: jax.Array) -> np.ndarray:
         shards = leaf.addressable_shards

@@ -1,4 +1,4 @@
-"""What happens to windows whose gradients are not finite."""
+"""Policy for windows whose gradients are not finite."""
 
 import logging
 from collections.abc import Sequence
@@ -16,7 +16,8 @@ logger = logging.getLogger("elche_jax")
 NONFINITE = ("raise", "skip", "ignore")
 
 MAX_SKIPS = 20
-"""Windows in a row that may be dropped: enough for a loss scale to fall from 2**16 to 2**-4."""
+"""Default number of dropped windows in a row that raises: enough for a dynamic loss scale to fall
+from 2**16 to 2**-4."""
 
 
 class NonFiniteError(RuntimeError):
@@ -24,9 +25,9 @@ class NonFiniteError(RuntimeError):
 
     Attributes:
         window: Number of the window.
-        epoch: Its epoch.
-        microbatches: By rank of the devices whose own sums were not finite, the range of
-            microbatches of the epoch that they worked on.
+        epoch: Epoch of the window.
+        microbatches: For each rank whose own sums were not finite, the range of the epoch's
+            microbatches that it ran.
     """
 
     def __init__(self, text: str, window: int, epoch: int, microbatches: dict[int, range]):
@@ -39,14 +40,14 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True)
 class FinitePolicy:
-    """The user's choice.
+    """The user's choice for windows that are not finite.
 
     Attributes:
-        action: `"raise"` at the first such window, `"skip"` it, or `"ignore"` that it is.
-        max_skips: Raise after so many dropped windows in a row; None for never.
+        action: `"raise"` at the first such window, `"skip"` its update, or `"ignore"` it.
+        max_skips: Raise after this many skipped windows in a row; None for never.
 
     Raises:
-        ValueError: An unknown action, or a number below 1.
+        ValueError: `action` is unknown, or `max_skips` is below 1 or without effect.
         TypeError: `max_skips` is not an integer.
     """
 
@@ -66,19 +67,19 @@ class FinitePolicy:
 
     @property
     def drops(self) -> bool:
-        """Whether the update of such a window is dropped."""
+        """Whether updates that are not finite are dropped."""
         return self.action != "ignore"
 
 
 @dataclass(frozen=True)
 class Wording:
-    """What is said of windows that are not finite.
+    """Message templates about windows that are not finite.
 
     Attributes:
-        rule: What must be finite, and what came of it.
-        many: What happened in too many windows in a row.
-        together: Said where no single device is to blame.
-        event: The reason in the timeline.
+        rule: Error under `"raise"`.
+        many: Error after too many windows in a row.
+        together: Replaces the list of devices if no single device is the cause.
+        event: Reason in the timeline.
     """
 
     rule: str
@@ -111,18 +112,18 @@ AVERAGES = Wording(
 
 
 class FiniteWatch:
-    """Counts windows that were not finite, and says when it is too much.
+    """Counts windows that were not finite, and decides when to raise.
 
     Attributes:
-        skipped: Windows that were dropped, or averaged without some device, so far.
-        left_out: For every device the windows in which it was not finite, where that is
-            known: under averaging, and of windows an error was raised for; and those that
-            were averaged without it, as it was late.
+        skipped: Windows so far whose update was dropped, or whose average left out a device
+            that was not finite.
+        left_out: Windows per device in which it was not finite (counted under averaging, and
+            for windows that raised an error) or whose average left it out as late.
 
     Args:
         policy: The user's choice.
         devices: The devices, in rank order.
-        wording: What is said.
+        wording: The messages.
     """
 
     def __init__(
@@ -138,25 +139,26 @@ class FiniteWatch:
 
     @property
     def event(self) -> str:
-        """Why such a window counts as skipped, for the timeline."""
+        """Reason for a skipped window, for the timeline."""
         return self._wording.event
 
     def restore(self, skipped: int, left_out: Sequence[int], in_a_row: int) -> None:
-        """Goes on after windows of an earlier process."""
+        """Continue the counts of a restored run."""
         self.skipped, self.left_out, self._in_a_row = skipped, list(left_out), in_a_row
 
     @property
     def in_a_row(self) -> int:
-        """How many of the last windows were not finite."""
+        """Number of windows that were not finite since the last finite one."""
         return self._in_a_row
 
     def see(self, plan: WindowPlan, finite: bool, own: Any) -> NonFiniteError | None:
-        """Takes note of a window; gives the error to raise, if it is time for one.
+        """Count a window; return the error to raise, if any.
 
         Args:
             plan: The window.
             finite: Whether it was finite.
-            own: For each device whether its own sums were; read only where needed.
+            own: For each device, whether its own sums were finite; an array on the devices,
+                which is read only if needed.
         """
         if finite or not self._policy.drops:
             self._in_a_row = 0
@@ -171,7 +173,7 @@ class FiniteWatch:
         if raises:
             return self._error(plan, bad, self._wording.rule)
         if too_many:
-            self._in_a_row = 0  # whoever goes on hears of the next ones too
+            self._in_a_row = 0  # a loop that catches the error is warned again
             return self._error(plan, bad, self._wording.many)
         logger.warning(
             "elche: left out of the average of %s, as not finite: %s.",
@@ -181,7 +183,7 @@ class FiniteWatch:
         return None
 
     def late(self, plan: WindowPlan, ranks: Sequence[int]) -> None:
-        """Takes note of devices that were late for the average of a window."""
+        """Count devices that were too late for the average of a window."""
         for rank in ranks:
             self.left_out[rank] += 1
             logger.warning(
@@ -193,7 +195,7 @@ class FiniteWatch:
             )
 
     def _culprits(self, plan: WindowPlan, own: Any) -> dict[int, range]:
-        """The devices that were not finite, and their work."""
+        """Count and return the ranks that were not finite, with their microbatches."""
         ends = np.cumsum(plan.counts) + plan.first
         ranks = np.flatnonzero(~np.asarray(own)).tolist()
         for rank in ranks:

@@ -1,4 +1,4 @@
-"""The first training state, and its shapes."""
+"""The initial training state, its shapes, and the checks of what it is made from."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ def initial_state(
     options: Options,
     merge: MergeRules,
 ) -> TrainState:
-    """Makes the replicated state before the first window; see `TrainStep.init`."""
+    """Return the replicated state before the first window; see `TrainStep.init`."""
     trained, frozen = selection.split(params)
     check_params(trained, frozen)
     with _optimizer_errors():
@@ -56,11 +56,11 @@ def initial_state(
 def initial_averaging(
     options: Options, trained: PyTree, merge: MergeRules, model_state: PyTree
 ) -> AveragingState | None:
-    """What averaging adds to the state before the first window, of one device.
+    """Return one device's initial `AveragingState`; None if there is nothing to keep.
 
     Args:
-        options: What was asked for.
-        trained: Parameters that are trained.
+        options: The options of the training step.
+        trained: The trained parameters.
         merge: How model state is merged.
         model_state: The model state.
 
@@ -75,7 +75,7 @@ def initial_averaging(
     if rule is not None and rule.outer is not None:
         wide = [jnp.asarray(leaf, jnp.float32) for leaf in leaves]
         state = state.replace(outer=tuple(rule.outer.init([wide[i] for i in p]) for p in parts))
-    # the same on any number of devices, and over the host, so that a checkpoint goes on there
+    # kept on any number of devices and with a host exchange, so that a checkpoint can move there
     if rule is not None and (len(parts) > 1 or options.may_be_late):
         state = state.replace(base=leaves, steps=jnp.zeros((len(parts),), jnp.float32))
     if options.rule.compression == "int8":
@@ -89,7 +89,7 @@ def initial_averaging(
 
 
 def check_params(trained: PyTree, frozen: PyTree) -> None:
-    """Raises where parameters cannot be differentiated by, or frozen ones are no arrays."""
+    """Raise if a trained parameter is not a float array, or a frozen one not an array."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(frozen)[0]:
         if not hasattr(leaf, "dtype"):
             raise TypeError(
@@ -110,10 +110,11 @@ def check_params(trained: PyTree, frozen: PyTree) -> None:
 
 
 def check_one_copy(where: str, argument: str, tree: PyTree) -> None:
-    """Raises where arrays hold one entry per device, as those of a state do, or have a mask."""
+    """Raise if arrays are masked, or are stacked over devices like those of a state."""
     for path, leaf in named_leaves(where, argument, tree):
         check_plain(path, leaf, f"{where}: {argument}")
-        if is_stacked(leaf) and not leaf.is_fully_replicated:  # on one device who knows
+        # on one device, a stacked array cannot be told from one with an axis of length 1
+        if is_stacked(leaf) and not leaf.is_fully_replicated:
             name = jax.tree_util.keystr(path) or argument
             rule = "be one copy"
             got = f"leaf {name} with those of {leaf.shape[0]} devices"
@@ -122,7 +123,7 @@ def check_one_copy(where: str, argument: str, tree: PyTree) -> None:
 
 
 def _check_kept(path: Any, leaf: Any) -> None:
-    """Raises where a frozen integer would be cut off: without 64-bit types JAX keeps 32."""
+    """Raise if a frozen integer would overflow: without 64-bit types JAX keeps 32 bits."""
     dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) if not is_key(leaf) else leaf.dtype
     if dtype == leaf.dtype or leaf.dtype.kind not in "iu" or leaf.size == 0:
         return
@@ -136,7 +137,7 @@ def _check_kept(path: Any, leaf: Any) -> None:
 
 
 def check_model_state(model_state: PyTree) -> None:
-    """Raises where model state cannot be combined over devices."""
+    """Raise if a leaf of the model state has no merge rule for its dtype."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(model_state)[0]:
         dtype = np.asarray(leaf).dtype if not hasattr(leaf, "dtype") else leaf.dtype
         if any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
@@ -151,8 +152,8 @@ def check_model_state(model_state: PyTree) -> None:
 def check_optimizer(
     optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree
 ) -> None:
-    """Raises where an update does not work with these parameters, or changes the structure or
-    the dtypes of the state."""
+    """Raise if an update fails on these parameters, or changes the structure, shapes or
+    dtypes of the optimizer state."""
 
     def update(params: PyTree, opt_state: PyTree) -> PyTree:
         tx = optax.with_extra_args_support(optimizer)
@@ -172,10 +173,10 @@ def check_optimizer(
 
 @contextmanager
 def _optimizer_errors() -> Generator[None]:
-    """Says what an optimizer must do, where it asks for something else."""
+    """Turn any exception of an optimizer into an error that says how it is called."""
     try:
         yield
-    except Exception as error:  # it wants a function of the parameters, say
+    except Exception as error:  # for example, it requires value_fn
         raise TypeError(
             "TrainStep.init: the optimizer must work with update(grads, state, params, "
             "value=loss, grad=grads, microbatches=m, examples=e), got "
@@ -184,7 +185,7 @@ def _optimizer_errors() -> Generator[None]:
 
 
 def _instead(error: Exception) -> str:
-    """What there is for an optimizer that has parameters of a kind of its own."""
+    """Return what to use instead of an optimizer with its own type of parameters."""
     if not isinstance(error, AttributeError) or error.name not in ("fast", "slow"):
         return ""
     return (
@@ -193,13 +194,13 @@ def _instead(error: Exception) -> str:
 
 
 def check_buffers(state: Any, where: str = "train") -> None:
-    """Raises where a state cannot be handed to the devices, which may take its buffers.
+    """Raise if a state's buffers cannot be donated to a program.
 
-    What JAX says of a buffer that is gone or given twice is not for a person to read, and
-    with several devices it is the end of the process.
+    JAX's own errors about deleted or twice donated buffers are hard to read, and with several
+    devices they end the process.
     """
     arrays = jax.tree.leaves(state)
-    kinds = set(map(type, arrays))  # every window asks: one question per kind, not per leaf
+    kinds = set(map(type, arrays))  # once per window: isinstance per type, not per leaf
     if not isinstance(state, TrainState) or not all(issubclass(kind, jax.Array) for kind in kinds):
         raise TypeError(
             f"{where}: state must be a TrainState on the devices (TrainStep.init, or "
@@ -228,7 +229,7 @@ def _first(tree: PyTree, is_it: Callable[[Any], object]) -> str:
 
 
 def difference(got: PyTree, want: PyTree) -> str:
-    """Where two pytrees of shapes differ, in words; empty where they do not."""
+    """Describe the first difference of two pytrees of shapes; empty if they are equal."""
     structures = jax.tree.structure(got), jax.tree.structure(want)
     if structures[0] != structures[1]:
         return f"structure {structures[0]} instead of {structures[1]}"
@@ -241,10 +242,10 @@ def difference(got: PyTree, want: PyTree) -> str:
 
 
 def as_key(rng: Any) -> jax.Array:
-    """A typed key of a seed, a raw key or a typed key."""
+    """Return a typed key, given a seed, a raw key or a typed key."""
     key: jax.Array
     if isinstance(rng, int | np.integer) and not isinstance(rng, bool):
-        # jax.random.key takes more, but without 64-bit types it drops the upper half
+        # jax.random.key accepts larger seeds, but without 64-bit types drops the upper half
         return jax.random.key(check.integer("TrainStep.init", "rng", rng, low=0, high=2**32 - 1))
     if is_key(rng):
         key = rng
@@ -260,10 +261,10 @@ def as_key(rng: Any) -> jax.Array:
 
 
 def key_impl_of(rng: Any) -> str:
-    """Name of the PRNG implementation of a key or seed."""
+    """Return the name of the PRNG implementation of a key or seed."""
     return str(jax.random.key_impl(as_key(rng)))
 
 
 def shapes_of(tree: PyTree) -> PyTree:
-    """The shapes and dtypes of a pytree of arrays."""
+    """Return the shapes and dtypes of a pytree of arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

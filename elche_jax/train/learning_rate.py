@@ -1,8 +1,8 @@
 """Learning rates for windows: schedules over the work done, and rules for larger batches.
 
-An optax schedule counts updates. Here an update is made of a window, whose size changes
-with the speed of the devices, so that the same schedule would end sooner or later from
-machine to machine. Counted in microbatches or examples it does not.
+An optax schedule counts updates. Here an update covers a window, whose size depends on the
+speed of the devices, so the same schedule would end at a different point on every machine.
+A schedule that counts microbatches or examples does not have this problem.
 """
 
 import functools
@@ -33,27 +33,27 @@ def schedule_by_work(
     unit: Unit = "microbatches",
     static_args: str | Iterable[str] = (),
 ) -> Callable[..., optax.GradientTransformationExtraArgs]:
-    """Makes the schedules of an optimizer count the work done instead of its updates.
+    """Make the schedules of an optimizer count the work done instead of its updates.
 
-    Like `optax.inject_hyperparams(factory)`, on which it is built, but a schedule `f`
-    among the hyperparameters is asked for
+    Built on `optax.inject_hyperparams(factory)`, except that a schedule `f` among the
+    hyperparameters is evaluated as
 
         value(window) = f(microbatches, or examples, of all windows before this one)
 
-    over all devices. The first update uses `f(0)`, as in optax. So the schedule's lengths
-    and boundaries are in `unit`: `optax.cosine_decay_schedule(1e-3, 500_000)` ends after
-    500 000 microbatches (examples), however they are cut into windows. Windows whose
+    summed over all devices. The first update uses `f(0)`, as in optax. The schedule's lengths
+    and boundaries are thus in `unit`: `optax.cosine_decay_schedule(1e-3, 500_000)` ends after
+    500 000 microbatches (or examples), however they are split into windows. Windows whose
     update was dropped count too.
 
-    The values of the last update are in `opt_state.hyperparams`; in a chain or another
-    wrapper `optax.tree.get(opt_state, "hyperparams")` finds it. Constants are there as
-    well and may be set. All are float32, or int32 where an integer was given. (optax
-    rounds constants to the type of the parameters; bfloat16 makes 1 of Adam's 0.999.
-    With 16-bit parameters name the constants in `static_args`.)
+    The values of the last update are in `opt_state.hyperparams`; inside a chain or another
+    wrapper use `optax.tree.get(opt_state, "hyperparams")`. Constants are there as well, and
+    can be set. All are float32, or int32 if an integer was given. (optax rounds constants to
+    the dtype of the parameters; in bfloat16, Adam's 0.999 becomes 1. With 16-bit parameters,
+    name the constants in `static_args`.)
 
-    The training step hands the work to the optimizer's update as `microbatches=` and
-    `examples=`, int32 scalars, so up to 2**31 - 1. What is put round the optimizer must
-    hand them on, as `optax.chain`, `masked`, `partition`, `apply_if_finite` and
+    The training step passes the work to the optimizer's update as `microbatches=` and
+    `examples=`, int32 scalars, hence at most 2**31 - 1. A wrapper around the optimizer must
+    pass them on, as `optax.chain`, `masked`, `partition`, `apply_if_finite` and
     `contrib.schedule_free` do. `optax.MultiSteps`, `lookahead` and
     `contrib.split_real_and_imaginary` do not: put them inside,
 
@@ -64,11 +64,11 @@ def schedule_by_work(
         )(learning_rate=schedule)
 
     Args:
-        factory: What makes the optimizer, `optax.adamw` for instance.
+        factory: Makes the optimizer, for instance `optax.adamw`.
         unit: What the schedules count: `"microbatches"` or `"examples"`.
-        static_args: Names of arguments of `factory` that are neither schedules nor
-            numbers to be read: functions such as `mask` of `optax.adamw`, integers that
-            decide on shapes such as `min_dim_size_to_factor` of `optax.adafactor`.
+        static_args: Names of arguments of `factory` that are not hyperparameters:
+            functions such as `mask` of `optax.adamw`, and integers that determine shapes
+            such as `min_dim_size_to_factor` of `optax.adafactor`.
 
     Returns:
         A function that takes the arguments of `factory`, each of which may be a
@@ -78,8 +78,7 @@ def schedule_by_work(
 
     Raises:
         TypeError: `factory` is not callable, or takes `*args` or `**kwargs`.
-        ValueError: `unit` is another one; `factory` has no argument of a name in
-            `static_args`.
+        ValueError: `unit` is unknown; `factory` has no argument named in `static_args`.
 
     Examples:
         >>> import jax.numpy as jnp, optax
@@ -137,19 +136,19 @@ def schedule_by_work(
 
 
 def _hyperparameter(name: str, value: Any, unit: str) -> Any:
-    """What `optax.inject_hyperparams` is to be given for an argument."""
+    """Return the value to pass to `optax.inject_hyperparams` for an argument."""
     if isinstance(value, int) and not isinstance(value, bool):
-        return np.asarray(value, np.int32)  # optax's would be weakly typed
+        return np.asarray(value, np.int32)  # optax's own conversion is weakly typed
     if not callable(value) or isinstance(value, optax.schedules.StatefulSchedule):
         return value
-    if hasattr(value, "dtype"):  # jnp.bfloat16 can be called, but is no schedule
+    if hasattr(value, "dtype"):  # scalar types such as jnp.bfloat16 are callable, too
         return np.dtype(cast(Any, value))
     return _ByWork(name, value, unit)
 
 
 @dataclass(frozen=True)
 class _ByWork:
-    """A schedule over the work done, as optax's `StatefulSchedule` of an empty state."""
+    """A schedule over the work done: an optax `StatefulSchedule` with an empty state."""
 
     name: str
     schedule: Callable[[Any], Any]
@@ -168,7 +167,7 @@ class _ByWork:
         return state
 
     def __call__(self, state: tuple[()], **extra_args: Any) -> jax.Array:
-        work = extra_args.get(self.unit, 0)  # `init` asks without
+        work = extra_args.get(self.unit, 0)  # `init` calls it without extra arguments
         value = self.schedule(jnp.asarray(work, jnp.int32))
         kind = _kind(value)
         if kind is None:
@@ -180,7 +179,7 @@ class _ByWork:
 
 
 def _kind(value: Any) -> Any:
-    """The dtype in which a schedule's value is kept; None where it is not a number."""
+    """Return the dtype in which to keep a schedule's value; None if it is not a number."""
     if isinstance(value, int | float | np.generic | np.ndarray | jax.Array) and not np.shape(value):
         dtype = jnp.result_type(value)
         if jnp.issubdtype(dtype, jnp.floating):
@@ -191,7 +190,7 @@ def _kind(value: Any) -> Any:
 
 
 def learning_rate_factor(world_size: float, rule: Rule = "linear", ratio: float = 1.0) -> float:
-    """By how much to raise the learning rate for a batch `world_size` times as large.
+    """Return the learning-rate factor for a batch `world_size` times as large.
 
     | rule | factor |
     |---|---|
@@ -200,29 +199,29 @@ def learning_rate_factor(world_size: float, rule: Rule = "linear", ratio: float 
     | `"sqrt"` | `sqrt(1 + ratio * (world_size - 1))` |
 
     The linear rule (with `ratio=1`) is that of Goyal et al. 2017, arXiv:1706.02677, for
-    SGD; they raise the rate to it over the first epochs. The square root keeps the
-    variance of an update (Krizhevsky 2014, arXiv:1404.5997); for Adam and the like it
-    follows from Malladi et al. 2022, arXiv:2205.10330, whose rule changes Adam's `b1`,
-    `b2` and `eps` as well, which is left to you. All of them are rules of thumb, which
-    end at some batch size.
+    SGD; they warm up to it over the first epochs. The square root keeps the variance of an
+    update (Krizhevsky 2014, arXiv:1404.5997); for Adam and similar optimizers it follows
+    from Malladi et al. 2022, arXiv:2205.10330, whose rule also changes Adam's `b1`, `b2`
+    and `eps`, which is left to you. All are rules of thumb that break down beyond some
+    batch size.
 
-    A window's batch is `sum(counts)` microbatches, which is the number of devices only
-    with `EveryBatch`. So `world_size` is what the batch is multiplied by in your run: with
-    `FixedTotal(64)`, `64` against training with single microbatches; with devices of
-    speeds 1 and 2.5, `3.5` against what the first does alone in the same time.
+    A window's batch is `sum(counts)` microbatches, which equals the number of devices only
+    with `EveryBatch`. So `world_size` is the factor by which the batch grows in your run:
+    with `FixedTotal(64)` it is `64` compared to training on single microbatches; with
+    devices of speeds 1 and 2.5 it is `3.5` compared to the first device alone.
 
     Args:
-        world_size: The batch as a multiple of the one that the learning rate was found
-            with, at least 1; it need not be whole.
+        world_size: The batch as a multiple of the one for which the learning rate was
+            tuned, at least 1, not necessarily whole.
         rule: `"none"`, `"linear"` or `"sqrt"`.
-        ratio: How much of the rule to apply, from 0 (nothing) to 1 (all).
+        ratio: How much of the rule to apply, from 0 (none) to 1 (all).
 
     Returns:
         The factor, at least 1.
 
     Raises:
         TypeError: `world_size` or `ratio` is not a number.
-        ValueError: `world_size` is below 1, `ratio` outside [0, 1], `rule` another one.
+        ValueError: `world_size` is below 1, `ratio` outside [0, 1], or `rule` unknown.
 
     Examples:
         >>> from elche_jax.train.learning_rate import learning_rate_factor
@@ -240,23 +239,23 @@ def scale_learning_rate(
     rule: Rule = "linear",
     ratio: float = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Multiplies an optimizer's learning rate by `learning_rate_factor`.
+    """Multiply an optimizer's learning rate by `learning_rate_factor`.
 
-    It is `optax.chain(optimizer, optax.scale(factor))`: what is multiplied is the update.
-    optax's optimizers make the update and then multiply it by the learning rate, so that
-    the one is the other: for SGD, with and without momentum, Adam, Lion, LAMB, LARS,
-    RMSProp, also with a schedule, `schedule_by_work` among them. The decay of
-    `optax.adamw`, which optax multiplies by the learning rate too, grows along, exactly
-    as with a larger `learning_rate`.
+    This is `optax.chain(optimizer, optax.scale(factor))`, which multiplies the update.
+    That equals a larger learning rate for optimizers that multiply the update by the
+    learning rate last: SGD with and without momentum, Adam, Lion, LAMB, LARS and RMSProp,
+    also with a schedule, including `schedule_by_work`. The weight decay of `optax.adamw`,
+    which optax also multiplies by the learning rate, grows with it, exactly as with a
+    larger `learning_rate`.
 
-    It is not where something comes after the learning rate, or the optimizer uses the
-    rate otherwise: `weight_decay_rate` of `optax.adafactor` is multiplied, which a larger
-    rate would not do, and a clip at the end of a chain, `optax.fromage`,
-    `optax.contrib.schedule_free` and `optax.contrib.dadapt_adamw` change too. Give those
-    the learning rate times `learning_rate_factor`.
+    It does not if something follows the learning rate, or the optimizer uses the rate in
+    another way: `weight_decay_rate` of `optax.adafactor` is multiplied, which a larger rate
+    would not do, and clipping at the end of a chain, `optax.fromage`,
+    `optax.contrib.schedule_free` and `optax.contrib.dadapt_adamw` differ too. Pass the
+    learning rate times `learning_rate_factor` to those.
 
     The state is that of the chain: `opt_state[0]` is the optimizer's, and a learning rate
-    read there is the one before the factor.
+    read there does not include the factor.
 
     Args:
         optimizer: An optax optimizer.
@@ -265,7 +264,7 @@ def scale_learning_rate(
         ratio: See `learning_rate_factor`.
 
     Returns:
-        The optimizer with the larger learning rate; it hands on extra arguments.
+        The optimizer with the larger learning rate; it passes on extra arguments.
 
     Raises:
         TypeError: `optimizer` is not an optax optimizer; see `learning_rate_factor`.

@@ -1,4 +1,4 @@
-"""Whether JAX is in a state in which programs can be compiled and run."""
+"""Check that JAX can compile and run programs at this point."""
 
 import threading
 from functools import cache
@@ -8,14 +8,14 @@ from jax.extend import core
 
 
 def check_outside(where: str) -> None:
-    """Checks that a call is not part of what JAX transforms, and that JAX compiles at all.
+    """Check that a call is not inside a JAX transformation, and that `jit` is enabled.
 
     Args:
         where: The function the user called.
 
     Raises:
-        ValueError: It is inside of `jit`, `vmap`, `grad` and the like, or under
-            `jax_disable_jit`.
+        ValueError: The call is inside `jit`, `vmap`, `grad` or the like, or
+            `jax_disable_jit` is set.
     """
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]  # made late
         raise ValueError(
@@ -31,7 +31,8 @@ def check_outside(where: str) -> None:
 
 @cache
 def _plain() -> object:
-    """The state outside: that of a thread of its own, wherever this is asked first."""
+    """Return JAX's trace state outside any transformation."""
+    # the first call may itself be inside one, but a new thread never is
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.append(core.get_opaque_trace_state()))
     thread.start()

@@ -1,4 +1,4 @@
-"""Checks of the objects that a training or evaluation step is put together from."""
+"""Checks of the objects that make up a training or evaluation step."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ METHODS = {
 
 
 def check_parts(where: str, **parts: Any) -> None:
-    """Checks that objects are what they stand for; all but the optimizer may be None.
+    """Check the types of the given objects; all except the optimizer may be None.
 
     Args:
         where: The function the user called.
         **parts: The objects, by the name of the argument: `"cadence"` or a key of `METHODS`.
 
     Raises:
-        TypeError: One of them is something else.
+        TypeError: An object does not have the required type or methods.
     """
     for name, part in parts.items():
         if part is None and name != "optimizer":

@@ -382,7 +382,7 @@ class Pipeline(Generic[R]):
                 self._watch.late(window.plan, outcome.late)
             window = _with(window, outcome)
         record = self._record(window, times, free, outcome)
-        self._timing.over(record, window.timed)
+        self._timing.observe(record, window.timed)
         self._scheduler.measured(record)
         self._scheduler.told(window.plan, window.metrics)
         self._verify(window)

@@ -1,4 +1,4 @@
-"""What a training step knows of its run besides the state: plain numbers for a checkpoint."""
+"""Saving and restoring a run: its plain numbers, and states for other devices or options."""
 
 import logging
 from collections.abc import Mapping
@@ -29,9 +29,9 @@ logger = logging.getLogger("elche_jax")
 def run_to_dict(
     scheduler: LiveScheduler, watch: FiniteWatch, divergence: DivergenceReader | None
 ) -> dict[str, Any]:
-    """The run as plain numbers and an array of counts, which `restore_run` takes."""
+    """Return the run as plain numbers and an array of counts, for `restore_run`."""
     state = scheduler.state
-    keeps = isinstance(state.cadence, State)  # a user's own may be anything
+    keeps = isinstance(state.cadence, State)  # a user-defined state need not be serializable
     return {
         "cadence": state.to_dict() if keeps else None,
         "cadence_name": scheduler.cadence_name,
@@ -48,11 +48,10 @@ def restore_run(
     saved: Mapping[str, Any], world_size: int, scheduler: LiveScheduler, watch: FiniteWatch,
     divergence: DivergenceReader | None,
 ) -> None:  # fmt: skip
-    """Goes on where the run of a dict of `run_to_dict` was.
+    """Restore a run from the dict of `run_to_dict`.
 
-    What was measured on another number of devices, or by another cadence or one with other
-    arguments, says nothing here: it begins anew, and a log line says so.
-
+    Measurements on another number of devices, or by another cadence or one with other
+    arguments, do not apply here: they start afresh, and a log line says so.
     """
     before = len(saved["left_out"])
     if before != world_size:
@@ -85,22 +84,22 @@ def restore_run(
     else:
         try:
             scheduler.restore(saved["cadence"])
-        except (TypeError, ValueError) as error:  # it was built with other arguments, say
+        except (TypeError, ValueError) as error:  # for example, built with other arguments
             logger.warning("elche: the cadence begins anew: %s", error)
 
 
 def join_devices(
     state: TrainState, averaging: AveragingRule | None, selection: Selection, merge: MergeRules
 ) -> TrainState:
-    """One device's state of those of several, for another number of devices.
+    """Join the states of several devices into one device's, for another number of devices.
 
-    What is the same on all devices is taken as it is. Where they have their own, parameters
-    are averaged as at the end of the run (`TrainStep.average`), other floats are averaged,
-    and of the rest the largest is taken.
+    Leaves that are equal on all devices are taken as they are. Of the others, parameters are
+    averaged as at the end of a run (`TrainStep.average`), other floats are averaged, and for
+    the rest the maximum is taken.
 
     Args:
-        state: Host arrays, leaves `(devices it was of, ...)`.
-        averaging: The rule; None where everything is the same.
+        state: Host arrays, leaves `(old world size, ...)`.
+        averaging: The rule; None in gradient mode, where replicas are equal.
         selection: Which parameters are trained.
         merge: How model state is merged.
     """
@@ -112,7 +111,7 @@ def join_devices(
     averaged = jax.tree.map(lambda x, y: x[0] if _alike(x) else y[0], state.params, params)
     joined = jax.tree.map(join_rows, state.replace(params=None)).replace(params=averaged)
     kept: AveragingState | None = joined.averaging
-    if averaging is not None and kept is not None:  # what is pending is in the parameters now
+    if averaging is not None and kept is not None:  # the parameters now include pending updates
         joined = joined.replace(averaging=kept.replace(pending=_idle(kept, merge)))
     return joined
 
@@ -120,14 +119,15 @@ def join_devices(
 def adopt(
     state: TrainState, options: Options, selection: Selection, merge: MergeRules
 ) -> TrainState:
-    """A state as this run goes on with it: what is pending in it is what this run has pending.
+    """Adapt the pending updates of a restored state to the options of this run.
 
-    Another number of devices, or an exchange on the host, leaves it to `base` and `steps` what
-    the devices' steps did. Gradients that a run without windows pending has are lost.
+    After a change of the number of devices or a host exchange, pending local steps are
+    recomputed from `base` and `steps`. Pending gradients are lost if this run keeps no windows
+    pending.
 
     Args:
         state: Host arrays, of one device or stacked.
-        options: What was asked for.
+        options: The options of the training step.
         selection: Which parameters are trained.
         merge: How model state is merged.
     """
@@ -157,7 +157,7 @@ def adopt(
 
 
 def _idle(kept: AveragingState, merge: MergeRules) -> tuple[PendingUpdate, ...]:
-    """Windows in which nothing was done."""
+    """Return pending updates of zero steps."""
     unchanged = merge.sent.unchanged(kept.merged)
     return tuple(
         replace(
@@ -172,8 +172,11 @@ def _idle(kept: AveragingState, merge: MergeRules) -> tuple[PendingUpdate, ...]:
 
 
 def join_rows(rows: np.ndarray) -> np.ndarray:
-    """One of the devices' own arrays: themselves where they are alike, else the mean of
-    floats, and the largest of the rest."""
+    """Join the devices' rows of an array into one.
+
+    Returns:
+        The first row if all are equal, else the mean of floats, or the maximum of other dtypes.
+    """
     if _alike(rows):
         return rows[0]
     floats = jax.numpy.issubdtype(rows.dtype, jax.numpy.floating)
@@ -183,21 +186,21 @@ def join_rows(rows: np.ndarray) -> np.ndarray:
 
 
 def _alike(rows: np.ndarray) -> bool:
-    """Whether all devices have the same bytes."""
+    """Return whether all rows have the same bytes."""
     flat = np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
     return bool((flat == flat[:1]).all())
 
 
 def rows_to_dict(rows: PyTree) -> PyTree:
-    """What a run has not reported yet as plain numbers, which `rows_of` takes."""
+    """Return the metrics a run has not reported yet as plain numbers, for `rows_of`."""
     return jax.tree.map(lambda row: row.tolist(), rows)
 
 
 def rows_of(saved: PyTree, world_size: int) -> PyTree:
-    """What the next window of a run reports of the last one, see `Runner.unreported`.
+    """Return the metrics that the next window reports of the last one, see `Runner.unreported`.
 
-    Of another number of devices the first one has it all, without what is not finite: of
-    that no window tells.
+    With another number of devices, the first device gets the sum of the finite entries; those
+    that are not finite are dropped.
     """
 
     def rows(saved: list[float]) -> np.ndarray:

@@ -1,6 +1,6 @@
-"""What the balancer knows of the devices: how fast each is, and its share of the work.
+"""Throughput of the devices and their shares of the work.
 
-Pure functions of a cadence's state and of the records; `LiveScheduler` calls them.
+Pure functions of a cadence's state and the records, called by `LiveScheduler`.
 """
 
 import math
@@ -14,23 +14,23 @@ from elche_jax.cadence import BalancedState, WindowRecord
 from elche_jax.cadence.estimate import SHORTEST_MS, Times
 
 RECENT = 32
-"""Steady windows of a device that its median is taken over."""
+"""Steady windows per device over which the median is taken."""
 
 
 def throughput(state: Any, records: Sequence[WindowRecord], world_size: int) -> Times:
-    """Returns what each device computes per second.
+    """Return the microbatches per second of each device.
 
-    By the cadence's smoothed estimate, where its state holds one:
+    If the cadence's state holds a smoothed estimate, it is
 
-        1000 / ms_per_batch[d]    (`ElChe`, `FixedTotal`, a class of one's own)
+        1000 / ms_per_batch[d]    (`ElChe`, `FixedTotal`, user-defined cadences)
         1000 * throughput[d]      (`Balanced`, per millisecond)
 
-    Else, as for `EveryBatch` and `Replay`, the median over the last 32 steady windows in
-    which the device had work:
+    Otherwise, as for `EveryBatch` and `Replay`, it is the median over the last 32 steady
+    windows in which the device had work,
 
         median(1000 * counts[d] / busy_ms[d])
 
-    with `wall_ms` in place of `busy_ms` where there is one device, whose cadence gets no
+    with `wall_ms` in place of `busy_ms` if there is only one device, whose cadence gets no
     reports.
 
     Args:
@@ -39,8 +39,8 @@ def throughput(state: Any, records: Sequence[WindowRecord], world_size: int) -> 
         world_size: Number of devices.
 
     Returns:
-        Microbatches per second, one entry per device, above 0; None for a device that was
-        not measured yet.
+        Microbatches per second, one entry per device, above 0; None for a device that has
+        not been measured yet.
 
     Examples:
         >>> from elche_jax.cadence import ElCheState, EveryBatch
@@ -57,15 +57,14 @@ def throughput(state: Any, records: Sequence[WindowRecord], world_size: int) -> 
 
 
 def ratios(state: Any, records: Sequence[WindowRecord], counts: Sequence[int]) -> tuple[float, ...]:
-    """Returns the share of the work that each device should get.
+    """Return the share of the work that each device should get.
 
-    The state's own `ratios`, where it has them (`Balanced`). Else, with the throughput
-    `v`, where a device that was not measured counts as the mean of those that were:
+    These are the state's own `ratios` if it has them (`Balanced`). Otherwise, with the
+    throughput `v`, in which unmeasured devices get the mean of the measured ones,
 
         ratios[d] = v[d] / sum(v)
 
-    Before any measurement the planned counts take the place of `v`, so that a speed hint
-    shows.
+    Before any measurement the planned counts replace `v`, so that a speed hint takes effect.
 
     Args:
         state: State of the cadence.
@@ -73,11 +72,12 @@ def ratios(state: Any, records: Sequence[WindowRecord], counts: Sequence[int]) -
         counts: The plan for the next window, not all 0.
 
     Returns:
-        One entry per device, not below 0, with the sum 1 up to rounding.
+        One entry per device, not below 0; they sum to 1 up to rounding.
 
     Raises:
-        TypeError: The state has `ratios` that are no numbers.
-        ValueError: It has others than one per device, not below 0 and not all 0.
+        TypeError: The state's `ratios` are not numbers.
+        ValueError: The state's `ratios` do not have one entry per device, have one below 0,
+            or are all 0.
 
     Examples:
         >>> from elche_jax.cadence import ElChe, ElCheState
@@ -120,7 +120,7 @@ def _median_rate(records: Sequence[WindowRecord], rank: int) -> float | None:
 
 
 def _shares(rates: Times) -> list[float]:
-    """The rates with the gaps filled; empty where nothing was measured."""
+    """Return the rates with gaps filled by their mean; empty if nothing was measured."""
     known = [rate for rate in rates if rate is not None]
     if not known:
         return []

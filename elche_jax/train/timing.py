@@ -1,9 +1,9 @@
-"""Which windows are timed.
+"""The choice of which windows are timed.
 
-A window that is timed is two programs, as a device's own time ends where the exchange begins;
-one that is not is a program less for the thread that dispatches, and an exchange may go on
-beside its microbatches. So the first windows are timed, and then one in a few, as long as a
-window takes what the last timed one of these counts took.
+A timed window is two programs, because a device's own time ends where the exchange begins. An
+untimed one is one program fewer to dispatch, and its exchange may overlap with its microbatches.
+So the first windows are timed, and later only every few, as long as windows take about as long
+as the last timed window with the same counts.
 """
 
 from collections.abc import Sequence
@@ -11,25 +11,25 @@ from collections.abc import Sequence
 from elche_jax.cadence import WindowRecord
 
 FIRST = 20
-"""Windows at the start of a run that are timed: while speeds are new, and before one knows that the
-run is worth another program."""
+"""Windows timed at the start of a run, while speeds are unknown and it is not clear that the run
+is long enough to pay for compiling another program."""
 
 EVERY = 6
-"""Of the later ones every so many, so that speeds stay known."""
+"""Later, one window in this many is timed, to keep the speeds up to date."""
 
 AFTER_A_SURPRISE = 4
-"""Windows that are timed after one that took longer, or less long, than expected: enough for a
-change of speed to be confirmed and answered."""
+"""Windows timed after one that took longer or shorter than expected: enough to confirm a change
+of speed and to react to it."""
 
 EXPECTED = (0.8, 1.25)
-"""What a window may take of what it took when it was timed."""
+"""Range of an untimed window's duration, relative to the last timed one, that is as expected."""
 
 
 class Timing:
-    """Decides for every window whether it is timed.
+    """Decides for each window whether it is timed.
 
     Args:
-        always: Whether all are, as they are recorded.
+        always: Time every window, for a recording.
     """
 
     def __init__(self, always: bool):
@@ -38,11 +38,11 @@ class Timing:
         self._surprised = 0
 
     def timed(self, window: int, counts: Sequence[int]) -> bool:
-        """Whether a window is to be timed; the loop asks before it dispatches one.
+        """Return whether to time a window; called once per window, before its dispatch.
 
         Args:
-            window: Windows of the run before it.
-            counts: Its microbatches per device.
+            window: Number of windows of the run before this one.
+            counts: Microbatches per device.
         """
         if self._surprised:
             self._surprised -= 1
@@ -52,11 +52,11 @@ class Timing:
 
     @property
     def surprised(self) -> bool:
-        """Whether plans are to wait for the times of the windows before."""
+        """Whether plans should wait for the times of the previous windows."""
         return self._surprised > 0
 
-    def over(self, record: WindowRecord, timed: bool) -> None:
-        """Takes a window that is over.
+    def observe(self, record: WindowRecord, timed: bool) -> None:
+        """Update the expected duration from a completed window.
 
         Args:
             record: The window.

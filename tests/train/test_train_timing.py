@@ -21,7 +21,7 @@ def calm(timing, windows, wall_ms=10.0, counts=(2, 1)):
     said = []
     for window in windows:
         said.append(timing.timed(window, counts))
-        timing.over(record(window, wall_ms, counts, steady=said[-1]), said[-1])
+        timing.observe(record(window, wall_ms, counts, steady=said[-1]), said[-1])
     return said
 
 
@@ -39,7 +39,7 @@ def test_after_a_window_that_took_another_time(wall_ms):
     timing = Timing(always=False)
     calm(timing, range(31))
     assert not timing.timed(31, (2, 1)) and not timing.surprised
-    timing.over(record(31, wall_ms, steady=False), timed=False)
+    timing.observe(record(31, wall_ms, steady=False), timed=False)
     assert timing.surprised
     assert calm(timing, range(32, 32 + AFTER_A_SURPRISE), wall_ms) == [True] * AFTER_A_SURPRISE
     assert not timing.surprised
@@ -55,8 +55,8 @@ def test_windows_of_other_counts():
 def test_a_window_whose_programs_were_new_is_no_measure():
     timing = Timing(always=False)
     for window in range(32):
-        timing.over(record(window, 500.0, cold=True), timed=True)
-        timing.over(record(window, 500.0, steady=False), timed=True)
+        timing.observe(record(window, 500.0, cold=True), timed=True)
+        timing.observe(record(window, 500.0, steady=False), timed=True)
     assert timing.timed(32, (2, 1))
 
 
