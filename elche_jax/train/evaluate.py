@@ -26,7 +26,7 @@ from elche_jax.observe.report import RunReport
 from elche_jax.train.loading import WINDOW_BYTES
 from elche_jax.train.outside import check_outside
 from elche_jax.train.pipeline import Window
-from elche_jax.train.sweep import Reading, Sweep, Task
+from elche_jax.train.sweep import Sweep, Task
 
 PyTree = Any
 
@@ -104,9 +104,12 @@ class EvalStep:
             ValueError: Empty data; a scalar metric for data whose last microbatch is
                 smaller; a `TrainState` on other devices.
         """
-        reading = Reading(batch_size, mask_key, placement, window_bytes)
+        results = self._sweep.results(
+            params, model_state, data, batch_size=batch_size, mask_key=mask_key,
+            placement=placement, window_bytes=window_bytes,
+        )  # fmt: skip
         sums: dict[str, tuple[Any, Any]] = {}
-        for _, calls in self._sweep.results(params, model_state, data, reading):
+        for _, calls in results:
             for results in calls:
                 for name, parts in results.items():
                     total, weight = (np.asarray(part, np.float64).sum(axis=0) for part in parts)
@@ -234,11 +237,14 @@ def predict(
         raise TypeError(f"predict: apply_fn must be callable, got {type(apply_fn).__name__}.")
     chosen = select_devices(devices, "predict")
     sweep = _kept_sweep(_Same(apply_fn), chosen, _Same(cadence), _Same(emulate))
-    reading = Reading(batch_size, mask_key, placement, window_bytes)
+    results = sweep.results(
+        params, model_state, data, batch_size=batch_size, mask_key=mask_key, placement=placement,
+        window_bytes=window_bytes,
+    )  # fmt: skip
     blocks: list[list[np.ndarray]] = []
     structure = None
     try:
-        for window, calls in sweep.results(params, model_state, data, reading):
+        for window, calls in results:
             rows = _rows(window, calls, len(sweep.devices))
             structure = jax.tree.structure(rows)
             blocks.append(jax.tree.leaves(rows))

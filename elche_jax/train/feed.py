@@ -1,109 +1,67 @@
-"""Loading and placing windows: the data, the layout on the devices, the capacity."""
+"""Loads the data of windows, and places them on the devices."""
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from elche_jax.data.order import Cursor
-from elche_jax.data.place import Placement, Placer
+from elche_jax.data.place import Placer
 from elche_jax.data.reader import IndexedReader, Reader, open_epoch
-from elche_jax.data.source import Source
 from elche_jax.data.split import capacity_for, piece_lengths, split_window
 from elche_jax.engine.fetch import CallArgs, Payload, Pieces, Rows
-from elche_jax.engine.lane import Lane
-from elche_jax.engine.runner import Call
+from elche_jax.engine.host.runner import HostRunner
+from elche_jax.engine.runner import Call, Runner
+from elche_jax.engine.sweep import SweepRunner
+from elche_jax.train.spec import DataPlan, bytes_of
 
 PyTree = Any
 
+AnyRunner = Runner | HostRunner | SweepRunner
+
 APPROACH = 0.75
-"""Share of the largest capacity at which the next one is compiled ahead."""
+"""Fill level of the largest capacity at which the next one is compiled ahead."""
 
 ROOM = 4
-"""How much larger than the first plan the first capacity is, where plans adapt."""
-
-
-@dataclass(frozen=True)
-class DataPlan:
-    """How the user wants the data read; checked by `build_train_step(...).windows`.
-
-    Attributes:
-        source: The data.
-        batch_size: Examples per microbatch.
-        seed: Seed of the order.
-        shuffle: False keeps the order of the source.
-        drop_last: Leave out the last microbatch where it is smaller.
-        placement: Where the data lives.
-        window_bytes: Bytes that the data of one call may take on a device.
-        microbatch: Shapes of one microbatch.
-        row_bytes: Bytes that the results of one microbatch take, where they are kept.
-    """
-
-    source: Source
-    batch_size: int
-    seed: int
-    shuffle: bool
-    drop_last: bool
-    placement: Placement
-    window_bytes: int
-    microbatch: PyTree
-    row_bytes: int = 0
-
-
-class Programs(Protocol):
-    """What a feed asks of a runner: which programs are compiled."""
-
-    lane: Lane
-    capacities: dict[Hashable, set[int]]
-
-    def ready(self, payload: Payload) -> bool:
-        """Whether the program for data of these shapes is compiled."""
-        ...
-
-    def prepare(self, payload: Payload) -> None:
-        """Compiles it, in background."""
-        ...
+"""How much larger than the first plan the first capacity is if plans adapt."""
 
 
 class Feed:
-    """Makes the calls of a window: capacity chosen, data read, placed on the devices.
+    """Makes the program calls of a window: chooses a capacity, reads and places the data.
 
     Args:
-        plan: How the data is read.
+        plan: How the data are read.
         placer: Puts arrays onto the devices.
-        programs: Which capacities there are.
+        runner: Knows which programs are compiled.
         resident: The data set on the devices, leaves `(world_size, examples, ...)`, for
             `placement="resident"`; else None.
-        adaptive: Whether counts change, so that a larger capacity pays.
+        adaptive: Whether counts change, so that a larger capacity pays off.
         ahead: Whether larger capacities are compiled before they are needed.
-        largest_count: The largest count that will come, where it is known.
+        largest_count: The largest count that any window will have; None if unknown.
     """
 
     def __init__(
         self,
         plan: DataPlan,
         placer: Placer,
-        programs: Programs,
+        runner: AnyRunner,
         resident: PyTree,
         adaptive: bool,
         ahead: bool,
         largest_count: int | None,
     ):
-        self._plan, self._placer, self._programs = plan, placer, programs
+        self._plan, self._placer, self._runner = plan, placer, runner
         self._resident, self._adaptive, self._ahead = resident, adaptive, ahead
         self._largest_count = largest_count
         shapes = jax.tree.leaves((plan.microbatch, resident))
         layout = (plan.placement, *((leaf.shape, leaf.dtype) for leaf in shapes))
-        self._capacities = programs.capacities.setdefault(layout, set())
+        self._capacities = runner.capacities.setdefault(layout, set())
         self._largest = self._largest_capacity()
-        self.devices: Sequence[jax.Device] = programs.lane.devices
-        self.world_size = programs.lane.world_size
+        self.devices: Sequence[jax.Device] = runner.lane.devices
 
     def open_epoch(self, cursor: Cursor) -> Reader:
-        """A reader of the cursor's epoch, from its microbatch on."""
+        """Return a reader of the cursor's epoch that starts at its microbatch."""
         plan = self._plan
         return open_epoch(
             plan.source,
@@ -118,15 +76,15 @@ class Feed:
     def load(
         self, counts: tuple[int, ...], first: int, reader: Reader
     ) -> tuple[int, tuple[Call, ...]]:
-        """Reads and places the microbatches of a window.
+        """Read and place the microbatches of a window.
 
         Args:
             counts: Microbatches per device.
-            first: Number of the first one in the epoch.
+            first: Number of the window's first microbatch in the epoch.
             reader: The epoch.
 
         Returns:
-            Number of valid examples, and the calls.
+            The number of valid examples, and the program calls.
         """
         capacity = self.capacity(max(counts))
         totals = sum(counts), self._examples(first, sum(counts), reader)
@@ -146,10 +104,11 @@ class Feed:
         return totals[1], tuple(calls)
 
     def capacity(self, count: int) -> int:
-        """The capacity for a window whose largest count is this.
+        """Return the capacity for a window with this largest count.
 
-        The smallest compiled one that holds it; else the largest compiled one, called
-        several times, while a larger is compiled in the background.
+        It is the smallest compiled capacity that holds the count. If there is none, it is the
+        largest compiled one, called several times, while a larger one is compiled in the
+        background: a resize never waits for a compile.
         """
         want = min(capacity_for(count), self._largest)
         known = {c for c in self._capacities if c <= self._largest}
@@ -160,27 +119,24 @@ class Feed:
             return first
         ahead = min(capacity_for(int(count / APPROACH)), self._largest)
         if self._ahead and ahead > max(known):
-            self._programs.prepare(self._payload_shape(ahead))
+            self._runner.prepare(self._payload_shape(ahead))
             self._capacities.add(ahead)
-        ready = [c for c in known if self._is_ready(c)]
-        if not ready:  # the first one is still being compiled by the loop
+        ready = [c for c in known if self._runner.ready(self._payload_shape(c))]
+        if not ready:  # the loop is still compiling the first one
             return min(known)
         return min((c for c in ready if c >= want), default=max(ready))
 
-    def _is_ready(self, capacity: int) -> bool:
-        return self._programs.ready(self._payload_shape(capacity))
-
     def _largest_capacity(self) -> int:
-        leaves = jax.tree.leaves(self._plan.microbatch)
-        size = sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
-        if self._resident is not None:
-            size = 4 * self._plan.batch_size
-        size = max(size, self._plan.row_bytes)
-        fit = max(1, self._plan.window_bytes // max(1, size))  # rows of numbers may be larger
-        return (1 << (fit + 1).bit_length() - 1) - 1
+        # resident data send one int32 index per example
+        index_bytes = 4 * self._plan.batch_size
+        size = bytes_of(self._plan.microbatch) if self._resident is None else index_bytes
+        size = max(1, size, self._plan.row_bytes)
+        # at least 1: only streamed data were checked against the limit
+        fit = max(1, self._plan.window_bytes // size)
+        return (1 << (fit + 1).bit_length() - 1) - 1  # a capacity is 2**k - 1
 
     def _payload_shape(self, capacity: int) -> Payload:
-        n = self.world_size
+        n = len(self.devices)
         if self._resident is not None:
             index = jax.ShapeDtypeStruct((n, capacity, self._plan.batch_size), jnp.int32)
             return Rows(self._resident, index)

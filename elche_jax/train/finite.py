@@ -151,7 +151,7 @@ class FiniteWatch:
         """Number of windows that were not finite since the last finite one."""
         return self._in_a_row
 
-    def see(self, plan: WindowPlan, finite: bool, own: Any) -> NonFiniteError | None:
+    def observe(self, plan: WindowPlan, finite: bool, own: Any) -> NonFiniteError | None:
         """Count a window; return the error to raise, if any.
 
         Args:
@@ -182,7 +182,7 @@ class FiniteWatch:
         )
         return None
 
-    def late(self, plan: WindowPlan, ranks: Sequence[int]) -> None:
+    def on_late(self, plan: WindowPlan, ranks: Sequence[int]) -> None:
         """Count devices that were too late for the average of a window."""
         for rank in ranks:
             self.left_out[rank] += 1

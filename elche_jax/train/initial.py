@@ -13,14 +13,36 @@ from elche_jax import _check as check
 from elche_jax.averaging.fragments import assign_fragments
 from elche_jax.data.convert import check_plain
 from elche_jax.engine.loss import describe
-from elche_jax.engine.merge import MergeRules
+from elche_jax.engine.merge import MergeRules, resolve_merge
 from elche_jax.engine.replicas import is_key, is_stacked, replicate
 from elche_jax.engine.returned import named_leaves
 from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
-from elche_jax.engine.trainable import Selection
+from elche_jax.engine.trainable import Selection, select_trainable
 from elche_jax.train.options import Options
 
 PyTree = Any
+
+
+def check_init(
+    options: Options, params: PyTree, model_state: PyTree
+) -> tuple[Selection, MergeRules]:
+    """Check the arguments of `TrainStep.init`.
+
+    Returns:
+        Which parameters are trained, and how model state is merged.
+    """
+    check_one_copy("TrainStep.init", "params", params)
+    check_one_copy("TrainStep.init", "model_state", model_state)
+    check_model_state(model_state)
+    if options.merge is not None and model_state is None:
+        raise ValueError(
+            "TrainStep.init: model_state must be given where build_train_step got merge, "
+            f"got None and merge={options.merge!r}. Pass model_state, or leave merge out."
+        )
+    selection = select_trainable(options.trainable, params)
+    shapes = jax.eval_shape(lambda: model_state)
+    merge = resolve_merge(options.merge, shapes, may_keep=options.averaging is not None)
+    return selection, merge
 
 
 def initial_state(

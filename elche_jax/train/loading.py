@@ -1,4 +1,4 @@
-"""From data as the user gives them to a feed, and what is kept of them on the devices."""
+"""Opens the user's data: checks, placement, and the copies kept on the devices."""
 
 import operator
 from collections.abc import Sequence
@@ -6,18 +6,26 @@ from typing import Any
 
 import jax
 
-from elche_jax.data.place import Placement, Placer, check_fits, choose_placement
+from elche_jax import _check as check
+from elche_jax.cadence import Cadence
+from elche_jax.data.place import Placer, check_fits, choose_placement
 from elche_jax.data.source import ArraySource, IterableSource, Source, as_source
 from elche_jax.engine.devices import free_bytes
+from elche_jax.engine.loss import check_mask_key
 from elche_jax.engine.mapped import stacked_sharding
 from elche_jax.engine.replicas import replicate
-from elche_jax.train.feed import DataPlan, Feed, Programs
-from elche_jax.train.spec import check_window_bytes
+from elche_jax.train.feed import AnyRunner, Feed
+from elche_jax.train.spec import (
+    DataPlan,
+    check_batch_size,
+    check_window_bytes,
+    microbatch_shapes,
+)
 
 PyTree = Any
 
 WINDOW_BYTES = 256 * 2**20
-"""Default limit of what the data of one program call may take on a device."""
+"""Default limit in bytes of the data of one program call on a device."""
 
 
 class Loading:
@@ -32,8 +40,71 @@ class Loading:
         self._resident: tuple[list[jax.Array], PyTree] | None = None
         self._unread: IterableSource | None = None
 
-    def source(self, data: Any) -> Source:
-        """The data; an iterator that an earlier call took one item of goes on with that."""
+    def open(
+        self,
+        where: str,
+        data: Any,
+        batch_size: int | None,
+        *,
+        mask_key: str | None,
+        placement: str,
+        window_bytes: int,
+        epochs: int | None = 1,
+        seed: int = 0,
+        shuffle: bool = False,
+        drop_last: bool = False,
+    ) -> DataPlan:
+        """Check the data and how they are to be read, see `TrainStep.windows`.
+
+        Args:
+            where: The function the user called, for messages.
+            data: The user's data.
+            batch_size: Examples per microbatch; None for an iterable.
+            mask_key: Name of the mask of valid examples in a microbatch, or None.
+            placement: `"stream"`, `"resident"` or `"auto"`.
+            window_bytes: Limit in bytes of the data of one program call on a device.
+            epochs: Number of epochs; None for no end.
+            seed: Seed of the order.
+            shuffle: False keeps the order of the data.
+            drop_last: Leave out a last microbatch that is smaller.
+        """
+        window_bytes = check.integer(where, "window_bytes", window_bytes, low=1)
+        if mask_key is not None and not isinstance(mask_key, str):
+            raise TypeError(f"{where}: mask_key must be a string, got {type(mask_key).__name__}.")
+        source = self._source(data)
+        size = check_batch_size(source, batch_size, epochs, drop_last)
+        microbatch = microbatch_shapes(source, size)
+        check_mask_key(mask_key, microbatch)
+        place = choose_placement(placement, source, self._devices, free_bytes(self._devices))
+        if placement == "auto" and self._kept(source) is not None:
+            place = "resident"  # the free memory does not count the copy that is there already
+        if place == "stream":
+            check_window_bytes(window_bytes, microbatch)
+        return DataPlan(
+            source, size, seed, shuffle, drop_last, mask_key, place, window_bytes, microbatch
+        )
+
+    def feed(self, plan: DataPlan, runner: AnyRunner, cadence: Cadence[Any]) -> Feed:
+        """Return a feed of these data for the programs of a runner."""
+        placer = Placer(self._devices, stacked_sharding(self._devices))
+        resident = self._place(plan.source) if plan.placement == "resident" else None
+        # one device: a single microbatch needs no loop, and windows seldom grow
+        several = len(self._devices) > 1
+        adaptive = cadence.adaptive and several
+        return Feed(plan, placer, runner, resident, adaptive, several, cadence.largest_count)
+
+    def release(self) -> None:
+        """Drop the data on the devices, and an iterator that has been read."""
+        self._resident = None
+        if self._unread is not None and not self._unread.peeked:
+            self._unread = None
+
+    def _source(self, data: Any) -> Source:
+        """Return the data as a source.
+
+        Shapes are learned from the first item of an iterator. If the call fails after that,
+        the next call with the same iterator must still get this item.
+        """
         unread, self._unread = self._unread, None
         if unread is not None and unread.iterable is data and unread.peeked:
             source: Source = unread
@@ -43,49 +114,23 @@ class Loading:
             self._unread = source
         return source
 
-    def release(self) -> None:
-        """Lets go of the data: those on the devices, and an iterator that was read."""
-        self._resident = None
-        if self._unread is not None and not self._unread.peeked:
-            self._unread = None
-
-    def placement(
-        self, placement: str, source: Source, window_bytes: int, microbatch: PyTree
-    ) -> Placement:
-        """Where the data shall live; checks that a call may hold some of them."""
-        where = choose_placement(placement, source, self._devices, free_bytes(self._devices))
-        if placement == "auto" and self._kept(source) is not None:
-            where = "resident"  # the copy that is there already is not counted twice
-        if where == "stream":
-            check_window_bytes(window_bytes, microbatch)
-        return where
-
-    def feed(
-        self, plan: DataPlan, programs: Programs, adaptive: bool, largest_count: int | None
-    ) -> Feed:
-        """A feed of these data for these programs."""
-        placer = Placer(self._devices, stacked_sharding(self._devices))
-        resident = self._place(plan.source) if plan.placement == "resident" else None
-        # one microbatch needs no loop, and windows of one device seldom grow
-        several = len(self._devices) > 1
-        return Feed(plan, placer, programs, resident, adaptive and several, several, largest_count)
-
     def _place(self, source: Source) -> PyTree:
         assert isinstance(source, ArraySource)  # choose_placement has checked it
         kept = self._kept(source)
         if kept is not None:
             return kept
-        self._resident = None  # gives the old copy's memory back first
+        self._resident = None  # frees the old copy before the new one is made
         leaves = jax.tree.leaves(source.tree)
         for leaf in leaves:
             check_fits(leaf)
         placed = replicate(source.tree, self._devices)
-        if all(isinstance(leaf, jax.Array) for leaf in leaves):  # they cannot change
+        # NumPy arrays may change in place between two calls, JAX arrays cannot
+        if all(isinstance(leaf, jax.Array) for leaf in leaves):
             self._resident = (leaves, placed)
         return placed
 
     def _kept(self, source: Source) -> PyTree | None:
-        """The copy of these data that an earlier call put on the devices."""
+        """Return the copy of these data that an earlier call put on the devices."""
         if self._resident is None or not isinstance(source, ArraySource):
             return None
         (known, placed), leaves = self._resident, jax.tree.leaves(source.tree)

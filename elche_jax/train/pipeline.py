@@ -1,8 +1,9 @@
-"""The life of windows: planned ahead, dispatched by the loop, over when all devices are."""
+"""The life of windows: planned ahead, dispatched by the loop, completed on all devices."""
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -12,27 +13,28 @@ import numpy as np
 from elche_jax.cadence import WindowPlan, WindowRecord, clamp_counts
 from elche_jax.data.order import Cursor
 from elche_jax.data.reader import Reader
+from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.host.coordinator import Outcome
 from elche_jax.engine.replicas import ReplicaMismatch, mismatch
-from elche_jax.engine.runner import Call, Launch, Watched
+from elche_jax.engine.runner import Call, Launch
 from elche_jax.engine.timing import ENDS, Clock, WindowTimes
 from elche_jax.train.divergence import DivergenceReader
-from elche_jax.train.feed import Feed
+from elche_jax.train.feed import AnyRunner, Feed
 from elche_jax.train.finite import FiniteWatch
 from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.timing import Timing
 
 PyTree = Any
-R = TypeVar("R", bound=Watched)
+R = TypeVar("R", bound=AnyRunner)
 
 IN_FLIGHT = 2
-"""Windows that may be dispatched and not yet over."""
+"""Windows that may be dispatched and not yet complete."""
 
 LATE = "left out: late"
-"""Why such a window counts as skipped, for the timeline."""
+"""Reason in the timeline for a window that was averaged without a late device."""
 
 LOOKAHEAD = 4
-"""Windows planned and not yet over, where plans do not depend on reports."""
+"""Windows that may be planned and not yet complete if plans do not depend on reports."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +42,8 @@ class Window:
     """The work between two synchronisations, its data on the devices.
 
     Attributes:
-        plan: What it is, in plain numbers.
-        cursor: The place in the data after this window; `windows(cursor=...)` goes on
+        plan: The window in plain numbers.
+        cursor: The position in the data after this window; `windows(cursor=...)` resumes
             from there.
     """
 
@@ -56,7 +58,7 @@ class Window:
 
     @property
     def epoch(self) -> int:
-        """Its epoch."""
+        """Epoch of the window."""
         return self.plan.epoch
 
     @property
@@ -70,54 +72,102 @@ class Window:
         return self.plan.examples
 
 
-@dataclass(frozen=True)
+@dataclass
 class InFlight:
-    """A window that was dispatched and is not over.
+    """A window that is being dispatched, or was dispatched and is not complete.
+
+    The loop fills in what the programs return; after that the watcher threads only read it.
 
     Attributes:
         plan: The window.
-        asked: When the loop asked for it, `time.perf_counter` seconds.
-        steady: Whether its times are to be told to the cadence, as far as is known.
-        finite: Whether it was finite, or for each device whether it was; on the devices.
-        own: The same of each device's own sums.
-        sums: Checksums of the state after it, or None.
-        metrics: The window's metrics, on the devices.
+        requested: When the loop asked for it, in seconds of `time.perf_counter`.
+        launch: Its dispatch.
         cold: Whether its programs run for the first time.
-        timed: Whether the devices' own times are known when it is over.
+        token: Stacked; entry `d` is ready when device `d` is done, and says whether that
+            device's own sums are finite.
+        finite: Whether the window is finite, a bool or one per device; on the devices.
+        sums: Checksums of the state after it, or None.
+        metrics: The window's metrics, on the devices, never donated.
+        steady: Whether nothing was compiled for it.
+        timed: Whether the devices' own times will be known.
     """
 
     plan: WindowPlan
-    asked: float
-    steady: bool
-    finite: Any
-    own: Any
+    requested: float
+    launch: Launch
+    cold: bool = False
+    token: Any = None
+    finite: Any = True
     sums: jax.Array | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    cold: bool = False
+    steady: bool = True
     timed: bool = True
+
+    def averaged(self, outcome: Outcome) -> "InFlight":
+        """Return the window with what an exchange on the host made of it."""
+        average = outcome.average
+        return replace(
+            self,
+            steady=self.steady and not outcome.late,
+            finite=average.metrics["finite"],
+            token=average.own,
+            sums=None if outcome.missing or outcome.late else self.sums,
+            metrics=average.metrics,
+        )
+
+    def measured(
+        self, times: WindowTimes, free: Sequence[float], ahead: bool, **known: Any
+    ) -> WindowRecord:
+        """Return the record of the window.
+
+        Args:
+            times: When the devices were done.
+            free: When each device was done with its previous window.
+            ahead: Whether devices went on without waiting for the combine.
+            **known: Further fields of the record.
+        """
+        begun = max(self.requested, *free)
+        ends = times.arrived if ahead else times.combined
+        return self.plan.measured(
+            busy_ms=times.busy_ms(free),
+            wall_ms=1e3 * (max(ends) - begun),
+            sync_ms=times.sync_ms,
+            skew_ms=times.skew_ms,
+            steady=self.steady and self.timed,
+            cold=self.cold,
+            **known,
+        )
 
 
 class Pipeline(Generic[R]):
-    """What the threads of one call of `windows` share.
+    """State shared by the threads of one call of `windows`.
 
-    A window is *planned* by the prefetch thread, *dispatched* by the loop and *over*
+    A window is *planned* by the prefetch thread, *dispatched* by the loop and *complete*
     when every device has combined. Plans wait for reports: a window is planned when all
-    but one of the windows before it are over, while that one still runs, so that a
-    change of speed shows in the second window after the one it was measured in. The
-    second window of all waits for the first one, as no speed is known yet.
+    but one of the windows before it are complete, while that one still runs, so a change
+    of speed shows in the second window after the one in which it was measured. The second
+    window of a run waits for the first one, as no speed is known yet.
+
+    Attributes:
+        runner: Runs the windows.
+        clock: Times the windows; set by `Windows`.
+        closed: Whether the run was closed; windows dispatched after that are not timed.
+        trained: Number of the window dispatched last, or None.
+        raised: Whether the loop has seen the error of a thread.
 
     Args:
         feed: Loads and places windows.
         scheduler: Plans and records.
         start: Where in the data to begin.
         epochs: Number of epochs; None for no end.
-        watch: Told of every window whether it was finite.
-        runner: What runs the windows; for whoever made the run.
+        watch: Counts windows that are not finite.
+        runner: Runs the windows.
+        cache: Compiled programs.
         combines: Whether the devices synchronise at the end of a window.
-        compared: What of a state must be the same on all devices, shapes.
-        divergence: Reads how far the devices drifted apart in a window; or None.
-        in_flight: Windows that may be dispatched and not yet over.
-        timing: Decides which windows are timed; None: all.
+        compared: Shapes of the part of a state that must be equal on all devices.
+        divergence: Reads how far the devices drifted apart; None in gradient mode.
+        in_flight: Windows that may be dispatched and not yet complete.
+        timing: Decides which windows are timed; None for all.
     """
 
     def __init__(
@@ -128,42 +178,44 @@ class Pipeline(Generic[R]):
         epochs: int | None,
         watch: FiniteWatch,
         runner: R,
+        cache: CompileCache,
         combines: bool = True,
         compared: PyTree = None,
         divergence: DivergenceReader | None = None,
         in_flight: int = IN_FLIGHT,
         timing: Timing | None = None,
     ):
-        self._feed, self._scheduler = feed, scheduler
+        self._feed, self._scheduler, self._cache = feed, scheduler, cache
         self._start, self._epochs, self._in_flight = start, epochs, in_flight
         self._watch, self._divergence, self.runner = watch, divergence, runner
         self._compared, self._timing = compared, timing or Timing(always=True)
-        # without a synchronisation devices end apart, and the CPU's runtime starts a
-        # program on all of them at once
         self._remote = feed.devices[0].platform != "cpu"
+        # without a synchronisation devices end at different times, but the CPU runtime starts
+        # a program on all of them at once
         self._lockstep = not combines and not self._remote
+        # the lock of everything below, notified of every change
         self._changed = threading.Condition()
         self._planned = 0
-        self._over = 0
+        self._completed = 0
         self._current: int | None = None  # the window handed out and not used yet
-        self._asked, self._cold = 0.0, False
+        self._requested, self._cold = 0.0, False
         self._dispatches = 0
-        self._flights: dict[int, InFlight] = {}
+        self._flights: dict[int, InFlight] = {}  # by number of the dispatch
         self._error: BaseException | None = None
-        self.told = False
-        self.trained: int | None = None  # the window dispatched last
-        self._closed = False
-        self._unseen: list[InFlight] = []
-        self._tardy: dict[int, InFlight] = {}
-        self._landing: int | None = None
+        self.raised = False
+        self.trained: int | None = None
+        self.closed = False
+        self._unchecked: list[InFlight] = []  # in flight when the run was closed, or later
+        self._without_times: dict[int, InFlight] = {}  # complete, except for a late device
+        self._completing: int | None = None
         self.clock: Clock | None = None
 
     # -- the prefetch thread ---------------------------------------------------------
 
     def plan(self, stop: threading.Event) -> Iterator[Window]:
-        """Makes the windows of the run, waiting for reports where plans need them."""
+        """Yield the windows of the run, waiting for reports if plans depend on them."""
         cursor = self._start
-        depth = self._in_flight if self._scheduler.adaptive else LOOKAHEAD
+        depth = self._in_flight if self._scheduler.cadence.adaptive else LOOKAHEAD
         while self._epochs is None or cursor.epoch < self._epochs:
             reader = self._feed.open_epoch(cursor)
             begun = cursor.microbatch
@@ -186,13 +238,21 @@ class Pipeline(Generic[R]):
         self._wait(stop, 1)
 
     def _wait(self, stop: threading.Event, below: int) -> bool:
-        """Waits until fewer than `below` windows are open, or none where plans are to follow
-        from times that are still to come; False when told to stop."""
-        assert self.clock is not None  # who plans has begun
+        """Wait until another window may be planned.
+
+        Args:
+            stop: Set when the thread must end.
+            below: Fewer windows than this must be planned and not complete; none at all if
+                the plan depends on times that are not known yet.
+
+        Returns:
+            False if the thread must end.
+        """
+        assert self.clock is not None  # Windows sets it before it starts the thread
 
         def may_plan() -> bool:
             waits = self._timing.surprised or not self._scheduler.knows
-            return self._planned - self._over < (1 if waits else below)
+            return self._planned - self._completed < (1 if waits else below)
 
         self.clock.wait(self._changed, lambda: stop.is_set() or self._error or may_plan())
         if self._error is not None:
@@ -203,266 +263,213 @@ class Pipeline(Generic[R]):
         if reader.available(cursor.microbatch, 1) == 0:
             return None
         counts = self._without_late(self._scheduler.plan(cursor.window))
-        there = reader.available(cursor.microbatch, sum(counts))
-        counts = clamp_counts(counts, there)
+        available = reader.available(cursor.microbatch, sum(counts))
+        counts = clamp_counts(counts, available)
         examples, calls = self._feed.load(counts, cursor.microbatch, reader)
         plan = WindowPlan(cursor.window, cursor.epoch, counts, examples, first=cursor.microbatch)
-        return Window(plan, cursor.advance(there), calls)
+        return Window(plan, cursor.advance(available), calls)
 
     def _without_late(self, counts: tuple[int, ...]) -> tuple[int, ...]:
-        """A device that owes what it should have delivered gets no more until it has."""
-        if self._scheduler.scripted:  # a recording says who gets what
+        """Return the counts without those of late devices, which get no work until they deliver."""
+        if self._scheduler.cadence.scripted:  # the recording decides
             return counts
         late = self.late
         left = tuple(0 if rank in late else count for rank, count in enumerate(counts))
         return left if any(left) else counts
 
     def wake(self) -> None:
-        """Lets every waiting thread look again."""
+        """Make every waiting thread check its condition again."""
         with self._changed:
             self._changed.notify_all()
 
     # -- the training loop -----------------------------------------------------------
 
-    def asked(self) -> None:
-        """The loop asks for a window: the one before is given up if it was not used."""
-        self._asked = time.perf_counter()
+    def on_request(self) -> None:
+        """Note that the loop asks for a window; the previous one is dropped if unused."""
+        self._requested = time.perf_counter()
         with self._changed:
             if self._current is not None:
                 self._current = None
-                self._over += 1
+                self._completed += 1
                 self._changed.notify_all()
         self.check()
 
-    def handed_out(self, window: Window) -> None:
-        """The loop gets a window."""
+    def on_handed_out(self, window: Window) -> None:
+        """Note that the loop has got a window."""
         self._current = window.index
 
-    def dispatching(self, window: Window) -> None:
-        """Before the dispatch: waits while too many windows are in flight."""
-        if self._closed:
-            self._look_back(self._in_flight)
-        assert self.clock is not None  # who has a window has begun
+    @contextmanager
+    def dispatch(self, window: Window) -> Generator[InFlight]:
+        """Dispatch a window; the body of the `with` launches its programs.
+
+        Waits first while too many windows are in flight, then compiles what the first window
+        needs. The body fills in the token and whatever else the programs return. If it
+        raises, the window counts as complete, so that no plan waits for it.
+        """
+        self._admit(window)
+        try:
+            if not self.runner.begun:
+                self.runner.begin(window.calls)
+                self._requested, self._cold = time.perf_counter(), True
+            misses, at = self._cache.stats.misses, time.perf_counter()
+            launch = Launch(None if self.closed else self.clock, self._dispatches, at)
+            flight = InFlight(window.plan, self._requested, launch, self._cold)
+            yield flight
+        except BaseException:
+            with self._changed:
+                self._completed += 1
+                self._changed.notify_all()
+            raise
+        flight.steady = self._cache.stats.misses == misses
+        self._hand_over(flight)
+
+    def _admit(self, window: Window) -> None:
+        """Wait until a window may be dispatched, and take it."""
+        if self.closed:
+            self._check_windows(keep=self._in_flight)
+        assert self.clock is not None  # set before any window is handed out
         self.clock.wait(
             self._changed,
-            lambda: self._error or self._closed or len(self._flights) < self._in_flight,
+            lambda: self._error or self.closed or len(self._flights) < self._in_flight,
         )
         with self._changed:
             self.check()
-            # only now: whoever interrupts the wait may use the window again
+            # not before the wait: if it is interrupted, the loop may use the window again
             if self._current == window.index:
                 self._current = None
-            else:  # given up before: it counts as planned anew
+            else:  # dropped before, and counted as complete
                 self._planned += 1
         self._dispatches += 1
 
-    def given_up(self) -> None:
-        """The dispatch failed: the window counts as over, so that nobody waits for it."""
+    def _hand_over(self, flight: InFlight) -> None:
+        """Hand a dispatched window to the watcher threads."""
+        self._cold = False
+        self._scheduler.on_dispatch(flight.plan.counts)
+        self.trained = flight.plan.window
+        if self._remote and isinstance(flight.finite, jax.Array):
+            flight.finite.copy_to_host_async()  # the watcher thread reads it without a wait
+        launch = flight.launch
         with self._changed:
-            self._over += 1
-            self._changed.notify_all()
-
-    def compiled(self) -> None:
-        """What the window needs was compiled first: its time begins now."""
-        self._asked, self._cold = time.perf_counter(), True
-
-    def launch(self, at: float) -> Launch:
-        """The dispatch that begins now, for whoever makes it."""
-        return Launch(None if self._closed else self.clock, self._dispatches, at)
-
-    def dispatched(
-        self,
-        window: Window,
-        at: float,
-        steady: bool,
-        finite: Any,
-        token: jax.Array,
-        sums: jax.Array | None = None,
-        metrics: Mapping[str, Any] | None = None,
-        timed: bool = True,
-    ) -> None:
-        """After the dispatch: hands the window to the threads that time it.
-
-        Args:
-            window: The window.
-            at: When its dispatch began.
-            steady: Whether nothing was compiled for it.
-            finite: Whether it is finite: a bool, or one per device, on the devices.
-            token: Ready where a device is done; its entries say whether what the
-                device itself had summed is finite.
-            sums: Checksums of the new state, where they were asked for.
-            metrics: The window's metrics; arrays that nobody gives up.
-            timed: Whether the devices' own times are known when it is over.
-        """
-        self._scheduler.dispatched(window.counts)
-        self.trained = window.index
-        cold, self._cold = self._cold, False
-        if self._remote and isinstance(finite, jax.Array):
-            finite.copy_to_host_async()  # to read it when the window is over waits for nothing
-        in_flight = InFlight(
-            window.plan, self._asked, steady, finite, token, sums, metrics or {}, cold, timed
-        )
-        with self._changed:
-            if self._closed:  # nobody times it
-                self._unseen.append(in_flight)
+            if self.closed:  # there are no watcher threads anymore
+                self._unchecked.append(flight)
                 return
-            self._flights[self._dispatches] = in_flight
-        assert self.clock is not None  # it timed the dispatch
-        self.clock.combining(self._dispatches, at, token)
+            self._flights[launch.number] = flight
+        assert self.clock is not None  # set before any window is handed out
+        self.clock.combining(launch.number, launch.at, flight.token)
 
     def finish(self) -> None:
-        """The loop has used its last window: waits until those in flight are over."""
+        """Wait until the windows in flight are complete."""
         if self.clock is not None:
-            self.clock.wait(self._changed, lambda: self._error or self._closed or not self._flights)
+            self.clock.wait(self._changed, lambda: self._error or self.closed or not self._flights)
         self.check()
 
     @property
     def late(self) -> frozenset[int]:
-        """Ranks of devices that owe what they should have delivered."""
+        """Ranks of the devices that have not delivered in time and get no work until they do."""
         return frozenset() if self.clock is None else self.clock.late
 
-    @property
-    def closed(self) -> bool:
-        """Whether it was closed."""
-        return self._closed
-
-    def _look_back(self, spare: int) -> None:
-        """Looks at windows in flight at the close, or trained after it, but for the last."""
-        while len(self._unseen) > spare:
-            self._verify(self._unseen.pop(0))
-
     def settle(self) -> None:
-        """A new run begins: raises what the windows have brought that nobody looked at."""
-        self._look_back(0)
-        if not self.told:
+        """Raise an error of the windows that the loop has not seen, before a new run begins."""
+        self._check_windows(keep=0)
+        if not self.raised:
             self.check()
 
     def check(self) -> None:
-        """Raises what a thread has run into."""
+        """Raise the first exception of a thread."""
         if self._error is not None:
-            self.told = True
+            self.raised = True
             raise self._error
 
     def close(self) -> None:
-        """Ends the timing; windows in flight go on, unmeasured."""
+        """End the timing; windows in flight go on, unmeasured."""
         with self._changed:
-            self._closed = True
+            self.closed = True
             if self.clock is None or not self.clock.ends_windows:
-                self._unseen += [f for n, f in self._flights.items() if n != self._landing]
+                flights = self._flights.items()
+                self._unchecked += [flight for n, flight in flights if n != self._completing]
             self._flights.clear()
             self._changed.notify_all()
         if self.clock is not None:
             self.clock.close()
 
-    # -- the watching threads --------------------------------------------------------
+    def _check_windows(self, keep: int) -> None:
+        """Check the windows that no thread watched, except for the last `keep`."""
+        while len(self._unchecked) > keep:
+            self._check_window(self._unchecked.pop(0))
 
-    def over(self, times: WindowTimes, outcome: Outcome | None = None) -> None:
-        """Every device is done with a window, or late.
+    # -- the watcher threads ---------------------------------------------------------
+
+    def on_complete(self, times: WindowTimes, outcome: Outcome | None = None) -> None:
+        """Record a window that every device, except late ones, has completed.
 
         Args:
-            times: When they were.
-            outcome: What came of it, where the exchange is on the host.
+            times: When the devices were done.
+            outcome: The result of an exchange on the host; None for one on the devices.
         """
         with self._changed:
             window = self._flights.get(times.window)
-            self._landing = times.window  # seen to here: not once more after a close
+            self._completing = times.window  # it is checked here, not again after a close
         free = ENDS.before(self._feed.devices, times.arrived)
         if self._lockstep:
             free = [min(max(free), end) for end in times.arrived]
-        # one that runs ahead has no synchronisation, which its next window could wait for
-        ahead = outcome is not None and outcome.ahead
+        # a device that runs ahead has no synchronisation for its next window to wait for
+        ahead, late = (False, ()) if outcome is None else (outcome.ahead, outcome.late)
         ENDS.note(self._feed.devices, times.arrived if ahead else times.combined)
         if window is None:  # the run was closed
             return
         if outcome is not None:
             if outcome.will_be_known:
-                self._tardy[times.window] = window
-            if outcome.late:
-                self._scheduler.skipped(window.plan, LATE)
-                self._watch.late(window.plan, outcome.late)
-            window = _with(window, outcome)
-        record = self._record(window, times, free, outcome)
-        self._timing.observe(record, window.timed)
-        self._scheduler.measured(record)
-        self._scheduler.told(window.plan, window.metrics)
-        self._verify(window)
-        with self._changed:
-            self._flights.pop(times.window, None)
-            self._over += 1
-            self._changed.notify_all()
-
-    def learned(self, times: WindowTimes, begins: Sequence[float] | None) -> None:
-        """A window that was over without some device: now its times are known, too.
-
-        Args:
-            times: When the devices were done.
-            begins: When they began; None where the late one's time says nothing.
-        """
-        window = self._tardy.pop(times.window, None)
-        if window is not None and begins is not None:
-            self._scheduler.learned(_measured(window, times, begins, ahead=False))
-
-    def _record(
-        self,
-        window: InFlight,
-        times: WindowTimes,
-        free: Sequence[float],
-        outcome: Outcome | None,
-    ) -> WindowRecord:
+                self._without_times[times.window] = window
+            if late:
+                self._scheduler.on_skip(window.plan, LATE)
+                self._watch.on_late(window.plan, late)
+            window = window.averaged(outcome)
         loss, divergence, metrics = None, None, window.metrics
         if self._divergence is not None:
             divergence = self._divergence.read(window.plan, metrics)
         if self._scheduler.wants_loss and "loss" in metrics:
             loss = float(np.asarray(metrics["loss"]))
-        ahead, late = (False, ()) if outcome is None else (outcome.ahead, outcome.late)
-        return _measured(
-            window, times, free, ahead, left_out=late, divergence=divergence, loss=loss
+        record = window.measured(
+            times, free, ahead, left_out=late, divergence=divergence, loss=loss
         )
+        self._timing.observe(record, window.timed)
+        self._scheduler.observe(record)
+        self._scheduler.on_metrics(window.plan, metrics)
+        self._check_window(window)
+        # last: the loop must not go on to the end of the run before all is recorded
+        with self._changed:
+            self._flights.pop(times.window, None)
+            self._completed += 1
+            self._changed.notify_all()
 
-    def _verify(self, window: "InFlight") -> None:
+    def on_late_times(self, times: WindowTimes, begins: Sequence[float] | None) -> None:
+        """Report a window that was complete except for a late device, which is now done too.
+
+        Args:
+            times: When the devices were done.
+            begins: When they began; None if the late device's time is not representative.
+        """
+        window = self._without_times.pop(times.window, None)
+        if window is not None and begins is not None:
+            self._scheduler.observe_late(window.measured(times, begins, ahead=False))
+
+    def _check_window(self, window: InFlight) -> None:
+        """Check that a window is finite, and its replicas equal."""
         finite = bool(np.asarray(window.finite).all())
         skipped = self._watch.skipped
-        error: Exception | None = self._watch.see(window.plan, finite, window.own)
+        error: Exception | None = self._watch.observe(window.plan, finite, window.token)
         if self._watch.skipped > skipped:
-            self._scheduler.skipped(window.plan, self._watch.event)
+            self._scheduler.on_skip(window.plan, self._watch.event)
         if window.sums is not None and error is None:
             where = f"train: after window {window.plan.window}"
             text = mismatch(where, self._compared, self._feed.devices, window.sums)
             error = None if text is None else ReplicaMismatch(text)
         if error is not None:
-            self.failed(error)
+            self.on_error(error)
 
-    def failed(self, error: BaseException) -> None:
-        """A thread has run into an exception; the loop raises it."""
+    def on_error(self, error: BaseException) -> None:
+        """Keep the first exception of a thread, for the loop to raise."""
         with self._changed:
             if self._error is None:
                 self._error = error
             self._changed.notify_all()
-
-
-def _with(window: InFlight, outcome: Outcome) -> InFlight:
-    average = outcome.average
-    return replace(
-        window,
-        steady=window.steady and not outcome.late,
-        finite=average.metrics["finite"],
-        own=average.own,
-        sums=None if outcome.missing or outcome.late else window.sums,
-        metrics=average.metrics,
-    )
-
-
-def _measured(
-    window: InFlight, times: WindowTimes, free: Sequence[float], ahead: bool, **known: Any
-) -> WindowRecord:
-    begun = max(window.asked, *free)
-    ends = times.arrived if ahead else times.combined
-    return window.plan.measured(
-        busy_ms=times.busy_ms(free),
-        wall_ms=1e3 * (max(ends) - begun),
-        sync_ms=times.sync_ms,
-        skew_ms=times.skew_ms,
-        steady=window.steady and window.timed,
-        cold=window.cold,
-        **known,
-    )

@@ -34,7 +34,7 @@ def run_to_dict(
     keeps = isinstance(state.cadence, State)  # a user-defined state need not be serializable
     return {
         "cadence": state.to_dict() if keeps else None,
-        "cadence_name": scheduler.cadence_name,
+        "cadence_name": type(scheduler.cadence).__name__,
         "counts": scheduler.history_array,
         "divergence": [asdict(seen) for seen in scheduler.divergence],
         "unread": None if divergence is None else divergence.unread,
@@ -66,20 +66,20 @@ def restore_run(
     watch.restore(saved["skipped"], saved["left_out"], saved["in_a_row"])
     seen = [] if divergence is None else saved["divergence"]
     scheduler.restart(saved["counts"], [divergence_of(one) for one in seen])
-    unread = saved.get("unread")
     if divergence is not None:
-        divergence.restore(unread or ())
-    if saved["cadence_name"] != scheduler.cadence_name:
+        divergence.restore(saved.get("unread") or ())
+    name = type(scheduler.cadence).__name__
+    if saved["cadence_name"] != name:
         logger.warning(
             "elche: the checkpoint is of a run with %s, this one has %s: the cadence begins anew.",
             saved["cadence_name"],
-            scheduler.cadence_name,
+            name,
         )
     elif saved["cadence"] is None:
         logger.warning(
             "elche: the state of %s was not saved, as it is no elche_jax.cadence.State: the "
             "cadence begins anew.",
-            scheduler.cadence_name,
+            name,
         )
     else:
         try:

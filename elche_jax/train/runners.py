@@ -1,4 +1,4 @@
-"""What runs the windows of a training step: one runner per kind of loss and model."""
+"""The runners of a training step: one for each kind of state, loss and data."""
 
 import logging
 from dataclasses import dataclass
@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import optax
 
-from elche_jax.data.source import IterableSource
 from elche_jax.engine.collective import CollectiveProgram
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.gradient import GradientRule
@@ -24,17 +23,24 @@ from elche_jax.engine.runner import Runner
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.trainable import Selection
 from elche_jax.train.options import Options
+from elche_jax.train.spec import DataPlan
 
 PyTree = Any
 logger = logging.getLogger("elche_jax")
 
 TrainRunner = Runner | HostRunner
-"""What runs the windows of a training step."""
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What `TrainStep.init` has learned: shapes of the state, and what follows of them."""
+    """Specification of the state that `TrainStep.init` made.
+
+    Attributes:
+        shapes: Shapes of the stacked state.
+        key_impl: Name of the PRNG implementation of its key.
+        selection: Which parameters are trained.
+        merge: How model state is merged.
+    """
 
     shapes: TrainState
     key_impl: str
@@ -47,34 +53,14 @@ class StateSpec:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.shapes)
 
 
-@dataclass(frozen=True)
-class BatchSpec:
-    """How the data come.
-
-    Attributes:
-        microbatch: Shapes of one microbatch.
-        mask_key: Name under which a microbatch has the mask of its valid examples.
-        ragged: Whether a microbatch may have fewer valid examples, where they are used.
-    """
-
-    microbatch: PyTree
-    mask_key: str | None
-    ragged: bool
-
-
-def reads_ragged(source: Any, size: int, drop_last: bool) -> bool:
-    """Whether a microbatch may have fewer valid examples than the others."""
-    return not drop_last and (isinstance(source, IterableSource) or bool(source.size % size))
-
-
 class Runners:
-    """Makes runners, and keeps them.
+    """Makes runners, and keeps them for later calls of `windows`.
 
     Args:
         loss_fn: The user's loss.
         optimizer: The optax optimizer.
         lane: The devices.
-        options: What was asked for.
+        options: The options of the training step.
         cache: Compiled programs.
     """
 
@@ -92,41 +78,38 @@ class Runners:
         self._used: TrainRunner | None = None
         self._unreported: PyTree = None
 
-    def __contains__(self, runner: object) -> bool:
-        return runner in self._runners.values()
-
     def release(self) -> None:
-        """Gives back what runners keep on the devices."""
+        """Free what the runners keep on the devices."""
         self._unreported = None
         for runner in self._runners.values():
             runner.release()
 
     @property
     def unreported(self) -> PyTree:
-        """What the next window will report of the last one, see `Runner.unreported`."""
+        """Metrics that the next window reports of the last one, see `Runner.unreported`."""
         return self._used.unreported if isinstance(self._used, Runner) else self._unreported
 
     @unreported.setter
     def unreported(self, rows: PyTree) -> None:
         self._used, self._unreported = None, rows
 
-    def get(self, initial: StateSpec, reads: BatchSpec) -> TrainRunner:
-        """The runner for a state and data of these shapes.
+    def get(self, initial: StateSpec, plan: DataPlan) -> TrainRunner:
+        """Return the runner for a state and data of these shapes.
 
         Raises:
-            TypeError: `loss_fn` returns none of its forms.
-            ValueError: The loss cannot leave out the examples that a microbatch lacks.
+            TypeError: `loss_fn` does not return one of the supported forms.
+            ValueError: The loss cannot exclude the missing examples of a smaller microbatch.
         """
         options, shapes, impl = self._options, initial.shapes, initial.key_impl
         loss_fn = LossFn(
-            self._loss_fn.fn, self._loss_fn.has_aux, shapes.model_state is not None, reads.mask_key
+            self._loss_fn.fn, self._loss_fn.has_aux, shapes.model_state is not None, plan.mask_key
         )
         one = initial.one
         key = jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=impl), one.key)
         cast = options.precision.cast
-        params, batch = jax.eval_shape(cast, (one.params, reads.microbatch))
+        params, batch = jax.eval_shape(cast, (one.params, plan.microbatch))
         form = inspect_loss(loss_fn, params, one.model_state, batch, key)
-        if form.form != "vector" and reads.mask_key is None and reads.ragged:
+        if form.form != "vector" and plan.mask_key is None and plan.ragged:
             raise ValueError(
                 "windows: with drop_last=False the loss must be a vector of per-example "
                 f"losses or take a mask (mask_key), got a {form.form} loss. Return one "
@@ -139,24 +122,25 @@ class Runners:
             )
         names = tuple(sorted(form.aux))
         leaves, structure = jax.tree.flatten(shapes)
-        known = (  # without the function itself, the same in all calls, which may have no hash
-            reads.mask_key, loss_fn.has_model_state, impl, form.form, names, structure,
+        # the function itself is not in the key: it is always the same, and may be unhashable
+        kind = (
+            plan.mask_key, loss_fn.has_model_state, impl, form.form, names, structure,
             initial.selection, initial.merge,
             tuple((x.shape, x.dtype) for x in leaves),
         )  # fmt: skip
-        if known not in self._runners:
+        if kind not in self._runners:
             work = Microbatches(
                 loss_fn, form.form, names, impl, initial.selection, options.precision
             )
-            self._runners[known] = self._make(work, initial)
-        runner = self._runners[known]
+            self._runners[kind] = self._make(work, initial)
+        runner = self._runners[kind]
         if runner is not self._used:
-            self._hand_on(runner)
+            self._pass_unreported(runner)
         self._used = runner
         return runner
 
-    def _hand_on(self, runner: Runner | HostRunner) -> None:
-        """Gives a runner what the one before has not reported yet, where it can report it."""
+    def _pass_unreported(self, runner: TrainRunner) -> None:
+        """Pass unreported metrics of the previous runner to the next one, if it has the same."""
         rows, taken = self.unreported, None
         self._unreported = None
         if isinstance(runner, Runner):
@@ -169,29 +153,29 @@ class Runners:
             )
 
     def exchanged_bytes(self, initial: StateSpec) -> tuple[int, int]:
-        """Bytes that each device exchanges in a window, with fragments on average, and bytes of
-        float32 that frozen parameters save."""
+        """Return the bytes that each device exchanges per window (the mean over fragments), and
+        the float32 bytes that frozen parameters save."""
         if self._lane.world_size == 1:
             return 0, 0
         rule, one = self.rule(initial), initial.one
 
-        def brought(state: TrainState) -> list[Contribution]:
+        def contributions(state: TrainState) -> list[Contribution]:
             carry = rule.zeros(state)
             after, done = rule.finish(state, carry)
             sums = rule.sums_of(carry)
             parts = [Ended(state, after, done, part) for part in range(rule.parts)]
             return [rule.contribute(ended, sums)[0] for ended in parts]
 
-        sent = sum(map(rule.reduction(one).bytes_of, jax.eval_shape(brought, one)))
+        sent = sum(map(rule.reduction(one).bytes_of, jax.eval_shape(contributions, one)))
         frozen = jax.tree.leaves(initial.selection.split(one.params)[1])
         return sent // rule.parts, 4 * sum(leaf.size for leaf in frozen)
 
     def rule(self, initial: StateSpec, work: Microbatches | None = None) -> Rule:
-        """What a window does to states of these shapes.
+        """Return the rule that combines windows for states of these shapes.
 
         Args:
             initial: The shapes.
-            work: The gradient of a microbatch; None where nobody is to compute one.
+            work: Computes the gradient of a microbatch; None if no gradient is needed.
         """
         options, size = self._options, self._lane.world_size
         if work is None:

@@ -1,5 +1,6 @@
-"""What `windows` checks and learns of the data before anything is compiled."""
+"""How the data of a run are read, and the checks made before anything is compiled."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -8,19 +9,83 @@ import numpy as np
 
 from elche_jax import _check as check
 from elche_jax.data.order import Cursor, Reading
+from elche_jax.data.place import Placement
 from elche_jax.data.reader import microbatch_size
 from elche_jax.data.source import ArraySource, IterableSource, MapSource, Source, stack
 
 PyTree = Any
 
 
-def check_data_plan(
-    source: Source,
-    batch_size: int | None,
-    epochs: int | None,
-    drop_last: bool,
+@dataclass(frozen=True)
+class DataPlan:
+    """How the data of a run are read; made by `Loading.open`.
+
+    Attributes:
+        source: The data.
+        batch_size: Examples per microbatch.
+        seed: Seed of the order.
+        shuffle: False keeps the order of the source.
+        drop_last: Leave out a last microbatch that is smaller.
+        mask_key: Name under which a microbatch holds the mask of its valid examples, or None.
+        placement: Where the data lives.
+        window_bytes: Limit in bytes of the data of one program call on a device.
+        microbatch: Shapes of one microbatch.
+        row_bytes: Bytes of the results of one microbatch, if a call keeps them.
+    """
+
+    source: Source
+    batch_size: int
+    seed: int
+    shuffle: bool
+    drop_last: bool
+    mask_key: str | None
+    placement: Placement
+    window_bytes: int
+    microbatch: PyTree
+    row_bytes: int = 0
+
+    @property
+    def ragged(self) -> bool:
+        """Whether a microbatch may have fewer valid examples than `batch_size`."""
+        if self.drop_last:
+            return False
+        return isinstance(self.source, IterableSource) or bool(self.source.size % self.batch_size)
+
+    @property
+    def reading(self) -> Reading:
+        """What a position in these data depends on."""
+        if isinstance(self.source, IterableSource):
+            return Reading(self.batch_size, drop_last=self.drop_last)
+        seed = self.seed if self.shuffle else None
+        return Reading(self.batch_size, self.source.size, self.shuffle, seed, self.drop_last)
+
+    def check_cursor(self, cursor: Cursor | None, epochs: int | None) -> None:
+        """Check that a cursor is a position in these data, read in the same way."""
+        if cursor is None:
+            return
+        if not isinstance(cursor, Cursor):
+            raise TypeError(
+                f"windows: cursor must be a Cursor, got {type(cursor).__name__}. Make one of a "
+                "dictionary with Cursor.from_dict."
+            )
+        if epochs is not None and cursor.epoch >= epochs:
+            raise ValueError(
+                f"windows: cursor.epoch must be below epochs ({epochs}, counted from the start "
+                f"of the run), got {cursor.epoch}. Raise epochs to go on."
+            )
+        differs = None if cursor.reading is None else cursor.reading.difference(self.reading)
+        if differs is not None:
+            name, before, now = differs
+            name = "the number of examples" if name == "examples" else name
+            rule = f"be that of the cursor's run ({before})"
+            todo = "Read otherwise, the cursor is another place: begin without, or keep it."
+            raise ValueError(check.message("windows", name, rule, now, todo))
+
+
+def check_batch_size(
+    source: Source, batch_size: int | None, epochs: int | None, drop_last: bool
 ) -> int:
-    """Checks the arguments of `TrainStep.windows`; gives the batch size."""
+    """Return the batch size, checked against the data and the other arguments."""
     if isinstance(source, IterableSource):
         if source.once and epochs != 1:
             raise ValueError(
@@ -46,40 +111,8 @@ def check_data_plan(
     return size
 
 
-def reading_of(
-    source: Source, batch_size: int, seed: int, shuffle: bool, drop_last: bool
-) -> Reading:
-    """What a place in these data depends on."""
-    if isinstance(source, IterableSource):
-        return Reading(batch_size, drop_last=drop_last)
-    return Reading(batch_size, source.size, shuffle, seed if shuffle else None, drop_last)
-
-
-def check_cursor(cursor: Cursor | None, epochs: int | None, reading: Reading) -> None:
-    """Checks that a cursor is a place in these data, read as they are to be read."""
-    if cursor is None:
-        return
-    if not isinstance(cursor, Cursor):
-        raise TypeError(
-            f"windows: cursor must be a Cursor, got {type(cursor).__name__}. Make one of a "
-            "dictionary with Cursor.from_dict."
-        )
-    if epochs is not None and cursor.epoch >= epochs:
-        raise ValueError(
-            f"windows: cursor.epoch must be below epochs ({epochs}, counted from the start "
-            f"of the run), got {cursor.epoch}. Raise epochs to go on."
-        )
-    differs = None if cursor.reading is None else cursor.reading.difference(reading)
-    if differs is not None:
-        name, before, now = differs
-        name = "the number of examples" if name == "examples" else name
-        rule = f"be that of the cursor's run ({before})"
-        todo = "Read otherwise, the cursor is another place: begin without, or keep it."
-        raise ValueError(check.message("windows", name, rule, now, todo))
-
-
 def microbatch_shapes(source: Source, batch_size: int) -> PyTree:
-    """Shapes of one microbatch, with the dtypes the devices will hold."""
+    """Return the shapes of one microbatch, with the dtypes it will have on the devices."""
     if isinstance(source, IterableSource):
         rows = jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), source.peek())
     elif isinstance(source, MapSource):
@@ -109,10 +142,15 @@ def microbatch_shapes(source: Source, batch_size: int) -> PyTree:
     return jax.tree_util.tree_map_with_path(shape, rows)
 
 
-def check_window_bytes(window_bytes: int, microbatch: PyTree) -> None:
-    """Checks that a call may hold at least one microbatch."""
+def bytes_of(microbatch: PyTree) -> int:
+    """Return the size of a microbatch of these shapes in bytes."""
     leaves = jax.tree.leaves(microbatch)
-    size = sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def check_window_bytes(window_bytes: int, microbatch: PyTree) -> None:
+    """Check that a program call may hold at least one microbatch."""
+    size = bytes_of(microbatch)
     if window_bytes < size:
         raise ValueError(
             f"data: window_bytes must hold at least one microbatch ({size} bytes), got "

@@ -1,10 +1,10 @@
-"""`TrainStep`: what the user's loop calls."""
+"""`TrainStep`: the training step that the user's loop calls."""
 
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import optax
@@ -26,18 +26,14 @@ from elche_jax.engine.lane import lanes_of
 from elche_jax.engine.local import average
 from elche_jax.engine.loss import LossFn
 from elche_jax.engine.mapped import Mapped
-from elche_jax.engine.merge import resolve_merge
 from elche_jax.engine.replicas import unreplicate
 from elche_jax.engine.state import TrainState
-from elche_jax.engine.trainable import select_trainable
 from elche_jax.observe.report import RunReport, make_report
 from elche_jax.train.averaging import check_merge, in_flight
 from elche_jax.train.divergence import divergence_reader
-from elche_jax.train.feed import DataPlan
 from elche_jax.train.initial import (
     check_buffers,
-    check_model_state,
-    check_one_copy,
+    check_init,
     difference,
     initial_state,
     key_impl_of,
@@ -56,10 +52,9 @@ from elche_jax.train.resume import (
     rows_to_dict,
     run_to_dict,
 )
-from elche_jax.train.runners import BatchSpec, Runners, StateSpec, TrainRunner, reads_ragged
-from elche_jax.train.spec import check_cursor, check_data_plan, microbatch_shapes, reading_of
+from elche_jax.train.runners import Runners, StateSpec, TrainRunner
 from elche_jax.train.timing import Timing
-from elche_jax.train.windows import HandedOut, Windows
+from elche_jax.train.windows import Windows
 
 PyTree = Any
 
@@ -85,13 +80,14 @@ class TrainStep:
         self._scheduler = LiveScheduler(controller, len(devices), options.hint, options.timeline)
         self._watch = options.finite_watch(devices)
         self._divergence = divergence_reader(self._options, self.devices)
-        self._cache = CompileCache(None if options.timeline is None else self._scheduler.compiled)
-        lane, *_ = lanes_of(devices)  # one: build_train_step sees to it
+        self._cache = CompileCache(None if options.timeline is None else self._scheduler.on_compile)
+        lane, *_ = lanes_of(devices)  # there is only one: build_train_step has checked it
         self._runners = Runners(loss_fn, optimizer, lane, options, self._cache)
         self._last_pipeline: Pipeline[TrainRunner] | None = None
-        self._handed_out: HandedOut[TrainRunner] = HandedOut()
+        # a window that the user keeps must keep its pipeline: it can still be trained
+        self._pipelines: WeakKeyDictionary[Window, Pipeline[TrainRunner]] = WeakKeyDictionary()
         self._initial: StateSpec | None = None
-        self._bytes = 0, 0
+        self._bytes = 0, 0  # exchanged per device and window, saved by frozen parameters
         self._loading = Loading(devices)
         self._verified = False
         self._timing = Timing(always=options.timeline is not None)
@@ -106,23 +102,23 @@ class TrainStep:
     def counts(self) -> tuple[int, ...]:
         """Microbatches per device planned for the next window.
 
-        After the end of a recording that is replayed: those of its last window.
+        After the end of a replayed recording, the counts of its last window.
         """
         return self._scheduler.counts
 
     @property
     def cadence_state(self) -> SchedulerState:
-        """State of the scheduler, with the cadence's in `.cadence`: plain numbers.
+        """State of the scheduler: plain numbers, with the cadence's state in `.cadence`.
 
-        Setting it, to such a state or to what its `to_dict` gave, lets a run begin with
-        the speeds that an earlier one measured:
+        Setting it to such a state, or to the dict of its `to_dict`, starts a run with the
+        speeds that an earlier one measured:
 
             saved = json.dumps(train.cadence_state.to_dict())
             train.cadence_state = json.loads(saved)
 
         Raises:
             TypeError: The value is neither.
-            ValueError: It is of another cadence or number of devices.
+            ValueError: The state is of another cadence or number of devices.
         """
         return self._scheduler.state
 
@@ -132,20 +128,20 @@ class TrainStep:
 
     @property
     def counts_history(self) -> list[tuple[int, ...]]:
-        """Counts of every window so far, in order; `Replay` takes them."""
+        """Counts of every window so far, in order, as `Replay` takes them."""
         return self._scheduler.history
 
     @property
     def records(self) -> list[WindowRecord]:
-        """The last 1024 windows as they were measured, oldest first."""
+        """Measurements of the last 1024 windows, oldest first."""
         return self._scheduler.records
 
     @property
     def throughput(self) -> tuple[float | None, ...]:
-        """Microbatches per second of each device; None where it was not measured yet.
+        """Microbatches per second of each device; None if not measured yet.
 
-        The cadence's smoothed estimate where it has one, else the median over the last 32
-        steady windows of `counts / busy_ms` (one device: of `counts / wall_ms`).
+        The cadence's smoothed estimate if it has one, else the median over the last 32
+        steady windows of `counts / busy_ms` (with one device, of `counts / wall_ms`).
         """
         return self._scheduler.throughput
 
@@ -153,70 +149,57 @@ class TrainStep:
     def ratios(self) -> tuple[float, ...]:
         """Share of the work that each device should get; they sum to 1 up to rounding.
 
-        The cadence's own `ratios` where it has them (`Balanced`), else the throughput over
-        its sum, a device that was not measured counting as the mean of the others. Before
-        any measurement: the planned counts over their sum, so that a speed hint shows.
+        The cadence's own `ratios` if it has them (`Balanced`), else the throughput over its
+        sum, with the mean of the others for a device that was not measured. Before any
+        measurement, the planned counts over their sum, so that a speed hint takes effect.
         """
         return self._scheduler.ratios
 
     @property
     def skipped(self) -> int:
-        """Windows that were not finite, among those that are over: their update was
-        dropped, or, under `averaging`, some device was left out."""
+        """Completed windows that were not finite: their update was dropped or, under
+        `averaging`, a device was left out."""
         return self._watch.skipped
 
     @property
     def left_out(self) -> tuple[int, ...]:
-        """Windows from whose average each device was left out, as not finite or late."""
+        """Windows per device whose average left it out, as not finite or late."""
         return tuple(self._watch.left_out)
 
     @property
     def divergence(self) -> list[Divergence]:
-        """How far the devices were apart at the end of the last 64 windows, oldest first;
-        empty without `averaging`."""
+        """Divergence of the devices at the end of the last 64 windows, oldest first; empty
+        without `averaging`."""
         return self._scheduler.divergence
 
     def init(self, params: PyTree, *, model_state: PyTree = None, rng: Any = 0) -> TrainState:
-        """Makes the replicated training state, and begins a new run.
+        """Return the replicated training state, and begin a new run.
 
-        Records and `counts_history` start anew; what the cadence knows of the speeds stays.
-        What the run before has kept on the devices for its sums is given back.
+        Records and `counts_history` start afresh; the speeds known to the cadence stay.
+        Memory that the previous run kept on the devices for its sums is freed.
 
         Args:
             params: Parameters, a pytree of float arrays. Copied.
-            model_state: What the model carries besides (BatchNorm statistics), a pytree
-                of arrays. It is merged after a window as `merge` says.
+            model_state: Further state of the model, such as BatchNorm statistics, a pytree
+                of arrays. It is merged after every window according to `merge`.
             rng: A key or an integer seed. Microbatch `i` of the run gets
-                `fold_in(key, i)`, on whichever device it runs.
+                `fold_in(key, i)`, whichever device runs it.
 
         Returns:
             The state; its leaves are stacked, `(world_size,) + shape`.
 
         Raises:
-            TypeError: A leaf of `params` that is trained is not a float array; `rng` is
-                neither; a rule of `merge` does not fit its leaf.
+            TypeError: A trained leaf of `params` is not a float array; `rng` is neither a
+                key nor a seed; a rule of `merge` does not fit its leaf.
             ValueError: `trainable` or `merge` do not fit.
-            NonFiniteError, ReplicaMismatch: Of windows of the run before, which the loop
-                left early, where that run is closed; else the next `windows` raises it.
+            NonFiniteError, ReplicaMismatch: For a window of the previous run, if the loop
+                left that run early and it is closed; otherwise the next `windows` raises it.
         """
         check_outside("TrainStep.init")
         if self._last_pipeline is not None and self._last_pipeline.closed:
             self.settle()
         self._runners.release()
-        check_one_copy("TrainStep.init", "params", params)
-        check_one_copy("TrainStep.init", "model_state", model_state)
-        check_model_state(model_state)
-        if self._options.merge is not None and model_state is None:
-            raise ValueError(
-                "TrainStep.init: model_state must be given where build_train_step got merge, "
-                f"got None and merge={self._options.merge!r}. Pass model_state, or leave merge out."
-            )
-        selection = select_trainable(self._options.trainable, params)
-        merge = resolve_merge(
-            self._options.merge,
-            jax.eval_shape(lambda: model_state),
-            may_keep=self._options.averaging is not None,
-        )
+        selection, merge = check_init(self._options, params, model_state)
         check_merge(self._options, merge)
         state = initial_state(
             self._optimizer, params, model_state, rng, self.devices, selection, self._options,
@@ -246,45 +229,47 @@ class TrainStep:
         window_bytes: int = WINDOW_BYTES,
         cursor: Cursor | None = None,
     ) -> Windows:
-        """Iterates over the windows of some epochs of data.
+        """Iterate over the windows of some epochs of data.
 
-        In an epoch every example is used once, in an order that depends on `(seed,
-        epoch)` alone. A background thread loads and places windows ahead of the loop.
+        An epoch uses every example exactly once, in an order that depends on `(seed, epoch)`
+        alone. A background thread loads and places windows ahead of the loop.
 
         Args:
             data: A pytree of arrays with a common leading axis; a map-style dataset
                 (`__len__`, `__getitem__`); or an iterable of microbatches, such as a torch
                 `DataLoader`. A list of arrays is a pytree; to use one as microbatches, pass
-                `iter(list)`. In an example or a microbatch, a dict or a tuple, a list of
-                numbers is an array.
-            batch_size: Examples per microbatch, at least 1. For an iterable, None: as
-                they come.
-            epochs: Number of epochs, at least 1; None: without end.
+                `iter(list)`. Inside an example or a microbatch that is a dict or a tuple, a
+                list of numbers is an array.
+            batch_size: Examples per microbatch, at least 1. None for an iterable, whose
+                microbatches are used as they come.
+            epochs: Number of epochs, at least 1; None for no end.
             seed: Seed of the order, 0 to 2**64 - 1.
             shuffle: False keeps the order of the data. An iterable is never shuffled.
             drop_last: Leave out the examples that do not fill a microbatch. False uses
-                them, exactly: the loss must be a vector, or `mask_key` be given.
+                them, with their exact weight; the loss must then be a vector, or `mask_key`
+                be given.
             mask_key: Adds the mask of valid examples, `(batch_size,)` bool, to every
                 microbatch (a dict) under this name. A scalar loss is then taken as the
                 mean over the valid examples.
             placement: `"stream"` sends each window's examples; `"resident"` keeps the
-                data (a pytree of arrays) on every device; `"auto"` decides from the
-                free memory.
-            window_bytes: Most bytes of streamed data that one program call takes on a
-                device; larger windows are several calls.
-            cursor: Where to go on, `window.cursor` of an earlier run. None: from the start
-                of the data; windows are numbered on from those before.
+                data (a pytree of arrays) on every device; `"auto"` decides by the free
+                memory.
+            window_bytes: Limit in bytes of the streamed data of one program call on a
+                device; larger windows are split into several calls.
+            cursor: Where to resume, `window.cursor` of an earlier run. None for the start
+                of the data; windows are numbered on from the previous ones.
 
         Returns:
-            An iterator of `Window`, also a context manager. Windows may be trained when it has
-            ended; nobody times them then, so that the cadence and `records` hear nothing.
+            An iterator of `Window`, also a context manager. Windows may still be trained
+            after it has ended, but are no longer timed: neither the cadence nor `records`
+            see them.
 
         Raises:
             RuntimeError: `init` was not called before.
             ValueError: Empty data, leaves of different length, a batch size larger than
-                the data, a placement the data cannot have, a cursor beyond the epochs.
-            TypeError: `data` has none of the forms, or is not numbers; `loss_fn` returns
-                none of its.
+                the data, a placement that the data cannot have, a cursor beyond the epochs.
+            TypeError: `data` has an unsupported form or is not numeric; `loss_fn` does not
+                return a supported form.
         """
         check_outside("windows")
         if self._initial is None:
@@ -292,131 +277,138 @@ class TrainStep:
                 "TrainStep.windows: init must be called before, so that shapes are known."
             )
         seed = check.integer("windows", "seed", seed, low=0, high=2**64 - 1)
-        window_bytes = check.integer("windows", "window_bytes", window_bytes, low=1)
         if epochs is not None:
             epochs = check.integer("windows", "epochs", epochs, low=1)
         check.instance("windows", "shuffle", shuffle, bool)
         check.instance("windows", "drop_last", drop_last, bool)
-        if mask_key is not None and not isinstance(mask_key, str):
-            raise TypeError(f"windows: mask_key must be a string, got {type(mask_key).__name__}.")
         self.settle()
-        source = self._loading.source(data)
-        size = check_data_plan(source, batch_size, epochs, drop_last)
-        reading = reading_of(source, size, seed, shuffle, drop_last)
-        check_cursor(cursor, epochs, reading)
-        microbatch = microbatch_shapes(source, size)
-        reads = BatchSpec(microbatch, mask_key, reads_ragged(source, size, drop_last))
-        runner = self._runners.get(self._initial, reads)
-        where = self._loading.placement(placement, source, window_bytes, microbatch)
-        plan = DataPlan(source, size, seed, shuffle, drop_last, where, window_bytes, microbatch)
-        feed = self._loading.feed(plan, runner, self._scheduler.adaptive, self._scheduler.largest)
-        start = replace(cursor or Cursor(window=self._scheduler.windows), reading=reading)
+        plan = self._loading.open(
+            "windows", data, batch_size, mask_key=mask_key, placement=placement,
+            window_bytes=window_bytes, epochs=epochs, seed=seed, shuffle=shuffle,
+            drop_last=drop_last,
+        )  # fmt: skip
+        plan.check_cursor(cursor, epochs)
+        start = replace(cursor or Cursor(window=self._scheduler.windows), reading=plan.reading)
+        runner = self._runners.get(self._initial, plan)
+        feed = self._loading.feed(plan, runner, self._scheduler.cadence)
         pipeline = Pipeline(
-            feed, self._scheduler, start, epochs, self._watch, runner, divergence=self._divergence,
-            in_flight=in_flight(self._options), compared=runner.replicated(runner.state),
-            timing=self._timing,
+            feed, self._scheduler, start, epochs, self._watch, runner, self._cache,
+            divergence=self._divergence, in_flight=in_flight(self._options),
+            compared=runner.replicated(runner.state), timing=self._timing,
         )  # fmt: skip
         self._last_pipeline = pipeline
         names = [str(device) for device in self.devices]
-        self._scheduler.begins(names, start.window, *self._bytes)
-        return Windows(pipeline, self._handed_out.note)
+        self._scheduler.on_start(names, start.window, *self._bytes)
+        return Windows(pipeline, self._pipelines)
 
     def __call__(
         self, state: TrainState, window: Window
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Trains one window. Returns as soon as the devices have their orders; with
-        `exchange="host"` when its average is there, but under `policy="async"`.
+        """Train one window.
+
+        Returns as soon as the programs are dispatched. With `exchange="host"` it returns when
+        the window's average is known, except under `policy="async"`.
 
         Args:
-            state: The state; its buffers are given up, use the returned one. To keep a
-                leaf, or to put it into another state too, copy it: `jnp.copy`.
+            state: The state. Its buffers are donated: use the returned state. To keep a
+                leaf, or to use it in another state too, copy it with `jnp.copy`.
             window: A window of this training step.
 
         Returns:
             The new state and the window's metrics, scalars: `loss` and the `aux` of
-            `loss_fn` as means by weight, `weight` (their sum), `finite`. Reading one
-            waits for the window; reading it a window later does not. With `delay=1` they
-            are those of the window before, under `exchange="host"` with `policy="async"`
-            those of the one averaged last; NaN before the first.
+            `loss_fn` as weighted means, `weight` (its sum), and `finite`. Reading a metric
+            waits for the window; reading it one window later does not. With `delay=1` they
+            are those of the previous window, under `exchange="host"` with `policy="async"`
+            those of the last window averaged; NaN before the first.
 
         Raises:
-            TypeError: `state` or `window` is of another kind.
-            ValueError: A leaf of `state` was given up in an earlier call or is in it twice,
+            TypeError: `state` or `window` has the wrong type.
+            ValueError: A leaf of `state` was donated to an earlier call or is in it twice,
                 or the state is another model's; `window` is another training step's.
             NonFiniteError: An earlier window's gradient was not finite.
         """
         check_outside("train")
         pipeline = self.pipeline_of(window, "train")
-        check_buffers(state)
-        self._check_stacked(state, "train")
-        pipeline.dispatching(window)
-        try:
-            if not pipeline.runner.begun:
-                pipeline.runner.begin(window.calls)
-                pipeline.compiled()
+        self._check_state(state, "train")
+        runner = pipeline.runner
+        with pipeline.dispatch(window) as flight:
             timed = self._timing.timed(self._scheduler.windows, window.counts)
-            timed = timed or not pipeline.runner.fuses(window.calls[-1].payload)
-            misses, at = self._cache.stats.misses, time.perf_counter()
-            state, metrics, token = pipeline.runner.run(
-                state, window.calls, pipeline.launch(at), fused=not timed
-            )
-        except BaseException as error:
-            pipeline.given_up()
-            differs = difference(shapes_of(state), pipeline.runner.state)
-            if differs:
-                raise ValueError(
-                    "train: state must have the shapes of the one that TrainStep.init made last, "
-                    f"got another: {differs}. Was it made for another model or optimizer?"
-                ) from error
-            raise
-        steady = self._cache.stats.misses == misses
-        sums = self._checksums(state, window, pipeline)
-        # where windows are pending the metrics are those of an earlier one
-        finite = token if self._options.pending else metrics["finite"]
-        pipeline.dispatched(window, at, steady, finite, token, sums, metrics, timed)
+            flight.timed = timed or not runner.fuses(window.calls[-1].payload)
+            try:
+                state, flight.metrics, flight.token = runner.run(
+                    state, window.calls, flight.launch, fused=not flight.timed
+                )
+            except BaseException as error:
+                differs = difference(shapes_of(state), runner.state)
+                if differs:
+                    raise ValueError(
+                        "train: state must have the shapes of the one that TrainStep.init made "
+                        f"last, got another: {differs}. Was it made for another model or optimizer?"
+                    ) from error
+                raise
+            flight.sums = self._checksums(state, window, pipeline)
+            # if windows are pending, the metrics are those of an earlier one
+            pending = self._options.pending
+            flight.finite = flight.token if pending else flight.metrics["finite"]
         if self._options.emulate is not None:
             self._options.emulate.settle()
-        return state, dict(metrics)  # the run reads its own when the window is over
+        return state, dict(flight.metrics)  # a copy: the watcher thread reads the original
 
     def pipeline_of(self, window: Window, where: str) -> Pipeline[TrainRunner]:
-        """What runs a window, for those who must wait for it; see `HandedOut.pipeline_of`."""
-        return self._handed_out.pipeline_of(window, where, self._runners)
-
-    def average(self, state: TrainState) -> PyTree:
-        """One set of parameters of a state, whatever the devices' copies are.
-
-        Where they are alike, as in gradient mode, it is `unreplicate(state.params)`. With
-        `DiLoCo(fragments=...)`, `delay=1` or devices that run ahead they differ: arrays are
-        averaged by the steps since their last exchange. All devices take part, late ones
-        too.
+        """Return the pipeline that runs a window.
 
         Args:
-            state: A state of this training step; it stays as it is.
+            window: A window of this training step.
+            where: The function the user called, for messages.
+
+        Raises:
+            TypeError: `window` is not a `Window`.
+            ValueError: It is another training step's.
+        """
+        if not isinstance(window, Window):
+            rule, got = "come from TrainStep.windows", type(window).__name__
+            raise TypeError(check.message(where, "window", rule, got))
+        pipeline = self._pipelines.get(window)
+        if pipeline is None:
+            rule, got = "come from this training step's windows", "one of another step's, or a copy"
+            raise ValueError(check.message(where, "window", rule, got))
+        return pipeline
+
+    def average(self, state: TrainState) -> PyTree:
+        """Return one set of parameters, even if the devices' copies differ.
+
+        If all copies are equal, as in gradient mode, it is `unreplicate(state.params)`. They
+        differ with `DiLoCo(fragments=...)`, `delay=1` or devices that run ahead: arrays are
+        then averaged by the steps since their last exchange. All devices take part, including
+        late ones.
+
+        Args:
+            state: A state of this training step; it is not donated.
 
         Returns:
             Parameters, leaves of one device's shape.
 
         Raises:
-            TypeError: `state` is no training state on the devices.
-            ValueError: A leaf of it was given up in an earlier call.
+            TypeError: `state` is not a training state on the devices.
+            ValueError: A leaf was donated to an earlier call.
         """
         check_outside("TrainStep.average")
-        check_buffers(state, "TrainStep.average")
+        self._check_state(state, "TrainStep.average")
         averaging = self._options.averaging
-        self._check_stacked(state, "TrainStep.average")
         if averaging is None or self._initial is None:
             return unreplicate(state.params)
         if self._average is None:
             mean = partial(average, averaging, self._initial.selection, len(self.devices))
             self._average = Mapped(mean, self.devices, donate=())
-        read = state.replace(opt_state=None, model_state=None)  # which need not be there yet
+        # without these: a late device may not have computed its own yet
+        read = state.replace(opt_state=None, model_state=None)
         return unreplicate(self._average(read)[0])
 
     def common(self, state: TrainState) -> TrainState:
-        """What of a state is the same on all devices, the rest being None or left out.
+        """Return the part of a state that is equal on all devices; the rest is None or left out.
 
-        In gradient mode it is all of it; with `averaging` devices may have optimizer
-        states, parameters or model states of their own.
+        In gradient mode it is the whole state; with `averaging` devices may have their own
+        optimizer states, parameters or model states.
 
         Args:
             state: A state of the model that `init` was called with last, or its shapes.
@@ -424,24 +416,25 @@ class TrainStep:
         return state if self._initial is None else self._runners.rule(self._initial).common(state)
 
     def adopt(self, state: TrainState, join: bool) -> TrainState:
-        """A restored state as this run goes on with it, see `elche_jax.train.resume`.
+        """Adapt a restored state to this run, see `elche_jax.train.resume`.
 
         Args:
-            state: Host arrays, leaves `(devices it was of, ...)`.
-            join: Whether to make one device's state of it.
+            state: Host arrays, leaves `(old world size, ...)`.
+            join: Whether to join it into one device's state.
         """
-        assert self._initial is not None  # there are shapes to compare with
-        how = self._initial.selection, self._initial.merge
+        assert self._initial is not None  # restoring needs a state of `init` to compare with
+        spec = self._initial.selection, self._initial.merge
         if join:
-            state = join_devices(state, self._options.averaging, *how)
-        return adopt(state, self._options, *how)
+            state = join_devices(state, self._options.averaging, *spec)
+        return adopt(state, self._options, *spec)
 
     @property
     def timeline(self) -> Recorder | None:
-        """What the run is recorded by, or None."""
-        return self._scheduler.timeline
+        """The recorder of the run, or None."""
+        return self._options.timeline
 
-    def _check_stacked(self, state: TrainState, where: str) -> None:
+    def _check_state(self, state: TrainState, where: str) -> None:
+        check_buffers(state, where)
         if state.step.shape != (len(self.devices),):
             raise ValueError(
                 f"{where}: state must be replicated over the {len(self.devices)} devices of this "
@@ -450,17 +443,20 @@ class TrainStep:
             )
 
     def run_to_dict(self) -> dict[str, Any]:
-        """What is known of the run besides the state: the cadence's state, `counts_history`,
-        `divergence`, `skipped`, `left_out` and what the next window reports of the last one,
-        as plain numbers for a checkpoint (`"counts"` as an array, `(windows, world_size)`)."""
+        """Return everything about the run except the state, as plain numbers for a checkpoint.
+
+        These are the cadence's state, `counts_history` (under `"counts"`, as an array
+        `(windows, world_size)`), `divergence`, `skipped`, `left_out`, and the metrics that the
+        next window reports of the last one.
+        """
         known = run_to_dict(self._scheduler, self._watch, self._divergence)
         return known | {"unreported": rows_to_dict(self._runners.unreported)}
 
     def restore_run(self, saved: Mapping[str, Any]) -> None:
-        """Goes on with what `run_to_dict` gave; to be called after `init`.
+        """Restore a run from the dict of `run_to_dict`; call it after `init`.
 
-        On another number of devices, or with another cadence, what was measured begins
-        anew, which a log line says.
+        On another number of devices, or with another cadence, measurements start afresh, and
+        a log line says so.
 
         Args:
             saved: The dict.
@@ -469,18 +465,18 @@ class TrainStep:
         self._runners.unreported = rows_of(saved.get("unreported"), len(self.devices))
 
     def report(self) -> RunReport:
-        """What was measured so far: speeds, counts, busy shares, compiles."""
+        """Return the speeds, counts, busy shares and compiles so far."""
         return make_report(
             self.records, [str(d) for d in self.devices], self.counts, vars(self._cache.stats),
             self.skipped, *self._bytes,
         )  # fmt: skip
 
     def settle(self) -> None:
-        """Lets go of the last run and its data; `windows` and `init` do it, too.
+        """Drop the last run and its data; `windows` and `init` do so too.
 
         Raises:
-            NonFiniteError, ReplicaMismatch: Of windows of that run, if the loop has not
-                heard of it as it left early.
+            NonFiniteError, ReplicaMismatch: For a window of that run, if the loop left early
+                and has not seen the error.
         """
         last, self._last_pipeline = self._last_pipeline, None
         if last is not None:
@@ -489,12 +485,15 @@ class TrainStep:
     def _checksums(
         self, state: TrainState, window: Window, pipeline: Pipeline[TrainRunner]
     ) -> jax.Array | None:
-        """Launches checksums of the state where it is time for it: at the first window, so
-        that nothing is compiled later on, and after every so many."""
+        """Launch checksums of the state if they are due.
+
+        They are due every `verify_every` windows, and at the first window, so that nothing is
+        compiled later.
+        """
         every = self._options.verify_every
         if every is None or (self._verified and window.index % every):
             return None
-        if pipeline.late:  # a device that is behind, and that nobody is to wait for
+        if pipeline.late:  # reading the sums would wait for the late device
             return None
         self._verified = True
         return checksums(pipeline.runner.replicated(state), self.devices)

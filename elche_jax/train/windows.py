@@ -2,17 +2,11 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, Generic
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
 
-from elche_jax import _check as check
 from elche_jax.data.prefetch import Prefetch
 from elche_jax.train.pipeline import Pipeline, R, Window
-from elche_jax.train.runners import Runners
-
-
-def _ignore(window: Window, pipeline: Pipeline[Any]) -> None:
-    del window, pipeline
 
 
 class Windows(Iterator[Window]):
@@ -20,7 +14,7 @@ class Windows(Iterator[Window]):
 
     Args:
         pipeline: Plans the windows.
-        hand_out: Told of every window that the loop gets, and who runs it.
+        pipelines: Gets an entry for every window that is handed out; or None.
 
     Examples:
         ```python
@@ -33,15 +27,18 @@ class Windows(Iterator[Window]):
     def __init__(
         self,
         pipeline: Pipeline[R],
-        hand_out: Callable[[Window, Pipeline[R]], None] = _ignore,
+        pipelines: MutableMapping[Window, Pipeline[R]] | None = None,
     ):
         self._pipeline: Pipeline[Any] = pipeline
-        self._hand_out: Callable[[Window, Any], None] = hand_out
+        self._pipelines: MutableMapping[Window, Any] | None = pipelines
         self._stop = threading.Event()
         self._ended = False
         self._prefetch: Prefetch[Window] | None = None
+        # the threads must not keep the pipeline alive: it is closed when the loop drops it
         pipeline.clock = clock = pipeline.runner.watch(
-            *(_weakly(pipeline, method) for method in ("over", "learned", "failed"))
+            _weakly(pipeline.on_complete),
+            _weakly(pipeline.on_late_times),
+            _weakly(pipeline.on_error),
         )
         if not clock.inline:
             self._prefetch = Prefetch(pipeline.plan, pipeline.wake)
@@ -55,19 +52,20 @@ class Windows(Iterator[Window]):
         if self._ended:
             raise StopIteration
         try:
-            self._pipeline.asked()
+            self._pipeline.on_request()
             window = next(self._items, None)
             if window is None:
                 self._pipeline.finish()
         except BaseException:
-            self._pipeline.told = True  # whatever a thread ran into, the loop hears it now
+            self._pipeline.raised = True  # any error of a thread reaches the loop here
             self.close()
             raise
         if window is None:
             self.close()
             raise StopIteration
-        self._pipeline.handed_out(window)
-        self._hand_out(window, self._pipeline)
+        self._pipeline.on_handed_out(window)
+        if self._pipelines is not None:
+            self._pipelines[window] = self._pipeline
         return window
 
     def __enter__(self) -> "Windows":
@@ -81,15 +79,15 @@ class Windows(Iterator[Window]):
             self.close()
 
     def drain(self) -> None:
-        """Waits until the windows handed to the devices so far are over.
+        """Wait until the windows dispatched so far are complete.
 
         Raises:
-            NonFiniteError, ReplicaMismatch: One of them was not as it must be.
+            NonFiniteError, ReplicaMismatch: A window was not finite, or replicas differ.
         """
         self._pipeline.finish()
 
     def close(self) -> None:
-        """Ends the threads of this run. Idempotent; windows handed out stay usable."""
+        """End the threads of this run. Idempotent; windows handed out stay usable."""
         self._ended = True
         self._stop.set()
         if self._prefetch is not None:
@@ -97,47 +95,13 @@ class Windows(Iterator[Window]):
         self._finish()
 
 
-class HandedOut(Generic[R]):
-    """Knows which pipeline runs a window. A window that somebody has keeps its pipeline."""
-
-    def __init__(self) -> None:
-        self._pipelines: weakref.WeakKeyDictionary[Window, Pipeline[R]] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def note(self, window: Window, pipeline: Pipeline[R]) -> None:
-        """The loop gets a window of a pipeline."""
-        self._pipelines[window] = pipeline
-
-    def pipeline_of(self, window: Window, where: str, runners: Runners) -> Pipeline[R]:
-        """The pipeline that runs a window.
-
-        Args:
-            window: A window.
-            where: Who asks, for messages.
-            runners: Those of the training step.
-
-        Raises:
-            TypeError: `window` is none.
-            ValueError: It is another training step's.
-        """
-        if not isinstance(window, Window):
-            rule, got = "come from TrainStep.windows", type(window).__name__
-            raise TypeError(check.message(where, "window", rule, got))
-        pipeline = self._pipelines.get(window)
-        if pipeline is None or pipeline.runner not in runners:
-            rule, got = "come from this training step's windows", "one of another step's, or a copy"
-            raise ValueError(check.message(where, "window", rule, got))
-        return pipeline
-
-
-def _weakly(pipeline: Pipeline[Any], method: str) -> Any:
-    """A method that the threads may hold without keeping the pipeline alive."""
-    reference = weakref.ref(pipeline)
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls a bound method as long as its object lives."""
+    reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> None:
         target = reference()
         if target is not None:
-            getattr(target, method)(*arguments)
+            target(*arguments)
 
     return call

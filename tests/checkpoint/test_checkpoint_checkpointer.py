@@ -45,7 +45,7 @@ def windows8(train):
         state, _ = train(state, window)
         found.append(dataclasses.replace(window))
         past = Past(window.index, train.pipeline_of(window, "test").runner)
-        train._handed_out.note(found[-1], past)
+        train._pipelines[found[-1]] = past
     return state, found
 
 

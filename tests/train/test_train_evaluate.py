@@ -375,7 +375,7 @@ def test_training_states_that_do_not_fit():
 def measured(evaluate, ms):
     """Tells the cadence of a window of one microbatch each."""
     record = WindowRecord(0, 0, (1,) * len(ms), len(ms), ms, max(ms), 0.0, 0.0, True)
-    evaluate._sweep.scheduler.measured(record)
+    evaluate._sweep.scheduler.observe(record)
 
 
 def test_counts_follow_the_speeds_from_call_to_call():

@@ -38,7 +38,7 @@ def feed(scheduler, ms, windows=1):
     """Runs the plan on devices of these speeds."""
     for _ in range(windows):
         counts = scheduler.counts
-        scheduler.measured(
+        scheduler.observe(
             record(counts, [count * one for count, one in zip(counts, ms, strict=True)])
         )
 
@@ -85,7 +85,7 @@ def test_the_cadences_own_estimate_comes_first():
     # smoothed: twice 8 ms, then 4: error 0.5, hence 6 ms and 1000 / 6
     scheduler = scheduler_of(elche.ElChe(anchor=4), 2)
     for busy in ((32.0, 32.0), (32.0, 32.0), (16.0, 32.0)):
-        scheduler.measured(record((4, 4), busy))
+        scheduler.observe(record((4, 4), busy))
     assert scheduler.throughput == pytest.approx((1000 / 6, 125.0))
 
 
@@ -114,7 +114,7 @@ def test_windows_without_work_say_nothing_of_a_device():
 def test_one_device_is_timed_by_its_windows():
     scheduler = scheduler_of(elche.FixedTotal(4), 1)
     assert (scheduler.throughput, scheduler.ratios) == ((None,), (1.0,))
-    scheduler.measured(record((4,), (), wall_ms=80.0))
+    scheduler.observe(record((4,), (), wall_ms=80.0))
     assert (scheduler.throughput, scheduler.ratios) == ((50.0,), (1.0,))
 
 
@@ -188,7 +188,7 @@ def test_an_unmeasured_device_counts_as_the_mean():
 def test_after_a_recording_its_last_window_counts():
     scheduler = scheduler_of(elche.Replay([(1, 1), (1, 3)]), 2)
     for counts in ((1, 1), (1, 3)):
-        scheduler.dispatched(counts)
+        scheduler.on_dispatch(counts)
     assert scheduler.ratios == (0.25, 0.75)
 
 
@@ -255,9 +255,9 @@ def test_windows_and_skips_are_told(tmp_path):
         scheduler = scheduler_of(elche.ElChe(), 2, timeline=timeline)
         steady = record((10, 10), (60.0, 20.0))
         compiled = replace(steady, window=1, steady=False)
-        scheduler.measured(steady)
-        scheduler.skipped(WindowPlan(0, 0, (10, 10), 160), "not finite")
-        scheduler.measured(compiled)
+        scheduler.observe(steady)
+        scheduler.on_skip(WindowPlan(0, 0, (10, 10), 160), "not finite")
+        scheduler.observe(compiled)
     first, dropped, second = Timeline.read(tmp_path / "run.jsonl")
     assert isinstance(first, WindowEvent) and isinstance(second, WindowEvent)
     assert (first.window, first.busy_ms, first.steady) == (0, (60.0, 20.0), True)
@@ -268,8 +268,8 @@ def test_windows_and_skips_are_told(tmp_path):
 
 def test_without_a_timeline_nothing_is_told():
     scheduler = scheduler_of(elche.ElChe(), 2)
-    scheduler.measured(record((10, 10), (60.0, 20.0)))
-    scheduler.skipped(WindowPlan(0, 0, (10, 10), 160), "not finite")
+    scheduler.observe(record((10, 10), (60.0, 20.0)))
+    scheduler.on_skip(WindowPlan(0, 0, (10, 10), 160), "not finite")
     assert len(scheduler.records) == 1 and scheduler.timeline is None
 
 
@@ -283,7 +283,7 @@ def test_a_timeline_may_look_at_the_scheduler_that_tells_it():
 
     timeline = Looking()
     scheduler = scheduler_of(elche.ElChe(), 2, timeline=timeline)
-    scheduler.measured(record((10, 10), (60.0, 20.0)))
+    scheduler.observe(record((10, 10), (60.0, 20.0)))
     assert len(timeline.events) == 1 and timeline.seen == (1000 / 6, 500.0)
 
 
@@ -294,5 +294,5 @@ def test_a_timeline_may_look_at_the_scheduler_that_tells_it():
 def test_only_a_cadence_that_does_not_balance_is_worth_a_hint(cadence, hints, caplog):
     scheduler = LiveScheduler(Controller(cadence), 2, hint=True)
     for window in range(HINT_AFTER):
-        scheduler.measured(record((1, 1), (5.0, 30.0), window=window))
+        scheduler.observe(record((1, 1), (5.0, 30.0), window=window))
     assert len(caplog.records) == hints

@@ -53,7 +53,7 @@ def test_no_hint_on_times_that_are_mostly_noise(caplog, ms, hints):
     scheduler = LiveScheduler(Controller(elche.EveryBatch()), 2, hint=True)
     for number in range(HINT_AFTER):
         assert not caplog.records, "not before it is certain"
-        scheduler.measured(WindowRecord(number, 0, (1, 1), 2, ms, max(ms), 0.0, 0.0, True))
+        scheduler.observe(WindowRecord(number, 0, (1, 1), 2, ms, max(ms), 0.0, 0.0, True))
     assert len(caplog.records) == hints
 
 

@@ -18,13 +18,13 @@ from sweeping import Batches, MapStyle, examples
 
 import elche_jax as elche
 from elche_jax.cadence import Controller, WindowPlan
+from elche_jax.engine.runner import Launch
 from elche_jax.engine.timing import Ends, WindowTimes
 from elche_jax.lab import EmulatedSpeeds
 from elche_jax.train.evaluate import _kept_sweep, _Same
 from elche_jax.train.finite import FinitePolicy, FiniteWatch
 from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.pipeline import InFlight, Pipeline
-from elche_jax.train.sweep import Reading
 
 DEVICES = jax.devices()
 DATA = examples(20)
@@ -247,14 +247,14 @@ def test_when_a_device_begins_its_next_window(combines, platform, busy, monkeypa
     devices = [Kind("a", platform), Kind("b", platform)]
     feed = SimpleNamespace(devices=devices, world_size=2)
     scheduler, measured = LiveScheduler(Controller(elche.EveryBatch()), 2, hint=False), []
-    monkeypatch.setattr(scheduler, "measured", measured.append)
+    monkeypatch.setattr(scheduler, "observe", measured.append)
     monkeypatch.setattr("elche_jax.train.pipeline.ENDS", Ends())
     watch = FiniteWatch(FinitePolicy("ignore"), devices)
-    run = Pipeline(feed, scheduler, elche.Cursor(), 1, watch, None, combines)
+    run = Pipeline(feed, scheduler, elche.Cursor(), 1, watch, None, None, combines)
     for number, ends in enumerate([(0.002, 0.006), (0.008, 0.012)]):
         plan = WindowPlan(number, 0, (1, 1), 2)
-        run._flights[number] = InFlight(plan, 0.0, True, True, None)
-        run.over(WindowTimes(number, 0.0, ends, ends))
+        run._flights[number] = InFlight(plan, 0.0, None)
+        run.on_complete(WindowTimes(number, 0.0, ends, ends))
     assert [record.busy_ms for record in measured] == [
         pytest.approx((2.0, 6.0)),
         pytest.approx(busy),
@@ -346,11 +346,20 @@ def test_an_error_in_the_function_while_it_runs(kind, world):
 
 @both
 @worlds
-@pytest.mark.parametrize("at", ["asked", "dispatching", "launch", "dispatched", "finish"])
-def test_an_interrupt_anywhere_in_the_loop(kind, world, at, monkeypatch):
+@pytest.mark.parametrize(
+    ("owner", "at"),
+    [
+        (Pipeline, "on_request"),
+        (Pipeline, "_admit"),
+        (Launch, "__call__"),
+        (Pipeline, "_hand_over"),
+        (Pipeline, "finish"),
+    ],
+)
+def test_an_interrupt_anywhere_in_the_loop(kind, world, owner, at, monkeypatch):
     """Ctrl-C at some moment while windows are in flight."""
     call = kind(x_of, world, elche.EveryBatch())
-    method, seen = getattr(Pipeline, at), 0
+    method, seen = getattr(owner, at), 0
 
     def interrupted(run, *args):
         nonlocal seen
@@ -360,7 +369,7 @@ def test_an_interrupt_anywhere_in_the_loop(kind, world, at, monkeypatch):
         return method(run, *args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Pipeline, at, interrupted)
+        patched.setattr(owner, at, interrupted)
         with pytest.raises(KeyboardInterrupt) as caught:
             call(DATA, 2)
     # while its traceback is held, and all that is in it
@@ -385,8 +394,8 @@ def test_an_interrupt_that_came_while_a_device_was_emulated(kind, world):
 @worlds
 def test_results_that_are_dropped_half_way_end_the_threads(kind, world):
     call = kind(x_of, world, elche.EveryBatch())
-    reading = Reading(2, None, "stream", 2**20)
-    results = call.sweep.results(None, None, DATA, reading)
+    how = {"batch_size": 2, "mask_key": None, "placement": "stream", "window_bytes": 2**20}
+    results = call.sweep.results(None, None, DATA, **how)
     assert threads() == []
     next(results)
     assert bool(threads()) == (world > 1)
