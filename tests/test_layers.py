@@ -154,7 +154,6 @@ ONE_DEVICE = {
     ("train/options.py", "late"): "nobody is waited for",
     ("train/build.py", "_warn_of_knobs"): "a knob without effect is named",
     ("train/live_scheduler.py", "knows"): "its cadence hears of no times",
-    ("train/loading.py", "feed"): "one microbatch needs no loop, and no room to grow",
     ("train/sweep.py", "__init__"): "there are no shares to balance",
     ("train/runners.py", "exchanged_bytes"): "nothing is exchanged",
     ("train/runners.py", "rule"): "nothing is exchanged",

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from elche_jax.observe.report import RunReport
 from elche_jax.train.loading import WINDOW_BYTES
 from elche_jax.train.outside import check_outside
 from elche_jax.train.pipeline import Window
-from elche_jax.train.sweep import Sweep, Task
+from elche_jax.train.sweep import Sweep
 
 PyTree = Any
 
@@ -168,9 +168,8 @@ def build_eval_step(
         )
     chosen = select_devices(devices, "build_eval_step")
 
-    def make(fn: BatchFn, variables: Variables, batch: PyTree, ragged: bool) -> Task:
-        traced, shapes = inspect_metrics(fn, variables, batch, ragged)
-        return Task(traced, Score(traced, shapes, emulate))
+    def make(fn: BatchFn, variables: Variables, batch: PyTree, ragged: bool) -> tuple[Score, int]:
+        return Score(*inspect_metrics(fn, variables, batch, ragged), emulate), 0
 
     return EvalStep(Sweep("build_eval_step", metric_fn, make, chosen, cadence, emulate))
 
@@ -284,10 +283,10 @@ class _Same:
 def _kept_sweep(
     apply_fn: _Same, devices: tuple[jax.Device, ...], cadence: _Same, emulate: _Same
 ) -> Sweep:
-    def make(fn: BatchFn, variables: Variables, batch: PyTree, ragged: bool) -> Task:
+    def make(fn: BatchFn, variables: Variables, batch: PyTree, ragged: bool) -> tuple[Apply, int]:
         traced = inspect_outputs(fn, variables, batch)
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(traced.outputs))
-        return Task(traced, Apply(traced, emulate.value), size)
+        return Apply(traced, emulate.value), size
 
     return Sweep("predict", apply_fn.value, make, devices, cadence.value, emulate.value)
 
@@ -305,7 +304,7 @@ def _rows(window: Window, calls: list[PyTree], world_size: int) -> PyTree:
             starts = call.ranges[rank].pieces()
             for length, piece in zip(piece_lengths(capacity), pieces, strict=True):
                 if length in starts:
-                    parts.append((starts[length], jax.tree.map(_shard_of(rank), piece)))
+                    parts.append((starts[length], jax.tree.map(partial(_row, rank), piece)))
     parts.sort(key=lambda part: part[0])
 
     def join(*leaves: np.ndarray) -> np.ndarray:
@@ -317,14 +316,9 @@ def _rows(window: Window, calls: list[PyTree], world_size: int) -> PyTree:
     return jax.tree.map(join, *(part for _, part in parts))
 
 
-def _shard_of(rank: int) -> Callable[[jax.Array], np.ndarray]:
-    """Return a function that fetches one device's entry of a stacked array."""
-
-    def fetch(leaf: jax.Array) -> np.ndarray:
-        shards = leaf.addressable_shards
-        return np.asarray(next(s.data for s in shards if (s.index[0].start or 0) == rank))[0]
-
-    return fetch
+def _row(rank: int, leaf: jax.Array) -> np.ndarray:
+    """Fetch one device's entry of a stacked array, and no other."""
+    return np.asarray(leaf.addressable_data(rank))[0]
 
 
 def _mean(total: Any, weight: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from elche_jax.cadence import Cadence
 from elche_jax.data.order import Cursor
 from elche_jax.data.place import Placer
 from elche_jax.data.reader import IndexedReader, Reader, open_epoch
@@ -14,7 +15,7 @@ from elche_jax.engine.fetch import CallArgs, Payload, Pieces, Rows
 from elche_jax.engine.host.runner import HostRunner
 from elche_jax.engine.runner import Call, Runner
 from elche_jax.engine.sweep import SweepRunner
-from elche_jax.train.spec import DataPlan, bytes_of
+from elche_jax.train.spec import DataPlan
 
 PyTree = Any
 
@@ -36,9 +37,7 @@ class Feed:
         runner: Knows which programs are compiled.
         resident: The data set on the devices, leaves `(world_size, examples, ...)`, for
             `placement="resident"`; else None.
-        adaptive: Whether counts change, so that a larger capacity pays off.
-        ahead: Whether larger capacities are compiled before they are needed.
-        largest_count: The largest count that any window will have; None if unknown.
+        cadence: Decides the counts.
     """
 
     def __init__(
@@ -47,13 +46,12 @@ class Feed:
         placer: Placer,
         runner: AnyRunner,
         resident: PyTree,
-        adaptive: bool,
-        ahead: bool,
-        largest_count: int | None,
+        cadence: Cadence[Any],
     ):
         self._plan, self._placer, self._runner = plan, placer, runner
-        self._resident, self._adaptive, self._ahead = resident, adaptive, ahead
-        self._largest_count = largest_count
+        self._resident, self._cadence = resident, cadence
+        # one device: a single microbatch needs no loop, and windows seldom grow
+        self._grows = not runner.lane.alone
         shapes = jax.tree.leaves((plan.microbatch, resident))
         layout = (plan.placement, *((leaf.shape, leaf.dtype) for leaf in shapes))
         self._capacities = runner.capacities.setdefault(layout, set())
@@ -113,12 +111,13 @@ class Feed:
         want = min(capacity_for(count), self._largest)
         known = {c for c in self._capacities if c <= self._largest}
         if not known:
-            room = self._largest_count or (ROOM * count if self._adaptive else count)
+            factor = ROOM if self._grows and self._cadence.adaptive else 1
+            room = self._cadence.largest_count or factor * count
             first = min(capacity_for(room), self._largest)
             self._capacities.add(first)
             return first
         ahead = min(capacity_for(int(count / APPROACH)), self._largest)
-        if self._ahead and ahead > max(known):
+        if self._grows and ahead > max(known):
             self._runner.prepare(self._payload_shape(ahead))
             self._capacities.add(ahead)
         ready = [c for c in known if self._runner.ready(self._payload_shape(c))]
@@ -129,7 +128,7 @@ class Feed:
     def _largest_capacity(self) -> int:
         # resident data send one int32 index per example
         index_bytes = 4 * self._plan.batch_size
-        size = bytes_of(self._plan.microbatch) if self._resident is None else index_bytes
+        size = self._plan.microbatch_bytes if self._resident is None else index_bytes
         size = max(1, size, self._plan.row_bytes)
         # at least 1: only streamed data were checked against the limit
         fit = max(1, self._plan.window_bytes // size)

@@ -13,7 +13,6 @@ from elche_jax.cadence import WindowPlan
 
 logger = logging.getLogger("elche_jax")
 
-NONFINITE = ("raise", "skip", "ignore")
 
 MAX_SKIPS = 20
 """Default number of dropped windows in a row that raises: enough for a dynamic loss scale to fall
@@ -56,9 +55,7 @@ class FinitePolicy:
 
     def __post_init__(self) -> None:
         where = "build_train_step"
-        if self.action not in NONFINITE:
-            rule = f"be one of {', '.join(map(repr, NONFINITE))}"
-            raise ValueError(check.message(where, "nonfinite", rule, repr(self.action)))
+        check.one_of(where, "nonfinite", self.action, ("raise", "skip", "ignore"))
         if self.max_skips is not None:
             check.integer(where, "max_skips", self.max_skips, low=1)
         if self.action != "skip" and self.max_skips != MAX_SKIPS:
@@ -119,6 +116,8 @@ class FiniteWatch:
             that was not finite.
         left_out: Windows per device in which it was not finite (counted under averaging, and
             for windows that raised an error) or whose average left it out as late.
+        in_a_row: Windows that were not finite since the last finite one.
+        event: Reason for a skipped window, for the timeline.
 
     Args:
         policy: The user's choice.
@@ -133,23 +132,12 @@ class FiniteWatch:
         wording: Wording = GRADIENTS,
     ):
         self._policy, self._devices, self._wording = policy, devices, wording
-        self.skipped = 0
-        self.left_out = [0] * len(devices)
-        self._in_a_row = 0
-
-    @property
-    def event(self) -> str:
-        """Reason for a skipped window, for the timeline."""
-        return self._wording.event
+        self.event = wording.event
+        self.restore(0, [0] * len(devices), 0)
 
     def restore(self, skipped: int, left_out: Sequence[int], in_a_row: int) -> None:
-        """Continue the counts of a restored run."""
-        self.skipped, self.left_out, self._in_a_row = skipped, list(left_out), in_a_row
-
-    @property
-    def in_a_row(self) -> int:
-        """Number of windows that were not finite since the last finite one."""
-        return self._in_a_row
+        """Set the counts to those of a restored run."""
+        self.skipped, self.left_out, self.in_a_row = skipped, list(left_out), in_a_row
 
     def observe(self, plan: WindowPlan, finite: bool, own: Any) -> NonFiniteError | None:
         """Count a window; return the error to raise, if any.
@@ -161,19 +149,19 @@ class FiniteWatch:
                 which is read only if needed.
         """
         if finite or not self._policy.drops:
-            self._in_a_row = 0
+            self.in_a_row = 0
             return None
         self.skipped += 1
-        self._in_a_row += 1
+        self.in_a_row += 1
         raises = self._policy.action == "raise"
-        too_many = self._in_a_row == self._policy.max_skips
+        too_many = self.in_a_row == self._policy.max_skips
         if not raises and not too_many and self._wording is GRADIENTS:
             return None
         bad = self._culprits(plan, own)
         if raises:
             return self._error(plan, bad, self._wording.rule)
         if too_many:
-            self._in_a_row = 0  # a loop that catches the error is warned again
+            self.in_a_row = 0  # a loop that catches the error is warned again
             return self._error(plan, bad, self._wording.many)
         logger.warning(
             "elche: left out of the average of %s, as not finite: %s.",

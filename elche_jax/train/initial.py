@@ -1,6 +1,6 @@
 """The initial training state, its shapes, and the checks of what it is made from."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -112,21 +112,20 @@ def initial_averaging(
 
 def check_params(trained: PyTree, frozen: PyTree) -> None:
     """Raise if a trained parameter is not a float array, or a frozen one not an array."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(frozen)[0]:
+    for name, leaf in _named(frozen):
         if not hasattr(leaf, "dtype"):
             raise TypeError(
                 "TrainStep.init: every leaf of params must be an array, frozen leaf "
-                f"{jax.tree_util.keystr(path)} is {describe(leaf)}."
+                f"{name} is {describe(leaf)}."
             )
-        _check_kept(path, leaf)
-    named = jax.tree_util.tree_flatten_with_path(trained)[0]
-    if not named:
+        _check_kept(name, leaf)
+    if not jax.tree.leaves(trained):
         raise ValueError("TrainStep.init: params must hold at least one array, got none.")
-    for path, leaf in named:
+    for name, leaf in _named(trained):
         if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
                 f"TrainStep.init: every leaf of params must be a float array, leaf "
-                f"{jax.tree_util.keystr(path) or 'params'} is {describe(leaf)}. Convert numbers "
+                f"{name or 'params'} is {describe(leaf)}. Convert numbers "
                 "with jnp.asarray; name what is not trained with trainable."
             )
 
@@ -138,13 +137,12 @@ def check_one_copy(where: str, argument: str, tree: PyTree) -> None:
         # on one device, a stacked array cannot be told from one with an axis of length 1
         if is_stacked(leaf) and not leaf.is_fully_replicated:
             name = jax.tree_util.keystr(path) or argument
-            rule = "be one copy"
             got = f"leaf {name} with those of {leaf.shape[0]} devices"
             todo = "Take one: elche_jax.unreplicate."
-            raise ValueError(check.message(where, argument, rule, got, todo))
+            raise ValueError(check.message(where, argument, "be one copy", got, todo))
 
 
-def _check_kept(path: Any, leaf: Any) -> None:
+def _check_kept(name: str, leaf: Any) -> None:
     """Raise if a frozen integer would overflow: without 64-bit types JAX keeps 32 bits."""
     dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) if not is_key(leaf) else leaf.dtype
     if dtype == leaf.dtype or leaf.dtype.kind not in "iu" or leaf.size == 0:
@@ -153,21 +151,20 @@ def _check_kept(path: Any, leaf: Any) -> None:
     if int(leaf.min()) < bounds.min or int(leaf.max()) > bounds.max:
         raise ValueError(
             f"TrainStep.init: integers of params must fit {dtype}, which JAX makes of "
-            f"{leaf.dtype}, frozen leaf {jax.tree_util.keystr(path)} does not. Switch "
-            "jax_enable_x64 on."
+            f"{leaf.dtype}, frozen leaf {name} does not. Switch jax_enable_x64 on."
         )
 
 
 def check_model_state(model_state: PyTree) -> None:
     """Raise if a leaf of the model state has no merge rule for its dtype."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(model_state)[0]:
+    for name, leaf in _named(model_state):
         dtype = np.asarray(leaf).dtype if not hasattr(leaf, "dtype") else leaf.dtype
         if any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
             continue
         raise TypeError(
             f"TrainStep.init: every leaf of model_state must be an array of floats, integers or "
-            f"bools, leaf {jax.tree_util.keystr(path)} is {describe(leaf)}. Random keys: loss_fn "
-            "gets one for every microbatch."
+            f"bools, leaf {name} is {describe(leaf)}. Random keys: loss_fn gets one for every "
+            "microbatch."
         )
 
 
@@ -230,7 +227,7 @@ def check_buffers(state: Any, where: str = "train") -> None:
             f"{' with host arrays' if isinstance(state, TrainState) else ''}."
         )
     if any(leaf.is_deleted() for leaf in arrays):
-        name = _first(state, lambda leaf: leaf.is_deleted())
+        name = next(name for name, leaf in _named(state) if leaf.is_deleted())
         raise ValueError(
             f"{where}: state must be the one the last call returned, got leaf {name} whose "
             "buffer was given up. Write `state, metrics = train(state, window)`; what is to "
@@ -238,16 +235,17 @@ def check_buffers(state: Any, where: str = "train") -> None:
         )
     if len(set(map(id, arrays))) < len(arrays):
         seen: set[int] = set()
-        name = _first(state, lambda leaf: id(leaf) in seen or seen.add(id(leaf)))
+        name = next(name for name, leaf in _named(state) if id(leaf) in seen or seen.add(id(leaf)))
         raise ValueError(
             f"{where}: every leaf of state must be an array of its own, got leaf {name}, which is "
             "in the state twice. Copy it: jnp.copy."
         )
 
 
-def _first(tree: PyTree, is_it: Callable[[Any], object]) -> str:
+def _named(tree: PyTree) -> list[tuple[str, Any]]:
+    """Return the leaves of a pytree with their names."""
     named = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return next(jax.tree_util.keystr(path) for path, leaf in named if is_it(leaf))
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in named]
 
 
 def difference(got: PyTree, want: PyTree) -> str:
@@ -255,10 +253,8 @@ def difference(got: PyTree, want: PyTree) -> str:
     structures = jax.tree.structure(got), jax.tree.structure(want)
     if structures[0] != structures[1]:
         return f"structure {structures[0]} instead of {structures[1]}"
-    named = jax.tree_util.tree_flatten_with_path(got)[0]
-    for (path, a), b in zip(named, jax.tree.leaves(want), strict=True):
+    for (name, a), b in zip(_named(got), jax.tree.leaves(want), strict=True):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
-            name = jax.tree_util.keystr(path)
             return f"leaf {name} is {a.dtype}{list(a.shape)} instead of {b.dtype}{list(b.shape)}"
     return ""
 

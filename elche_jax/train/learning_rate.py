@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,6 @@ logger = logging.getLogger("elche_jax")
 
 Unit = Literal["microbatches", "examples"]
 Rule = Literal["none", "linear", "sqrt"]
-UNITS = ("microbatches", "examples")
-RULES = ("none", "linear", "sqrt")
 
 
 def schedule_by_work(
@@ -105,7 +103,7 @@ def schedule_by_work(
                 "Pass optax.adamw, say, and its arguments to what comes back.",
             )
         )  # fmt: skip
-    _one_of("schedule_by_work", "unit", unit, UNITS)
+    check.one_of("schedule_by_work", "unit", unit, get_args(Unit))
     static = {static_args} if isinstance(static_args, str) else set(static_args)
     signature = inspect.signature(factory)
     kinds = {parameter.kind for parameter in signature.parameters.values()}
@@ -294,12 +292,6 @@ def scale_learning_rate(
 def _factor(where: str, world_size: float, rule: str, ratio: float) -> float:
     world_size = check.real(where, "world_size", world_size, low=1)
     ratio = check.real(where, "ratio", ratio, low=0, high=1)
-    _one_of(where, "rule", rule, RULES)
+    check.one_of(where, "rule", rule, get_args(Rule))
     linear = 1.0 + ratio * (world_size - 1.0)
     return {"none": 1.0, "linear": linear, "sqrt": math.sqrt(linear)}[rule]
-
-
-def _one_of(where: str, argument: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        rule = f"be one of {', '.join(map(repr, allowed))}"
-        raise ValueError(check.message(where, argument, rule, repr(value)))

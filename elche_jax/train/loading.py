@@ -15,12 +15,7 @@ from elche_jax.engine.loss import check_mask_key
 from elche_jax.engine.mapped import stacked_sharding
 from elche_jax.engine.replicas import replicate
 from elche_jax.train.feed import AnyRunner, Feed
-from elche_jax.train.spec import (
-    DataPlan,
-    check_batch_size,
-    check_window_bytes,
-    microbatch_shapes,
-)
+from elche_jax.train.spec import DataPlan, check_batch_size, microbatch_shapes
 
 PyTree = Any
 
@@ -78,20 +73,21 @@ class Loading:
         place = choose_placement(placement, source, self._devices, free_bytes(self._devices))
         if placement == "auto" and self._kept(source) is not None:
             place = "resident"  # the free memory does not count the copy that is there already
-        if place == "stream":
-            check_window_bytes(window_bytes, microbatch)
-        return DataPlan(
+        plan = DataPlan(
             source, size, seed, shuffle, drop_last, mask_key, place, window_bytes, microbatch
         )
+        if place == "stream" and window_bytes < plan.microbatch_bytes:
+            raise ValueError(
+                f"data: window_bytes must hold at least one microbatch ({plan.microbatch_bytes} "
+                f"bytes), got {window_bytes}. Raise it, or lower batch_size."
+            )
+        return plan
 
     def feed(self, plan: DataPlan, runner: AnyRunner, cadence: Cadence[Any]) -> Feed:
         """Return a feed of these data for the programs of a runner."""
         placer = Placer(self._devices, stacked_sharding(self._devices))
         resident = self._place(plan.source) if plan.placement == "resident" else None
-        # one device: a single microbatch needs no loop, and windows seldom grow
-        several = len(self._devices) > 1
-        adaptive = cadence.adaptive and several
-        return Feed(plan, placer, runner, resident, adaptive, several, cadence.largest_count)
+        return Feed(plan, placer, runner, resident, cadence)
 
     def release(self) -> None:
         """Drop the data on the devices, and an iterator that has been read."""

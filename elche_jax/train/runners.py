@@ -1,7 +1,7 @@
 """The runners of a training step: one for each kind of state, loss and data."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from elche_jax.engine.merge import MergeRules
 from elche_jax.engine.microbatch import Microbatches
 from elche_jax.engine.reduce import Contribution
 from elche_jax.engine.rule import Ended, Rule
-from elche_jax.engine.runner import Runner
+from elche_jax.engine.runner import Runner, signature
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.trainable import Selection
 from elche_jax.train.options import Options
@@ -101,9 +101,8 @@ class Runners:
             ValueError: The loss cannot exclude the missing examples of a smaller microbatch.
         """
         options, shapes, impl = self._options, initial.shapes, initial.key_impl
-        loss_fn = LossFn(
-            self._loss_fn.fn, self._loss_fn.has_aux, shapes.model_state is not None, plan.mask_key
-        )
+        has_model_state = shapes.model_state is not None
+        loss_fn = replace(self._loss_fn, has_model_state=has_model_state, mask_key=plan.mask_key)
         one = initial.one
         key = jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=impl), one.key)
         cast = options.precision.cast
@@ -121,12 +120,10 @@ class Runners:
                 "already where the scale is dynamic. Choose another name."
             )
         names = tuple(sorted(form.aux))
-        leaves, structure = jax.tree.flatten(shapes)
         # the function itself is not in the key: it is always the same, and may be unhashable
         kind = (
-            plan.mask_key, loss_fn.has_model_state, impl, form.form, names, structure,
+            plan.mask_key, has_model_state, impl, form.form, names, signature(shapes),
             initial.selection, initial.merge,
-            tuple((x.shape, x.dtype) for x in leaves),
         )  # fmt: skip
         if kind not in self._runners:
             work = Microbatches(

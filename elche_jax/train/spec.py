@@ -45,6 +45,12 @@ class DataPlan:
     row_bytes: int = 0
 
     @property
+    def microbatch_bytes(self) -> int:
+        """Size of one microbatch."""
+        leaves = jax.tree.leaves(self.microbatch)
+        return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+    @property
     def ragged(self) -> bool:
         """Whether a microbatch may have fewer valid examples than `batch_size`."""
         if self.drop_last:
@@ -140,19 +146,3 @@ def microbatch_shapes(source: Source, batch_size: int) -> PyTree:
         return jax.ShapeDtypeStruct((batch_size, *np.shape(leaf)[1:]), dtype)
 
     return jax.tree_util.tree_map_with_path(shape, rows)
-
-
-def bytes_of(microbatch: PyTree) -> int:
-    """Return the size of a microbatch of these shapes in bytes."""
-    leaves = jax.tree.leaves(microbatch)
-    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
-
-
-def check_window_bytes(window_bytes: int, microbatch: PyTree) -> None:
-    """Check that a program call may hold at least one microbatch."""
-    size = bytes_of(microbatch)
-    if window_bytes < size:
-        raise ValueError(
-            f"data: window_bytes must hold at least one microbatch ({size} bytes), got "
-            f"{window_bytes}. Raise it, or lower batch_size."
-        )

@@ -5,8 +5,8 @@ The devices do not synchronise; the host puts their results together.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,14 +14,13 @@ import jax
 from elche_jax.cadence import Cadence, Controller, FixedTotal, WindowTime
 from elche_jax.data.order import Cursor
 from elche_jax.engine.compile_cache import CompileCache
-from elche_jax.engine.devices import check_one_kind, select_devices
+from elche_jax.engine.devices import check_one_kind
 from elche_jax.engine.lane import lanes_of
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.replicas import devices_of, replicate
 from elche_jax.engine.runner import signature
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.sweep import BatchFn, SweepProgram, SweepRunner, Variables
-from elche_jax.engine.traced import Traced
 from elche_jax.observe.report import RunReport, make_report
 from elche_jax.train.finite import FinitePolicy, FiniteWatch
 from elche_jax.train.initial import check_buffers, check_one_copy, shapes_of
@@ -38,24 +37,11 @@ ONE_DEVICE = 16
 """Microbatches per window with a single device, which has no speeds to balance."""
 
 
-@dataclass(frozen=True)
-class Task:
-    """What a sweep computes, made once the shapes are known.
+MakeProgram = Callable[[BatchFn, Variables, PyTree, bool], tuple[SweepProgram, int]]
+"""`make(fn, shapes of the variables, shapes of a microbatch, ragged)`: traces the function.
 
-    Attributes:
-        traced: The user's function as it was traced.
-        program: What a device computes.
-        row_bytes: Bytes of the results of one microbatch on a device.
-    """
-
-    traced: Traced
-    program: SweepProgram
-    row_bytes: int = 0
-
-
-MakeTask = Callable[[BatchFn, Variables, PyTree, bool], Task]
-"""`make(fn, shapes of the variables, shapes of a microbatch, ragged) -> Task`, where `ragged`
-says whether the last microbatch may have fewer examples."""
+`ragged` says whether the last microbatch may have fewer examples. Returns what a device
+computes, and the bytes of the results of one microbatch if they are kept, else 0."""
 
 
 class Sweep:
@@ -68,8 +54,8 @@ class Sweep:
     Args:
         where: The function the user called, for messages.
         fn: The user's function.
-        make: Makes the task, once shapes are known.
-        devices: The devices; None for all local devices.
+        make: Makes the program, once shapes are known.
+        devices: The devices, in rank order.
         cadence: Decides the counts; None for windows of a tenth of a second.
         emulate: Slows devices down on purpose.
     """
@@ -78,12 +64,12 @@ class Sweep:
         self,
         where: str,
         fn: Callable[..., Any],
-        make: MakeTask,
-        devices: Sequence[jax.Device] | None,
+        make: MakeProgram,
+        devices: tuple[jax.Device, ...],
         cadence: Cadence[Any] | None,
         emulate: LoopHook | None,
     ):
-        self.devices = select_devices(devices, where)
+        self.devices = devices
         check_one_kind(where, self.devices)
         check_parts(where, cadence=cadence, emulate=emulate)
         if emulate is not None:
@@ -96,7 +82,7 @@ class Sweep:
         )
         self._lane, *_ = lanes_of(self.devices)
         self._cache = CompileCache()
-        self._runners: dict[Any, tuple[SweepRunner, Task]] = {}
+        self._runners: dict[Any, tuple[SweepProgram, SweepRunner]] = {}
         self._loading = Loading(self.devices)
 
     def release(self) -> None:
@@ -155,16 +141,16 @@ class Sweep:
         # the function itself is not in the key: it is always the same, and may be unhashable
         key = (fn.has_model_state, fn.mask_key, plan.ragged, signature((shapes, plan.microbatch)))
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
-        task = self._make(fn, one, plan.microbatch, plan.ragged)
-        if key in self._runners and self._runners[key][1].traced != task.traced:
+        program, row_bytes = self._make(fn, one, plan.microbatch, plan.ragged)
+        if key in self._runners and self._runners[key][0] != program:
             # the function has changed since: programs of all shapes are out of date
             self._runners.clear()
             self._cache.clear()
         if key not in self._runners:
-            runner = SweepRunner(task.program, self._lane, self._cache, shapes)
-            self._runners[key] = (runner, task)
-        runner, task = self._runners[key]
-        plan = replace(plan, row_bytes=task.row_bytes)
+            runner = SweepRunner(program, self._lane, self._cache, shapes)
+            self._runners[key] = program, runner
+        _, runner = self._runners[key]
+        plan = replace(plan, row_bytes=row_bytes)
         feed = self._loading.feed(plan, runner, self.scheduler.cadence)
         self.scheduler.restart()
         watch = FiniteWatch(FinitePolicy("ignore"), self.devices)

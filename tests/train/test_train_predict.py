@@ -146,8 +146,8 @@ def test_outputs_larger_than_the_data_are_cut_into_calls():
     options = {"devices": DEVICES[:2], "cadence": elche.Replay([(13, 7)]), "window_bytes": 600}
     got = elche.predict(wide, None, x, 2, **options)
     np.testing.assert_array_equal(got, np.repeat(x[:, None], 25, axis=1))
-    ((runner, task),) = sweep_of(wide, **options)._runners.values()
-    assert task.row_bytes == 200 and seen == {(2,)}
+    ((program, runner),) = sweep_of(wide, **options)._runners.values()
+    assert program.fn.outputs.size * 4 == 200 and seen == {(2,)}
     assert list(runner.capacities.values()) == [{3}]
 
 
