@@ -31,6 +31,10 @@ ROOM = 4
 class Feed:
     """Makes the program calls of a window: chooses a capacity, reads and places the data.
 
+    Attributes:
+        devices: The devices, in rank order.
+        epochs: Number of epochs; None for no end.
+
     Args:
         plan: How the data are read.
         placer: Puts arrays onto the devices.
@@ -57,6 +61,7 @@ class Feed:
         self._capacities = runner.capacities.setdefault(layout, set())
         self._largest = self._largest_capacity()
         self.devices: Sequence[jax.Device] = runner.lane.devices
+        self.epochs = plan.epochs
 
     def open_epoch(self, cursor: Cursor) -> Reader:
         """Return a reader of the cursor's epoch that starts at its microbatch."""

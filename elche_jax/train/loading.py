@@ -63,18 +63,23 @@ class Loading:
             shuffle: False keeps the order of the data.
             drop_last: Leave out a last microbatch that is smaller.
         """
+        seed = check.integer(where, "seed", seed, low=0, high=2**64 - 1)
         window_bytes = check.integer(where, "window_bytes", window_bytes, low=1)
+        if epochs is not None:
+            epochs = check.integer(where, "epochs", epochs, low=1)
+        check.instance(where, "shuffle", shuffle, bool)
+        check.instance(where, "drop_last", drop_last, bool)
         if mask_key is not None and not isinstance(mask_key, str):
             raise TypeError(f"{where}: mask_key must be a string, got {type(mask_key).__name__}.")
         source = self._source(data)
         size = check_batch_size(source, batch_size, epochs, drop_last)
-        microbatch = microbatch_shapes(source, size)
-        check_mask_key(mask_key, microbatch)
+        shapes = microbatch_shapes(source, size)
+        check_mask_key(mask_key, shapes)
         place = choose_placement(placement, source, self._devices, free_bytes(self._devices))
         if placement == "auto" and self._kept(source) is not None:
             place = "resident"  # the free memory does not count the copy that is there already
         plan = DataPlan(
-            source, size, seed, shuffle, drop_last, mask_key, place, window_bytes, microbatch
+            source, size, epochs, seed, shuffle, drop_last, mask_key, place, window_bytes, shapes
         )
         if place == "stream" and window_bytes < plan.microbatch_bytes:
             raise ValueError(

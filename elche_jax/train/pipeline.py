@@ -159,7 +159,6 @@ class Pipeline(Generic[R]):
         feed: Loads and places windows.
         scheduler: Plans and records.
         start: Where in the data to begin.
-        epochs: Number of epochs; None for no end.
         watch: Counts windows that are not finite.
         runner: Runs the windows.
         cache: Compiled programs.
@@ -175,7 +174,6 @@ class Pipeline(Generic[R]):
         feed: Feed,
         scheduler: LiveScheduler,
         start: Cursor,
-        epochs: int | None,
         watch: FiniteWatch,
         runner: R,
         cache: CompileCache,
@@ -186,7 +184,7 @@ class Pipeline(Generic[R]):
         timing: Timing | None = None,
     ):
         self._feed, self._scheduler, self._cache = feed, scheduler, cache
-        self._start, self._epochs, self._in_flight = start, epochs, in_flight
+        self._start, self._in_flight = start, in_flight
         self._watch, self._divergence, self.runner = watch, divergence, runner
         self._compared, self._timing = compared, timing or Timing(always=True)
         self._remote = feed.devices[0].platform != "cpu"
@@ -216,7 +214,8 @@ class Pipeline(Generic[R]):
         """Yield the windows of the run, waiting for reports if plans depend on them."""
         cursor = self._start
         depth = self._in_flight if self._scheduler.cadence.adaptive else LOOKAHEAD
-        while self._epochs is None or cursor.epoch < self._epochs:
+        epochs = self._feed.epochs
+        while epochs is None or cursor.epoch < epochs:
             reader = self._feed.open_epoch(cursor)
             begun = cursor.microbatch
             while self._wait(stop, depth):

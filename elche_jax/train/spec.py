@@ -1,6 +1,6 @@
 """How the data of a run are read, and the checks made before anything is compiled."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ class DataPlan:
     Attributes:
         source: The data.
         batch_size: Examples per microbatch.
+        epochs: Number of epochs; None for no end.
         seed: Seed of the order.
         shuffle: False keeps the order of the source.
         drop_last: Leave out a last microbatch that is smaller.
@@ -35,6 +36,7 @@ class DataPlan:
 
     source: Source
     batch_size: int
+    epochs: int | None
     seed: int
     shuffle: bool
     drop_last: bool
@@ -65,19 +67,26 @@ class DataPlan:
         seed = self.seed if self.shuffle else None
         return Reading(self.batch_size, self.source.size, self.shuffle, seed, self.drop_last)
 
-    def check_cursor(self, cursor: Cursor | None, epochs: int | None) -> None:
-        """Check that a cursor is a position in these data, read in the same way."""
+    def start(self, cursor: Cursor | None, windows: int) -> Cursor:
+        """Return where to start in these data.
+
+        Args:
+            cursor: Where the user wants to resume; must be a position in these data, read in
+                the same way. None for the start of the data.
+            windows: Number of windows of the run so far, from which the next ones are
+                numbered on if there is no cursor.
+        """
         if cursor is None:
-            return
+            return Cursor(window=windows, reading=self.reading)
         if not isinstance(cursor, Cursor):
             raise TypeError(
                 f"windows: cursor must be a Cursor, got {type(cursor).__name__}. Make one of a "
                 "dictionary with Cursor.from_dict."
             )
-        if epochs is not None and cursor.epoch >= epochs:
+        if self.epochs is not None and cursor.epoch >= self.epochs:
             raise ValueError(
-                f"windows: cursor.epoch must be below epochs ({epochs}, counted from the start "
-                f"of the run), got {cursor.epoch}. Raise epochs to go on."
+                f"windows: cursor.epoch must be below epochs ({self.epochs}, counted from the "
+                f"start of the run), got {cursor.epoch}. Raise epochs to go on."
             )
         differs = None if cursor.reading is None else cursor.reading.difference(self.reading)
         if differs is not None:
@@ -86,6 +95,7 @@ class DataPlan:
             rule = f"be that of the cursor's run ({before})"
             todo = "Read otherwise, the cursor is another place: begin without, or keep it."
             raise ValueError(check.message("windows", name, rule, now, todo))
+        return replace(cursor, reading=self.reading)
 
 
 def check_batch_size(

@@ -1,7 +1,6 @@
 """`TrainStep`: the training step that the user's loop calls."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,7 +19,6 @@ from elche_jax.cadence import (
 )
 from elche_jax.config import Recorder
 from elche_jax.data.order import Cursor
-from elche_jax.engine.checksum import checksums
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.lane import lanes_of
 from elche_jax.engine.local import average
@@ -54,6 +52,7 @@ from elche_jax.train.resume import (
 )
 from elche_jax.train.runners import Runners, StateSpec, TrainRunner
 from elche_jax.train.timing import Timing
+from elche_jax.train.verify import ReplicaCheck
 from elche_jax.train.windows import Windows
 
 PyTree = Any
@@ -89,7 +88,7 @@ class TrainStep:
         self._initial: StateSpec | None = None
         self._bytes = 0, 0  # exchanged per device and window, saved by frozen parameters
         self._loading = Loading(devices)
-        self._verified = False
+        self._replica_check = ReplicaCheck(devices, options.verify_every)
         self._timing = Timing(always=options.timeline is not None)
         self._average: Mapped | None = None
 
@@ -276,23 +275,17 @@ class TrainStep:
             raise RuntimeError(
                 "TrainStep.windows: init must be called before, so that shapes are known."
             )
-        seed = check.integer("windows", "seed", seed, low=0, high=2**64 - 1)
-        if epochs is not None:
-            epochs = check.integer("windows", "epochs", epochs, low=1)
-        check.instance("windows", "shuffle", shuffle, bool)
-        check.instance("windows", "drop_last", drop_last, bool)
         self.settle()
         plan = self._loading.open(
             "windows", data, batch_size, mask_key=mask_key, placement=placement,
             window_bytes=window_bytes, epochs=epochs, seed=seed, shuffle=shuffle,
             drop_last=drop_last,
         )  # fmt: skip
-        plan.check_cursor(cursor, epochs)
-        start = replace(cursor or Cursor(window=self._scheduler.windows), reading=plan.reading)
+        start = plan.start(cursor, self._scheduler.windows)
         runner = self._runners.get(self._initial, plan)
         feed = self._loading.feed(plan, runner, self._scheduler.cadence)
         pipeline = Pipeline(
-            feed, self._scheduler, start, epochs, self._watch, runner, self._cache,
+            feed, self._scheduler, start, self._watch, runner, self._cache,
             divergence=self._divergence, in_flight=in_flight(self._options),
             compared=runner.replicated(runner.state), timing=self._timing,
         )  # fmt: skip
@@ -346,7 +339,8 @@ class TrainStep:
                         f"last, got another: {differs}. Was it made for another model or optimizer?"
                     ) from error
                 raise
-            flight.sums = self._checksums(state, window, pipeline)
+            if not pipeline.late:  # reading the sums would wait for the late device
+                flight.sums = self._replica_check.launch(window.index, state, runner.replicated)
             # if windows are pending, the metrics are those of an earlier one
             pending = self._options.pending
             flight.finite = flight.token if pending else flight.metrics["finite"]
@@ -481,19 +475,3 @@ class TrainStep:
         last, self._last_pipeline = self._last_pipeline, None
         if last is not None:
             last.settle()
-
-    def _checksums(
-        self, state: TrainState, window: Window, pipeline: Pipeline[TrainRunner]
-    ) -> jax.Array | None:
-        """Launch checksums of the state if they are due.
-
-        They are due every `verify_every` windows, and at the first window, so that nothing is
-        compiled later.
-        """
-        every = self._options.verify_every
-        if every is None or (self._verified and window.index % every):
-            return None
-        if pipeline.late:  # reading the sums would wait for the late device
-            return None
-        self._verified = True
-        return checksums(pipeline.runner.replicated(state), self.devices)

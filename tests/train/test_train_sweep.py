@@ -249,7 +249,7 @@ def test_when_a_device_begins_its_next_window(combines, platform, busy, monkeypa
     monkeypatch.setattr(scheduler, "observe", measured.append)
     monkeypatch.setattr("elche_jax.train.pipeline.ENDS", Ends())
     watch = FiniteWatch(FinitePolicy("ignore"), devices)
-    run = Pipeline(feed, scheduler, elche.Cursor(), 1, watch, None, None, combines)
+    run = Pipeline(feed, scheduler, elche.Cursor(), watch, None, None, combines)
     for number, ends in enumerate([(0.002, 0.006), (0.008, 0.012)]):
         plan = WindowPlan(number, 0, (1, 1), 2)
         run._flights[number] = InFlight(plan, 0.0, None)
