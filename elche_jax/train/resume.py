@@ -57,7 +57,7 @@ def restore_run(
     if before != world_size:
         logger.warning(
             "elche: the checkpoint is of %d devices, these are %d: the cadence, the guard's "
-            "history and counts_history begin anew.",
+            "history and counts_history start over.",
             before,
             world_size,
         )
@@ -71,21 +71,21 @@ def restore_run(
     name = type(scheduler.cadence).__name__
     if saved["cadence_name"] != name:
         logger.warning(
-            "elche: the checkpoint is of a run with %s, this one has %s: the cadence begins anew.",
+            "elche: the checkpoint is of a run with %s, this one has %s: the cadence starts over.",
             saved["cadence_name"],
             name,
         )
     elif saved["cadence"] is None:
         logger.warning(
             "elche: the state of %s was not saved, as it is no elche_jax.cadence.State: the "
-            "cadence begins anew.",
+            "cadence starts over.",
             name,
         )
     else:
         try:
             scheduler.restore(saved["cadence"])
         except (TypeError, ValueError) as error:  # for example, built with other arguments
-            logger.warning("elche: the cadence begins anew: %s", error)
+            logger.warning("elche: the cadence starts over: %s", error)
 
 
 def join_devices(
@@ -140,7 +140,7 @@ def adopt(
         if options.averaging is None:
             logger.warning(
                 "elche: gradients of up to %d windows were not applied when this run was saved; "
-                "they are left out, as it goes on on one device or over the host.",
+                "they are dropped, as this run has one device or exchanges on the host.",
                 len(kept.pending),
             )
         return state.replace(averaging=kept.replace(pending=_idle(kept, merge)))

@@ -28,7 +28,7 @@ import elche_jax as elche
 
 ANEW = (
     "elche: the checkpoint is of {} devices, these are {}: the cadence, the guard's history and "
-    "counts_history begin anew."
+    "counts_history start over."
 )
 
 
@@ -195,7 +195,7 @@ def test_another_cadence_begins_anew(tmp_path, caplog):
     train, _, _ = taken_up(case, tmp_path, 4, elche.Balanced(8))
     assert (
         "elche: the checkpoint is of a run with FixedTotal, this one has Balanced: the cadence "
-        "begins anew." in caplog.messages
+        "starts over." in caplog.messages
     )
     assert train.cadence_state == case.build(4, elche.Balanced(8)).cadence_state
     assert train.counts_history == before.counts_history
