@@ -1,11 +1,11 @@
 """Compiles and dispatches the programs of a window on the devices of a lane."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ PyTree = Any
 Accumulating = Callable[[jax.Array], None]
 Program = tuple[Hashable, Callable[[], Any]]
 """Key of a program in the compile cache, and the function that compiles it."""
+
+_NUMBERS = count()
 
 
 @dataclass(frozen=True)
@@ -62,16 +64,38 @@ class Launch:
             self.watch.accumulating(self.number, self.at, token)
 
 
-class Watched(Protocol):
-    """What a pipeline needs from a runner.
+class LaneRunner(ABC):
+    """Compiles and dispatches programs for the devices of a lane.
 
     Attributes:
         lane: The devices.
         begun: Whether the programs of the first window are compiled.
+        capacities: For each layout of the data, the capacities compiled or requested.
+
+    Args:
+        lane: The devices.
+        cache: Cache of compiled programs.
     """
 
-    lane: Lane
-    begun: bool
+    def __init__(self, lane: Lane, cache: CompileCache):
+        self.lane, self._cache = lane, cache
+        # Programs of two runners differ even if all shapes agree. A number identifies the
+        # runner, as every window hashes it.
+        self._number = next(_NUMBERS)
+        self.begun = False
+        self.capacities: dict[Hashable, set[int]] = {}
+
+    @abstractmethod
+    def begin(self, calls: Sequence[Call]) -> None:
+        """Compile the programs of a window before its dispatch, so that it can be timed.
+
+        Args:
+            calls: The calls of the window.
+        """
+
+    @abstractmethod
+    def _programs(self, payload: Payload) -> list[Program]:
+        """Return the programs that run microbatches of data of these shapes."""
 
     def watch(
         self,
@@ -90,47 +114,20 @@ class Watched(Protocol):
         del learned  # no window finishes without a device
         return self.lane.clock(done, failed)
 
-
-class LaneRunner(Watched):
-    """Compiles and dispatches programs mapped over a lane, whose windows wait for all devices.
-
-    Attributes:
-        lane: The devices.
-        begun: Whether the programs of the first window are compiled.
-        capacities: For each layout of the data, the capacities compiled or requested.
-
-    Args:
-        lane: The devices.
-        cache: Cache of compiled programs.
-    """
-
-    def __init__(self, lane: Lane, cache: CompileCache):
-        self.lane, self._cache = lane, cache
-        # Programs of two runners differ even if all shapes agree. A number identifies the
-        # runner, as every window hashes it.
-        self._number = new_number()
-        self._call_args = CallArgs(
-            jax.ShapeDtypeStruct((lane.world_size, CallArgs.WIDTH), jnp.int32)
-        )
-        self.begun = False
-        self.capacities: dict[Hashable, set[int]] = {}
-
     def ready(self, payload: Payload) -> bool:
-        """Return whether the program for data of these shapes is compiled."""
-        return self._cache.ready(self._program(payload)[0])
+        """Return whether the programs for data of these shapes are compiled."""
+        return all(self._cache.ready(key) for key, _ in self._programs(payload))
 
     def prepare(self, payload: Payload) -> None:
-        """Compile the program for data of these shapes in the background."""
-        self._cache.prepare(*self._program(abstract(payload)))
+        """Compile the programs for data of these shapes in the background."""
+        for program in self._programs(abstract(payload)):
+            self._cache.prepare(*program)
 
-    @abstractmethod
-    def _program(self, payload: Payload) -> Program:
-        """Return the program that runs most microbatches."""
-
-    def _reading(self, name: str, mapped: Mapped, payload: Payload, *carried: PyTree) -> Program:
+    def _mapped(self, name: str, mapped: Mapped, payload: Payload, *carried: PyTree) -> Program:
         """Return a program of data; `carried` are the shapes of its first arguments."""
         key = (name, self._number, signature(payload))
-        return key, lambda: mapped.compile(*carried, payload, self._call_args)
+        shape = jax.ShapeDtypeStruct((self.lane.world_size, CallArgs.WIDTH), jnp.int32)
+        return key, lambda: mapped.compile(*carried, payload, CallArgs(shape))
 
 
 class Runner(LaneRunner):
@@ -174,13 +171,7 @@ class Runner(LaneRunner):
         self._multiple_calls = False
 
     def begin(self, calls: Sequence[Call]) -> None:
-        """Compile the programs of a window before its dispatch, so that it can be timed.
-
-        The combine, which takes longest, compiles in parallel with the others.
-
-        Args:
-            calls: The calls of the window.
-        """
+        """See `LaneRunner.begin`; the combine, which takes longest, compiles in parallel."""
         self._multiple_calls |= len(calls) > 1  # from now on two programs serve all windows
         if self._one_program:
             self._cache.get(*self._program(calls[0].payload))
@@ -285,15 +276,18 @@ class Runner(LaneRunner):
         if jax.tree.structure(rows) == jax.tree.structure(here):  # the metrics may have changed
             self._sums, self._unreported = None, rows
 
+    def _programs(self, payload: Payload) -> list[Program]:
+        return [self._program(payload)]
+
     def _program(self, payload: Payload) -> Program:
         if self._one_program:
             single = payload.capacity(stacked=True) == 1
-            return self._reading("window", self._window[single], payload, self.state)
+            return self._mapped("window", self._window[single], payload, self.state)
         shapes = (self._read_shapes, self._sums_shapes)
-        return self._reading("accumulate", self._accumulate, payload, *shapes)
+        return self._mapped("accumulate", self._accumulate, payload, *shapes)
 
     def _last_program(self, payload: Payload) -> Program:
-        return self._reading("last", self._last, payload, self.state, self._sums_shapes)
+        return self._mapped("last", self._last, payload, self.state, self._sums_shapes)
 
     def _combine_program(self) -> Program:
         shapes = (self.state, self._sums_shapes)
@@ -313,14 +307,6 @@ class Runner(LaneRunner):
         # copies, as CPU devices may alias host memory and a window donates them
         placed = jax.tree.map(lambda row: jax.device_put(np.array(row), sharding), rows)
         return self._computation.reporting(sums, placed)
-
-
-_NUMBERS = count()
-
-
-def new_number() -> int:
-    """Return a number that identifies one runner."""
-    return next(_NUMBERS)
 
 
 def zeros(like: jax.ShapeDtypeStruct) -> Any:

@@ -168,10 +168,10 @@ class SweepRunner(LaneRunner):
         self, program: SweepProgram, lane: Lane, cache: CompileCache, variables: Variables
     ):
         super().__init__(lane, cache)
-        self._variables, self._mapped = variables, lane.mapped(program.call)
+        self._variables, self._call = variables, lane.mapped(program.call)
 
     def begin(self, calls: Sequence[Call]) -> None:
-        """Compile the programs of a window before its dispatch, see `Runner.begin`."""
+        """See `LaneRunner.begin`."""
         for call in calls:
             self._cache.get(*self._program(call.payload))
         self.begun = True
@@ -181,8 +181,11 @@ class SweepRunner(LaneRunner):
         program = self._cache.get(*self._program(call.payload))
         return program(variables, call.payload, call.call_args)[0]
 
+    def _programs(self, payload: Payload) -> list[Program]:
+        return [self._program(payload)]
+
     def _program(self, payload: Payload) -> Program:
-        return self._reading("sweep", self._mapped, payload, self._variables)
+        return self._mapped("sweep", self._call, payload, self._variables)
 
 
 def inspect_metrics(

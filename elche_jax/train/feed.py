@@ -12,14 +12,10 @@ from elche_jax.data.place import Placer
 from elche_jax.data.reader import IndexedReader, Reader, open_epoch
 from elche_jax.data.split import capacity_for, piece_lengths, split_window
 from elche_jax.engine.fetch import CallArgs, Payload, Pieces, Rows
-from elche_jax.engine.host.runner import HostRunner
-from elche_jax.engine.runner import Call, Runner
-from elche_jax.engine.sweep import SweepRunner
+from elche_jax.engine.runner import Call, LaneRunner
 from elche_jax.train.spec import DataPlan
 
 PyTree = Any
-
-AnyRunner = Runner | HostRunner | SweepRunner
 
 APPROACH = 0.75
 """Fill level of the largest capacity at which the next one is compiled ahead."""
@@ -48,7 +44,7 @@ class Feed:
         self,
         plan: DataPlan,
         placer: Placer,
-        runner: AnyRunner,
+        runner: LaneRunner,
         resident: PyTree,
         cadence: Cadence[Any],
     ):

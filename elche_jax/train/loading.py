@@ -14,7 +14,8 @@ from elche_jax.engine.devices import free_bytes
 from elche_jax.engine.loss import check_mask_key
 from elche_jax.engine.mapped import stacked_sharding
 from elche_jax.engine.replicas import replicate
-from elche_jax.train.feed import AnyRunner, Feed
+from elche_jax.engine.runner import LaneRunner
+from elche_jax.train.feed import Feed
 from elche_jax.train.spec import DataPlan, check_batch_size, microbatch_shapes
 
 PyTree = Any
@@ -88,7 +89,7 @@ class Loading:
             )
         return plan
 
-    def feed(self, plan: DataPlan, runner: AnyRunner, cadence: Cadence[Any]) -> Feed:
+    def feed(self, plan: DataPlan, runner: LaneRunner, cadence: Cadence[Any]) -> Feed:
         """Return a feed of these data for the programs of a runner."""
         placer = Placer(self._devices, stacked_sharding(self._devices))
         resident = self._place(plan.source) if plan.placement == "resident" else None

@@ -16,16 +16,16 @@ from elche_jax.data.reader import Reader
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.host.coordinator import Outcome
 from elche_jax.engine.replicas import ReplicaMismatch, mismatch
-from elche_jax.engine.runner import Call, Launch
+from elche_jax.engine.runner import Call, LaneRunner, Launch
 from elche_jax.engine.timing import ENDS, Clock, WindowTimes
 from elche_jax.train.divergence import DivergenceReader
-from elche_jax.train.feed import AnyRunner, Feed
+from elche_jax.train.feed import Feed
 from elche_jax.train.finite import FiniteWatch
 from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.timing import Timing
 
 PyTree = Any
-R = TypeVar("R", bound=AnyRunner)
+R = TypeVar("R", bound=LaneRunner)
 
 IN_FLIGHT = 2
 """Windows that may be dispatched and not yet complete."""

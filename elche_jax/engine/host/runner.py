@@ -7,7 +7,7 @@ a fast device never waits unless the limits say so.
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ from elche_jax.engine.loop import Seconds
 from elche_jax.engine.mapped import PerDeviceJit, stack_shards, stacked_sharding
 from elche_jax.engine.reduce import Mean
 from elche_jax.engine.replicas import is_stacked, replicate
-from elche_jax.engine.runner import Call, Launch, new_number, signature, zeros
+from elche_jax.engine.runner import Call, LaneRunner, Launch, Program, signature, zeros
 from elche_jax.engine.state import (
     AveragingState,
     PendingUpdate,
@@ -47,7 +47,6 @@ from elche_jax.engine.state import (
 
 PyTree = Any
 _FLAG = jax.ShapeDtypeStruct((), jnp.bool_)
-Program = tuple[Hashable, Callable[[], Any]]
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Shapes:
     pending: PendingUpdate
 
 
-class HostRunner:
+class HostRunner(LaneRunner):
     """Compiles and launches the programs of every device.
 
     It has the interface of `elche_jax.engine.runner.Runner`. Only the training thread may call
@@ -85,14 +84,12 @@ class HostRunner:
         limits: Limits,
         seconds: Seconds | None,
     ):
-        self.lane, self.limits, self.state = lane, limits, state
+        super().__init__(lane, cache)
+        self.limits, self.state = limits, state
         self.replicated = program.rule.common
-        self.capacities: dict[Hashable, set[int]] = {}
-        self.begun = False
-        self._program, self._cache, self._seconds = program, cache, seconds
+        self._program, self._seconds = program, seconds
         selection = program.rule.work.selection
         self._split, self._join = selection.split, selection.join
-        self._number = new_number()
         devices = lane.devices
         self._sharding = stacked_sharding(devices)
         self._accumulate = PerDeviceJit(program.accumulate, devices, donate=(1,))
@@ -142,9 +139,9 @@ class HostRunner:
         return False
 
     def begin(self, calls: Sequence[Call]) -> None:
-        """Compile the programs of a window before it is dispatched, see `Runner.begin`."""
+        """See `LaneRunner.begin`."""
         for call in calls:
-            self._get(self._accumulators(call.payload))
+            self._get(self._programs(call.payload))
         for part in self._parts:
             self._get(self._delivering(part))
             # devices that run ahead may meet any of these numbers in the middle of a run
@@ -183,15 +180,6 @@ class HostRunner:
     def release(self) -> None:
         """Free the memory of the devices' carries."""
         self._locals, self._left = [], None
-
-    def ready(self, payload: Payload) -> bool:
-        """Return whether the programs for data of these shapes are compiled."""
-        return all(self._cache.ready(key) for key, _ in self._accumulators(payload))
-
-    def prepare(self, payload: Payload) -> None:
-        """Compile the programs for data of these shapes, in the background."""
-        for program in self._accumulators(payload):
-            self._cache.prepare(*program)
 
     def __len__(self) -> int:
         return self.lane.world_size
@@ -286,7 +274,7 @@ class HostRunner:
         ranks = session.present
         reads = {rank: self._program.reads(self._full(session, rank)) for rank in ranks}
         for call in calls:
-            programs = self._get(self._accumulators(call.payload))
+            programs = self._get(self._programs(call.payload))
             for rank in ranks:
                 call_args = part_of(call.call_args, rank)
                 payload = part_of(call.payload, rank)
@@ -413,23 +401,23 @@ class HostRunner:
 
     # -- programs --------------------------------------------------------------------
 
-    def _accumulators(self, payload: Payload) -> list[Program]:
+    def _programs(self, payload: Payload) -> list[Program]:
         data = _one_each(payload, stacked=True)
         call_args = CallArgs(jax.ShapeDtypeStruct((1, CallArgs.WIDTH), jnp.int32))
         args = (self._shapes.reads, self._shapes.carried, data, call_args)
-        return self._programs(self._accumulate, ("host accumulate", signature(payload)), *args)
+        return self._each(self._accumulate, ("host accumulate", signature(payload)), *args)
 
     def _delivering(self, part: int) -> list[Program]:
         flag, shapes = _one_each(_FLAG), self._shapes
         args = (shapes.thin, shapes.carried, flag, flag)
-        return self._programs(self._deliver[part], ("host deliver", part), *args)
+        return self._each(self._deliver[part], ("host deliver", part), *args)
 
     def _applying(self, part: int, later: int) -> list[Program]:
         thin, pending, flag = self._shapes.thin, self._shapes.pending, _one_each(_FLAG)
         args = (thin, thin, self._shapes.means[part], pending, [pending] * later, flag)
-        return self._programs(self._apply[part], ("host apply", part, later), *args)
+        return self._each(self._apply[part], ("host apply", part, later), *args)
 
-    def _programs(self, fn: PerDeviceJit, key: tuple[Any, ...], *args: PyTree) -> list[Program]:
+    def _each(self, fn: PerDeviceJit, key: tuple[Any, ...], *args: PyTree) -> list[Program]:
         """Return the programs of all devices, with how to compile them."""
         kind, *rest = key
         return [
