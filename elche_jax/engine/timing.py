@@ -12,11 +12,8 @@ the end of the combine and `t` the time of dispatch,
 because the last device to arrive waits for nothing but the exchange.
 """
 
-import atexit
-import queue
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +23,7 @@ from typing import Any, ClassVar, Protocol
 import jax
 
 from elche_jax._waiting import interruptible
+from elche_jax.engine.threads import DeviceThreads
 
 
 @dataclass(frozen=True)
@@ -164,11 +162,9 @@ class Stopwatch(Clock):
 
     def __init__(self, world_size: int, done: Done, failed: Failed):
         # the threads hold the collector, not the stopwatch: dropping that ends them
-        collector = _Collector(world_size, done, failed)
-        threads, self._queues = device_threads("watch", world_size, collector.watch)
-        for thread in threads:
-            thread.start()
-        self._finish = weakref.finalize(self, _close, threads, self._queues, collector)
+        collector = _Collector(world_size, done)
+        self._world_size = world_size
+        self._threads = DeviceThreads("watch", world_size, collector.wait, failed)
 
     def accumulating(self, window: int, dispatched: float, token: jax.Array) -> None:
         """See `Clock.accumulating`."""
@@ -182,16 +178,12 @@ class Stopwatch(Clock):
         # JAX builds an array's list of shards at the first access, in 0.10 without a lock:
         # threads that all access it first may see an incomplete list
         job.token.addressable_data(0)
-        for jobs in self._queues:
-            jobs.put(job)
+        for rank in range(self._world_size):
+            self._threads.put(rank, job)
 
     def close(self) -> None:
-        """End the threads; a window that is still running is not measured. Idempotent.
-
-        A thread that waits for a device cannot be interrupted. After half a second it is left
-        to end by itself when the device is done.
-        """
-        self._finish()
+        """End the threads; a window that is still running is not measured. Idempotent."""
+        self._threads.close()
 
 
 class LoopClock(Clock):
@@ -238,24 +230,16 @@ class _Job:
 class _Collector:
     """Waits for the ends of windows and reports a window once both are known of every device."""
 
-    def __init__(self, world_size: int, done: Done, failed: Failed):
-        self._ranks, self._done, self._failed = range(world_size), done, failed
+    def __init__(self, world_size: int, done: Done):
+        self._ranks, self._done = range(world_size), done
         self._lock = threading.Lock()
         # by window: the time of its dispatch, and the ends by (whether combined, rank)
         self._open: dict[int, tuple[float, dict[tuple[bool, int], float]]] = {}
-        self.stop = threading.Event()
 
-    def watch(self, rank: int, jobs: "queue.SimpleQueue[_Job | None]") -> None:
-        """Wait for the jobs of one device; the target of its thread."""
-        while (job := jobs.get()) is not None and not self.stop.is_set():
-            try:
-                job.token.addressable_data(rank).block_until_ready()
-                self._note(rank, job, time.perf_counter())
-            except BaseException as error:  # the loop raises it
-                self._failed(error)
-                return
-
-    def _note(self, rank: int, job: _Job, now: float) -> None:
+    def wait(self, rank: int, job: _Job) -> None:
+        """Wait for one device, in its thread."""
+        job.token.addressable_data(rank).block_until_ready()
+        now = time.perf_counter()
         with self._lock:  # held in `_done`, too, so that windows are reported in order
             dispatched, ends = self._open.setdefault(job.window, (job.dispatched, {}))
             ends[job.combined, rank] = now
@@ -266,44 +250,3 @@ class _Collector:
                 tuple(ends[end, rank] for rank in self._ranks) for end in (False, True)
             )
             self._done(WindowTimes(job.window, dispatched, accumulated, combined))
-
-
-def _close(
-    threads: list[threading.Thread],
-    queues: "list[queue.SimpleQueue[_Job | None]]",
-    collector: _Collector,
-) -> None:
-    collector.stop.set()
-    for jobs in queues:
-        jobs.put(None)
-    end_threads(threads)
-
-
-def device_threads(
-    name: str, world_size: int, run: Callable[[int, "queue.SimpleQueue[Any]"], None]
-) -> "tuple[list[threading.Thread], list[queue.SimpleQueue[Any]]]":
-    """Create one thread per device, not started, with a queue of jobs each.
-
-    Args:
-        name: Purpose of the threads, part of their names.
-        world_size: Number of devices.
-        run: Function that a thread runs, `run(rank, jobs)`.
-    """
-    queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(world_size)]
-    threads = [
-        threading.Thread(target=run, args=(rank, jobs), name=f"elche-{name}-{rank}", daemon=True)
-        for rank, jobs in enumerate(queues)
-    ]
-    return threads, queues
-
-
-def end_threads(threads: Sequence[threading.Thread]) -> None:
-    """Wait half a second for threads to end, and at process exit for those that did not."""
-    deadline = time.monotonic() + 0.5
-    others = [thread for thread in threads if thread is not threading.current_thread()]
-    for thread in others:
-        # a process that exits while a thread waits in the JAX runtime would crash
-        ending = not threading.main_thread().is_alive()
-        thread.join(timeout=None if ending else max(0.0, deadline - time.monotonic()))
-        if thread.is_alive():
-            atexit.register(thread.join)

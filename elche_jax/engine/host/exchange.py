@@ -1,9 +1,6 @@
 """An exchange on the host: one thread per device fetches deliveries, one more averages them."""
 
-import queue
-import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,19 +8,19 @@ from typing import Any, ClassVar
 
 import jax
 
-from elche_jax._waiting import interruptible
 from elche_jax.engine.host.average import Average
 from elche_jax.engine.host.coordinator import Coordinator, OpenWindow, Outcome
 from elche_jax.engine.host.program import Delivery
 from elche_jax.engine.host.session import Session
 from elche_jax.engine.loop import Seconds
-from elche_jax.engine.timing import device_threads, end_threads
+from elche_jax.engine.threads import DeviceThreads
+from elche_jax.engine.timing import Clock
 
 Averaging = Callable[[Sequence[Delivery | None], int], Average]
 Left = Callable[[Session, list[tuple[int, Outcome]]], None]
 
 
-class LiveExchange:
+class LiveExchange(Clock):
     """The exchange of one run: its threads, and the clock of its windows.
 
     The loop calls `coordinator.admit`, `launch`, then `coordinator.outcome` and `applied` (or,
@@ -43,7 +40,6 @@ class LiveExchange:
     """
 
     ends_windows: ClassVar[bool] = True
-    inline: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -56,15 +52,12 @@ class LiveExchange:
         self.session: Session | None = None
         self.used = False
         self.coordinator = coordinator
-        self._queues: list[queue.SimpleQueue[_Job | None]]
         # threads refer to the coordinator only, so that they end with the last reference to self
-        fetch = partial(_fetch, coordinator=coordinator, seconds=seconds)
-        threads, self._queues = device_threads("fetch", coordinator.world_size, fetch)
-        average = partial(_average, coordinator, averaging)
-        threads.append(threading.Thread(target=average, name="elche-average", daemon=True))
-        for thread in threads:
-            thread.start()
-        self._finish = weakref.finalize(self, _close, threads, self._queues, coordinator)
+        fetch = _Fetch(coordinator, seconds, [0.0] * coordinator.world_size)
+        self._threads: DeviceThreads[_Job] = DeviceThreads(
+            "fetch", coordinator.world_size, fetch, coordinator.failed, coordinator.end,
+            [partial(_average, coordinator, averaging)],
+        )  # fmt: skip
 
     @property
     def late(self) -> frozenset[int]:
@@ -81,9 +74,9 @@ class LiveExchange:
         """
         self.used = True
         self.coordinator.open(window)
-        for jobs, delivery in zip(self._queues, deliveries, strict=True):
+        for rank, delivery in enumerate(deliveries):
             if delivery is not None:
-                jobs.put(_Job(window, delivery))
+                self._threads.put(rank, _Job(window, delivery))
 
     def accumulating(self, window: int, dispatched: float, token: Any) -> None:
         """Do nothing: the window was handed over by `launch`."""
@@ -92,23 +85,14 @@ class LiveExchange:
         """Register a window: from now on `done` may be called with it."""
         self.coordinator.register(window)
 
-    def wait(self, changed: threading.Condition, until: Callable[[], object]) -> None:
-        """See `Clock.wait`."""
-        with interruptible(), changed:
-            changed.wait_for(until)
-
     def close(self) -> None:
-        """End the threads; windows still on the devices are not averaged. Idempotent.
-
-        A thread that waits for a device cannot be interrupted. After half a second it is left
-        to end by itself, as soon as the device is done.
-        """
+        """End the threads; windows still on the devices are not averaged. Idempotent."""
         session, self.session = self.session, None  # do not keep the state alive
         if session is not None and self._left is not None:
             closed = [*session.due, *self.coordinator.closed()]
             if len(closed) == len(session.begun):
                 self._left(session, closed)
-        self._finish()
+        self._threads.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,27 +101,24 @@ class _Job:
     delivery: Delivery
 
 
-def _fetch(
-    rank: int,
-    jobs: "queue.SimpleQueue[_Job | None]",
-    coordinator: Coordinator,
-    seconds: Seconds | None,
-) -> None:
-    free = 0.0
-    while (job := jobs.get()) is not None and not coordinator.stop.is_set():
-        try:
-            jax.block_until_ready(job.delivery)
-            if seconds is not None:
-                window = job.window
-                due = max(window.at, free) + seconds(window.step, rank, window.counts[rank])
-                coordinator.stop.wait(max(0.0, due - time.perf_counter()))
-            free = time.perf_counter()
-            host = jax.tree.map(lambda leaf: leaf[0], jax.device_get(job.delivery))
-            coordinator.delivered(rank, job.window.number, free, host)
-            del job, host  # hold no arrays while waiting
-        except BaseException as error:  # handed to the loop, which raises it
-            coordinator.failed(error)
-            return
+@dataclass(frozen=True)
+class _Fetch:
+    """Fetches deliveries from the devices; `free` is when each device was done, by rank."""
+
+    coordinator: Coordinator
+    seconds: Seconds | None
+    free: list[float]
+
+    def __call__(self, rank: int, job: _Job) -> None:
+        jax.block_until_ready(job.delivery)
+        if self.seconds is not None:
+            window = job.window
+            begun = max(window.at, self.free[rank])
+            due = begun + self.seconds(window.step, rank, window.counts[rank])
+            self.coordinator.stop.wait(max(0.0, due - time.perf_counter()))
+        self.free[rank] = time.perf_counter()
+        host = jax.tree.map(lambda leaf: leaf[0], jax.device_get(job.delivery))
+        self.coordinator.delivered(rank, job.window.number, self.free[rank], host)
 
 
 def _average(coordinator: Coordinator, averaging: Averaging) -> None:
@@ -149,14 +130,3 @@ def _average(coordinator: Coordinator, averaging: Averaging) -> None:
         except BaseException as error:  # handed to the loop, which raises it
             coordinator.failed(error)
             return
-
-
-def _close(
-    threads: list[threading.Thread],
-    queues: "list[queue.SimpleQueue[_Job | None]]",
-    coordinator: Coordinator,
-) -> None:
-    coordinator.end()
-    for jobs in queues:
-        jobs.put(None)
-    end_threads(threads)

@@ -1,0 +1,102 @@
+"""Threads that wait for devices, one each, so that the training loop need not."""
+
+import atexit
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+J = TypeVar("J")
+
+
+class DeviceThreads(Generic[J]):
+    """One thread per device, which works through jobs in the order they are put.
+
+    The threads end when the pool is closed or dropped. So `work`, `failed` and `also` must not
+    refer to the owner of the pool.
+
+    Args:
+        name: Purpose of the threads, part of their names.
+        world_size: Number of devices.
+        work: Called with a rank and a job, in the thread of the rank.
+        failed: Called with the exception that a job raised; its thread then ends.
+        end: Called first on close; it tells threads that wait elsewhere to stop.
+        also: Further functions, each run in a thread of its own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        world_size: int,
+        work: Callable[[int, J], None],
+        failed: Callable[[BaseException], None],
+        end: Callable[[], None] = lambda: None,
+        also: Sequence[Callable[[], None]] = (),
+    ):
+        stop = threading.Event()
+        self._queues: list[queue.SimpleQueue[J | None]] = [
+            queue.SimpleQueue() for _ in range(world_size)
+        ]
+        threads = [
+            threading.Thread(
+                target=_run,
+                args=(rank, jobs, work, failed, stop),
+                name=f"elche-{name}-{rank}",
+                daemon=True,
+            )
+            for rank, jobs in enumerate(self._queues)
+        ]
+        threads += [threading.Thread(target=fn, name=f"elche-{name}", daemon=True) for fn in also]
+        for thread in threads:
+            thread.start()
+        self._finish = weakref.finalize(self, _close, threads, self._queues, stop, end)
+
+    def put(self, rank: int, job: J) -> None:
+        """Give the thread of a device its next job."""
+        self._queues[rank].put(job)
+
+    def close(self) -> None:
+        """End the threads; jobs that are left are dropped. Idempotent.
+
+        A thread that waits for a device cannot be interrupted. After half a second it is left
+        to end by itself, as soon as the device is done.
+        """
+        self._finish()
+
+
+def _run(
+    rank: int,
+    jobs: "queue.SimpleQueue[J | None]",
+    work: Callable[[int, J], None],
+    failed: Callable[[BaseException], None],
+    stop: threading.Event,
+) -> None:
+    while (job := jobs.get()) is not None and not stop.is_set():
+        try:
+            work(rank, job)
+        except BaseException as error:  # the training loop raises it
+            failed(error)
+            return
+        del job  # hold no arrays while waiting
+
+
+def _close(
+    threads: Sequence[threading.Thread],
+    queues: "Sequence[queue.SimpleQueue[J | None]]",
+    stop: threading.Event,
+    end: Callable[[], None],
+) -> None:
+    stop.set()
+    end()
+    for jobs in queues:
+        jobs.put(None)
+    deadline = time.monotonic() + 0.5
+    others = [thread for thread in threads if thread is not threading.current_thread()]
+    for thread in others:
+        # a process that exits while a thread waits in the JAX runtime would crash
+        ending = not threading.main_thread().is_alive()
+        thread.join(timeout=None if ending else max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            atexit.register(thread.join)
