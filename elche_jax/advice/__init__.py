@@ -1,4 +1,4 @@
-"""Predicts what the devices of a machine would reach in a run, from measurements."""
+"""Predictions of the throughput of a machine's devices in a run, from measurements."""
 
 from elche_jax.advice.advice import Advice as Advice, DeviceAdvice as DeviceAdvice
 from elche_jax.advice.measure import advise as advise

@@ -1,4 +1,4 @@
-"""`Advice`: what measured devices would reach, and which of them are worth having."""
+"""`Advice`: predicted throughput of measured devices, and which devices are worth using."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,24 +10,24 @@ from elche_jax.cadence import ElChe, FixedTotal
 from elche_jax.observe.report import counted
 
 ADDITIVE = 0.95
-"""Devices that reach less than this share of their solo speeds together share something."""
+"""Share of the sum of their solo speeds below which devices compete for some resource."""
 
 
 @dataclass(frozen=True)
 class DeviceAdvice:
-    """One device.
+    """Measurements and predictions for one device.
 
     Attributes:
-        name: The device.
+        name: Name of the device.
         solo_ms: Milliseconds per microbatch while the other devices are idle, without
             optimizer steps.
-        step_ms: Milliseconds that an optimizer step takes on this device alone, including
-            the host's work for a window.
+        step_ms: Milliseconds per optimizer step on this device alone, including the host's
+            work for a window.
         together_ms: Milliseconds per microbatch while all devices work.
-        examples_per_s: Examples per second of this device alone, with an optimizer step as
-            rarely as `ElChe` would take one.
-        gain: What it adds: the throughput of all devices over that of the others, minus 1;
-            0.04 for 4 %, below 0 if it costs more than it gives. None for the only one.
+        examples_per_s: Examples per second of this device alone, with optimizer steps as rare
+            as under `ElChe`.
+        gain: Throughput of all devices divided by that of the others, minus 1: 0.04 for 4 %,
+            negative if the device costs more than it adds. None for the only device.
     """
 
     name: str
@@ -39,7 +39,7 @@ class DeviceAdvice:
 
     @property
     def verdict(self) -> str:
-        """The gain in words."""
+        """The gain as text."""
         if self.gain is None:
             return "the only one"
         if self.gain >= TELLS:
@@ -49,20 +49,20 @@ class DeviceAdvice:
 
 @dataclass(frozen=True)
 class Advice:
-    """What the devices of a machine would reach; made by `advise`, shown by `print`.
+    """Predicted throughput of a machine's devices, returned by `advise`; `print` shows a table.
 
     Attributes:
         batch_size: Examples per microbatch.
         devices: One entry per device, in rank order.
-        sync_ms: Cost of a synchronisation of all devices, including the optimizer step.
+        sync_ms: Milliseconds per synchronisation of all devices, including the optimizer step.
         plain: All devices under plain `pmap`: one microbatch each, then all wait.
         fixed_total: All devices under `FixedTotal`.
         elche: All devices under `ElChe`; for a single device, see `cadence`.
-        best: The best set of devices found, under `ElChe`: all of them, unless fewer are
-            more than 2 % faster.
+        best: The best set of devices found, under `ElChe`: all devices, unless fewer are more
+            than 2 % faster.
         limit_examples_per_s: The sum of the devices' speeds while all work.
-        additive: That sum over the sum of their solo speeds; below 1 if devices share
-            something.
+        additive: The ratio of that sum to the sum of the solo speeds; below 1 if devices
+            compete for some resource.
         epoch: Microbatches of an epoch, which no window exceeds; None if unknown.
     """
 
@@ -79,11 +79,11 @@ class Advice:
 
     @property
     def cadence(self) -> str:
-        """The cadence for the best devices, as it is written in a script.
+        """Source code of the cadence for the best devices, to paste into a script.
 
-        It begins with the counts of the plan. A single device gets `EveryBatch`; if an
-        optimizer step costs more than 2 % of the throughput, it gets `FixedTotal` with as
-        many microbatches per step as `ElChe` would choose.
+        It starts with the counts of the plan. A single device gets `EveryBatch` or, if
+        optimizer steps cost more than 2 % of the throughput, `FixedTotal` with as many
+        microbatches per step as `ElChe` would choose.
         """
         counts = list(self.best.counts)
         if counts == [1]:
@@ -93,7 +93,7 @@ class Advice:
         return f"elche.ElChe(anchor={self.best.anchor}, speed_hint={counts})"
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, `cadence` and the verdicts as a dict that `json.dumps` accepts."""
+        """Return the fields, `cadence` and the verdicts as a dict that `json.dumps` accepts."""
         values: dict[str, Any] = asdict(self) | {"cadence": self.cadence}
         for row, device in zip(values["devices"], self.devices, strict=True):
             row["verdict"] = device.verdict
@@ -179,14 +179,14 @@ def make_advice(
     total: int | None = None,
     epoch: int | None = None,
 ) -> Advice:
-    """Makes the advice from measured speeds.
+    """Compute the advice from measured speeds.
 
     Args:
         names: Names of the devices.
-        speeds: How fast they are.
+        speeds: The measured speeds.
         batch_size: Examples per microbatch.
         cadence: The `ElChe` to compute with.
-        total: Microbatches per window of the `FixedTotal` to compute with; None: as many
+        total: Microbatches per window of the `FixedTotal` to compute with; None for as many
             as a window of `ElChe` has.
         epoch: Microbatches of an epoch, at least 1; None if unknown.
 

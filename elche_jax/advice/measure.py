@@ -1,4 +1,4 @@
-"""`advise`: times each device alone and all together, on the user's own step."""
+"""`advise`: measures each device alone and all together, with the user's own training step."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,16 +27,16 @@ from elche_jax.train.step import TrainStep
 PyTree = Any
 
 WINDOWS = 20
-"""Windows into which the time of a measurement is divided."""
+"""Approximate number of windows per measurement."""
 
 WARM = 3
-"""First windows without a compile that are ignored, as threads and caches warm up."""
+"""Number of first steady windows that are ignored, while threads and caches warm up."""
 
 GROWTH = 8
-"""Factor by which windows grow that were too short."""
+"""Factor by which windows that were too short grow."""
 
 LEAST = 5
-"""Fewest windows of a measurement, however long they take."""
+"""Smallest number of windows per measurement, however long they take."""
 
 
 def advise(
@@ -57,59 +57,59 @@ def advise(
     emulate: LoopHook | None = None,
     **options: Any,
 ) -> Advice:
-    """Measures the devices on your step, and computes what the cadences would give.
+    """Measure the devices with your training step and predict the throughput of the cadences.
 
     The step really trains, on copies: first on all devices together, in windows of about a
-    twentieth of `seconds`, then on each alone, half of the time in windows of one
-    microbatch and half in windows as long as those of all devices (again in longer ones if
-    the optimizer takes nearly all of that time). From the windows that waited for no compile
-    it takes medians: `together_ms[d]`, milliseconds per microbatch of device `d` while all
-    work, and `sync_ms`, the cost of a synchronisation; and for device `d` alone, with `w[n]`
-    milliseconds for a window of `n` microbatches,
+    twentieth of `seconds`, then on each device alone, half of the time in windows of one
+    microbatch and half in windows as long as those of all devices (repeated with longer ones
+    if the optimizer takes nearly all of that time). Windows that waited for a compile are
+    ignored. The medians of the others give `together_ms[d]`, milliseconds per microbatch of
+    device `d` while all work, and `sync_ms`, the cost of a synchronisation; and for device `d`
+    alone, with `w[n]` milliseconds for a window of `n` microbatches,
 
         solo_ms[d] = (w[n] - w[1]) / (n - 1)
         step_ms[d] = w[1] - solo_ms[d]
 
-    The smaller windows at the end of an epoch do not count. The cadence objects then get
-    windows of these speeds until their counts settle:
+    The smaller windows at the end of an epoch are ignored, too. The cadence objects are then
+    updated with windows of these speeds until their counts settle:
 
         window_ms = max over d of counts[d] * ms[d] + sync_ms
         examples_per_s = 1000 * batch_size * sum(counts) / window_ms
         limit_share = sum(counts) / (window_ms * sum over d of 1 / ms[d])
         gain[d] = examples_per_s of all devices / examples_per_s without d - 1
 
-    with `ms = together_ms` if all `n` devices work, and for `k` of them
+    with `ms = together_ms` if all `n` devices work, and for `k` of the devices
 
         ms[d] = solo_ms[d] + (together_ms[d] - solo_ms[d]) * (k - 1) / (n - 1)
 
-    If the data say how many microbatches an epoch has, the rates are those of an epoch: no
-    window exceeds it, and its last one is smaller.
+    If the number of microbatches in an epoch is known, the rates are those of an epoch: no
+    window exceeds it, and its last window is smaller.
 
     Virtual CPU devices, which share the host's cores, are slower together than alone: the
-    sum of solo speeds is then out of reach, and the advice says so. Two things are assumed,
-    not measured: that straight line, and that synchronising fewer devices costs as much as
-    synchronising all. A single device has its `step_ms` instead, and is assumed to step as
-    rarely as `ElChe` would. The advice considers all devices, all but one, and the `k`
-    fastest, but not every set.
+    sum of the solo speeds is then out of reach, and the advice says so. Two things are
+    assumed, not measured: this linear interpolation, and that synchronising fewer devices
+    costs as much as synchronising all. A single device has its `step_ms` instead, and is
+    assumed to step as rarely as under `ElChe`. The advice considers all devices, all but one,
+    and the `k` fastest, but not every set.
 
     Args:
         loss_fn: As in `build_train_step`.
         optimizer: As in `build_train_step`.
         params: As in `TrainStep.init`.
-        data: As in `TrainStep.windows`, but no iterator, as it is read several times. At
-            least one microbatch per device, preferably some hundreds.
+        data: As in `TrainStep.windows`, except for iterators, as it is read several times. At
+            least one microbatch per device, preferably hundreds.
         batch_size: Examples per microbatch; None for an iterable of microbatches.
         devices: The devices; None for all local ones.
         model_state: As in `TrainStep.init`.
         rng: As in `TrainStep.init`.
         has_aux: As in `build_train_step`.
-        seconds: How long each measurement lasts, above 0; there is one per device and one
-            of all together. Compiling comes on top.
-        anchor: Of the `ElChe` to compute with, at least 1.
-        overhead_target: Of the `ElChe` to compute with, 0.01 to 0.5.
-        total: Microbatches per window of the `FixedTotal` to compute with, at least 1;
-            None: as many as a window of `ElChe` has.
-        emulate: Makes devices slower on purpose, see `elche_jax.lab`.
+        seconds: Length of each measurement, above 0, without compilation; there is one per
+            device and one of all devices together.
+        anchor: Anchor of the `ElChe` to compute with, at least 1.
+        overhead_target: Overhead target of the `ElChe` to compute with, 0.01 to 0.5.
+        total: Microbatches per window of the `FixedTotal` to compute with, at least 1; None
+            for as many as a window of `ElChe` has.
+        emulate: Slows devices down on purpose, see `elche_jax.lab`.
         **options: Further arguments of `build_train_step`, such as `trainable` or `config`,
             but no `cadence`, `averaging` or `exchange`, as the advice is about exchanges of
             gradients on the devices. The cadence and the timeline of a `config` are ignored:
@@ -117,13 +117,14 @@ def advise(
             the question, and nothing is recorded.
 
     Returns:
-        The advice: `print` shows it as a table.
+        The advice; `print` shows it as a table.
 
     Raises:
-        TypeError: `data` is an iterator; an argument is of the wrong type.
-        ValueError: Too few data for every device to get some; devices of several kinds; several
-            processes; an argument out of range; `cadence`, `averaging`, or a `config` with it.
-        NonFiniteError: The loss is not finite.
+        TypeError: If `data` is an iterator, or an argument is of the wrong type.
+        ValueError: If there is too little data for every device to get some, the devices are
+            of several kinds, there are several processes, an argument is out of range, or
+            `cadence`, `averaging` or a `config` with averaging is given.
+        NonFiniteError: If the loss is not finite.
 
     Examples:
         >>> import jax, numpy as np, optax
@@ -183,18 +184,18 @@ def advise(
 
 
 def alone_ms(short: Sequence[WindowRecord], long: Sequence[WindowRecord]) -> tuple[float, float]:
-    """What a device alone needs per microbatch and per optimizer step, in milliseconds.
+    """Return milliseconds per microbatch and per optimizer step of a device alone.
 
-    With `w[n]` the median over the full windows, of `n` microbatches,
+    With `w[n]` the median over the full windows, of `n` microbatches each,
 
         ms = (w[n] - w[1]) / (n - 1)        step_ms = w[1] - ms
 
-    as long as neither is below 0, which noise of the clock may cause. In any case a window
-    of one microbatch takes what was measured, `ms + step_ms`.
+    unless noise makes one of them negative. In any case `ms + step_ms` is the measured time
+    of a window of one microbatch.
 
     Args:
         short: Steady windows of one microbatch.
-        long: Steady windows of more, if the data have more.
+        long: Steady windows of more microbatches, if an epoch has more.
 
     Examples:
         >>> from elche_jax.advice.measure import alone_ms
@@ -209,7 +210,7 @@ def alone_ms(short: Sequence[WindowRecord], long: Sequence[WindowRecord]) -> tup
     """
     _, one = _full(short)
     count, many = _full(long)
-    if count == 1:  # an epoch has no more
+    if count == 1:  # an epoch has only one microbatch
         return one, 0.0
     ms = (many - one) / (count - 1)
     ms = min(one, ms if ms > 0 else many / count)
@@ -217,16 +218,16 @@ def alone_ms(short: Sequence[WindowRecord], long: Sequence[WindowRecord]) -> tup
 
 
 def _full(records: Sequence[WindowRecord]) -> tuple[int, float]:
-    """Microbatches of one device's full windows, and the median of their milliseconds."""
+    """Return the microbatches of one device's full windows, and their median milliseconds."""
     full = max(record.counts[0] for record in records)
     return full, median(record.wall_ms for record in records if record.counts[0] == full)
 
 
 def _tells(short: Sequence[WindowRecord], long: Sequence[WindowRecord], count: int) -> bool:
-    """Whether the long windows, of `count` microbatches, tell microbatches from steps.
+    """Return whether microbatches and steps can be told apart in windows of `count` microbatches.
 
-    They do not if they hardly last longer than one microbatch: then the optimizer step takes
-    the time, and what remains for the microbatches is noise.
+    They cannot if the windows hardly take longer than those of one microbatch: the optimizer
+    step then takes nearly all of the time, and the rest is noise.
     """
     full, many = _full(long)
     return many >= 1.5 * _full(short)[1] or full < count or count * GROWTH > MAX_COUNT
@@ -252,13 +253,13 @@ def _measurable(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _epoch(data: Any, batch_size: int) -> int | None:
-    """Microbatches of an epoch; None if the data have no size."""
+    """Return the number of microbatches in an epoch; None if the data has no size."""
     source = as_source(data)
     return None if isinstance(source, IterableSource) else source.size // batch_size
 
 
 def team_ms(records: Sequence[WindowRecord]) -> tuple[tuple[float, ...], float]:
-    """What devices need together: milliseconds per microbatch of each, and the `sync_ms`.
+    """Return milliseconds per microbatch of each device while all work, and the `sync_ms`.
 
     These are medians over the windows that are at least half as large as the largest.
 
@@ -266,7 +267,7 @@ def team_ms(records: Sequence[WindowRecord]) -> tuple[tuple[float, ...], float]:
         records: Steady windows of several devices.
 
     Raises:
-        ValueError: A device had no work in any of them.
+        ValueError: If a device had no work in any of these windows.
 
     Examples:
         >>> from elche_jax.advice.measure import team_ms
@@ -293,7 +294,7 @@ def _run(
     rng: Any,
     seconds: float,
 ) -> list[WindowRecord]:
-    """Trains for some seconds; returns the windows that count."""
+    """Train for some seconds and return the steady windows after the warm-up."""
     state = train.init(params, model_state=model_state, rng=rng)
     with train.windows(data, batch_size, epochs=None) as windows:
         begun = None

@@ -1,4 +1,4 @@
-"""Emulation for a device that is measured alone."""
+"""Emulation of a device that is measured alone."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,38 +10,38 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class OfRank:
-    """Emulation that makes a device alone as slow as it is among the others.
+    """Emulation hook that makes a single device as slow as it is among all devices.
 
     Attributes:
         hook: The emulation of all devices.
-        rank: The device's rank among them.
+        rank: The device's rank among all devices.
     """
 
     hook: LoopHook
     rank: int
 
     def check(self, world_size: int) -> None:
-        """Checks nothing: all devices were checked together."""
+        """Do nothing, as the emulation of all devices has been checked."""
 
     def begin(self, device: Any, step: Any, fresh: Any) -> Any:
-        """Before the loop."""
+        """Run before the loop over the microbatches."""
         return self.hook.begin(device + self.rank, step, fresh)
 
     def around(self, body: Body, device: Any, i: Any, carry: PyTree) -> PyTree:
-        """Runs one microbatch."""
+        """Run one microbatch."""
         return self.hook.around(body, device + self.rank, i, carry)
 
     def end(self, device: Any, count: Any, carry: PyTree) -> Any:
-        """After the loop."""
+        """Run after the loop over the microbatches."""
         return self.hook.end(device + self.rank, count, carry)
 
     def on_host(self) -> Seconds | None:
-        """How long microbatches last."""
+        """Return the function for the seconds that microbatches take, if the host waits."""
         seconds = self.hook.on_host()
         if seconds is None:
             return None
         return lambda window, device, count: seconds(window, device + self.rank, count)
 
     def settle(self) -> None:
-        """After the dispatch."""
+        """Run after the dispatch."""
         self.hook.settle()

@@ -1,4 +1,4 @@
-"""What a cadence would make of measured speeds, in plain arithmetic without JAX."""
+"""Predictions for a cadence at measured speeds, in plain arithmetic without JAX."""
 
 import math
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ from elche_jax.cadence import (
 )
 
 TELLS = 0.02
-"""Differences below this share of the throughput are beyond a measurement of seconds."""
+"""Relative difference in throughput below which short measurements are not conclusive."""
 
 SETTLE = 100
-"""Windows that a cadence gets to find its counts; `ElChe` needs a few."""
+"""Number of windows after which a cadence's counts have settled; `ElChe` needs a few."""
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """How fast devices are, alone and together.
+    """Measured speeds of devices, alone and together.
 
     Attributes:
         solo_ms: Milliseconds per microbatch of each device while the others are idle, without
@@ -37,8 +37,9 @@ class Speeds:
             a window, in milliseconds, at least 0; None for 0 each.
 
     Raises:
-        TypeError: An entry is not a number.
-        ValueError: A number is out of range; they differ in length, or are empty.
+        TypeError: If an entry is not a number.
+        ValueError: If a number is out of range, or the sequences differ in length or are
+            empty.
 
     Examples:
         >>> from elche_jax.advice import Speeds
@@ -69,15 +70,15 @@ class Speeds:
             object.__setattr__(self, "step_ms", step)
 
     def step_of(self, rank: int) -> float:
-        """Cost of an optimizer step of a device alone, in milliseconds."""
+        """Return the cost of an optimizer step on a device alone, in milliseconds."""
         return 0.0 if self.step_ms is None else self.step_ms[rank]
 
     def of(self, ranks: Sequence[int]) -> tuple[float, ...]:
-        """Milliseconds per microbatch of some devices while only these work.
+        """Return milliseconds per microbatch of some devices while only these work.
 
-        Devices that share something (a host's cores, a bus) get slower the more of them work.
-        Only the two ends are measured, one of `n` devices and all of them; in between a
-        straight line is assumed:
+        Devices that compete for some resource (the host's cores, a bus) are slower the more
+        of them work. Only two cases are measured, one of `n` devices and all of them; the
+        others are interpolated linearly:
 
             ms[d] = solo_ms[d] + (together_ms[d] - solo_ms[d]) * (len(ranks) - 1) / (n - 1)
 
@@ -96,17 +97,18 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Plan:
-    """What some devices would do with some cadence.
+    """Predicted windows of some devices under a cadence.
 
     Attributes:
-        name: The cadence.
+        name: Name of the cadence.
         ranks: The devices that work.
-        counts: Microbatches of each of them in a window; if an epoch has fewer, those of a
-            window that is the whole epoch.
-        anchor: The smallest of the counts, that of the slowest device.
-        window_ms: How long a window lasts, including the synchronisation.
-        examples_per_s: Examples per second of all of them.
-        limit_share: Share of the limit, the sum of their speeds while they work together.
+        counts: Microbatches of each of these devices in a window, which is at most a whole
+            epoch.
+        anchor: The smallest count, that of the slowest device.
+        window_ms: Length of a window in milliseconds, including the synchronisation.
+        examples_per_s: Examples per second of all of these devices.
+        limit_share: Share of the limit, the sum of the devices' speeds while they work
+            together.
     """
 
     name: str
@@ -126,9 +128,9 @@ def plan(
     ranks: Sequence[int] | None = None,
     epoch: int | None = None,
 ) -> Plan:
-    """Computes what a cadence would give on some devices.
+    """Predict the windows of some devices under a cadence.
 
-    Its controller is told of windows of these speeds until its counts have settled.
+    The cadence's controller observes windows of these speeds until its counts have settled.
     Then
 
         window_ms = max over d of counts[d] * ms[d] + sync_ms
@@ -139,13 +141,13 @@ def plan(
     size of an epoch is known, it consists of full windows and a smaller one for the rest;
     the two rates are then those of an epoch.
 
-    For a single device `sync_ms` is its own `step_ms`. `ElChe` then has nothing to balance;
-    the window that it would choose is that of `one_device`.
+    For a single device `sync_ms` is its own `step_ms`, and `ElChe`, which has nothing to
+    balance, is replaced by the cadence from `one_device`.
 
     Args:
-        name: What to call it.
+        name: Name of the plan.
         cadence: The cadence.
-        speeds: How fast the devices are.
+        speeds: The measured speeds.
         batch_size: Examples per microbatch.
         ranks: The devices that work; None for all.
         epoch: Microbatches of an epoch, at least 1; None if unknown.
@@ -187,19 +189,19 @@ def plan(
 
 
 def _lasts(counts: Sequence[int], ms: Sequence[float]) -> float:
-    """Milliseconds until the last device is done."""
+    """Return the milliseconds until the last device has finished."""
     return max(count * each for count, each in zip(counts, ms, strict=True))
 
 
 def one_device(cadence: ElChe, ms: float, step_ms: float) -> EveryBatch | FixedTotal:
-    """What replaces `ElChe` on one device, for a fair comparison with several.
+    """Return the replacement of `ElChe` on one device, for a fair comparison with several.
 
-    Several devices take one optimizer step per window, so a single one may do the same:
-    `FixedTotal(n)` with the anchor `n` that `ElChe` would choose,
+    Several devices take one optimizer step per window, so a single device may do the same
+    under `FixedTotal(n)`, with the anchor `n` that `ElChe` would choose:
 
         n = min(max_anchor, max(anchor, ceil(step_ms / (overhead_target * ms))))
 
-    or `EveryBatch` if that is not more than 2 % faster.
+    If that is not more than 2 % faster, the replacement is `EveryBatch`.
 
     Examples:
         >>> from elche_jax.advice.predict import one_device
@@ -216,7 +218,7 @@ def one_device(cadence: ElChe, ms: float, step_ms: float) -> EveryBatch | FixedT
 
 
 def settled(cadence: Cadence[Any], ms: Sequence[float], sync_ms: float) -> tuple[int, ...]:
-    """The counts that a cadence settles on with devices of constant speeds, as in a run.
+    """Return the counts that a cadence settles on if the devices' speeds are constant.
 
     Examples:
         >>> from elche_jax.advice.predict import settled
@@ -243,20 +245,20 @@ def best_plan(
     all_devices: Plan,
     epoch: int | None = None,
 ) -> Plan:
-    """The plan with the most examples per second over promising sets of devices.
+    """Return the plan with the most examples per second over promising sets of devices.
 
-    These are all devices, all but one, and the `k` fastest for every `k`, but not every set.
+    These sets are all devices, all but one, and the `k` fastest for every `k`.
 
     Args:
-        name: What to call it.
+        name: Name of the plan.
         cadence: The cadence.
-        speeds: How fast the devices are.
+        speeds: The measured speeds.
         batch_size: Examples per microbatch.
-        all_devices: The plan with all of them.
+        all_devices: The plan with all devices.
         epoch: Microbatches of an epoch; None if unknown.
 
     Examples:
-        An exchange that costs more than the slow device gives:
+        An exchange that costs more than the slow device adds:
 
         >>> from elche_jax.advice.predict import Speeds, best_plan, plan
         >>> from elche_jax.cadence import ElChe
@@ -275,7 +277,7 @@ def best_plan(
 
 
 def plain_pmap(speeds: Speeds, batch_size: int, epoch: int | None = None) -> Plan:
-    """The usual loop: one microbatch each, then all wait for the slowest and take a step.
+    """Return the plan of the usual loop: one microbatch per device, then all synchronise.
 
     Examples:
         >>> from elche_jax.advice.predict import Speeds, plain_pmap

@@ -1,7 +1,8 @@
-"""How many microbatches each device gets. Plain Python and NumPy, no JAX.
+"""Rules for how many microbatches each device computes. Plain Python and NumPy, no JAX.
 
-A cadence is a frozen config object: ``init(world_size)`` makes a state,
-``update(state, report, verdict)`` the next one, ``state.counts`` is the plan.
+A cadence is a frozen config object: ``init(world_size)`` returns a state,
+``update(state, report, verdict)`` returns the next one, and ``state.counts`` is the plan
+for the next window.
 
 Examples:
     >>> cadence = ElChe(anchor=10)

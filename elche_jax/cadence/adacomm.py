@@ -1,4 +1,4 @@
-"""AdaComm: windows shrink as the loss falls."""
+"""AdaComm: windows get shorter as the loss falls."""
 
 import math
 from dataclasses import dataclass, replace
@@ -16,9 +16,9 @@ class AdaCommState(AnchorRuleState):
 
     Attributes:
         first_loss: Mean loss of the first interval, ``None`` until it is over.
-        sum_loss: Sum of the losses of this interval.
-        losses: Number of them.
-        rule: The anchor that the rule wants, 0 before the first interval is over.
+        sum_loss: Sum of the losses in the current interval.
+        losses: Number of losses in that sum.
+        rule: The anchor chosen by the rule, 0 before the first interval is over.
     """
 
     first_loss: float | None = None
@@ -31,20 +31,19 @@ class AdaCommState(AnchorRuleState):
 class AdaComm(AnchorRule[AdaCommState]):
     """Adaptive communication (Wang and Joshi 2019, arXiv:1810.08313).
 
-    Every ``interval`` windows, with ``F`` the mean loss of the last interval and ``F0``
-    that of the first,
+    After every ``interval`` windows the anchor ``current`` is updated. With ``F`` the mean
+    loss of the last interval, ``F0`` that of the first one, and ``anchor`` the first anchor,
 
-        new    = ceil(sqrt(F / F0) * anchor)
-        anchor = new                              if that is below the one in force
-        anchor = max(1, ceil(shrink * in force))  otherwise
+        new     = ceil(sqrt(F / F0) * anchor)
+        current = new                               if new < current
+        current = max(1, ceil(shrink * current))    otherwise
 
-    Rare synchronisation is fast at first, and costs accuracy towards the end.
+    Infrequent synchronisation is fast early in training, but costs accuracy towards the end.
 
     Attributes:
-        anchor: First count of the slowest device, at least 1.
-        interval: Windows between two changes, at least 1.
-        shrink: What the anchor is multiplied by if the loss does not fall enough, in
-            ``(0, 1]``.
+        anchor: Count of the slowest device at the start, at least 1.
+        interval: Windows between two changes of the anchor, at least 1.
+        shrink: Factor applied to the anchor if the loss does not fall enough, in ``(0, 1]``.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -73,11 +72,11 @@ class AdaComm(AnchorRule[AdaCommState]):
         knobs.real(self, "shrink", above=0, high=1)
 
     def wanted(self, state: AdaCommState) -> int:
-        """Return the anchor of this interval."""
+        """Return the anchor of the current interval."""
         return state.rule or self.anchor
 
     def counted(self, state: AdaCommState, report: WindowReport) -> AdaCommState:
-        """Return the state with a window, and its loss, counted in."""
+        """Return the state with the window and its loss added."""
         if report.loss is None or report.loss < 0:
             rule = "have a loss, not negative"
             raise ValueError(check.message("AdaComm.update", "report", rule, report.loss))

@@ -1,4 +1,4 @@
-"""What the cadences share whose rule sets the anchor, while the speeds set the counts."""
+"""Base of the cadences in which a rule sets the anchor and measured speeds set the counts."""
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
@@ -14,11 +14,11 @@ class AnchorRuleState(ElCheState):
     """State of a cadence whose rule sets the anchor: plain numbers.
 
     Attributes:
-        windows: Windows so far, those included whose times are not known.
-        steps: Sum over them of the largest count: what an optimizer's counter of steps
-            shows when the devices' counters are joined by their maximum.
-        ceiling: What a guard has nudged the anchor down to; rises by 1 with every stable
-            window until the rule is below it. 0: nothing.
+        windows: Windows so far, including those whose times are unknown.
+        steps: Sum of the largest counts of these windows: the optimizer's step counter, if
+            the devices' counters are merged by their maximum.
+        ceiling: Upper bound on the anchor after a *nudge down*, or 0 for no bound. It rises
+            by 1 with every stable window and is lifted once the rule asks for no more.
     """
 
     windows: int = 0
@@ -30,11 +30,11 @@ S = TypeVar("S", bound=AnchorRuleState)
 
 
 class AnchorRule(Proportional[S]):
-    """Base of `QSR`, `PostLocal` and `AdaComm`: the counts of `ElChe`, with the anchor of a rule.
+    """Base of `QSR`, `PostLocal` and `AdaComm`: counts as in `ElChe`, the anchor from a rule.
 
-    A verdict *hold growth* forbids a raise; *nudge down* multiplies the anchor in force by
-    its factor (rounded up, at least 1) and holds the rule below that; with every stable
-    window by one less.
+    The verdict *hold growth* keeps the anchor from rising. *Nudge down* multiplies the current
+    anchor by its factor (rounded up, at least 1), and the result bounds the rule from above;
+    every stable window raises the bound by 1.
     """
 
     state_type: ClassVar[type[State] | None] = AnchorRuleState
@@ -45,11 +45,11 @@ class AnchorRule(Proportional[S]):
         """Return the anchor of the next window, at least 1.
 
         Args:
-            state: The state with the last window counted in.
+            state: The state, with the last window added.
         """
 
     def counted(self, state: S, report: WindowReport) -> S:
-        """Return the state with a window counted in."""
+        """Return the state with the window added to its counters."""
         steps = state.steps + max(report.counts)
         return replace(state, windows=state.windows + 1, steps=steps)
 
@@ -66,7 +66,7 @@ class AnchorRule(Proportional[S]):
         return replace(self.recount(state, anchor, ms), ceiling=ceiling)
 
     def _obeying(self, state: S, wanted: int, verdict: Verdict) -> tuple[int, int]:
-        """The anchor and the ceiling under a verdict."""
+        """Return the anchor and the ceiling that a verdict allows."""
         if verdict.action == "nudge_down":
             lower = min(nudged(state.anchor, cast(float, verdict.factor)), wanted)
             return lower, lower

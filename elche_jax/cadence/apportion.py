@@ -1,7 +1,7 @@
-"""Sharing out a whole number of microbatches: three exact splits.
+"""Three exact ways to split a whole number of microbatches over the devices.
 
-`clamp_counts` shrinks a plan to what the data still has, `shard_sizes` follows given
-ratios, `apportion` makes the slowest device finish as early as an integer split can.
+`clamp_counts` shrinks a plan to the microbatches that are left, `shard_sizes` follows given
+ratios, and `apportion` makes the last device finish as early as an integer split can.
 """
 
 import heapq
@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from elche_jax import _check as check
 from elche_jax.cadence.estimate import SHORTEST_MS, FloatArray
 
-# Beyond this a count times a time is no longer exact to one microbatch.
+# Above this, float64 no longer represents every count.
 MAX_TOTAL = 2**53
 
 
 def _take_back(counts: list[int], tie: Sequence[int], excess: int) -> None:
-    """Lower the largest counts one by one, in place, until ``excess`` are back.
+    """Lower the largest counts one by one, in place, ``excess`` times in total.
 
-    Among equal counts the one with the smaller ``tie`` gives first, then the higher
-    rank.
+    Among equal counts the one with the smaller ``tie`` is lowered first, then the one of
+    the higher rank.
     """
     for _ in range(excess):
         rank = max(range(len(counts)), key=lambda rank: (counts[rank], -tie[rank], rank))
@@ -32,11 +32,10 @@ def _take_back(counts: list[int], tie: Sequence[int], excess: int) -> None:
 def clamp_counts(counts: Sequence[int], max_total: int) -> tuple[int, ...]:
     """Shrink counts in proportion so that they sum to at most ``max_total``.
 
-    Counts that fit come back unchanged. Otherwise the result sums to exactly
-    ``max_total`` by the method of the largest remainder, ties to the lower rank. No
-    entry is ever raised. A device may get 0 only when fewer microbatches remain
-    than devices that have some; until then the largest counts give up one each to
-    keep every device that had work at 1.
+    Counts that fit are returned unchanged. Otherwise the result sums to exactly
+    ``max_total``, by the largest remainder method with ties going to the lower rank. No
+    entry is ever raised. A device that had work gets 0 only if there are fewer microbatches
+    than such devices; otherwise the largest counts give up one each, so that it keeps 1.
 
     Args:
         counts: Microbatches per device, integers, not negative.
@@ -46,8 +45,8 @@ def clamp_counts(counts: Sequence[int], max_total: int) -> tuple[int, ...]:
         The counts to run, one entry per device.
 
     Raises:
-        TypeError: If an argument is not made of integers.
-        ValueError: If one is negative.
+        TypeError: If a count or ``max_total`` is not an integer.
+        ValueError: If one of them is negative.
 
     Examples:
         >>> clamp_counts((10, 20), 100)
@@ -64,7 +63,7 @@ def clamp_counts(counts: Sequence[int], max_total: int) -> tuple[int, ...]:
         return counts
     clamped = [count * max_total // total for count in counts]
     rest = max_total - sum(clamped)
-    # Python's sort is stable, so equal remainders stay in the order of the ranks.
+    # Python's sort is stable, so equal remainders stay in rank order.
     by_remainder = sorted(range(len(counts)), key=lambda rank: -(counts[rank] * max_total % total))
     for rank in by_remainder[:rest]:
         clamped[rank] += 1
@@ -77,17 +76,16 @@ def clamp_counts(counts: Sequence[int], max_total: int) -> tuple[int, ...]:
 
 
 def shard_sizes(ratios: Sequence[float], total: int) -> tuple[int, ...]:
-    """Split ``total`` in given ratios.
+    """Split ``total`` in the given ratios.
 
-    Every device but the last gets its share rounded half away from zero, at least 1
-    each when ``total`` allows it; the last device takes the rest. If nothing is
-    left for the last one, the largest shares give up one each, the higher rank
-    first.
+    Every device except the last gets its share rounded half away from zero, and at least 1
+    if ``total`` allows it; the last device gets the rest. If nothing is left for it, the
+    largest shares give up one each, the higher rank first.
 
     Args:
         ratios: Share of each device, not negative and not all zero. They need not
             sum to 1.
-        total: Microbatches to share out, not negative.
+        total: Microbatches to split, not negative.
 
     Returns:
         Sizes that sum to exactly ``total``, one per device.
@@ -119,27 +117,27 @@ def shard_sizes(ratios: Sequence[float], total: int) -> tuple[int, ...]:
 
 
 def apportion(total: int, ms_per_batch: Sequence[float]) -> tuple[int, ...]:
-    """Split ``total`` so that the slowest device finishes as early as possible.
+    """Split ``total`` so that the last device finishes as early as possible.
 
-    Minimises ``max(counts * ms_per_batch)`` over all integer splits, exactly and
-    not by rounding: it is the split that hands out one microbatch at a time to the
-    device that would finish it first, ties to the lower rank.
+    Minimises ``max(counts * ms_per_batch)`` over all integer splits exactly, not by
+    rounding: the result is that of handing out one microbatch at a time to the device that
+    would finish it first, with ties going to the lower rank.
 
     Args:
-        total: Microbatches to share out, not negative.
+        total: Microbatches to split, not negative.
         ms_per_batch: Milliseconds per microbatch of each device, at least 1e-9.
 
     Returns:
-        Counts that sum to exactly ``total``. A faster device never gets less than a
-        slower one; a very slow one may get 0.
+        Counts that sum to exactly ``total``. A faster device never gets fewer than a
+        slower one; a very slow device may get 0.
 
     Raises:
         TypeError: If the total is not an integer, or a time not a number.
         ValueError: If the total is negative, or a time is below 1e-9.
 
     Examples:
-        The shares are 2.33 and 0.67; rounded to (2, 1) they would need 3.5 ms,
-        not 3.
+        The shares are 2.33 and 0.67. Rounded to (2, 1) they would take 3.5 ms
+        instead of 3.
 
         >>> apportion(3, (1.0, 3.5))
         (3, 0)
@@ -152,17 +150,17 @@ def apportion(total: int, ms_per_batch: Sequence[float]) -> tuple[int, ...]:
     return tuple(split(total, np.array(times)).tolist())
 
 
-@np.errstate(over="ignore")  # only times beyond 1e290 ms or below 1e-290 get there
+@np.errstate(over="ignore")  # reached only by times above 1e290 ms or below 1e-290
 def split(total: int, ms: FloatArray) -> NDArray[np.int64]:
-    """Do the work of `apportion` on checked arrays.
+    """Compute `apportion` for checked arrays.
 
-    Microbatch ``k`` of device ``d`` ends at ``k * ms[d]``; wanted are the ``total``
-    earliest of all those ends, ordered by (end, rank). A lower bound of the last
-    end, from the continuous problem, gives nearly all of them at once. The rest,
-    about as many as there are devices, is handed out one by one.
+    Microbatch ``k`` of device ``d`` ends at ``k * ms[d]``. The split consists of the
+    ``total`` earliest ends, ordered by (end, rank). The continuous problem gives a lower
+    bound on the last of them, and thereby nearly all microbatches at once. The remaining
+    ones, about as many as there are devices, are handed out one by one.
 
     Args:
-        total: Microbatches to share out, ``0 <= total <= 2**53``.
+        total: Microbatches to split, ``0 <= total <= 2**53``.
         ms: Shape ``(devices,)``, milliseconds per microbatch, above 0.
 
     Returns:
@@ -173,8 +171,8 @@ def split(total: int, ms: FloatArray) -> NDArray[np.int64]:
         [7, 3]
     """
     fastest = float(ms.min())  # divided out, as 1 / ms may overflow
-    # A touch early, by far more than the rounding of the sum, so that the microbatches
-    # ended by then are never more than the total.
+    # Lowered by far more than the rounding error of the sum: the microbatches that end by
+    # this time must never exceed the total.
     level = total / float((fastest / ms).sum()) * fastest * (1.0 - 1e-12)
     counts, times = _ends_before(level, ms).tolist(), ms.tolist()
     heap = [
@@ -192,6 +190,6 @@ def split(total: int, ms: FloatArray) -> NDArray[np.int64]:
 def _ends_before(level: float, ms: FloatArray) -> NDArray[np.int64]:
     """Return the largest ``k`` with ``k * ms <= level`` in floating point."""
     k = np.minimum(np.floor(level / ms), MAX_TOTAL)
-    k -= k * ms > level  # the division may round up onto the next integer,
-    k += (k + 1) * ms <= level  # or down below one
+    k -= k * ms > level  # the division may round up to the next integer
+    k += (k + 1) * ms <= level  # or down below an exact one
     return k.astype(np.int64)

@@ -1,4 +1,4 @@
-"""Balanced: the classic auto-balancer, ratios re-measured every so many windows."""
+"""Balanced: a constant total, split by throughput that is re-measured every N windows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from elche_jax.cadence.estimate import (
 )
 from elche_jax.cadence.hint import checked_hint, hinted_speeds
 
-# Ratios are whole multiples of 1/_GRID, so every way of summing them is exact.
+# Ratios are whole multiples of 1/_GRID, so their sum is exact in any order.
 _GRID = 2**52
 
 
@@ -34,7 +34,7 @@ class BalancedState(State):
         throughput: Smoothed microbatches per millisecond of each device, ``None``
             if it was never measured.
         windows: Windows reported so far.
-        next_rebalance: Number of reported windows at which ratios change next.
+        next_rebalance: Number of reported windows at which the ratios change next.
     """
 
     counts: tuple[int, ...]
@@ -46,31 +46,30 @@ class BalancedState(State):
 
 @dataclass(frozen=True)
 class Balanced(CheckedCadence[BalancedState]):
-    """Cadence that shares out ``total`` microbatches by measured throughput.
+    """Cadence that splits ``total`` microbatches by measured throughput.
 
-    Throughput is an exponential moving average, ``alpha * new + (1 - alpha) * old``
-    with ``new = counts / wall_ms``, the first value taken as it is. The ratios
-    change after ``calibration_windows`` windows and then every ``rebalance_every``;
-    they are proportional to throughput, none below ``min_ratio``, and sum to
-    exactly 1. The counts are `elche_jax.cadence.apportion.shard_sizes` of them.
+    Throughput is an exponential moving average, ``alpha * new + (1 - alpha) * old`` with
+    ``new = counts / wall_ms``; the first measurement is taken as is. The ratios change after
+    ``calibration_windows`` windows and then every ``rebalance_every`` windows. They are
+    proportional to throughput, at least ``min_ratio`` each, and sum to exactly 1. The counts
+    are `elche_jax.cadence.apportion.shard_sizes` of the ratios.
 
-    A device without a measurement when the ratios change counts as fast as the mean
-    of the measured ones; when there are none, the change waits for the next report.
-    Verdicts change nothing: the total is constant.
+    When the ratios change, a device that was never measured is assumed to be as fast as the
+    mean of the measured devices. If no device was measured, the change waits for the next
+    report. Verdicts have no effect, as the total is constant.
 
-    With ``speed_hint`` the first ratios are proportional to the speeds it says, and the
-    first report that measured a device changes them to the measured ones: a wrong hint
-    costs one window. The changes that follow come when they would without a hint.
+    With ``speed_hint`` the first ratios are proportional to the hinted speeds, and the first
+    report with a measurement replaces them by measured ones: a wrong hint costs one window.
+    Later changes come at the same windows as without a hint.
 
     Attributes:
         total: Microbatches per window over all devices, at least 1.
         alpha: Weight of the newest measurement, in ``(0, 1]``.
         calibration_windows: Windows before the first change, at least 1.
-        rebalance_every: Windows between changes, at least 1.
-        min_ratio: Smallest share, in ``[0, 1]``; times the number of devices it
-            must not exceed 1.
-        speed_hint: What is known about the speeds beforehand, or ``None``; in either
-            form that `ElChe` takes: ``(slow_rank, ratio)`` or one speed per device.
+        rebalance_every: Windows between later changes, at least 1.
+        min_ratio: Smallest share of a device, in ``[0, 1 / world_size]``.
+        speed_hint: Known speeds, or ``None``, in either form that `ElChe` takes:
+            ``(slow_rank, ratio)`` or one speed per device.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -85,7 +84,7 @@ class Balanced(CheckedCadence[BalancedState]):
         >>> state.counts, state.ratios
         ((2, 6), (0.25, 0.75))
 
-        A hint that has it the wrong way round, and the window that corrects it:
+        A wrong hint, and the window that corrects it:
 
         >>> cadence = Balanced(total=8, speed_hint=(1, 3.0))
         >>> state = cadence.init(2)
@@ -129,13 +128,13 @@ class Balanced(CheckedCadence[BalancedState]):
         )
 
     def check_state(self, state: BalancedState) -> None:
-        """Check that a stored state is of a cadence with this total.
+        """Check that a stored state has this cadence's total.
 
         Args:
             state: The state.
 
         Raises:
-            ValueError: If it is not.
+            ValueError: If it has another total.
 
         Examples:
             >>> Balanced(8).check_state(Balanced(8).init(2))
@@ -150,7 +149,7 @@ class Balanced(CheckedCadence[BalancedState]):
         if windows < state.next_rebalance or unknown.all():
             return state
         ratios = _ratios(np.where(unknown, speed[~unknown].mean(), speed), self.min_ratio)
-        # A hint is corrected before the calibration, which comes at its own time.
+        # The correction of a hint comes early and must not delay the calibration.
         calibrated = windows >= self.calibration_windows
         following = windows + self.rebalance_every if calibrated else self.calibration_windows
         counts = shard_sizes(ratios, self.total)
@@ -158,10 +157,10 @@ class Balanced(CheckedCadence[BalancedState]):
 
 
 def _ratios(speed: FloatArray, min_ratio: float) -> tuple[float, ...]:
-    """Return ratios proportional to speed, none below the floor, summing to 1.
+    """Return ratios proportional to speed, at least ``min_ratio`` each, that sum to 1.
 
-    Those below the floor are raised to it and the others scaled to what is left,
-    again until none is below: at most one round per device.
+    Ratios below the floor are raised to it and the others scaled to the remainder, until
+    none is below the floor: at most one round per device.
     """
     ratios = speed / speed.sum()
     raised = np.zeros(len(speed), dtype=np.bool_)
@@ -175,7 +174,8 @@ def _ratios(speed: FloatArray, min_ratio: float) -> tuple[float, ...]:
         if not free.any():
             break
         ratios[free] = speed[free] * (1 - min_ratio * raised.sum()) / speed[free].sum()
-    # Rounding up keeps the floor; the largest pays, it is the farthest from it.
+    # Rounding up keeps the floor; the largest ratio gives up the excess, as it is farthest
+    # from the floor.
     grid = np.ceil(ratios * _GRID).astype(np.int64)
     grid[grid.argmax()] += _GRID - grid.sum()
     return tuple((grid / _GRID).tolist())

@@ -1,10 +1,10 @@
-"""The records a cadence reads and writes, and the base of all cadences.
+"""Base of all cadences: reports, verdicts and states, and the hooks of the training loop.
 
-A *cadence* decides how many microbatches each device computes in the next window.
-It is a frozen config object with two pure methods, in the manner of an optax
-transformation: ``init`` makes a state, ``update`` makes the next one from a report.
-States are plain numbers, so that the plan is the same in every process, goes into a
-checkpoint as JSON, and can be replayed.
+A *cadence* decides how many microbatches each device computes in the next window. It is a
+frozen config object with two pure methods, like an optax transformation: ``init`` returns
+a state, and ``update`` returns the next state, given a report. States are plain numbers, so
+that the plan is the same in every process, can be stored in a checkpoint as JSON, and can be
+replayed.
 """
 
 import inspect
@@ -22,23 +22,22 @@ from elche_jax.cadence import knobs
 
 @dataclass(frozen=True)
 class WindowReport:
-    """What was measured over one window.
+    """Measurements of one window.
 
-    Any sequence or array is accepted and kept as a tuple of plain Python numbers.
+    Sequences and arrays are converted to tuples of plain Python numbers.
 
     Attributes:
-        wall_ms: Busy time of each device in milliseconds, one entry per device,
-            finite and not negative; 0 means not measured.
-        counts: Microbatches each device really ran, integers, not negative.
-        sync_ms: Cost of the synchronisation in milliseconds: the smallest wait
-            over the devices, finite and not negative.
-        loss: Mean loss of the window, for cadences that follow it (`AdaComm`); or
-            ``None``.
+        wall_ms: Busy time of each device in milliseconds, one entry per device, finite and
+            not negative; 0 means not measured.
+        counts: Microbatches that each device actually ran, integers, not negative.
+        sync_ms: Cost of the synchronisation in milliseconds: the smallest wait over the
+            devices, finite and not negative.
+        loss: Mean loss of the window, for cadences that follow it (`AdaComm`); or ``None``.
 
     Raises:
         TypeError: If an entry is not a number, or a count not an integer.
-        ValueError: If a number is negative or not finite, the two sequences
-            differ in length, or they are empty.
+        ValueError: If a time or count is negative or not finite, the two sequences differ
+            in length, or they are empty.
 
     Examples:
         >>> WindowReport(wall_ms=[120, 60.0], counts=[4, 4], sync_ms=3)
@@ -72,17 +71,17 @@ Action = Literal["stable", "hold_growth", "nudge_down"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The guard's opinion about the replicas, handed to the cadence.
+    """The guard's verdict on the divergence of the replicas, passed to the cadence.
 
     Attributes:
-        action: ``"stable"``: no objection; ``"hold_growth"``: the windows must not
-            get longer; ``"nudge_down"``: they must get shorter.
-        factor: What to multiply the anchor by, in ``(0, 1]``; only for
-            ``"nudge_down"``, where it is 0.5 unless given; otherwise ``None``.
+        action: ``"stable"``: no objection; ``"hold_growth"``: windows must not get longer;
+            ``"nudge_down"``: windows must get shorter.
+        factor: Factor of the anchor in ``(0, 1]``, 0.5 by default, for ``"nudge_down"``;
+            ``None`` for the other actions.
 
     Raises:
-        ValueError: If the action is none of the three, or the factor is out of
-            range or given to another action.
+        ValueError: If the action is none of the three, or the factor is out of range or
+            given for another action.
         TypeError: If the factor is not a number.
 
     Examples:
@@ -106,7 +105,7 @@ class Verdict:
 
 
 STABLE: Final = Verdict("stable")
-"""No objection: the cadence does as it likes."""
+"""No objection: the cadence follows its own rule."""
 
 HOLD_GROWTH: Final = Verdict("hold_growth")
 """The anchor must not be raised."""
@@ -133,7 +132,7 @@ def nudge_down(factor: float = 0.5) -> Verdict:
 
 
 def stronger(one: Verdict, other: Verdict) -> Verdict:
-    """Return the verdict that asks for less, or the first if they ask for the same.
+    """Return the stricter of two verdicts, the first if they are equally strict.
 
     Examples:
         >>> stronger(HOLD_GROWTH, nudge_down(0.9)).action
@@ -164,7 +163,7 @@ def _to_tuples(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class State:
-    """Base of all states here: frozen fields of plain numbers that go into JSON.
+    """Base of all states: frozen fields of plain numbers that can be stored as JSON.
 
     For every state ``s`` of a class ``S``,
     ``S.from_dict(json.loads(json.dumps(s.to_dict()))) == s`` holds exactly.
@@ -188,14 +187,14 @@ class State:
         """Return the state that ``to_dict`` was called on.
 
         Args:
-            values: What ``to_dict`` returned, or its way through JSON and back.
+            values: The return value of ``to_dict``, possibly read back from JSON.
 
         Returns:
             The equal state.
 
         Raises:
-            ValueError: If the keys are not those of this class: the state of
-                another cadence.
+            ValueError: If the keys are not those of this class, as in the state of another
+                cadence.
 
         Examples:
             >>> from elche_jax.cadence import EveryBatch
@@ -212,7 +211,7 @@ class State:
 
 
 class CadenceState(Protocol):
-    """What every cadence's state shows: the plan for the next window."""
+    """Protocol of a cadence's state: the plan for the next window."""
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -224,28 +223,27 @@ S = TypeVar("S", bound=CadenceState)
 
 
 class Cadence(ABC, Generic[S]):
-    """Base of all cadences; one of your own needs ``init`` and ``update``.
+    """Base of all cadences; a subclass must define ``init`` and ``update``.
 
-    ``S`` is its state: an immutable object with ``counts`` (see `CadenceState`). All else here
-    are hooks of the loop that asks for counts, with defaults for a rule that follows reports
-    and keeps no estimates of times. With one device there are no busy times, and ``update`` is
-    called only if the rule ``counts_windows``.
+    ``S`` is the type of its states: immutable objects with ``counts`` (see `CadenceState`).
+    The other members are hooks of the training loop, with defaults for a rule that follows
+    reports and keeps no estimates of times. With one device there are no busy times, and
+    ``update`` is called only if ``counts_windows`` is set.
 
-    A method whose name is that of a hook but for a slip (``udpate``) is an error, since it
-    would never be called.
+    A method whose name is a misspelt hook (``udpate``) is an error, since it would never be
+    called.
 
     Attributes:
-        state_type: Class of its states, derived from `State`; ``None`` for states that cannot
+        state_type: Class of the states, derived from `State`; ``None`` for states that cannot
             be restored from a checkpoint.
-        adaptive: Whether counts depend on reports. If they do not, windows are planned
-            further ahead.
-        scripted: Whether the counts of every window are known beforehand, see `counts_at`.
-        estimates: Whether states hold ``ms_per_batch``, a time or ``None`` per device, that
+        adaptive: Whether counts depend on reports. If not, windows are planned further ahead.
+        scripted: Whether the counts of every window are known in advance, see `counts_at`.
+        estimates: Whether states hold ``ms_per_batch``, a time or ``None`` per device, which
             `recalibrate` forgets and `replan` fits the counts to.
         uses_loss: Whether reports must hold the window's loss.
-        counts_windows: Whether ``update`` must also hear of windows whose times are unknown;
-            their report has times of 0.
-        overhead_target: Share of a window that synchronising may cost; 0 for no target.
+        counts_windows: Whether ``update`` is also called for windows whose times are unknown;
+            the times of such a report are 0.
+        overhead_target: Share of a window that synchronisation may take; 0 for no target.
 
     Raises:
         TypeError: If a subclass defines a method whose name is almost that of a hook.
@@ -281,7 +279,7 @@ class Cadence(ABC, Generic[S]):
         super().__init_subclass__(**options)
         for name, value in vars(cls).items():
             if not inspect.isfunction(value) or any(hasattr(b, name) for b in cls.__bases__):
-                continue  # no method, or one that a base has
+                continue  # not a method, or one that a base declares
             if near := get_close_matches(name, HOOKS, n=1, cutoff=0.82):
                 rule, got = "be a hook of Cadence or unlike one", "a method of that name"
                 todo = f"Is it {near[0]}? If not, rename it."
@@ -297,31 +295,35 @@ class Cadence(ABC, Generic[S]):
 
     @abstractmethod
     def update(self, state: S, report: WindowReport, verdict: Verdict = STABLE) -> S:
-        """Return the state for the next window; ``state`` stays as it is.
+        """Return the state for the next window; ``state`` is not modified.
 
         Args:
-            state: The state so far.
-            report: What was measured.
-            verdict: The guard's opinion.
+            state: The current state.
+            report: The measurements of a window.
+            verdict: The guard's verdict.
         """
 
     def counts_at(self, window: int) -> tuple[int, ...]:
-        """Return the counts of a window, counted from 0; asked if ``scripted``."""
+        """Return the counts of a window, counted from 0; called if ``scripted``."""
         raise self._unwritten("counts_at", "scripted")
 
     @property
     def largest_count(self) -> int | None:
-        """The largest count of any window, if it is known beforehand."""
+        """The largest count of any window, or ``None`` if it is not known in advance."""
         return None
 
     def recalibrate(self, state: S) -> S:
-        """Return the state as if no device had been measured; asked when a device's speed
-        has changed, if the rule ``estimates``."""
+        """Return the state as if no device had been measured.
+
+        Called after a device's speed has changed, if ``estimates`` is set.
+        """
         raise self._unwritten("recalibrate", "estimates")
 
     def replan(self, state: S) -> S:
-        """Return the state with counts that fit the estimates as well as they can; asked when
-        counts have stayed for a while, if the rule ``estimates``."""
+        """Return the state with counts that fit the estimates as well as possible.
+
+        Called after the counts have not changed for a while, if ``estimates`` is set.
+        """
         return state
 
     def anchor_of(self, state: S) -> int | None:
@@ -330,7 +332,7 @@ class Cadence(ABC, Generic[S]):
         return None
 
     def check_state(self, state: S) -> None:
-        """Check a stored state against the knobs; raise ``ValueError`` if it does not fit."""
+        """Raise ``ValueError`` if a stored state does not fit this cadence's arguments."""
 
     def _unwritten(self, hook: str, flag: str) -> NotImplementedError:
         rule = f"be written where {flag} is True"
@@ -344,9 +346,9 @@ HOOKS: Final = [
 
 
 class CheckedCadence(Cadence[S]):
-    """Base of the cadences here: what ``init`` and ``update`` are given is checked once, for all.
+    """Base of the library's cadences: checks the arguments of ``init`` and ``update``.
 
-    A subclass writes ``_first`` and ``_next``, which get arguments that are in order.
+    A subclass defines ``_first`` and ``_next``, which are called with checked arguments.
     """
 
     def init(self, world_size: int) -> S:
@@ -360,7 +362,7 @@ class CheckedCadence(Cadence[S]):
 
         Raises:
             TypeError: If ``world_size`` is not an integer.
-            ValueError: If it is below 1, or the knobs do not fit so many devices.
+            ValueError: If it is below 1, or the cadence does not allow that many devices.
 
         Examples:
             >>> from elche_jax.cadence import FixedTotal
@@ -374,10 +376,10 @@ class CheckedCadence(Cadence[S]):
         """Return the state for the next window.
 
         Args:
-            state: The state so far; it stays as it is.
-            report: What was measured. Its counts are those really run, which may differ
-                from the plan.
-            verdict: The guard's opinion.
+            state: The current state; it is not modified.
+            report: The measurements of a window. Its counts are those actually run, which
+                may differ from the plan.
+            verdict: The guard's verdict.
 
         Returns:
             The next state.
@@ -397,11 +399,11 @@ class CheckedCadence(Cadence[S]):
 
     @abstractmethod
     def _first(self, world_size: int) -> S:
-        """The state before the first window."""
+        """Return the state before the first window."""
 
     @abstractmethod
     def _next(self, state: S, report: WindowReport, verdict: Verdict) -> S:
-        """The state for the next window."""
+        """Return the state for the next window."""
 
 
 def check_update(where: str, world_size: int, report: WindowReport, verdict: Verdict) -> None:
@@ -410,8 +412,8 @@ def check_update(where: str, world_size: int, report: WindowReport, verdict: Ver
     Args:
         where: Name of the method, for the message.
         world_size: Number of devices of the state.
-        report: What was measured.
-        verdict: The guard's opinion.
+        report: The report.
+        verdict: The verdict.
 
     Raises:
         TypeError: If the report or the verdict is of another class.
@@ -426,15 +428,15 @@ def check_update(where: str, world_size: int, report: WindowReport, verdict: Ver
 
 
 def check_total(where: str, counts: Sequence[int], total: int) -> None:
-    """Check that stored counts share out as many microbatches as the cadence does.
+    """Check that stored counts sum to the total of the cadence.
 
     Args:
         where: Name of the method, for the message.
         counts: Microbatches per device.
-        total: What they must sum to.
+        total: The required sum.
 
     Raises:
-        ValueError: If they do not.
+        ValueError: If the sum is another.
 
     Examples:
         >>> check_total("FixedTotal.check_state", (5, 3), 8)

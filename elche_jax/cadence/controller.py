@@ -1,6 +1,6 @@
-"""The controller: cadence, shift detector and guard together, pure. Records in, plans out.
+"""The controller: cadence, shift detector and guard combined. Pure: records in, plans out.
 
-The training loop and `advise` drive the same object, so that what is predicted is what runs.
+The training loop and `advise` drive the same object, so that predictions match real runs.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ class ControllerState:
     Attributes:
         schedule: State of the cadence and of the shift detector.
         world_size: Number of devices.
-        divergence: How far the devices were apart after the last windows, oldest first.
-        verdict: What the guard said last.
-        owed: The strongest of what it has said since the cadence was told last.
-        told: Whether the cadence was told of a window's times.
+        divergence: How far apart the devices were after the last windows, oldest first.
+        verdict: The guard's last verdict.
+        owed: The strictest verdict since the cadence was last updated.
+        told: Whether the cadence was updated with a window's times.
     """
 
     schedule: SchedulerState
@@ -40,12 +40,12 @@ class ControllerState:
 
 @dataclass(frozen=True)
 class Controller:
-    """What decides the counts of every window, from the records of those before.
+    """Decides the counts of every window, given the records of previous windows.
 
     Attributes:
         cadence: The rule for the counts.
         guard: The rule for verdicts on divergence.
-        shift: The detector of lasting speed changes, or ``None`` for none.
+        shift: The detector of lasting speed changes, or ``None``.
 
     Examples:
         >>> from elche_jax.cadence import ElChe
@@ -69,33 +69,32 @@ class Controller:
 
     @cached_property
     def scheduler(self) -> Scheduler:
-        """The part that knows of counts alone."""
+        """The cadence and the shift detector, without the guard."""
         return Scheduler(self.cadence, self.shift)
 
     def init(self, world_size: int) -> ControllerState:
         """Return the state before the first window.
 
         Args:
-            world_size: Number of devices; what the cadence allows.
+            world_size: Number of devices.
 
         Raises:
             TypeError: If ``world_size`` is not an integer, or the cadence's state has no
                 ``counts``.
-            ValueError: If the cadence does not allow it.
+            ValueError: If the cadence does not allow that many devices.
         """
         return ControllerState(self.scheduler.init(world_size), world_size)
 
     def plan(self, state: ControllerState, window: int) -> tuple[int, ...]:
-        """Return the counts of a window, were there no end of the data.
+        """Return the counts of a window, regardless of how much data is left.
 
         Args:
             state: The state.
-            window: Number of the window in the run; only a recording that is replayed
-                reads it.
+            window: Number of the window in the run; used only by a scripted cadence such as
+                `Replay`.
 
         Raises:
-            ValueError: If the cadence's counts are no counts, or a replay has no such
-                window.
+            ValueError: If the cadence's counts are invalid, or a replay has no such window.
         """
         counts = self.scheduler.plan(state.schedule, window)
         return self.checked(state, counts, window)
@@ -106,8 +105,8 @@ class Controller:
         """Return a cadence's counts as plain integers.
 
         Raises:
-            TypeError: If one is not an integer.
-            ValueError: If they are no counts for these devices.
+            TypeError: If a count is not an integer.
+            ValueError: If the counts are not valid for these devices.
         """
         devices = state.world_size
         counts = check.integers(type(self.cadence).__name__, "counts", counts)
@@ -120,20 +119,19 @@ class Controller:
     def observe(self, state: ControllerState, record: WindowRecord) -> ControllerState:
         """Return the state after a window.
 
-        The guard is asked if the record has a divergence. The cadence is told of the
-        window if its times are steady, or if it wants to hear of every window, and
-        of the strongest verdict since it was told last. After a cold window a cadence with
-        an overhead target is told at least *hold growth*. A recording that is replayed is
-        told nothing, and a cadence that follows the loss nothing of a window whose loss is
-        not finite.
+        The guard is called if the record has a divergence. The cadence is updated if the
+        window's times are steady, or if it counts all windows, with the strictest verdict
+        since its last update. After a cold window the verdict for a cadence with an overhead
+        target is at least *hold growth*. A scripted cadence is never updated, and a cadence
+        that follows the loss is not updated with a loss that is not finite.
 
         Args:
-            state: The state so far; it stays as it is.
+            state: The current state; it is not modified.
             record: The window.
 
         Raises:
-            TypeError: If the record is none, the guard gives no verdict, or the cadence no
-                state.
+            TypeError: If the record is not a `WindowRecord`, the guard does not return a
+                verdict, or the cadence does not return a state.
         """
         check.instance("Controller.observe", "record", record, WindowRecord)
         divergence, verdict, owed = state.divergence, state.verdict, state.owed
@@ -152,13 +150,14 @@ class Controller:
     def _told(
         self, schedule: SchedulerState, record: WindowRecord, verdict: Verdict
     ) -> SchedulerState | None:
-        """The schedule after the cadence was told of a window; None if it is not told."""
+        """Return the schedule after a window, or None if the cadence is not updated."""
         cadence, loss = self.cadence, record.loss if self.cadence.uses_loss else None
         if cadence.scripted or (loss is not None and not isfinite(loss)):
             return None
         if _timed(record):
             report = WindowReport(record.busy_ms, record.counts, record.sync_ms, loss)
-            if record.cold and cadence.overhead_target:  # which the cost does not tell yet
+            if record.cold and cadence.overhead_target:
+                # the first synchronisation costs more than later ones: no reason to grow
                 verdict = stronger(verdict, HOLD_GROWTH)
         elif cadence.counts_windows:
             report = WindowReport((0.0,) * len(record.counts), record.counts, 0.0, loss)
@@ -168,5 +167,5 @@ class Controller:
 
 
 def _timed(record: WindowRecord) -> bool:
-    """Whether a window's times are to be told."""
+    """Return whether the cadence may use the window's times."""
     return record.steady and bool(record.busy_ms)

@@ -1,4 +1,4 @@
-"""ElChe: the slowest device sets the pace, faster ones do more in the same time."""
+"""ElChe: the slowest device sets the pace, faster devices do more in the same time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,48 +20,46 @@ from elche_jax.cadence.proportional import (
 
 @dataclass(frozen=True)
 class ElChe(Proportional[ElCheState]):
-    """Cadence for devices of different speed: counts proportional to speed.
+    """Cadence for devices of different speeds: counts proportional to speed.
 
-    The slowest device runs ``anchor`` microbatches between two synchronisations, a
-    device ``r`` times as fast runs ``r * anchor``, so all end together. After every
+    The slowest device runs ``anchor`` microbatches between two synchronisations and a
+    device ``r`` times as fast runs ``r * anchor``, so that all finish together. After every
     window, with ``ms`` the smoothed time per microbatch (see
     `elche_jax.cadence.estimate.update_ms`)::
 
         overhead = sync_ms / max(wall_ms)
         overhead > target      anchor = ceil(anchor * overhead / target)
-        overhead < target / 2  anchor = anchor - 1, while above min_anchor
+        overhead < target / 2  anchor = anchor - 1, if above min_anchor
         counts[d] = max(1, round(anchor * max(ms) / ms[d]))
 
-    with ``min_anchor = min(anchor, max_anchor)`` of this config. The raised anchor
-    is kept within ``[min_anchor, max_anchor]``. A count moves only if the change
-    exceeds 10 % of it, except in the update that calibrates.
+    with ``min_anchor = min(anchor, max_anchor)`` of this config. A raised anchor stays within
+    ``[min_anchor, max_anchor]``. A count changes only if the change exceeds 10 % of it,
+    except in the update that calibrates.
 
-    A verdict *hold growth* forbids the raise. *Nudge down* takes the place of the
-    overhead rule: ``anchor = max(1, ceil(anchor * factor))``, also below
-    ``min_anchor``, where it stays until the overhead exceeds the target again.
+    The verdict *hold growth* keeps the anchor from rising. *Nudge down* replaces the overhead
+    rule by ``anchor = max(1, ceil(anchor * factor))``. This may be below ``min_anchor``; the
+    anchor then stays there until the overhead exceeds the target again.
 
-    Until every device was measured, the counts keep the proportions of `init` and
-    move only with the anchor.
+    Until every device has been measured, the counts keep the proportions of `init` and
+    change only with the anchor.
 
-    With one device there is nothing to balance and no exchange to pay for: every window
-    is one microbatch, so that a script runs unchanged on one; under an outer optimizer,
-    which needs windows to step after, it is ``anchor`` microbatches.
+    With one device there is nothing to balance and nothing to exchange: every window is one
+    microbatch, so that the same script runs on one device. Under an outer optimizer, which
+    steps once per window, it is ``anchor`` microbatches.
 
     Attributes:
         anchor: Count of the slowest device at the start, at least 1.
-        overhead_target: Share of a window that synchronising may cost, in
+        overhead_target: Share of a window that synchronisation may take, in
             ``[0.01, 0.50]``.
-        max_anchor: Ceiling of the anchor, at least 1; it binds from the first
-            update on.
-        max_batch_diff: Largest change of a count in one update once calibrated, at
+        max_anchor: Largest anchor, at least 1; enforced from the first update on.
+        max_batch_diff: Largest change of a count in one update after calibration, at
             least 1, or ``None`` for no bound.
-        speed_hint: What is known about the speeds beforehand, or ``None``. Either
-            ``(slow_rank, ratio)``: the device ``slow_rank`` is the slowest and all
-            others are ``ratio >= 1`` times as fast. Or one relative speed per
-            device, above 0, larger is faster. A **tuple of two that starts with an
-            int** is always ``(slow_rank, ratio)``; write the speeds of two devices
-            as a list or with a float first: ``(1, 2.3)`` says that device 1 is the
-            slow one, ``[1, 2.3]`` and ``(1.0, 2.3)`` that device 1 is the fast one.
+        speed_hint: Known speeds, or ``None``. Either ``(slow_rank, ratio)``: the device
+            ``slow_rank`` is the slowest and all others are ``ratio >= 1`` times as fast.
+            Or one relative speed per device, above 0, larger is faster. A **tuple of two
+            that starts with an int** is always ``(slow_rank, ratio)``; write the speeds of
+            two devices as a list or with a float first: ``(1, 2.3)`` says that device 1 is
+            the slow one, ``[1, 2.3]`` and ``(1.0, 2.3)`` that device 1 is the fast one.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -84,8 +82,8 @@ class ElChe(Proportional[ElCheState]):
         >>> ElChe(anchor=4).init(1).counts
         (1,)
 
-        Synchronising costs 30 % where 10 % are wanted: the anchor triples, unless a guard
-        holds it.
+        Synchronising takes 30 % of a window where the target is 10 %: the anchor triples,
+        unless a guard holds it.
 
         >>> from elche_jax.cadence import HOLD_GROWTH
         >>> cadence = ElChe(anchor=10, overhead_target=0.1)
@@ -114,7 +112,7 @@ class ElChe(Proportional[ElCheState]):
 
     @property
     def min_anchor(self) -> int:
-        """The anchor the overhead rule does not go below."""
+        """The smallest anchor that the overhead rule sets."""
         return min(self.anchor, self.max_anchor)
 
     def _first(self, world_size: int) -> ElCheState:
@@ -135,12 +133,12 @@ class ElChe(Proportional[ElCheState]):
         """Return the state with the anchor multiplied by ``factor``, rounded up.
 
         Args:
-            state: The state so far; it stays as it is.
+            state: The current state; it is not modified.
             factor: In ``(0, 1]``. The anchor stays at least 1.
 
         Returns:
-            The state with the new anchor, its counts under the same dead zone and
-            ``max_batch_diff`` as in `update`.
+            The state with the new anchor and counts that follow it, subject to the same
+            dead zone and ``max_batch_diff`` as in `update`.
 
         Raises:
             TypeError: If ``factor`` is not a number.
@@ -156,13 +154,13 @@ class ElChe(Proportional[ElCheState]):
         return self.recount(state, nudged(state.anchor, factor), as_array(state.ms_per_batch))
 
     def check_state(self, state: ElCheState) -> None:
-        """Check that a stored state is of a cadence with these knobs.
+        """Check that the anchor of a stored state is within ``max_anchor``.
 
         Args:
             state: The state.
 
         Raises:
-            ValueError: If it is not.
+            ValueError: If it is larger.
 
         Examples:
             >>> ElChe().check_state(ElChe().init(2))

@@ -1,7 +1,7 @@
-"""How long a microbatch takes on each device: the smoothed estimate.
+"""Smoothed estimates of the time per microbatch on each device.
 
-Outside, an estimate is a tuple with ``None`` for a device that was never measured;
-inside the arithmetic it is a float64 array with NaN in those places.
+States hold estimates as a tuple with ``None`` for a device that was never measured. The
+arithmetic uses a float64 array with NaN in its place.
 """
 
 import math
@@ -18,7 +18,8 @@ Times = tuple[float | None, ...]
 ALPHA_MIN = 0.1
 ALPHA_MAX = 0.8
 
-# A picosecond. No clock shows less, so less is no measurement (and 1 / ms is safe).
+# A picosecond. No clock resolves less, so smaller times are no measurements, and 1 / ms
+# cannot overflow.
 SHORTEST_MS = 1e-9
 
 
@@ -43,13 +44,13 @@ def as_times(array: FloatArray) -> Times:
 
 
 def measured_ms(report: WindowReport) -> FloatArray:
-    """Return what one microbatch took on each device in one window.
+    """Return the time per microbatch of each device in one window.
 
-    ``wall_ms / counts`` where both are above zero, with the counts really run. Less
-    than a picosecond per microbatch is no measurement either.
+    This is ``wall_ms / counts``, with the counts actually run, if both are above zero and
+    the result is at least a picosecond.
 
     Args:
-        report: What was measured over the window.
+        report: The report of the window.
 
     Returns:
         Milliseconds per microbatch, NaN for a device that was not measured.
@@ -69,23 +70,23 @@ def update_ms(
 ) -> FloatArray:
     """Return the estimates after one more window.
 
-    A device measured for the first time is taken as it is. Afterwards, with
+    The first measurement of a device is its estimate. Afterwards, with
     ``new = wall / count``::
 
         error = |new - old| / old
         alpha = clip(error, 0.1, 0.8)
         ms    = alpha * new + (1 - alpha) * old
 
-    so small noise is smoothed away while a jump is followed at once. A device that
-    was not measured (count or wall of zero) keeps its estimate.
+    so that small noise is smoothed while a jump is followed at once. A device that was not
+    measured (a count or time of zero) keeps its estimate.
 
     Args:
-        ms_per_batch: Estimates so far, milliseconds per microbatch, ``None`` (or
-            NaN, in an array) for a device never measured.
-        report: What was measured, with as many devices.
+        ms_per_batch: Current estimates, milliseconds per microbatch, ``None`` (or NaN, in
+            an array) for a device that was never measured.
+        report: The report of the window, with as many devices.
 
     Returns:
-        The new estimates, NaN for a device never measured.
+        The new estimates, NaN for a device that was never measured.
 
     Examples:
         Device 0 goes from 10 to 15 ms: the error is 0.5, hence 12.5.
@@ -101,12 +102,12 @@ def update_ms(
 
 
 def smoothed(old: FloatArray, new: FloatArray, alpha: FloatArray | float) -> FloatArray:
-    """Return ``alpha * new + (1 - alpha) * old`` where both are known, or else the known one.
+    """Return ``alpha * new + (1 - alpha) * old``; if one of them is NaN, the other.
 
     Examples:
         >>> smoothed(np.array([10.0, np.nan, 3.0]), np.array([15.0, 4.0, np.nan]), alpha=0.5)
         array([12.5,  4. ,  3. ])
     """
-    # The same sum, but exact when nothing has changed.
+    # The same value, but exact if nothing has changed.
     mixed = old + alpha * (new - old)
     return np.where(np.isnan(new), old, np.where(np.isnan(old), new, mixed))

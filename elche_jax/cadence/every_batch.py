@@ -1,4 +1,4 @@
-"""EveryBatch: one microbatch per device, then synchronise. Classic data parallel."""
+"""EveryBatch: one microbatch per device and window, as in classic data parallelism."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,9 +19,9 @@ class EveryBatchState(State):
 
 @dataclass(frozen=True)
 class EveryBatch(CheckedCadence[EveryBatchState]):
-    """Cadence that gives every device one microbatch per window, whatever it takes.
+    """Cadence that gives every device one microbatch per window, whatever its speed.
 
-    Reports and verdicts change nothing: windows cannot get shorter.
+    Reports and verdicts have no effect: windows cannot get shorter.
 
     Examples:
         >>> EveryBatch().init(4).counts

@@ -1,4 +1,4 @@
-"""FixedTotal: a constant global batch in the best integer split."""
+"""FixedTotal: a constant global batch size, in the best integer split."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -32,21 +32,21 @@ class FixedTotalState(State):
 class FixedTotal(CheckedCadence[FixedTotalState]):
     """Cadence with a constant number of microbatches per window.
 
-    Hyper-parameters mean the same on any machine, since the global batch does not
-    depend on the devices. The split minimises ``max(counts * ms_per_batch)`` over
-    the integers, exactly (see `elche_jax.cadence.apportion.apportion`), with times
-    smoothed as in `elche_jax.cadence.estimate.update_ms`.
+    Hyper-parameters mean the same on any machine, as the global batch size does not depend
+    on the devices. The split minimises ``max(counts * ms_per_batch)`` over the integers,
+    exactly (see `elche_jax.cadence.apportion.apportion`), with times smoothed as in
+    `elche_jax.cadence.estimate.update_ms`.
 
-    - The split in use stays unless another one ends the window more than 2 %
-      sooner, so that noise does not move counts to and fro.
-    - While a device was never measured, the split stays as it is. If a device has
-      no microbatch there (``total`` is below the number of devices), the next
-      window gives one to each of as many unmeasured devices as possible, the lower
-      ranks first, and the rest to the measured ones; thus all are known after
+    - The current split stays unless another one ends the window more than 2 % sooner, so
+      that noise does not move counts back and forth.
+    - The split also stays until every device has been measured. If an unmeasured device
+      has no microbatch in it (``total`` is below the number of devices), the next window
+      gives one to each of as many unmeasured devices as possible, the lower ranks first,
+      and the rest to the measured ones. All devices are thus measured after
       ``ceil(devices / total)`` windows.
-    - A device too slow for any microbatch keeps its last estimate; `recalibrate`
-      makes it tried again.
-    - Verdicts change nothing: the total is constant.
+    - A device too slow for any microbatch keeps its last estimate; after `recalibrate` it
+      is tried again.
+    - Verdicts have no effect, as the total is constant.
 
     Attributes:
         total: Microbatches per window over all devices, at least 1.
@@ -74,7 +74,7 @@ class FixedTotal(CheckedCadence[FixedTotalState]):
         knobs.integer(self, "total", low=1, high=MAX_TOTAL)
 
     def _first(self, world_size: int) -> FixedTotalState:
-        """As equal as possible: the counts differ by at most 1, the lower ranks first."""
+        """Return counts that differ by at most 1, the larger ones at the lower ranks."""
         each, more = divmod(self.total, world_size)
         counts = tuple(each + (rank < more) for rank in range(world_size))
         return FixedTotalState(counts, (None,) * world_size)
@@ -98,7 +98,7 @@ class FixedTotal(CheckedCadence[FixedTotalState]):
     def _probe(
         self, now: NDArray[np.int64], ms: FloatArray, unknown: NDArray[np.bool_]
     ) -> NDArray[np.int64]:
-        """Return the split to run while some device was never measured."""
+        """Return the split to run until every device has been measured."""
         known = ~unknown
         if (now[unknown] > 0).all() or not known.any():
             return now
@@ -108,13 +108,13 @@ class FixedTotal(CheckedCadence[FixedTotalState]):
         return counts
 
     def check_state(self, state: FixedTotalState) -> None:
-        """Check that a stored state is of a cadence with this total.
+        """Check that a stored state has this cadence's total.
 
         Args:
             state: The state.
 
         Raises:
-            ValueError: If it is not.
+            ValueError: If it has another total.
 
         Examples:
             >>> FixedTotal(8).check_state(FixedTotal(8).init(2))
@@ -125,7 +125,7 @@ class FixedTotal(CheckedCadence[FixedTotalState]):
         """Return the state with the time estimates forgotten; the counts stay.
 
         Args:
-            state: The state so far; it stays as it is.
+            state: The current state; it is not modified.
 
         Returns:
             The state as if no device had been measured.

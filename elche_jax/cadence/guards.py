@@ -1,8 +1,8 @@
-"""Guards: opinions about how far the devices drift apart, handed to the cadence.
+"""Guards: verdicts on how far the devices drift apart, passed to the cadence.
 
 A guard is an object with one method, `verdict(history) -> Verdict`, where `history` holds
-the last windows' `Divergence`, oldest first. It is asked once per window and keeps no
-state.
+the `Divergence` of the last windows, oldest first. It is called once per window and keeps
+no state.
 """
 
 import math
@@ -16,18 +16,18 @@ from elche_jax.cadence.base import HOLD_GROWTH, STABLE, Verdict, nudge_down
 from elche_jax.cadence.window import Divergence
 
 HISTORY = 64
-"""Windows that a guard sees."""
+"""Number of windows in a guard's history."""
 
 LEVEL_AFTER = 3
-"""Windows that it takes to say that divergence is level."""
+"""Windows needed to tell that the divergence is level."""
 
 LEVEL_SLACK = 1.1
-"""By how much the last of them may exceed the first."""
+"""Largest ratio of the last of these distances to the first."""
 
 
 @runtime_checkable
 class Guard(Protocol):
-    """What a guard must do; a user's own class needs no base class.
+    """Protocol of a guard; a user's class needs no base class.
 
     Examples:
         >>> from elche_jax.cadence.guards import Guard
@@ -40,13 +40,13 @@ class Guard(Protocol):
     """
 
     def verdict(self, history: Sequence[Divergence]) -> Verdict:
-        """Returns the opinion after a window; `history` holds at least that one."""
+        """Return the verdict after a window; `history` holds at least that window."""
         ...
 
 
 @dataclass(frozen=True)
 class NoGuard:
-    """No opinion, and none is asked for: only the cadence's own bound holds the anchor.
+    """Guard without objections: only the cadence's own rule limits the anchor.
 
     Examples:
         >>> NoGuard().verdict([])
@@ -54,25 +54,25 @@ class NoGuard:
     """
 
     def verdict(self, history: Sequence[Divergence]) -> Verdict:
-        """Returns *stable*."""
+        """Return *stable*."""
         del history
         return STABLE
 
 
 @dataclass(frozen=True)
 class TrendGuard:
-    """Speaks when the largest distance rises.
+    """Guard that objects when the largest distance rises.
 
     - *Nudge down* by `factor` if the last distance is above twice the threshold.
-    - *Hold growth* if the last three rise and the last is above the threshold.
+    - *Hold growth* if the last three distances rise and the last is above the threshold.
 
     Attributes:
         threshold: Distance, relative to the parameters' norm, above 0.
-        factor: What the anchor is multiplied by, in `(0, 1]`.
+        factor: Factor of the anchor in a *nudge down*, in `(0, 1]`.
 
     Raises:
-        TypeError: An argument is no number.
-        ValueError: An argument is out of range.
+        TypeError: If an argument is not a number.
+        ValueError: If an argument is out of range.
 
     Examples:
         >>> from elche_jax.cadence.guards import Divergence, TrendGuard
@@ -92,7 +92,7 @@ class TrendGuard:
         knobs.real(self, "factor", above=0, high=1)
 
     def verdict(self, history: Sequence[Divergence]) -> Verdict:
-        """Returns the opinion after a window."""
+        """Return the verdict after a window."""
         values = [each.largest for each in history[-3:]]
         last = values[-1]
         if last > 2 * self.threshold:
@@ -103,19 +103,19 @@ class TrendGuard:
 
 @dataclass(frozen=True)
 class LevelGuard:
-    """Keeps the largest distance below a level, whether it rises or not.
+    """Guard that keeps the largest distance below a level, whether it rises or not.
 
-    - *Nudge down* by `factor` if the mean of the last windows is above twice the level.
-    - *Hold growth* if it is above the level.
+    - *Nudge down* by `factor` if the mean over the last windows is above twice the level.
+    - *Hold growth* if that mean is above the level.
 
     Attributes:
         level: Distance, relative to the parameters' norm, above 0.
-        windows: Windows to take the mean of, 1 to 64.
-        factor: What the anchor is multiplied by, in `(0, 1]`.
+        windows: Number of windows in the mean, 1 to 64.
+        factor: Factor of the anchor in a *nudge down*, in `(0, 1]`.
 
     Raises:
-        TypeError: An argument is no number.
-        ValueError: An argument is out of range.
+        TypeError: If an argument is not a number.
+        ValueError: If an argument is out of range.
 
     Examples:
         >>> from elche_jax.cadence.guards import Divergence, LevelGuard
@@ -135,7 +135,7 @@ class LevelGuard:
         knobs.real(self, "factor", above=0, high=1)
 
     def verdict(self, history: Sequence[Divergence]) -> Verdict:
-        """Returns the opinion after a window."""
+        """Return the verdict after a window."""
         values = [each.largest for each in history[-self.windows :]]
         values = [value for value in values if not math.isnan(value)]
         mean = sum(values) / len(values) if values else math.nan
@@ -145,10 +145,10 @@ class LevelGuard:
 
 
 def is_level(history: Sequence[Divergence]) -> bool:
-    """Whether the last windows show that divergence does not rise.
+    """Return whether the last windows show that the divergence does not rise.
 
-    Silence is no evidence: it takes three windows with a distance each, of which the last
-    is not more than a tenth above the first.
+    This takes three windows with a distance each, of which the last is at most a tenth above
+    the first. Without them there is no evidence.
 
     Examples:
         >>> from elche_jax.cadence.guards import is_level
@@ -162,23 +162,23 @@ def is_level(history: Sequence[Divergence]) -> bool:
 
 
 def judge(guard: Guard, history: Sequence[Divergence]) -> Verdict:
-    """The verdict that a cadence is told: growth takes evidence.
+    """Return the guard's verdict, or *hold growth* if growth is not justified.
 
-    If a guard says *stable* and the divergence is not level, the cadence is told *hold
-    growth*: a guard that never speaks does not let windows grow while devices drift apart.
-    `NoGuard` alone means what it says.
+    If a guard returns *stable* while the divergence is not level, the cadence gets *hold
+    growth*, so that a guard that never objects does not let windows grow while the devices
+    drift apart. Only the *stable* of `NoGuard` is passed on as is.
 
     Args:
         guard: The guard.
         history: The last windows, oldest first, at least one.
 
     Raises:
-        TypeError: The guard returned no verdict.
+        TypeError: If the guard does not return a verdict.
     """
     verdict = guard.verdict(history)
     if not isinstance(verdict, Verdict):
         rule = "return a Verdict (STABLE, HOLD_GROWTH or nudge_down(factor))"
         got = check.describe(verdict)
         raise TypeError(check.message(type(guard).__name__, "verdict", rule, got))
-    silent = verdict.action == "stable" and not isinstance(guard, NoGuard)
-    return HOLD_GROWTH if silent and not is_level(history) else verdict
+    unopposed = verdict.action == "stable" and not isinstance(guard, NoGuard)
+    return HOLD_GROWTH if unopposed and not is_level(history) else verdict

@@ -1,7 +1,7 @@
-"""What is known of the speeds beforehand: the two forms of a speed hint, read once.
+"""The two forms of a speed hint, for `ElChe` and `Balanced`.
 
-`ElChe` and `Balanced` take the same hint. ``(slow_rank, ratio)``: one device is the
-slowest, all others are ``ratio`` times as fast. Or one relative speed per device.
+``(slow_rank, ratio)``: one device is the slowest, all others are ``ratio`` times as fast.
+Or one relative speed per device.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import numpy as np
 from elche_jax import _check as check
 
 WIDEST = 2**53
-"""How many times as fast as the slowest a device may be: counts must fit an int64."""
+"""Largest ratio of two devices' speeds, as counts must fit an int64."""
 
 _TWO = (
     "(slow_rank, ratio) is what a tuple of two that starts with an int means; "
@@ -21,22 +21,21 @@ _TWO = (
 
 
 def checked_hint(where: str, hint: object) -> tuple[Any, ...] | None:
-    """Return a hint in plain numbers, checked as far as it can be without devices.
+    """Return a hint as plain numbers, checked as far as possible without the devices.
 
     Args:
         where: The class the user called, for the message.
-        hint: ``(slow_rank, ratio)``, where a **tuple of two that starts with an int**
-            is always that one; or a sequence or array with one speed per device; or
-            ``None``.
+        hint: ``(slow_rank, ratio)``, which a **tuple of two that starts with an int** always
+            means; or a sequence or array with one speed per device; or ``None``.
 
     Returns:
-        ``(int, float)`` or a tuple of floats, which means the same when it is passed
-        in again; ``None`` as it is.
+        ``(int, float)`` or a tuple of floats, which is itself a hint of the same meaning;
+        or ``None``.
 
     Raises:
-        TypeError: If it is no sequence, or an entry not a number.
+        TypeError: If the hint is not a sequence, or an entry not a number.
         ValueError: If ``slow_rank`` is negative, ``ratio`` is below 1, a speed is not
-            above 0, there is none, or the fastest device is more than 2**53 times as
+            above 0, the hint is empty, or the fastest device is more than 2**53 times as
             fast as the slowest.
 
     Examples:
@@ -64,7 +63,7 @@ def checked_hint(where: str, hint: object) -> tuple[Any, ...] | None:
 
 
 def hinted_speeds(where: str, hint: Sequence[float] | None, world_size: int) -> tuple[float, ...]:
-    """Return the relative speed of each device, as a hint has it.
+    """Return the relative speed of each device according to a hint.
 
     Args:
         where: The method the user called, for the message.
@@ -72,8 +71,8 @@ def hinted_speeds(where: str, hint: Sequence[float] | None, world_size: int) -> 
         world_size: Number of devices.
 
     Returns:
-        One speed per device, above 0, larger is faster; their scale means nothing. All are
-        equal without a hint.
+        One speed per device, above 0, larger is faster; only the ratios matter. Without a
+        hint all are equal.
 
     Raises:
         ValueError: If the hint is for another number of devices.

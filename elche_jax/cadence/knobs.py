@@ -1,4 +1,4 @@
-"""Knobs of a frozen config: checked once, where they are set, and kept as plain numbers."""
+"""Checks for the fields of a frozen config, which are stored as plain numbers."""
 
 from elche_jax import _check as check
 

@@ -1,4 +1,4 @@
-"""PostLocal: a synchronisation per microbatch first, windows of local steps later."""
+"""PostLocal: synchronise after every microbatch at first, after windows of local steps later."""
 
 from dataclasses import dataclass, replace
 
@@ -11,14 +11,14 @@ from elche_jax.cadence.base import Verdict, WindowReport
 class PostLocal(AnchorRule[AnchorRuleState]):
     """Post-local SGD (Lin et al. 2020, arXiv:1808.07217): local steps after a switch.
 
-    The first ``switch`` windows are one microbatch on every device, whatever their
-    speeds; with SGD, with momentum too under ``optimizer_state="average"``, that is what
-    combining gradients does. Later windows have ``anchor`` microbatches on the slowest
+    The first ``switch`` windows are one microbatch on every device, whatever their speeds.
+    With SGD this is equivalent to combining gradients, also with momentum under
+    ``optimizer_state="average"``. Later windows have ``anchor`` microbatches on the slowest
     device and more on the others.
 
     Attributes:
         switch: Windows before the switch, at least 0.
-        anchor: Count of the slowest device after it, at least 1.
+        anchor: Count of the slowest device after the switch, at least 1.
 
     Raises:
         TypeError: If an argument is not an integer.
@@ -44,7 +44,7 @@ class PostLocal(AnchorRule[AnchorRuleState]):
         knobs.integer(self, "anchor", low=1)
 
     def wanted(self, state: AnchorRuleState) -> int:
-        """Return 1 before the switch, the anchor after it."""
+        """Return 1 before the switch and the anchor after it."""
         return 1 if state.windows < self.switch else self.anchor
 
     def _next(
@@ -53,5 +53,5 @@ class PostLocal(AnchorRule[AnchorRuleState]):
         new = super()._next(state, report, verdict)
         if new.windows >= self.switch:
             return new
-        # the first counts by speed must not wait for the dead zone
+        # uncalibrated, so that the dead zone does not apply to the first counts by speed
         return replace(new, counts=(1,) * len(new.counts), calibrated=False)

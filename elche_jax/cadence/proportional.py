@@ -1,4 +1,4 @@
-"""Counts in proportion to speed: what `ElChe` and the rules for the anchor share."""
+"""Counts in proportion to speed: the base of `ElChe` and of the rules for the anchor."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,10 +10,10 @@ from elche_jax.cadence.base import CheckedCadence, State
 from elche_jax.cadence.estimate import FloatArray, Times, as_array, as_times
 
 DEAD_ZONE_PERCENT = 10
-"""By how much of a count a change must differ from it, once the counts follow times."""
+"""Percent of a count that a change must exceed, once calibrated."""
 
 COUNT_CEILING = float(2**53)
-"""A count beyond this is a broken clock, not a speed; it must still fit an int64."""
+"""Largest count: only a broken clock asks for more, and counts must fit an int64."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class ElCheState(State):
         counts: Microbatches per device in the next window, at least 1 each.
         ms_per_batch: Smoothed milliseconds per microbatch of each device, ``None``
             if it was never measured.
-        calibrated: Whether the counts follow measured times: true from the first
-            update after which every device has an estimate.
+        calibrated: Whether the counts follow measured times: true from the first update in
+            which every device has an estimate.
     """
 
     anchor: int
@@ -41,9 +41,9 @@ class ElCheState(State):
 
     @property
     def anchor_wall_ms(self) -> float | None:
-        """Expected milliseconds of a window, ``anchor * ms`` of the slowest device.
+        """Expected milliseconds of a window: ``anchor * ms`` of the slowest device.
 
-        ``None`` until some device was measured.
+        ``None`` until a device has been measured.
         """
         known = [ms for ms in self.ms_per_batch if ms is not None]
         return self.anchor * max(known) if known else None
@@ -53,7 +53,7 @@ S = TypeVar("S", bound=ElCheState)
 
 
 def round_up(value: float) -> int:
-    """Round up, ignoring the rounding error of a product (100 * 0.07).
+    """Round up, ignoring the rounding error of a product such as ``100 * 0.07``.
 
     Examples:
         >>> round_up(100 * 0.07), round_up(7.1)
@@ -63,7 +63,7 @@ def round_up(value: float) -> int:
 
 
 def nudged(anchor: int, factor: float) -> int:
-    """Return an anchor after *nudge down*: multiplied, rounded up, at least 1.
+    """Return the anchor after a *nudge down*: multiplied, rounded up, at least 1.
 
     Examples:
         >>> nudged(10, 0.25)
@@ -73,14 +73,15 @@ def nudged(anchor: int, factor: float) -> int:
 
 
 class Proportional(CheckedCadence[S]):
-    """Base of the cadences with an anchor, in which faster devices do more in the same time.
+    """Base of the cadences with an anchor, whose counts are proportional to speed.
 
     With ``ms`` the smoothed times per microbatch (see `elche_jax.cadence.estimate`),
 
         counts[d] = max(1, round(anchor * max(ms) / ms[d]))
 
     Attributes:
-        max_batch_diff: Largest change of a count in one update once calibrated, or ``None``.
+        max_batch_diff: Largest change of a count in one update after calibration, or
+            ``None`` for no bound.
     """
 
     estimates: ClassVar[bool] = True
@@ -89,14 +90,14 @@ class Proportional(CheckedCadence[S]):
     def recount(
         self, state: S, anchor: int, ms: FloatArray, dead_zone: int = DEAD_ZONE_PERCENT
     ) -> S:
-        """Return the state with this anchor and these times, and counts that follow them.
+        """Return the state with the given anchor and times, and counts that follow from them.
 
         Args:
-            state: The state so far.
+            state: The current state.
             anchor: Count of the slowest device, at least 1.
-            ms: Milliseconds per microbatch, NaN for a device never measured; the counts
-                then keep their proportions.
-            dead_zone: Percent of a count that a change must exceed.
+            ms: Milliseconds per microbatch. If a device was never measured (NaN), the counts
+                keep their proportions.
+            dead_zone: Percent of a count that a change must exceed, once calibrated.
 
         Examples:
             >>> import numpy as np
@@ -112,7 +113,7 @@ class Proportional(CheckedCadence[S]):
         ideal = np.minimum(np.maximum(np.floor(ideal + 0.5), 1.0), COUNT_CEILING)
         if state.calibrated:
             change = ideal - now
-            # In whole numbers, so that exactly 10 % does not depend on rounding.
+            # In whole numbers, so that a change of exactly 10 % does not depend on rounding.
             moves = np.abs(change) * 100 > now * dead_zone
             if self.max_batch_diff is not None:
                 most = float(self.max_batch_diff)
@@ -125,7 +126,7 @@ class Proportional(CheckedCadence[S]):
     def recalibrate(self, state: S) -> S:
         """Return the state with the time estimates forgotten; anchor and counts stay.
 
-        The next report is taken as it is, like the first one: without dead zone and
+        The next report is then treated like the first one: without smoothing, dead zone and
         ``max_batch_diff``.
 
         Examples:
@@ -136,10 +137,10 @@ class Proportional(CheckedCadence[S]):
         return replace(state, ms_per_batch=(None,) * len(state.counts), calibrated=False)
 
     def replan(self, state: S) -> S:
-        """Return the state with counts that fit the estimates, without dead zone.
+        """Return the state with counts that fit the estimates, without a dead zone.
 
-        Estimates and anchor stay; ``max_batch_diff`` holds. The state is returned as it is
-        if a device was never measured.
+        Estimates and anchor stay, and ``max_batch_diff`` applies. If a device was never
+        measured, the state is returned unchanged.
 
         Examples:
             >>> from elche_jax.cadence import ElChe

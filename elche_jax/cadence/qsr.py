@@ -1,4 +1,4 @@
-"""QSR: windows grow as the learning rate falls, by the square of its inverse."""
+"""QSR: windows grow with the inverse square of the learning rate."""
 
 import math
 from collections.abc import Callable
@@ -9,10 +9,10 @@ from elche_jax.cadence import knobs
 from elche_jax.cadence.anchor_rule import AnchorRule, AnchorRuleState
 
 CEILING = 2**31 - 1
-"""Largest anchor: a learning rate of 0 asks for windows without end."""
+"""Largest anchor: at a learning rate of 0 the rule itself has no bound."""
 
 ROUNDING = 1e-6
-"""What a schedule's float32 may be off by: a square of 4 must not become 3."""
+"""Relative error allowed for a schedule in float32: 3.9999999 must not become 3."""
 
 
 @dataclass(frozen=True)
@@ -21,25 +21,25 @@ class QSR(AnchorRule[AnchorRuleState]):
 
         anchor = max(base, floor((alpha / learning_rate) ** 2))
 
-    in local steps of the slowest device. Late in a run, where the learning rate is small,
-    synchronising rarely does not cost accuracy and may add some.
+    in local steps of the slowest device. Late in a run, when the learning rate is small,
+    infrequent synchronisation does not cost accuracy and may improve it.
 
     Attributes:
         alpha: The growth coefficient, above 0; the paper finds it between 0.0175 and
             0.3 for AdamW on ImageNet.
         base: Smallest anchor, at least 1.
         learning_rate: The optimizer's learning rate: a number above 0, or its schedule, a
-            function of the number of optimizer steps. Steps are counted as
+            function of the number of optimizer steps, counted as in
             ``AnchorRuleState.steps``.
-        max_anchor: Largest anchor, at least ``base``. In the paper there is none.
-        warmup: Steps of the learning rate's warm-up, at least 0; until they are over the
-            rate after them counts, as a small rate of the beginning asks for no long
-            window.
+        max_anchor: Largest anchor, at least ``base``; the paper has no such bound.
+        warmup: Steps of the learning rate's warm-up, at least 0. During the warm-up the rule
+            uses the rate at its end, as the small rates at the start do not call for long
+            windows.
 
     Raises:
         TypeError: If an argument is of the wrong type.
-        ValueError: If an argument is out of range; in ``update``, if the schedule gives
-            a number that is below 0 or not finite.
+        ValueError: If an argument is out of range; in ``init`` and ``update``, if the
+            schedule returns a number that is below 0 or not finite.
 
     Examples:
         >>> rule = QSR(alpha=0.1, base=4, learning_rate=lambda step: 0.05 / (1 + step))
@@ -66,7 +66,7 @@ class QSR(AnchorRule[AnchorRuleState]):
             knobs.real(self, "learning_rate", above=0)
 
     def wanted(self, state: AnchorRuleState) -> int:
-        """Return the anchor for the learning rate after these steps."""
+        """Return the anchor for the learning rate at the state's step."""
         rate = self.learning_rate
         if callable(rate):
             step = max(state.steps, self.warmup)

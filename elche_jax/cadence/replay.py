@@ -34,8 +34,8 @@ class ReplayState(State):
         """Microbatches per device in the next window.
 
         Raises:
-            ValueError: After the last recorded window. A run may end there; only
-                planning another window is an error.
+            ValueError: After the last recorded window. A run may end there; only planning
+                another window is an error.
         """
         if not self.next_counts:
             raise _exhausted(self.window, self.window)
@@ -46,14 +46,14 @@ class ReplayState(State):
 class Replay(CheckedCadence[ReplayState]):
     """Cadence that repeats recorded counts, whatever is measured.
 
-    Reports and verdicts change nothing but the position: one report, one window
-    on. A loop that plans windows ahead of their reports, or leaves windows
-    unreported, asks for a window by its index, with `counts_at`.
+    Each report advances the recording by one window; its times and the verdict have no
+    effect. A loop that plans windows ahead of their reports, or does not report every window,
+    gets the counts of a window by its index from `counts_at`.
 
     Attributes:
-        counts_per_window: Counts of each window, one entry per device, not
-            negative. A device may have 0, but not all in one window; a recording
-            of one device is allowed.
+        counts_per_window: Counts of each window, one entry per device, not negative. A device
+            may have 0, but not all devices in the same window. A recording of one device is
+            allowed.
 
     Raises:
         TypeError: If a count is not an integer.
@@ -110,7 +110,7 @@ class Replay(CheckedCadence[ReplayState]):
 
         Raises:
             TypeError: If ``window`` is not an integer.
-            ValueError: If it is negative or not recorded.
+            ValueError: If it is negative or beyond the recording.
 
         Examples:
             >>> Replay([(4, 4), (2, 6)]).counts_at(1)

@@ -1,7 +1,7 @@
-"""The scheduler: a cadence, the detector of shifts, and what reports need first.
+"""The scheduler: a cadence with a shift detector, made robust to reports of real runs.
 
-Pure and host-side. A training loop keeps one `SchedulerState`, asks `Scheduler.plan`
-before a window and calls `Scheduler.update` with every report.
+Pure. The controller keeps one `SchedulerState`, calls `Scheduler.plan` before a window and
+`Scheduler.update` with every report.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from elche_jax.cadence.estimate import measured_ms
 from elche_jax.cadence.shift import Shift, ShiftState
 
 REPLAN_AFTER = 8
-"""Reports of one plan after which its counts are fitted to the estimates."""
+"""Number of reports of one plan after which its counts are fitted to the estimates."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class SchedulerState:
 
     Attributes:
         cadence: State of the cadence.
-        shift: State of the detector, ``None`` when there is none.
-        shifts: Number of shifts seen so far.
-        settled: Whether a window that ran the measured plan was reported.
-        agreed: Reports of the present plan since its counts last changed or were
+        shift: State of the shift detector, or ``None`` without one.
+        shifts: Number of shifts detected so far.
+        settled: Whether a window that ran a plan made from measured times was reported.
+        agreed: Number of reports of the current plan since its counts last changed or were
             fitted to the estimates.
     """
 
@@ -45,7 +45,7 @@ class SchedulerState:
         """Return the state as a dict that ``json.dumps`` accepts.
 
         Returns:
-            The parts as dicts; `Scheduler.from_dict` reads them.
+            The fields, with states as dicts; the inverse is `Scheduler.from_dict`.
 
         Raises:
             TypeError: If the cadence's state has no ``to_dict``.
@@ -70,28 +70,26 @@ class SchedulerState:
 
 @dataclass(frozen=True)
 class Scheduler:
-    """What a training loop asks for counts: a cadence, made fit for real reports.
+    """A cadence with a shift detector, made robust to reports of real runs.
 
-    Four things come on top of the cadence's own rule, and only if it estimates
-    times (`ElChe`, `FixedTotal`, or any other with ``estimates``):
+    Four rules are added to the cadence's own, if it estimates times (`ElChe`, `FixedTotal`,
+    or any other with ``estimates``):
 
-    - The first report of a window that ran the measured plan is taken as it is, like
-      the very first one. That came from a short window of equal counts, whose times
-      hold what a program costs once; inside the dead zone its error would stay for
-      good.
-    - A confirmed shift of a device's speed makes the cadence forget its estimates,
-      so that the present report is taken as it is.
-    - A report of other counts than the present plan (a window cut short by the end
-      of the data, or planned before the last change) says nothing about the plan's
-      overhead. Its ``sync_ms`` is set in proportion to what the plan's own busy time
-      would have been, see `rescale_sync`; without this the last window of every
-      epoch would raise the anchor.
-    - Counts that stayed for `REPLAN_AFTER` reports are fitted to the estimates, which
-      are steady by then: inside the dead zone an imbalance of up to 10 % would stay.
+    - The first report of a window that ran a plan made from measured times replaces the
+      estimates. These came from a short window of equal counts, whose times include one-time
+      costs of a program; within the dead zone the error would never be corrected.
+    - After a confirmed shift of a device's speed the cadence forgets its estimates, and the
+      current report replaces them.
+    - A report whose counts differ from the current plan (of a window cut short by the end of
+      the data, or planned before the last change) says nothing about the plan's overhead.
+      Its ``sync_ms`` is rescaled to the plan's busy time, see `rescale_sync`; otherwise the
+      last window of every epoch would raise the anchor.
+    - Counts that did not change for `REPLAN_AFTER` reports are fitted to the estimates, which
+      are steady by then: within the dead zone an imbalance of up to 10 % would remain.
 
     Attributes:
         cadence: The rule for the counts.
-        shift: The detector of lasting speed changes, or ``None`` for none.
+        shift: The detector of lasting speed changes, or ``None``.
 
     Examples:
         >>> from elche_jax.cadence import ElChe
@@ -112,7 +110,7 @@ class Scheduler:
         """Return the state before the first window.
 
         Args:
-            world_size: Number of devices; what the cadence allows.
+            world_size: Number of devices.
 
         Returns:
             The state.
@@ -120,7 +118,7 @@ class Scheduler:
         Raises:
             TypeError: If ``world_size`` is not an integer, or the cadence's state has no
                 ``counts``.
-            ValueError: If the cadence does not allow it.
+            ValueError: If the cadence does not allow that many devices.
 
         Examples:
             >>> from elche_jax.cadence import EveryBatch
@@ -135,9 +133,9 @@ class Scheduler:
 
         Args:
             state: The state.
-            window: Index of the window to plan, counted from 0 over the whole run.
-                Only a scripted cadence (`Replay`) reads it; with it the script does
-                not depend on when reports arrive. ``None``: one window per report.
+            window: Index of the window to plan, counted from 0 over the whole run. Only a
+                scripted cadence (`Replay`) uses it; its counts then do not depend on when
+                reports arrive. ``None``: one window per report.
 
         Returns:
             Microbatches per device.
@@ -161,10 +159,10 @@ class Scheduler:
         """Return the state after a report.
 
         Args:
-            state: The state so far; it stays as it is.
-            report: What was measured over a window. One whose times are all 0 counts as a
-                window for the cadence and changes no estimate.
-            verdict: The guard's opinion.
+            state: The current state; it is not modified.
+            report: The measurements of a window. A report whose times are all 0 counts as a
+                window for the cadence but changes no estimate.
+            verdict: The guard's verdict.
 
         Returns:
             The next state.
@@ -174,8 +172,8 @@ class Scheduler:
             ValueError: If the report has another number of devices.
 
         Examples:
-            A device becomes three times slower; in the second such window that is
-            certain and the estimate is exact again.
+            A device becomes three times slower. The second slow window confirms the
+            shift, and the estimate is exact again.
 
             >>> from elche_jax.cadence import ElChe
             >>> scheduler = Scheduler(ElChe(anchor=10))
@@ -207,10 +205,10 @@ class Scheduler:
         return SchedulerState(cadence, shift, state.shifts + shifted, settled, agreed)
 
     def _made(self, method: str, state: Any) -> Any:
-        """The cadence's new state, if it has what a state needs."""
+        """Return a state made by the cadence, after checking that it has the attributes needed."""
         needed = ["counts", "ms_per_batch"][: 1 + self.cadence.estimates]
         for name in needed:
-            # not by hasattr, which asks a replay for counts that it may not have
+            # hasattr would evaluate the counts of a replay, which raises at its end
             if not (hasattr(type(state), name) or name in getattr(state, "__dict__", ())):
                 where, rule = type(self.cadence).__name__, f"return a state with {name}"
                 raise TypeError(check.message(where, method, rule, check.describe(state)))
@@ -220,16 +218,17 @@ class Scheduler:
         """Return the state that ``to_dict`` was called on.
 
         Args:
-            values: What `SchedulerState.to_dict` returned, or its way through JSON.
+            values: The return value of `SchedulerState.to_dict`, possibly read back from
+                JSON.
 
         Returns:
             The equal state.
 
         Raises:
-            TypeError: If the cadence does not name its ``state_type``.
-            ValueError: If the keys are others, as those of another cadence's state,
-                the cadence's ``check_state`` says that the state does not fit its knobs, or
-                the state has a detector and this scheduler has none, or the reverse.
+            TypeError: If the cadence has no ``state_type``.
+            ValueError: If the keys are wrong, as in the state of another cadence, if the
+                cadence's ``check_state`` rejects the state, or if only one of the state and
+                this scheduler has a shift detector.
 
         Examples:
             >>> from elche_jax.cadence import FixedTotal
@@ -263,25 +262,26 @@ class Scheduler:
 
 
 def rescale_sync(report: WindowReport, planned: tuple[int, ...]) -> WindowReport:
-    """Return the report as if its overhead had been measured on another plan.
+    """Return the report with ``sync_ms`` rescaled to another plan.
 
-    The cost of a synchronisation does not depend on the counts, the busy time does.
-    With ``wall_ms * planned / counts`` the busy time each device would have had::
+    The cost of a synchronisation does not depend on the counts, but the busy time does.
+    ``wall_ms * planned / counts`` is the busy time that each device would have had, so that
+    with ``sync_ms`` replaced by::
 
         sync_ms * max(wall_ms) / max(wall_ms * planned / counts)
 
-    makes ``sync_ms / max(wall_ms)`` the overhead of the plan. Nothing else changes,
-    and nothing at all when the counts are the planned ones.
+    ``sync_ms / max(wall_ms)`` is the overhead of the plan. Everything else is unchanged, and
+    so is the whole report if its counts are the planned ones.
 
     Args:
-        report: What was measured.
-        planned: The plan in force, one entry per device.
+        report: The measurements.
+        planned: The current plan, one entry per device.
 
     Returns:
-        The report to judge the overhead by.
+        The report by which to judge the overhead.
 
     Examples:
-        5 ms on a full window of 100 ms are 5 %, not 5 / 20 as in the rest of 2.
+        5 ms are 5 % of a full window of 100 ms, not 25 % as in a rest of 20 ms.
 
         >>> report = WindowReport((20.0, 20.0), (2, 4), sync_ms=5.0)
         >>> rescale_sync(report, planned=(10, 20)).sync_ms

@@ -1,9 +1,9 @@
-"""Shift: has a device changed its speed for good?
+"""Shift: detects lasting changes in the devices' speeds.
 
-The smoothed estimate follows a jump with at most 0.8 of the error per window and
-slower the closer it gets, so after a threefold slow-down it needs many windows for
-the last percents. A jump seen in several windows in a row is no noise: then the
-estimates are better forgotten (``recalibrate`` of a cadence) and taken anew.
+The smoothed estimate corrects at most 0.8 of its error per window, and less the closer it
+gets, so after a threefold slow-down the last few percent take many windows. A deviation in
+several consecutive windows is not noise: it is then better to forget the estimates (a
+cadence's ``recalibrate``) and measure again.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ class ShiftState(State):
     """State of `Shift`.
 
     Attributes:
-        runs: Per device the number of windows in a row that deviated in the same
-            direction: above 0 slower than expected, below 0 faster, 0 as expected.
+        runs: For each device, the number of consecutive windows that deviated in the same
+            direction: positive if slower than expected, negative if faster, 0 if as expected.
     """
 
     runs: tuple[int, ...]
@@ -31,15 +31,14 @@ class ShiftState(State):
 
 @dataclass(frozen=True)
 class Shift:
-    """Detector of lasting changes in the devices' speeds; pure, host-side.
+    """Detector of lasting changes in the devices' speeds.
 
-    A device deviates in a window when ``|measured - expected| > threshold *
-    expected``. Deviations in the same direction in ``confirm`` consecutive windows
-    of one device are a shift.
+    A device deviates in a window if ``|measured - expected| > threshold * expected``.
+    ``confirm`` consecutive deviations of one device in the same direction are a shift.
 
     Attributes:
-        threshold: Relative deviation that counts, above 0.
-        confirm: Windows in a row that make a shift, at least 1.
+        threshold: Smallest relative deviation that counts, above 0.
+        confirm: Number of consecutive deviations that make a shift, at least 1.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -64,7 +63,7 @@ class Shift:
         knobs.integer(self, "confirm", low=1)
 
     def init(self, world_size: int) -> ShiftState:
-        """Return the state with no deviation seen.
+        """Return the state before the first window.
 
         Args:
             world_size: Number of devices, at least 1.
@@ -88,25 +87,24 @@ class Shift:
         expected_ms: Sequence[float | None] | FloatArray,
         measured_ms: Sequence[float | None] | FloatArray,
     ) -> tuple[ShiftState, bool]:
-        """Return the state after one more window, and whether a shift is certain.
+        """Return the state after one more window, and whether there was a shift.
 
         Args:
-            state: The state so far; it stays as it is.
-            expected_ms: Estimated milliseconds per microbatch of each device,
-                **before** this window went into the estimate, above 0. ``None`` (or
-                NaN, in an array) if there is no estimate.
-            measured_ms: What the window showed, above 0, ``None`` (or NaN) if
-                the device was not measured. A device with either missing keeps its
+            state: The current state; it is not modified.
+            expected_ms: Estimated milliseconds per microbatch of each device, **without**
+                this window, above 0. ``None`` (or NaN, in an array) if there is no estimate.
+            measured_ms: Measured milliseconds per microbatch, above 0; ``None`` (or NaN) if
+                the device was not measured. A device with either of them missing keeps its
                 run.
 
         Returns:
-            The next state, its runs all 0 after a shift; and ``True`` when some
-            device has reached ``confirm``.
+            The next state, with all runs 0 after a shift; and ``True`` if a device has
+            reached ``confirm``.
 
         Raises:
             TypeError: If an entry is not a number.
-            ValueError: If an argument has another number of devices, or a time is
-                not above 0 or infinite.
+            ValueError: If an argument has another number of devices, or a time is infinite
+                or not above 0.
 
         Examples:
             >>> detector = Shift(confirm=1)
@@ -117,7 +115,7 @@ class Shift:
         expected = _checked_times("expected_ms", expected_ms, size)
         measured = _checked_times("measured_ms", measured_ms, size)
         off = measured - expected
-        # -1, 0 or 1; NaN, which no comparison holds for, becomes 0
+        # -1, 0 or 1; NaN becomes 0, as every comparison with it is false
         side = np.where(np.abs(off) > self.threshold * expected, np.sign(off), 0)
         old = np.array(state.runs)
         runs = np.where(np.isnan(off), old, np.where(old * side > 0, old + side, side))
@@ -138,7 +136,7 @@ def _checked_times(
                 check.real(where, f"{argument}[{rank}]", entry)
     array = as_array(times)
     check.per_device(where, argument, len(array), size)
-    # NaN means unknown and is neither.
+    # NaN means unknown, and neither comparison holds for it.
     bad = np.flatnonzero((array <= 0) | (array == np.inf))
     if len(bad):
         rule = "be above 0 and finite"

@@ -1,7 +1,7 @@
-"""A window as it is planned, and the same window as it was measured. Plain numbers.
+"""A window as planned, and the same window as measured, in plain numbers.
 
-These are all there is of a window besides its data: what a cadence is told, what a timeline
-records and what `advise` computes are views of them.
+No other type describes a window: a cadence's reports, a timeline's records and the results of
+`advise` are derived from these.
 """
 
 import math
@@ -11,14 +11,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class WindowPlan:
-    """A window as it was decided.
+    """A window as planned.
 
     Attributes:
         window: Number of the window in the run.
-        epoch: Its epoch.
+        epoch: Epoch of the window.
         counts: Microbatches per device.
         examples: Valid examples of all devices.
-        first: Number of its first microbatch in the epoch.
+        first: Number of the window's first microbatch in the epoch.
 
     Examples:
         >>> plan = WindowPlan(window=3, epoch=0, counts=(4, 2), examples=48, first=18)
@@ -36,7 +36,7 @@ class WindowPlan:
         self, busy_ms: tuple[float, ...], wall_ms: float, sync_ms: float, skew_ms: float,
         steady: bool, **known: Any,
     ) -> "WindowRecord":  # fmt: skip
-        """Return the record of this window; the arguments are its further fields."""
+        """Return the record of this window; the arguments are the record's other fields."""
         return WindowRecord(
             self.window, self.epoch, self.counts, self.examples, busy_ms, wall_ms, sync_ms,
             skew_ms, steady, first=self.first, **known,
@@ -47,17 +47,18 @@ class WindowPlan:
 class Divergence:
     """How far apart the devices were at the end of a window; one entry per device.
 
-    With `x` the parameters before the window, `y` the device's own after its steps, `a`
-    the ones after the synchronisation and `delta` the averaged difference; what a window
-    did not exchange is not looked at. The distance of a device that was left out is NaN.
+    `x` are the parameters before the window, `y` the device's parameters after its local
+    steps, `a` the parameters after the synchronisation and `delta` the averaged difference.
+    Parameters that the window did not exchange are ignored. The distance of a device that was
+    left out is NaN.
 
     Attributes:
         window: Number of the window.
         counts: Microbatches.
         distance: `|y - a| / |a|`.
         update_norm: `|x - y|`.
-        cosine: Between `x - y` and `delta`.
-        share: Shares in the average; they sum to 1, or are all 0 if no device had one.
+        cosine: Cosine of the angle between `x - y` and `delta`.
+        share: Shares in the average; they sum to 1, or are all 0 if no device took part.
     """
 
     window: int
@@ -69,27 +70,27 @@ class Divergence:
 
     @property
     def largest(self) -> float:
-        """The largest distance of a device that was not left out; NaN where all were."""
+        """The largest distance of the devices that were not left out; NaN if there is none."""
         return max((d for d in self.distance if not math.isnan(d)), default=math.nan)
 
 
 @dataclass(frozen=True, slots=True)
 class WindowMeasurement:
-    """When the devices worked in a window: what a file of a run keeps of it.
+    """When the devices worked in a window: the part of a record that a run's file stores.
 
     Attributes:
         window: Number of the window in the run.
-        epoch: Its epoch.
+        epoch: Epoch of the window.
         counts: Microbatches per device.
         examples: Valid examples of all devices.
-        busy_ms: Busy time per device, data delivery included; empty with one device,
-            whose time is `wall_ms`.
-        wall_ms: From the end of the window before to the end of this one. Time that the
-            loop spends on its own things before it asks for the window is left out; time
-            it waits for the window's data is not.
-        sync_ms: Cost of the synchronisation, the least wait over the devices.
-        skew_ms: How far the devices' arrivals at the synchronisation lay apart.
-        steady: Whether its times are to be told to the cadence: not if it waited for a
+        busy_ms: Busy time per device, including data delivery; empty with one device, whose
+            time is `wall_ms`.
+        wall_ms: Time from the end of the previous window to the end of this one. It excludes
+            the time that the loop spends on other work before it requests the window, but
+            includes the time that it waits for the window's data.
+        sync_ms: Cost of the synchronisation, the smallest wait over the devices.
+        skew_ms: Time between the first and the last device's arrival at the synchronisation.
+        steady: Whether the cadence may use these times: not if the window waited for a
             compile, if an exchange overlapped it, or if a device was late.
     """
 
@@ -105,7 +106,7 @@ class WindowMeasurement:
 
     @property
     def busy_share(self) -> tuple[float, ...]:
-        """Share of the window in which each device worked, 0 to 1; 0 without a time."""
+        """Share of the window during which each device worked, 0 to 1; 0 if not timed."""
         if not self.busy_ms:
             return (1.0,)
         if self.wall_ms <= 0:
@@ -115,16 +116,16 @@ class WindowMeasurement:
 
 @dataclass(frozen=True, slots=True)
 class WindowRecord(WindowMeasurement):
-    """A window as it was measured: its plan, and all that came of it.
+    """A window as measured: its plan and its results.
 
     Attributes:
-        first: Number of its first microbatch in the epoch.
-        cold: Whether its programs ran for the first time. What its synchronisation cost
-            says nothing about later ones.
-        left_out: Ranks of the devices that were late, and are not in its average.
-        divergence: How far apart the devices were. With `delay=1` it is of the window
-            before. None in gradient mode.
-        loss: Its mean loss; None if neither the cadence nor a timeline asked for it.
+        first: Number of the window's first microbatch in the epoch.
+        cold: Whether the window's programs ran for the first time. The cost of its
+            synchronisation then says nothing about later windows.
+        left_out: Ranks of the devices that were late and are not in the window's average.
+        divergence: How far apart the devices were; with `delay=1`, in the previous window.
+            None in gradient mode.
+        loss: Mean loss of the window; None if neither the cadence nor a timeline uses it.
     """
 
     first: int = field(default=0, kw_only=True)

@@ -1,4 +1,4 @@
-"""WindowTime: windows that last a given time on every device."""
+"""WindowTime: windows that take a given time on every device."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,7 +10,7 @@ from elche_jax.cadence.base import CheckedCadence, State, Verdict, WindowReport
 from elche_jax.cadence.estimate import Times, as_times, update_ms
 
 MAX_COUNT = 4096
-"""Most microbatches a device gets: a clock that shows too little must not ask for all."""
+"""Largest count of a device: times that are too short must not use up the whole data."""
 
 
 @dataclass(frozen=True)
@@ -28,20 +28,19 @@ class WindowTimeState(State):
 
 @dataclass(frozen=True)
 class WindowTime(CheckedCadence[WindowTimeState]):
-    """Cadence whose windows last as long on every device: for work without an exchange.
+    """Cadence whose windows take a given time on every device, for work without an exchange.
 
-    The slowest device gets ``anchor = max(least, round(window_ms / max(ms)))``
-    microbatches and device ``d`` gets ``round(anchor * max(ms) / ms[d])``. No device gets
-    more than 4096: the anchor is lowered, to ``least`` if it must be, so that counts stay
-    in proportion. The first window, in which nothing is known, is one microbatch each; so
-    is the share of a device that was never measured. Without an exchange a window need not
-    pay for its end; it only has to be long enough for the host to prepare the next, and for
-    counts in proportion.
+    The slowest device gets ``anchor = max(least, round(window_ms / max(ms)))`` microbatches
+    and device ``d`` gets ``round(anchor * max(ms) / ms[d])``. No device gets more than 4096:
+    the anchor is lowered, but not below ``least``, so that counts stay in proportion. The
+    first window is one microbatch per device, and so is the share of a device that was never
+    measured. Without an exchange there is no synchronisation to pay for; a window only has to
+    be long enough for the host to prepare the next one, and for counts in proportion.
 
     Attributes:
-        window_ms: Milliseconds a window shall last, above 0.
-        least: Fewest microbatches of the slowest device, 1 to 4096: the more, the better
-            whole numbers fit the speeds.
+        window_ms: Target length of a window in milliseconds, above 0.
+        least: Smallest count of the slowest device, 1 to 4096: larger counts fit the speeds
+            better.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -74,7 +73,7 @@ class WindowTime(CheckedCadence[WindowTimeState]):
         counts = np.ones(len(ms), dtype=np.int64)
         if known.any():
             slowest = float(ms[known].max())
-            with np.errstate(over="ignore"):  # bounded
+            with np.errstate(over="ignore"):  # infinity is bounded, too
                 faster = np.minimum(slowest / ms[known], MAX_COUNT)
             wanted = min(self.window_ms / slowest, MAX_COUNT / float(faster.max()))
             anchor = max(self.least, round(wanted))

@@ -1,1 +1,1 @@
-"""Which examples a window holds, and getting them to the devices."""
+"""Reading the examples of a window and placing them on the devices."""

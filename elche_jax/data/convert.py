@@ -1,4 +1,4 @@
-"""What datasets and iterators hand over, as arrays of NumPy or JAX."""
+"""Conversion of the user's examples and microbatches to NumPy or JAX arrays."""
 
 import numbers
 from typing import Any
@@ -10,18 +10,19 @@ PyTree = Any
 
 
 def as_arrays(item: PyTree) -> PyTree:
-    """An example or a microbatch with leaves of NumPy or JAX.
+    """Return an example or a microbatch with NumPy or JAX arrays as leaves.
 
-    In a dict or a tuple a list of numbers, or of such lists, is an array. Alone it could be
-    several arrays as well. Tensors of other libraries become arrays by their `__array__`, or
-    if that fails by DLPack. Anything else stays as it is.
+    In a dict or a tuple, a list of numbers or of such lists is converted to an array. On its
+    own such a list is ambiguous, as it could also be several arrays. Tensors of other
+    libraries are converted by their `__array__` or, if that fails, by DLPack. Everything else
+    is returned unchanged.
 
     Args:
         item: The example or the microbatch.
 
     Raises:
-        TypeError: A leaf is a masked array, or a tensor that cannot be read.
-        ValueError: Lists of numbers differ in length, or there is nothing but such a list.
+        TypeError: If a leaf is a masked array, or a tensor that cannot be converted.
+        ValueError: If lists of numbers differ in length, or `item` itself is such a list.
 
     Examples:
         >>> as_arrays({"x": [1.0, 2.0], "y": 3})
@@ -38,12 +39,12 @@ def as_arrays(item: PyTree) -> PyTree:
 
 
 def check_plain(path: Any, leaf: Any, where: str = "data") -> None:
-    """Raises if an array has a mask, which JAX does not know and would lose.
+    """Raise `TypeError` if an array is masked, as JAX would drop the mask.
 
     Args:
-        path: Of the leaf, by JAX.
+        path: JAX key path of the leaf.
         leaf: The leaf.
-        where: What it is of, for the message.
+        where: Name of the tree, for the message.
     """
     if isinstance(leaf, np.ma.MaskedArray):
         name = name_of(path, where.split()[-1])
@@ -54,12 +55,12 @@ def check_plain(path: Any, leaf: Any, where: str = "data") -> None:
 
 
 def name_of(path: Any, otherwise: str = "data") -> str:
-    """A leaf's name in a message."""
+    """Return a leaf's name for a message."""
     return jax.tree_util.keystr(path) or otherwise
 
 
 def has_numpy_dtype(leaf: Any) -> bool:
-    """Whether NumPy and JAX understand the `dtype` of an array."""
+    """Return whether NumPy and JAX understand the `dtype` of an array."""
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         return True
     try:
@@ -70,7 +71,8 @@ def has_numpy_dtype(leaf: Any) -> bool:
 
 
 def _is_plain(item: PyTree) -> bool:
-    """Whether there is nothing to convert; of every example, so that it has to be fast."""
+    """Return whether there is nothing to convert."""
+    # runs for every example, so plain types are compared instead of flattening the tree
     kind = type(item)
     if kind is dict:
         return all(map(_is_plain, item.values()))
@@ -80,7 +82,7 @@ def _is_plain(item: PyTree) -> bool:
 
 
 def _is_numbers(item: Any) -> bool:
-    """Whether it is a list of numbers, or of such lists."""
+    """Return whether an item is a list of numbers, or of such lists."""
     if not isinstance(item, list) or not item:
         return False
     kinds = set(map(type, item))
@@ -117,7 +119,7 @@ def _of_tensor(path: Any, leaf: Any) -> Any:
     except Exception as failed:
         error = failed
     try:
-        return jax.dlpack.from_dlpack(leaf)  # types that NumPy has not, such as bfloat16
+        return jax.dlpack.from_dlpack(leaf)  # for types that NumPy lacks, such as bfloat16
     except Exception:
         kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
         raise TypeError(

@@ -1,4 +1,4 @@
-"""The order of the examples: a function of (seed, epoch) alone, and the place in it."""
+"""The order of the examples, a function of (seed, epoch) alone, and the position in it."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields as _fields
@@ -13,11 +13,11 @@ FIELDS = ("epoch", "microbatch", "window")
 
 
 def epoch_order(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Shuffled order of `size` examples for one epoch.
+    """Return the shuffled order of `size` examples for one epoch.
 
     The order ranks raw 64-bit words of the counter-based generator Philox keyed by
-    `(seed, epoch)`. NumPy guarantees these words for all versions (its samplers like
-    `permutation` may change), so the order is the same on any machine and release.
+    `(seed, epoch)`. NumPy guarantees these words for all versions, unlike the output of
+    samplers such as `permutation`, so the order is the same on any machine and release.
 
     Args:
         size: Number of examples, at least 0.
@@ -38,13 +38,13 @@ def epoch_order(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a place in the data depends on: read differently, it is another place.
+    """How data is read: a position in the data is valid only for the same settings.
 
     Attributes:
         batch_size: Examples per microbatch.
         examples: Number of examples; None for an iterable.
         shuffle: Whether the order is shuffled.
-        seed: Seed of the order; None if nothing is shuffled.
+        seed: Seed of the order; None if the order is not shuffled.
         drop_last: Whether examples that do not fill a microbatch are left out.
     """
 
@@ -55,7 +55,7 @@ class Reading:
     drop_last: bool = True
 
     def difference(self, now: "Reading") -> tuple[str, Any, Any] | None:
-        """The first value in which another one differs: its name, this one's, the other's."""
+        """Return the first differing field as its name, its value here and its value in `now`."""
         for name in (f.name for f in _fields(self)):
             mine, other = getattr(self, name), getattr(now, name)
             if mine != other:
@@ -65,18 +65,18 @@ class Reading:
 
 @dataclass(frozen=True)
 class Cursor:
-    """The place in a run's data: plain numbers, so that a checkpoint can hold it.
+    """Position in a run's data, as plain numbers that a checkpoint can hold.
 
     Attributes:
-        epoch: Epoch the next window belongs to, from 0.
-        microbatch: Microbatches of this epoch already handed out.
-        window: Windows already handed out since the run began.
-        reading: How the data were read, so that reading them differently is
-            noticed; None if unknown. It is ignored in comparisons.
+        epoch: Epoch of the next window, from 0.
+        microbatch: Microbatches of this epoch used so far.
+        window: Windows since the start of the run.
+        reading: How the data was read, to detect that it is read differently; None if
+            unknown. Ignored in comparisons.
 
     Raises:
-        TypeError: A number is not an integer.
-        ValueError: A number is below 0.
+        TypeError: If a number is not an integer.
+        ValueError: If a number is below 0.
 
     Examples:
         >>> from elche_jax import Cursor
@@ -95,16 +95,16 @@ class Cursor:
             object.__setattr__(self, name, number)
 
     def to_dict(self) -> dict[str, Any]:
-        """The cursor as a dictionary of numbers, with `"reading"` if that is known."""
+        """Return the cursor as a dict of numbers, with `"reading"` if that is known."""
         numbers = {name: getattr(self, name) for name in FIELDS}
         return numbers if self.reading is None else numbers | {"reading": asdict(self.reading)}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Cursor":
-        """The inverse of `to_dict`.
+        """Return the cursor that `to_dict` was called on.
 
         Raises:
-            ValueError: The keys are not those of a cursor.
+            ValueError: If the keys are not those of a cursor.
         """
         if set(fields) - {"reading"} != set(FIELDS):
             rule = f"have the keys {sorted(FIELDS)}"
@@ -120,10 +120,10 @@ class Cursor:
         return cls(**numbers, reading=Reading(**reading))
 
     def advance(self, microbatches: int) -> "Cursor":
-        """The cursor after a window of `microbatches` in the same epoch."""
+        """Return the cursor after a window of `microbatches` in the same epoch."""
         place = self.microbatch + microbatches
         return Cursor(self.epoch, place, self.window + 1, self.reading)
 
     def next_epoch(self) -> "Cursor":
-        """The cursor at the start of the following epoch."""
+        """Return the cursor at the start of the next epoch."""
         return Cursor(self.epoch + 1, 0, self.window, self.reading)

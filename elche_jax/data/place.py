@@ -1,9 +1,9 @@
-"""Getting the data of a window onto the devices. The only file of `data` that places.
+"""Placing the data of a window on the devices.
 
-Streamed, only real microbatches cross: a device's share goes over as pieces whose lengths
-are the binary digits of its count (`data.split`). If a device has no piece of some
-length, the program gets a block of zeros that was put there once and is never read.
-Resident, the whole data set is on every device and only example numbers cross.
+Streamed data is transferred without padding: a device's share consists of pieces whose
+lengths are the binary digits of its count (`data.split`). If a device has no piece of some
+length, the program gets a block of zeros that was placed once and is never read. Resident
+data is on every device as a whole, and only example numbers are transferred.
 """
 
 from collections.abc import Sequence
@@ -22,23 +22,25 @@ PyTree = Any
 Placement = Literal["resident", "stream"]
 
 RESIDENT_SHARE = 0.25
-"""Largest share of a device's free memory that `placement="auto"` gives to the data."""
+"""Largest share of the free memory that `placement="auto"` uses for the data."""
 
 
 def choose_placement(
     placement: str, source: Source, devices: Sequence[jax.Device], free: int | None
 ) -> Placement:
-    """Decides where the data lives.
+    """Return where the data is kept.
 
     Args:
-        placement: `"resident"`, `"stream"`, or `"auto"`: resident when the source is a
-            pytree of arrays that fits a quarter of the free memory.
+        placement: `"resident"`, `"stream"`, or `"auto"`: resident if the source is a pytree of
+            arrays that fits into a quarter of the free memory.
         source: The data.
         devices: The devices; those of platform cpu share the host's memory.
-        free: Free bytes for all copies together; None when not known: then stream.
+        free: Free bytes on the fullest device, on platform cpu of the host; None if unknown,
+            in which case `"auto"` streams.
 
     Raises:
-        ValueError: Another word, or `"resident"` for data that is not a pytree of arrays.
+        ValueError: If `placement` is another word, or `"resident"` for data that is not a
+            pytree of arrays.
     """
     if placement not in ("auto", "resident", "stream"):
         raise ValueError(
@@ -60,11 +62,11 @@ def choose_placement(
 
 
 class Placer:
-    """Puts the data of program calls onto the devices of one group.
+    """Places the data of program calls on the devices.
 
-    With one device arrays stay on the host, and cross when the program is called: there
-    is no thread to place them ahead, and a placement of its own costs more than a small
-    step does.
+    With one device, arrays stay on the host and are transferred when the program is called:
+    there is no thread that could place them ahead, and a separate transfer takes longer than
+    a small step.
 
     Args:
         devices: The devices in rank order.
@@ -80,20 +82,20 @@ class Placer:
     def pieces(
         self, reader: Reader, first: int, ranges: Sequence[Range], capacity: int, spec: PyTree
     ) -> tuple[PyTree, ...]:
-        """The pieces of one call, longest first.
+        """Return the pieces of one call, longest first.
 
         Args:
-            reader: The epoch.
+            reader: Reader of the epoch.
             first: Number of the window's first microbatch in the epoch.
-            ranges: What each device gets, as places in the window.
+            ranges: Microbatches of each device, counted within the window.
             capacity: Capacity of the program.
-            spec: Shapes of one microbatch.
+            spec: Shapes and dtypes of one microbatch.
 
         Returns:
             One pytree per length, leaves `(world_size, length, batch, ...)`.
 
         Raises:
-            ValueError: The source gave something unlike `spec`.
+            ValueError: If a microbatch does not match `spec`.
         """
         lengths = piece_lengths(capacity)
         leaves_spec, structure = jax.tree.flatten(spec)
@@ -121,7 +123,7 @@ class Placer:
     def index(
         self, reader: IndexedReader, first: int, ranges: Sequence[Range], capacity: int
     ) -> Any:
-        """Example numbers of one call, `(world_size, capacity, batch)`, int32."""
+        """Return the example numbers of one call, `(world_size, capacity, batch)`, int32."""
         width = reader.index(first, 0).shape[1]
         numbers = np.zeros((len(ranges), capacity, width), np.int32)
         for rank, share in enumerate(ranges):
@@ -136,13 +138,13 @@ class Placer:
         partial: Partial | None,
         totals: tuple[int, int],
     ) -> Any:
-        """What each device is to do in one call, `(world_size, 8)`, int32.
+        """Return the call's arguments for each device, `(world_size, 8)`, int32.
 
         Args:
-            ranges: Microbatches of each device, as places in the window.
+            ranges: Microbatches of each device, counted within the window.
             first: Number of the window's first microbatch in the epoch.
-            fresh: Whether it is the first call of the window.
-            partial: The microbatch of the epoch that has fewer valid examples.
+            fresh: Whether this is the first call of the window.
+            partial: The microbatch of the epoch with fewer valid examples, if any.
             totals: Microbatches and valid examples of the window.
         """
         place, valid = -1, 0
@@ -155,11 +157,11 @@ class Placer:
         return self.rows(np.array(numbers, np.int32))
 
     def rows(self, array: np.ndarray) -> Any:
-        """Puts row `d` of a host array on device `d`."""
+        """Place row `d` of a host array on device `d`."""
         return array if self._single else jax.device_put(array, self._sharding)
 
     def _put(self, rows: list[np.ndarray], ranks: Sequence[int]) -> list[Any]:
-        if self._single:  # in the dtypes that a placement would give them
+        if self._single:  # the program expects the dtypes that `device_put` would give
             return [row.astype(dtypes.canonicalize_dtype(row.dtype), copy=False) for row in rows]
         return jax.device_put(rows, [self._devices[rank] for rank in ranks])
 
@@ -178,7 +180,7 @@ class Placer:
 
 
 def _check_like(spec: PyTree, block: PyTree, first: int) -> None:
-    """Raises if microbatches from number `first` on do not look like `spec`."""
+    """Raise `ValueError` if a block, whose first microbatch is `first`, does not match `spec`."""
     want, got = jax.tree.structure(spec), jax.tree.structure(block)
     if got != want:
         raise ValueError(
@@ -197,7 +199,7 @@ def _check_like(spec: PyTree, block: PyTree, first: int) -> None:
 
 
 def check_fits(leaf: Any) -> None:
-    """Raises if integers would be cut off: without 64-bit types JAX keeps 32 bits."""
+    """Raise `ValueError` if integers would overflow, as JAX without 64-bit types keeps 32 bits."""
     dtype = dtypes.canonicalize_dtype(leaf.dtype)
     if leaf.dtype == dtype or leaf.dtype.kind not in "iu" or leaf.size == 0:
         return

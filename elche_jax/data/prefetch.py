@@ -1,4 +1,4 @@
-"""A background thread that makes items ahead of the loop that uses them."""
+"""A background thread that prepares items ahead of the loop that uses them."""
 
 import atexit
 import contextlib
@@ -15,22 +15,21 @@ Item = TypeVar("Item")
 _END = object()
 
 PATIENCE_S = 0.5
-"""How long `close` waits for an iterator that is making an item."""
+"""Seconds that `close` waits for an iterator that is preparing an item."""
 
 
 class Prefetch(Generic[Item]):
-    """Runs an iterator in a thread, at most `depth` items ahead.
+    """Iterator that runs another iterator in a thread, at most `depth` items ahead.
 
-    An exception in the iterator is raised, with its own traceback, in the loop that
-    asks for the next item. `close` ends the thread; leaving the last reference, an
-    exception and the end of the interpreter close it too.
+    An exception of that iterator is raised, with its traceback, in the loop that requests the
+    next item. The thread ends with `close`, which is also called when the last reference is
+    dropped, after an exception, and when the interpreter exits.
 
     Args:
-        make: Called in the thread with an event that is set when the thread must end;
-            the iterator it returns makes the items. If it waits, it must do so in a
-            way that `wake` ends.
-        wake: Called once after the event was set.
-        depth: Items held ready, at least 1.
+        make: Returns the iterator. Called in the thread, with an event that is set when the
+            thread must end. If the iterator waits, `wake` must be able to end the wait.
+        wake: Called once, after the event was set.
+        depth: Number of items held ready, at least 1.
     """
 
     def __init__(
@@ -62,13 +61,13 @@ class Prefetch(Generic[Item]):
         if isinstance(item, _Failure):
             self.close()
             raise item.error
-        return item  # type: ignore[return-value]  # otherwise the queue holds items
+        return item  # type: ignore[return-value]  # everything else in the queue is an item
 
     def close(self) -> None:
-        """Ends the thread and waits for it, but not long. Idempotent.
+        """End the thread and wait for it briefly. Idempotent.
 
-        An iterator that is stuck (in the user's data source) cannot be interrupted. It
-        is given half a second; the thread ends by itself as soon as it goes on.
+        An iterator that is stuck, in the user's data source, cannot be interrupted. `close`
+        waits for half a second; the thread ends as soon as the iterator continues.
         """
         self._finish()
 
@@ -90,7 +89,7 @@ def _run(
             if stop.is_set():
                 return
         last: object = _END
-    except BaseException as error:  # handed to the loop, which raises it
+    except BaseException as error:  # raised again in the loop
         last = _Failure(error)
     if not stop.is_set():
         ready.put(last)
@@ -104,17 +103,17 @@ def _close(
 ) -> None:
     stop.set()
     wake()
-    if thread is threading.current_thread():  # collected there: it ends by itself
-        return
+    if thread is threading.current_thread():
+        return  # the last reference was dropped in the thread itself, which cannot join itself
     ending = not threading.main_thread().is_alive()
     deadline = time.monotonic() + (4 if ending else 1) * PATIENCE_S
     while thread.is_alive() and time.monotonic() < deadline:
-        with contextlib.suppress(queue.Empty):  # make room, so that a waiting put returns
+        with contextlib.suppress(queue.Empty):  # makes room, so that a blocked put returns
             ready.get_nowait()
         thread.join(timeout=0.01)
     if thread.is_alive():
-        # a process that ends in the middle of a transfer would crash, one that waits
-        # for a stuck source would never end
+        # A process that exits during a transfer would crash, while one that waits for a stuck
+        # source would never exit: wait, but not forever.
         atexit.register(thread.join, 4 * PATIENCE_S)
-    with contextlib.suppress(queue.Full):  # release a loop that waits for an item
+    with contextlib.suppress(queue.Full):  # releases a loop that waits for an item
         ready.put_nowait(_END)

@@ -1,8 +1,8 @@
 """Reading one epoch as microbatches.
 
-A reader turns a source into numbered microbatches of fixed shape. The last one may hold
-fewer valid examples; its missing rows repeat its first row, so that they are harmless
-numbers, and the program masks them out.
+A reader turns a source into numbered microbatches of fixed shape. The last one may hold fewer
+valid examples; it is padded with copies of its first row, which the program masks out.
+Copies, since arbitrary padding could produce NaN.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,12 @@ _END = object()
 
 @dataclass(frozen=True)
 class Partial:
-    """A microbatch with fewer valid examples: its number in the epoch and how many."""
+    """A microbatch with fewer valid examples.
+
+    Attributes:
+        microbatch: Number of the microbatch in the epoch.
+        valid: Number of valid examples.
+    """
 
     microbatch: int
     valid: int
@@ -33,8 +38,8 @@ class IndexedReader:
     """One epoch of a source with random access.
 
     Attributes:
-        microbatches: How many the epoch has.
-        partial: The microbatch with fewer valid examples, if there is one.
+        microbatches: Number of microbatches in the epoch.
+        partial: The microbatch with fewer valid examples, if any.
     """
 
     def __init__(
@@ -50,16 +55,16 @@ class IndexedReader:
         self.partial = None if drop_last or not rest else Partial(whole, rest)
 
     def skip(self, count: int) -> None:
-        """Checks that the epoch has that many microbatches; there is nothing to read."""
+        """Check that the epoch has at least `count` microbatches; none needs to be read."""
         if count > self.microbatches:
             raise ValueError(_outside(count, self.microbatches))
 
     def available(self, start: int, want: int) -> int:
-        """How many of the `want` microbatches from `start` on exist."""
+        """Return how many of the `want` microbatches from `start` on exist."""
         return max(0, min(want, self.microbatches - start))
 
     def index(self, start: int, count: int) -> NDArray[np.int64]:
-        """Example numbers of the microbatches, shape `(count, batch)`."""
+        """Return the example numbers of the microbatches, shape `(count, batch)`."""
         first = start * self._batch_size
         last = first + count * self._batch_size
         index = self._order[first:last]
@@ -70,7 +75,7 @@ class IndexedReader:
         return index.reshape(count, self._batch_size)
 
     def block(self, start: int, count: int) -> PyTree:
-        """Microbatches `start .. start + count - 1`; leaves `(count, batch, ...)`."""
+        """Return microbatches `start .. start + count - 1`; leaves `(count, batch, ...)`."""
         rows = self._source.rows(self.index(start, count).reshape(-1))
         shape = (count, self._batch_size)
         return jax.tree.map(lambda leaf: leaf.reshape(shape + leaf.shape[1:]), rows)
@@ -89,17 +94,17 @@ class IterableReader:
 
     @property
     def partial(self) -> Partial | None:
-        """The microbatch with fewer valid examples, once it is known."""
+        """The microbatch with fewer valid examples, once it has been read."""
         return None if self._drop_last else self._short
 
     def skip(self, count: int) -> None:
-        """Passes over the first microbatches of the epoch, holding one at a time."""
+        """Skip the first microbatches of the epoch, holding one at a time."""
         for number in range(count):
             if not self.available(number, 1):
                 raise ValueError(_outside(count, number))
 
     def available(self, start: int, want: int) -> int:
-        """How many of the `want` microbatches from `start` on exist; holds them."""
+        """Read `want` microbatches from `start` on; return how many of them exist."""
         del self._held[: start - self._first]
         self._first = start
         while len(self._held) < want and not self._ended:
@@ -111,7 +116,7 @@ class IterableReader:
         return min(want, len(self._held))
 
     def block(self, start: int, count: int) -> PyTree:
-        """Microbatches `start .. start + count - 1`; leaves `(count, batch, ...)`."""
+        """Return microbatches `start .. start + count - 1`; leaves `(count, batch, ...)`."""
         at = start - self._first
         return stack(self._held[at : at + count])
 
@@ -141,7 +146,7 @@ class IterableReader:
                 lambda leaf: np.concatenate([leaf, np.repeat(leaf[:1], missing, axis=0)]),
                 item,
             )
-        # copied: a generator may fill one buffer over and over
+        # copied, as a generator may reuse one buffer
         self._held.append(jax.tree.map(np.array, item))
 
 
@@ -150,7 +155,7 @@ Reader = IndexedReader | IterableReader
 
 
 def microbatch_size(item: PyTree, number: int) -> int:
-    """Length of the common leading axis of a microbatch that an iterator gave."""
+    """Return the length of the common leading axis of an iterator's microbatch."""
     leaves = jax.tree.leaves(item)
     sizes = {int(np.shape(leaf)[0]) if np.ndim(leaf) else 0 for leaf in leaves}
     if len(sizes) != 1 or 0 in sizes:
@@ -171,24 +176,25 @@ def open_epoch(
     shuffle: bool,
     drop_last: bool,
 ) -> Reader:
-    """Opens one epoch of a source for reading from microbatch `start` on.
+    """Return a reader of one epoch of a source, from microbatch `start` on.
 
     Args:
         source: The data.
-        batch_size: Examples per microbatch; None (iterators only): as they come.
+        batch_size: Examples per microbatch; None, for iterables only, for the size of the
+            first microbatch.
         seed: Seed of the order.
         epoch: Number of the epoch.
         start: First microbatch that will be read.
-        shuffle: False keeps the order of the source.
-        drop_last: Leave out the last microbatch if it is smaller.
+        shuffle: Whether to shuffle; False keeps the order of the source.
+        drop_last: Whether to leave out the last microbatch if it is smaller.
 
     Raises:
-        ValueError: The epoch has fewer than `start` microbatches.
+        ValueError: If the epoch has fewer than `start` microbatches.
     """
     if isinstance(source, IterableSource):
         reader = IterableReader(source, batch_size, drop_last)
     else:
-        assert batch_size is not None  # windows() has checked it
+        assert batch_size is not None  # checked by windows()
         size = source.size
         order = epoch_order(size, seed, epoch) if shuffle else np.arange(size)
         reader = IndexedReader(source, batch_size, order, drop_last)

@@ -1,8 +1,7 @@
-"""What the user hands over as data, behind one small interface each.
+"""The three forms of the user's data.
 
-Three forms: a pytree of arrays with a common leading axis (`ArraySource`), a map-style
-dataset with `__len__` and `__getitem__` (`MapSource`), and an iterable of microbatches
-(`IterableSource`).
+A pytree of arrays with a common leading axis (`ArraySource`), a map-style dataset with
+`__len__` and `__getitem__` (`MapSource`), or an iterable of microbatches (`IterableSource`).
 """
 
 import time
@@ -19,22 +18,22 @@ PyTree = Any
 
 
 HAND_OVER = 16
-"""Examples read between two offers of the interpreter to other threads.
+"""Number of examples after which the reading thread yields to other threads.
 
-Reading examples is Python code in a thread of its own. Unasked it would give up the
-interpreter only every 5 ms, and the loop that feeds the devices would wait that long.
+Examples are read by Python code in a background thread. On its own it would release the
+interpreter lock only every 5 ms, and the loop that feeds the devices would wait that long.
 """
 
 
 def stack(examples: list[PyTree], numbers: Sequence[int] | None = None) -> PyTree:
-    """Stacks equally structured examples along a new leading axis, on the host.
+    """Stack examples of the same structure along a new leading axis, on the host.
 
     Args:
         examples: The examples.
-        numbers: Their numbers in the dataset, for messages; None: from 0 on.
+        numbers: Their numbers in the dataset, for messages; None for `0, 1, ...`.
 
     Raises:
-        ValueError: The examples differ in structure, or a leaf in shape.
+        ValueError: If the examples differ in structure, or a leaf in shape or dtype.
     """
     numbers = range(len(examples)) if numbers is None else numbers
     first, structure = jax.tree.flatten(examples[0])
@@ -76,7 +75,8 @@ class ArraySource:
             raise ValueError(
                 f"data: all leaves must have the same number of examples, got {lengths}."
             )
-        if not all(has_numpy_dtype(leaf) for _, leaf in named):  # tensors of other libraries
+        if not all(has_numpy_dtype(leaf) for _, leaf in named):
+            # tensors of other libraries
             tree = as_arrays(tree)
         self.tree = tree
         self.size = next(iter(lengths.values()))
@@ -84,29 +84,29 @@ class ArraySource:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all leaves."""
+        """Size of all leaves in bytes."""
         return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(self.tree))
 
     def rows(self, index: NDArray[np.int64]) -> PyTree:
-        """The examples at `index`; leaves `(len(index), ...)`, fresh host arrays."""
+        """Return the examples at `index`; leaves `(len(index), ...)`, new host arrays."""
         if self._host is None:
             self._host = jax.tree.map(np.asarray, self.tree)
         return jax.tree.map(lambda leaf: np.take(leaf, index, axis=0), self._host)
 
 
 class MapSource:
-    """A map-style dataset: `len(dataset)` examples, `dataset[i]` is one (a pytree)."""
+    """A map-style dataset of `len(dataset)` examples, each a pytree `dataset[i]`."""
 
     def __init__(self, dataset: Any):
         self.dataset = dataset
         self.size = len(dataset)
 
     def example(self, number: int) -> PyTree:
-        """One example; its leaves are arrays or numbers."""
+        """Return one example; its leaves are arrays or numbers."""
         return as_arrays(self.dataset[number])
 
     def rows(self, index: NDArray[np.int64]) -> PyTree:
-        """The examples at `index`, stacked; leaves `(len(index), ...)`."""
+        """Return the examples at `index`, stacked; leaves `(len(index), ...)`."""
         examples = []
         for number, i in enumerate(index.tolist()):
             examples.append(self.example(i))
@@ -116,7 +116,7 @@ class MapSource:
 
 
 class IterableSource:
-    """An iterable of microbatches; iterated anew for every epoch if it can be."""
+    """An iterable of microbatches; iterated again for every epoch unless it is an iterator."""
 
     def __init__(self, iterable: Iterable[PyTree]):
         self.iterable = iterable
@@ -124,16 +124,16 @@ class IterableSource:
 
     @property
     def once(self) -> bool:
-        """Whether the data can be iterated only once (an iterator, not a container)."""
+        """Whether the data can be iterated only once, as an iterator."""
         return isinstance(self.iterable, Iterator)
 
     @property
     def peeked(self) -> bool:
-        """Whether the first microbatch was taken and not yet used."""
+        """Whether the first microbatch was read by `peek` and not used yet."""
         return self._peeked is not None
 
     def peek(self) -> PyTree:
-        """The first microbatch, kept for the first epoch."""
+        """Return the first microbatch, and keep it for the first epoch."""
         if self._peeked is None:
             iterator = iter(self.iterable)
             try:
@@ -145,7 +145,7 @@ class IterableSource:
         return self._peeked[0]
 
     def epoch(self) -> Iterator[PyTree]:
-        """The microbatches of one epoch, as they come."""
+        """Iterate over the microbatches of one epoch."""
         if self._peeked is None:
             yield from self.iterable
             return
@@ -158,16 +158,16 @@ Source = ArraySource | MapSource | IterableSource
 
 
 def as_source(data: Any) -> Source:
-    """Recognises the form of the user's data.
+    """Return the source for the user's data.
 
     Args:
         data: A pytree whose leaves all have a `shape`; an object with `__len__` and
-            `__getitem__`; or an iterable of microbatches. Tensors of other libraries are
-            arrays, and so are lists of numbers in an example or a microbatch.
+            `__getitem__`; or an iterable of microbatches. Tensors of other libraries count
+            as arrays, and so do lists of numbers within an example or a microbatch.
 
     Raises:
-        TypeError: `data` is none of these.
-        ValueError: The data is empty or its leaves differ in length.
+        TypeError: If `data` is none of these.
+        ValueError: If the data is empty, or its leaves differ in length.
 
     Examples:
         >>> import numpy as np
@@ -179,7 +179,7 @@ def as_source(data: Any) -> Source:
         "data must be a pytree of arrays, a map-style dataset (__len__ and "
         "__getitem__) or an iterable of microbatches"
     )
-    # jax deprecates flattening these two, which are leaves to it
+    # JAX treats these two as leaves, and deprecates flattening them
     leaves = jax.tree.leaves(data, is_leaf=lambda x: isinstance(x, Iterator | MappingView))
     if leaves and all(hasattr(leaf, "shape") for leaf in leaves):
         source: Source = ArraySource(data)
@@ -187,7 +187,7 @@ def as_source(data: Any) -> Source:
         raise TypeError(
             f"{expected}, got {_describe(data, leaves)}. Convert the leaves with numpy.asarray."
         )
-    elif isinstance(data, str | bytes):  # a path, probably
+    elif isinstance(data, str | bytes):  # probably a path
         raise TypeError(f"{expected}, got {type(data).__name__}. Load the file first.")
     elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         source = MapSource(data)

@@ -1,10 +1,10 @@
-"""Cutting a window: devices get ranges, ranges get chunks, chunks get pieces.
+"""Splitting a window into ranges per device, chunks per call, and pieces per transfer.
 
 A window is a run of consecutive microbatches. Device `d` takes `counts[d]` of them,
 device 0 first. A compiled program of capacity `C = 2**k - 1` takes at most `C` from each
 device in one call, so a range is cut into *chunks* of at most `C`. A chunk of `n`
 microbatches crosses to its device as *pieces* whose lengths are the binary digits of `n`
-(13 = 8 + 4 + 1): every piece has one of `k` shapes, and no padding is transferred.
+(13 = 8 + 4 + 1). Every piece thus has one of `k` shapes, and no padding is transferred.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 def capacity_for(count: int) -> int:
-    """Smallest capacity `2**k - 1` that holds `count` microbatches.
+    """Return the smallest capacity `2**k - 1` that holds `count` microbatches.
 
     Examples:
         >>> from elche_jax.data.split import capacity_for
@@ -23,7 +23,7 @@ def capacity_for(count: int) -> int:
 
 
 def piece_lengths(capacity: int) -> tuple[int, ...]:
-    """Lengths of the pieces a program of this capacity takes, longest first.
+    """Return the lengths of the pieces that a program of this capacity takes, longest first.
 
     Examples:
         >>> from elche_jax.data.split import piece_lengths
@@ -41,7 +41,7 @@ class Range:
     count: int
 
     def pieces(self) -> dict[int, int]:
-        """Start of each piece by its length: the binary digits of `count`.
+        """Return the start of each piece by its length, a binary digit of `count`.
 
         Examples:
             >>> from elche_jax.data.split import Range
@@ -57,17 +57,17 @@ class Range:
 
 
 def split_window(counts: Sequence[int], capacity: int) -> list[tuple[Range, ...]]:
-    """Chunks of a window, each a range per device.
+    """Return the chunks of a window, each with a range per device.
 
     Args:
         counts: Microbatches per device.
-        capacity: Most microbatches a device takes in one call, at least 1.
+        capacity: Largest number of microbatches of a device in one call, at least 1.
 
     Returns:
-        One tuple of ranges (one per device) for each call. The ranges of a device are
-        consecutive, and every device gets an even share of its work in each call:
-        counts go with speeds, so the devices end a call together, also where the
-        runtime starts a call on all of them at once.
+        For each call, a tuple with one range per device. The ranges of a device are
+        consecutive, and its work is split evenly over the calls: as counts are proportional
+        to speeds, the devices then finish each call together, even if the runtime starts a
+        call on all of them at once.
 
     Examples:
         >>> from elche_jax.data.split import split_window
