@@ -1,13 +1,11 @@
 """AdaComm: windows get shorter as the loss falls."""
 
 import math
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
 
 from elche_jax import _check as check
-from elche_jax.cadence import knobs
 from elche_jax.cadence.anchor_rule import AnchorRule, AnchorRuleState
-from elche_jax.cadence.base import State, WindowReport
+from elche_jax.cadence.base import WindowReport
 
 
 @dataclass(frozen=True)
@@ -59,17 +57,12 @@ class AdaComm(AnchorRule[AdaCommState]):
         (8, 8)
     """
 
-    state_type: ClassVar[type[State] | None] = AdaCommState
-    uses_loss: ClassVar[bool] = True
+    state_type = AdaCommState
+    uses_loss = True
 
-    anchor: int = 16
-    interval: int = 10
-    shrink: float = 0.5
-
-    def __post_init__(self) -> None:
-        knobs.integer(self, "anchor", low=1)
-        knobs.integer(self, "interval", low=1)
-        knobs.real(self, "shrink", above=0, high=1)
+    anchor: int = field(default=16, metadata={"low": 1})
+    interval: int = field(default=10, metadata={"low": 1})
+    shrink: float = field(default=0.5, metadata={"above": 0, "high": 1})
 
     def wanted(self, state: AdaCommState) -> int:
         """Return the anchor of the current interval."""

@@ -2,9 +2,9 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeVar, cast
+from typing import TypeVar, cast
 
-from elche_jax.cadence.base import State, Verdict, WindowReport
+from elche_jax.cadence.base import Verdict, WindowReport
 from elche_jax.cadence.estimate import update_ms
 from elche_jax.cadence.proportional import ElCheState, Proportional, nudged
 
@@ -37,8 +37,8 @@ class AnchorRule(Proportional[S]):
     every stable window raises the bound by 1.
     """
 
-    state_type: ClassVar[type[State] | None] = AnchorRuleState
-    counts_windows: ClassVar[bool] = True
+    state_type = AnchorRuleState
+    counts_windows = True
 
     @abstractmethod
     def wanted(self, state: S) -> int:

@@ -12,10 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elche_jax import _check as check
+from elche_jax.cadence.base import MAX_TOTAL
 from elche_jax.cadence.estimate import SHORTEST_MS, FloatArray
-
-# Above this, float64 no longer represents every count.
-MAX_TOTAL = 2**53
 
 
 def _take_back(counts: list[int], tie: Sequence[int], excess: int) -> None:

@@ -1,15 +1,13 @@
 """Balanced: a constant total, split by throughput that is re-measured every N windows."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from elche_jax import _check as check
-from elche_jax.cadence import knobs
-from elche_jax.cadence.apportion import MAX_TOTAL, shard_sizes
-from elche_jax.cadence.base import CheckedCadence, State, Verdict, WindowReport, check_total
+from elche_jax.cadence.apportion import shard_sizes
+from elche_jax.cadence.base import ConstantTotal, State, Verdict, WindowReport
 from elche_jax.cadence.estimate import (
     FloatArray,
     Times,
@@ -45,7 +43,7 @@ class BalancedState(State):
 
 
 @dataclass(frozen=True)
-class Balanced(CheckedCadence[BalancedState]):
+class Balanced(ConstantTotal[BalancedState]):
     """Cadence that splits ``total`` microbatches by measured throughput.
 
     Throughput is an exponential moving average, ``alpha * new + (1 - alpha) * old`` with
@@ -94,21 +92,16 @@ class Balanced(CheckedCadence[BalancedState]):
         (2, 6)
     """
 
-    state_type: ClassVar[type[State] | None] = BalancedState
+    state_type = BalancedState
 
-    total: int
-    alpha: float = 0.3
-    calibration_windows: int = 10
-    rebalance_every: int = 50
-    min_ratio: float = 0.05
+    alpha: float = field(default=0.3, metadata={"above": 0, "high": 1})
+    calibration_windows: int = field(default=10, metadata={"low": 1})
+    rebalance_every: int = field(default=50, metadata={"low": 1})
+    min_ratio: float = field(default=0.05, metadata={"low": 0, "high": 1})
     speed_hint: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        knobs.integer(self, "total", low=1, high=MAX_TOTAL)
-        knobs.real(self, "alpha", above=0, high=1)
-        knobs.integer(self, "calibration_windows", low=1)
-        knobs.integer(self, "rebalance_every", low=1)
-        knobs.real(self, "min_ratio", low=0, high=1)
+        super().__post_init__()
         object.__setattr__(self, "speed_hint", checked_hint("Balanced", self.speed_hint))
 
     def _first(self, world_size: int) -> BalancedState:
@@ -126,20 +119,6 @@ class Balanced(CheckedCadence[BalancedState]):
             windows=0,
             next_rebalance=self.calibration_windows if self.speed_hint is None else 1,
         )
-
-    def check_state(self, state: BalancedState) -> None:
-        """Check that a stored state has this cadence's total.
-
-        Args:
-            state: The state.
-
-        Raises:
-            ValueError: If it has another total.
-
-        Examples:
-            >>> Balanced(8).check_state(Balanced(8).init(2))
-        """
-        check_total("Balanced.check_state", state.counts, self.total)
 
     def _next(self, state: BalancedState, report: WindowReport, verdict: Verdict) -> BalancedState:
         speed = smoothed(as_array(state.throughput), 1.0 / measured_ms(report), self.alpha)

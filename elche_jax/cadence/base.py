@@ -10,14 +10,17 @@ replayed.
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, ClassVar, Final, Generic, Literal, Protocol, Self, TypeVar, cast, get_args
 
 import numpy as np
 
 from elche_jax import _check as check
-from elche_jax.cadence import knobs
+from elche_jax.cadence.knobs import CheckedFields, keep_checked
+
+MAX_TOTAL: Final = 2**53
+"""Largest number of microbatches in a window: float64 represents every count up to it."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,9 @@ class WindowReport:
             raise ValueError(check.message(where, "counts", rule, len(counts)))
         object.__setattr__(self, "wall_ms", wall_ms)
         object.__setattr__(self, "counts", counts)
-        knobs.real(self, "sync_ms", low=0)
+        keep_checked(self, "sync_ms", check.real, low=0)
         if self.loss is not None:
-            knobs.real(self, "loss")
+            keep_checked(self, "loss", check.real)
 
 
 Action = Literal["stable", "hold_growth", "nudge_down"]
@@ -97,7 +100,7 @@ class Verdict:
         if self.action == "nudge_down":
             if self.factor is None:
                 object.__setattr__(self, "factor", 0.5)
-            knobs.real(self, "factor", above=0, high=1)
+            keep_checked(self, "factor", check.real, above=0, high=1)
         elif self.factor is not None:
             rule = f"be None for {self.action!r}"
             todo = "Only nudge_down has a factor."
@@ -138,13 +141,8 @@ def stronger(one: Verdict, other: Verdict) -> Verdict:
         >>> stronger(HOLD_GROWTH, nudge_down(0.9)).action
         'nudge_down'
     """
-
-    def rank(verdict: Verdict) -> float:
-        if verdict.action == "nudge_down":
-            return cast(float, verdict.factor)
-        return 2.0 if verdict.action == "hold_growth" else 3.0
-
-    return other if rank(other) < rank(one) else one
+    leeway = {"hold_growth": 2.0, "stable": 3.0}  # a factor of *nudge down* is at most 1
+    return min(one, other, key=lambda verdict: verdict.factor or leeway[verdict.action])
 
 
 def _to_lists(value: Any) -> Any:
@@ -345,10 +343,11 @@ HOOKS: Final = [
 """Methods that a subclass of `Cadence` may define for the loop."""
 
 
-class CheckedCadence(Cadence[S]):
-    """Base of the library's cadences: checks the arguments of ``init`` and ``update``.
+class CheckedCadence(CheckedFields, Cadence[S]):
+    """Base of the library's cadences, which checks all arguments.
 
-    A subclass defines ``_first`` and ``_next``, which are called with checked arguments.
+    A subclass states the bounds of its fields as `CheckedFields` does, and defines ``_first``
+    and ``_next``, which are called with the checked arguments of ``init`` and ``update``.
     """
 
     def init(self, world_size: int) -> S:
@@ -394,7 +393,10 @@ class CheckedCadence(Cadence[S]):
             >>> FixedTotal(4).update(FixedTotal(4).init(2), report).counts
             (1, 3)
         """
-        check_update(f"{type(self).__name__}.update", len(state.counts), report, verdict)
+        where = f"{type(self).__name__}.update"
+        check.instance(where, "report", report, WindowReport)
+        check.instance(where, "verdict", verdict, Verdict)
+        check.per_device(where, "report", len(report.counts), len(state.counts))
         return self._next(state, report, verdict)
 
     @abstractmethod
@@ -406,42 +408,22 @@ class CheckedCadence(Cadence[S]):
         """Return the state for the next window."""
 
 
-def check_update(where: str, world_size: int, report: WindowReport, verdict: Verdict) -> None:
-    """Check the arguments of a cadence's ``update``.
+@dataclass(frozen=True)
+class ConstantTotal(CheckedCadence[S]):
+    """Base of the cadences whose windows all have the same number of microbatches.
 
-    Args:
-        where: Name of the method, for the message.
-        world_size: Number of devices of the state.
-        report: The report.
-        verdict: The verdict.
-
-    Raises:
-        TypeError: If the report or the verdict is of another class.
-        ValueError: If the report has another number of devices.
-
-    Examples:
-        >>> check_update("ElChe.update", 1, WindowReport([5.0], [1], 0.0), STABLE)
+    Attributes:
+        total: Microbatches per window over all devices, at least 1.
     """
-    check.instance(where, "report", report, WindowReport)
-    check.instance(where, "verdict", verdict, Verdict)
-    check.per_device(where, "report", len(report.counts), world_size)
 
+    total: int = field(metadata={"low": 1, "high": MAX_TOTAL})
 
-def check_total(where: str, counts: Sequence[int], total: int) -> None:
-    """Check that stored counts sum to the total of the cadence.
-
-    Args:
-        where: Name of the method, for the message.
-        counts: Microbatches per device.
-        total: The required sum.
-
-    Raises:
-        ValueError: If the sum is another.
-
-    Examples:
-        >>> check_total("FixedTotal.check_state", (5, 3), 8)
-    """
-    if sum(counts) != total:
-        rule = f"share out {total} microbatches"
-        todo = "Begin without the stored state."
-        raise ValueError(check.message(where, "state", rule, sum(counts), todo))
+    def check_state(self, state: S) -> None:
+        """Raise ``ValueError`` if a stored state has another total."""
+        if sum(state.counts) != self.total:
+            where, rule = (
+                f"{type(self).__name__}.check_state",
+                f"share out {self.total} microbatches",
+            )
+            todo = "Begin without the stored state."
+            raise ValueError(check.message(where, "state", rule, sum(state.counts), todo))

@@ -1,12 +1,11 @@
 """ElChe: the slowest device sets the pace, faster devices do more in the same time."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, cast
+from dataclasses import dataclass, field
+from typing import cast
 
 from elche_jax import _check as check
-from elche_jax.cadence import knobs
-from elche_jax.cadence.base import State, Verdict, WindowReport
+from elche_jax.cadence.base import Verdict, WindowReport
 from elche_jax.cadence.estimate import as_array, update_ms
 from elche_jax.cadence.hint import checked_hint, hinted_speeds
 from elche_jax.cadence.proportional import (
@@ -94,20 +93,16 @@ class ElChe(Proportional[ElCheState]):
         (10, 20)
     """
 
-    state_type: ClassVar[type[State] | None] = ElCheState
+    state_type = ElCheState
 
-    anchor: int = 10
-    overhead_target: float = 0.10
-    max_anchor: int = 200
-    max_batch_diff: int | None = None
+    anchor: int = field(default=10, metadata={"low": 1})
+    overhead_target: float = field(default=0.10, metadata={"low": 0.01, "high": 0.5})
+    max_anchor: int = field(default=200, metadata={"low": 1})
+    max_batch_diff: int | None = field(default=None, metadata={"low": 1})
     speed_hint: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        knobs.integer(self, "anchor", low=1)
-        knobs.real(self, "overhead_target", low=0.01, high=0.5)
-        knobs.integer(self, "max_anchor", low=1)
-        if self.max_batch_diff is not None:
-            knobs.integer(self, "max_batch_diff", low=1)
+        super().__post_init__()
         object.__setattr__(self, "speed_hint", checked_hint("ElChe", self.speed_hint))
 
     @property

@@ -1,7 +1,6 @@
 """EveryBatch: one microbatch per device and window, as in classic data parallelism."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from elche_jax.cadence.base import CheckedCadence, State, Verdict, WindowReport
 
@@ -28,8 +27,8 @@ class EveryBatch(CheckedCadence[EveryBatchState]):
         (1, 1, 1, 1)
     """
 
-    adaptive: ClassVar[bool] = False
-    state_type: ClassVar[type[State] | None] = EveryBatchState
+    adaptive = False
+    state_type = EveryBatchState
 
     def _first(self, world_size: int) -> EveryBatchState:
         return EveryBatchState((1,) * world_size)

@@ -1,14 +1,12 @@
 """FixedTotal: a constant global batch size, in the best integer split."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elche_jax.cadence import knobs
-from elche_jax.cadence.apportion import MAX_TOTAL, split
-from elche_jax.cadence.base import CheckedCadence, State, Verdict, WindowReport, check_total
+from elche_jax.cadence.apportion import split
+from elche_jax.cadence.base import ConstantTotal, State, Verdict, WindowReport
 from elche_jax.cadence.estimate import FloatArray, Times, as_times, update_ms
 
 MIN_GAIN = 0.02
@@ -29,7 +27,7 @@ class FixedTotalState(State):
 
 
 @dataclass(frozen=True)
-class FixedTotal(CheckedCadence[FixedTotalState]):
+class FixedTotal(ConstantTotal[FixedTotalState]):
     """Cadence with a constant number of microbatches per window.
 
     Hyper-parameters mean the same on any machine, as the global batch size does not depend
@@ -65,13 +63,8 @@ class FixedTotal(CheckedCadence[FixedTotalState]):
         (2, 2, 4)
     """
 
-    state_type: ClassVar[type[State] | None] = FixedTotalState
-    estimates: ClassVar[bool] = True
-
-    total: int
-
-    def __post_init__(self) -> None:
-        knobs.integer(self, "total", low=1, high=MAX_TOTAL)
+    state_type = FixedTotalState
+    estimates = True
 
     def _first(self, world_size: int) -> FixedTotalState:
         """Return counts that differ by at most 1, the larger ones at the lower ranks."""
@@ -106,20 +99,6 @@ class FixedTotal(CheckedCadence[FixedTotalState]):
         counts[np.flatnonzero(unknown)[: self.total]] = 1
         counts[known] = split(self.total - int(counts.sum()), ms[known])
         return counts
-
-    def check_state(self, state: FixedTotalState) -> None:
-        """Check that a stored state has this cadence's total.
-
-        Args:
-            state: The state.
-
-        Raises:
-            ValueError: If it has another total.
-
-        Examples:
-            >>> FixedTotal(8).check_state(FixedTotal(8).init(2))
-        """
-        check_total("FixedTotal.check_state", state.counts, self.total)
 
     def recalibrate(self, state: FixedTotalState) -> FixedTotalState:
         """Return the state with the time estimates forgotten; the counts stay.

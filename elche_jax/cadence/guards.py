@@ -7,12 +7,12 @@ no state.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from elche_jax import _check as check
-from elche_jax.cadence import knobs
 from elche_jax.cadence.base import HOLD_GROWTH, STABLE, Verdict, nudge_down
+from elche_jax.cadence.knobs import CheckedFields
 from elche_jax.cadence.window import Divergence
 
 HISTORY = 64
@@ -60,7 +60,7 @@ class NoGuard:
 
 
 @dataclass(frozen=True)
-class TrendGuard:
+class TrendGuard(CheckedFields):
     """Guard that objects when the largest distance rises.
 
     - *Nudge down* by `factor` if the last distance is above twice the threshold.
@@ -84,12 +84,8 @@ class TrendGuard:
         'nudge_down'
     """
 
-    threshold: float = 0.05
-    factor: float = 0.5
-
-    def __post_init__(self) -> None:
-        knobs.real(self, "threshold", above=0)
-        knobs.real(self, "factor", above=0, high=1)
+    threshold: float = field(default=0.05, metadata={"above": 0})
+    factor: float = field(default=0.5, metadata={"above": 0, "high": 1})
 
     def verdict(self, history: Sequence[Divergence]) -> Verdict:
         """Return the verdict after a window."""
@@ -102,7 +98,7 @@ class TrendGuard:
 
 
 @dataclass(frozen=True)
-class LevelGuard:
+class LevelGuard(CheckedFields):
     """Guard that keeps the largest distance below a level, whether it rises or not.
 
     - *Nudge down* by `factor` if the mean over the last windows is above twice the level.
@@ -125,14 +121,9 @@ class LevelGuard:
         'hold_growth'
     """
 
-    level: float = 0.05
-    windows: int = 5
-    factor: float = 0.5
-
-    def __post_init__(self) -> None:
-        knobs.real(self, "level", above=0)
-        knobs.integer(self, "windows", low=1, high=HISTORY)
-        knobs.real(self, "factor", above=0, high=1)
+    level: float = field(default=0.05, metadata={"above": 0})
+    windows: int = field(default=5, metadata={"low": 1, "high": HISTORY})
+    factor: float = field(default=0.5, metadata={"above": 0, "high": 1})
 
     def verdict(self, history: Sequence[Divergence]) -> Verdict:
         """Return the verdict after a window."""

@@ -1,47 +1,54 @@
-"""Checks for the fields of a frozen config, which are stored as plain numbers."""
+"""Checks for the fields of frozen dataclasses, which are stored as plain numbers."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, cast
 
 from elche_jax import _check as check
 
 
-def integer(config: object, name: str, *, low: int, high: int | None = None) -> None:
-    """Check a field of a frozen config and keep it as a plain ``int``.
+class CheckedFields:
+    """Mixin for frozen dataclasses: checks the fields that state their bounds.
 
-    Args:
-        config: The config, in its ``__post_init__``.
-        name: Name of the field.
-        low: Smallest value allowed.
-        high: Largest value allowed.
+    A field with bounds in its ``metadata`` must be an integer if it is annotated as one, and
+    otherwise a finite number. The bounds are ``low``, ``high`` and, for numbers, ``above``.
+    ``None`` is allowed if it is the default.
 
     Raises:
-        TypeError: If the value is not an integer.
-        ValueError: If it is out of range.
+        TypeError: If a value is of the wrong type.
+        ValueError: If a value is out of range.
+
+    Examples:
+        >>> from dataclasses import dataclass, field
+        >>> @dataclass(frozen=True)
+        ... class Rule(CheckedFields):
+        ...     anchor: int = field(default=10, metadata={"low": 1})
+        >>> Rule(0)
+        Traceback (most recent call last):
+        ...
+        ValueError: Rule: anchor must be at least 1, got 0.
     """
-    where = type(config).__name__
-    value = check.integer(where, name, getattr(config, name), low=low, high=high)
-    object.__setattr__(config, name, value)
+
+    def __post_init__(self) -> None:
+        for field in fields(cast(Any, self)):
+            unset = field.default is None and getattr(self, field.name) is None
+            if field.metadata and not unset:
+                rule = check.integer if field.type in (int, int | None) else check.real
+                keep_checked(self, field.name, rule, **field.metadata)
 
 
-def real(
-    config: object,
-    name: str,
-    *,
-    low: float | None = None,
-    above: float | None = None,
-    high: float | None = None,
-) -> None:
-    """Check a field of a frozen config and keep it as a plain, finite ``float``.
+def keep_checked(config: object, name: str, rule: Callable[..., float], **bounds: Any) -> None:
+    """Check a field of a frozen dataclass and store it as a plain number.
 
     Args:
-        config: The config, in its ``__post_init__``.
+        config: The dataclass, in its ``__post_init__``.
         name: Name of the field.
-        low: Smallest value allowed.
-        above: Value that must be exceeded.
-        high: Largest value allowed.
+        rule: `elche_jax._check.integer` or `elche_jax._check.real`.
+        **bounds: Keyword arguments of the rule.
 
     Raises:
-        TypeError: If the value is not a number.
-        ValueError: If it is not finite, or out of range.
+        TypeError: If the value is of the wrong type.
+        ValueError: If the value is not finite, or out of range.
     """
-    where = type(config).__name__
-    value = check.real(where, name, getattr(config, name), low=low, above=above, high=high)
+    value = rule(type(config).__name__, name, getattr(config, name), **bounds)
     object.__setattr__(config, name, value)

@@ -1,8 +1,7 @@
 """PostLocal: synchronise after every microbatch at first, after windows of local steps later."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from elche_jax.cadence import knobs
 from elche_jax.cadence.anchor_rule import AnchorRule, AnchorRuleState
 from elche_jax.cadence.base import Verdict, WindowReport
 
@@ -36,12 +35,8 @@ class PostLocal(AnchorRule[AnchorRuleState]):
         (8, 24)
     """
 
-    switch: int
-    anchor: int = 10
-
-    def __post_init__(self) -> None:
-        knobs.integer(self, "switch", low=0)
-        knobs.integer(self, "anchor", low=1)
+    switch: int = field(metadata={"low": 0})
+    anchor: int = field(default=10, metadata={"low": 1})
 
     def wanted(self, state: AnchorRuleState) -> int:
         """Return 1 before the switch and the anchor after it."""

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -84,7 +84,7 @@ class Proportional(CheckedCadence[S]):
             ``None`` for no bound.
     """
 
-    estimates: ClassVar[bool] = True
+    estimates = True
     max_batch_diff: int | None = None
 
     def recount(

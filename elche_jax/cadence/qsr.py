@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elche_jax import _check as check
-from elche_jax.cadence import knobs
 from elche_jax.cadence.anchor_rule import AnchorRule, AnchorRuleState
+from elche_jax.cadence.knobs import keep_checked
 
 CEILING = 2**31 - 1
 """Largest anchor: at a learning rate of 0 the rule itself has no bound."""
@@ -51,19 +51,17 @@ class QSR(AnchorRule[AnchorRuleState]):
         (100, 100)
     """
 
-    alpha: float
-    base: int
+    alpha: float = field(metadata={"above": 0})
+    base: int = field(metadata={"low": 1})
     learning_rate: float | Callable[[int], float]
-    max_anchor: int = 1000
-    warmup: int = 0
+    max_anchor: int = field(default=1000, metadata={"high": CEILING})
+    warmup: int = field(default=0, metadata={"low": 0})
 
     def __post_init__(self) -> None:
-        knobs.real(self, "alpha", above=0)
-        knobs.integer(self, "base", low=1)
-        knobs.integer(self, "max_anchor", low=self.base, high=CEILING)
-        knobs.integer(self, "warmup", low=0)
+        super().__post_init__()
+        keep_checked(self, "max_anchor", check.integer, low=self.base)
         if not callable(self.learning_rate):
-            knobs.real(self, "learning_rate", above=0)
+            keep_checked(self, "learning_rate", check.real, above=0)
 
     def wanted(self, state: AnchorRuleState) -> int:
         """Return the anchor for the learning rate at the state's step."""

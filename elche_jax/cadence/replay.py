@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from elche_jax import _check as check
 from elche_jax.cadence.base import CheckedCadence, State, Verdict, WindowReport
@@ -75,29 +74,27 @@ class Replay(CheckedCadence[ReplayState]):
         ValueError: Replay: the recording has 2 windows, but the data asks for ...
     """
 
-    adaptive: ClassVar[bool] = False
-    scripted: ClassVar[bool] = True
-    state_type: ClassVar[type[State] | None] = ReplayState
+    adaptive = False
+    scripted = True
+    state_type = ReplayState
 
     counts_per_window: Sequence[Sequence[int]]
 
     def __post_init__(self) -> None:
         name = "counts_per_window"
-        windows = check.items("Replay", name, self.counts_per_window, "windows")
-        recording = tuple(
-            check.integers("Replay", f"{name}[{index}]", counts, low=0)
-            for index, counts in enumerate(windows)
-        )
+        recording: list[tuple[int, ...]] = []
+        for window in check.items("Replay", name, self.counts_per_window, "windows"):
+            argument = f"{name}[{len(recording)}]"
+            counts = check.integers("Replay", argument, window, low=0)
+            if not any(counts):
+                rule = "have a count above 0"
+                raise ValueError(check.message("Replay", argument, rule, counts))
+            recording.append(counts)
+            check.per_device("Replay", argument, len(counts), len(recording[0]))
         if not recording:
             rule = "have at least one window"
             raise ValueError(check.message("Replay", name, rule, "none"))
-        for index, counts in enumerate(recording):
-            where = f"{name}[{index}]"
-            if not any(counts):
-                rule = "have a count above 0"
-                raise ValueError(check.message("Replay", where, rule, counts))
-            check.per_device("Replay", where, len(counts), len(recording[0]))
-        object.__setattr__(self, name, recording)
+        object.__setattr__(self, name, tuple(recording))
 
     def counts_at(self, window: int) -> tuple[int, ...]:
         """Return the recorded counts of a window.

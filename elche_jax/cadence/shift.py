@@ -7,14 +7,14 @@ cadence's ``recalibrate``) and measure again.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from elche_jax import _check as check
-from elche_jax.cadence import knobs
 from elche_jax.cadence.base import State
 from elche_jax.cadence.estimate import FloatArray, as_array
+from elche_jax.cadence.knobs import CheckedFields
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ShiftState(State):
 
 
 @dataclass(frozen=True)
-class Shift:
+class Shift(CheckedFields):
     """Detector of lasting changes in the devices' speeds.
 
     A device deviates in a window if ``|measured - expected| > threshold * expected``.
@@ -55,12 +55,8 @@ class Shift:
         ((0, 0), True)
     """
 
-    threshold: float = 0.10
-    confirm: int = 2
-
-    def __post_init__(self) -> None:
-        knobs.real(self, "threshold", above=0)
-        knobs.integer(self, "confirm", low=1)
+    threshold: float = field(default=0.10, metadata={"above": 0})
+    confirm: int = field(default=2, metadata={"low": 1})
 
     def init(self, world_size: int) -> ShiftState:
         """Return the state before the first window.

@@ -1,11 +1,9 @@
 """WindowTime: windows that take a given time on every device."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from elche_jax.cadence import knobs
 from elche_jax.cadence.base import CheckedCadence, State, Verdict, WindowReport
 from elche_jax.cadence.estimate import Times, as_times, update_ms
 
@@ -53,14 +51,10 @@ class WindowTime(CheckedCadence[WindowTimeState]):
         (5, 20)
     """
 
-    state_type: ClassVar[type[State] | None] = WindowTimeState
+    state_type = WindowTimeState
 
-    window_ms: float = 100.0
-    least: int = 4
-
-    def __post_init__(self) -> None:
-        knobs.real(self, "window_ms", above=0)
-        knobs.integer(self, "least", low=1, high=MAX_COUNT)
+    window_ms: float = field(default=100.0, metadata={"above": 0})
+    least: int = field(default=4, metadata={"low": 1, "high": MAX_COUNT})
 
     def _first(self, world_size: int) -> WindowTimeState:
         return WindowTimeState((1,) * world_size, (None,) * world_size)

@@ -16,7 +16,6 @@ from elche_jax.cadence import (
     WindowReport,
     nudge_down,
 )
-from elche_jax.cadence.base import check_update
 
 
 @pytest.mark.parametrize("make", [tuple, list, np.array])
@@ -102,24 +101,6 @@ def test_state_of_another_cadence_is_rejected():
         r"got \['anchor', 'counts'\]\. Resume with the cadence that wrote the state\.$",
     ):
         EveryBatchState.from_dict({"anchor": 1, "counts": [1]})
-
-
-def test_check_update():
-    report = WindowReport((1.0, 1.0), (1, 1), 0.0)
-    check_update("X.update", 2, report, STABLE)
-    with pytest.raises(
-        TypeError, match=r"^X\.update: report must be of type WindowReport, got \(1,\) "
-    ):
-        check_update("X.update", 2, (1,), STABLE)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(
-        TypeError, match=r"^X\.update: verdict must be of type Verdict, got 'stable' "
-    ):
-        check_update("X.update", 2, report, "stable")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(
-        ValueError,
-        match=r"^X\.update: report must have one entry per device \(3\), got 2\.$",
-    ):
-        check_update("X.update", 3, report, STABLE)
 
 
 @pytest.mark.parametrize(
