@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from elche_jax.advice.predict import TELLS, Plan, Speeds, best_plan, plain_pmap, plan
+from elche_jax.advice.predict import SIGNIFICANT, Plan, Speeds, best_plan, plain_pmap, plan
 from elche_jax.cadence import ElChe, FixedTotal
 from elche_jax.observe.report import counted
 
@@ -42,9 +42,9 @@ class DeviceAdvice:
         """The gain as text."""
         if self.gain is None:
             return "the only one"
-        if self.gain >= TELLS:
+        if self.gain >= SIGNIFICANT:
             return f"adds {100 * self.gain:.0f} %"
-        return "adds nothing" if self.gain > -TELLS else f"costs {-100 * self.gain:.0f} %"
+        return "adds nothing" if self.gain > -SIGNIFICANT else f"costs {-100 * self.gain:.0f} %"
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Advice:
         return values
 
     def __str__(self) -> str:
-        return "\n".join([*self._device_rows(), "", *self._plan_rows(), "", *self._words()])
+        return "\n".join([*self._device_rows(), "", *self._plan_rows(), "", *self._summary()])
 
     def _device_rows(self) -> list[str]:
         width = max(18, *(len(device.name) + 2 for device in self.devices))
@@ -121,13 +121,13 @@ class Advice:
         title = f"{'predicted':<18}{'window':>14}{'':>10}{'examples/s':>12}{'of the limit':>14}"
         return [f"{title}  counts"] + [
             f"{plan.name:<18}{plan.window_ms:>11.1f} ms{'':>10}{plan.examples_per_s:>12,.0f}"
-            f"{plan.limit_share:>14.1%}  {_listed(plan.counts)}"
+            f"{plan.limit_share:>14.1%}  {_joined(plan.counts)}"
             for plan in plans
         ]
 
-    def _words(self) -> list[str]:
+    def _summary(self) -> list[str]:
         if len(self.devices) == 1:
-            return [*self._words_of_one(), *self._whole_epoch(), f"cadence={self.cadence}"]
+            return [*self._summary_of_one(), *self._epoch_note(), f"cadence={self.cadence}"]
         alone = max(device.examples_per_s for device in self.devices)
         rows = [
             f"{len(self.devices)} devices with ElChe: "
@@ -148,12 +148,12 @@ class Advice:
                 ("it costs", "it gives") if len(left) == 1 else ("they cost", "they give")
             )
             rows.append(
-                f"Leave device{'s' if len(left) > 1 else ''} {_listed(left)} out: {costs} more "
+                f"Leave device{'s' if len(left) > 1 else ''} {_joined(left)} out: {costs} more "
                 f"(exchange, speed of the others) than {gives}."
             )
-        return [*rows, *self._whole_epoch(), f"cadence={self.cadence}"]
+        return [*rows, *self._epoch_note(), f"cadence={self.cadence}"]
 
-    def _words_of_one(self) -> list[str]:
+    def _summary_of_one(self) -> list[str]:
         rows = ["One device: nothing to exchange, nothing to share out."]
         count, step_ms = self.elche.counts[0], self.devices[0].step_ms
         if count > 1:
@@ -164,7 +164,7 @@ class Advice:
             ]
         return rows
 
-    def _whole_epoch(self) -> list[str]:
+    def _epoch_note(self) -> list[str]:
         if self.epoch is None or sum(self.best.counts) < self.epoch:
             return []
         epoch = counted(self.epoch, "microbatch", "microbatches")
@@ -209,7 +209,7 @@ def make_advice(
     if len(names) == 1:
         elche = replace(elche, name=f"FixedTotal({elche.counts[0]})")
     best = best_plan("the best devices", cadence, speeds, batch_size, elche, epoch)
-    if best.examples_per_s < (1 + TELLS) * elche.examples_per_s:
+    if best.examples_per_s < (1 + SIGNIFICANT) * elche.examples_per_s:
         best = elche
 
     def gain(rank: int) -> float | None:
@@ -244,5 +244,5 @@ def make_advice(
     )
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _joined(numbers: Sequence[int]) -> str:
     return " ".join(map(str, numbers))

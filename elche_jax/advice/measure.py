@@ -163,10 +163,10 @@ def advise(
         hook = None if emulate is None else OfRank(emulate, rank)
         built = partial(build, devices=[chosen[rank]], emulate=hook)
         short = run(built(cadence=EveryBatch()), seconds / 2)
-        count = max(2, min(MAX_COUNT, round(window.window_ms / _full(short)[1])))
+        count = max(2, min(MAX_COUNT, round(window.window_ms / _full_windows(short)[1])))
         while True:
             long = run(built(cadence=FixedTotal(count)), seconds / 2)
-            if _tells(short, long, count):
+            if _separable(short, long, count):
                 return short, long
             count *= GROWTH
 
@@ -208,8 +208,8 @@ def alone_ms(short: Sequence[WindowRecord], long: Sequence[WindowRecord]) -> tup
         >>> alone_ms(one, [*four, *rest])
         (4.0, 4.0)
     """
-    _, one = _full(short)
-    count, many = _full(long)
+    _, one = _full_windows(short)
+    count, many = _full_windows(long)
     if count == 1:  # an epoch has only one microbatch
         return one, 0.0
     ms = (many - one) / (count - 1)
@@ -217,20 +217,20 @@ def alone_ms(short: Sequence[WindowRecord], long: Sequence[WindowRecord]) -> tup
     return ms, one - ms
 
 
-def _full(records: Sequence[WindowRecord]) -> tuple[int, float]:
+def _full_windows(records: Sequence[WindowRecord]) -> tuple[int, float]:
     """Return the microbatches of one device's full windows, and their median milliseconds."""
     full = max(record.counts[0] for record in records)
     return full, median(record.wall_ms for record in records if record.counts[0] == full)
 
 
-def _tells(short: Sequence[WindowRecord], long: Sequence[WindowRecord], count: int) -> bool:
+def _separable(short: Sequence[WindowRecord], long: Sequence[WindowRecord], count: int) -> bool:
     """Return whether microbatches and steps can be told apart in windows of `count` microbatches.
 
     They cannot if the windows hardly take longer than those of one microbatch: the optimizer
     step then takes nearly all of the time, and the rest is noise.
     """
-    full, many = _full(long)
-    return many >= 1.5 * _full(short)[1] or full < count or count * GROWTH > MAX_COUNT
+    full, many = _full_windows(long)
+    return many >= 1.5 * _full_windows(short)[1] or full < count or count * GROWTH > MAX_COUNT
 
 
 def _measurable(options: dict[str, Any]) -> dict[str, Any]:

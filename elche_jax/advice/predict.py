@@ -16,7 +16,7 @@ from elche_jax.cadence import (
     clamp_counts,
 )
 
-TELLS = 0.02
+SIGNIFICANT = 0.02
 """Relative difference in throughput below which short measurements are not conclusive."""
 
 SETTLE = 100
@@ -170,13 +170,13 @@ def plan(
     counts = settled(cadence, ms, sync_ms)
     if epoch is not None:
         counts = clamp_counts(counts, epoch)
-    window_ms = _lasts(counts, ms) + sync_ms
+    window_ms = _busy_ms(counts, ms) + sync_ms
     done, taken = sum(counts), window_ms
     if epoch is not None:
         windows, rest = divmod(epoch, done)
         done, taken = epoch, windows * window_ms
         if rest:
-            taken += _lasts(clamp_counts(counts, rest), ms) + sync_ms
+            taken += _busy_ms(clamp_counts(counts, rest), ms) + sync_ms
     return Plan(
         name=name,
         ranks=ranks,
@@ -188,7 +188,7 @@ def plan(
     )
 
 
-def _lasts(counts: Sequence[int], ms: Sequence[float]) -> float:
+def _busy_ms(counts: Sequence[int], ms: Sequence[float]) -> float:
     """Return the milliseconds until the last device has finished."""
     return max(count * each for count, each in zip(counts, ms, strict=True))
 
@@ -214,7 +214,7 @@ def one_device(cadence: ElChe, ms: float, step_ms: float) -> EveryBatch | FixedT
     wanted = max(cadence.anchor, math.ceil(step_ms / (cadence.overhead_target * ms)))
     total = min(wanted, cadence.max_anchor)
     faster = (ms + step_ms) / (ms + step_ms / total) - 1
-    return FixedTotal(total) if faster > TELLS else EveryBatch()
+    return FixedTotal(total) if faster > SIGNIFICANT else EveryBatch()
 
 
 def settled(cadence: Cadence[Any], ms: Sequence[float], sync_ms: float) -> tuple[int, ...]:

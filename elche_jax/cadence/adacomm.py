@@ -64,20 +64,20 @@ class AdaComm(AnchorRule[AdaCommState]):
     interval: int = field(default=10, metadata={"low": 1})
     shrink: float = field(default=0.5, metadata={"above": 0, "high": 1})
 
-    def wanted(self, state: AdaCommState) -> int:
+    def target_anchor(self, state: AdaCommState) -> int:
         """Return the anchor of the current interval."""
         return state.rule or self.anchor
 
-    def counted(self, state: AdaCommState, report: WindowReport) -> AdaCommState:
+    def count_window(self, state: AdaCommState, report: WindowReport) -> AdaCommState:
         """Return the state with the window and its loss added."""
         if report.loss is None or report.loss < 0:
             rule = "have a loss, not negative"
             raise ValueError(check.message("AdaComm.update", "report", rule, report.loss))
-        state = super().counted(state, report)
+        state = super().count_window(state, report)
         total, losses = state.sum_loss + report.loss, state.losses + 1
         if losses < self.interval:
             return replace(state, sum_loss=total, losses=losses)
-        mean, rule = total / losses, self.wanted(state)
+        mean, rule = total / losses, self.target_anchor(state)
         first = mean if state.first_loss is None else state.first_loss
         if state.first_loss is not None:
             new = math.ceil(math.sqrt(mean / first) * self.anchor) if first > 0 else rule

@@ -41,14 +41,14 @@ class AnchorRule(Proportional[S]):
     counts_windows = True
 
     @abstractmethod
-    def wanted(self, state: S) -> int:
+    def target_anchor(self, state: S) -> int:
         """Return the anchor of the next window, at least 1.
 
         Args:
             state: The state, with the last window added.
         """
 
-    def counted(self, state: S, report: WindowReport) -> S:
+    def count_window(self, state: S, report: WindowReport) -> S:
         """Return the state with the window added to its counters."""
         steps = state.steps + max(report.counts)
         return replace(state, windows=state.windows + 1, steps=steps)
@@ -56,16 +56,16 @@ class AnchorRule(Proportional[S]):
     def _first(self, world_size: int) -> S:
         unknown = (None,) * world_size
         state = cast(type[S], self.state_type)(1, (1,) * world_size, unknown, False)
-        anchor = self.wanted(state)
+        anchor = self.target_anchor(state)
         return replace(state, anchor=anchor, counts=(anchor,) * world_size)
 
     def _next(self, state: S, report: WindowReport, verdict: Verdict) -> S:
-        state = self.counted(state, report)
-        anchor, ceiling = self._obeying(state, self.wanted(state), verdict)
+        state = self.count_window(state, report)
+        anchor, ceiling = self._limited(state, self.target_anchor(state), verdict)
         ms = update_ms(state.ms_per_batch, report)
         return replace(self.recount(state, anchor, ms), ceiling=ceiling)
 
-    def _obeying(self, state: S, wanted: int, verdict: Verdict) -> tuple[int, int]:
+    def _limited(self, state: S, wanted: int, verdict: Verdict) -> tuple[int, int]:
         """Return the anchor and the ceiling that a verdict allows."""
         if verdict.action == "nudge_down":
             lower = min(nudged(state.anchor, cast(float, verdict.factor)), wanted)

@@ -16,7 +16,7 @@ from elche_jax.cadence.base import MAX_TOTAL
 from elche_jax.cadence.estimate import SHORTEST_MS, FloatArray
 
 
-def _take_back(counts: list[int], tie: Sequence[int], excess: int) -> None:
+def _lower_largest(counts: list[int], tie: Sequence[int], excess: int) -> None:
     """Lower the largest counts one by one, in place, ``excess`` times in total.
 
     Among equal counts the one with the smaller ``tie`` is lowered first, then the one of
@@ -67,7 +67,7 @@ def clamp_counts(counts: Sequence[int], max_total: int) -> tuple[int, ...]:
         clamped[rank] += 1
     if max_total >= sum(count > 0 for count in counts):
         empty = [r for r, count in enumerate(counts) if count and not clamped[r]]
-        _take_back(clamped, counts, len(empty))
+        _lower_largest(clamped, counts, len(empty))
         for rank in empty:
             clamped[rank] = 1
     return tuple(clamped)
@@ -109,7 +109,7 @@ def shard_sizes(ratios: Sequence[float], total: int) -> tuple[int, ...]:
     sizes = [max(least, math.floor(ratio / whole * total + 0.5)) for ratio in ratios[:-1]]
     last = total - sum(sizes)
     if last < least:
-        _take_back(sizes, [0] * len(sizes), least - last)
+        _lower_largest(sizes, [0] * len(sizes), least - last)
         last = least
     return (*sizes, last)
 

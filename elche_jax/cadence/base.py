@@ -346,8 +346,8 @@ HOOKS: Final = [
 class CheckedCadence(CheckedFields, Cadence[S]):
     """Base of the library's cadences, which checks all arguments.
 
-    A subclass states the bounds of its fields as `CheckedFields` does, and defines ``_first``
-    and ``_next``, which are called with the checked arguments of ``init`` and ``update``.
+    A subclass states the bounds of its fields as in `CheckedFields`, and defines ``_first``
+    and ``_next``, which get the checked arguments of ``init`` and ``update``.
     """
 
     def init(self, world_size: int) -> S:

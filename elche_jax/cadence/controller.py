@@ -139,7 +139,7 @@ class Controller:
             divergence = (*divergence[1 - HISTORY :], record.divergence)
             verdict = judge(self.guard, divergence)
             owed = stronger(owed, verdict)
-        schedule = self._told(state.schedule, record, owed)
+        schedule = self._update(state.schedule, record, owed)
         if schedule is not None:
             told = state.told or _timed(record)
             return ControllerState(schedule, state.world_size, divergence, verdict, told=told)
@@ -147,7 +147,7 @@ class Controller:
             return state
         return replace(state, divergence=divergence, verdict=verdict, owed=owed)
 
-    def _told(
+    def _update(
         self, schedule: SchedulerState, record: WindowRecord, verdict: Verdict
     ) -> SchedulerState | None:
         """Return the schedule after a window, or None if the cadence is not updated."""

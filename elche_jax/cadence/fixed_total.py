@@ -10,6 +10,7 @@ from elche_jax.cadence.base import ConstantTotal, State, Verdict, WindowReport
 from elche_jax.cadence.estimate import FloatArray, Times, as_times, update_ms
 
 MIN_GAIN = 0.02
+"""Share of a window's time that another split must save to replace the current one."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class PostLocal(AnchorRule[AnchorRuleState]):
     switch: int = field(metadata={"low": 0})
     anchor: int = field(default=10, metadata={"low": 1})
 
-    def wanted(self, state: AnchorRuleState) -> int:
+    def target_anchor(self, state: AnchorRuleState) -> int:
         """Return 1 before the switch and the anchor after it."""
         return 1 if state.windows < self.switch else self.anchor
 

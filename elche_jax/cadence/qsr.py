@@ -63,7 +63,7 @@ class QSR(AnchorRule[AnchorRuleState]):
         if not callable(self.learning_rate):
             keep_checked(self, "learning_rate", check.real, above=0)
 
-    def wanted(self, state: AnchorRuleState) -> int:
+    def target_anchor(self, state: AnchorRuleState) -> int:
         """Return the anchor for the learning rate at the state's step."""
         rate = self.learning_rate
         if callable(rate):

@@ -62,10 +62,8 @@ class SchedulerState:
             got = check.describe(self.cadence)
             todo = "Derive the cadence's state class from State to store it."
             raise TypeError(check.message(where, "cadence", rule, got, todo))
-        return {
-            name: value.to_dict() if isinstance(value, State) else value
-            for name, value in vars(self).items()
-        }
+        shift = self.shift and self.shift.to_dict()
+        return vars(self) | {"cadence": self.cadence.to_dict(), "shift": shift}
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,7 @@ class Scheduler:
             >>> Scheduler(EveryBatch()).init(2).counts
             (1, 1)
         """
-        cadence = self._made("init", self.cadence.init(world_size))
+        cadence = self._checked("init", self.cadence.init(world_size))
         return SchedulerState(cadence, self.shift and self.shift.init(world_size))
 
     def plan(self, state: SchedulerState, window: int | None = None) -> tuple[int, ...]:
@@ -185,7 +183,7 @@ class Scheduler:
             ((30.0, 10.0), 1)
         """
         if not (self.cadence.estimates and any(report.wall_ms)):
-            cadence = self._made("update", self.cadence.update(state.cadence, report, verdict))
+            cadence = self._checked("update", self.cadence.update(state.cadence, report, verdict))
             return replace(state, cadence=cadence)
         before, shift, shifted = state.cadence, state.shift, False
         planned: tuple[int, ...] = before.counts
@@ -197,14 +195,14 @@ class Scheduler:
         if shifted or (measured_plan and not state.settled):
             before = self.cadence.recalibrate(before)
         rescaled = rescale_sync(report, planned)
-        cadence = self._made("update", self.cadence.update(before, rescaled, verdict))
+        cadence = self._checked("update", self.cadence.update(before, rescaled, verdict))
         agreed = state.agreed + of_plan if cadence.counts == planned else 0
         if agreed >= REPLAN_AFTER:
             cadence, agreed = self.cadence.replan(cadence), 0
         settled = state.settled or measured_plan
         return SchedulerState(cadence, shift, state.shifts + shifted, settled, agreed)
 
-    def _made(self, method: str, state: Any) -> Any:
+    def _checked(self, method: str, state: Any) -> Any:
         """Return a state made by the cadence, after checking that it has the attributes needed."""
         needed = ["counts", "ms_per_batch"][: 1 + self.cadence.estimates]
         for name in needed:
