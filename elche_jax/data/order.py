@@ -1,7 +1,7 @@
 """The order of the examples, a function of (seed, epoch) alone, and the position in it."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields as _fields
+from dataclasses import asdict, dataclass, field, fields as _fields, replace
 from typing import Any
 
 import numpy as np
@@ -56,11 +56,9 @@ class Reading:
 
     def difference(self, now: "Reading") -> tuple[str, Any, Any] | None:
         """Return the first differing field as its name, its value here and its value in `now`."""
-        for name in (f.name for f in _fields(self)):
-            mine, other = getattr(self, name), getattr(now, name)
-            if mine != other:
-                return name, mine, other
-        return None
+        others = asdict(now)
+        changes = ((k, v, others[k]) for k, v in asdict(self).items() if v != others[k])
+        return next(changes, None)
 
 
 @dataclass(frozen=True)
@@ -121,9 +119,8 @@ class Cursor:
 
     def advance(self, microbatches: int) -> "Cursor":
         """Return the cursor after a window of `microbatches` in the same epoch."""
-        place = self.microbatch + microbatches
-        return Cursor(self.epoch, place, self.window + 1, self.reading)
+        return replace(self, microbatch=self.microbatch + microbatches, window=self.window + 1)
 
     def next_epoch(self) -> "Cursor":
         """Return the cursor at the start of the next epoch."""
-        return Cursor(self.epoch + 1, 0, self.window, self.reading)
+        return replace(self, epoch=self.epoch + 1, microbatch=0)

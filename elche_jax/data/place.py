@@ -97,27 +97,26 @@ class Placer:
         Raises:
             ValueError: If a microbatch does not match `spec`.
         """
-        lengths = piece_lengths(capacity)
         leaves_spec, structure = jax.tree.flatten(spec)
+        parts = {
+            length: [list(self._blank((length, *leaf.shape), leaf.dtype)) for leaf in leaves_spec]
+            for length in piece_lengths(capacity)
+        }
+        shards: list[list[Any]] = []
+        ranks: list[int] = []
         rows: list[np.ndarray] = []
-        where: list[tuple[int, int]] = []
         for rank, share in enumerate(ranges):
             for length, start in share.pieces().items():
                 block = reader.block(first + start, length)
                 _check_like(spec, block, first + start)
+                shards += parts[length]
+                ranks += [rank] * len(leaves_spec)
                 rows += [np.asarray(leaf)[None] for leaf in jax.tree.leaves(block)]
-                where.append((lengths.index(length), rank))
-        ranks = [rank for _, rank in where for _ in leaves_spec]
-        placed = iter(self._put(rows, ranks))
-        parts = [
-            [list(self._blank((length, *leaf.shape), leaf.dtype)) for leaf in leaves_spec]
-            for length in lengths
-        ]
-        for at, rank in where:
-            for leaf in parts[at]:
-                leaf[rank] = next(placed)
+        # one transfer for all pieces of the call
+        for leaf, rank, placed in zip(shards, ranks, self._put(rows, ranks), strict=True):
+            leaf[rank] = placed
         return tuple(
-            jax.tree.unflatten(structure, [self._stack(leaf) for leaf in part]) for part in parts
+            jax.tree.unflatten(structure, list(map(self._stack, part))) for part in parts.values()
         )
 
     def index(

@@ -7,15 +7,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from elche_jax._waiting import interruptible
 
 Item = TypeVar("Item")
-_END = object()
 
 PATIENCE_S = 0.5
 """Seconds that `close` waits for an iterator that is preparing an item."""
+
+_Ready = queue.Queue[tuple[Any, BaseException | None]]
+"""Items, and finally the exception that ends the iteration."""
 
 
 class Prefetch(Generic[Item]):
@@ -38,7 +40,7 @@ class Prefetch(Generic[Item]):
         wake: Callable[[], None],
         depth: int = 1,
     ):
-        ready: queue.Queue[object] = queue.Queue(maxsize=depth)
+        ready: _Ready = queue.Queue(maxsize=depth)
         stop = threading.Event()
         thread = threading.Thread(
             target=_run, args=(make, ready, stop), name="elche-prefetch", daemon=True
@@ -54,14 +56,11 @@ class Prefetch(Generic[Item]):
         if self._stop.is_set():
             raise StopIteration
         with interruptible():
-            item = self._ready.get()
-        if item is _END:
+            item, end = self._ready.get()
+        if end is not None:
             self.close()
-            raise StopIteration
-        if isinstance(item, _Failure):
-            self.close()
-            raise item.error
-        return item  # type: ignore[return-value]  # everything else in the queue is an item
+            raise end
+        return item
 
     def close(self) -> None:
         """End the thread and wait for it briefly. Idempotent.
@@ -72,34 +71,24 @@ class Prefetch(Generic[Item]):
         self._finish()
 
 
-class _Failure:
-    def __init__(self, error: BaseException):
-        self.error = error
-
-
 def _run(
-    make: Callable[[threading.Event], Iterator[Item]],
-    ready: "queue.Queue[object]",
-    stop: threading.Event,
+    make: Callable[[threading.Event], Iterator[Any]], ready: _Ready, stop: threading.Event
 ) -> None:
+    end: BaseException = StopIteration()
     try:
         for item in make(stop):
             if not stop.is_set():
-                ready.put(item)
+                ready.put((item, None))
             if stop.is_set():
                 return
-        last: object = _END
     except BaseException as error:  # raised again in the loop
-        last = _Failure(error)
+        end = error
     if not stop.is_set():
-        ready.put(last)
+        ready.put((None, end))
 
 
 def _close(
-    thread: threading.Thread,
-    ready: "queue.Queue[object]",
-    stop: threading.Event,
-    wake: Callable[[], None],
+    thread: threading.Thread, ready: _Ready, stop: threading.Event, wake: Callable[[], None]
 ) -> None:
     stop.set()
     wake()
@@ -116,4 +105,4 @@ def _close(
         # source would never exit: wait, but not forever.
         atexit.register(thread.join, 4 * PATIENCE_S)
     with contextlib.suppress(queue.Full):  # releases a loop that waits for an item
-        ready.put_nowait(_END)
+        ready.put_nowait((None, StopIteration()))

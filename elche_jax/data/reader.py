@@ -118,7 +118,7 @@ class IterableReader:
     def block(self, start: int, count: int) -> PyTree:
         """Return microbatches `start .. start + count - 1`; leaves `(count, batch, ...)`."""
         at = start - self._first
-        return stack(self._held[at : at + count])
+        return stack(self._held[at : at + count], range(count))
 
     def _hold(self, item: PyTree) -> None:
         number = self._first + len(self._held)

@@ -25,31 +25,34 @@ interpreter lock only every 5 ms, and the loop that feeds the devices would wait
 """
 
 
-def stack(examples: list[PyTree], numbers: Sequence[int] | None = None) -> PyTree:
+def stack(examples: Iterable[PyTree], numbers: Sequence[int]) -> PyTree:
     """Stack examples of the same structure along a new leading axis, on the host.
 
     Args:
-        examples: The examples.
-        numbers: Their numbers in the dataset, for messages; None for `0, 1, ...`.
+        examples: The examples, at least one.
+        numbers: Their numbers in the dataset, for messages.
 
     Raises:
         ValueError: If the examples differ in structure, or a leaf in shape or dtype.
     """
-    numbers = range(len(examples)) if numbers is None else numbers
-    first, structure = jax.tree.flatten(examples[0])
-    rows = [np.empty((len(examples), *np.shape(leaf)), np.asarray(leaf).dtype) for leaf in first]
-    for position, example in enumerate(examples):
+    rows: list[np.ndarray] = []
+    structure: Any = None
+    for position, (number, example) in enumerate(zip(numbers, examples, strict=True)):
         leaves, found = jax.tree.flatten(example)
+        leaves = [np.asarray(leaf) for leaf in leaves]
+        if structure is None:
+            structure = found
+            rows = [np.empty((len(numbers), *leaf.shape), leaf.dtype) for leaf in leaves]
         if found != structure:
             raise ValueError(
                 f"data: every example must have one structure ({structure}), "
-                f"example {numbers[position]} has {found}."
+                f"example {number} has {found}."
             )
-        for row, leaf in zip(rows, map(np.asarray, leaves), strict=True):
+        for row, leaf in zip(rows, leaves, strict=True):
             if leaf.shape != row.shape[1:] or leaf.dtype != row.dtype:
                 raise ValueError(
                     f"data: every example must have one shape and dtype "
-                    f"({row.shape[1:]}, {row.dtype}), example {numbers[position]} has "
+                    f"({row.shape[1:]}, {row.dtype}), example {number} has "
                     f"{leaf.shape}, {leaf.dtype}."
                 )
             row[position] = leaf
@@ -107,12 +110,8 @@ class MapSource:
 
     def rows(self, index: NDArray[np.int64]) -> PyTree:
         """Return the examples at `index`, stacked; leaves `(len(index), ...)`."""
-        examples = []
-        for number, i in enumerate(index.tolist()):
-            examples.append(self.example(i))
-            if number % HAND_OVER == 0:
-                time.sleep(0)
-        return stack(examples, index.tolist())
+        numbers = index.tolist()
+        return stack(map(self.example, numbers), numbers)
 
 
 class IterableSource:
@@ -184,8 +183,10 @@ def as_source(data: Any) -> Source:
     if leaves and all(hasattr(leaf, "shape") for leaf in leaves):
         source: Source = ArraySource(data)
     elif isinstance(data, dict | list | tuple):
+        kinds = sorted({type(leaf).__name__ for leaf in leaves if not hasattr(leaf, "shape")})
         raise TypeError(
-            f"{expected}, got {_describe(data, leaves)}. Convert the leaves with numpy.asarray."
+            f"{expected}, got a {type(data).__name__} with leaves of type "
+            f"{', '.join(kinds) or 'none'}. Convert the leaves with numpy.asarray."
         )
     elif isinstance(data, str | bytes):  # probably a path
         raise TypeError(f"{expected}, got {type(data).__name__}. Load the file first.")
@@ -198,8 +199,3 @@ def as_source(data: Any) -> Source:
     if source.size == 0:
         raise ValueError("data must hold at least one example, got 0.")
     return source
-
-
-def _describe(data: Any, leaves: list[Any]) -> str:
-    kinds = sorted({type(leaf).__name__ for leaf in leaves if not hasattr(leaf, "shape")})
-    return f"a {type(data).__name__} with leaves of type {', '.join(kinds) or 'none'}"

@@ -132,7 +132,7 @@ def microbatch_shapes(source: Source, batch_size: int) -> PyTree:
     if isinstance(source, IterableSource):
         rows = jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), source.peek())
     elif isinstance(source, MapSource):
-        rows = stack([source.example(0)])
+        rows = stack([source.example(0)], [0])
     else:
         rows = source.tree
 

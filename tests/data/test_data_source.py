@@ -93,7 +93,7 @@ def test_peeking_into_an_iterator_loses_nothing():
 
 
 def test_stack_joins_leaves_of_any_structure():
-    stacked = stack([(1, {"a": [1.0, 2.0]}), (3, {"a": [4.0, 5.0]})])
+    stacked = stack([(1, {"a": [1.0, 2.0]}), (3, {"a": [4.0, 5.0]})], range(2))
     np.testing.assert_array_equal(stacked[0], [1, 3])
     np.testing.assert_array_equal(stacked[1]["a"][1], [2.0, 5.0])
 
@@ -101,7 +101,7 @@ def test_stack_joins_leaves_of_any_structure():
 def test_stack_copies_even_one_example():
     # The producer may reuse its buffer, and a device may read the block in place.
     one = np.zeros(64)
-    assert not np.shares_memory(stack([one]), one)
+    assert not np.shares_memory(stack([one], [0]), one)
 
 
 def test_examples_of_another_structure_are_an_error():
@@ -120,9 +120,9 @@ def test_examples_of_another_shape_or_dtype_are_an_error():
         match=r"^data: every example must have one shape and dtype "
         r"\(\(2,\), float64\), example 1 has \(3,\), float64\.$",
     ):
-        stack([{"x": np.zeros(2)}, {"x": np.zeros(3)}])
+        stack([{"x": np.zeros(2)}, {"x": np.zeros(3)}], range(2))
     with pytest.raises(ValueError, match=r"\(\(\), int64\), example 1 has \(\), float64"):
-        stack([{"x": 1}, {"x": 1.5}])
+        stack([{"x": 1}, {"x": 1.5}], range(2))
 
 
 def test_a_scalar_leaf_is_an_error():
