@@ -14,7 +14,7 @@ from elche_jax import _check as check
 from elche_jax.advice.advice import Advice, make_advice
 from elche_jax.advice.of_rank import OfRank
 from elche_jax.advice.predict import Speeds
-from elche_jax.cadence import ElChe, EveryBatch, FixedTotal, WindowRecord, WindowTime
+from elche_jax.cadence import Cadence, ElChe, EveryBatch, FixedTotal, WindowRecord, WindowTime
 from elche_jax.cadence.window_time import MAX_COUNT
 from elche_jax.config import CADENCE_KNOBS, DDPConfig
 from elche_jax.data.source import IterableSource, as_source
@@ -22,7 +22,6 @@ from elche_jax.engine.devices import check_one_kind, select_devices
 from elche_jax.engine.loop import LoopHook
 from elche_jax.observe.report import ms_per_batch
 from elche_jax.train.build import build_train_step
-from elche_jax.train.step import TrainStep
 
 PyTree = Any
 
@@ -154,33 +153,50 @@ def advise(
 
     window = WindowTime(1e3 * seconds / WINDOWS, least=1)
 
-    build = partial(build_train_step, loss_fn, optimizer, has_aux=has_aux, **options)
-
-    def run(train: TrainStep, seconds: float) -> list[WindowRecord]:
-        return _run(train, params, data, batch_size, model_state, rng, seconds)
+    def run(
+        devices: Sequence[jax.Device], cadence: Cadence[Any], hook: LoopHook | None, seconds: float
+    ) -> list[WindowRecord]:
+        """Train for some seconds and return the steady windows after the warm-up."""
+        train = build_train_step(
+            loss_fn, optimizer, devices=devices, cadence=cadence, has_aux=has_aux, emulate=hook,
+            **options,
+        )  # fmt: skip
+        state = train.init(params, model_state=model_state, rng=rng)
+        begun = time.perf_counter()
+        with train.windows(data, batch_size, epochs=None) as windows:
+            for window in windows:
+                state, _ = train(state, window)
+                steady = sum(record.steady for record in train.records)
+                if steady <= WARM:
+                    begun = time.perf_counter()
+                elif steady >= WARM + LEAST and time.perf_counter() - begun >= seconds:
+                    break
+        # leaving `windows` waits for the windows in flight, which belong to the records
+        return [record for record in train.records if record.steady][WARM:]
 
     def alone(rank: int) -> tuple[list[WindowRecord], list[WindowRecord]]:
         hook = None if emulate is None else OfRank(emulate, rank)
-        built = partial(build, devices=[chosen[rank]], emulate=hook)
-        short = run(built(cadence=EveryBatch()), seconds / 2)
+        measured = partial(run, [chosen[rank]], hook=hook, seconds=seconds / 2)
+        short = measured(EveryBatch())
         count = max(2, min(MAX_COUNT, round(window.window_ms / _full_windows(short)[1])))
         while True:
-            long = run(built(cadence=FixedTotal(count)), seconds / 2)
+            long = measured(FixedTotal(count))
             if _separable(short, long, count):
                 return short, long
             count *= GROWTH
 
     together_ms, sync_ms = (), 0.0
     if len(chosen) > 1:
-        team = build(devices=chosen, cadence=window, emulate=emulate)
-        together_ms, sync_ms = team_ms(run(team, seconds))
+        together_ms, sync_ms = team_ms(run(chosen, window, emulate, seconds))
     pairs = [alone(rank) for rank in range(len(chosen))]
     solo, step = zip(*[alone_ms(*pair) for pair in pairs], strict=True)
     first = pairs[0][0][0]
     size = batch_size or round(first.examples / sum(first.counts))
     speeds = Speeds(solo, together_ms or solo, sync_ms, step)
     names = [str(device) for device in chosen]
-    return make_advice(names, speeds, size, cadence, total, _epoch(data, size))
+    source = as_source(data)
+    epoch = None if isinstance(source, IterableSource) else source.size // size
+    return make_advice(names, speeds, size, cadence, total, epoch)
 
 
 def alone_ms(short: Sequence[WindowRecord], long: Sequence[WindowRecord]) -> tuple[float, float]:
@@ -252,12 +268,6 @@ def _measurable(options: dict[str, Any]) -> dict[str, Any]:
     return rest | {"config": replace(config, **knobs, timeline=None)}
 
 
-def _epoch(data: Any, batch_size: int) -> int | None:
-    """Return the number of microbatches in an epoch; None if the data has no size."""
-    source = as_source(data)
-    return None if isinstance(source, IterableSource) else source.size // batch_size
-
-
 def team_ms(records: Sequence[WindowRecord]) -> tuple[tuple[float, ...], float]:
     """Return milliseconds per microbatch of each device while all work, and the `sync_ms`.
 
@@ -283,28 +293,3 @@ def team_ms(records: Sequence[WindowRecord]) -> tuple[tuple[float, ...], float]:
         rule = f"hold at least one microbatch per device ({len(known)})"
         raise ValueError(check.message("advise", "data", rule, sum(full[0].counts)))
     return times, median(record.sync_ms for record in full)
-
-
-def _run(
-    train: TrainStep,
-    params: PyTree,
-    data: Any,
-    batch_size: int | None,
-    model_state: PyTree,
-    rng: Any,
-    seconds: float,
-) -> list[WindowRecord]:
-    """Train for some seconds and return the steady windows after the warm-up."""
-    state = train.init(params, model_state=model_state, rng=rng)
-    with train.windows(data, batch_size, epochs=None) as windows:
-        begun = None
-        for window in windows:
-            state, _ = train(state, window)
-            steady = sum(record.steady for record in train.records)
-            if begun is None and steady >= WARM:
-                begun = time.perf_counter()
-            if begun is None or steady < WARM + LEAST:
-                continue
-            if time.perf_counter() - begun >= seconds:
-                break
-    return [record for record in train.records if record.steady][WARM:]

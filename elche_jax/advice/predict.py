@@ -53,21 +53,17 @@ class Speeds:
     step_ms: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        where = "Speeds"
-        solo = check.reals(where, "solo_ms", self.solo_ms, above=0)
-        if not solo:
+        bounds = {"solo_ms": {"above": 0}, "together_ms": {"above": 0}, "step_ms": {"low": 0}}
+        for name, bound in bounds.items():
+            if (values := getattr(self, name)) is not None:
+                values = check.reals("Speeds", name, values, **bound)
+                object.__setattr__(self, name, values)
+                check.per_device("Speeds", name, len(values), len(self.solo_ms))
+        if not self.solo_ms:
             rule = "have one entry per device"
-            raise ValueError(check.message(where, "solo_ms", rule, "none"))
-        together = check.reals(where, "together_ms", self.together_ms, above=0)
-        check.per_device(where, "together_ms", len(together), len(solo))
-        sync_ms = check.real(where, "sync_ms", self.sync_ms, low=0)
-        object.__setattr__(self, "solo_ms", solo)
-        object.__setattr__(self, "together_ms", together)
+            raise ValueError(check.message("Speeds", "solo_ms", rule, "none"))
+        sync_ms = check.real("Speeds", "sync_ms", self.sync_ms, low=0)
         object.__setattr__(self, "sync_ms", sync_ms)
-        if self.step_ms is not None:
-            step = check.reals(where, "step_ms", self.step_ms, low=0)
-            check.per_device(where, "step_ms", len(step), len(solo))
-            object.__setattr__(self, "step_ms", step)
 
     def step_of(self, rank: int) -> float:
         """Return the cost of an optimizer step on a device alone, in milliseconds."""
