@@ -8,14 +8,7 @@ import numpy as np
 from elche_jax import _check as check
 from elche_jax.cadence.apportion import shard_sizes
 from elche_jax.cadence.base import ConstantTotal, State, Verdict, WindowReport
-from elche_jax.cadence.estimate import (
-    FloatArray,
-    Times,
-    as_array,
-    as_times,
-    measured_ms,
-    smoothed,
-)
+from elche_jax.cadence.estimate import FloatArray, Times, as_array, as_times, measured_ms, smoothed
 from elche_jax.cadence.hint import checked_hint, hinted_speeds
 
 # Ratios are whole multiples of 1/_GRID, so their sum is exact in any order.
@@ -142,17 +135,12 @@ def _ratios(speed: FloatArray, min_ratio: float) -> tuple[float, ...]:
     none is below the floor: at most one round per device.
     """
     ratios = speed / speed.sum()
-    raised = np.zeros(len(speed), dtype=np.bool_)
-    while True:
-        low = ~raised & (ratios < min_ratio)
-        if not low.any():
-            break
-        raised |= low
-        ratios[raised] = min_ratio
-        free = ~raised
-        if not free.any():
-            break
-        ratios[free] = speed[free] * (1 - min_ratio * raised.sum()) / speed[free].sum()
+    free = np.ones(len(speed), dtype=np.bool_)
+    while (low := free & (ratios < min_ratio)).any():
+        free &= ~low
+        ratios[low] = min_ratio
+        remainder = 1 - min_ratio * (~free).sum()
+        ratios[free] = speed[free] * remainder / speed[free].sum()
     # Rounding up keeps the floor; the largest ratio gives up the excess, as it is farthest
     # from the floor.
     grid = np.ceil(ratios * _GRID).astype(np.int64)

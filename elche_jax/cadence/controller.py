@@ -134,18 +134,16 @@ class Controller:
                 verdict, or the cadence does not return a state.
         """
         check.instance("Controller.observe", "record", record, WindowRecord)
-        divergence, verdict, owed = state.divergence, state.verdict, state.owed
         if record.divergence is not None:
-            divergence = (*divergence[1 - HISTORY :], record.divergence)
+            divergence = (*state.divergence[1 - HISTORY :], record.divergence)
             verdict = judge(self.guard, divergence)
-            owed = stronger(owed, verdict)
-        schedule = self._update(state.schedule, record, owed)
-        if schedule is not None:
-            told = state.told or _timed(record)
-            return ControllerState(schedule, state.world_size, divergence, verdict, told=told)
-        if record.divergence is None:
+            owed = stronger(state.owed, verdict)
+            state = replace(state, divergence=divergence, verdict=verdict, owed=owed)
+        schedule = self._update(state.schedule, record, state.owed)
+        if schedule is None:
             return state
-        return replace(state, divergence=divergence, verdict=verdict, owed=owed)
+        told = state.told or _timed(record)
+        return replace(state, schedule=schedule, owed=STABLE, told=told)
 
     def _update(
         self, schedule: SchedulerState, record: WindowRecord, verdict: Verdict

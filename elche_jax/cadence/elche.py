@@ -8,13 +8,7 @@ from elche_jax import _check as check
 from elche_jax.cadence.base import Verdict, WindowReport
 from elche_jax.cadence.estimate import as_array, update_ms
 from elche_jax.cadence.hint import checked_hint, hinted_speeds
-from elche_jax.cadence.proportional import (
-    COUNT_CEILING,
-    ElCheState,
-    Proportional,
-    nudged,
-    round_up,
-)
+from elche_jax.cadence.proportional import COUNT_CEILING, ElCheState, Proportional, nudged, round_up
 
 
 @dataclass(frozen=True)

@@ -47,12 +47,10 @@ def checked_hint(where: str, hint: object) -> tuple[Any, ...] | None:
     if hint is None:
         return None
     entries = check.items(where, "speed_hint", hint, "numbers")
-    if isinstance(hint, tuple) and len(entries) == 2:
-        first, ratio = entries
-        if isinstance(first, int | np.integer):
-            rank = check.integer(where, "speed_hint slow_rank", first, low=0, todo=_TWO)
-            ratio = check.real(where, "speed_hint ratio", ratio, low=1, high=WIDEST, todo=_TWO)
-            return (rank, ratio)
+    if isinstance(hint, tuple) and len(entries) == 2 and isinstance(entries[0], int | np.integer):
+        rank = check.integer(where, "speed_hint slow_rank", entries[0], low=0, todo=_TWO)
+        ratio = check.real(where, "speed_hint ratio", entries[1], low=1, high=WIDEST, todo=_TWO)
+        return (rank, ratio)
     speeds = check.reals(where, "speed_hint", entries, above=0)
     if not speeds:
         raise ValueError(check.message(where, "speed_hint", "have one entry per device", "none"))

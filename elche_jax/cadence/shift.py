@@ -125,12 +125,11 @@ def _checked_times(
     argument: str, times: Sequence[float | None] | FloatArray, size: int
 ) -> FloatArray:
     where = "Shift.update"
-    if not isinstance(times, np.ndarray):
-        entries = check.items(where, argument, times, "numbers or None")
-        for rank, entry in enumerate(entries):
-            if entry is not None and type(entry) is not float:
-                check.real(where, f"{argument}[{rank}]", entry)
-    array = as_array(times)
+    entries = check.items(where, argument, times, "numbers or None")
+    for rank, entry in enumerate(entries):
+        if entry is not None and type(entry) is not float:
+            check.real(where, f"{argument}[{rank}]", entry)
+    array = as_array(entries)
     check.per_device(where, argument, len(array), size)
     # NaN means unknown, and neither comparison holds for it.
     bad = np.flatnonzero((array <= 0) | (array == np.inf))
