@@ -206,9 +206,10 @@ def make_advice(
     elche = planned("ElChe", cadence)
     total = sum(elche.counts) if total is None else total
     fixed_total = planned(f"FixedTotal({total})", FixedTotal(total))
-    if len(names) == 1:
+    if len(names) == 1:  # `plan` has replaced `ElChe` as in `one_device`
         elche = replace(elche, name=f"FixedTotal({elche.counts[0]})")
     best = best_plan("the best devices", cadence, speeds, batch_size, elche, epoch)
+    # a gain within the noise is no reason to leave a device out
     if best.examples_per_s < (1 + SIGNIFICANT) * elche.examples_per_s:
         best = elche
 

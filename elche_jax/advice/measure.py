@@ -166,6 +166,7 @@ def advise(
         with train.windows(data, batch_size, epochs=None) as windows:
             for window in windows:
                 state, _ = train(state, window)
+                # a record appears when its window has finished, some windows later
                 steady = sum(record.steady for record in train.records)
                 if steady <= WARM:
                     begun = time.perf_counter()
@@ -178,6 +179,7 @@ def advise(
         hook = None if emulate is None else OfRank(emulate, rank)
         measured = partial(run, [chosen[rank]], hook=hook, seconds=seconds / 2)
         short = measured(EveryBatch())
+        # as long as the windows of all devices; one microbatch has been measured already
         count = max(2, min(MAX_COUNT, round(window.window_ms / _full_windows(short)[1])))
         while True:
             long = measured(FixedTotal(count))

@@ -163,8 +163,10 @@ def plan(
         sync_ms = speeds.step_of(ranks[0])
         if isinstance(cadence, ElChe):
             cadence = one_device(cadence, ms[0], sync_ms)
+    # by simulation rather than by a formula, so that dead zones and rounding are those of a run
     counts = settled(cadence, ms, sync_ms)
     if epoch is not None:
+        # no window crosses the end of an epoch
         counts = clamp_counts(counts, epoch)
     window_ms = _busy_ms(counts, ms) + sync_ms
     done, taken = sum(counts), window_ms

@@ -80,6 +80,7 @@ class AdaComm(AnchorRule[AdaCommState]):
         mean, rule = total / losses, self.target_anchor(state)
         first = mean if state.first_loss is None else state.first_loss
         if state.first_loss is not None:
+            # a first loss of 0 cannot be fallen below: the anchor shrinks by the factor
             new = math.ceil(math.sqrt(mean / first) * self.anchor) if first > 0 else rule
             rule = max(1, new if new < rule else math.ceil(self.shrink * rule))
         return replace(state, first_loss=first, sum_loss=0.0, losses=0, rule=rule)

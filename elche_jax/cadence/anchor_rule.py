@@ -55,6 +55,7 @@ class AnchorRule(Proportional[S]):
 
     def _first(self, world_size: int) -> S:
         unknown = (None,) * world_size
+        # the rule needs a state, for its counters, before there is an anchor
         state = cast(type[S], self.state_type)(1, (1,) * world_size, unknown, False)
         anchor = self.target_anchor(state)
         return replace(state, anchor=anchor, counts=(anchor,) * world_size)

@@ -66,6 +66,7 @@ def clamp_counts(counts: Sequence[int], max_total: int) -> tuple[int, ...]:
     for rank in by_remainder[:rest]:
         clamped[rank] += 1
     if max_total >= sum(count > 0 for count in counts):
+        # there is work for all that had some, but rounding left these without
         empty = [r for r, count in enumerate(counts) if count and not clamped[r]]
         _lower_largest(clamped, counts, len(empty))
         for rank in empty:

@@ -104,6 +104,7 @@ class Balanced(ConstantTotal[BalancedState]):
             todo = "Lower min_ratio."
             raise ValueError(check.message(where, "min_ratio", rule, self.min_ratio, todo))
         speeds = as_array(hinted_speeds(where, self.speed_hint, world_size))
+        # scaled, as the sum of very large speeds would overflow
         ratios = _ratios(speeds / speeds.max(), self.min_ratio)
         return BalancedState(
             counts=shard_sizes(ratios, self.total),

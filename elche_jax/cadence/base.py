@@ -146,7 +146,7 @@ def stronger(one: Verdict, other: Verdict) -> Verdict:
 
 
 def _to_lists(value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic):
+    if isinstance(value, np.ndarray | np.generic):  # json refuses NumPy's numbers
         return value.tolist()
     if isinstance(value, tuple):
         return [_to_lists(entry) for entry in cast(tuple[Any, ...], value)]
@@ -278,6 +278,7 @@ class Cadence(ABC, Generic[S]):
         for name, value in vars(cls).items():
             if not inspect.isfunction(value) or any(hasattr(b, name) for b in cls.__bases__):
                 continue  # not a method, or one that a base declares
+            # 0.82 finds two swapped letters or a missing one, and hardly any other word
             if near := get_close_matches(name, HOOKS, n=1, cutoff=0.82):
                 rule, got = "be a hook of Cadence or unlike one", "a method of that name"
                 todo = f"Is it {near[0]}? If not, rename it."
@@ -396,6 +397,7 @@ class CheckedCadence(CheckedFields, Cadence[S]):
         where = f"{type(self).__name__}.update"
         check.instance(where, "report", report, WindowReport)
         check.instance(where, "verdict", verdict, Verdict)
+        # reading the counts also refuses a replay that is over
         check.per_device(where, "report", len(report.counts), len(state.counts))
         return self._next(state, report, verdict)
 

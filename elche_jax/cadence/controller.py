@@ -137,6 +137,7 @@ class Controller:
         if record.divergence is not None:
             divergence = (*state.divergence[1 - HISTORY :], record.divergence)
             verdict = judge(self.guard, divergence)
+            # kept until a window updates the cadence, which may not be this one
             owed = stronger(state.owed, verdict)
             state = replace(state, divergence=divergence, verdict=verdict, owed=owed)
         schedule = self._update(state.schedule, record, state.owed)
@@ -150,6 +151,7 @@ class Controller:
     ) -> SchedulerState | None:
         """Return the schedule after a window, or None if the cadence is not updated."""
         cadence, loss = self.cadence, record.loss if self.cadence.uses_loss else None
+        # a script is read by the number of the window, whatever its state
         if cadence.scripted or (loss is not None and not isfinite(loss)):
             return None
         if _timed(record):
@@ -158,6 +160,7 @@ class Controller:
                 # the first synchronisation costs more than later ones: no reason to grow
                 verdict = stronger(verdict, HOLD_GROWTH)
         elif cadence.counts_windows:
+            # times of 0 mean not measured, so the estimates stay
             report = WindowReport((0.0,) * len(record.counts), record.counts, 0.0, loss)
         else:
             return None

@@ -109,6 +109,7 @@ class ElChe(Proportional[ElCheState]):
             return ElCheState(1, (1,), (None,), False)
         speeds = hinted_speeds("ElChe.init", self.speed_hint, world_size)
         slowest = min(speeds)
+        # half is rounded up, as in `recount`; `round` would round it to even
         counts = tuple(int(self.anchor * (speed / slowest) + 0.5) for speed in speeds)
         return ElCheState(self.anchor, counts, (None,) * world_size, False)
 
@@ -164,6 +165,7 @@ class ElChe(Proportional[ElCheState]):
         if verdict.action == "nudge_down":
             return min(nudged(anchor, cast(float, verdict.factor)), self.max_anchor)
         wall_ms = max(report.wall_ms)
+        # without a time the overhead counts as on target, which leaves the anchor as it is
         overhead = report.sync_ms / wall_ms if wall_ms > 0 else self.overhead_target
         if overhead > self.overhead_target:
             if verdict.action == "stable":

@@ -61,7 +61,7 @@ def measured_ms(report: WindowReport) -> FloatArray:
     """
     wall = np.array(report.wall_ms, dtype=np.float64)
     counts = np.array(report.counts, dtype=np.float64)
-    ms = wall / np.maximum(counts, 1.0)
+    ms = wall / np.maximum(counts, 1.0)  # a count of 0 is masked out below
     return np.where((counts > 0) & (ms >= SHORTEST_MS), ms, np.nan)
 
 

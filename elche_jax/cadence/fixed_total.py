@@ -83,6 +83,7 @@ class FixedTotal(ConstantTotal[FixedTotalState]):
             counts = self._probe(now, ms, unknown)
         else:
             counts = split(self.total, ms)
+            # the first split by measured times replaces a guess, however little it gains
             first = None in state.ms_per_batch
             gained = (counts * ms).max() < (1 - MIN_GAIN) * (now * ms).max()
             if not (first or gained):

@@ -89,6 +89,7 @@ class TrendGuard(CheckedFields):
 
     def verdict(self, history: Sequence[Divergence]) -> Verdict:
         """Return the verdict after a window."""
+        # NaN, if every device was left out, fails each comparison: no objection
         values = [each.largest for each in history[-3:]]
         last = values[-1]
         if last > 2 * self.threshold:

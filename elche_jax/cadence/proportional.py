@@ -110,6 +110,7 @@ class Proportional(CheckedCadence[S]):
         known = not math.isnan(slow_ms)
         with np.errstate(over="ignore"):
             ideal = anchor * slow_ms / ms if known else now * (anchor / state.anchor)
+        # Half is rounded up; `rint` would round it to even.
         ideal = np.minimum(np.maximum(np.floor(ideal + 0.5), 1.0), COUNT_CEILING)
         if state.calibrated:
             change = ideal - now

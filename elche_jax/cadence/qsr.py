@@ -71,6 +71,7 @@ class QSR(AnchorRule[AnchorRuleState]):
             rate = float(rate(step))
             check.real("QSR", f"learning_rate({step})", rate, low=0)
         ratio = self.alpha / rate if rate > 0 else math.inf
+        # a larger ratio exceeds the ceiling anyway, and its square may overflow
         grown = ratio**2 if ratio < 2**16 else math.inf
         grown = min(grown * (1 + ROUNDING), CEILING)
         return min(max(self.base, math.floor(grown)), self.max_anchor)

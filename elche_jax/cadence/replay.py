@@ -133,5 +133,6 @@ class Replay(CheckedCadence[ReplayState]):
 
     def _next(self, state: ReplayState, report: WindowReport, verdict: Verdict) -> ReplayState:
         window = state.window + 1
+        # empty at the end, which is an error only if another window is planned
         counts = self.counts_at(window) if window < len(self.counts_per_window) else ()
         return ReplayState(counts, window, state.world_size)

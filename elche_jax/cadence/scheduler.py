@@ -188,14 +188,16 @@ class Scheduler:
         before, shift, shifted = state.cadence, state.shift, False
         planned: tuple[int, ...] = before.counts
         if self.shift is not None and shift is not None:
+            # compared with the estimates before they include this report
             measured = measured_ms(report)
             shift, shifted = self.shift.update(shift, before.ms_per_batch, measured)
         of_plan = report.counts == planned
         measured_plan = of_plan and None not in before.ms_per_batch
         if shifted or (measured_plan and not state.settled):
-            before = self.cadence.recalibrate(before)
+            before = self.cadence.recalibrate(before)  # the report is then taken as is
         rescaled = rescale_sync(report, planned)
         cadence = self._checked("update", self.cadence.update(before, rescaled, verdict))
+        # reports of other plans do not count, but do not reset the number either
         agreed = state.agreed + of_plan if cadence.counts == planned else 0
         if agreed >= REPLAN_AFTER:
             cadence, agreed = self.cadence.replan(cadence), 0

@@ -108,7 +108,7 @@ class WindowMeasurement:
     def busy_share(self) -> tuple[float, ...]:
         """Share of the window during which each device worked, 0 to 1; 0 if not timed."""
         if not self.busy_ms:
-            return (1.0,)
+            return (1.0,)  # one device, which is not timed apart from its windows
         if self.wall_ms <= 0:
             return (0.0,) * len(self.busy_ms)
         return tuple(min(1.0, busy / self.wall_ms) for busy in self.busy_ms)

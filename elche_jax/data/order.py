@@ -32,6 +32,7 @@ def epoch_order(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
         >>> sorted(epoch_order(5, seed=0, epoch=3).tolist())
         [0, 1, 2, 3, 4]
     """
+    # Philox takes one key of 128 bits; equal words are ranked by position
     words = np.random.Philox(key=seed | (epoch << 64)).random_raw(size)
     return np.argsort(words, kind="stable")
 

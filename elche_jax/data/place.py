@@ -146,7 +146,7 @@ class Placer:
             partial: The microbatch of the epoch with fewer valid examples, if any.
             totals: Microbatches and valid examples of the window.
         """
-        place, valid = -1, 0
+        place, valid = -1, 0  # no microbatch has place -1, so that none is masked
         if partial is not None:
             place, valid = partial.microbatch - first, partial.valid
         numbers = [

@@ -46,6 +46,7 @@ class Prefetch(Generic[Item]):
             target=_run, args=(make, ready, stop), name="elche-prefetch", daemon=True
         )
         self._ready, self._stop = ready, stop
+        # neither thread nor finalizer may refer to `self`, or it would never be collected
         self._finish = weakref.finalize(self, _close, thread, ready, stop, wake)
         thread.start()
 

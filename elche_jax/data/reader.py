@@ -105,6 +105,7 @@ class IterableReader:
 
     def available(self, start: int, want: int) -> int:
         """Read `want` microbatches from `start` on; return how many of them exist."""
+        # microbatches before `start` are not read again
         del self._held[: start - self._first]
         self._first = start
         while len(self._held) < want and not self._ended:

@@ -92,7 +92,7 @@ class ArraySource:
 
     def rows(self, index: NDArray[np.int64]) -> PyTree:
         """Return the examples at `index`; leaves `(len(index), ...)`, new host arrays."""
-        if self._host is None:
+        if self._host is None:  # arrays on a device are copied to the host only once
             self._host = jax.tree.map(np.asarray, self.tree)
         return jax.tree.map(lambda leaf: np.take(leaf, index, axis=0), self._host)
 

@@ -74,7 +74,7 @@ def split_window(counts: Sequence[int], capacity: int) -> list[tuple[Range, ...]
         >>> [[(r.start, r.count) for r in chunk] for chunk in split_window((5, 2), 3)]
         [[(0, 2), (5, 1)], [(2, 3), (6, 1)]]
     """
-    calls = -(-max(counts) // capacity)
+    calls = -(-max(counts) // capacity)  # rounded up
     chunks = []
     for call in range(calls):
         first, ranges = 0, []
