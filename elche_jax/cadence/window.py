@@ -5,7 +5,7 @@ No other type describes a window: a cadence's reports, a timeline's records and 
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 
@@ -128,8 +128,9 @@ class WindowRecord(WindowMeasurement):
         loss: Mean loss of the window; None if neither the cadence nor a timeline uses it.
     """
 
-    first: int = field(default=0, kw_only=True)
-    cold: bool = field(default=False, kw_only=True)
-    left_out: tuple[int, ...] = field(default=(), kw_only=True)
-    divergence: Divergence | None = field(default=None, kw_only=True)
-    loss: float | None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    first: int = 0
+    cold: bool = False
+    left_out: tuple[int, ...] = ()
+    divergence: Divergence | None = None
+    loss: float | None = None
