@@ -74,7 +74,7 @@ Action = Literal["stable", "hold_growth", "nudge_down"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The guard's verdict on the divergence of the replicas, passed to the cadence.
+    """Decision of a guard on the divergence of the replicas, passed to the cadence.
 
     Attributes:
         action: ``"stable"``: no objection; ``"hold_growth"``: windows must not get longer;
@@ -280,8 +280,8 @@ class Cadence(ABC, Generic[S]):
                 continue  # not a method, or one that a base declares
             # 0.82 finds two swapped letters or a missing one, and hardly any other word
             if near := get_close_matches(name, HOOKS, n=1, cutoff=0.82):
-                rule, got = "be a hook of Cadence or unlike one", "a method of that name"
-                todo = f"Is it {near[0]}? If not, rename it."
+                rule, got = "not resemble a hook of Cadence", "a method of that name"
+                todo = f"Did you mean {near[0]}? If not, rename it."
                 raise TypeError(check.message(cls.__name__, name, rule, got, todo))
 
     @abstractmethod
@@ -334,7 +334,7 @@ class Cadence(ABC, Generic[S]):
         """Raise ``ValueError`` if a stored state does not fit this cadence's arguments."""
 
     def _unwritten(self, hook: str, flag: str) -> NotImplementedError:
-        rule = f"be written where {flag} is True"
+        rule = f"be defined if {flag} is True"
         return NotImplementedError(check.message(type(self).__name__, hook, rule, "none"))
 
 

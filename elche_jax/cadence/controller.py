@@ -40,7 +40,7 @@ class ControllerState:
 
 @dataclass(frozen=True)
 class Controller:
-    """Decides the counts of every window, given the records of previous windows.
+    """Cadence, guard and shift detector, which together decide the counts of every window.
 
     Attributes:
         cadence: The rule for the counts.

@@ -15,7 +15,7 @@ WIDEST = 2**53
 """Largest ratio of two devices' speeds, as counts must fit an int64."""
 
 _TWO = (
-    "(slow_rank, ratio) is what a tuple of two that starts with an int means; "
+    "A tuple of two that starts with an int means (slow_rank, ratio); "
     "write the speeds of two devices as a list."
 )
 

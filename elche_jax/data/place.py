@@ -62,7 +62,7 @@ def choose_placement(
 
 
 class Placer:
-    """Places the data of program calls on the devices.
+    """Placement of the data of program calls on the devices.
 
     With one device, arrays stay on the host and are transferred when the program is called:
     there is no thread that could place them ahead, and a separate transfer takes longer than

@@ -45,13 +45,13 @@ def stack(examples: Iterable[PyTree], numbers: Sequence[int]) -> PyTree:
             rows = [np.empty((len(numbers), *leaf.shape), leaf.dtype) for leaf in leaves]
         if found != structure:
             raise ValueError(
-                f"data: every example must have one structure ({structure}), "
+                f"data: every example must have the same structure ({structure}), "
                 f"example {number} has {found}."
             )
         for row, leaf in zip(rows, leaves, strict=True):
             if leaf.shape != row.shape[1:] or leaf.dtype != row.dtype:
                 raise ValueError(
-                    f"data: every example must have one shape and dtype "
+                    f"data: every example must have the same shape and dtype "
                     f"({row.shape[1:]}, {row.dtype}), example {number} has "
                     f"{leaf.shape}, {leaf.dtype}."
                 )

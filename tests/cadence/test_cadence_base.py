@@ -109,8 +109,8 @@ def test_state_of_another_cadence_is_rejected():
 )
 def test_a_method_that_misspells_a_hook(slip, hook):
     message = (
-        rf"^Slow: {slip} must be a hook of Cadence or unlike one, got a method of that name\. "
-        rf"Is it {hook}\? If not, rename it\.$"
+        rf"^Slow: {slip} must not resemble a hook of Cadence, got a method of that name\. "
+        rf"Did you mean {hook}\? If not, rename it\.$"
     )
     with pytest.raises(TypeError, match=message):
         type("Slow", (ElChe,), {slip: lambda self: None})

@@ -133,8 +133,8 @@ def counts_for(anchor, ms):
             {"speed_hint": (1, 0.5)},
             ValueError,
             (
-                r"speed_hint ratio must be at least 1, got 0\.5\. \(slow_rank, ratio\) is what a "
-                r"tuple of two that starts with an int means; write the speeds of two "
+                r"speed_hint ratio must be at least 1, got 0\.5\. A tuple of two that starts "
+                r"with an int means \(slow_rank, ratio\); write the speeds of two "
                 r"devices as a list\.$"
             ),
         ),

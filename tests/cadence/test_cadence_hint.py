@@ -57,7 +57,7 @@ def test_extreme_speeds(speed):
 
 
 TWO = (
-    r"\. \(slow_rank, ratio\) is what a tuple of two that starts with an int means; write the "
+    r"\. A tuple of two that starts with an int means \(slow_rank, ratio\); write the "
     r"speeds of two devices as a list\.$"
 )
 

@@ -226,7 +226,7 @@ def test_a_users_state_without_counts():
 )
 def test_a_hook_that_a_flag_asks_for(flag, hook, ask):
     flagged = type("Flagged", (Plain,), {flag: True})()
-    message = rf"^Flagged: {hook} must be written where {flag} is True, got none\.$"
+    message = rf"^Flagged: {hook} must be defined if {flag} is True, got none\.$"
     with pytest.raises(NotImplementedError, match=message):
         ask(flagged)
 

@@ -107,7 +107,7 @@ def test_stack_copies_even_one_example():
 def test_examples_of_another_structure_are_an_error():
     with pytest.raises(
         ValueError,
-        match=r"^data: every example must have one structure "
+        match=r"^data: every example must have the same structure "
         r"\(PyTreeDef\({'x': \*}\)\), example 7 has "
         r"PyTreeDef\({'y': \*}\)\.$",
     ):
@@ -117,7 +117,7 @@ def test_examples_of_another_structure_are_an_error():
 def test_examples_of_another_shape_or_dtype_are_an_error():
     with pytest.raises(
         ValueError,
-        match=r"^data: every example must have one shape and dtype "
+        match=r"^data: every example must have the same shape and dtype "
         r"\(\(2,\), float64\), example 1 has \(3,\), float64\.$",
     ):
         stack([{"x": np.zeros(2)}, {"x": np.zeros(3)}], range(2))
