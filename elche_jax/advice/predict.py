@@ -15,6 +15,7 @@ from elche_jax.cadence import (
     WindowPlan,
     clamp_counts,
 )
+from elche_jax.cadence.knobs import keep_checked
 
 SIGNIFICANT = 0.02
 """Relative difference in throughput below which short measurements are not conclusive."""
@@ -55,15 +56,13 @@ class Speeds:
     def __post_init__(self) -> None:
         bounds = {"solo_ms": {"above": 0}, "together_ms": {"above": 0}, "step_ms": {"low": 0}}
         for name, bound in bounds.items():
-            if (values := getattr(self, name)) is not None:
-                values = check.reals("Speeds", name, values, **bound)
-                object.__setattr__(self, name, values)
-                check.per_device("Speeds", name, len(values), len(self.solo_ms))
+            if getattr(self, name) is not None:
+                keep_checked(self, name, check.reals, **bound)
+                check.per_device("Speeds", name, len(getattr(self, name)), len(self.solo_ms))
         if not self.solo_ms:
             rule = "have one entry per device"
             raise ValueError(check.message("Speeds", "solo_ms", rule, "none"))
-        sync_ms = check.real("Speeds", "sync_ms", self.sync_ms, low=0)
-        object.__setattr__(self, "sync_ms", sync_ms)
+        keep_checked(self, "sync_ms", check.real, low=0)
 
     def step_of(self, rank: int) -> float:
         """Return the cost of an optimizer step on a device alone, in milliseconds."""

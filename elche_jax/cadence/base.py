@@ -53,20 +53,17 @@ class WindowReport:
     loss: float | None = None
 
     def __post_init__(self) -> None:
-        where = "WindowReport"
-        wall_ms = check.reals(where, "wall_ms", self.wall_ms, low=0)
-        counts = check.integers(where, "counts", self.counts, low=0)
-        if not wall_ms:
-            rule = "have one entry per device"
-            raise ValueError(check.message(where, "wall_ms", rule, "none"))
-        if len(counts) != len(wall_ms):
-            rule = f"be as long as wall_ms ({len(wall_ms)})"
-            raise ValueError(check.message(where, "counts", rule, len(counts)))
-        object.__setattr__(self, "wall_ms", wall_ms)
-        object.__setattr__(self, "counts", counts)
+        keep_checked(self, "wall_ms", check.reals, low=0)
+        keep_checked(self, "counts", check.integers, low=0)
         keep_checked(self, "sync_ms", check.real, low=0)
         if self.loss is not None:
             keep_checked(self, "loss", check.real)
+        if not self.wall_ms:
+            rule = "have one entry per device"
+            raise ValueError(check.message("WindowReport", "wall_ms", rule, "none"))
+        if len(self.counts) != len(self.wall_ms):
+            rule = f"be as long as wall_ms ({len(self.wall_ms)})"
+            raise ValueError(check.message("WindowReport", "counts", rule, len(self.counts)))
 
 
 Action = Literal["stable", "hold_growth", "nudge_down"]

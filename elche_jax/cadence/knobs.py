@@ -37,13 +37,13 @@ class CheckedFields:
                 keep_checked(self, field.name, rule, **field.metadata)
 
 
-def keep_checked(config: object, name: str, rule: Callable[..., float], **bounds: Any) -> None:
-    """Check a field of a frozen dataclass and store it as a plain number.
+def keep_checked(config: object, name: str, rule: Callable[..., Any], **bounds: Any) -> None:
+    """Check a field of a frozen dataclass and store it as plain numbers.
 
     Args:
         config: The dataclass, in its ``__post_init__``.
         name: Name of the field.
-        rule: `elche_jax._check.integer` or `elche_jax._check.real`.
+        rule: `integer`, `integers`, `real` or `reals` of `elche_jax._check`.
         **bounds: Keyword arguments of the rule.
 
     Raises:

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from elche_jax._check import integer, message
+from elche_jax._check import message
+from elche_jax.cadence.knobs import CheckedFields
 
 FIELDS = ("epoch", "microbatch", "window")
 
@@ -63,7 +64,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Cursor:
+class Cursor(CheckedFields):
     """Position in a run's data, as plain numbers that a checkpoint can hold.
 
     Attributes:
@@ -83,15 +84,10 @@ class Cursor:
         Cursor(epoch=1, microbatch=40, window=12)
     """
 
-    epoch: int = 0
-    microbatch: int = 0
-    window: int = 0
+    epoch: int = field(default=0, metadata={"low": 0})
+    microbatch: int = field(default=0, metadata={"low": 0})
+    window: int = field(default=0, metadata={"low": 0})
     reading: Reading | None = field(default=None, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        for name in FIELDS:
-            number = integer("Cursor", name, getattr(self, name), low=0)
-            object.__setattr__(self, name, number)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the cursor as a dict of numbers, with `"reading"` if that is known."""
