@@ -3,7 +3,8 @@
 Streamed data is transferred without padding: a device's share consists of pieces whose
 lengths are the binary digits of its count (`data.split`). If a device has no piece of some
 length, the program gets a block of zeros that was placed once and is never read. Resident
-data is on every device as a whole, and only example numbers are transferred.
+data is on every device as a whole, and only example numbers are transferred. No other file
+of `data` transfers anything.
 """
 
 from collections.abc import Sequence
