@@ -13,11 +13,14 @@ from hypothesis import given, settings, strategies as st
 import elche_jax.cadence as package
 from elche_jax.cadence import (
     HOLD_GROWTH,
+    QSR,
     STABLE,
+    AdaComm,
     Balanced,
     ElChe,
     EveryBatch,
     FixedTotal,
+    PostLocal,
     Replay,
     WindowReport,
     WindowTime,
@@ -39,6 +42,9 @@ CADENCES = {
     "replay": Replay([(1, 2, 3)] * 20),
     "window_time": WindowTime(),
     "window_time_short": WindowTime(window_ms=0.5, least=1),
+    "qsr": QSR(alpha=0.1, base=4, learning_rate=lambda step: 0.05 / (1 + step)),
+    "post_local": PostLocal(switch=3, anchor=4),
+    "adacomm": AdaComm(anchor=8),
 }
 CONSTANT_TOTAL = {
     "balanced": 12,
@@ -66,12 +72,12 @@ def test_any_report_leads_to_a_sound_plan(name, windows):
     cadence = CADENCES[name]
     state = cadence.init(3)
     for wall_ms, counts, sync_ms, verdict in windows:
-        report = WindowReport(wall_ms, counts, sync_ms)
+        report = WindowReport(wall_ms, counts, sync_ms, 1.0)
         before = copy.deepcopy(state)
         after = cadence.update(state, report, verdict)
         # pure: neither the state nor the report is touched, and no hidden memory
         assert state == before
-        assert report == WindowReport(wall_ms, counts, sync_ms)
+        assert report == WindowReport(wall_ms, counts, sync_ms, 1.0)
         assert cadence.update(state, report, verdict) == after
         state = after
         assert len(state.counts) == 3
