@@ -1,10 +1,10 @@
-"""Argument checks that all speak in one message shape.
+"""Argument checks with one message format.
 
 ``where: argument must <rule>, got <value>. <what to do>``
 
-A wrong kind of value is a ``TypeError``, a wrong value a ``ValueError``. A bool is
-not an integer here, a float is not an integer even when it is whole, and NaN and
-infinity are never numbers. What passes comes back as plain Python numbers.
+A wrong type raises ``TypeError``, a wrong value ``ValueError``. A bool or a whole float is not an
+integer here, and NaN and infinity are not numbers. Checked values are returned as plain Python
+numbers.
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import Any, cast
 
 
 def describe(value: object) -> str:
-    """Return ``value`` with the name of its type, as a type error shows it.
+    """Return ``value`` with the name of its type, for a type error.
 
     Examples:
         >>> describe(2.5)
@@ -25,14 +25,14 @@ def describe(value: object) -> str:
 
 
 def message(where: str, argument: str, rule: str, got: object, todo: str = "") -> str:
-    """Return the text of an error.
+    """Return the message of an error.
 
     Args:
         where: The class, method or function the user called.
-        argument: The argument at fault.
-        rule: What must hold, to be read after the word "must".
-        got: What was found instead; printed as it is.
-        todo: What to do about it, one sentence, when that is not obvious.
+        argument: The invalid argument.
+        rule: What must hold, phrased to follow "must".
+        got: What was passed instead, printed as it is.
+        todo: What to do about it, in one sentence, if that is not obvious.
 
     Returns:
         The one-line message.
@@ -134,7 +134,7 @@ def items(where: str, argument: str, values: object, of: str) -> tuple[Any, ...]
     """Return the entries of a sequence or array as a tuple, unchecked.
 
     Raises:
-        TypeError: If ``values`` is neither (a string is not).
+        TypeError: If ``values`` is neither a sequence nor an array; strings are rejected.
 
     Examples:
         >>> items("Replay", "counts", [1, 2], "integers")
@@ -156,7 +156,7 @@ def integers(
     """Return a sequence as a tuple of plain ints, each at least ``low``.
 
     Raises:
-        TypeError: If it is no sequence, or an entry is not an integer.
+        TypeError: If it is not a sequence, or an entry is not an integer.
         ValueError: If an entry is below ``low``.
 
     Examples:
@@ -183,7 +183,7 @@ def reals(
     """Return a sequence as a tuple of plain, finite floats within the bounds.
 
     Raises:
-        TypeError: If it is no sequence, or an entry is not a number.
+        TypeError: If it is not a sequence, or an entry is not a number.
         ValueError: If an entry is not finite or out of range.
 
     Examples:
@@ -204,7 +204,7 @@ def reals(
 
 
 def one_of(where: str, argument: str, value: object, choices: Sequence[str]) -> None:
-    """Check that an argument is one of some words.
+    """Check that an argument is one of several strings.
 
     Raises:
         ValueError: If it is not.
@@ -221,7 +221,7 @@ def one_of(where: str, argument: str, value: object, choices: Sequence[str]) -> 
 
 
 def instance(where: str, argument: str, value: object, kind: type) -> None:
-    """Check that an argument is of a class.
+    """Check that an argument is an instance of a class.
 
     Raises:
         TypeError: If it is not.
@@ -238,11 +238,11 @@ def instance(where: str, argument: str, value: object, kind: type) -> None:
 
 
 def path(where: str, argument: str, value: object, *, rule: str = "be a path") -> Path:
-    """Return a path that can be the name of something.
+    """Return ``value`` as a path.
 
     Raises:
         TypeError: If ``value`` is neither a string nor a path.
-        ValueError: If it is empty or has a null byte in it.
+        ValueError: If it is empty or contains a null byte.
 
     Examples:
         >>> path("Timeline", "path", "")

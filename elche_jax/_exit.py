@@ -1,11 +1,11 @@
-"""What must end before the interpreter lets go of its threads.
+"""Functions to call at the end of the program, before Python shuts down its thread pools.
 
-When a program's main thread ends, Python first closes its pools of threads and then waits
-for the other threads. Whoever still needs a pool, as orbax does to write a checkpoint, must
-be done before: `atexit` is too late.
+When the main thread ends, Python first shuts down thread pools and then waits for the other
+threads. A thread that still needs a pool, as Orbax does to write a checkpoint, must finish
+before that: `atexit` is too late.
 """
 
-# imported here so that its own end is asked for before, and thus comes after, what is added
+# exit functions run in reverse order: importing it first registers its shutdown before ours
 import concurrent.futures.thread
 import os
 import threading
@@ -14,19 +14,21 @@ from collections.abc import Callable
 End = Callable[[], object]
 
 _lock = threading.Lock()
-_ends: dict[tuple[bool, int], End] = {}  # by whether it is to be last, and number
+_ends: dict[
+    tuple[bool, int], End
+] = {}  # keyed by (last, number), so that min() is the next to call
 _number = 0
 
 
 def before_exit(end: End, last: bool = False) -> Callable[[], None]:
-    """Has something called when the program ends; not in processes that are forked off it.
+    """Register a function to call when the main thread ends; forked processes do not call it.
 
     Args:
-        end: Called by the main thread, after its own work; waits until it is done.
-        last: Call it when nothing else is left that was not to be last.
+        end: Called on the main thread; it should block until its work is done.
+        last: Whether to call it after all functions registered without `last`.
 
     Returns:
-        Forgets it again.
+        A function that removes the registration.
     """
     global _number
     assert concurrent.futures.thread
@@ -46,26 +48,26 @@ def before_exit(end: End, last: bool = False) -> Callable[[], None]:
 
 def _register() -> None:
     try:
-        # the only hook that comes in time; concurrent.futures itself lives on it
+        # the only hook that is early enough; concurrent.futures uses it, too
         getattr(threading, "_register_atexit")(_end_all)  # noqa: B009  (private: as an attribute pyright refuses it)
     except RuntimeError as error:
         raise RuntimeError(
-            "elche: nothing can be begun when the program has ended. Let the main thread wait for "
-            "those that train or save."
+            "elche: no run or checkpoint can be started once the program has ended. Let the main "
+            "thread wait for the threads that train or save."
         ) from error
-    if hasattr(os, "register_at_fork"):  # not on Windows, which has no forks
+    if hasattr(os, "register_at_fork"):  # Windows has no fork
         os.register_at_fork(after_in_child=_forked)
 
 
 def _forked() -> None:
-    """A process that was forked off has none of the threads there were."""
+    """Drop all functions in a forked process, which has none of the threads they wait for."""
     global _lock
     _lock = threading.Lock()
     _ends.clear()
 
 
 def _end_all() -> None:
-    """Ends all, whatever becomes of one of them; the first error is raised then."""
+    """Call all functions even if some fail, then raise the first error."""
     first: BaseException | None = None
     while True:
         with _lock:

@@ -1,4 +1,4 @@
-"""Waiting for other threads where Ctrl-C may come."""
+"""Waiting for other threads with Ctrl-C allowed."""
 
 import sys
 from collections.abc import Generator
@@ -7,18 +7,18 @@ from contextlib import contextmanager
 
 @contextmanager
 def interruptible() -> Generator[None, None, None]:
-    """Round a wait for a `threading.Condition`, or what is made of one: Ctrl-C stays what it is.
+    """Let a signal's exception propagate from a wait for a `threading.Condition` or `Event`.
 
-    An interrupt that comes while the condition takes its lock back, or gives it up, leaves it
-    without one; Python then raises `RuntimeError` for a lock that is not held. What a signal
-    raised besides `KeyboardInterrupt`, `SystemExit` say, is treated alike.
+    A signal that arrives while the condition acquires or releases its lock leaves the lock
+    unheld, so that Python raises `RuntimeError` instead of `KeyboardInterrupt`. This raises the
+    original exception: `KeyboardInterrupt`, `SystemExit`, or whatever the handler raised.
     """
     before = sys.exc_info()[1]
     try:
         yield
     except RuntimeError as error:
         cause = error.__context__
-        # a subclass, or in the course of what was there before: an error of its own
+        # a genuine error: a subclass, or raised while handling an earlier exception
         if type(error) is not RuntimeError or cause is None or cause is before:
             raise
         if isinstance(cause, Exception):

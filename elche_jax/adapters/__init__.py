@@ -1,1 +1,1 @@
-"""Flax on top of the training step: models without loss plumbing, and Flax's own train state."""
+"""Flax models as loss functions, and conversion to and from Flax's train state."""

@@ -1,4 +1,4 @@
-"""What a module is called with: inputs out of a microbatch, and the switch to training."""
+"""Arguments of a module: inputs from a microbatch, and the switch between training and eval."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from elche_jax.engine.loss import describe
 Inputs = str | Callable[[Any], Any]
 
 KEYS = ("x", "inputs", "image")
-"""Entries of a batch that are looked for, in this order."""
+"""Batch entries tried as inputs, in this order."""
 
 SWITCHES = {
     "train": True,
@@ -19,21 +19,21 @@ SWITCHES = {
     "deterministic": False,
     "use_running_average": False,
 }
-"""Arguments that switch a module to training, and with which value; the other one evaluates."""
+"""Arguments that switch a module to training, with the value that does; its negation evaluates."""
 
 
 class Call:
-    """How a module is called: by its signature, unless the user says it.
+    """How to call a module: inferred from its signature unless specified.
 
     Args:
-        where: What the user called, for messages.
+        where: The function that the user called, for error messages.
         module: The module.
-        inputs: Key of the inputs, or a function of the batch; None: one of `KEYS`.
-        train_kwargs: Keyword arguments in training; None: the switch of the signature.
-        eval_kwargs: Keyword arguments in evaluation; None: the same, switched off.
+        inputs: Key of the inputs, or a function of the batch; None: the first of `KEYS` found.
+        train_kwargs: Keyword arguments in training; None: the switch in the signature.
+        eval_kwargs: Keyword arguments in evaluation; None: the switch, negated.
 
     Raises:
-        TypeError: An argument is of another kind.
+        TypeError: An argument has the wrong type.
         ValueError: The signature has several switches.
     """
 
@@ -54,7 +54,7 @@ class Call:
         self._kwargs = {True: dict(train_kwargs), False: dict(eval_kwargs)}
 
     def arguments(self, batch: Any, train: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The positional and the keyword arguments for a microbatch."""
+        """Return the positional and keyword arguments for a microbatch."""
         found = self._inputs(batch)
         switch = self._kwargs[train]
         if isinstance(found, Mapping):
@@ -75,7 +75,7 @@ class Call:
             return (batch[key],)
         if isinstance(batch, tuple | list) and batch and self.inputs is None:
             return (batch[0],)
-        if hasattr(batch, "shape"):  # the inputs themselves, as predict may have them
+        if hasattr(batch, "shape"):  # the inputs themselves, e.g. in predict
             return (batch,)
         rule = "be a dict" + ("" if self.inputs else ", a tuple with the inputs first, or an array")
         todo = "Pass inputs=, a function of the batch."
@@ -83,12 +83,12 @@ class Call:
 
 
 def _switch(where: str, kind: Any) -> dict[str, bool]:
-    """The switch in the signature of a kind of module; empty if it has none."""
+    """Return the switch in the signature of a module class; empty if it has none."""
     names = inspect.signature(kind.__call__).parameters
     found = {name: value for name, value in SWITCHES.items() if name in names}
     if len(found) > 1:
         rule = f"have one argument that switches to training ({', '.join(SWITCHES)})"
-        todo = "Say what to call it with: train_kwargs= and eval_kwargs=."
+        todo = "Pass train_kwargs= and eval_kwargs=."
         got = f"{kind.__name__} with {' and '.join(found)}"
         raise ValueError(check.message(where, "module", rule, got, todo))
     return found

@@ -1,4 +1,4 @@
-"""Between `flax.training`'s train state and the one here."""
+"""Conversion between `flax.training`'s train state and `TrainState`."""
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PyTree = Any
 
 STATS = "batch_stats"
-"""The field that subclasses of Flax's train state have by custom for a model state."""
+"""Conventional name of the model state field in subclasses of Flax's train state."""
 
 
 def to_flax(
@@ -33,27 +33,27 @@ def to_flax(
     kind: "type[train_state.TrainState] | None" = None,
     **fields: Any,
 ) -> "train_state.TrainState":
-    """Makes Flax's train state of one device's copy.
+    """Convert one device's copy of a state to Flax's train state.
 
-    Its step is the number of windows. Key, numbers of microbatches and examples have no
-    place in it.
+    Its `step` is the number of windows. The key and the numbers of microbatches and examples are
+    not converted.
 
     Args:
-        state: The state; or one copy of it (`unreplicate`), on a device or on the host.
-        apply_fn: For its `apply_fn`.
-        tx: For its `tx`: the optimizer of the training step.
-        kind: The class to make; None for `flax.training.train_state.TrainState`. Every
-            collection of a model state must be a field of it, as `batch_stats` is by custom.
+        state: The state, or one copy of it (`unreplicate`) on a device or on the host.
+        apply_fn: Value of `apply_fn`.
+        tx: Value of `tx`: the optimizer of the training step.
+        kind: The class to create; None for `flax.training.train_state.TrainState`. It must have
+            a field for each collection of the model state, conventionally `batch_stats`.
         fields: Values of further fields.
 
     Returns:
-        The train state; leaves of one device's shape.
+        The train state; its leaves have one device's shapes.
 
     Raises:
-        TypeError: `state` is no `TrainState`, `kind` no train state.
-        ValueError: `tx` is not the optimizer that the state was made with, or that was with
-            `trainable`, so that there is no optimizer state of all parameters; the model
-            state has no place.
+        TypeError: `state` is not a `TrainState`, or `kind` is not a train state class.
+        ValueError: `tx` is not the state's optimizer; the state was made with `trainable`, so
+            it has no optimizer state for all parameters; or `kind` lacks a field for the model
+            state.
 
     Examples:
         >>> import jax, numpy as np, optax
@@ -78,13 +78,15 @@ def to_flax(
     if not isinstance(kind, type) or not issubclass(kind, train_state.TrainState):
         rule = "be a subclass of flax.training.train_state.TrainState"
         raise TypeError(check.message("to_flax", "kind", rule, check.describe(kind)))
-    one = state.replace(averaging=None, loss_scale=None)  # no place, and of shapes of their own
+    one = state.replace(
+        averaging=None, loss_scale=None
+    )  # not converted, and not stacked like the rest
     one = unreplicate(one) if jnp.ndim(state.step) else one
     differs = difference(jax.eval_shape(tx.init, one.params), one.opt_state)
     if differs:
         rule = "be the optimizer that the state was made with"
         got = f"another: its state has {differs}"
-        todo = "What was made with trainable= has no such state: it cannot be converted."
+        todo = "A state made with trainable= cannot be converted."
         raise ValueError(check.message("to_flax", "tx", rule, got, todo))
     carried = {} if one.model_state is None else one.model_state
     homes = vars(kind).get("__dataclass_fields__", {})
@@ -103,27 +105,27 @@ def to_flax(
 def from_flax(
     train: TrainStep, flax_state: Any, model_state: PyTree = None, rng: Any = 0
 ) -> TrainState:
-    """Makes the state that a training step goes on with, of Flax's train state.
+    """Convert Flax's train state to a state for a training step.
 
-    It begins a new run, as `train.init` does. A step of Flax counts as one window and one
-    microbatch, so that keys go on; which they do differently than in the loop before.
+    Like `train.init`, this starts a new run. Each Flax step counts as one window and one
+    microbatch, so that no random key is used twice; the keys differ from those of the Flax loop.
 
     Args:
         train: The training step. Its optimizer must be that of `flax_state`.
-        flax_state: A `flax.training.train_state.TrainState`, one copy, or a subclass. A
-            field `batch_stats` is used as `model_state={"batch_stats": ...}`.
-        model_state: The model state, if there is one; instead of `batch_stats`.
+        flax_state: One copy of a `flax.training.train_state.TrainState` or a subclass. A field
+            `batch_stats` becomes `model_state={"batch_stats": ...}`.
+        model_state: The model state, if any; overrides `batch_stats`.
         rng: A key or an integer seed, as for `train.init`.
 
     Returns:
-        The state, replicated over `train.devices`: parameters, optimizer state and step are
-        those of `flax_state` to the bit.
+        The state, replicated over `train.devices`; parameters, optimizer state and step are
+        bitwise those of `flax_state`.
 
     Raises:
-        TypeError: `train` is no `TrainStep`, `flax_state` no train state of Flax; as by
-            `TrainStep.init`.
-        ValueError: The optimizer state is another optimizer's or another model's; it is
-            replicated; as by `TrainStep.init`.
+        TypeError: `train` is not a `TrainStep`, or `flax_state` is not a train state of Flax; or
+            as raised by `TrainStep.init`.
+        ValueError: The optimizer state belongs to another optimizer or model, or is replicated;
+            or as raised by `TrainStep.init`.
     """
     from flax.training import train_state
 
@@ -151,7 +153,7 @@ def from_flax(
 
 
 def difference(got: PyTree, want: PyTree) -> str:
-    """The first leaf in which two pytrees differ, in words; empty if none does."""
+    """Describe the first leaf in which two pytrees differ; empty if none does."""
     for name, wanted, found in differing(want, got):
         return f"{found or 'none'} for leaf {name} instead of {wanted or 'none'}"
     if jax.tree.structure(got) != jax.tree.structure(want):

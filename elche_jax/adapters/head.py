@@ -1,4 +1,4 @@
-"""`from_head`: objects that hold a module and its parameters, or that know how to apply them."""
+"""`from_head`: objects that hold a module and its parameters, or apply parameters themselves."""
 
 import copy
 import dataclasses
@@ -10,7 +10,7 @@ from flax.core import unfreeze
 
 from elche_jax import _check as check
 from elche_jax.adapters.call import Inputs
-from elche_jax.adapters.linen import NO_STATE, LinenModel
+from elche_jax.adapters.linen import TRANSIENT, LinenModel
 from elche_jax.adapters.model import Apply, Model, copied
 from elche_jax.adapters.nnx import is_nnx
 from elche_jax.engine.loss import describe
@@ -22,9 +22,9 @@ PyTree = Any
 
 
 class Head(Protocol):
-    """What an object needs to be trained if it holds no Flax module.
+    """Interface of a trainable object that holds no Flax module.
 
-    Both methods are traced, and must not change the object.
+    Both methods are traced and must not modify the object.
 
     Examples:
         >>> import numpy as np
@@ -37,39 +37,39 @@ class Head(Protocol):
     """
 
     def variables(self) -> tuple[PyTree, PyTree]:
-        """`(params, model_state)` to begin with; the model state is None if there is none."""
+        """Return the initial `(params, model_state)`; the model state is None if there is none."""
         ...
 
     def apply(
         self, params: PyTree, model_state: PyTree, batch: Any, rng: Any, train: bool
     ) -> tuple[Any, PyTree]:
-        """`(outputs, model_state)` for a microbatch; `rng` is None if `train` is False."""
+        """Return `(outputs, model_state)` for a microbatch; `rng` is None if `train` is False."""
         ...
 
 
 class _Form(Protocol):
-    """How variables are taken from a head, applied, and put back."""
+    """How variables are read from a head and written back to it."""
 
     def variables(self, head: Any) -> tuple[PyTree, PyTree]: ...
     def fields(self, head: Any, params: PyTree, model_state: PyTree) -> dict[str, Any]: ...
 
 
-class _Own:
-    """A head with methods of its own."""
+class _CustomForm:
+    """A head with the methods of `Head`."""
 
     def variables(self, head: Any) -> tuple[PyTree, PyTree]:
-        return _two("variables", "(params, model_state)", head.variables())
+        return _pair("variables", "(params, model_state)", head.variables())
 
     def fields(self, head: Any, params: PyTree, model_state: PyTree) -> dict[str, Any]:
         return {"params": params} | ({} if model_state is None else {"model_state": model_state})
 
 
-class _Linen:
-    """A head with a Linen module; `.params` are parameters, or all variables."""
+class _LinenForm:
+    """A head with a Linen module; `.params` holds parameters or all variables."""
 
     def variables(self, head: Any) -> tuple[PyTree, PyTree]:
         apart = getattr(head, "model_state", None)
-        if not _is_whole(head.params):
+        if not _has_collections(head.params):
             return head.params, apart
         inside = _collections(head.params)
         apart = {} if apart is None else apart
@@ -84,7 +84,7 @@ class _Linen:
         return unfreeze(head.params)["params"], {**inside, **unfreeze(dict(apart))} or None
 
     def fields(self, head: Any, params: PyTree, model_state: PyTree) -> dict[str, Any]:
-        if not _is_whole(head.params):
+        if not _has_collections(head.params):
             state = {} if model_state is None else {"model_state": model_state}
             return {"params": params} | state
         state = {} if model_state is None else model_state
@@ -96,8 +96,8 @@ class _Linen:
         return fields if apart is None else {**fields, "model_state": there}
 
 
-class _Nnx:
-    """A head with an NNX module; `.params` are nested dicts or an `nnx.State`."""
+class _NnxForm:
+    """A head with an NNX module; `.params` holds nested dicts or an `nnx.State`."""
 
     def __init__(self, model: "NnxModel"):
         self._model = model
@@ -116,7 +116,7 @@ class _Nnx:
 
 
 class HeadModel(Model):
-    """A `Model` of a head; made by `from_head`."""
+    """A `Model` of a head; created by `from_head`."""
 
     def __init__(self, head: Any, form: _Form, apply: Apply, loss: Callable[[Any, Any], Any]):
         super().__init__("from_head", apply, loss)
@@ -124,29 +124,29 @@ class HeadModel(Model):
 
     @property
     def params(self) -> PyTree:
-        """The head's parameters as they are now, copied."""
+        """A copy of the head's current parameters."""
         return copied(self._form.variables(self._head)[0])
 
     @property
     def model_state(self) -> PyTree:
-        """The head's model state as it is now, copied; None if there is none."""
+        """A copy of the head's current model state; None if there is none."""
         return copied(self._form.variables(self._head)[1])
 
     def write_back(self, head: Any, params: PyTree, model_state: PyTree = None) -> Any:
-        """A copy of a head that holds these values; the head itself stays as it is.
+        """Return a copy of a head that holds these values; the head itself is not modified.
 
         Args:
-            head: The head that `from_head` got, or one like it.
-            params: Parameters, one copy of them.
-            model_state: The model state, if there is one; None leaves a Linen module's
-                as the head has it.
+            head: The head passed to `from_head`, or one like it.
+            params: One copy of the parameters.
+            model_state: The model state, if any; None keeps the model state that the head of a
+                Linen module has.
 
         Returns:
-            The head with `.params` replaced, in their form; `.model_state` as well if there is one
-            that `.params` do not hold; with an NNX module also `.module`.
+            The head with `.params` replaced, in its original form; also `.model_state` unless
+            `.params` holds it; with an NNX module also `.module`.
 
         Raises:
-            TypeError: The head has no such attribute.
+            TypeError: The head lacks one of these attributes.
         """
         fields = self._form.fields(head, params, model_state)
         for name in fields:
@@ -172,27 +172,27 @@ def from_head(
     train_kwargs: Mapping[str, Any] | None = None,
     eval_kwargs: Mapping[str, Any] | None = None,
 ) -> HeadModel:
-    """Makes a loss function of an object that holds a module and its parameters.
+    """Build a loss function from an object that holds a module and its parameters.
 
     Args:
-        obj: An object with `.module`, Linen or NNX, and `.params`: parameters, or the
-            variables of a Linen module with all collections. Its `.model_state`, if it has
-            one, is used too; no collection may be in both. Or an object with the two methods
-            of `Head`.
+        obj: An object with `.module`, Linen or NNX, and `.params`: the parameters, or all
+            variables of a Linen module. Its `.model_state`, if it has one, is used too; no
+            collection may be in both. Or an object with the two methods of `Head`.
         loss: `loss(outputs, batch)`, as for `from_linen`; None for `obj.loss`.
-        inputs: As for `from_linen`; like all that follows, for a `.module` only.
+        inputs: As for `from_linen`; this and all that follow require a `.module`.
         rngs: As for `from_linen`; None for `"dropout"`.
-        mutable: As for `from_linen`; None for all collections but "params".
+        mutable: As for `from_linen`; None for all collections except "params".
         param_type: As for `from_nnx`.
         train_kwargs: As for `from_linen`.
         eval_kwargs: As for `from_linen`.
 
     Returns:
-        The model, with `params` and `model_state` to begin with, and `write_back`.
+        The model, with initial `params` and `model_state`, and `write_back`.
 
     Raises:
-        TypeError: `obj` is neither; there is no loss; an argument that does not go with it.
-        ValueError: As by `from_linen` and `from_nnx`. Reading `params` or `model_state`
+        TypeError: `obj` is neither kind of object, there is no loss, or an argument does not
+            apply to this kind of object.
+        ValueError: As raised by `from_linen` and `from_nnx`. Reading `params` or `model_state`
             raises it if a collection is in both.
 
     Examples:
@@ -231,40 +231,40 @@ def from_head(
         "train_kwargs": train_kwargs, "eval_kwargs": eval_kwargs,
     }  # fmt: skip
     if isinstance(module, nn.Module) and hasattr(obj, "params"):
-        _left_out(options, "an NNX module", "param_type")
+        _reject(options, "an NNX module", "param_type")
         rngs, mutable = ("dropout",) if rngs is None else rngs, mutable is None or mutable
         kwargs = (train_kwargs, eval_kwargs)
         linen = LinenModel("from_head", module, loss, inputs, rngs, mutable, *kwargs)
-        return HeadModel(obj, _Linen(), linen.run, loss)
+        return HeadModel(obj, _LinenForm(), linen.run, loss)
     if is_nnx(module) and hasattr(obj, "params"):
-        _left_out(options, "a Linen module", "rngs", "mutable")
+        _reject(options, "a Linen module", "rngs", "mutable")
         from elche_jax.adapters.nnx_model import NnxModel
 
         made = NnxModel("from_head", module, loss, inputs, param_type, train_kwargs, eval_kwargs)
-        return HeadModel(obj, _Nnx(made), made.run, loss)
+        return HeadModel(obj, _NnxForm(made), made.run, loss)
     is_module = isinstance(obj, nn.Module) or is_nnx(obj)
     if is_module or not all(callable(getattr(obj, n, None)) for n in ("variables", "apply")):
         rule = "have .module, a flax module, and .params, or the methods variables and apply"
         todo = "A module itself: from_linen, from_nnx." if is_module else ""
         raise TypeError(check.message("from_head", "obj", rule, type(obj).__name__, todo))
-    _left_out(options, "a .module", *options)
+    _reject(options, "a .module", *options)
     head = cast(Head, obj)
 
     def apply(*args: Any) -> tuple[Any, PyTree]:
-        return _two("apply", "(outputs, model_state)", head.apply(*args))
+        return _pair("apply", "(outputs, model_state)", head.apply(*args))
 
-    return HeadModel(obj, _Own(), apply, loss)
+    return HeadModel(obj, _CustomForm(), apply, loss)
 
 
-def _left_out(options: Mapping[str, Any], what: str, *names: str) -> None:
-    """Raises if an option is given that has no effect."""
+def _reject(options: Mapping[str, Any], what: str, *names: str) -> None:
+    """Raise an error if an option is given that has no effect."""
     for name in names:
         if options[name] is not None:
             rule, got = f"be left out for a head without {what}", check.describe(options[name])
             raise TypeError(check.message("from_head", name, rule, got))
 
 
-def _two(method: str, what: str, got: Any) -> tuple[Any, Any]:
+def _pair(method: str, what: str, got: Any) -> tuple[Any, Any]:
     if not isinstance(got, tuple) or len(got) != 2:
         raise TypeError(
             check.message("from_head", f"obj.{method}", f"return {what}", describe(got))
@@ -272,19 +272,19 @@ def _two(method: str, what: str, got: Any) -> tuple[Any, Any]:
     return got
 
 
-def _is_whole(params: Any) -> bool:
-    """Whether these are all variables of a Linen module, with "params" a collection."""
+def _has_collections(params: Any) -> bool:
+    """Return whether these are all variables of a Linen module, not only its parameters."""
     return isinstance(params, Mapping) and "params" in params
 
 
 def _collections(whole: Any) -> dict[str, Any]:
-    """The collections of variables that are model state."""
-    skipped = ("params", *NO_STATE)
+    """Return the collections that are model state."""
+    skipped = ("params", *TRANSIENT)
     return {name: part for name, part in unfreeze(whole).items() if name not in skipped}
 
 
 def _plain(tree: Any) -> Any:
-    """Nested dicts of values with strings for keys, of nested dicts or an `nnx.State`."""
+    """Convert nested dicts or an `nnx.State` to nested dicts of values with string keys."""
     from flax import nnx
 
     if isinstance(tree, nnx.Variable):

@@ -16,10 +16,10 @@ from elche_jax.train.initial import as_key, check_one_copy
 
 PyTree = Any
 
-NO_STATE = ("intermediates", "perturbations")
-"""Collections that hold what a call has shown, in the shapes of its batch."""
+TRANSIENT = ("intermediates", "perturbations")
+"""Collections written by one call for inspection, with shapes that depend on the batch."""
 
-_NOT_THERE = (
+_MISSING = (
     errors.ScopeParamNotFoundError,
     errors.ScopeParamShapeError,
     errors.ScopeCollectionNotFound,
@@ -30,7 +30,7 @@ _NOT_THERE = (
 
 
 class LinenModel(Model):
-    """A `Model` of a Linen module; made by `from_linen`."""
+    """A `Model` of a Linen module; created by `from_linen`."""
 
     def __init__(
         self, where: str, module: nn.Module, loss: Any, inputs: Any, rngs: Any, mutable: Any,
@@ -51,7 +51,7 @@ class LinenModel(Model):
         self._call = Call(where, module, inputs, train_kwargs, eval_kwargs)
 
     def init(self, rng: Any, batch: Any) -> tuple[PyTree, PyTree]:
-        """Initialises the module, in evaluation mode.
+        """Initialize the module in evaluation mode.
 
         Args:
             rng: A key or an integer seed.
@@ -59,30 +59,30 @@ class LinenModel(Model):
 
         Returns:
             `(params, model_state)`: the collection "params", and a dict of the others, None
-            if there are none. What was sown as "intermediates" is left out.
+            if there are none. "intermediates" and "perturbations" are left out.
 
         Raises:
-            TypeError: `rng` is neither; `batch` does not have the inputs.
+            TypeError: `rng` is neither a key nor a seed, or `batch` lacks the inputs.
         """
         args, kwargs = self._call.arguments(batch, train=False)
         variables = unfreeze(self._module.init(key_of("Model.init", rng), *args, **kwargs))
         params = variables.pop("params", {})
-        state = {name: part for name, part in variables.items() if name not in NO_STATE}
+        state = {name: part for name, part in variables.items() if name not in TRANSIENT}
         return params, state or None
 
     def merge(self, params: PyTree, model_state: PyTree = None) -> dict[str, Any]:
-        """The variables that `module.apply` takes.
+        """Return the variables for `module.apply`.
 
         Args:
-            params: Parameters, one copy of them.
-            model_state: The model state, if there is one.
+            params: One copy of the parameters.
+            model_state: The model state, if any.
 
         Returns:
             `{"params": params, **model_state}`.
 
         Raises:
-            ValueError: A leaf holds the copies of several devices. With one device that
-                cannot be told: call `unreplicate` there as well.
+            ValueError: A leaf holds the copies of several devices. With one device this
+                cannot be detected: always call `unreplicate`.
         """
         check_one_copy("Model.merge", "params", params)
         check_one_copy("Model.merge", "model_state", model_state)
@@ -91,7 +91,7 @@ class LinenModel(Model):
     def run(
         self, params: PyTree, model_state: PyTree, batch: Any, rng: Any, train: bool
     ) -> tuple[Any, PyTree]:
-        """The outputs for a microbatch, and in training the model state after it."""
+        """Return the outputs for a microbatch and, in training, the new model state."""
         if model_state is not None and not isinstance(model_state, Mapping):
             rule = "be a dict of collections"
             raise TypeError(check.message(self._where, "model_state", rule, describe(model_state)))
@@ -104,7 +104,7 @@ class LinenModel(Model):
             outputs, new = self._module.apply(
                 variables, *args, rngs=keys, mutable=changing, **kwargs
             )
-        except _NOT_THERE as error:
+        except _MISSING as error:
             rule = "hold what the module asks for, as model.init makes them"
             got = f"{type(error).__name__}: {str(error).split(' (https')[0].rstrip('.')}"
             todo = "Was train.init given both?"
@@ -113,7 +113,7 @@ class LinenModel(Model):
         return outputs, None if model_state is None else {**state, **unfreeze(new)}
 
     def _keys(self, rng: Any) -> dict[str, Any]:
-        if len(self._rngs) < 2:  # the key itself, as one would write it by hand
+        if len(self._rngs) < 2:  # the key itself, as in a hand-written loop
             return dict.fromkeys(self._rngs, rng)
         return dict(zip(self._rngs, jax.random.split(rng, len(self._rngs)), strict=True))
 
@@ -128,33 +128,33 @@ def from_linen(
     train_kwargs: Mapping[str, Any] | None = None,
     eval_kwargs: Mapping[str, Any] | None = None,
 ) -> LinenModel:
-    """Makes a loss function of a Linen module and a loss of its outputs.
+    """Build a loss function from a Linen module and a loss of its outputs.
 
     Args:
-        module: The module. An argument `train`, `training`, `is_training`,
-            `deterministic` or `use_running_average` of its `__call__` is set to what
-            training and evaluation need.
+        module: The module. If its `__call__` has an argument `train`, `training`,
+            `is_training`, `deterministic` or `use_running_average`, it is set as training and
+            evaluation require.
         loss: `loss(outputs, batch)`; returns a scalar, a vector of one loss per example,
-            or `Weighted`; or one of them and a dict of metrics, with
+            or `Weighted`; or one of these and a dict of metrics, with
             `build_train_step(..., has_aux=True)`.
-        inputs: What the module is called with: a key of the batch, or a function of the
-            batch that returns a tuple of arguments or a dict of keyword arguments. None:
-            the entry "x", "inputs" or "image" of a dict, the first of a tuple or list, the
-            array itself.
-        rngs: Names of the random streams in training. One gets the key of the microbatch,
-            several `jax.random.split(key, n)`, in this order.
-        mutable: The collections that training changes, a Flax filter of their names: True
-            for all but "params". The others stay as they are.
-        train_kwargs: Keyword arguments in training, instead of those found.
-        eval_kwargs: Keyword arguments in evaluation, instead of those found.
+        inputs: Inputs of the module: a key of the batch, or a function of the batch that
+            returns a tuple of arguments or a dict of keyword arguments. None: the entry "x",
+            "inputs" or "image" of a dict, the first item of a tuple or list, or the array
+            itself.
+        rngs: Names of the random streams in training. A single stream gets the key of the
+            microbatch, several get `jax.random.split(key, n)`, in this order.
+        mutable: The collections updated by training, as a Flax filter of their names: True
+            for all except "params". The others are constant.
+        train_kwargs: Keyword arguments in training, instead of the inferred ones.
+        eval_kwargs: Keyword arguments in evaluation, instead of the inferred ones.
 
     Returns:
-        The model: `model.init(rng, batch)` makes parameters and model state.
+        The model: `model.init(rng, batch)` returns parameters and model state.
 
     Raises:
-        TypeError: An argument is of another kind than above.
+        TypeError: An argument has the wrong type.
         ValueError: `__call__` has several switches, and `train_kwargs` or `eval_kwargs` is
-            missing; a name in `rngs` is there twice.
+            missing; or a name occurs twice in `rngs`.
 
     Examples:
         >>> import jax, numpy as np, optax
@@ -185,7 +185,7 @@ def from_linen(
 
 
 def key_of(where: str, rng: Any) -> jax.Array:
-    """A typed key of a seed, a raw key or a typed key."""
+    """Convert a seed, raw key or typed key to a typed key."""
     try:
         return as_key(rng)
     except (TypeError, ValueError) as error:

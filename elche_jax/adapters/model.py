@@ -1,4 +1,4 @@
-"""`Model`: a Flax module and a loss, as the loss function that a training step takes."""
+"""`Model`: a Flax module and a loss as one loss function for `build_train_step`."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,11 +15,11 @@ Apply = Callable[[PyTree, PyTree, Any, Any, bool], tuple[Any, PyTree]]
 
 
 class Model:
-    """A module and a loss; made by `from_linen`, `from_nnx` and `from_head`.
+    """A module and a loss; created by `from_linen`, `from_nnx` and `from_head`.
 
-    It is a loss function: `build_train_step(model, optimizer)`. What `loss` returns is
-    what the step gets, so `has_aux=True` is said there, and only there, if `loss`
-    returns metrics as well. A module with a model state needs it in `train.init`.
+    It is a loss function: `build_train_step(model, optimizer)`. It returns what `loss` returns,
+    so pass `has_aux=True` to `build_train_step` if `loss` also returns metrics. Pass the model
+    state of a module that has one to `train.init`.
     """
 
     def __init__(self, where: str, apply: Apply, loss: Callable[[Any, Any], Any]):
@@ -29,21 +29,21 @@ class Model:
         self._where, self._apply, self._loss = where, apply, loss
 
     def __call__(self, *args: Any) -> Any:
-        """The loss of a microbatch, in training mode.
+        """Return the loss of a microbatch in training mode.
 
         Args:
             *args: `(params, batch, rng)`, or `(params, model_state, batch, rng)`.
 
         Returns:
-            What `build_train_step` expects of its `loss_fn`.
+            The return value that `build_train_step` expects from `loss_fn`.
 
         Raises:
-            TypeError: `loss` returns neither a loss nor `(loss, metrics)`; the module
+            TypeError: `loss` returns neither a loss nor `(loss, metrics)`, or the module
                 changes the structure, a shape or a dtype of its state.
         """
-        params, state, batch, rng = self._sorted("loss_fn", ("batch", "rng"), args)
+        params, state, batch, rng = self._unpack("loss_fn", ("batch", "rng"), args)
         outputs, new = self._apply(params, state, batch, rng, True)
-        new = kept(self._where, state, new)
+        new = keep_structure(self._where, state, new)
         out = self._loss(outputs, batch)
         if isinstance(out, tuple) and len(out) != 2:
             rule = "return a loss or (loss, metrics)"
@@ -56,26 +56,26 @@ class Model:
         return out, new
 
     def apply_fn(self, *args: Any) -> Any:
-        """The outputs for a microbatch, in evaluation mode; for `predict`.
+        """Return the outputs for a microbatch in evaluation mode, for `predict`.
 
         Args:
             *args: `(params, batch)`, or `(params, model_state, batch)`.
 
         Returns:
-            What the module returns.
+            The return value of the module.
         """
-        params, state, batch = self._sorted("apply_fn", ("batch",), args)
+        params, state, batch = self._unpack("apply_fn", ("batch",), args)
         return self._apply(params, state, batch, None, False)[0]
 
     def metric_fn(self, fn: Callable[[Any, Any], dict[str, Any]]) -> Callable[..., Any]:
-        """Makes a function for `build_eval_step`; the module is in evaluation mode.
+        """Build a `metric_fn` for `build_eval_step`, with the module in evaluation mode.
 
         Args:
-            fn: `fn(outputs, batch)`, which returns a dict of metrics.
+            fn: `fn(outputs, batch)`, returning a dict of metrics.
 
         Returns:
-            `metric_fn(params, batch)`, with model state
-            `metric_fn(params, model_state, batch)`.
+            `metric_fn(params, batch)`, or `metric_fn(params, model_state, batch)` with model
+            state.
 
         Raises:
             TypeError: `fn` is not callable.
@@ -89,8 +89,8 @@ class Model:
 
         return metric_fn
 
-    def _sorted(self, name: str, last: tuple[str, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments with a model state, which is None if it is left out."""
+    def _unpack(self, name: str, last: tuple[str, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments with a model state, None if it was omitted."""
         if len(args) == 1 + len(last):
             return args[0], None, *args[1:]
         if len(args) == 2 + len(last):
@@ -100,18 +100,18 @@ class Model:
         raise TypeError(check.message(self._where, name, rule, f"{len(args)} arguments"))
 
 
-def kept(where: str, old: PyTree, new: PyTree) -> PyTree:
-    """The new model state in the structure of the old one.
+def keep_structure(where: str, old: PyTree, new: PyTree) -> PyTree:
+    """Return the new model state in the structure of the old one.
 
     Raises:
-        TypeError: It has other leaves, or a leaf of another shape or dtype.
+        TypeError: Leaves, shapes or dtypes have changed.
     """
     typed = [jax.tree.map(jax.typeof, tree) for tree in (old, new)]
     for name, before, after in differing(*typed):
         got, todo = f"{after} for leaf {name}, which was {before}", ""
         if before is None:
             got = f"a new leaf {name}"
-            todo = "Begin with a model state that holds it, or leave its collection out of "
+            todo = "Start with a model state that has it, or leave its collection out of "
             todo += "from_linen(mutable=)."
         elif after is None:
             got = f"none for leaf {name}"
@@ -122,18 +122,18 @@ def kept(where: str, old: PyTree, new: PyTree) -> PyTree:
 
 
 def copied(tree: PyTree) -> PyTree:
-    """A pytree with arrays of its own."""
+    """Copy all arrays of a pytree."""
     return jax.tree.map(jnp.array, tree)
 
 
 def named_leaves(tree: PyTree) -> dict[str, Any]:
-    """The leaves of a pytree by their paths, in order."""
+    """Return the leaves of a pytree by path, in order."""
     named = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path) or "itself": leaf for path, leaf in named}
 
 
 def differing(one: PyTree, other: PyTree) -> Iterator[tuple[str, str | None, str | None]]:
-    """The leaves in which two pytrees differ: the name, and what each has there, if anything."""
+    """Yield `(name, form, other form)` of the leaves that differ; None for a missing leaf."""
     forms, others = (
         {name: _form(leaf) for name, leaf in named_leaves(tree).items()} for tree in (one, other)
     )

@@ -19,39 +19,39 @@ def from_nnx(
     train_kwargs: Mapping[str, Any] | None = None,
     eval_kwargs: Mapping[str, Any] | None = None,
 ) -> "NnxModel":
-    """Makes a loss function of an NNX module and a loss of its outputs.
+    """Build a loss function from an NNX module and a loss of its outputs.
 
-    Parameters are the module's `nnx.Param`, the model state its other variables (BatchNorm
-    statistics), but for random streams and intermediates. For every microbatch all random
-    streams begin anew: at count 0, with a key made of the microbatch's key and the
-    stream's place in the module. In evaluation they are those of the module. What a call
-    writes into a parameter, as `nnx.WeightNorm` does, holds for that call: parameters are
-    the optimizer's.
+    The parameters are the module's `nnx.Param` variables; the model state is all others (such as
+    BatchNorm statistics) except random streams and intermediates. For each microbatch every
+    random stream is reseeded: count 0, and a key derived from the microbatch's key and the
+    stream's path in the module. In evaluation the module's own streams are used. A value that a
+    call writes to a parameter, as `nnx.WeightNorm` does, lasts for that call only: the optimizer
+    owns the parameters.
 
     Args:
-        model: The module. It stays as it is; `update` writes into it.
+        model: The module. It is not modified, except by `update`.
         loss: `loss(outputs, batch)`; returns a scalar, a vector of one loss per example,
-            or `Weighted`; or one of them and a dict of metrics, with
+            or `Weighted`; or one of these and a dict of metrics, with
             `build_train_step(..., has_aux=True)`.
-        inputs: What the module is called with: a key of the batch, or a function of the
-            batch that returns a tuple of arguments or a dict of keyword arguments. None:
-            the entry "x", "inputs" or "image" of a dict, the first of a tuple or list, the
-            array itself.
-        param_type: An NNX filter of the variables that are parameters; None for
-            `nnx.Param`. All others are model state. To freeze a part, leave it as it is and
-            use `trainable`, which saves the exchange.
-        train_kwargs: Keyword arguments in training. None: what an argument `train`,
-            `training`, `is_training`, `deterministic` or `use_running_average` of `__call__`
-            needs. The module is in the mode of `train()` in any case; `__call__` gets
-            `rngs` if it takes them.
-        eval_kwargs: Keyword arguments in evaluation, in the mode of `eval()`.
+        inputs: Inputs of the module: a key of the batch, or a function of the batch that
+            returns a tuple of arguments or a dict of keyword arguments. None: the entry "x",
+            "inputs" or "image" of a dict, the first item of a tuple or list, or the array
+            itself.
+        param_type: An NNX filter that selects the parameters; None for `nnx.Param`. All other
+            variables are model state. To freeze some parameters, use `trainable` instead, which
+            also saves their exchange.
+        train_kwargs: Keyword arguments in training. None: an argument `train`, `training`,
+            `is_training`, `deterministic` or `use_running_average` of `__call__` is set as
+            required. The module is in `train()` mode in any case; `__call__` gets `rngs` if it
+            accepts them.
+        eval_kwargs: Keyword arguments in evaluation, in `eval()` mode.
 
     Returns:
-        The model, with `params` and `model_state` to begin with.
+        The model, with initial `params` and `model_state`.
 
     Raises:
-        TypeError: An argument is of another kind than above.
-        ValueError: `param_type` chooses nothing; `__call__` has several switches.
+        TypeError: An argument has the wrong type.
+        ValueError: `param_type` selects nothing, or `__call__` has several switches.
 
     Examples:
         >>> import jax, numpy as np, optax
@@ -82,7 +82,7 @@ def from_nnx(
 
 
 def is_nnx(module: Any) -> bool:
-    """Whether it is an NNX module."""
+    """Return whether an object is an NNX module."""
     from flax import nnx
 
     return isinstance(module, nnx.Module)

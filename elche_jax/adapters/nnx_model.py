@@ -1,8 +1,8 @@
-"""The model of a Flax NNX module. Loaded when one is made, as it loads `flax.nnx`.
+"""`NnxModel`: the model of a Flax NNX module. Imported on first use, as it imports `flax.nnx`.
 
-The module is taken apart once: its graph, in training and in evaluation mode, and its
-variables, by what becomes of them. A call puts a module together, runs it, and reads the
-model state off it again; the user's module takes no part.
+The module is split once into its graphs, in training and evaluation mode, and its variables,
+sorted by role. A call merges them into a new module, runs it, and reads the model state back;
+the user's module is not involved.
 """
 
 import inspect
@@ -30,12 +30,12 @@ class Slot:
     """A variable of the module.
 
     Attributes:
-        path: Where it is, for flax.
-        names: The same as strings: its place in nested dicts.
-        kind: What becomes of it.
-        variable: The variable with shapes for its value; of an array that is an attribute
-            without a variable its shape.
-        value: Its value, if it is random or fixed.
+        path: Path in the module, as Flax gives it.
+        names: The path as strings: the keys in nested dicts.
+        kind: Role of the variable.
+        variable: The variable with a shape in place of its value; the bare shape if the
+            attribute is a plain array.
+        value: The value of a random or fixed variable.
     """
 
     path: tuple[Any, ...]
@@ -46,7 +46,7 @@ class Slot:
 
 
 class NnxModel(Model):
-    """A `Model` of an NNX module; made by `from_nnx`."""
+    """A `Model` of an NNX module; created by `from_nnx`."""
 
     def __init__(
         self, where: str, module: Any, loss: Any, inputs: Any, param_type: Any, train_kwargs: Any,
@@ -75,23 +75,23 @@ class NnxModel(Model):
 
     @property
     def params(self) -> dict[str, Any]:
-        """The module's parameters as they are now, copied: nested dicts, keys are strings."""
+        """A copy of the module's current parameters: nested dicts with string keys."""
         return copied(self._read("params", self._module))
 
     @property
     def model_state(self) -> dict[str, Any] | None:
-        """The module's other variables as they are now, copied; None if there are none."""
+        """A copy of the module's current model state; None if there is none."""
         return copied(self._read("model_state", self._module))
 
     def merge(self, params: PyTree, model_state: PyTree = None) -> Any:
-        """A new module with these values, in the mode of the one given to `from_nnx`.
+        """Return a new module with these values, in the mode of the one passed to `from_nnx`.
 
         Args:
-            params: Parameters, one copy of them.
-            model_state: The model state, if there is one.
+            params: One copy of the parameters.
+            model_state: The model state, if any.
 
         Returns:
-            The module. Its random streams begin as those of the original.
+            The module. Its random streams start like those of the original.
 
         Raises:
             ValueError: A leaf is missing, unknown, of another shape, or holds the copies
@@ -101,34 +101,33 @@ class NnxModel(Model):
         return nnx.merge(self._graph, self._state(values))
 
     def update(self, params: PyTree, model_state: PyTree = None) -> None:
-        """Writes these values into the module given to `from_nnx`.
+        """Write these values into the module passed to `from_nnx`.
 
         Args:
-            params: Parameters, one copy of them.
-            model_state: The model state, if there is one.
+            params: One copy of the parameters.
+            model_state: The model state, if any.
 
         Raises:
-            ValueError: As by `merge`.
+            ValueError: As raised by `merge`.
         """
         values = self._given("Model.update", params, model_state)
         trained = [slot for slot in self._slots if slot.kind in ("params", "model_state")]
         nnx.update(self._module, self._state(values, trained))
 
     def trainable(self, chosen: Any) -> dict[str, Any]:
-        """What `build_train_step(..., trainable=)` takes, from a filter of flax.
+        """Return the `trainable` argument of `build_train_step` for an NNX filter.
 
-        Parameters that the filter leaves out are frozen: no gradient, no optimizer state,
-        no exchange.
+        Parameters not selected are frozen: no gradient, no optimizer state, no exchange.
 
         Args:
-            chosen: An NNX filter, `nnx.LoRAParam` or `nnx.PathContains("head")` say.
+            chosen: An NNX filter such as `nnx.LoRAParam` or `nnx.PathContains("head")`.
 
         Returns:
             Bools in the structure of the parameters.
 
         Raises:
-            TypeError: It is no filter.
-            ValueError: The filter chooses no parameter.
+            TypeError: `chosen` is not a filter.
+            ValueError: The filter selects no parameter.
         """
         is_chosen = _predicate("Model.trainable", "chosen", chosen)
         slots = [slot for slot in self._slots if slot.kind == "params"]
@@ -139,7 +138,7 @@ class NnxModel(Model):
         return unflatten_dict(flags)
 
     def as_state(self, params: PyTree) -> Any:
-        """Parameters as an `nnx.State`."""
+        """Return parameters as an `nnx.State`."""
         slots = [slot for slot in self._slots if slot.kind == "params"]
         return self._state(self._found("params", params, "Pass all of them."), slots)
 
@@ -156,7 +155,7 @@ class NnxModel(Model):
         return "params" if self._is_param(path, variable) else "model_state"
 
     def _read(self, kind: Kind, module: Any) -> dict[str, Any] | None:
-        """The values of a kind that a module has now, new variables among them."""
+        """Return the module's current values of one kind, including new variables."""
         found = {
             tuple(map(str, path)): _value(variable)
             for path, variable in _flat(module)
@@ -167,14 +166,14 @@ class NnxModel(Model):
     def run(
         self, params: PyTree, model_state: PyTree, batch: Any, rng: Any, train: bool
     ) -> tuple[Any, PyTree]:
-        """The outputs for a microbatch, and in training the model state after it."""
+        """Return the outputs for a microbatch and, in training, the new model state."""
         args, kwargs = self._call.arguments(batch, train)
         if self._rngs is not None and train:
             kwargs.setdefault("rngs", nnx.Rngs(rng))
         elif self._rngs is not None and self._rngs.default is inspect.Parameter.empty:
             kwargs.setdefault("rngs", None)
-        values = self._found("params", params, "Begin with model.params.")
-        todo = "Begin with train.init(model.params, model_state=model.model_state)."
+        values = self._found("params", params, "Start with model.params.")
+        todo = "Start with train.init(model.params, model_state=model.model_state)."
         values |= self._found("model_state", model_state, todo)
         random = [slot for slot in self._slots if slot.kind == "random"]
         if train:
@@ -184,7 +183,7 @@ class NnxModel(Model):
         return outputs, self._read("model_state", module) if train else None
 
     def _given(self, where: str, params: PyTree, model_state: PyTree) -> dict[Any, Any]:
-        """Copies of what the user gives for the module's variables, checked."""
+        """Return checked copies of the values that the user passed for the variables."""
         check_one_copy(where, "params", params)
         check_one_copy(where, "model_state", model_state)
         values = self._found("params", params, "Pass params=.", where)
@@ -202,7 +201,7 @@ class NnxModel(Model):
     def _found(
         self, kind: Kind, tree: PyTree, todo: str, where: str | None = None
     ) -> dict[tuple[str, ...], Any]:
-        """The values of the variables of a kind, from nested dicts."""
+        """Return the values of the variables of one kind, from nested dicts."""
         where = where or self._where
         found: dict[tuple[str, ...], Any] = {}
         for slot in self._slots:
@@ -224,7 +223,7 @@ class NnxModel(Model):
         return found
 
     def _state(self, values: Mapping[Any, Any], slots: list[Slot] | None = None) -> Any:
-        """An `nnx.State` of fresh variables."""
+        """Return an `nnx.State` of new variables."""
         chosen = self._slots if slots is None else slots
         held = [values.get(slot.names, slot.value) for slot in chosen]
         return nnx.from_flat_state(
@@ -234,10 +233,10 @@ class NnxModel(Model):
 
 
 def _predicate(where: str, argument: str, chosen: Any) -> Callable[[Any, Any], bool]:
-    """What a filter of flax chooses."""
+    """Return the predicate of an NNX filter."""
     try:
         return nnx.filterlib.to_predicate(chosen)
-    except (TypeError, ValueError):  # flax fails while it words its own
+    except (TypeError, ValueError):  # Flax fails while formatting its own message
         rule = "be an NNX filter"
         raise TypeError(check.message(where, argument, rule, check.describe(chosen))) from None
 
@@ -255,11 +254,11 @@ def _value(leaf: Any) -> Any:
 
 
 def _reseeded(slot: Slot, rng: Any) -> Any:
-    """What a random stream begins a microbatch with."""
+    """Return the initial value of a random stream for a microbatch."""
     if not isinstance(slot.variable, nnx.RngKey):
         return jnp.zeros_like(slot.value)
-    # of its place, not its number, so that other layers do not change it; and not Python's
-    # own hash, which is another one in every process
+    # derived from the path, not an index, so that other layers do not change it; crc32, as
+    # Python's hash differs between processes
     key = jax.random.fold_in(rng, zlib.crc32("/".join(slot.names).encode()))
     return jax.random.split(key, slot.value.shape) if slot.value.shape else key
 

@@ -1,1 +1,1 @@
-"""A run on the disk: what it is made of, written whole or not at all, and taken up again."""
+"""Checkpoints of a run: atomic, verified by checksums, and restored on any devices."""

@@ -1,11 +1,11 @@
-"""`Checkpointer`: saves a run while it goes on, and takes it up again."""
+"""`Checkpointer`: saves a run during training and restores it."""
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from os.path import exists  # unlike that of a path it takes any name
+from os.path import exists  # unlike Path.exists, accepts any name
 from pathlib import Path
 from textwrap import shorten
 from typing import IO, Any, NamedTuple
@@ -38,7 +38,7 @@ from elche_jax.train.step import TrainStep
 logger = logging.getLogger("elche_jax")
 
 COUNTS = "counts_history"
-"""Name of the array of counts beside the leaves of the state."""
+"""Name under which the counts are saved next to the leaves of the state."""
 
 Notes = Callable[[], Mapping[str, Any]]
 
@@ -47,19 +47,19 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written.
 
     Attributes:
-        result: What `Trainer.fit` would have returned, if it is raised at the end.
+        result: The result of `Trainer.fit`, if the error is raised after training has finished.
     """
 
     result: Any = None
 
 
 class Restored(NamedTuple):
-    """Where a run goes on.
+    """The point from which a run resumes.
 
     Attributes:
-        state: The state.
-        cursor: The place in the data; None at the beginning.
-        notes: What else was saved.
+        state: The training state.
+        cursor: The place in the data; None at the start.
+        notes: The notes saved with it.
     """
 
     state: TrainState
@@ -68,31 +68,31 @@ class Restored(NamedTuple):
 
 
 class Checkpointer:
-    """Checkpoints of a training step's run, for loops of your own.
+    """Save and restore checkpoints of a training step in your own loop.
 
-    A checkpoint holds all that the run needs to go on as if it had not stopped: the state,
-    the cadence's state and `counts_history`, the guard's history, and the place in the
-    data. The state is copied on the devices, which takes no time to speak of; a thread
-    fetches and writes it while training goes on. A checkpoint is whole or absent, whenever
-    the process is killed, and one whose bytes have changed is noticed.
+    A checkpoint holds everything the run needs to continue as if it had not stopped: the state,
+    the cadence's state and `counts_history`, the guard's history, and the place in the data.
+    The state is copied on the devices, which is quick; a thread fetches and writes the copy
+    while training continues. A checkpoint is either complete or absent, even if the process is
+    killed at any moment, and checksums detect changed bytes.
 
-    Of `Checkpoints` the loop here follows `every_windows` and `every_seconds`; where an
-    epoch ends, `save(..., force=True)` is the loop's own. Leave by `with` or `close`: what
-    is still being written when the program ends may be lost.
+    Of the intervals of `Checkpoints`, `save` follows `every_windows` and `every_seconds`; call
+    `save(..., force=True)` yourself at the end of an epoch. Close it with `with` or `close`: a
+    checkpoint still being written when the program ends may be lost.
 
     Attributes:
-        written: Windows that the newest checkpoint on the disk holds, of those saved by this
-            object; None before.
+        written: Number of windows in the newest checkpoint that this object has written; None
+            before the first.
 
     Args:
         train: The training step.
-        checkpoints: Where and how often; with a folder.
+        checkpoints: Where and when to save; its folder must be set.
 
     Raises:
         ValueError: There is no folder, or the job has several processes.
-        RuntimeError: Another process, or another `Checkpointer`, is at work there.
-        OSError: It cannot be made, with `on_error="now"`; otherwise training goes on without
-            checkpoints, and `close` raises `CheckpointError`.
+        RuntimeError: Another process, or another `Checkpointer`, uses the folder.
+        OSError: The folder cannot be created, with `on_error="now"`; otherwise training runs
+            without checkpoints, and `close` raises `CheckpointError`.
 
     Examples:
         >>> import tempfile, elche_jax as elche, jax, numpy as np, optax
@@ -129,55 +129,55 @@ class Checkpointer:
         self._train, self._checkpoints, self._folder = train, checkpoints, folder.absolute()
         self.written: int | None = None
         self._thread: threading.Thread | None = None
-        self._over = threading.Event()  # of the thread
+        self._done = threading.Event()  # set at the end of the thread
         self._error: BaseException | None = None
         self._step: int | None = None
         self._last = time.monotonic()
         self._lock: IO[str] | None = None
-        self._made = [path for path in (self._folder, *self._folder.parents) if not exists(path)]
-        self._unwanted: list[Path] = []  # those of them to remove again
+        self._created = [path for path in (self._folder, *self._folder.parents) if not exists(path)]
+        self._unwanted: list[Path] = []  # created folders to remove again in `close`
         self._store = self._open()
 
     def _open(self) -> Store | None:
-        """The folder; None if it cannot be made and training is to go on without."""
+        """Open the folder; return None if that fails and training shall run without checkpoints."""
         asked = self._checkpoints
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._lock = lock(self._folder)  # before anything in it is touched
+            self._lock = lock(self._folder)  # before anything in it is changed
             return Store(self._folder, asked.keep_last, asked.keep_best, asked.mode, asked.monitor)
         except OSError as error:
             if self._lock is not None:
                 self._lock.close()
             if asked.on_error == "now":
                 raise
-            logger.warning("elche: there will be no checkpoints: %s", _in_words(error))
+            logger.warning("elche: no checkpoints will be written: %s", _describe(error))
             self._error = error
             return None
 
     def restore(self, state: TrainState, resume: str = "auto") -> tuple[TrainState, Cursor | None]:
-        """Takes up the newest checkpoint that is whole.
+        """Restore the newest intact checkpoint.
 
-        A damaged one is renamed, and the log says so. Another number of
-        devices is no obstacle: what is the same on all of them is copied, what each has
-        of its own is averaged, and the cadence begins anew.
+        Damaged checkpoints are renamed and logged. The number of devices may differ: replicated
+        leaves are copied, leaves that differ between devices are averaged, and the cadence
+        starts afresh.
 
         Args:
-            state: What `init` gave; returned if there is no checkpoint.
-            resume: `"auto"`: begin if there is none. `"must"`: that is an error.
-                `"never"`: any checkpoint in the folder is one.
+            state: The state from `init`; returned as it is if there is no checkpoint.
+            resume: `"auto"`: start if there is no checkpoint. `"must"`: raise an error if there
+                is none. `"never"`: raise an error if there is one.
 
         Returns:
-            The state and the cursor for `train.windows`; None at the beginning.
+            The state and the cursor for `train.windows`; the cursor is None at the start.
 
         Raises:
-            ValueError: The checkpoint is of another model or optimizer: the first leaf that
-                differs is named. Or of a format of another version; or `resume` does not
-                allow what is in the folder.
+            ValueError: The checkpoint is of another model or optimizer (the message names the
+                first leaf that differs) or has another format version, or `resume` does not
+                permit what is in the folder.
         """
         return self.restore_all(state, resume)[:2]
 
     def restore_all(self, state: TrainState, resume: str = "auto") -> Restored:
-        """As `restore`, with the notes that were saved."""
+        """Restore like `restore`, and return the saved notes, too."""
         check.one_of("Checkpointer.restore", "resume", resume, RESUME)
         folder, store = self._folder, self._store
         if resume == "never":
@@ -191,26 +191,26 @@ class Checkpointer:
         saved = None if store is None else store.newest()
         if saved is None:
             if resume == "must":
-                self._unwanted = self._made
+                self._unwanted = self._created
                 raise none_there(folder)
             return Restored(state, None, {})
         notes, state = saved.notes, self._state(state, saved)
         self._train.restore_run(notes["run"] | {"counts": saved.leaves[COUNTS]})
         self._step = saved.step
-        logger.info("elche: goes on after window %d, from %s.", saved.step, folder)
+        logger.info("elche: resumed after window %d from %s.", saved.step, folder)
         return Restored(state, Cursor.from_dict(notes["cursor"]), notes["notes"])
 
     def best(self, state: TrainState) -> TrainState:
-        """The state of the checkpoint with the best score, see `Checkpoints.keep_best`.
+        """Return the state of the checkpoint with the best score, see `Checkpoints.keep_best`.
 
-        It is meant to be used, not to be trained further: the run does not learn of it.
+        Use it for inference, not to train further: cadence and cursor are not restored.
 
         Args:
-            state: What `init` gave.
+            state: The state from `init`.
 
         Raises:
             ValueError: No checkpoint has a score, or it is of another model.
-            DamagedCheckpoint: It is not what was written.
+            DamagedCheckpoint: The checkpoint is damaged.
         """
         ranked = [] if self._store is None else self._store.ranked
         if self._store is None or not ranked:
@@ -221,7 +221,7 @@ class Checkpointer:
         return self._state(state, self._store.read(ranked[0]))
 
     def due(self, window: Window) -> bool:
-        """Whether it is time for a checkpoint, by windows or by seconds."""
+        """Return whether a checkpoint is due by number of windows or by time."""
         every, seconds = self._checkpoints.every_windows, self._checkpoints.every_seconds
         if every is not None and (window.index + 1) % every == 0:
             return True
@@ -236,28 +236,27 @@ class Checkpointer:
         score: float | None = None,
         notes: Notes | None = None,
     ) -> bool:
-        """Saves a run if it is due.
+        """Save a checkpoint if it is due.
 
-        Waits for the windows under way, so that all that is known of them is saved as well,
-        and for the checkpoint before, if it is still being written; the rest is done while
-        training goes on.
+        Waits for the windows in flight, so that their measurements are saved too, and for the
+        previous checkpoint if it is still being written; the rest overlaps with training.
 
         Args:
-            state: What `train` has returned for this window.
-            window: The window.
+            state: The state that `train` returned for this window.
+            window: The window trained last.
             force: Save even if it is not due.
-            score: What says how good it is, for `keep_best`.
-            notes: Gives what else is to be saved, for JSON; called by the thread.
+            score: Score of the state, for `keep_best`.
+            notes: Returns further data to save as JSON; called on the writing thread.
 
         Returns:
-            Whether it is being saved.
+            Whether a checkpoint is being saved.
 
         Raises:
             CheckpointError: An earlier one could not be written, with `on_error="now"`.
-            NonFiniteError, ReplicaMismatch: Of a window under way.
-            TypeError: `window` is none.
-            ValueError: The folder has a checkpoint of this window or a later one, which
-                `restore` was not asked for; or another window was trained since.
+            NonFiniteError, ReplicaMismatch: Raised by a window in flight.
+            TypeError: `window` is not a window.
+            ValueError: The folder already has a checkpoint of this window or a later one, as
+                `restore` was not called; or another window was trained since.
         """
         self.check()
         pipeline = self._train.pipeline_of(window, "Checkpointer.save")
@@ -282,41 +281,42 @@ class Checkpointer:
         snapshot, known = take(state, self._train.common(state)), self._train.run_to_dict()
         job = (store, window, snapshot, known, score, notes)
         thread = threading.Thread(target=self._write, args=job, name="elche-checkpoint")
-        self._over.clear()
+        self._done.clear()
         thread.start()
         self._thread = thread
         self._forget = before_exit(thread.join)
         return True
 
     def wait(self) -> None:
-        """Waits until what was saved is on the disk, or has failed."""
+        """Wait until the last checkpoint is on disk or has failed."""
         if self._thread is not None:
-            with interruptible():  # a join that is interrupted takes the thread for ended (3.11)
-                self._over.wait()
+            # not Thread.join: on Python 3.11 an interrupted join marks the thread as ended
+            with interruptible():
+                self._done.wait()
             self._thread.join()
             self._forget()
             self._thread = None
 
     def check(self) -> None:
-        """Raises what kept a checkpoint from being written, with `on_error="now"`.
+        """Raise the error of a failed checkpoint, if `on_error="now"`.
 
         Raises:
-            CheckpointError: What it was.
+            CheckpointError: A checkpoint could not be written.
         """
         if self._error is not None and self._checkpoints.on_error == "now":
             self._raise()
 
     def close(self) -> None:
-        """Waits for the last checkpoint and releases the folder.
+        """Wait for the last checkpoint and release the folder.
 
         Raises:
-            CheckpointError: One could not be written.
+            CheckpointError: A checkpoint could not be written.
         """
         try:
             self.wait()
         finally:
             if self._unwanted and self.written is None:
-                with suppress(OSError):  # somebody has put something there
+                with suppress(OSError):  # the folder is no longer empty
                     (self._folder / ".lock").unlink(missing_ok=True)
                     for path in self._unwanted:
                         path.rmdir()
@@ -338,14 +338,14 @@ class Checkpointer:
         error, self._error = self._error, None
         assert error is not None
         raise CheckpointError(
-            f"checkpoints: {self._folder} must take checkpoints, but {_in_words(error)}"
+            f"checkpoints: {self._folder} must take checkpoints, but {_describe(error)}"
         ) from error
 
     def _write(
         self, store: Store, window: Window, snapshot: Snapshot, run: Mapping[str, Any],
         score: float | None, more: Notes | None,
     ) -> None:  # fmt: skip
-        """Fetches and writes a checkpoint; the thread's work."""
+        """Fetch and write a checkpoint, on the thread."""
         begun, step = time.perf_counter(), window.index + 1
         try:
             notes = {
@@ -356,11 +356,11 @@ class Checkpointer:
             }
             leaves = snapshot.fetch() | {COUNTS: run["counts"]}
             size = store.save(step, leaves, snapshot.own, notes, score)
-        except BaseException as error:  # raised in the loop, or at the end
-            if self._error is None:  # on a full disk the next ones fail as well
+        except BaseException as error:  # raised later by `check` or `close`
+            if self._error is None:  # log once: on a full disk all of them fail
                 logger.warning(
                     "elche: the checkpoint of window %d was not written: %s. Later failures are "
-                    "not logged.", step, _in_words(error),
+                    "not logged.", step, _describe(error),
                 )  # fmt: skip
             self._error, self._step = self._error or error, None
         else:
@@ -371,10 +371,10 @@ class Checkpointer:
                     seconds=time.perf_counter() - begun, size=size, path=str(step),
                 )  # fmt: skip
         finally:
-            self._over.set()
+            self._done.set()
 
     def _state(self, state: TrainState, saved: Saved) -> TrainState:
-        """What was saved, placed like a state that is there."""
+        """Place a saved state on the devices, like an existing state."""
         specs = {name: spec for name, spec in saved.specs.items() if name != COUNTS}
         differs = difference(state, specs)
         if differs:
@@ -393,13 +393,13 @@ class Checkpointer:
         return put(state, rows, train.devices)
 
 
-def _in_words(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return shorten(f"{type(error).__name__}: {error}", 300)
 
 
 def none_there(folder: Path) -> ValueError:
-    """The error if a run is to go on, but there is none."""
+    """Return the error for `resume="must"` without a checkpoint."""
     return ValueError(
         f"checkpoints: {folder} must hold a whole checkpoint with resume='must', got none. Pass "
-        "resume='auto' to begin."
+        "resume='auto' to start."
     )

@@ -1,4 +1,4 @@
-"""Errors that occur while another one is being raised."""
+"""Errors during the handling of another error."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -6,10 +6,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def beside(first: BaseException | None) -> Generator[None]:
-    """Adds an error in the block to the one that is being raised, as a note.
+    """Turn an error of the block into a note on an error that is already being raised.
 
     Args:
-        first: The error being raised; if None, the one in the block is raised.
+        first: The error being raised; if None, errors of the block propagate.
 
     Examples:
         >>> first = ValueError("first")
@@ -23,5 +23,5 @@ def beside(first: BaseException | None) -> Generator[None]:
     except Exception as second:
         if first is None:
             raise
-        if repr(second) != repr(first):  # the same error again says nothing new
+        if repr(second) != repr(first):  # not the same error again
             first.add_note(f"Besides, {second}")

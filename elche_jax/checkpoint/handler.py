@@ -1,9 +1,9 @@
-"""How a checkpoint is written: by orbax, with nothing under way any more once an error is raised.
+"""Orbax handler that has no write in flight when it raises an error.
 
-orbax writes its items and their arrays concurrently, in event loops that it closes with the
-first error. On a full disk nearly all of them fail: the others then find a closed loop, print a
-traceback each, and still write into the folder while it is deleted. So the items are written one
-after another here, and all arrays are waited for.
+Orbax writes items and arrays concurrently in event loops, which it closes on the first error. On
+a full disk nearly all writes fail: the remaining ones find a closed loop, print a traceback each,
+and still write into the folder while it is being deleted. This handler therefore writes the items
+one after another and waits for all arrays.
 """
 
 import json
@@ -19,12 +19,12 @@ from elche_jax.checkpoint.store import MANIFEST, STATE
 
 
 class Arrays(ocp.type_handlers.NumpyHandler):
-    """Writes arrays as orbax does; it waits for all of them even after an error."""
+    """Write arrays like Orbax, but wait for all of them even after an error."""
 
     async def serialize(
         self, values: Sequence[np.ndarray], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[ocp.Future]:
-        """Writes arrays; they are on the disk when this returns."""
+        """Write arrays; they are on disk when this returns."""
         specs = [_spec(value, info) for value, info in zip(values, infos, strict=True)]
         opening = [
             ts.open(spec, create=True, open=True, context=info.ts_context)
@@ -40,12 +40,12 @@ def _spec(value: np.ndarray, info: Any) -> Any:
         info, use_ocdbt=True, global_shape=value.shape, local_shape=value.shape,
         dtype=value.dtype, process_index=0,
     )  # fmt: skip
-    # orbax 0.12.0 to 0.12.4 leave it to the caller to name the type
+    # orbax 0.12.0 to 0.12.4 do not set the dtype
     return ts.Spec({"dtype": value.dtype.name} | spec)
 
 
 def _all(futures: Iterable[Any]) -> list[Any]:
-    """Waits for all, then gives their results or raises the first error."""
+    """Wait for all futures, then return their results or raise the first error."""
     futures = list(futures)
     errors = [future.exception() for future in futures]
     for error in errors:
@@ -56,11 +56,11 @@ def _all(futures: Iterable[Any]) -> list[Any]:
 
 @dataclass
 class Content(ocp.args.CheckpointArgs):
-    """A checkpoint to be written.
+    """The content of a checkpoint.
 
     Attributes:
         arrays: Nested dicts of arrays.
-        manifest: The list of them, for JSON.
+        manifest: The manifest of the arrays, as JSON values.
     """
 
     arrays: dict[str, Any]
@@ -68,7 +68,7 @@ class Content(ocp.args.CheckpointArgs):
 
 
 class Handler(ocp.CheckpointHandler):
-    """Writes a checkpoint into the folder that an `ocp.Checkpointer` moves to its place."""
+    """Write a checkpoint to the temporary folder that `ocp.Checkpointer` renames when done."""
 
     def __init__(self):
         registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, Arrays()))
@@ -77,7 +77,7 @@ class Handler(ocp.CheckpointHandler):
         )
 
     def save(self, directory: Any, *_: Any, args: Content) -> None:
-        """Writes it."""
+        """Write the arrays, then the manifest."""
         (directory / STATE).mkdir()
         self._state.save(directory / STATE, args=ocp.args.PyTreeSave(args.arrays))
         self._state.finalize(directory / STATE)
@@ -86,11 +86,11 @@ class Handler(ocp.CheckpointHandler):
         manifest.write_text(json.dumps(args.manifest))
 
     def restore(self, directory: Any, *_: Any, **__: Any) -> Any:
-        """Never called: orbax raises errors of many kinds, so `Store` reads by itself."""
+        """Not used: `Store` reads checkpoints itself, as Orbax raises errors of many kinds."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Ends orbax's threads."""
+        """Stop the threads of Orbax."""
         self._state.close()
 
 

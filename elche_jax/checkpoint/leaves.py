@@ -1,4 +1,4 @@
-"""Pytrees by name: what a checkpoint calls the leaves, and whether they are still the same."""
+"""Leaves of a checkpoint: their names, encodings and checksums."""
 
 import hashlib
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 PyTree = Any
 
 PLAIN = "biufc"
-"""Kinds of dtypes that are written as they are; the bytes of others are."""
+"""Dtype kinds written as they are; of all others the bytes are written."""
 
 
 @dataclass(frozen=True)
 class LeafSpec:
-    """What is known of a saved leaf.
+    """Description of a saved leaf, for the manifest.
 
     Attributes:
-        shape: Its shape; with the devices' axis first where each device has its own.
-        dtype: Name of its dtype.
-        own: Whether each device has its own.
-        digest: Of its bytes.
+        shape: Shape; if `own`, the first axis is that of the devices.
+        dtype: Name of the dtype.
+        own: Whether each device has its own value.
+        digest: Checksum of the bytes.
     """
 
     shape: tuple[int, ...]
@@ -32,15 +32,15 @@ class LeafSpec:
 
     @classmethod
     def of(cls, array: np.ndarray, own: bool) -> "LeafSpec":
-        """That of an array."""
+        """Describe an array."""
         return cls(array.shape, array.dtype.name, own, digest(array))
 
 
 def names_of(tree: PyTree) -> list[str]:
-    """Names of the leaves, in their order: `"params/dense/kernel"`.
+    """Return the names of the leaves in order, such as `"params/dense/kernel"`.
 
     Raises:
-        ValueError: Two leaves have one name, as under the keys `1` and `"[1]"` of a dict.
+        ValueError: Two leaves have the same name, as under the dict keys `1` and `"[1]"`.
     """
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     names = ["/".join(map(_part, path)) for path in paths]
@@ -62,28 +62,28 @@ def _part(key: Any) -> str:
         text = str(key.idx)
     else:
         text = jax.tree_util.keystr((key,))
-    # a dot separates names in the files
+    # Orbax joins names with dots
     return text.replace("%", "%25").replace("/", "%2F").replace(".", "%2E") or "%"
 
 
 def digest(content: np.ndarray | bytes) -> str:
-    """Tells whether bytes are still the same; an array of zero size has one too."""
+    """Return the checksum of bytes or of an array, which may be empty."""
     data: Any = content
     if isinstance(content, np.ndarray):
         data = np.ascontiguousarray(content).reshape(-1).view(np.uint8)
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def written(array: np.ndarray) -> np.ndarray:
-    """What is written of an array: itself, or its bytes if the dtype is not a standard one."""
+def encode(array: np.ndarray) -> np.ndarray:
+    """Return the array to write: the array itself, or its bytes if its dtype is not built in."""
     array = np.ascontiguousarray(array)
     if array.dtype.kind in PLAIN and array.dtype.isbuiltin == 1:
         return array
     return array.reshape(-1).view(np.uint8)
 
 
-def unwritten(array: np.ndarray, spec: LeafSpec) -> np.ndarray:
-    """The inverse of `written`."""
+def decode(array: np.ndarray, spec: LeafSpec) -> np.ndarray:
+    """Invert `encode`."""
     dtype = np.dtype(spec.dtype)
     if array.dtype != dtype:
         array = np.ascontiguousarray(array).view(dtype)

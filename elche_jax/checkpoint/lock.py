@@ -1,4 +1,4 @@
-"""One writer per folder."""
+"""A lock that allows one writer per folder."""
 
 import os
 from pathlib import Path
@@ -6,15 +6,15 @@ from typing import IO
 
 try:
     import fcntl
-except ImportError:  # not on Windows, where the folder is not locked
+except ImportError:  # Windows: the folder is not locked
     fcntl = None
 
 
 def lock(folder: Path) -> IO[str] | None:
-    """Locks a folder until the returned file is closed or the process ends.
+    """Lock a folder until the returned file is closed or the process ends.
 
     Raises:
-        RuntimeError: Another process, or another object of this one, holds it.
+        RuntimeError: Another process, or another object of this process, holds the lock.
     """
     if fcntl is None:
         return None

@@ -1,8 +1,8 @@
-"""`Checkpoints`: where and when, and what is kept."""
+"""`Checkpoints`: where and when to save checkpoints, and which to keep."""
 
 from dataclasses import dataclass
 from os import PathLike
-from os.path import expanduser  # leaves the name of an unknown user as it is
+from os.path import expanduser  # keeps the name of an unknown user as it is
 from pathlib import Path
 
 from elche_jax import _check as check
@@ -12,24 +12,24 @@ RESUME = ("never", "auto", "must")
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where checkpoints go, how often, and which are kept.
+    """Where to save checkpoints, how often, and which to keep.
 
     Attributes:
-        folder: The folder, made if it is missing; `~` is the home folder.
-            `Trainer.fit(run_dir=...)` has one of its own if this is None.
-        every_windows: A checkpoint after every so many windows, at least 1; or None.
-        every_seconds: One at the first window after so many seconds, above 0; or None.
-        every_epochs: One at the end of every so many epochs, at least 1; or None. Only
-            `Trainer` knows of the end of an epoch.
-        keep_last: How many of the newest are kept, at least 1.
-        keep_best: How many of the best are kept in addition, at least 0; those with
-            a new value of `monitor`.
-        monitor: The metric that says which are best: the name of one of an evaluation, or
-            `"loss"`, which without such an evaluation is the epoch's.
-        mode: `"min"` or `"max"`: which of its values are better.
-        on_error: `"now"`: what keeps a checkpoint from being written, a full disk say, is
-            raised in the loop at the next window. `"end"`: training goes on, and it is
-            raised at the end.
+        folder: The folder, created if missing; `~` is the home folder. If None,
+            `Trainer.fit(run_dir=...)` uses a folder in `run_dir`.
+        every_windows: Save after every N-th window, N at least 1; or None.
+        every_seconds: Save at the first window after this many seconds, above 0; or None.
+        every_epochs: Save at the end of every N-th epoch, N at least 1; or None. Used by
+            `Trainer` only.
+        keep_last: How many of the newest checkpoints to keep, at least 1.
+        keep_best: How many of the best checkpoints to keep in addition, at least 0. Only
+            checkpoints with a new value of `monitor` count.
+        monitor: The metric that ranks checkpoints: the name of an evaluation metric, or
+            `"loss"`, which is the epoch's training loss unless an evaluation has that name.
+        mode: `"min"` or `"max"`: whether lower or higher values are better.
+        on_error: `"now"`: if a checkpoint cannot be written, on a full disk for instance, raise
+            the error in the loop at the next window. `"end"`: continue training, and raise it
+            at the end.
 
     Raises:
         TypeError: A value is of another type.

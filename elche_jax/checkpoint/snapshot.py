@@ -1,4 +1,4 @@
-"""From the devices to the host and back: what a checkpoint holds of a training state."""
+"""Copies of a training state from the devices to the host and back."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Copies of a state, on the devices or on their way.
+    """Copies of a state on the devices, possibly still being computed.
 
     Attributes:
-        names: Of the leaves.
-        copies: For each leaf one array `(1, ...)`; one per device if they have their own.
+        names: Names of the leaves.
+        copies: For each leaf, one array `(1, ...)`, or one per device if their values differ.
     """
 
     names: list[str]
@@ -30,12 +30,12 @@ class Snapshot:
 
     @property
     def own(self) -> frozenset[str]:
-        """Names of the leaves of which each device has its own."""
+        """Names of the leaves of which each device has its own value."""
         pairs = zip(self.names, self.copies, strict=True)
         return frozenset(name for name, copies in pairs if len(copies) > 1)
 
     def fetch(self) -> dict[str, np.ndarray]:
-        """The arrays by name, on the host; waits for the devices."""
+        """Return the arrays by name, on the host; wait for the devices."""
         leaves = {}
         for name, copies in zip(self.names, self.copies, strict=True):
             rows = [np.asarray(copy) for copy in copies]
@@ -49,11 +49,11 @@ def _copies(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def take(state: TrainState, common: TrainState) -> Snapshot:
-    """Copies a state on the devices, so that training may go on with its buffers.
+    """Copy a state on the devices, so that training may reuse its buffers.
 
     Args:
         state: The stacked state.
-        common: What of it is the same on all devices: of that the first one's is enough.
+        common: The replicated part of the state, copied from the first device only.
 
     Returns:
         The copies; nothing is waited for.
@@ -72,11 +72,11 @@ def take(state: TrainState, common: TrainState) -> Snapshot:
 
 
 def difference(like: TrainState, specs: Mapping[str, LeafSpec]) -> str:
-    """Where a state and what was saved differ, in words; empty if they do not.
+    """Describe the first difference between a state and a saved one; empty if there is none.
 
     Args:
         like: A stacked state.
-        specs: What is known of the saved leaves.
+        specs: Descriptions of the saved leaves.
     """
     shapes = {
         name: (tuple(leaf.shape[1:]), np.dtype(leaf.dtype).name)
@@ -99,11 +99,10 @@ def stacked(
     specs: Mapping[str, LeafSpec],
     world_size: int,
 ) -> TrainState:
-    """What was saved in the structure of a state, with one row for each device it was of.
+    """Return saved leaves in the structure of a state, with one row per device of the saved run.
 
-    Leaves are host arrays `(world_size, ...)`, typed keys as their raw data.
+    Leaves are host arrays `(world_size, ...)`; typed keys are their raw data.
     """
-
     rows = [
         leaves[name] if specs[name].own else repeated(leaves[name], world_size)
         for name in names_of(like)
@@ -112,24 +111,26 @@ def stacked(
 
 
 def own_names(state: TrainState, common: TrainState) -> set[str]:
-    """Names of the leaves of which each device has its own."""
+    """Return the names of the leaves of which each device has its own value."""
     same = set(map(id, jax.tree.leaves(common)))
     leaves = zip(names_of(state), jax.tree.leaves(state), strict=True)
     return {name for name, leaf in leaves if id(leaf) not in same}
 
 
 def repeated(leaf: np.ndarray, world_size: int) -> np.ndarray:
-    """Rows for several devices of one device's host array."""
+    """Repeat the host array of one device as rows for several devices."""
     return np.broadcast_to(leaf, (world_size, *leaf.shape))
 
 
 def put(like: TrainState, rows: TrainState, devices: Sequence[jax.Device]) -> TrainState:
-    """Places rows of host arrays, `(len(devices), ...)`, like a state that is there."""
+    """Place rows of host arrays, `(len(devices), ...)`, on devices like an existing state."""
     sharding = stacked_sharding(devices)
 
     def place(leaf: Any, array: np.ndarray) -> jax.Array:
         shards = [
-            jax.device_put(np.array(array[rank])[None], device)  # a copy, the CPU reads it in place
+            jax.device_put(
+                np.array(array[rank])[None], device
+            )  # copied: the CPU backend aliases host memory
             for rank, device in enumerate(devices)
         ]
         placed = stack_shards(shards, sharding, array.shape)

@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: each whole or absent, and known to be as it was written."""
+"""A folder of checkpoints, each either complete or absent, with checksums."""
 
 import json
 import logging
@@ -17,25 +17,25 @@ from typing import Any
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from elche_jax.checkpoint.leaves import LeafSpec, digest, unwritten, written
+from elche_jax.checkpoint.leaves import LeafSpec, decode, digest, encode
 
 logger = logging.getLogger("elche_jax")
 
 FORMAT = 2
 
-HALF = ".orbax-checkpoint-tmp"
-"""Suffix of what is not whole yet; orbax's."""
+UNFINISHED = ".orbax-checkpoint-tmp"
+"""Part of the name of an unfinished checkpoint; set by Orbax."""
 
 STATE, MANIFEST = "state", "manifest/metadata"
-"""Where in a checkpoint the arrays are, and the list of them."""
+"""Paths of the arrays and of their manifest within a checkpoint."""
 
 
 class DamagedCheckpoint(RuntimeError):
-    """A checkpoint is not what was written."""
+    """A checkpoint is not as it was written."""
 
 
 class OtherFormat(ValueError):
-    """A checkpoint is whole, but of a format that this version does not read."""
+    """A checkpoint is intact, but has a format that this version does not read."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Saved:
     """One checkpoint.
 
     Attributes:
-        step: Its number: windows so far.
+        step: Number of windows trained.
         leaves: Arrays by name.
-        specs: What is known of them.
-        notes: What else was saved, JSON.
+        specs: Descriptions of the arrays by name.
+        notes: Further data, as JSON values.
     """
 
     step: int
@@ -56,21 +56,21 @@ class Saved:
 
 
 class Store:
-    """The checkpoints of one run, in folders named by their step.
+    """The checkpoints of one run, in folders named by step.
 
-    Written by orbax beside their place and moved there when they are whole, so that a kill
-    leaves the earlier ones. A list of the leaves with the digests of their bytes tells a
-    damaged one. Those that are not to be kept are deleted once a new one is there.
+    Orbax writes to a temporary folder and renames it when complete, so that a kill leaves the
+    earlier checkpoints intact. A manifest with checksums of the leaves detects damage. Old
+    checkpoints are deleted after a new one is complete.
 
     Args:
-        folder: The folder; it is made.
-        keep_last: How many of the newest are kept, at least 1.
-        keep_best: How many of the best by score are kept in addition; of equal ones the older.
-        best: `"min"` or `"max"`: which scores are better.
-        monitor: What the scores are of; those of something else do not count.
+        folder: The folder; created if missing.
+        keep_last: How many of the newest checkpoints to keep, at least 1.
+        keep_best: How many of the best-scored to keep in addition; on ties the older.
+        best: `"min"` or `"max"`: whether lower or higher scores are better.
+        monitor: Name of the metric of the scores; scores of other metrics are ignored.
 
     Raises:
-        OSError: The folder cannot be made.
+        OSError: The folder cannot be created.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Store:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._keep_last, self._keep_best = keep_last, keep_best
         self._sign, self._monitor = 1 if best == "min" else -1, monitor
-        self._drop_halves()
+        self._remove_unfinished()
         with _quiet():
             self._orbax = ocp.Checkpointer(handler.Handler())
         self._content = handler.Content
@@ -105,21 +105,21 @@ class Store:
         notes: Mapping[str, Any],
         score: float | None = None,
     ) -> int:
-        """Writes a checkpoint; it is there when this returns.
+        """Write a checkpoint; it is complete when this returns.
 
         Args:
-            step: Its number.
+            step: Number of windows trained.
             leaves: Arrays by name.
-            own: Names of those of which each device has its own.
-            notes: What else there is, for JSON.
-            score: For the best to be kept; None, or not finite, for none.
+            own: Names of the arrays of which each device has its own value.
+            notes: Further data, as JSON values.
+            score: Score for `keep_best`; None or non-finite for none.
 
         Returns:
-            Bytes of the arrays.
+            Size of the arrays in bytes.
 
         Raises:
-            ValueError: The step is there already, by orbax.
-            OSError: It could not be written.
+            ValueError: The step already exists (raised by Orbax).
+            OSError: The checkpoint could not be written.
         """
         specs = {name: LeafSpec.of(array, name in own) for name, array in leaves.items()}
         score = None if score is None or not math.isfinite(score) else float(score)
@@ -133,43 +133,43 @@ class Store:
         }
         text = json.dumps(content)
         manifest = {"text": text, "digest": digest(text.encode())}
-        there = {name: written(array) for name, array in leaves.items() if array.size}
+        there = {name: encode(array) for name, array in leaves.items() if array.size}
         nested = unflatten_dict(there, sep="/")
         try:
             with _quiet():
-                self._orbax.save(self._place(step), args=self._content(nested, manifest))
+                self._orbax.save(self._path(step), args=self._content(nested, manifest))
         except BaseException as error:
-            self._drop_halves()  # do not leave halves on a disk that is full
-            cause = _system_error(error, self._place(step))
+            self._remove_unfinished()  # free the space on a full disk
+            cause = _system_error(error, self._path(step))
             if cause is None:
                 raise
             raise cause from error
         self._scores[step] = score
-        self._tidy()
+        self._remove_old()
         return sum(array.nbytes for array in leaves.values())
 
     @property
     def steps(self) -> list[int]:
-        """The steps of the checkpoints there are, oldest first."""
+        """Steps of the checkpoints, oldest first."""
         return sorted(self._scores)
 
     @property
     def ranked(self) -> list[int]:
-        """The steps of those that have a score, the best first."""
+        """Steps of the checkpoints with a score, best first."""
         known = [
             (self._sign * score, step)
-            for step, score in list(self._scores.items())  # a thread may add one meanwhile
+            for step, score in list(self._scores.items())  # copied: the writing thread may add one
             if score is not None
         ]
         return [step for _, step in sorted(known)]
 
     def read(self, step: int) -> Saved:
-        """Reads a checkpoint.
+        """Read a checkpoint.
 
         Raises:
-            DamagedCheckpoint: It is not what was written.
-            OtherFormat: It is, but of another version.
-            MemoryError, OSError: It could not be read, so its state is unknown.
+            DamagedCheckpoint: It is not as it was written.
+            OtherFormat: It is intact, but has another format version.
+            MemoryError, OSError: It could not be read, so it may be intact.
         """
         try:
             return self._read(step)
@@ -177,75 +177,76 @@ class Store:
             raise
         except OSError as error:
             if not isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
-                raise  # of the disk or the network, not of what was written
+                raise  # a failure of the disk or network, not damage
             raise self._damaged(step, error) from error
-        except Exception as error:  # orbax, tensorstore and json have errors of their own
+        except Exception as error:  # tensorstore and json raise errors of many kinds
             raise self._damaged(step, error) from error
 
     def newest(self) -> Saved | None:
-        """The newest checkpoint that is whole; None if there is none.
+        """Read the newest intact checkpoint; return None if there is none.
 
-        Damaged ones are renamed, so that they are out of the way, and the log says so.
+        Damaged checkpoints are renamed, so that their steps are free again, and logged.
         """
         damaged = False
         for step in reversed(self.steps):
             try:
                 saved = self.read(step)
                 if damaged:
-                    logger.warning("elche: the checkpoint after %d windows is taken.", step)
+                    logger.warning("elche: using the checkpoint after %d windows.", step)
                 return saved
             except DamagedCheckpoint as error:
-                aside = self._put_aside(step)
+                aside = self._set_aside(step)
                 logger.warning("elche: %s. It was renamed to %s.", error, aside)
                 damaged = True
         if damaged:
-            logger.warning("elche: there is no whole checkpoint left in %s.", self.folder)
+            logger.warning("elche: there is no intact checkpoint left in %s.", self.folder)
         return None
 
     def close(self) -> None:
-        """Releases the folder."""
+        """Close Orbax."""
         self._orbax.close()
 
-    def _place(self, step: int) -> Path:
+    def _path(self, step: int) -> Path:
         return self.folder / str(step)
 
-    def _drop_halves(self) -> None:
-        """Deletes what a kill or an error has left unfinished."""
-        for half in self.folder.glob(f"*{HALF}*"):
-            shutil.rmtree(half, ignore_errors=True)  # one that stays is no checkpoint either
+    def _remove_unfinished(self) -> None:
+        """Delete what a kill or an error has left unfinished."""
+        for path in self.folder.glob(f"*{UNFINISHED}*"):
+            shutil.rmtree(path, ignore_errors=True)  # leftovers are never taken for checkpoints
 
-    def _tidy(self) -> None:
-        """Deletes the checkpoints that are not to be kept."""
+    def _remove_old(self) -> None:
+        """Delete the checkpoints that are not to be kept."""
         steps = self.steps
         kept = {*steps[-self._keep_last :], *self.ranked[: self._keep_best]}
         for step in (step for step in steps if step not in kept):
-            half = self.folder / f"{step}{HALF}"  # a kill leaves no half of a checkpoint
-            with suppress(FileNotFoundError):  # it was deleted by hand
-                shutil.rmtree(self._place(step).rename(half))
+            # renamed first, so that a kill leaves no partial checkpoint
+            doomed = self.folder / f"{step}{UNFINISHED}"
+            with suppress(FileNotFoundError):  # the user has deleted it
+                shutil.rmtree(self._path(step).rename(doomed))
             del self._scores[step]
 
     def _score(self, step: int) -> float | None:
         try:
             content = self._manifest(step)
             return content["score"] if content["monitor"] == self._monitor else None
-        except Exception:  # it is damaged, so its score is unknown
+        except Exception:  # damaged: its score is unknown
             return None
 
     def _damaged(self, step: int, error: Exception) -> DamagedCheckpoint:
         what = shorten(str(error), 160).rstrip(".") or "it is not"
         return DamagedCheckpoint(
-            f"checkpoint: {self._place(step)} must be as it was written, but "
+            f"checkpoint: {self._path(step)} must be as it was written, but "
             f"{type(error).__name__}: {what}"
         )
 
     def _manifest(self, step: int) -> dict[str, Any]:
-        manifest = json.loads((self._place(step) / MANIFEST).read_text())
+        manifest = json.loads((self._path(step) / MANIFEST).read_text())
         if digest(manifest["text"].encode()) != manifest["digest"]:
-            raise ValueError("its list of leaves has changed")
+            raise ValueError("its manifest has changed")
         content = json.loads(manifest["text"])
         if content["format"] != FORMAT:
             raise OtherFormat(
-                f"checkpoint: {self._place(step)} must have format {FORMAT}, got "
+                f"checkpoint: {self._path(step)} must have format {FORMAT}, got "
                 f"{content['format']}. Read it with the version of elche_jax that wrote it."
             )
         return content
@@ -258,9 +259,7 @@ class Store:
         }
         found = self._arrays(step, [name for name, spec in specs.items() if 0 not in spec.shape])
         leaves = {
-            name: unwritten(found[name], spec)
-            if name in found
-            else np.empty(spec.shape, spec.dtype)
+            name: decode(found[name], spec) if name in found else np.empty(spec.shape, spec.dtype)
             for name, spec in specs.items()
         }
         for name, spec in specs.items():
@@ -269,11 +268,11 @@ class Store:
         return Saved(step, leaves, specs, content["notes"])
 
     def _arrays(self, step: int, names: Iterable[str]) -> dict[str, np.ndarray]:
-        """Reads arrays, all at once; without orbax, which leaves threads behind that write
-        to stderr where one cannot be read."""
+        """Read arrays concurrently, without Orbax: when an array cannot be read, its remaining
+        threads write to stderr."""
         import tensorstore as ts
 
-        base = {"driver": "file", "path": f"{self._place(step) / STATE}/"}
+        base = {"driver": "file", "path": f"{self._path(step) / STATE}/"}
 
         def spec(name: str) -> dict[str, Any]:
             path = name.replace("/", ".") + "/"
@@ -283,31 +282,30 @@ class Store:
         reading = {name: array.result().read() for name, array in opened.items()}
         return {name: np.asarray(array.result()) for name, array in reading.items()}
 
-    def _put_aside(self, step: int) -> Path:
+    def _set_aside(self, step: int) -> Path:
         places = (self.folder / f"damaged-{step}-{number}" for number in count())
         aside = next(place for place in places if not place.exists())
-        self._place(step).rename(aside)
+        self._path(step).rename(aside)
         del self._scores[step]
         return aside
 
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Suppresses what orbax logs about an error in each of its threads, with tracebacks: the
-    error itself is raised and logged once."""
+    """Suppress the tracebacks that Orbax logs in each thread; the error itself is raised."""
 
-    def others(record: logging.LogRecord) -> bool:
+    def not_orbax(record: logging.LogRecord) -> bool:
         return "orbax" not in Path(record.pathname).parts
 
     absl = logging.getLogger("absl")
-    absl.addFilter(others)
+    absl.addFilter(not_orbax)
     try:
         yield
     finally:
-        absl.removeFilter(others)
+        absl.removeFilter(not_orbax)
 
 
 def _system_error(error: BaseException, place: Path) -> OSError | None:
-    """What the system said, if tensorstore reports it, at length, as a `ValueError`."""
+    """Return the system error within tensorstore's long `ValueError`; None if there is none."""
     code = re.search(r"os_error_code='(\d+)'", str(error))
     return None if code is None else OSError(int(code[1]), os.strerror(int(code[1])), str(place))

@@ -1,1 +1,1 @@
-"""The loop owned: `Trainer`, and what one tells it and hears of it."""
+"""`Trainer` and its callbacks, evaluation, results and background runs."""

@@ -1,4 +1,4 @@
-"""What is called while a run goes on, and what it sees."""
+"""Callbacks of a training run and the context they are called with."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from elche_jax.trainer.epochs import EpochMetrics
 
 @dataclass(frozen=True)
 class CallbackContext:
-    """A run as a callback sees it.
+    """The view of a training run that callbacks are called with.
 
     Attributes:
         train: The training step: `report()`, `counts`, `throughput` and more.
-        state: The state after the last window. Its buffers are given up by the next one:
-            copy what is to be kept.
-        window: The last window; None if a run that goes on has trained none yet.
-        metrics: Its metrics; reading one waits for the window.
-        history: The epochs that are over.
+        state: The state after the last window. The next window donates its buffers: copy
+            whatever you keep.
+        window: The last window; None if a resumed run has not trained one yet.
+        metrics: Metrics of that window; reading one waits for the window to finish.
+        history: Metrics of the finished epochs.
     """
 
     train: TrainStep
@@ -33,18 +33,18 @@ class CallbackContext:
     _control: Control
 
     def stop(self) -> None:
-        """Ends the run before its next window, with a checkpoint if there are any."""
+        """Stop the run before its next window, with a final checkpoint if checkpoints are on."""
         self._control.stop("callback")
 
 
 class Callback:
-    """Derive from it, and write the methods you need; all are called by the loop's thread.
+    """Base class for callbacks: subclass it and override the hooks you need.
 
-    An exception ends the run: threads end, files are closed, and `fit`, or the handle's
-    `join`, raises it.
+    All hooks run on the thread of the training loop. An exception ends the run: threads are
+    stopped, files are closed, and `Trainer.fit` or `Handle.join` raises it.
 
     Raises:
-        TypeError: A class derived from it has a method `on_...` that would never be called.
+        TypeError: A subclass defines an unknown `on_...` method, which would never be called.
 
     Examples:
         >>> import elche_jax as elche
@@ -65,13 +65,13 @@ class Callback:
                 raise TypeError(check.message(cls.__name__, name, rule, "a method", todo))
 
     def on_window(self, context: CallbackContext) -> None:
-        """After every window was handed to the devices, before it is over."""
+        """Called after each window is dispatched to the devices, before it finishes."""
 
     def on_epoch(self, context: CallbackContext, metrics: EpochMetrics) -> None:
-        """At the end of every epoch, after its evaluation."""
+        """Called at the end of each epoch, after its evaluation."""
 
     def on_evaluation(self, context: CallbackContext, results: Mapping[str, Any]) -> None:
-        """After every evaluation."""
+        """Called after each evaluation."""
 
     def on_checkpoint(self, context: CallbackContext, step: int) -> None:
-        """When a checkpoint is on the disk; `step` is the number of windows it holds."""
+        """Called once a checkpoint is on disk; `step` is the number of windows trained by then."""

@@ -1,4 +1,4 @@
-"""What a run shares with the threads that follow it."""
+"""The state that a run shares with the threads that follow it."""
 
 import threading
 from collections.abc import Iterator
@@ -9,46 +9,46 @@ from elche_jax.trainer.epochs import EpochMetrics
 
 
 class Control:
-    """Lets other threads stop a run, and follow its epochs."""
+    """Thread-safe handle on a run: stop it, follow its epochs, wait for its result."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self.reason: str | None = None  # why the run is to end, once it is
+        self.reason: str | None = None  # set once the run has been asked to stop
         self._epochs: list[EpochMetrics] = []
         self.over = False
         self._error: BaseException | None = None
         self._result: Any = None
 
     def stop(self, reason: str) -> None:
-        """Asks the run to end before its next window; the first reason counts."""
+        """Ask the run to stop before its next window; the first reason is kept."""
         with self._changed:
             self.reason = self.reason or reason
 
-    def told(self, metrics: EpochMetrics) -> None:
-        """An epoch is over."""
+    def add_epoch(self, metrics: EpochMetrics) -> None:
+        """Publish the metrics of a finished epoch."""
         with self._changed:
             self._epochs.append(metrics)
             self._changed.notify_all()
 
-    def ended(self, result: Any = None, error: BaseException | None = None) -> None:
-        """The run is over."""
+    def finish(self, result: Any = None, error: BaseException | None = None) -> None:
+        """Mark the run as finished, with its result or its error."""
         with self._changed:
             self.over, self._result, self._error = True, result, error
             self._changed.notify_all()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits for the end; False if it does not come in time."""
+        """Wait for the run to finish; return False on timeout."""
         with interruptible(), self._changed:
             return self._changed.wait_for(lambda: self.over, timeout)
 
     def result(self) -> Any:
-        """What a run that is over gave; raises what ended it."""
+        """Return the result of a finished run, or raise the error that ended it."""
         if self._error is not None:
             raise self._error
         return self._result
 
     def since(self, number: int) -> tuple[EpochMetrics, ...]:
-        """The epochs from the given one on that are over; raises what ended the run."""
+        """Return the finished epochs from index `number` on; if none, raise the run's error."""
         with self._changed:
             there = tuple(self._epochs[number:])
             if not there and self._error is not None:
@@ -56,7 +56,7 @@ class Control:
             return there
 
     def follow(self) -> Iterator[EpochMetrics]:
-        """Every epoch as soon as it is over; at the end raises what ended the run."""
+        """Yield each epoch once it is finished, then raise the error that ended the run, if any."""
         given = 0
 
         def more() -> bool:

@@ -1,4 +1,4 @@
-"""What is known of an epoch: sums while it goes on, `EpochMetrics` when it is over."""
+"""Metrics of an epoch: running sums during it, `EpochMetrics` at its end."""
 
 import math
 import threading
@@ -13,34 +13,34 @@ from numpy.typing import NDArray
 from elche_jax.cadence import WindowRecord
 
 NO_MEANS = ("finite", "weight")
-"""Metrics of a window that have no mean."""
+"""Metrics of a window that are not averaged."""
 
-AT_ONCE = 64
-"""Windows that are summed up together: one by one, each costs three times as much."""
+BATCH = 64
+"""Windows summed up together; one at a time, each costs three times as much."""
 
 
 @dataclass(frozen=True)
 class EpochMetrics:
-    """One epoch.
+    """Metrics of one epoch.
 
     Attributes:
-        epoch: Its number, from 0.
-        windows: Windows of it.
-        examples: Valid examples.
-        loss: Mean loss, by weight, over the windows whose loss is finite; NaN if there is
-            none. With `delay=1` a window is reported by the next one, and counts towards its epoch.
-        metrics: The `aux` of `loss_fn`, the same means.
-        evaluation: The metrics of the last evaluation in it; empty if there was none.
-        seconds: How long it took; evaluations, and what callbacks do at its end, left out.
-        examples_per_s: Valid examples per second of that.
-        throughput: Microbatches per second of every device while it worked; NaN if it
-            was not measured.
-        share: Share of the microbatches that every device did; they sum to 1.
-        busy: Share of the time in which every device worked, 0 to 1. Like `throughput` it
-            is of the windows since the last resume.
-        skipped: Windows that were not finite: dropped, or averaged without some device.
-        whole: Whether it covers the whole epoch; False if the run ended in the middle, or
-            began there from a checkpoint of another loop.
+        epoch: Index of the epoch, from 0.
+        windows: Number of windows.
+        examples: Number of valid examples.
+        loss: Weighted mean loss over the windows with a finite loss; NaN if there are none.
+            With `delay=1` the next window reports a window's loss, and its epoch counts it.
+        metrics: Weighted means of the `aux` metrics of `loss_fn`.
+        evaluation: Metrics of the epoch's last evaluation; empty if there was none.
+        seconds: Duration in seconds, excluding evaluations and end-of-epoch callbacks.
+        examples_per_s: Valid examples per second of that duration.
+        throughput: Microbatches per second of each device while it was busy; NaN if not
+            measured.
+        share: Fraction of the microbatches done by each device; sums to 1.
+        busy: Fraction of the time each device was busy, 0 to 1. Like `throughput`, it covers
+            the windows since the last resume.
+        skipped: Windows with non-finite values: dropped, or averaged without some devices.
+        whole: Whether the metrics cover the whole epoch; False if the run stopped midway or
+            resumed midway from the checkpoint of a loop other than `Trainer`.
     """
 
     epoch: int
@@ -59,32 +59,32 @@ class EpochMetrics:
 
     @property
     def values(self) -> dict[str, float]:
-        """All metrics in one dict; those of the evaluation as `"eval_<name>"`."""
+        """All metrics in one dict; evaluation metrics are named `"eval_<name>"`."""
         found = {"loss": self.loss, **self.metrics}
         found |= {f"eval_{name}": value for name, value in self.evaluation.items()}
         return found | {"examples_per_s": self.examples_per_s, "seconds": self.seconds}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "EpochMetrics":
-        """Makes one of what `dataclasses.asdict` gave, also by way of JSON."""
+        """Build metrics from the output of `dataclasses.asdict`, possibly read back from JSON."""
         plain: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return cls(**plain)
 
 
 @dataclass
 class EpochSums:
-    """An epoch so far; plain numbers, for a checkpoint.
+    """Running sums of an epoch; plain numbers, so that a checkpoint can hold them.
 
     Attributes:
-        epoch: Its number.
-        windows: Windows trained.
-        examples: Valid examples of them.
-        counts: Microbatches of every device.
+        epoch: Index of the epoch.
+        windows: Windows trained so far.
+        examples: Valid examples in those windows.
+        counts: Microbatches of each device.
         seconds: Seconds spent.
-        skipped: Windows that were not finite.
-        sums: For every metric the weighted sum and the weight.
-        evaluation: The last evaluation's metrics.
-        whole: False if some of its windows are missing here.
+        skipped: Windows with non-finite values.
+        sums: Weighted sum and total weight of each metric.
+        evaluation: Metrics of the last evaluation.
+        whole: False if some windows of the epoch are not included.
     """
 
     epoch: int
@@ -97,20 +97,20 @@ class EpochSums:
     evaluation: dict[str, float] = field(default_factory=dict)
     whole: bool = True
 
-    def see(self, counts: Sequence[int], examples: int) -> None:
-        """Takes a window that was handed to the devices."""
+    def add_window(self, counts: Sequence[int], examples: int) -> None:
+        """Add a window that was dispatched to the devices."""
         self.windows += 1
         self.examples += examples
-        if len(self.counts) != len(counts):  # at first, and on other devices than before
+        if len(self.counts) != len(counts):  # the first window, or a resume on other devices
             self.counts = [0] * len(counts)
         self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
 
-    def fold(self, metrics: Mapping[str, Any]) -> float:
-        """Takes the metrics of a window; gives its loss.
+    def add_metrics(self, metrics: Mapping[str, Any]) -> float:
+        """Add the metrics of a window and return its loss.
 
-        With late exchanges the first windows have nothing to report: weight 0 or NaN.
+        With late exchanges the first windows report nothing: a weight of 0 or a NaN loss.
         """
-        # by numpy, which reads the buffer: `float` of an array takes six times as long
+        # np.asarray reads the buffer; float() of a jax.Array is six times slower
         found = {name: np.asarray(value) for name, value in metrics.items()}
         weight, loss = float(found["weight"]), float(found["loss"])
         self.skipped += not found["finite"].all()
@@ -124,13 +124,13 @@ class EpochSums:
         return loss
 
     def means(self) -> dict[str, float]:
-        """The means so far, by weight."""
+        """Return the weighted means so far."""
         return {name: total / weight for name, (total, weight) in self.sums.items()}
 
     def metrics(self, devices: "DeviceSums", whole: bool) -> EpochMetrics:
-        """The metrics of the epoch; what the devices did in it is then forgotten."""
-        throughput, busy = devices.of(self.epoch)
-        devices.forget(self.epoch)
+        """Return the metrics of the epoch and drop its device times."""
+        throughput, busy = devices.rates(self.epoch)
+        devices.drop(self.epoch)
         work, means = sum(self.counts), self.means()
         return EpochMetrics(
             epoch=self.epoch,
@@ -150,7 +150,7 @@ class EpochSums:
 
 
 class DeviceSums:
-    """What the devices did in the epochs under way; threads report, the loop reads."""
+    """Busy times of the devices per epoch; any thread may add, the loop reads."""
 
     def __init__(self, world_size: int):
         self._lock = threading.Lock()
@@ -158,29 +158,29 @@ class DeviceSums:
         self._new: deque[WindowRecord] = deque()
         self._epochs: dict[int, NDArray[np.float64]] = {}  # counts, busy and wall times
 
-    def see(self, record: WindowRecord) -> None:
-        """Takes a window that is over."""
-        self._new.append(record)
-        if len(self._new) >= AT_ONCE:
+    def add(self, record: WindowRecord) -> None:
+        """Add a finished window."""
+        self._new.append(record)  # a deque: appending needs no lock
+        if len(self._new) >= BATCH:
             with self._lock:
                 self._sum_up()
 
     def _sum_up(self) -> None:
         while self._new:
             record = self._new.popleft()
-            if record.steady:  # times of a window that compiled say nothing
+            if record.steady:  # times of a window that compiled are meaningless
                 busy = record.busy_ms or (record.wall_ms,)
                 sums = np.array([record.counts, busy, [record.wall_ms] * len(busy)])
                 self._epochs[record.epoch] = self._epochs.get(record.epoch, 0.0) + sums
 
-    def forget(self, epoch: int) -> None:
-        """Drops what is known of an epoch."""
+    def drop(self, epoch: int) -> None:
+        """Drop the sums of an epoch."""
         with self._lock:
             self._sum_up()
             self._epochs.pop(epoch, None)
 
-    def of(self, epoch: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Throughput and busy share of an epoch."""
+    def rates(self, epoch: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return throughput and busy share of each device in an epoch."""
         with self._lock:
             self._sum_up()
             counts, busy, wall = self._epochs.get(epoch, np.zeros((3, self._world_size)))

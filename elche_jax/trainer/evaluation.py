@@ -1,4 +1,4 @@
-"""When to evaluate, and when to stop for what came of it."""
+"""When `Trainer` evaluates, and when it stops early."""
 
 import math
 from collections.abc import Callable
@@ -10,21 +10,21 @@ from elche_jax import _check as check
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation that `Trainer` makes now and then, on all devices, see `build_eval_step`.
+    """A periodic evaluation run by `Trainer` on all devices, see `build_eval_step`.
 
     Attributes:
         metric_fn: `metric_fn(params, batch)`, with model state
-            `metric_fn(params, model_state, batch)`, returns a dict of metrics. Those that
-            are not a single number are passed to callbacks only.
-        data: The data, as `TrainStep.windows` takes them.
+            `metric_fn(params, model_state, batch)`, returns a dict of metrics. Metrics
+            that are not scalars are passed to callbacks only.
+        data: Evaluation data, in any form that `TrainStep.windows` accepts.
         batch_size: Examples per microbatch; None for an iterable.
-        every_epochs: At the end of every so many epochs, at least 1; or None.
-        every_windows: After every so many windows, at least 1; or None.
+        every_epochs: Evaluate at the end of every N-th epoch, N at least 1; or None.
+        every_windows: Evaluate after every N-th window, N at least 1; or None.
         mask_key: As in `TrainStep.windows`.
 
     Raises:
-        TypeError: `metric_fn` is not callable, a number is no integer.
-        ValueError: A number is below 1; both `every_epochs` and `every_windows` are None.
+        TypeError: `metric_fn` is not callable, or a number is not an integer.
+        ValueError: A number is below 1, or `every_epochs` and `every_windows` are both None.
 
     Examples:
         >>> from elche_jax import Evaluation
@@ -50,21 +50,21 @@ class Evaluation:
             if getattr(self, name) is not None:
                 check.integer(where, name, getattr(self, name), low=1)
         if self.every_epochs is None and self.every_windows is None:
-            rule = "be at least 1 where every_windows is None"
+            rule = "be at least 1 if every_windows is None"
             raise ValueError(check.message(where, "every_epochs", rule, None))
 
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """Ends a run when a metric has stopped getting better.
+    """Stop a run once a metric has stopped improving.
 
     Attributes:
-        monitor: The metric: one of the evaluation, or `"loss"` or another one of the
-            training's, which are read at the end of every epoch.
-        mode: `"min"` or `"max"`: which of its values are better.
-        patience: The run ends after so many values in a row that are not better than the
-            best, at least 1. One that is not a number is not better.
-        min_delta: By how much a value must be better, at least 0.
+        monitor: Name of the metric: an evaluation metric, or `"loss"` or another training
+            metric, which are read at the end of each epoch.
+        mode: `"min"` or `"max"`: whether lower or higher values are better.
+        patience: Number of consecutive values without improvement after which the run stops,
+            at least 1. NaN is not an improvement.
+        min_delta: Smallest change that counts as an improvement, at least 0.
 
     Raises:
         TypeError: A value is of another type.
@@ -91,24 +91,24 @@ class EarlyStopping:
 
 @dataclass(frozen=True)
 class Patience:
-    """How `EarlyStopping` stands.
+    """Progress of `EarlyStopping` towards its patience.
 
     Attributes:
         best: The best value so far; None before the first.
-        worse: Values since then.
+        worse: Number of values since then.
     """
 
     best: float | None = None
     worse: int = 0
 
-    def see(self, rule: EarlyStopping, value: float) -> "Patience":
-        """After one more value."""
+    def update(self, rule: EarlyStopping, value: float) -> "Patience":
+        """Return the state after one more value."""
         sign = 1 if rule.mode == "max" else -1
-        number = not math.isnan(value)
-        if number and (self.best is None or sign * (value - self.best) > rule.min_delta):
+        is_number = not math.isnan(value)
+        if is_number and (self.best is None or sign * (value - self.best) > rule.min_delta):
             return Patience(value, 0)
         return replace(self, worse=self.worse + 1)
 
     def over(self, rule: EarlyStopping) -> bool:
-        """Whether the run is to end."""
+        """Return whether the run should stop."""
         return self.worse >= rule.patience

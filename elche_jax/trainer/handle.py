@@ -1,4 +1,4 @@
-"""`Handle`: a run that goes on in the background."""
+"""`Handle`: a run in the background."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -10,14 +10,14 @@ from elche_jax.trainer.result import FitResult
 
 
 class Handle:
-    """A run that `Trainer.start` has begun.
+    """A run in the background, started by `Trainer.start`.
 
-    It ends by itself, on `stop`, or, at its next window, when the program ends: call
-    `join` to wait for all of it.
+    The run stops when it is complete, on `stop`, or before its next window once the main thread
+    has ended: call `join` to wait until it is complete.
 
     Args:
-        run: Trains; called by a thread. `control` keeps what it raises.
-        control: What the run and this object share.
+        run: Function that trains, called on a new thread; it must pass its errors to `control`.
+        control: State shared with the run.
     """
 
     def __init__(self, run: Callable[[], object], control: Control):
@@ -29,27 +29,27 @@ class Handle:
 
     @property
     def running(self) -> bool:
-        """Whether the run goes on."""
+        """Whether the run is still going."""
         return not self._control.over
 
     def metrics(self) -> Iterator[EpochMetrics]:
-        """Gives every epoch as soon as it is over, from the first one on; ends with the run.
+        """Yield the metrics of each epoch, from the first, as it finishes, until the run ends.
 
         Raises:
-            RuntimeError: `join` was called before: the result's `history` has them. Or a
-                callback of the run asks, which would wait for itself.
-            Exception: What ended the run, after the epochs before.
+            RuntimeError: `join` was already called, so the epochs are in the result's
+                `history`; or a callback of the run called this, which would deadlock.
+            Exception: The error that ended the run, after the finished epochs.
         """
         self._check_open("metrics")
         self._check_thread("metrics")
         return self._control.follow()
 
     def poll(self) -> tuple[EpochMetrics, ...]:
-        """The epochs that are over and that no earlier `poll` gave; does not wait.
+        """Return the epochs finished since the last `poll`, without waiting.
 
         Raises:
-            RuntimeError: `join` was called before.
-            Exception: What ended the run, after the epochs before.
+            RuntimeError: `join` was already called.
+            Exception: The error that ended the run, after the finished epochs.
         """
         self._check_open("poll")
         found = self._control.since(self._polled)
@@ -57,27 +57,27 @@ class Handle:
         return found
 
     def stop(self) -> None:
-        """Asks the run to end before its next window, with a checkpoint if there are any.
+        """Ask the run to stop before its next window, with a checkpoint if checkpoints are on.
 
-        Returns at once; `join` waits.
+        Returns immediately; call `join` to wait.
         """
         self._control.stop("stop")
 
     def join(self, timeout: float | None = None) -> FitResult:
-        """Waits for the end of the run.
+        """Wait for the run to end and return its result.
 
-        An interrupt (Ctrl-C) while it waits stops the run, and is raised when that has ended.
+        Ctrl-C while waiting stops the run and is raised once the run has ended.
 
         Args:
-            timeout: Seconds to wait at most, at least 0; None for as long as it takes.
+            timeout: Most seconds to wait, at least 0; None to wait without limit.
 
         Returns:
-            What the run returned; the same again if called again.
+            The result of the run; the same object on every call.
 
         Raises:
-            TimeoutError: It is still running.
-            RuntimeError: A callback of the run asks, which would wait for itself.
-            Exception: What ended the run.
+            TimeoutError: The run is still going.
+            RuntimeError: A callback of the run called this, which would deadlock.
+            Exception: The error that ended the run.
         """
         self._check_thread("join")
         if timeout is not None:
@@ -86,7 +86,8 @@ class Handle:
             ended = self._control.wait(timeout)
         except KeyboardInterrupt:
             self.stop()
-            self._control.wait()  # a join that is interrupted takes the thread for ended (3.11)
+            # not Thread.join: on Python 3.11 an interrupted join marks the thread as ended
+            self._control.wait()
             self._thread.join()
             raise
         if not ended:

@@ -1,4 +1,4 @@
-"""Ctrl-C in a run in the foreground."""
+"""Ctrl-C during a run in the foreground."""
 
 import signal
 import sys
@@ -12,16 +12,17 @@ from elche_jax.trainer.control import Control
 
 @contextmanager
 def interrupts(control: Control, say: bool) -> Generator[None]:
-    """Lets the first Ctrl-C stop a run; it is raised when the run has ended.
+    """Make the first Ctrl-C stop a run gracefully, and raise it once the run has ended.
 
-    The second one is raised at once. A handler of the program's own is left in place.
+    A second Ctrl-C is raised immediately. If the program has installed its own SIGINT handler,
+    or this is not the main thread, nothing changes.
 
     Args:
-        control: The run's.
-        say: Whether to say so on the standard error stream.
+        control: Control of the run.
+        say: Whether to print a line to standard error on Ctrl-C.
 
     Raises:
-        KeyboardInterrupt: There was one.
+        KeyboardInterrupt: Ctrl-C was pressed.
     """
     ours = threading.current_thread() is threading.main_thread()
     if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -36,7 +37,10 @@ def interrupts(control: Control, say: bool) -> Generator[None]:
         heard = True
         control.stop("interrupt")
         if say and sys.stderr is not None:
-            print("elche: ends before its next window; Ctrl-C again: at once", file=sys.stderr)
+            print(
+                "elche: stopping before the next window; press Ctrl-C again to stop now",
+                file=sys.stderr,
+            )
 
     signal.signal(signal.SIGINT, stop)
     try:

@@ -1,4 +1,4 @@
-"""What `Trainer.fit` was asked for."""
+"""The arguments of `Trainer.fit`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ PyTree = Any
 
 
 class RunOptions(TypedDict, total=False):
-    """The keyword arguments of `Trainer.fit`; see there."""
+    """Keyword arguments of `Trainer.fit`, which documents them."""
 
     model_state: PyTree
     rng: Any
@@ -86,7 +86,10 @@ class FitPlan:
         for name, kind in kinds.items():
             if getattr(self, name) is not None:
                 check.instance(where, name, getattr(self, name), kind)
-        folder, saving = self.folder, self.saving  # now, as the process may go elsewhere
+        folder, saving = (
+            self.folder,
+            self.saving,
+        )  # resolved now, in case the working directory changes
         check.one_of(where, "resume", self.resume, RESUME)
         check.instance(where, "progress", self.progress, bool)
         parts = (("callbacks", self.callbacks, Callback), ("writers", self.writers, Writer))
@@ -99,15 +102,15 @@ class FitPlan:
             raise ValueError(check.message(where, "resume", rule, repr(self.resume), todo))
         if self.log_every is not None and not self.writers and folder is None:
             rule = "be None without writers and run_dir"
-            todo = "There is nobody to write to."
+            todo = "There is nothing to write to."
             raise ValueError(check.message(where, "log_every", rule, self.log_every, todo))
         if self.checkpoints is not None and saving is None:
-            rule = "have a folder where there is no run_dir"
+            rule = "have a folder if there is no run_dir"
             raise ValueError(check.message(where, "checkpoints", rule, None))
 
     @cached_property
     def folder(self) -> Path | None:
-        """The run's folder, wherever the process goes meanwhile."""
+        """The run's folder, absolute."""
         if self.run_dir is None:
             return None
         path = check.path("Trainer.fit", "run_dir", self.run_dir, rule="be a path or None")
@@ -115,7 +118,7 @@ class FitPlan:
 
     @cached_property
     def saving(self) -> Checkpoints | None:
-        """Where and when checkpoints are written; None if they are not."""
+        """The checkpoint options with a folder; None if no checkpoints are written."""
         asked = self.checkpoints
         if asked is not None and asked.folder is not None:
             return asked

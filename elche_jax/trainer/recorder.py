@@ -1,4 +1,4 @@
-"""What a run shows and writes apart from checkpoints: progress, timeline, scalars, page."""
+"""Output of a run other than checkpoints: progress, timeline, scalars and report page."""
 
 import logging
 import math
@@ -34,12 +34,11 @@ logger = logging.getLogger("elche_jax")
 
 
 class RunRecorder:
-    """What a trainer's training step records to; a `Recorder`.
+    """The `Recorder` of a trainer's training step.
 
-    While a run goes on it sums up what it hears, and hands it on: to the
-    timeline of the configuration, to that of the run's folder, to the writers and to the
-    progress bar. A loop of the user's own over the same training step is recorded by the
-    configuration's timeline alone.
+    During a run it sums up what is recorded and forwards it to the timeline of the
+    configuration, the timeline of the run's folder, the writers and the progress bar. If the
+    user runs a loop over the same training step, only the configuration's timeline records it.
 
     Args:
         own: The timeline of the trainer's configuration, or None.
@@ -47,14 +46,14 @@ class RunRecorder:
 
     def __init__(self, own: Recorder | None):
         self._own = own
-        self._plan: FitPlan | None = None  # of the run that goes on
+        self._plan: FitPlan | None = None  # of the current run
         self._timeline: Timeline | None = None
         self._metrics: deque[tuple[int, int, Mapping[str, Any]]] = deque()
         self.devices = DeviceSums(0)
 
     @contextmanager
     def run(self, plan: FitPlan, world_size: int) -> Generator[None]:
-        """Opens what a run writes to, and closes it when that is over."""
+        """Open the outputs of a run, and close them at its end."""
         self.devices = DeviceSums(world_size)
         self._log, self._before = EpochSums(0), 0
         self._writers: list[Writer] = list(plan.writers)
@@ -73,9 +72,9 @@ class RunRecorder:
                 self._metrics.clear()
 
     def begin(self, plan: FitPlan, devices: Sequence[jax.Device]) -> None:
-        """The run begins, or goes on, with arguments that have been checked."""
+        """Start the progress display, once all arguments have been checked."""
         size = getattr(as_source(plan.data), "size", None)
-        self._per_epoch: int | None = None  # microbatches, if the data tell it
+        self._per_epoch: int | None = None  # microbatches, if the size of the data is known
         if size is not None and plan.batch_size is not None:
             missing = 0 if plan.drop_last else -size % plan.batch_size
             self._per_epoch = (size + missing) // plan.batch_size
@@ -85,75 +84,75 @@ class RunRecorder:
             progress.line(device_summary(devices))
             self._progress = self._stack.enter_context(progress)
 
-    # -- what the training step tells ----------------------------------------------------
+    # -- called by the training step -----------------------------------------------------
 
     def window(self, record: WindowRecord) -> None:
-        """Takes a window that is over."""
+        """Record a finished window."""
         if self._plan is not None:
-            self.devices.see(record)
+            self.devices.add(record)
         if self._own is not None:
             windows_to(self._own)(record)
         if self._timeline is not None:
             self._timeline.measured(record)
 
     def window_metrics(self, window: int, epoch: int, metrics: Mapping[str, Any]) -> None:
-        """Takes the metrics of a window that is over."""
+        """Record the metrics of a finished window."""
         if self._plan is not None:
             self._metrics.append((window, epoch, metrics))
         elif self._own is not None:
             self._loss(window, epoch, float(np.asarray(metrics["loss"])))
 
     def add(self, kind: Any, **values: Any) -> None:
-        """Takes an event of another kind."""
+        """Record an event of another kind."""
         for recorder in (self._own, self._timeline):
             if recorder is not None:
                 recorder.add(kind, **values)
 
-    # -- what the run tells --------------------------------------------------------------
+    # -- called by the session -----------------------------------------------------------
 
     @property
     def waiting(self) -> int:
-        """Windows whose metrics are still to be folded."""
+        """Number of windows whose metrics have not been added up yet."""
         return len(self._metrics)
 
     def fold(self, sums: EpochSums) -> None:
-        """Adds the metrics of the windows that are over to those of their epoch."""
+        """Add the metrics of finished windows to the sums of their epoch."""
         every = self._plan and self._plan.log_every
         while self._metrics:
             window, epoch, metrics = self._metrics.popleft()
-            self._loss(window, epoch, sums.fold(metrics))
+            self._loss(window, epoch, sums.add_metrics(metrics))
             if every is None:
                 continue
-            self._log.fold(metrics)
+            self._log.add_metrics(metrics)
             if (window + 1) % every == 0:
                 means = self._log.means()
                 self.scalars(window + 1, {f"window_{name}": x for name, x in means.items()})
                 self._log = EpochSums(0)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Values for the writers; `step` is the number of windows so far."""
+        """Pass values to the writers; `step` is the number of windows so far."""
         for writer in self._writers:
             writer.scalars(step, values)
 
     def show(self, cursor: Cursor, sums: EpochSums) -> None:
-        """Shows the progress; `cursor` is where the epoch has come."""
+        """Show the progress; `cursor` is the current place in the data."""
         if self._progress is None:
             return
         rate = sums.examples / sums.seconds if sums.seconds > 0 else None
-        _, busy = self.devices.of(sums.epoch)
+        _, busy = self.devices.rates(sums.epoch)
         before = self._before if self._per_epoch is None else self._per_epoch * cursor.epoch
         done = before + cursor.microbatch
         self._progress.update(sums.epoch, done, sums.means().get("loss"), rate, busy)
 
     def evaluated(self, at: Cursor, seconds: float, results: Mapping[str, float]) -> None:
-        """An evaluation is over, at this place."""
+        """Record an evaluation made at this place in the data."""
         self.add(
             EvaluationEvent, window=at.window - 1, epoch=at.epoch, seconds=seconds,
             **_finite(results),
         )  # fmt: skip
 
     def epoch(self, end: Cursor, metrics: EpochMetrics, sums: EpochSums) -> None:
-        """An epoch is over, at this place."""
+        """Record an epoch that ended at this place in the data."""
         self.show(end, sums)
         self._before += end.microbatch
         self.scalars(end.window, metrics.values)
@@ -164,33 +163,35 @@ class RunRecorder:
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of it: the means that are not written yet."""
+        """Return the means not written yet, for a checkpoint."""
         return asdict(self._log)
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Goes on with what `to_dict` gave."""
+        """Restore the output of `to_dict`."""
         self._log = EpochSums(**saved)
 
     def _loss(self, window: int, epoch: int, loss: float) -> None:
-        """Tells the loss of a window; one that is not finite is reported as a skip."""
+        """Record the loss of a window; non-finite losses are recorded as skips elsewhere."""
         if math.isfinite(loss):
             self.add(LossEvent, window=window, epoch=epoch, loss=loss)
 
 
 class Table(CSVWriter):
-    """The table of a run's folder. If it cannot be written, training goes on, and the first
-    error is raised at the end."""
+    """The metrics table of a run's folder.
+
+    If it cannot be written, training continues, and the first error is raised at the end.
+    """
 
     _lost: OSError | None = None
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes a row."""
+        """Write a row."""
         if self._lost is not None:
             return
         try:
             super().scalars(step, values)
         except OSError as error:
-            logger.warning("elche: %s is not written any more: %s", self._path, error)
+            logger.warning("elche: %s is no longer written: %s", self._path, error)
             self._lost = error
 
     def __enter__(self) -> "Table":
@@ -204,12 +205,12 @@ class Table(CSVWriter):
 
 
 def write_report(folder: Path) -> None:
-    """Writes a run's page, when everything else is closed."""
+    """Write the report page of a run; its other files must be closed."""
     write_page(read_run(folder), folder / "report.html", title=folder.name)
 
 
 def _prepare(folder: Path, resume: str) -> None:
-    """Makes the run's folder; one with a run in it is refused if that is not to go on."""
+    """Create the run's folder; raise if it holds a run that is not to be resumed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -217,17 +218,17 @@ def _prepare(folder: Path, resume: str) -> None:
         raise ValueError(check.message("Trainer.fit", "run_dir", rule, got)) from error
     files = (folder / "timeline.jsonl", folder / "metrics.csv")
     if resume == "never" and any(file.exists() and file.stat().st_size > 0 for file in files):
-        rule, todo = "hold no run with resume='never'", "Pass resume='auto' to go on with it, or "
+        rule, todo = "hold no run with resume='never'", "Pass resume='auto' to resume it, or use "
         todo += "another folder."
         raise ValueError(check.message("Trainer.fit", "run_dir", rule, folder, todo))
 
 
 def _timeline(folder: Path) -> Timeline:
-    """The timeline of a run's folder; one that is damaged is renamed, and a new one begun."""
+    """Open the timeline of a run's folder; if it is damaged, rename it and start a new one."""
     path = folder / "timeline.jsonl"
     try:
         return Timeline(path)
-    except ValueError as error:  # a log must not stop the run
+    except ValueError as error:  # a damaged log must not stop the run
         aside = path.with_name(f"timeline-damaged-{time.time_ns()}.jsonl")
         path.rename(aside)
         logger.warning("elche: %s It was renamed to %s.", error, aside)
@@ -235,6 +236,6 @@ def _timeline(folder: Path) -> Timeline:
 
 
 def _finite(values: Mapping[str, float]) -> dict[str, Sequence[Any]]:
-    """Names and values for an event, which takes finite numbers only."""
+    """Return the names and values for an event, which holds finite numbers only."""
     known = {name: value for name, value in values.items() if math.isfinite(value)}
     return {"names": tuple(known), "values": tuple(known.values())}

@@ -1,4 +1,4 @@
-"""What a run gives."""
+"""The result of a run."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,18 +12,18 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class FitResult:
-    """What `Trainer.fit` returns.
+    """The result of `Trainer.fit`.
 
     Attributes:
-        params: One copy of the parameters, averaged if the devices have their own; on
-            the first device.
-        model_state: The same of the model state, or None.
-        history: Every epoch, those before a resume as well; the last one may not be whole.
-        stopped: Why it ended: `"epochs"` (all done), `"max_windows"`, `"max_seconds"`,
+        params: One copy of the parameters on the first device, averaged if they differ between
+            devices.
+        model_state: One copy of the model state, or None.
+        history: Metrics of all epochs, including those before a resume; the last may be partial.
+        stopped: Why the run ended: `"epochs"` (all done), `"max_windows"`, `"max_seconds"`,
             `"early_stopping"`, `"callback"`, `"stop"` (`Handle.stop`), `"interrupt"` (Ctrl-C)
-            or `"exit"` (the program ended while a run that it had started went on).
-        windows: Windows of the run, those before a resume as well.
-        seconds: How long this call took.
+            or `"exit"` (the program ended during a background run).
+        windows: Windows trained, including those before a resume.
+        seconds: Duration of this call.
         report: Speeds, counts and busy shares, see `TrainStep.report`.
         state: The state on the devices, for `TrainStep` and `elche.predict`.
     """
@@ -39,5 +39,5 @@ class FitResult:
 
     @property
     def loss(self) -> float:
-        """The loss of the last epoch; NaN if there was none."""
+        """Loss of the last epoch; NaN if there was none."""
         return self.history[-1].loss if self.history else float("nan")

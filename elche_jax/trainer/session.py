@@ -1,4 +1,4 @@
-"""One run of a trainer: the loop, and what happens in it when."""
+"""One run of a trainer: the loop and its schedule of evaluations and checkpoints."""
 
 import time
 from collections.abc import Mapping
@@ -29,25 +29,25 @@ from elche_jax.trainer.watching import Watching
 
 PyTree = Any
 
-LOOK_S = 0.1
-"""How often the metrics of the windows that are over are taken, and the progress is shown."""
+REFRESH_S = 0.1
+"""Seconds between two updates of the metrics and the progress display."""
 
-FOLD = 64
-"""Windows whose metrics may wait for that: they are arrays on a device."""
+MAX_PENDING = 64
+"""Windows whose metrics may wait for an update; they occupy device memory until then."""
 
 
 class Session:
     """One call of `Trainer.fit`.
 
-    What a window makes due (the end of its epoch, an evaluation, a checkpoint) is dealt with
-    when the next window is there, or none: only then is it known whether the epoch is over.
+    The end of an epoch and the evaluation and checkpoint due with it are handled when the next
+    window arrives or the data end: only then is it known whether the epoch is over.
 
     Args:
         train: The training step.
-        recorder: What it records to.
-        plan: What was asked for.
-        control: Lets other threads stop and follow it.
-        evaluator: Evaluates; None if nothing is to be evaluated.
+        recorder: The recorder of the training step.
+        plan: The arguments of `Trainer.fit`.
+        control: State shared with other threads, which may stop and follow the run.
+        evaluator: The evaluation step; None if nothing is evaluated.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Session:
         self._sums: EpochSums | None = None
         self._history: tuple[EpochMetrics, ...] = ()
         self._window: Window | None = None
-        self._cursor = Cursor()  # after the last window, also after one before a resume
+        self._cursor = Cursor()  # after the last window, including those before a resume
         self._metrics: Mapping[str, Any] = {}
         self._evaluated: int | None = None
         self._results: dict[str, float] = {}
@@ -73,7 +73,7 @@ class Session:
         self._trained = False
 
     def run(self) -> FitResult:
-        """Trains until the end, or until something asks it to stop."""
+        """Train to the end, or until something stops the run."""
         self._begun = time.perf_counter()
         try:
             with ExitStack() as stack:
@@ -83,9 +83,9 @@ class Session:
             if self._plan.folder is not None:
                 write_report(self._plan.folder)
         except BaseException as error:
-            with beside(error):  # which raises what its last windows have not yet
+            with beside(error):  # raises pending errors of the last windows
                 self._train.settle()
-            if self._trained:  # what goes wrong after the last window costs no result
+            if self._trained:  # an error after the last window must not lose the result
                 self._attach_result(error)
             raise
         self._train.settle()
@@ -97,7 +97,7 @@ class Session:
             self._trained = True
             self._end()
         except BaseException as error:
-            with beside(error):  # also the windows that have led to it are recorded
+            with beside(error):  # record the windows that led to the error, too
                 if self._sums is not None:
                     self._take_metrics()
             raise
@@ -106,7 +106,7 @@ class Session:
         plan, train = self._plan, self._train
         folder = plan.saving and plan.saving.path
         if plan.resume == "must" and folder is not None and not exists(folder):
-            raise none_there(folder)  # before anything is made
+            raise none_there(folder)  # before any file is created
         stack.enter_context(self._recorder.run(plan, train.world_size))
         self._state = train.init(plan.params, model_state=plan.model_state, rng=plan.rng)
         if plan.saving is not None:
@@ -124,9 +124,9 @@ class Session:
         try:
             error.result = self._result()  # pyright: ignore[reportAttributeAccessIssue]  # new
         except Exception as second:
-            error.add_note(f"Training had ended, but its result could not be had: {second}")
+            error.add_note(f"Training had finished, but its result is not available: {second}")
         else:
-            error.add_note("Training had ended; what it gave is in this error's `result`.")
+            error.add_note("Training had finished; its result is this error's `result`.")
 
     # -- the loop ----------------------------------------------------------------------
 
@@ -146,9 +146,9 @@ class Session:
         if self._window is None:
             self._watching.training(self._names())
         self._window, self._cursor = window, window.cursor
-        self._sums.see(window.counts, window.examples)
-        if self._recorder.waiting >= FOLD or time.perf_counter() >= self._due:
-            self._look()
+        self._sums.add_window(window.counts, window.examples)
+        if self._recorder.waiting >= MAX_PENDING or time.perf_counter() >= self._due:
+            self._refresh()
         self._call("on_window")
         evaluation = self._plan.evaluation
         if _due(evaluation and evaluation.every_windows, window.index):
@@ -157,14 +157,14 @@ class Session:
             self._recorder.scalars(window.index + 1, named)
 
     def _between(self, following: Window | None) -> None:
-        """Between two windows: does what the last one has made due."""
+        """Handle the end of an epoch and a checkpoint that are due between two windows."""
         saving, sums, force = self._plan.saving, self._sums, False
         if sums is not None and (following is None or following.epoch != sums.epoch):
             force = _due(saving and saving.every_epochs, sums.epoch)
             self._end_epoch()
         self._save(force)
         if following is not None and self._sums is None:
-            self._clock = time.perf_counter()  # an epoch begins
+            self._clock = time.perf_counter()  # start of an epoch
 
     def _stopping(self) -> bool:
         plan, stop = self._plan, self._control.stop
@@ -172,13 +172,13 @@ class Session:
             stop("early_stopping")
         if plan.max_windows is not None and self._cursor.window >= plan.max_windows:
             stop("max_windows")
-        limit = plan.max_seconds if self._window is not None else None  # the first one comes anyway
+        limit = plan.max_seconds if self._window is not None else None  # always train one window
         if limit is not None and time.perf_counter() - self._begun >= limit:
             stop("max_seconds")
         return self._control.reason is not None
 
     def _end(self) -> None:
-        """After the last window."""
+        """Save and report the last windows, and wait for the last checkpoint."""
         self._save(force=True)
         if self._sums is not None:
             self._end_epoch(whole=False)
@@ -186,10 +186,10 @@ class Session:
             self._saver.wait()
             self._announce()
 
-    # -- what happens now and then -------------------------------------------------------
+    # -- epochs, evaluations, checkpoints -------------------------------------------------
 
     def _end_epoch(self, whole: bool = True) -> None:
-        """Reports an epoch, when all of its windows are over."""
+        """Report an epoch after all of its windows have finished."""
         assert self._sums is not None
         self._drain()
         sums, evaluation = self._sums, self._plan.evaluation
@@ -201,11 +201,11 @@ class Session:
             self._watching.epoch(self._cursor.window, {"loss": metrics.loss, **metrics.metrics})
             self._sums = None
             self._recorder.epoch(self._cursor, metrics, sums)
-        self._control.told(metrics)
+        self._control.add_epoch(metrics)
         self._call("on_epoch", metrics)
 
     def _evaluate(self) -> None:
-        """Evaluates the present state, once."""
+        """Evaluate the current state, unless it already was."""
         plan, evaluation = self._plan, self._plan.evaluation
         assert evaluation is not None and self._evaluator is not None
         if self._evaluated == self._cursor.window:
@@ -224,7 +224,7 @@ class Session:
         self._recorder.evaluated(self._cursor, time.perf_counter() - begun, self._results)
         self._watching.evaluation(self._cursor.window, self._results)
         self._call("on_evaluation", results)
-        self._clock = time.perf_counter()  # no time of the epoch
+        self._clock = time.perf_counter()  # evaluation does not count towards the epoch's time
 
     def _save(self, force: bool) -> None:
         if self._saver is None or self._window is None:
@@ -246,20 +246,20 @@ class Session:
             self._announced = written
             self._call("on_checkpoint", written)
 
-    def _look(self) -> None:
-        """Now and then: metrics of some windows at once cost less than one by one."""
+    def _refresh(self) -> None:
+        """Update metrics and progress; several windows together cost less than one by one."""
         self._take_metrics()
-        self._due = self._clock + LOOK_S
+        self._due = self._clock + REFRESH_S
         assert self._sums is not None
         self._recorder.show(self._cursor, self._sums)
 
     def _drain(self) -> None:
-        """Waits until the windows so far are over, and takes their metrics."""
+        """Wait for all dispatched windows to finish, and add up their metrics."""
         self._windows.drain()
         self._take_metrics()
 
     def _take_metrics(self) -> None:
-        """Takes the metrics of the windows that are over, and the time since it was last done."""
+        """Add up the metrics of finished windows and the time since the last call."""
         before, sums = self._clock, self._sums
         if sums is not None:
             self._recorder.fold(sums)
@@ -268,7 +268,7 @@ class Session:
             sums.seconds += self._clock - before
 
     def _names(self) -> list[str]:
-        """Names of the training's metrics that are one number each."""
+        """Return the names of the scalar training metrics."""
         single = [name for name, value in self._metrics.items() if np.ndim(value) == 0]
         return [name for name in single if name not in NO_MEANS]
 
@@ -281,10 +281,10 @@ class Session:
         for callback in self._plan.callbacks:
             getattr(callback, name)(context, *arguments)
 
-    # -- stop and go on --------------------------------------------------------------------
+    # -- resume ----------------------------------------------------------------------------
 
     def _notes(self) -> dict[str, Any]:
-        """What a checkpoint holds apart from the run itself."""
+        """Return what a checkpoint holds besides the state of the training step."""
         return {
             "sums": None if self._sums is None else asdict(self._sums),
             "history": [vars(metrics) for metrics in self._history],
@@ -310,14 +310,14 @@ class Session:
             self._history = tuple(EpochMetrics.from_dict(m) for m in notes["history"])
             self._watching.restore(notes["watching"])
             self._recorder.restore(notes["log"])
-        elif cursor.microbatch:  # of a loop of the user's own, in the middle of an epoch
+        elif cursor.microbatch:  # saved midway through an epoch by the user's own loop
             self._sums = EpochSums(cursor.epoch, whole=False)
         return cursor
 
-    # -- one copy ----------------------------------------------------------------------------
+    # -- result ------------------------------------------------------------------------------
 
     def _variables(self) -> tuple[PyTree, PyTree]:
-        """What to evaluate: the state itself, or one copy if the devices differ."""
+        """Return the variables to evaluate: the state, or an average if the devices differ."""
         state = self._state
         if self._train.common(state) is state:
             return state, None
@@ -344,5 +344,5 @@ class Session:
 
 
 def _due(every: int | None, number: int) -> bool:
-    """Whether it is time again after the epoch or window of this number, counted from 0."""
+    """Return whether something is due after the epoch or window of this index."""
     return every is not None and (number + 1) % every == 0

@@ -1,4 +1,4 @@
-"""`Trainer`: the loop owned."""
+"""`Trainer`: the training loop."""
 
 import threading
 from collections.abc import Callable
@@ -25,12 +25,12 @@ PyTree = Any
 
 
 class Trainer:
-    """Trains a model: the loop, evaluation, checkpoints, and what a person sees of it.
+    """Train a model: loop, evaluation, checkpoints, logging and progress display.
 
     Args:
         loss_fn: As in `build_train_step`.
         optimizer: An optax optimizer.
-        config: The knobs as a flat bundle; None for `DDPConfig()`.
+        config: Options as one flat bundle; None for `DDPConfig()`.
         **options: All other arguments of `build_train_step`: `devices`, `cadence`,
             `averaging`, `has_aux`, `nonfinite`, `trainable`, ...
 
@@ -84,57 +84,58 @@ class Trainer:
         epochs: int | None = 1,
         **options: Unpack[RunOptions],
     ) -> FitResult:
-        """Trains until the end, and shows how far it is.
+        """Train to the end and show progress.
 
-        Ctrl-C ends the run before its next window, with a checkpoint and all files whole, and
-        raises `KeyboardInterrupt` then; a second one raises it at once.
+        Ctrl-C stops the run before its next window, writes a checkpoint, closes all files, and
+        then raises `KeyboardInterrupt`; a second Ctrl-C raises it immediately.
 
         Args:
             params: Parameters, a pytree of float arrays; copied.
             data: As in `TrainStep.windows`: arrays, a map-style dataset, or an iterable.
             batch_size: Examples per microbatch; None for an iterable.
-            epochs: Number of epochs, counted from the start of the run; None: until
-                something else ends it.
+            epochs: Number of epochs, counted from the start of the run; None to train until
+                something else stops it.
 
         Keyword Args:
             model_state (PyTree): As in `TrainStep.init`.
             rng (jax.Array | int): As in `TrainStep.init`.
-            seed (int): As in `TrainStep.windows`, like the next five.
-            shuffle (bool): Whether the order of the data changes.
-            drop_last (bool): Whether to leave out what does not fill a microbatch.
-            mask_key (str | None): Name of the mask of valid examples.
+            seed (int): As in `TrainStep.windows`, as are the next five.
+            shuffle (bool): Whether to shuffle the data in each epoch.
+            drop_last (bool): Whether to drop the examples that do not fill a microbatch.
+            mask_key (str | None): Key of the mask of valid examples.
             placement (str): `"stream"`, `"resident"` or `"auto"`.
-            window_bytes (int): Most bytes of streamed data in one program call.
-            evaluation (Evaluation | None): What is evaluated, and when.
-            early_stopping (EarlyStopping | None): When to end before the last epoch.
-            max_windows (int | None): Most windows, which in gradient mode are optimizer steps,
-                counted from the start of the run; at least 1.
-            max_seconds (float | None): Most seconds of this call; above 0.
-            checkpoints (Checkpoints | None): None: none, or those of `run_dir`.
-            resume (str): What to do with checkpoints that are there: `"never"` (an error),
-                `"auto"` (go on with the newest one that is whole, or begin), `"must"` (none
-                is an error).
-            run_dir (str | PathLike | None): A folder for everything: `timeline.jsonl`,
-                `metrics.csv`, `checkpoints/` (at the ends of epochs, unless `checkpoints` says
+            window_bytes (int): Most bytes of streamed data per program call.
+            evaluation (Evaluation | None): What to evaluate, and when.
+            early_stopping (EarlyStopping | None): When to stop before the last epoch.
+            max_windows (int | None): Most windows (in gradient mode: optimizer steps), counted
+                from the start of the run; at least 1.
+            max_seconds (float | None): Most seconds for this call; above 0.
+            checkpoints (Checkpoints | None): Where and when to write checkpoints. None: in
+                `run_dir` if given, otherwise none.
+            resume (str): What to do with existing checkpoints: `"never"` (raise an error),
+                `"auto"` (resume from the newest intact one, or start if there is none),
+                `"must"` (raise an error if there is none).
+            run_dir (str | PathLike | None): Folder for all output: `timeline.jsonl`,
+                `metrics.csv`, `checkpoints/` (after each epoch, unless `checkpoints` says
                 otherwise) and, at the end, `report.html`. None: nothing is written.
             callbacks (Sequence[Callback]): `Callback` objects.
-            writers (Sequence[Writer]): Where scalars go, at the ends of epochs, after
-                evaluations, and as `log_every` says: `CSVWriter`, `TensorBoardWriter`, or your
-                own. Left open.
-            log_every (int | None): Write the means of so many windows, as `window_loss` and so
-                on, at least 1; None: not.
-            progress (bool): Show the devices and a bar on the standard error stream; if that
-                is no terminal, one line per epoch.
+            writers (Sequence[Writer]): Writers of scalars, called at the end of each epoch,
+                after evaluations, and as set by `log_every`: `CSVWriter`, `TensorBoardWriter`,
+                or your own. They are not closed.
+            log_every (int | None): Write the means over every N windows as `window_loss` and
+                so on, N at least 1; None: do not.
+            progress (bool): Show the devices and a progress bar on standard error; one line
+                per epoch if that is not a terminal.
 
         Returns:
-            Parameters, history and more.
+            Parameters, history, report and state.
 
         Raises:
-            TypeError, ValueError: An argument is wrong; it is named.
-            RuntimeError: This trainer is at work already.
+            TypeError, ValueError: An argument is invalid; the message names it.
+            RuntimeError: This trainer is already running.
             NonFiniteError: As in `TrainStep`.
-            CheckpointError: A checkpoint could not be written. An error that comes when
-                training has ended has what it gave as `error.result`.
+            CheckpointError: A checkpoint could not be written. An error raised after training
+                has finished holds the result as `error.result`.
         """
         run, control = self._session(params, data, batch_size, epochs, options)
         with interrupts(control, say=options.get("progress", True)):
@@ -149,20 +150,20 @@ class Trainer:
         epochs: int | None = 1,
         **options: Unpack[RunOptions],
     ) -> Handle:
-        """Begins to train in a thread, and returns at once. Takes what `fit` takes.
+        """Start to train on a new thread and return immediately; same arguments as `fit`.
 
         Returns:
-            A handle to follow, stop and join it.
+            A handle to follow, stop and join the run.
 
         Raises:
-            TypeError, ValueError: An argument is wrong. What is found out later, of the
-                data for instance, `Handle.join` raises.
-            RuntimeError: This trainer is at work already.
+            TypeError, ValueError: An argument is invalid. `Handle.join` raises errors found
+                later, for instance in the data.
+            RuntimeError: This trainer is already running.
         """
         run, control = self._session(params, data, batch_size, epochs, options)
         try:
             return Handle(run, control)
-        except BaseException:  # no thread could be had
+        except BaseException:  # no thread could be started
             self._busy.release()
             raise
 
@@ -193,9 +194,9 @@ class Trainer:
 
             forget = before_exit(end)
             try:
-                control.ended(session.run())
+                control.finish(session.run())
             except BaseException as error:
-                control.ended(error=error)
+                control.finish(error=error)
             finally:
                 forget()
                 self._busy.release()
@@ -203,7 +204,7 @@ class Trainer:
         return run, control
 
     def _evaluator(self, plan: FitPlan) -> EvalStep | None:
-        """The evaluation's step; kept, with its programs, for the next run."""
+        """Return the evaluation step, cached with its compiled programs for the next run."""
         if plan.evaluation is None:
             return None
         metric_fn = plan.evaluation.metric_fn

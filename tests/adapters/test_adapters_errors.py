@@ -12,7 +12,7 @@ from flax_nets import LinenCNN, LinenMLP, NnxCNN, cross_entropy, data
 
 import elche_jax as elche
 from elche_jax.adapters.linen import from_linen
-from elche_jax.adapters.model import kept
+from elche_jax.adapters.model import keep_structure
 from elche_jax.adapters.nnx import from_nnx
 
 X = data()["x"]
@@ -109,7 +109,7 @@ MADE = {
     "two switches": (
         lambda: from_linen(Both(), cross_entropy, train_kwargs={}),
         ValueError, r"from_linen: module must have one argument that switches to training \(train, "
-        r"training, .*\), got Both with train and deterministic\. Say what to call it with: "
+        r"training, .*\), got Both with train and deterministic\. Pass "
         r"train_kwargs= and eval_kwargs=\.",
     ),
     "no parameters": (
@@ -243,7 +243,7 @@ VARIABLES = {
     "nnx without a parameter": (
         lambda: cnn()({"conv": {}}, cnn().model_state, {"x": X}, KEY),
         ValueError, r"from_nnx: params must hold the variable conv/bias, got none in an empty "
-        r"dict\. Begin with model.params\.",
+        r"dict\. Start with model.params\.",
     ),
     "nnx with more": (
         more_than_there_is,
@@ -300,7 +300,7 @@ class Changing(nnx.Module):
     [
         ("dtype", r"float16\[3\] for leaf \['mean'\], which was float32\[3\]\."),
         ("shape", r"float32\[4\] for leaf \['mean'\], which was float32\[3\]\."),
-        ("new", r"a new leaf \['more'\]\. Begin with a model state that holds it, or leave its "
+        ("new", r"a new leaf \['more'\]\. Start with a model state that has it, or leave its "
                 r"collection out of from_linen\(mutable=\)\."),
         ("lost", r"none for leaf \['mean'\]\."),
     ],
@@ -316,7 +316,7 @@ def test_a_state_that_changes_its_form_is_named_before_anything_is_compiled(how,
 
 def test_a_state_in_another_order_keeps_its_names():
     old = OrderedDict(b=jnp.float32(1), a=jnp.float32(2))
-    new = kept("from_linen", old, {"a": jnp.float32(20), "b": jnp.float32(10)})
+    new = keep_structure("from_linen", old, {"a": jnp.float32(20), "b": jnp.float32(10)})
     assert list(new.items()) == [("b", 10), ("a", 20)]
 
 

@@ -271,7 +271,7 @@ ERRORS = {
             {"out": {}}, {}, {"x": X}
         ),
         ValueError, r"from_head: params must hold the variable conv/bias, got none in 'out'\. "
-        r"Begin with model\.params\.",
+        r"Start with model\.params\.",
     ),
 }  # fmt: skip
 

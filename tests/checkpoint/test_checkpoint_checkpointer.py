@@ -152,7 +152,7 @@ def test_resume(train, tmp_path, caplog):
         with pytest.raises(
             ValueError,
             match=r"checkpoints: .* must hold a whole checkpoint with resume='must', got none\. "
-            r"Pass resume='auto' to begin\.",
+            r"Pass resume='auto' to start\.",
         ):
             saver.restore(CASE.init(train), "must")
         for words in ((), ("auto",), ("never",)):
@@ -170,7 +170,7 @@ def test_resume(train, tmp_path, caplog):
         for word in "auto", "must":
             state, cursor = saver.restore(CASE.init(train), word)
             assert cursor.window == int(state.step[0]) == 6
-        assert f"elche: goes on after window 6, from {tmp_path}." in caplog.messages
+        assert f"elche: resumed after window 6 from {tmp_path}." in caplog.messages
 
 
 def test_a_run_that_must_be_there_leaves_no_folder(train, tmp_path):
@@ -354,7 +354,7 @@ def test_a_folder_that_cannot_be_made(train, tmp_path, caplog):
     with pytest.raises(OSError, match="file"):
         saver_in(train, folder)
     saver = saver_in(train, folder, on_error="end")
-    assert any(t.startswith("elche: there will be no checkpoints: ") for t in caplog.messages)
+    assert any(t.startswith("elche: no checkpoints will be written: ") for t in caplog.messages)
     with pytest.raises(ValueError, match="must hold a whole checkpoint with resume='must'"):
         saver.restore(CASE.init(train), "must")
     assert int(loop(train, saver).step[0]) == 8

@@ -17,7 +17,7 @@ import pytest
 from flax.traverse_util import unflatten_dict
 from hypothesis import given, settings, strategies as st
 
-from elche_jax.checkpoint.leaves import LeafSpec, names_of, unwritten, written
+from elche_jax.checkpoint.leaves import LeafSpec, decode, encode, names_of
 from elche_jax.checkpoint.store import DamagedCheckpoint, OtherFormat, Store
 
 RANDOM = np.random.default_rng(0)
@@ -143,7 +143,7 @@ def test_every_file_of_a_checkpoint_may_be_damaged(damage, filled, tmp_path, cap
             assert len(warned) == 2
             assert warned[0].startswith(f"elche: {error}".rstrip(".")[:60])
             assert warned[0].endswith(f"It was renamed to {folder / 'damaged-2-0'}.")
-            assert warned[1] == "elche: the checkpoint after 1 windows is taken."
+            assert warned[1] == "elche: using the checkpoint after 1 windows."
         else:
             assert whole, file
             assert store.newest().step == 2
@@ -344,7 +344,7 @@ def test_names_that_are_not_unique():
 def test_bytes_come_back(name):
     leaf = LEAVES[name]
     spec = LeafSpec.of(leaf, own=False)
-    back = unwritten(written(leaf), spec)
+    back = decode(encode(leaf), spec)
     assert same({"": back}, {"": np.asarray(leaf)})
     assert LeafSpec.of(back, own=False) == spec
     if leaf.size:

@@ -44,7 +44,7 @@ def one():
         ),
         (
             {"checkpoints": elche.Checkpoints()}, ValueError,
-            r"^Trainer\.fit: checkpoints must have a folder where there is no run_dir, got None",
+            r"^Trainer\.fit: checkpoints must have a folder if there is no run_dir, got None",
         ),
         ({"nonsense": 1}, TypeError, r"^Trainer\.fit: nonsense is no argument; there are model"),
         (
@@ -68,7 +68,7 @@ def test_arguments_of_fit(one, options, error, message):
         ({"every_windows": 0}, ValueError, r"^Evaluation: every_windows must be at least 1, got"),
         (
             {"every_epochs": None}, ValueError,
-            r"^Evaluation: every_epochs must be at least 1 where every_windows is None, got None",
+            r"^Evaluation: every_epochs must be at least 1 if every_windows is None, got None",
         ),
     ],
 )  # fmt: skip
@@ -124,7 +124,7 @@ def test_patience_by_its_definition(values, patience, mode, delta):
     rule = elche.EarlyStopping("x", mode, patience, delta)
     state, stopped = Patience(), None
     for at, value in enumerate(values):
-        state = state.see(rule, value)
+        state = state.update(rule, value)
         if stopped is None and state.over(rule):
             stopped = at
     # independently: the run ends where `patience` values in a row beat none before them

@@ -12,7 +12,7 @@ from elche_jax.cadence.window import WindowRecord
 from elche_jax.observe import events
 from elche_jax.observe.timeline import Timeline
 from elche_jax.trainer import session
-from elche_jax.trainer.epochs import AT_ONCE, DeviceSums, EpochSums
+from elche_jax.trainer.epochs import BATCH, DeviceSums, EpochSums
 from elche_jax.trainer.plan import FitPlan
 from elche_jax.trainer.recorder import RunRecorder
 
@@ -21,13 +21,13 @@ def record(window, epoch=0):
     return WindowRecord(window, epoch, (1, 1), 16, (1.0, 1.0), 2.0, 0.0, 0.0, True)
 
 
-@pytest.mark.parametrize("windows", [1, AT_ONCE - 1, AT_ONCE, 3 * AT_ONCE + 1])
+@pytest.mark.parametrize("windows", [1, BATCH - 1, BATCH, 3 * BATCH + 1])
 def test_sums_know_all_windows(windows):
     sums = DeviceSums(2)
     for window in range(windows):
-        sums.see(record(window, epoch=window % 2))
-    assert sums.of(0) == ((1000.0, 1000.0), (0.5, 0.5))
-    sums.forget(0)
+        sums.add(record(window, epoch=window % 2))
+    assert sums.rates(0) == ((1000.0, 1000.0), (0.5, 0.5))
+    sums.drop(0)
     assert set(sums._epochs) == ({1} if windows > 1 else set())
 
 
@@ -37,17 +37,17 @@ def test_threads_that_report_while_the_loop_reads_lose_nothing():
     def report():
         start.wait()
         for window in range(2000):
-            sums.see(record(window))
+            sums.add(record(window))
 
     threads = [threading.Thread(target=report) for _ in range(3)]
     for thread in threads:
         thread.start()
     start.wait()
     while any(thread.is_alive() for thread in threads):
-        sums.of(0)
+        sums.rates(0)
     for thread in threads:
         thread.join()
-    sums.of(0)
+    sums.rates(0)
     assert sums._epochs[0][0].tolist() == [6000.0, 6000.0]
 
 
@@ -116,7 +116,7 @@ def test_losses_come_after_their_windows(make, devices):
 
 @pytest.mark.parametrize("stop", ["callback", "max_windows"])
 def test_what_has_led_to_an_error_at_the_end_is_recorded(stop, tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "LOOK_S", 1e9)  # metrics wait
+    monkeypatch.setattr(session, "REFRESH_S", 1e9)  # metrics wait
     data = {name: values.copy() for name, values in DATA.items()}
     data["x"][100] = np.nan  # in window 2
 
@@ -162,7 +162,7 @@ def test_what_has_led_to_an_error_is_recorded(tmp_path):
 
 
 def test_a_second_error_is_told_with_the_first(monkeypatch):
-    monkeypatch.setattr(session, "LOOK_S", 1e9)  # metrics wait
+    monkeypatch.setattr(session, "REFRESH_S", 1e9)  # metrics wait
 
     class Full:
         full = False

@@ -227,7 +227,7 @@ def test_what_cannot_be_written_in_the_end_costs_no_result(tmp_path, monkeypatch
     with pytest.raises(OSError, match="No space left") as caught:
         trainer().fit(PARAMS, DATA, 8, 2, run_dir=tmp_path, progress=False)
     assert len(caught.value.result.history) == 2
-    assert "Training had ended" in caught.value.__notes__[0]
+    assert "Training had finished" in caught.value.__notes__[0]
 
 
 def test_a_result_that_is_lost_too_does_not_hide_the_first_error(tmp_path, monkeypatch):
@@ -242,7 +242,7 @@ def test_a_result_that_is_lost_too_does_not_hide_the_first_error(tmp_path, monke
     with pytest.raises(OSError, match="No space left") as caught:
         trainer().fit(PARAMS, DATA, 8, 1, run_dir=tmp_path, progress=False)
     assert caught.value.__notes__ == [
-        "Training had ended, but its result could not be had: the device is gone"
+        "Training had finished, but its result is not available: the device is gone"
     ]
 
 
@@ -257,7 +257,7 @@ def test_the_writers_of_the_library_are_writers(tmp_path):
 @pytest.mark.parametrize("known", [True, slow(False)])
 def test_how_far_a_run_is_after_a_resume(first, known, tmp_path, monkeypatch):
     """The bar goes on where the run was, at the end of an epoch and in the middle."""
-    monkeypatch.setattr(session, "LOOK_S", 0.0)  # every window is shown
+    monkeypatch.setattr(session, "REFRESH_S", 0.0)  # every window is shown
     shown, totals = [], []
 
     class Shown:

@@ -130,7 +130,7 @@ def test_patience_with_something_else_begins_anew(tmp_path, caplog):
         [8.0, 9.0, 10.0, 10.0], early_stopping=elche.EarlyStopping("error", "max", 2), **saving
     )
     assert (result.stopped, len(result.history)) == ("epochs", 6)
-    assert "looked at error (min) before, and looks at error (max) now" in caplog.text
+    assert "monitored error (min) before and monitors error (max) now" in caplog.text
 
 
 def test_what_no_evaluation_gives_is_watched_from_the_first_epoch_on():
