@@ -1,21 +1,18 @@
-"""Orbax handler that has no write in flight when it raises an error.
+"""Arrays in the format of Orbax, with no write in flight once an error is raised.
 
-Orbax writes items and arrays concurrently in event loops, which it closes on the first error. On
-a full disk nearly all writes fail: the remaining ones find a closed loop, print a traceback each,
-and still write into the folder while it is being deleted. This handler therefore writes the items
-one after another and waits for all arrays.
+Orbax's own checkpointer writes items and arrays concurrently in event loops, which it closes on
+the first error. On a full disk nearly all writes fail: the remaining ones find a closed loop, print
+a traceback each, and still write into the folder while it is being deleted. So only its handler
+of pytrees is used here, and all arrays are waited for.
 """
 
-import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
-
-from elche_jax.checkpoint.store import MANIFEST, STATE
 
 
 class Arrays(ocp.type_handlers.NumpyHandler):
@@ -54,44 +51,23 @@ def _all(futures: Iterable[Any]) -> list[Any]:
     return [future.result() for future in futures]
 
 
-@dataclass
-class Content(ocp.args.CheckpointArgs):
-    """The content of a checkpoint.
-
-    Attributes:
-        arrays: Nested dicts of arrays.
-        manifest: The manifest of the arrays, as JSON values.
-    """
-
-    arrays: dict[str, Any]
-    manifest: dict[str, Any]
-
-
-class Handler(ocp.CheckpointHandler):
-    """Write a checkpoint to the temporary folder that `ocp.Checkpointer` renames when done."""
+class ArrayWriter:
+    """Write nested dicts of arrays in the format of Orbax."""
 
     def __init__(self):
         registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, Arrays()))
-        self._state = ocp.PyTreeCheckpointHandler(
+        self._handler = ocp.PyTreeCheckpointHandler(
             use_ocdbt=True, use_zarr3=False, type_handler_registry=registry
         )
 
-    def save(self, directory: Any, *_: Any, args: Content) -> None:
-        """Write the arrays, then the manifest."""
-        (directory / STATE).mkdir()
-        self._state.save(directory / STATE, args=ocp.args.PyTreeSave(args.arrays))
-        self._state.finalize(directory / STATE)
-        manifest = directory / MANIFEST
-        manifest.parent.mkdir()
-        manifest.write_text(json.dumps(args.manifest))
+    def write(self, folder: Path, arrays: Any) -> None:
+        """Write arrays into an existing folder."""
+        from etils import epath  # the paths of Orbax; its dependency, not ours
 
-    def restore(self, directory: Any, *_: Any, **__: Any) -> Any:
-        """Not used: `Store` reads checkpoints itself, as Orbax raises errors of many kinds."""
-        raise NotImplementedError
+        directory = epath.Path(folder)
+        self._handler.save(directory, args=ocp.args.PyTreeSave(arrays))
+        self._handler.finalize(directory)
 
     def close(self) -> None:
         """Stop the threads of Orbax."""
-        self._state.close()
-
-
-ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)(Content)
+        self._handler.close()

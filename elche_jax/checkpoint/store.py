@@ -24,7 +24,7 @@ logger = logging.getLogger("elche_jax")
 FORMAT = 2
 
 UNFINISHED = ".orbax-checkpoint-tmp"
-"""Part of the name of an unfinished checkpoint; set by Orbax."""
+"""Part of the name of an unfinished checkpoint, the same as in Orbax."""
 
 STATE, MANIFEST = "state", "manifest/metadata"
 """Paths of the arrays and of their manifest within a checkpoint."""
@@ -58,9 +58,9 @@ class Saved:
 class Store:
     """The checkpoints of one run, in folders named by step.
 
-    Orbax writes to a temporary folder and renames it when complete, so that a kill leaves the
-    earlier checkpoints intact. A manifest with checksums of the leaves detects damage. Old
-    checkpoints are deleted after a new one is complete.
+    A checkpoint is written to a temporary folder, which is renamed when complete, so that a kill
+    leaves the earlier checkpoints intact. A manifest with checksums of the leaves detects damage.
+    Old checkpoints are deleted after a new one is complete.
 
     Args:
         folder: The folder; created if missing.
@@ -81,9 +81,7 @@ class Store:
         best: str = "min",
         monitor: str = "",
     ):
-        import orbax.checkpoint as ocp
-
-        from elche_jax.checkpoint import handler
+        from elche_jax.checkpoint.handler import ArrayWriter
 
         self.folder = folder.absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -91,8 +89,7 @@ class Store:
         self._sign, self._monitor = 1 if best == "min" else -1, monitor
         self._remove_unfinished()
         with _quiet():
-            self._orbax = ocp.Checkpointer(handler.Handler())
-        self._content = handler.Content
+            self._writer = ArrayWriter()
         names = [path.name for path in self.folder.iterdir()]
         steps = [int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name)]
         self._scores = {step: self._score(step) for step in steps}
@@ -118,9 +115,12 @@ class Store:
             Size of the arrays in bytes.
 
         Raises:
-            ValueError: The step already exists (raised by Orbax).
+            ValueError: The step already exists.
             OSError: The checkpoint could not be written.
         """
+        path = self._path(step)
+        if path.exists():
+            raise ValueError(f"checkpoint: {path} must not exist before it is written.")
         specs = {name: LeafSpec.of(array, name in own) for name, array in leaves.items()}
         score = None if score is None or not math.isfinite(score) else float(score)
         content = {
@@ -134,13 +134,17 @@ class Store:
         text = json.dumps(content)
         manifest = {"text": text, "digest": digest(text.encode())}
         there = {name: encode(array) for name, array in leaves.items() if array.size}
-        nested = unflatten_dict(there, sep="/")
+        temporary = self.folder / f"{step}{UNFINISHED}"
         try:
+            (temporary / STATE).mkdir(parents=True)
             with _quiet():
-                self._orbax.save(self._path(step), args=self._content(nested, manifest))
+                self._writer.write(temporary / STATE, unflatten_dict(there, sep="/"))
+            (temporary / MANIFEST).parent.mkdir()
+            (temporary / MANIFEST).write_text(json.dumps(manifest))
+            temporary.rename(path)
         except BaseException as error:
             self._remove_unfinished()  # free the space on a full disk
-            cause = _system_error(error, self._path(step))
+            cause = _system_error(error, path)
             if cause is None:
                 raise
             raise cause from error
@@ -203,8 +207,8 @@ class Store:
         return None
 
     def close(self) -> None:
-        """Close Orbax."""
-        self._orbax.close()
+        """Stop the threads of Orbax."""
+        self._writer.close()
 
     def _path(self, step: int) -> Path:
         return self.folder / str(step)

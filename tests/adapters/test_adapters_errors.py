@@ -227,7 +227,7 @@ VARIABLES = {
     ),
     "nnx without its state": (
         lambda: cnn()(cnn().params, {"x": X}, KEY),
-        ValueError, r"from_nnx: model_state must hold the variable norm/mean, got None\. Begin "
+        ValueError, r"from_nnx: model_state must hold the variable norm/mean, got None\. Start "
         r"with train.init\(model.params, model_state=model.model_state\)\.",
     ),
     "nnx to update without its state": (
