@@ -1,7 +1,6 @@
 """Metrics of an epoch: running sums during it, `EpochMetrics` at its end."""
 
 import math
-import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +13,6 @@ from elche_jax.cadence import WindowRecord
 
 NO_MEANS = ("finite", "weight")
 """Metrics of a window that are not averaged."""
-
-BATCH = 64
-"""Windows summed up together; one at a time, each costs three times as much."""
 
 
 @dataclass(frozen=True)
@@ -150,22 +146,19 @@ class EpochSums:
 
 
 class DeviceSums:
-    """Busy times of the devices per epoch; any thread may add, the loop reads."""
+    """Busy times of the devices per epoch; any thread may add, only the loop's thread reads."""
 
     def __init__(self, world_size: int):
-        self._lock = threading.Lock()
         self._world_size = world_size
-        self._new: deque[WindowRecord] = deque()
+        self._new: deque[WindowRecord] = deque()  # appending and popping need no lock
         self._epochs: dict[int, NDArray[np.float64]] = {}  # counts, busy and wall times
 
     def add(self, record: WindowRecord) -> None:
         """Add a finished window."""
-        self._new.append(record)  # a deque: appending needs no lock
-        if len(self._new) >= BATCH:
-            with self._lock:
-                self._sum_up()
+        self._new.append(record)
 
-    def _sum_up(self) -> None:
+    def sum_up(self) -> None:
+        """Sum up the windows added; several together cost less than one by one."""
         while self._new:
             record = self._new.popleft()
             if record.steady:  # times of a window that compiled are meaningless
@@ -175,15 +168,13 @@ class DeviceSums:
 
     def drop(self, epoch: int) -> None:
         """Drop the sums of an epoch."""
-        with self._lock:
-            self._sum_up()
-            self._epochs.pop(epoch, None)
+        self.sum_up()
+        self._epochs.pop(epoch, None)
 
     def rates(self, epoch: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return throughput and busy share of each device in an epoch."""
-        with self._lock:
-            self._sum_up()
-            counts, busy, wall = self._epochs.get(epoch, np.zeros((3, self._world_size)))
+        self.sum_up()
+        counts, busy, wall = self._epochs.get(epoch, np.zeros((3, self._world_size)))
         with np.errstate(divide="ignore", invalid="ignore"):
             throughput = np.where(busy > 0, 1e3 * counts / busy, np.nan)
             working = np.where(wall > 0, np.minimum(1.0, busy / wall), 0.0)

@@ -45,30 +45,31 @@ class RunRecorder:
     """
 
     def __init__(self, own: Recorder | None):
-        self._own = own
+        self._own: list[Recorder] = [] if own is None else [own]
+        self._timelines = self._own  # and that of the run's folder during a run
         self._plan: FitPlan | None = None  # of the current run
-        self._timeline: Timeline | None = None
         self._metrics: deque[tuple[int, int, Mapping[str, Any]]] = deque()
-        self.devices = DeviceSums(0)
 
     @contextmanager
     def run(self, plan: FitPlan, world_size: int) -> Generator[None]:
         """Open the outputs of a run, and close them at its end."""
-        self.devices = DeviceSums(world_size)
+        self.history: tuple[EpochMetrics, ...] = ()
+        self.sums: EpochSums | None = None  # of the current epoch
+        self._devices = DeviceSums(world_size)
         self._log, self._before = EpochSums(0), 0
         self._writers: list[Writer] = list(plan.writers)
         self._progress: Progress | None = None
-        timeline = None
+        timelines = self._own
         with ExitStack() as self._stack:
             if plan.folder is not None:
                 _prepare(plan.folder, plan.resume)
-                timeline = self._stack.enter_context(_timeline(plan.folder))
+                timelines = [*self._own, self._stack.enter_context(_timeline(plan.folder))]
                 self._writers.append(self._stack.enter_context(Table(plan.folder / "metrics.csv")))
-            self._plan, self._timeline = plan, timeline
+            self._plan, self._timelines = plan, timelines
             try:
                 yield
             finally:
-                self._plan = self._timeline = None
+                self._plan, self._timelines = None, self._own
                 self._metrics.clear()
 
     def begin(self, plan: FitPlan, devices: Sequence[jax.Device]) -> None:
@@ -89,24 +90,21 @@ class RunRecorder:
     def window(self, record: WindowRecord) -> None:
         """Record a finished window."""
         if self._plan is not None:
-            self.devices.add(record)
-        if self._own is not None:
-            windows_to(self._own)(record)
-        if self._timeline is not None:
-            self._timeline.measured(record)
+            self._devices.add(record)
+        for timeline in self._timelines:
+            windows_to(timeline)(record)
 
     def window_metrics(self, window: int, epoch: int, metrics: Mapping[str, Any]) -> None:
         """Record the metrics of a finished window."""
         if self._plan is not None:
             self._metrics.append((window, epoch, metrics))
-        elif self._own is not None:
+        elif self._own:
             self._loss(window, epoch, float(np.asarray(metrics["loss"])))
 
     def add(self, kind: Any, **values: Any) -> None:
         """Record an event of another kind."""
-        for recorder in (self._own, self._timeline):
-            if recorder is not None:
-                recorder.add(kind, **values)
+        for timeline in self._timelines:
+            timeline.add(kind, **values)
 
     # -- called by the session -----------------------------------------------------------
 
@@ -115,12 +113,13 @@ class RunRecorder:
         """Number of windows whose metrics have not been added up yet."""
         return len(self._metrics)
 
-    def fold(self, sums: EpochSums) -> None:
-        """Add the metrics of finished windows to the sums of their epoch."""
+    def fold(self) -> None:
+        """Add the metrics of finished windows to the sums of the epoch."""
         every = self._plan and self._plan.log_every
-        while self._metrics:
+        self._devices.sum_up()
+        while self._metrics and self.sums is not None:
             window, epoch, metrics = self._metrics.popleft()
-            self._loss(window, epoch, sums.add_metrics(metrics))
+            self._loss(window, epoch, self.sums.add_metrics(metrics))
             if every is None:
                 continue
             self._log.add_metrics(metrics)
@@ -134,26 +133,38 @@ class RunRecorder:
         for writer in self._writers:
             writer.scalars(step, values)
 
-    def show(self, cursor: Cursor, sums: EpochSums) -> None:
+    def show(self, cursor: Cursor) -> None:
         """Show the progress; `cursor` is the current place in the data."""
-        if self._progress is None:
+        sums = self.sums
+        if self._progress is None or sums is None:
             return
         rate = sums.examples / sums.seconds if sums.seconds > 0 else None
-        _, busy = self.devices.rates(sums.epoch)
+        _, busy = self._devices.rates(sums.epoch)
         before = self._before if self._per_epoch is None else self._per_epoch * cursor.epoch
         done = before + cursor.microbatch
         self._progress.update(sums.epoch, done, sums.means().get("loss"), rate, busy)
 
     def evaluated(self, at: Cursor, seconds: float, results: Mapping[str, float]) -> None:
         """Record an evaluation made at this place in the data."""
+        if self.sums is not None:
+            self.sums.evaluation = dict(results)
         self.add(
             EvaluationEvent, window=at.window - 1, epoch=at.epoch, seconds=seconds,
             **_finite(results),
         )  # fmt: skip
 
-    def epoch(self, end: Cursor, metrics: EpochMetrics, sums: EpochSums) -> None:
-        """Record an epoch that ended at this place in the data."""
-        self.show(end, sums)
+    def end_epoch(self, end: Cursor, whole: bool) -> EpochMetrics:
+        """Return the metrics of the epoch that ended at this place, and record it if whole."""
+        assert self.sums is not None
+        metrics = self.sums.metrics(self._devices, whole)
+        self.history = (*self.history, metrics)
+        if whole:
+            self._record_epoch(end, metrics)
+        return metrics
+
+    def _record_epoch(self, end: Cursor, metrics: EpochMetrics) -> None:
+        self.show(end)
+        self.sums = None
         self._before += end.microbatch
         self.scalars(end.window, metrics.values)
         self.add(
@@ -163,12 +174,18 @@ class RunRecorder:
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the means not written yet, for a checkpoint."""
-        return asdict(self._log)
+        """Return the history and the sums of unfinished epochs, for a checkpoint."""
+        return {
+            "sums": None if self.sums is None else asdict(self.sums),
+            "history": [vars(metrics) for metrics in self.history],
+            "log": asdict(self._log),
+        }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore the output of `to_dict`."""
-        self._log = EpochSums(**saved)
+        self.sums = None if saved["sums"] is None else EpochSums(**saved["sums"])
+        self.history = tuple(map(EpochMetrics.from_dict, saved["history"]))
+        self._log = EpochSums(**saved["log"])
 
     def _loss(self, window: int, epoch: int, loss: float) -> None:
         """Record the loss of a window; non-finite losses are recorded as skips elsewhere."""

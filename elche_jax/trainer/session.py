@@ -3,7 +3,6 @@
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from os.path import exists
 from typing import Any
 
@@ -21,7 +20,7 @@ from elche_jax.train.resume import join_rows
 from elche_jax.train.step import TrainStep
 from elche_jax.trainer.callback import CallbackContext
 from elche_jax.trainer.control import Control
-from elche_jax.trainer.epochs import NO_MEANS, EpochMetrics, EpochSums
+from elche_jax.trainer.epochs import NO_MEANS, EpochSums
 from elche_jax.trainer.plan import FitPlan
 from elche_jax.trainer.recorder import RunRecorder, write_report
 from elche_jax.trainer.result import FitResult
@@ -61,8 +60,6 @@ class Session:
         self._train, self._recorder, self._plan, self._control = train, recorder, plan, control
         self._evaluator = evaluator
         self._watching = Watching(plan)
-        self._sums: EpochSums | None = None
-        self._history: tuple[EpochMetrics, ...] = ()
         self._window: Window | None = None
         self._cursor = Cursor()  # after the last window, including those before a resume
         self._metrics: Mapping[str, Any] = {}
@@ -98,8 +95,7 @@ class Session:
             self._end()
         except BaseException as error:
             with beside(error):  # record the windows that led to the error, too
-                if self._sums is not None:
-                    self._take_metrics()
+                self._take_metrics()
             raise
 
     def _open(self, stack: ExitStack) -> Any:
@@ -140,13 +136,12 @@ class Session:
         self._between(None)
 
     def _train_one(self, window: Window) -> None:
-        if self._sums is None:
-            self._sums = EpochSums(window.epoch)
+        sums = self._recorder.sums = self._recorder.sums or EpochSums(window.epoch)
         self._state, self._metrics = self._train(self._state, window)
         if self._window is None:
             self._watching.training(self._names())
         self._window, self._cursor = window, window.cursor
-        self._sums.add_window(window.counts, window.examples)
+        sums.add_window(window.counts, window.examples)
         if self._recorder.waiting >= MAX_PENDING or time.perf_counter() >= self._due:
             self._refresh()
         self._call("on_window")
@@ -158,12 +153,12 @@ class Session:
 
     def _between(self, following: Window | None) -> None:
         """Handle the end of an epoch and a checkpoint that are due between two windows."""
-        saving, sums, force = self._plan.saving, self._sums, False
+        saving, sums, force = self._plan.saving, self._recorder.sums, False
         if sums is not None and (following is None or following.epoch != sums.epoch):
             force = _due(saving and saving.every_epochs, sums.epoch)
             self._end_epoch()
         self._save(force)
-        if following is not None and self._sums is None:
+        if following is not None and self._recorder.sums is None:
             self._clock = time.perf_counter()  # start of an epoch
 
     def _stopping(self) -> bool:
@@ -180,7 +175,7 @@ class Session:
     def _end(self) -> None:
         """Save and report the last windows, and wait for the last checkpoint."""
         self._save(force=True)
-        if self._sums is not None:
+        if self._recorder.sums is not None:
             self._end_epoch(whole=False)
         if self._saver is not None:
             self._saver.wait()
@@ -190,17 +185,14 @@ class Session:
 
     def _end_epoch(self, whole: bool = True) -> None:
         """Report an epoch after all of its windows have finished."""
-        assert self._sums is not None
         self._drain()
-        sums, evaluation = self._sums, self._plan.evaluation
+        sums, evaluation = self._recorder.sums, self._plan.evaluation
+        assert sums is not None
         if whole and _due(evaluation and evaluation.every_epochs, sums.epoch):
             self._evaluate()
-        metrics = sums.metrics(self._recorder.devices, whole)
-        self._history = (*self._history, metrics)
+        metrics = self._recorder.end_epoch(self._cursor, whole)
         if whole:
             self._watching.epoch(self._cursor.window, {"loss": metrics.loss, **metrics.metrics})
-            self._sums = None
-            self._recorder.epoch(self._cursor, metrics, sums)
         self._control.add_epoch(metrics)
         self._call("on_epoch", metrics)
 
@@ -219,8 +211,6 @@ class Session:
         )  # fmt: skip
         self._evaluated = self._cursor.window
         self._results = {name: x for name, x in results.items() if isinstance(x, float)}
-        if self._sums is not None:
-            self._sums.evaluation = self._results
         self._recorder.evaluated(self._cursor, time.perf_counter() - begun, self._results)
         self._watching.evaluation(self._cursor.window, self._results)
         self._call("on_evaluation", results)
@@ -250,8 +240,7 @@ class Session:
         """Update metrics and progress; several windows together cost less than one by one."""
         self._take_metrics()
         self._due = self._clock + REFRESH_S
-        assert self._sums is not None
-        self._recorder.show(self._cursor, self._sums)
+        self._recorder.show(self._cursor)
 
     def _drain(self) -> None:
         """Wait for all dispatched windows to finish, and add up their metrics."""
@@ -260,12 +249,11 @@ class Session:
 
     def _take_metrics(self) -> None:
         """Add up the metrics of finished windows and the time since the last call."""
-        before, sums = self._clock, self._sums
-        if sums is not None:
-            self._recorder.fold(sums)
+        before = self._clock
+        self._recorder.fold()
         self._clock = time.perf_counter()
-        if sums is not None:
-            sums.seconds += self._clock - before
+        if self._recorder.sums is not None:
+            self._recorder.sums.seconds += self._clock - before
 
     def _names(self) -> list[str]:
         """Return the names of the scalar training metrics."""
@@ -276,7 +264,12 @@ class Session:
         if not self._plan.callbacks:
             return
         context = CallbackContext(
-            self._train, self._state, self._window, self._metrics, self._history, self._control
+            self._train,
+            self._state,
+            self._window,
+            self._metrics,
+            self._recorder.history,
+            self._control,
         )
         for callback in self._plan.callbacks:
             getattr(callback, name)(context, *arguments)
@@ -285,12 +278,7 @@ class Session:
 
     def _notes(self) -> dict[str, Any]:
         """Return what a checkpoint holds besides the state of the training step."""
-        return {
-            "sums": None if self._sums is None else asdict(self._sums),
-            "history": [vars(metrics) for metrics in self._history],
-            "watching": self._watching.to_dict(),
-            "log": self._recorder.to_dict(),
-        }
+        return self._recorder.to_dict() | {"watching": self._watching.to_dict()}
 
     def _restore(self) -> Cursor | None:
         if self._saver is None:
@@ -305,13 +293,10 @@ class Session:
             raise ValueError(check.message("Trainer.fit", "epochs", rule, epochs, todo))
         self._cursor = cursor
         if notes:
-            sums = notes["sums"]
-            self._sums = None if sums is None else EpochSums(**sums)
-            self._history = tuple(EpochMetrics.from_dict(m) for m in notes["history"])
+            self._recorder.restore(notes)
             self._watching.restore(notes["watching"])
-            self._recorder.restore(notes["log"])
         elif cursor.microbatch:  # saved midway through an epoch by the user's own loop
-            self._sums = EpochSums(cursor.epoch, whole=False)
+            self._recorder.sums = EpochSums(cursor.epoch, whole=False)
         return cursor
 
     # -- result ------------------------------------------------------------------------------
@@ -334,7 +319,7 @@ class Session:
         return FitResult(
             params=self._train.average(self._state),
             model_state=self._one_model_state(),
-            history=self._history,
+            history=self._recorder.history,
             stopped=self._control.reason or "epochs",
             windows=self._cursor.window,
             seconds=time.perf_counter() - self._begun,

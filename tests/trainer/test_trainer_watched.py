@@ -221,7 +221,7 @@ def test_nothing_of_a_run_is_kept_alive():
     del data
     gc.collect()
     assert watched() is None
-    assert one._recorder.devices._epochs == {}
+    assert one._recorder._devices._epochs == {}
 
 
 def test_what_a_broken_run_has_left_does_not_reach_the_next():
