@@ -220,8 +220,15 @@ def one_of(where: str, argument: str, value: object, choices: Sequence[str]) -> 
         raise ValueError(message(where, argument, rule, repr(value)))
 
 
-def instance(where: str, argument: str, value: object, kind: type) -> None:
+def instance(where: str, argument: str, value: object, kind: Any, rule: str = "") -> None:
     """Check that an argument is an instance of a class.
+
+    Args:
+        where: The class, method or function the user called.
+        argument: The argument's name.
+        value: The argument.
+        kind: A class, or a union of classes and None.
+        rule: What must hold, for the message; required with a union.
 
     Raises:
         TypeError: If it is not.
@@ -233,7 +240,7 @@ def instance(where: str, argument: str, value: object, kind: type) -> None:
         TypeError: ElChe.update: verdict must be of type int, got 'stable' (str).
     """
     if not isinstance(value, kind):
-        rule = f"be of type {kind.__name__}"
+        rule = rule or f"be of type {kind.__name__}"
         raise TypeError(message(where, argument, rule, describe(value)))
 
 
@@ -250,8 +257,7 @@ def path(where: str, argument: str, value: object, *, rule: str = "be a path") -
         ...
         ValueError: Timeline: path must not be empty, got ''. Write '.' for the current folder.
     """
-    if not isinstance(value, str | PathLike):
-        raise TypeError(message(where, argument, rule, describe(value)))
+    instance(where, argument, value, str | PathLike, rule)
     text = fsdecode(cast("str | PathLike[str]", value))
     if not text:
         todo = "Write '.' for the current folder."

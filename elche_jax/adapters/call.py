@@ -38,13 +38,10 @@ class Call:
     """
 
     def __init__(self, where: str, module: Any, inputs: Any, train_kwargs: Any, eval_kwargs: Any):
-        if inputs is not None and not isinstance(inputs, str) and not callable(inputs):
-            rule = "be a key of the batch or a function of it"
-            raise TypeError(check.message(where, "inputs", rule, check.describe(inputs)))
+        rule = "be a key of the batch or a function of it"
+        check.instance(where, "inputs", inputs, str | Callable | None, rule)
         for name, kwargs in (("train_kwargs", train_kwargs), ("eval_kwargs", eval_kwargs)):
-            if kwargs is not None and not isinstance(kwargs, Mapping):
-                rule = "be a dict of keyword arguments"
-                raise TypeError(check.message(where, name, rule, check.describe(kwargs)))
+            check.instance(where, name, kwargs, Mapping | None, "be a dict of keyword arguments")
         if train_kwargs is None or eval_kwargs is None:
             on = _switch(where, type(module))
             off = {name: not value for name, value in on.items()}

@@ -47,15 +47,8 @@ class Head(Protocol):
         ...
 
 
-class _Form(Protocol):
-    """How variables are read from a head and written back to it."""
-
-    def variables(self, head: Any) -> tuple[PyTree, PyTree]: ...
-    def fields(self, head: Any, params: PyTree, model_state: PyTree) -> dict[str, Any]: ...
-
-
-class _CustomForm:
-    """A head with the methods of `Head`."""
+class _Form:
+    """How variables are read from a head and written back to it; here by the methods of `Head`."""
 
     def variables(self, head: Any) -> tuple[PyTree, PyTree]:
         return _pair("variables", "(params, model_state)", head.variables())
@@ -64,7 +57,7 @@ class _CustomForm:
         return {"params": params} | ({} if model_state is None else {"model_state": model_state})
 
 
-class _LinenForm:
+class _LinenForm(_Form):
     """A head with a Linen module; `.params` holds parameters or all variables."""
 
     def variables(self, head: Any) -> tuple[PyTree, PyTree]:
@@ -85,8 +78,7 @@ class _LinenForm:
 
     def fields(self, head: Any, params: PyTree, model_state: PyTree) -> dict[str, Any]:
         if not _has_collections(head.params):
-            state = {} if model_state is None else {"model_state": model_state}
-            return {"params": params} | state
+            return super().fields(head, params, model_state)
         state = {} if model_state is None else model_state
         apart = getattr(head, "model_state", None)
         there = {} if apart is None else {k: state.get(k, part) for k, part in apart.items()}
@@ -96,7 +88,7 @@ class _LinenForm:
         return fields if apart is None else {**fields, "model_state": there}
 
 
-class _NnxForm:
+class _NnxForm(_Form):
     """A head with an NNX module; `.params` holds nested dicts or an `nnx.State`."""
 
     def __init__(self, model: "NnxModel"):
@@ -253,7 +245,7 @@ def from_head(
     def apply(*args: Any) -> tuple[Any, PyTree]:
         return _pair("apply", "(outputs, model_state)", head.apply(*args))
 
-    return HeadModel(obj, _CustomForm(), apply, loss)
+    return HeadModel(obj, _Form(), apply, loss)
 
 
 def _reject(options: Mapping[str, Any], what: str, *names: str) -> None:

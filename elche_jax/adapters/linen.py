@@ -10,7 +10,7 @@ from flax.core.scope import DenyList, in_filter
 
 from elche_jax import _check as check
 from elche_jax.adapters.call import Call, Inputs
-from elche_jax.adapters.model import Model
+from elche_jax.adapters.model import Model, described
 from elche_jax.engine.loss import describe
 from elche_jax.train.initial import as_key, check_one_copy
 
@@ -44,9 +44,9 @@ class LinenModel(Model):
         if len(set(names)) < len(names):
             rule, got = "hold every name once", ", ".join(map(repr, names))
             raise ValueError(check.message(where, "rngs", rule, got))
-        if not isinstance(mutable, bool | str | list | tuple | set | frozenset | DenyList):
-            rule = "be True, False, a name of a collection, or several names"
-            raise TypeError(check.message(where, "mutable", rule, check.describe(mutable)))
+        rule = "be True, False, a name of a collection, or several names"
+        filters = (bool, str, list, tuple, set, frozenset, DenyList)
+        check.instance(where, "mutable", mutable, filters, rule)
         self._module, self._mutable, self._rngs = module, mutable, tuple(names)
         self._call = Call(where, module, inputs, train_kwargs, eval_kwargs)
 
@@ -177,10 +177,8 @@ def from_linen(
         True
     """
     if not isinstance(module, nn.Module):
-        rule = "be a flax.linen module"
-        got = f"the class {module.__name__}" if isinstance(module, type) else check.describe(module)
-        todo = "A flax.nnx module: from_nnx."
-        raise TypeError(check.message("from_linen", "module", rule, got, todo))
+        rule, todo = "be a flax.linen module", "A flax.nnx module: from_nnx."
+        raise TypeError(check.message("from_linen", "module", rule, described(module), todo))
     return LinenModel("from_linen", module, loss, inputs, rngs, mutable, train_kwargs, eval_kwargs)
 
 

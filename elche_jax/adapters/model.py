@@ -23,9 +23,7 @@ class Model:
     """
 
     def __init__(self, where: str, apply: Apply, loss: Callable[[Any, Any], Any]):
-        if not callable(loss):
-            rule = "be a function of (outputs, batch)"
-            raise TypeError(check.message(where, "loss", rule, check.describe(loss)))
+        check.instance(where, "loss", loss, Callable, "be a function of (outputs, batch)")
         self._where, self._apply, self._loss = where, apply, loss
 
     def __call__(self, *args: Any) -> Any:
@@ -80,9 +78,8 @@ class Model:
         Raises:
             TypeError: `fn` is not callable.
         """
-        if not callable(fn):
-            rule = "be a function of (outputs, batch)"
-            raise TypeError(check.message("Model.metric_fn", "fn", rule, check.describe(fn)))
+        rule = "be a function of (outputs, batch)"
+        check.instance("Model.metric_fn", "fn", fn, Callable, rule)
 
         def metric_fn(*args: Any) -> dict[str, Any]:
             return fn(self.apply_fn(*args), args[-1])
@@ -119,6 +116,11 @@ def keep_structure(where: str, old: PyTree, new: PyTree) -> PyTree:
         raise TypeError(check.message(where, "model_state", rule, got, todo))
     after = named_leaves(new)
     return jax.tree.structure(old).unflatten([after[name] for name in named_leaves(old)])
+
+
+def described(module: Any) -> str:
+    """Describe what was passed instead of a module, for a message."""
+    return f"the class {module.__name__}" if isinstance(module, type) else check.describe(module)
 
 
 def copied(tree: PyTree) -> PyTree:

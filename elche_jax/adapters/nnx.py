@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from elche_jax import _check as check
 from elche_jax.adapters.call import Inputs
+from elche_jax.adapters.model import described
 
 if TYPE_CHECKING:
     from elche_jax.adapters.nnx_model import NnxModel
@@ -72,10 +73,8 @@ def from_nnx(
         True
     """
     if not is_nnx(model) or not callable(model):
-        rule = "be a flax.nnx module with __call__"
-        got = f"the class {model.__name__}" if isinstance(model, type) else check.describe(model)
-        todo = "A flax.linen module: from_linen."
-        raise TypeError(check.message("from_nnx", "model", rule, got, todo))
+        rule, todo = "be a flax.nnx module with __call__", "A flax.linen module: from_linen."
+        raise TypeError(check.message("from_nnx", "model", rule, described(model), todo))
     from elche_jax.adapters.nnx_model import NnxModel
 
     return NnxModel("from_nnx", model, loss, inputs, param_type, train_kwargs, eval_kwargs)

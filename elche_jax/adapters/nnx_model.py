@@ -68,7 +68,7 @@ class NnxModel(Model):
         self._slots = [
             self._slot(path, variable, values[path]) for path, variable in nnx.to_flat_state(shapes)
         ]
-        if not any(slot.kind == "params" for slot in self._slots):
+        if not self._of_kind("params"):
             rule = "choose at least one variable of the module"
             got = f"{param_type!r}, which chooses none"
             raise ValueError(check.message(where, "param_type", rule, got))
@@ -111,8 +111,7 @@ class NnxModel(Model):
             ValueError: As raised by `merge`.
         """
         values = self._given("Model.update", params, model_state)
-        trained = [slot for slot in self._slots if slot.kind in ("params", "model_state")]
-        nnx.update(self._module, self._state(values, trained))
+        nnx.update(self._module, self._state(values, self._of_kind("params", "model_state")))
 
     def trainable(self, chosen: Any) -> dict[str, Any]:
         """Return the `trainable` argument of `build_train_step` for an NNX filter.
@@ -130,7 +129,7 @@ class NnxModel(Model):
             ValueError: The filter selects no parameter.
         """
         is_chosen = _predicate("Model.trainable", "chosen", chosen)
-        slots = [slot for slot in self._slots if slot.kind == "params"]
+        slots = self._of_kind("params")
         flags = {slot.names: bool(is_chosen(slot.path, slot.variable)) for slot in slots}
         if not any(flags.values()):
             rule, got = "choose at least one parameter", f"{chosen!r}, which chooses none"
@@ -139,8 +138,11 @@ class NnxModel(Model):
 
     def as_state(self, params: PyTree) -> Any:
         """Return parameters as an `nnx.State`."""
-        slots = [slot for slot in self._slots if slot.kind == "params"]
-        return self._state(self._found("params", params, "Pass all of them."), slots)
+        values = self._found("params", params, "Pass all of them.")
+        return self._state(values, self._of_kind("params"))
+
+    def _of_kind(self, *kinds: Kind) -> list[Slot]:
+        return [slot for slot in self._slots if slot.kind in kinds]
 
     def _slot(self, path: tuple[Any, ...], variable: Any, value: Any) -> Slot:
         kind = self._kind(path, variable)
@@ -175,9 +177,8 @@ class NnxModel(Model):
         values = self._found("params", params, "Start with model.params.")
         todo = "Start with train.init(model.params, model_state=model.model_state)."
         values |= self._found("model_state", model_state, todo)
-        random = [slot for slot in self._slots if slot.kind == "random"]
         if train:
-            values |= {slot.names: _reseeded(slot, rng) for slot in random}
+            values |= {slot.names: _reseeded(slot, rng) for slot in self._of_kind("random")}
         module = nnx.merge(self._graphs[train], self._state(values))
         outputs = module(*args, **kwargs)
         return outputs, self._read("model_state", module) if train else None
@@ -188,9 +189,7 @@ class NnxModel(Model):
         check_one_copy(where, "model_state", model_state)
         values = self._found("params", params, "Pass params=.", where)
         values |= self._found("model_state", model_state, "Pass model_state=.", where)
-        for slot in self._slots:
-            if slot.names not in values:
-                continue
+        for slot in self._of_kind("params", "model_state"):
             want, got = _value(slot.variable), values[slot.names]
             shapes = [[jnp.shape(x) for x in jax.tree.leaves(tree)] for tree in (want, got)]
             if shapes[0] != shapes[1]:
@@ -204,9 +203,7 @@ class NnxModel(Model):
         """Return the values of the variables of one kind, from nested dicts."""
         where = where or self._where
         found: dict[tuple[str, ...], Any] = {}
-        for slot in self._slots:
-            if slot.kind != kind:
-                continue
+        for slot in self._of_kind(kind):
             value = tree
             for name in slot.names:
                 if not isinstance(value, Mapping) or name not in value:
@@ -224,12 +221,12 @@ class NnxModel(Model):
 
     def _state(self, values: Mapping[Any, Any], slots: list[Slot] | None = None) -> Any:
         """Return an `nnx.State` of new variables."""
-        chosen = self._slots if slots is None else slots
-        held = [values.get(slot.names, slot.value) for slot in chosen]
-        return nnx.from_flat_state(
-            (slot.path, slot.variable.replace(value) if _is_variable(slot.variable) else value)
-            for slot, value in zip(chosen, held, strict=True)
-        )
+        leaves = []
+        for slot in self._slots if slots is None else slots:
+            value = values.get(slot.names, slot.value)
+            is_variable = isinstance(slot.variable, nnx.Variable)
+            leaves.append((slot.path, slot.variable.replace(value) if is_variable else value))
+        return nnx.from_flat_state(leaves)
 
 
 def _predicate(where: str, argument: str, chosen: Any) -> Callable[[Any, Any], bool]:
@@ -245,12 +242,8 @@ def _flat(module: Any) -> Any:
     return nnx.to_flat_state(nnx.state(module))
 
 
-def _is_variable(leaf: Any) -> bool:
-    return isinstance(leaf, nnx.Variable)
-
-
 def _value(leaf: Any) -> Any:
-    return leaf.get_value() if _is_variable(leaf) else leaf
+    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
 def _reseeded(slot: Slot, rng: Any) -> Any:

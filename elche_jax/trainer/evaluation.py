@@ -43,9 +43,7 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         where = "Evaluation"
-        if not callable(self.metric_fn):
-            got = check.describe(self.metric_fn)
-            raise TypeError(check.message(where, "metric_fn", "be callable", got))
+        check.instance(where, "metric_fn", self.metric_fn, Callable, "be callable")
         for name in ("batch_size", "every_epochs", "every_windows"):
             if getattr(self, name) is not None:
                 check.integer(where, name, getattr(self, name), low=1)
