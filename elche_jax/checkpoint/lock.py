@@ -23,11 +23,11 @@ def lock(folder: Path) -> IO[str] | None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.seek(0)
-        who = file.read().strip() or "unknown"
+        pid = file.read().strip() or "unknown"
         file.close()
         raise RuntimeError(
             f"checkpoints: {folder} must be used by one run at a time, but another one (process "
-            f"{who}) is at work there. Wait for it, or take another folder."
+            f"{pid}) is using it. Wait for it, or use another folder."
         ) from error
     file.truncate(0)
     file.write(str(os.getpid()))

@@ -58,17 +58,17 @@ def take(state: TrainState, common: TrainState) -> Snapshot:
     Returns:
         The copies; nothing is waited for.
     """
-    same = set(map(id, jax.tree.leaves(common)))
+    names, own = names_of(state), own_names(state, common)
     rows: list[list[jax.Array]] = []
-    for leaf, array in zip(jax.tree.leaves(state), _raw(state), strict=True):
+    for name, array in zip(names, _raw(state), strict=True):
         shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-        rows.append([shard.data for shard in shards[: 1 if id(leaf) in same else None]])
+        rows.append([shard.data for shard in shards[: None if name in own else 1]])
     copies: list[list[jax.Array]] = [[] for _ in rows]
     for rank in range(max(map(len, rows))):  # one program per device
         held = [at for at, row in enumerate(rows) if len(row) > rank]
         for at, copy in zip(held, _copies([rows[at][rank] for at in held]), strict=True):
             copies[at].append(copy)
-    return Snapshot(names_of(state), copies)
+    return Snapshot(names, copies)
 
 
 def difference(like: TrainState, specs: Mapping[str, LeafSpec]) -> str:

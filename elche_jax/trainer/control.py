@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 from elche_jax._waiting import interruptible
@@ -57,16 +58,11 @@ class Control:
 
     def follow(self) -> Iterator[EpochMetrics]:
         """Yield each epoch once it is finished, then raise the error that ended the run, if any."""
-        given = 0
-
-        def more() -> bool:
-            return len(self._epochs) > given or self.over
-
-        while True:
+        for number in count():
             with interruptible(), self._changed:
-                self._changed.wait_for(more)
-            there = self.since(given)
-            if not there:
+                while len(self._epochs) <= number and not self.over:
+                    self._changed.wait()
+            epochs = self.since(number)
+            if not epochs:
                 return
-            yield from there
-            given += len(there)
+            yield epochs[0]

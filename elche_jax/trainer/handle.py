@@ -92,7 +92,7 @@ class Handle:
             raise
         if not ended:
             raise TimeoutError(
-                f"Handle.join: the run must end within timeout ({timeout} s), but goes on. "
+                f"Handle.join: the run must end within timeout ({timeout} s), but is still going. "
                 "Call stop first, or wait longer."
             )
         self._joined = True

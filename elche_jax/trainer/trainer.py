@@ -177,7 +177,7 @@ class Trainer:
         plan = FitPlan(params, data, batch_size, epochs, **options)
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
-                "Trainer.fit: a trainer must do one run at a time, this one is at work already. "
+                "Trainer.fit: a trainer must do one run at a time, this one is already running. "
                 "Join its handle, or make another trainer."
             )
         control = Control()

@@ -386,7 +386,7 @@ def test_an_exception_in_a_thread(setup, where):
     one = setup(2, broken if where == "average" else AVERAGE, ahead=False)
     if where == "device":
         one.gates.seconds = None
-        one.exchange._queues[0].put("not a job")
+        one.exchange._threads.put(0, "not a job")
         error = AttributeError
     else:
         error = ArithmeticError
@@ -399,7 +399,7 @@ def test_an_exception_in_a_thread(setup, where):
 
 
 def names():
-    ours = ("elche-fetch", "elche-average")
+    ours = ("elche-fetch",)
     return [t.name for t in threading.enumerate() if t.name.startswith(ours)]
 
 
