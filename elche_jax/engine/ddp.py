@@ -18,6 +18,7 @@ from elche_jax.engine.devices import check_one_kind, select_devices
 from elche_jax.engine.loss import describe
 from elche_jax.engine.mapped import AXIS, Mapped, stacked_sharding
 from elche_jax.engine.replicas import replicate
+from elche_jax.engine.shapes import difference
 
 PyTree = Any
 
@@ -100,7 +101,11 @@ class DDP:
         replicas = check.items("DDP.wrap", "replicas", replicas, "pytrees")
         check.per_device("DDP.wrap", "replicas", len(replicas), ddp.world_size)
         for rank, replica in enumerate(replicas[1:], start=1):
-            _check_alike(replicas[0], replica, rank)
+            differs = difference(*jax.tree.map(_as_array, (replica, replicas[0])))
+            if differs:
+                rule = "have the same structure, shapes and dtypes"
+                got = f"another for replica {rank} than for replica 0: {differs}"
+                raise ValueError(check.message("DDP.wrap", "all replicas", rule, got))
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *replicas)
         return ddp, jax.device_put(stacked, stacked_sharding(ddp.devices))
 
@@ -205,18 +210,5 @@ class DDP:
                 )
 
 
-def _check_alike(first: PyTree, replica: PyTree, rank: int) -> None:
-    want, got = jax.tree.structure(first), jax.tree.structure(replica)
-    if want != got:
-        raise ValueError(
-            f"DDP.wrap: all replicas must have one structure ({want}), replica {rank} has {got}."
-        )
-    named = jax.tree_util.tree_flatten_with_path(first)[0]
-    for (path, a), b in zip(named, jax.tree.leaves(replica), strict=True):
-        a, b = (x if hasattr(x, "dtype") else np.asarray(x) for x in (a, b))
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
-            raise ValueError(
-                f"DDP.wrap: all replicas must have equal shapes and dtypes, leaf "
-                f"{jax.tree_util.keystr(path) or 'replica'} of replica {rank} is {describe(b)}, "
-                f"that of replica 0 {describe(a)}."
-            )
+def _as_array(leaf: Any) -> Any:
+    return leaf if hasattr(leaf, "dtype") else np.asarray(leaf)

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from elche_jax.engine.returned import check_metric_name, checked_output
+from elche_jax.engine.shapes import difference
 from elche_jax.engine.traced import no_named_axis
 
 PyTree = Any
@@ -136,8 +137,12 @@ def inspect_loss(
     mask = jax.ShapeDtypeStruct((size,), jnp.bool_)
     with no_named_axis("loss_fn"):
         loss, new_state, aux = jax.eval_shape(loss_fn, params, model_state, batch, mask, rng)
-    if loss_fn.has_model_state:
-        _check_same(model_state, new_state)
+    differs = loss_fn.has_model_state and difference(new_state, model_state)
+    if differs:
+        raise TypeError(
+            "loss_fn: the new model_state must have the structure, shapes and dtypes of the old "
+            f"one, got another: {differs}."
+        )
     return LossForm(_form_of(loss, size), _check_aux(aux, size))
 
 
@@ -337,19 +342,3 @@ def _check_aux(aux: Any, size: int) -> dict[str, jax.ShapeDtypeStruct]:
                 "Take the real and imaginary parts or the magnitude of complex numbers."
             )
     return aux
-
-
-def _check_same(old: PyTree, new: PyTree) -> None:
-    want, got = jax.tree.structure(old), jax.tree.structure(new)
-    if want != got:
-        raise TypeError(
-            f"loss_fn: the new model_state must have the structure of the old one "
-            f"({want}), got {got}."
-        )
-    named = jax.tree_util.tree_flatten_with_path(old)[0]
-    for (path, a), b in zip(named, jax.tree.leaves(new), strict=True):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            raise TypeError(
-                f"loss_fn: leaf {jax.tree_util.keystr(path)} of the new model_state must "
-                f"be {describe(a)}, got {describe(b)}."
-            )

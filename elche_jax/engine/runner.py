@@ -18,6 +18,7 @@ from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.lane import Lane
 from elche_jax.engine.mapped import Mapped
 from elche_jax.engine.replicas import replicate
+from elche_jax.engine.shapes import shapes_of
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.timing import Clock
 
@@ -120,7 +121,7 @@ class LaneRunner(ABC):
 
     def prepare(self, payload: Payload) -> None:
         """Compile the programs for data of these shapes in the background."""
-        for program in self._programs(abstract(payload)):
+        for program in self._programs(shapes_of(payload)):
             self._cache.prepare(*program)
 
     def _mapped(self, name: str, mapped: Mapped, payload: Payload, *carried: PyTree) -> Program:
@@ -197,7 +198,7 @@ class Runner(LaneRunner):
         """
         if self._one_program:
             return False
-        key, build = self._last_program(abstract(payload))
+        key, build = self._last_program(shapes_of(payload))
         self._cache.prepare(key, build)
         return self._cache.ready(key)
 
@@ -313,11 +314,6 @@ def zeros(like: jax.ShapeDtypeStruct) -> Any:
     """Return an array of zeros, on the host if the dtype allows it."""
     is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
     return (jnp if is_key else np).zeros(like.shape, like.dtype)
-
-
-def abstract(tree: PyTree) -> PyTree:
-    """Return shapes and dtypes only, so that a queued compile does not keep data alive."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def signature(tree: PyTree) -> Hashable:

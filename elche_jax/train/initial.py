@@ -16,6 +16,7 @@ from elche_jax.engine.loss import describe
 from elche_jax.engine.merge import MergeRules, resolve_merge
 from elche_jax.engine.replicas import is_key, is_stacked, replicate
 from elche_jax.engine.returned import named_leaves
+from elche_jax.engine.shapes import difference
 from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
 from elche_jax.engine.trainable import Selection, select_trainable
 from elche_jax.train.options import Options
@@ -248,17 +249,6 @@ def _named(tree: PyTree) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in named]
 
 
-def difference(got: PyTree, want: PyTree) -> str:
-    """Describe the first difference of two pytrees of shapes; empty if they are equal."""
-    structures = jax.tree.structure(got), jax.tree.structure(want)
-    if structures[0] != structures[1]:
-        return f"structure {structures[0]} instead of {structures[1]}"
-    for (name, a), b in zip(_named(got), jax.tree.leaves(want), strict=True):
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
-            return f"leaf {name} is {a.dtype}{list(a.shape)} instead of {b.dtype}{list(b.shape)}"
-    return ""
-
-
 def as_key(rng: Any) -> jax.Array:
     """Return a typed key, given a seed, a raw key or a typed key."""
     key: jax.Array
@@ -281,8 +271,3 @@ def as_key(rng: Any) -> jax.Array:
 def key_impl_of(rng: Any) -> str:
     """Return the name of the PRNG implementation of a key or seed."""
     return str(jax.random.key_impl(as_key(rng)))
-
-
-def shapes_of(tree: PyTree) -> PyTree:
-    """Return the shapes and dtypes of a pytree of arrays."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

@@ -25,6 +25,7 @@ from elche_jax.engine.local import average
 from elche_jax.engine.loss import LossFn
 from elche_jax.engine.mapped import Mapped
 from elche_jax.engine.replicas import unreplicate
+from elche_jax.engine.shapes import difference, shapes_of
 from elche_jax.engine.state import TrainState
 from elche_jax.observe.report import RunReport, make_report
 from elche_jax.train.averaging import check_merge, in_flight
@@ -32,10 +33,8 @@ from elche_jax.train.divergence import divergence_reader
 from elche_jax.train.initial import (
     check_buffers,
     check_init,
-    difference,
     initial_state,
     key_impl_of,
-    shapes_of,
 )
 from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.loading import WINDOW_BYTES, Loading

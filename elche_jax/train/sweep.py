@@ -19,11 +19,12 @@ from elche_jax.engine.lane import lanes_of
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.replicas import devices_of, replicate
 from elche_jax.engine.runner import signature
+from elche_jax.engine.shapes import shapes_of
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.sweep import BatchFn, SweepProgram, SweepRunner, Variables
 from elche_jax.observe.report import RunReport, make_report
 from elche_jax.train.finite import FinitePolicy, FiniteWatch
-from elche_jax.train.initial import check_buffers, check_one_copy, shapes_of
+from elche_jax.train.initial import check_buffers, check_one_copy
 from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.loading import Loading
 from elche_jax.train.outside import check_outside

@@ -358,5 +358,5 @@ def test_metrics_beside_a_state_need_has_aux_too():
     model = cnn(lambda outputs, batch: (cross_entropy(outputs, batch), {"one": outputs.mean()}))
     train = elche.build_train_step(model, optax.sgd(0.1), devices=jax.devices()[:2])
     train.init(model.params, model_state=model.model_state)
-    with pytest.raises(TypeError, match="the new model_state must have the structure of the old"):
+    with pytest.raises(TypeError, match="the new model_state must have the structure, shapes"):
         train.windows(data(), 4)

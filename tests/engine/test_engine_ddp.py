@@ -142,15 +142,15 @@ ONE = {"w": np.ones(2, "float32")}
         ),
         (
             lambda: elche.DDP.wrap([ONE, ONE, {"v": ONE["w"]}], DEVICES), ValueError,
-            r"must have one structure \(PyTreeDef.*'w'.*\), replica 2 has PyTreeDef.*'v'",
+            r"got another for replica 2 than for replica 0: structure .*'v'.* instead of .*'w'",
         ),
         (
             lambda: elche.DDP.wrap([ONE, {"w": np.ones(3, "float32")}, ONE], DEVICES), ValueError,
-            r"leaf \['w'\] of replica 1 is an array of shape \(3,\) .* of replica 0 .* \(2,\)",
+            r"replica 1 than .* leaf \['w'\] is float32\[3\] instead of float32\[2\]",
         ),
         (
             lambda: elche.DDP.wrap([ONE, ONE, {"w": np.ones(2)}], DEVICES), ValueError,
-            r"replica 2 is an array .* float64, that of replica 0 an array .* float32",
+            r"replica 2 than .* leaf \['w'\] is float64\[2\] instead of float32\[2\]",
         ),
     ],
 )  # fmt: skip

@@ -19,6 +19,7 @@ from elche_jax.engine.lane import Lane
 from elche_jax.engine.mapped import stacked_sharding
 from elche_jax.engine.replicas import replicate
 from elche_jax.engine.runner import Call
+from elche_jax.engine.shapes import shapes_of
 from elche_jax.engine.sweep import (
     Apply,
     BatchFn,
@@ -29,7 +30,6 @@ from elche_jax.engine.sweep import (
     inspect_outputs,
 )
 from elche_jax.lab import EmulatedSpeeds, ExtraWork
-from elche_jax.train.initial import shapes_of
 from elche_jax.train.spec import microbatch_shapes
 
 BATCH = 4

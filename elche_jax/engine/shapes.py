@@ -1,0 +1,25 @@
+"""Shapes and dtypes of pytrees, without their arrays."""
+
+from typing import Any
+
+import jax
+
+PyTree = Any
+
+
+def shapes_of(tree: PyTree) -> PyTree:
+    """Return shapes and dtypes only, so that a queued compile keeps no data alive."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def difference(got: PyTree, want: PyTree) -> str:
+    """Describe the first difference of two pytrees of shapes; empty if they are equal."""
+    structures = jax.tree.structure(got), jax.tree.structure(want)
+    if structures[0] != structures[1]:
+        return f"structure {structures[0]} instead of {structures[1]}"
+    named = jax.tree_util.tree_flatten_with_path(got)[0]
+    for (path, a), b in zip(named, jax.tree.leaves(want), strict=True):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            name = jax.tree_util.keystr(path) or "tree"
+            return f"leaf {name} is {a.dtype}{list(a.shape)} instead of {b.dtype}{list(b.shape)}"
+    return ""
