@@ -125,16 +125,14 @@ class DDP:
         Raises:
             ValueError: If a leaf is not stacked over these devices.
         """
-        self._check("sync_params", params)
-        return self._broadcast(params)[0]
+        return self._sync("sync_params", params)
 
     def sync_buffers(self, buffers: PyTree) -> PyTree:
         """Broadcast the buffers of rank 0, such as BatchNorm statistics, to every device.
 
         The same operation as `sync_params`, under the name PyTorch users expect.
         """
-        self._check("sync_buffers", buffers)
-        return self._broadcast(buffers)[0]
+        return self._sync("sync_buffers", buffers)
 
     def all_reduce_gradients(self, grads: PyTree) -> PyTree:
         """Compute the mean of the devices' gradients, on every device.
@@ -189,6 +187,11 @@ class DDP:
             rule = "have an entry above 0"
             raise ValueError(check.message(f"DDP.{name}", "batch_counts", rule, counts))
         return self._reduce(name, grads, np.array(counts, np.float32))
+
+    def _sync(self, name: str, tree: PyTree) -> PyTree:
+        self._check(name, tree)
+        # an optimizer's state may hold no arrays, and pmap wants at least one
+        return self._broadcast(tree)[0] if jax.tree.leaves(tree) else tree
 
     def _reduce(self, name: str, grads: PyTree, weights: np.ndarray) -> PyTree:
         self._check(name, grads)

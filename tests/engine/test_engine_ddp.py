@@ -63,6 +63,11 @@ def test_sync_gives_everybody_what_rank_0_has(sync):
     assert np.asarray(tree["n"]).tolist() == [[1], [2], [3]]
 
 
+def test_an_optimizer_state_without_arrays_stays():
+    state = optax.sgd(0.1).init({"w": jnp.zeros(2)})
+    assert DDP3.sync_params(state) == state
+
+
 def test_replicate_and_properties():
     assert DDP3.world_size == 3 and list(DDP3.devices) == DEVICES
     elche.check_replicas(DDP3.replicate({"w": np.arange(3.0)}))
