@@ -56,10 +56,10 @@ def restore_run(
     before = len(saved["left_out"])
     if before != world_size:
         logger.warning(
-            "elche: the checkpoint is of %d devices, these are %d: the cadence, the guard's "
+            "elche: the number of devices is %d, the checkpoint's was %d: the cadence, the guard's "
             "history and counts_history start over.",
-            before,
             world_size,
+            before,
         )
         watch.restore(saved["skipped"], [0] * world_size, saved["in_a_row"])
         return

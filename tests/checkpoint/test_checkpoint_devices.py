@@ -27,8 +27,8 @@ from resumed import (
 import elche_jax as elche
 
 ANEW = (
-    "elche: the checkpoint is of {} devices, these are {}: the cadence, the guard's history and "
-    "counts_history start over."
+    "elche: the number of devices is {}, the checkpoint's was {}: the cadence, the guard's history "
+    "and counts_history start over."
 )
 
 
@@ -58,7 +58,7 @@ def test_other_devices_go_on_with_the_same_numbers(before, now, tmp_path, caplog
     stopped, _ = run(case, tmp_path, world=before, cadence=scripts[before], until=EVERY)
     want, _ = run(case, world=before, cadence=scripts[before])
     train, state, cursor = taken_up(case, tmp_path, now, scripts[now])
-    assert ANEW.format(before, now) in caplog.messages
+    assert ANEW.format(now, before) in caplog.messages
     assert train.counts_history == [] and train.left_out == (0,) * now and train.skipped == 0
     assert train.cadence_state == case.build(now, scripts[now]).cadence_state
     elche.check_replicas(state)

@@ -145,7 +145,7 @@ def test_other_devices_go_on(tmp_path, caplog):
     whole = trainer(4, stateful_loss_fn).fit(
         PARAMS, DATA, 8, 4, model_state=MODEL_STATE, progress=False
     )
-    assert "the checkpoint is of 4 devices, these are 2" in caplog.text
+    assert "the number of devices is 2, the checkpoint's was 4" in caplog.text
     assert [m.epoch for m in result.history] == [0, 1, 2, 3]
     assert [len(m.share) for m in result.history] == [4, 4, 2, 2]
     assert told(result.history[:2]) == told(whole.history[:2])
