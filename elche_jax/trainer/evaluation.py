@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elche_jax import _check as check
+from elche_jax.data.source import IterableSource, as_source
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Evaluation:
         mask_key: As in `TrainStep.windows`.
 
     Raises:
-        TypeError: `metric_fn` is not callable, or a number is not an integer.
+        TypeError: `metric_fn` is not callable, a number is not an integer, or `batch_size` is
+            missing.
         ValueError: A number is below 1, or `every_epochs` and `every_windows` are both None.
 
     Examples:
@@ -47,6 +49,9 @@ class Evaluation:
         for name in ("batch_size", "every_epochs", "every_windows"):
             if getattr(self, name) is not None:
                 check.integer(where, name, getattr(self, name), low=1)
+        if self.batch_size is None and not isinstance(as_source(self.data), IterableSource):
+            rule = "be an integer unless data is an iterable of microbatches"
+            raise TypeError(check.message(where, "batch_size", rule, None))
         if self.every_epochs is None and self.every_windows is None:
             rule = "be at least 1 if every_windows is None"
             raise ValueError(check.message(where, "every_epochs", rule, None))

@@ -65,6 +65,11 @@ def test_arguments_of_fit(one, options, error, message):
         ({"metric_fn": 3}, TypeError, r"^Evaluation: metric_fn must be callable, got 3 \(int\)"),
         ({"batch_size": 0}, ValueError, r"^Evaluation: batch_size must be at least 1, got 0"),
         ({"every_epochs": 0}, ValueError, r"^Evaluation: every_epochs must be at least 1, got 0"),
+        (
+            {"batch_size": None},
+            TypeError,
+            r"^Evaluation: batch_size must be an integer unless data is an iterable of micro",
+        ),
         ({"every_windows": 0}, ValueError, r"^Evaluation: every_windows must be at least 1, got"),
         (
             {"every_epochs": None}, ValueError,
@@ -74,7 +79,7 @@ def test_arguments_of_fit(one, options, error, message):
 )  # fmt: skip
 def test_arguments_of_an_evaluation(options, error, message):
     with pytest.raises(error, match=message):
-        elche.Evaluation(**{"metric_fn": metric_fn, "data": HELD_OUT} | options)
+        elche.Evaluation(**{"metric_fn": metric_fn, "data": HELD_OUT, "batch_size": 16} | options)
 
 
 @pytest.mark.parametrize(
