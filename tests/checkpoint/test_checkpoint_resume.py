@@ -73,8 +73,8 @@ def test_counts_that_followed_the_speeds_of_another_process(tmp_path, caplog):
     assert content(again) == content(state)
     assert resumed.counts_history == train.counts_history
     assert (
-        "elche: the checkpoint is of a run with ElChe, this one has Replay: the cadence begins "
-        "anew." in caplog.messages
+        "elche: the checkpoint is of a run with ElChe, this one has Replay: the cadence starts "
+        "over." in caplog.messages
     )
 
 
