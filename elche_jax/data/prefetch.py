@@ -60,7 +60,10 @@ class Prefetch(Generic[Item]):
             item, end = self._ready.get()
         if end is not None:
             self.close()
-            raise end
+            try:
+                raise end
+            finally:
+                del end  # its traceback refers to this frame, and would be referred to by it
         return item
 
     def close(self) -> None:
