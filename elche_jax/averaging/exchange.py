@@ -1,4 +1,4 @@
-"""Where the mean of what devices did is made: the user's choice."""
+"""The exchange on the host, as chosen by the user."""
 
 from dataclasses import dataclass
 
@@ -7,25 +7,28 @@ from elche_jax import _check as check
 
 @dataclass(frozen=True)
 class HostExchange:
-    """The mean is made on the host: devices deliver what they did, and none waits in a collective.
+    """Exchange on the host: devices deliver their contributions, and none waits in a collective.
 
     A device that has not delivered `timeout` seconds after the first one is *late*: the window
-    is averaged without it, and it gets no work until it is back. With `run_ahead` devices go on
-    with later windows while one is averaged; its mean is applied as soon as it is there.
+    is averaged without it, and it gets no work until it has delivered. With `run_ahead`,
+    devices continue with later windows while a window is averaged, and apply its mean as soon
+    as it is known.
 
     Attributes:
         timeout: Seconds after the first delivery of a window until a device is late, above 0.
-        run_ahead: Whether devices go on while a window is averaged. Without it, a rule's
+        run_ahead: Whether devices continue while a window is averaged. If not, the rule's
             `delay` says how late means are applied.
-        max_overshoot: With `run_ahead`: most microbatches that a device may begin beyond the
-            oldest window that is not averaged, at least 0 (a window waits for the average of
-            the one before); never more than three windows. None: one window.
-        max_batch_diff: With `run_ahead`: most microbatches that a device may begin beyond the
-            oldest window that some device has not delivered, at least 1; None for no bound.
+        max_overshoot: With `run_ahead`, the largest number of microbatches that a device may
+            begin beyond the oldest window that is not averaged, at least 0 (each window waits
+            for the average of the previous one); never more than three windows. None: one
+            window.
+        max_batch_diff: With `run_ahead`, the largest number of microbatches that a device may
+            begin beyond the oldest window that some device has not delivered, at least 1;
+            None for no bound.
 
     Raises:
-        TypeError: A value is of another type.
-        ValueError: A value is out of range, or has no effect without `run_ahead`.
+        TypeError: If a value has the wrong type.
+        ValueError: If a value is out of range, or has no effect without `run_ahead`.
 
     Examples:
         >>> import elche_jax as elche

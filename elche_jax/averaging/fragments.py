@@ -1,4 +1,4 @@
-"""Which arrays are exchanged in which window."""
+"""Assignment of arrays to the windows in which they are exchanged."""
 
 from collections.abc import Sequence
 
@@ -6,19 +6,19 @@ from elche_jax import _check as check
 
 
 def assign_fragments(sizes: Sequence[int], fragments: int) -> tuple[tuple[int, ...], ...]:
-    """Shares arrays out into parts of about the same size.
+    """Divide arrays into parts of about the same size.
 
-    The largest array that is left goes to the smallest part, ties to the first.
+    The largest remaining array goes to the smallest part, the first one if several are equal.
 
     Args:
-        sizes: Elements of every array.
+        sizes: Number of elements of each array.
         fragments: Number of parts.
 
     Returns:
-        For every part the numbers of its arrays, ascending; none is empty.
+        The indices of the arrays of each part, ascending; no part is empty.
 
     Raises:
-        ValueError: There are more parts than arrays.
+        ValueError: If there are more parts than arrays.
 
     Examples:
         >>> from elche_jax.averaging.fragments import assign_fragments

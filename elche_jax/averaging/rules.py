@@ -1,4 +1,4 @@
-"""What happens to parameters that the devices have trained apart: the user's choice."""
+"""Averaging rules: what a window does to the parameters, as chosen by the user."""
 
 from collections.abc import Callable
 from copy import copy
@@ -12,26 +12,26 @@ import optax
 from elche_jax import _check as check
 
 Exponent = float | Callable[[Any], Any]
-"""A number, or an optax schedule of the number of the window."""
+"""A number, or an optax schedule of the window number."""
 
 OptimizerState = Literal["average", "keep", "reset"]
 Compression = Literal["bfloat16", "int8"]
 OPTIMIZER_STATES = ("average", "keep", "reset")
 COMPRESSIONS = (None, "bfloat16", "int8")
 MOST = 64
-"""Windows that may be pending: each is one more copy of the parameters."""
+"""Largest number of pending windows; each takes one more copy of the parameters."""
 
 
 @dataclass(frozen=True)
 class DeviceWork:
-    """What devices did between two exchanges, for whoever weighs them; arrays `(devices,)`.
+    """Work of the devices between two exchanges, the argument of `weigh`; arrays `(devices,)`.
 
     Attributes:
         steps: Optimizer steps, float32.
-        loss: Mean loss of the window, float32; 0 of a device without work.
-        worked: Whether the device has a part in the mean: it had work, and is finite.
+        loss: Mean loss of the window, float32; 0 for a device without work.
+        worked: Whether the device is part of the mean: it had work and its result is finite.
         window: Number of the window.
-        xp: The module that the arrays are of: `jax.numpy`, or `numpy` on the host.
+        xp: Module of the arrays: `jax.numpy`, or `numpy` on the host.
     """
 
     steps: Any
@@ -42,25 +42,25 @@ class DeviceWork:
 
 
 Weigh = Callable[[DeviceWork], Any]
-"""Weights of the devices, at least 0; they are normalised to shares."""
+"""Returns the weights of the devices, at least 0, which are normalised to shares."""
 
 
 class AveragingRule:
-    """Base of the rules for local steps; a rule of your own overrides `weigh`.
+    """Base class of the rules with local steps; a custom rule overrides `weigh`.
 
-    What is set here is what a rule has that says nothing else.
+    The class attributes are the defaults of a rule that does not set them.
 
     Attributes:
-        outer: Optimizer that gets the averaged difference as a gradient, or None.
+        outer: Optimizer that takes the averaged difference as its gradient, or None.
         inner_steps: Steps of the slowest device between two exchanges, or None.
-        fragments: Parts that parameters are exchanged in, in turn.
+        fragments: Number of parts of the parameters, exchanged in turn.
         exponent: See `ParameterAveraging`.
         optimizer_state: See `ParameterAveraging`.
         compression: See `ParameterAveraging`.
         delay: See `ParameterAveraging`.
 
     Examples:
-        Devices count by the inverse of their loss:
+        Weight the devices by the inverse of their loss:
 
         >>> from dataclasses import dataclass
         >>> import elche_jax as elche
@@ -81,21 +81,21 @@ class AveragingRule:
     delay: int = 0
 
     def weigh(self, work: DeviceWork) -> Any:
-        """Weights of the devices, an array `(devices,)` of numbers of at least 0, not all 0.
+        """Return the weights of the devices, an array `(devices,)`, at least 0 and not all 0.
 
-        A device's share is its weight over the sum of them, and 0 if it has not worked. With
-        an exchange on the devices it is traced, like an optax schedule; on the host it gets
-        NumPy arrays. Here `steps ** exponent`.
+        A device's share is its weight divided by the sum of the weights, and 0 if it did not
+        work. With an exchange on the devices the function is traced, like an optax schedule;
+        on the host it gets NumPy arrays. The default is `steps ** exponent`.
 
         Args:
-            work: What the devices did.
+            work: Work of the devices.
         """
         xp, power = work.xp, self.exponent
         if callable(power):
             power = _scheduled(power, work)
         elif power in (0.0, 1.0):
             return work.steps if power else xp.ones_like(work.steps)
-        # by logarithms, as a power of a count may be too large for a float
+        # in logarithms, as a power of a count may overflow a float
         logs = xp.where(work.worked, power * xp.log(xp.maximum(work.steps, 1.0)), -xp.inf)
         highest = logs.max()
         return xp.exp(logs - xp.where(xp.isfinite(highest), highest, 0)) + 0 * power
@@ -106,7 +106,7 @@ def _scheduled(exponent: Callable[[Any], Any], work: DeviceWork) -> Any:
         return exponent(work.window)
     power = float(exponent(work.window))
     if not np.isfinite(power):
-        rule, todo = "give finite numbers", "Look at the schedule."
+        rule, todo = "return finite numbers", "Check the schedule."
         name = f"exponent({work.window})"
         raise ValueError(check.message("averaging", name, rule, power, todo))
     return power
@@ -114,36 +114,37 @@ def _scheduled(exponent: Callable[[Any], Any], work: DeviceWork) -> Any:
 
 @dataclass(frozen=True)
 class ParameterAveraging(AveragingRule):
-    """Local SGD: every device takes its own optimizer steps, then parameters are averaged.
+    """Local SGD: each device takes its own optimizer steps, then the parameters are averaged.
 
-    In a window device `d` takes `counts[d]` steps, one per microbatch, from the common
-    parameters `x` to its own `y[d]`. Then, on all devices alike,
+    In a window, device `d` takes `counts[d]` steps, one per microbatch, from the common
+    parameters `x` to its own `y[d]`. Then, on every device,
 
         w[d] = counts[d] ** exponent / sum over devices of counts ** exponent
         x    = x - sum over d of w[d] * (x - y[d])        (= sum of w[d] * y[d])
 
-    (Stich 2019, arXiv:1805.09767, with weights.) Model state is merged by the rules of
+    (Stich 2019, arXiv:1805.09767, with weights). Model state is merged by the rules of
     `merge` with the same weights. A device whose parameters are not finite is left out.
 
     Attributes:
-        exponent: How much more a device that did more counts, finite; 0 is the plain
-            mean. Or an optax schedule of the number of the window: a high exponent
-            converges faster early, a low one ends lower.
-        optimizer_state: `"average"` joins it like the parameters (numbers that are no
-            floats, step counters say, take the maximum), `"keep"` leaves each device its
-            own, `"reset"` begins anew after every window.
-        compression: Type in which differences travel: `"bfloat16"`, `"int8"` (see
+        exponent: Emphasis on devices that did more, finite; 0 is the plain mean. Or an optax
+            schedule of the window number: a high exponent converges faster early, a low one
+            reaches a lower loss.
+        optimizer_state: `"average"` averages it like the parameters (leaves that are not
+            floats, such as step counters, take the maximum), `"keep"` leaves each device its
+            own, `"reset"` initialises it after every window.
+        compression: Type in which differences are sent: `"bfloat16"`, `"int8"` (see
             `DiLoCo`), or None for float32.
-        delay: Windows that may be pending. 0: devices wait for the exchange at the end of a
-            window. `k`, at most 64: the exchange of a window goes on during later ones' steps,
-            and its result is applied at the end of the `k`-th as a correction, see
-            `elche_jax.engine.local`; only with `optimizer_state="keep"`. Metrics are then
-            those of `k` windows before. Each takes one more copy of the parameters.
+        delay: Number of windows that may be pending. 0: devices wait for the exchange at the
+            end of a window. `k`, at most 64: the exchange of a window overlaps with the steps
+            of later windows, and its result is applied at the end of the `k`-th as a
+            correction, see `elche_jax.engine.local`; requires `optimizer_state="keep"`. The
+            metrics are then those of `k` windows before. Each pending window takes one more
+            copy of the parameters.
 
     Raises:
-        TypeError: `exponent` is neither a number nor callable.
-        ValueError: `exponent` is not finite, `optimizer_state` or `compression` another
-            word, `delay` below 0.
+        TypeError: If `exponent` is neither a number nor callable.
+        ValueError: If `exponent` is not finite, `optimizer_state` or `compression` is not one
+            of the words above, or `delay` is out of range.
 
     Examples:
         >>> import optax
@@ -163,43 +164,43 @@ class ParameterAveraging(AveragingRule):
 
 @dataclass(frozen=True)
 class DiLoCo(AveragingRule):
-    """The averaged difference is a gradient for an outer optimizer.
+    """Local steps whose averaged difference is the gradient of an outer optimizer.
 
     With `x`, `y[d]` and `w[d]` as in `ParameterAveraging`,
 
         delta = sum over d of w[d] * (x - y[d])
         x     = x + outer's update for the gradient delta
 
-    (Douillard et al. 2023, arXiv:2311.08105; they use Nesterov's momentum of 0.9 with a
-    learning rate of 0.7.) With `outer=optax.sgd(1.0)` it is `ParameterAveraging` with the
-    same `optimizer_state`, bit for bit.
+    (Douillard et al. 2023, arXiv:2311.08105, with Nesterov momentum 0.9 and learning rate
+    0.7). With `outer=optax.sgd(1.0)` it equals `ParameterAveraging` with the same
+    `optimizer_state`, bit for bit.
 
-    **Fragments**: with `fragments=P` a window exchanges one of `P` parts of the
+    **Fragments**: with `fragments=P` each window exchanges one of `P` parts of the
     parameters, in turn, so that each part is exchanged every `P` windows and a window
-    carries a `P`-th of the bytes (Douillard et al. 2025, arXiv:2501.18512). A part's
-    weights are of the steps since its last exchange. Between two exchanges the devices'
-    copies of a part differ; `TrainStep.average` gives one set of parameters.
+    sends a `P`-th of the bytes (Douillard et al. 2025, arXiv:2501.18512). The weights of a
+    part count the steps since its last exchange. Between two exchanges the devices' copies
+    of a part differ; `TrainStep.average` returns one set of parameters.
 
-    **Compression** is of the differences. `"bfloat16"` rounds `w[d] * (x - y[d])`, and
-    the sum. `"int8"` sends `round(127 * v / max|v|)` of every array `v = x - y[d] + e[d]`,
-    and keeps what was rounded off, `e[d]`, for the next exchange (error feedback, Seide
-    et al. 2014).
+    **Compression** applies to the differences. `"bfloat16"` rounds `w[d] * (x - y[d])` and
+    the sum. `"int8"` sends `round(127 * v / max|v|)` for every array `v = x - y[d] + e[d]`
+    and keeps the rounding error `e[d]` for the next exchange (error feedback, Seide et al.
+    2014).
 
     Attributes:
         outer: The outer optax optimizer. Its state is part of the training state.
         inner_steps: Steps of the slowest device between two exchanges of the same
-            parameters, a multiple of `fragments`, at least 1; faster devices take more.
+            parameters, at least 1 and a multiple of `fragments`; faster devices take more.
             None: the cadence sizes the windows.
         exponent: See `ParameterAveraging`.
         optimizer_state: See `ParameterAveraging`.
-        fragments: Parts of the parameters, at least 1 and at most the number of arrays
-            that are trained; above 1 only with `optimizer_state="keep"`.
+        fragments: Number of parts of the parameters, at least 1 and at most the number of
+            trained arrays; above 1 only with `optimizer_state="keep"`.
         compression: `"bfloat16"`, `"int8"`, or None for float32.
         delay: See `ParameterAveraging`; only with `optimizer_state="keep"` and one fragment.
 
     Raises:
-        TypeError: `outer` is no optax optimizer, or a number is of another type.
-        ValueError: A value is out of range, or contradicts another one.
+        TypeError: If `outer` is not an optax optimizer, or a number has the wrong type.
+        ValueError: If a value is out of range or contradicts another one.
 
     Examples:
         >>> import optax
@@ -237,19 +238,19 @@ class DiLoCo(AveragingRule):
 class MeanGradient:
     """The rule without local steps: the mean gradient over all the data of a window.
 
-    It is what `averaging=None` stands for, with everything at its default.
+    The default rule: `averaging=None` means `MeanGradient()`.
 
     Attributes:
-        compression: Type in which gradients travel; they are summed in float32 either way.
-            `"bfloat16"`, `"int8"` (with error feedback, see `DiLoCo`), or None for float32.
-        delay: Windows that may be pending. 0: devices wait for the exchange at the end of a
-            window. `k`, at most 64: the gradient of a window is applied `k` windows later,
-            and its exchange goes on in the meantime; the devices' parameters stay alike. The
-            last `k` gradients of a run are not applied.
+        compression: Type in which gradients are sent: `"bfloat16"`, `"int8"` (with error
+            feedback, see `DiLoCo`), or None for float32. Sums are in float32 in any case.
+        delay: Number of windows that may be pending. 0: devices wait for the exchange at the
+            end of a window. `k`, at most 64: the gradient of a window is exchanged during the
+            next windows and applied `k` windows later; the devices' parameters stay equal.
+            The last `k` gradients of a run are not applied.
 
     Raises:
-        TypeError: `delay` is no integer.
-        ValueError: A value is out of range.
+        TypeError: If `delay` is not an integer.
+        ValueError: If a value is out of range.
 
     Examples:
         >>> import elche_jax as elche
@@ -265,7 +266,7 @@ class MeanGradient:
 
 
 def changed(rule: MeanGradient | AveragingRule, **knobs: Any) -> MeanGradient | AveragingRule:
-    """A copy of a rule, whatever class it is of, with some knobs changed."""
+    """Return a copy of a rule of any class with some attributes changed."""
     rule = copy(rule)
     for name, value in knobs.items():
         object.__setattr__(rule, name, value)
@@ -280,7 +281,7 @@ def _check_exchange(where: str, rule: MeanGradient | AveragingRule) -> None:
 
 
 def check_rule(rule: AveragingRule) -> None:
-    """Checks what a rule says of itself, whatever class it is of.
+    """Check the attributes of a rule of any class.
 
     Raises:
         TypeError, ValueError: See `ParameterAveraging` and `DiLoCo`.
@@ -303,15 +304,15 @@ LATE: dict[str, tuple[Any, str]] = {
     "optimizer_state": ("keep", "a device's moments go on while parameters are exchanged"),
     "fragments": (1, "the windows that are pending would hold other parts of the parameters"),
 }
-"""What an average that is taken up late does not go with: what must be, and why."""
+"""What late averages require of a rule: the value of an attribute, and why."""
 
 
 def check_late(rule: AveragingRule, how: str) -> None:
-    """Raises where the averages of a rule cannot be taken up late.
+    """Raise if the averages of a rule cannot be applied late.
 
     Args:
         rule: The rule.
-        how: What makes them late, for the message.
+        how: The setting that makes them late, for the message.
     """
     for knob, (value, why) in LATE.items():
         got = getattr(rule, knob)

@@ -690,7 +690,7 @@ def test_average_of_a_state_that_was_changed():
 
 def test_an_exponent_that_is_no_number_later_on():
     rule = elche.ParameterAveraging(lambda window: jnp.where(window < 2, 1.0, jnp.nan))
-    message = r"^averaging: exponent\(2\) must give finite numbers, got nan\. Look at"
+    message = r"^averaging: exponent\(2\) must return finite numbers, got nan\. Check"
     with pytest.raises(ValueError, match=message):
         train_on(rule, THREE, config=HOST)
     assert threads() == []
