@@ -8,19 +8,31 @@ There are two layouts of the data of one call:
   microbatch.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from elche_jax.engine.shapes import signature
+
 PyTree = Any
+
+
+class _Layout:
+    """What the layouts have in common."""
+
+    @cached_property
+    def signature(self) -> Hashable:
+        """Structure, shapes and dtypes, the key of the programs that read the data."""
+        return signature(self)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Pieces:
+class Pieces(_Layout):
     """Streamed microbatches; piece `j` has leaves `(2**(k - 1 - j), batch, ...)`."""
 
     pieces: tuple[PyTree, ...]
@@ -72,7 +84,7 @@ def _switch_to_piece(i: Any, starts: list[Any], pieces: tuple[PyTree, ...]) -> P
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Rows:
+class Rows(_Layout):
     """The resident data set, leaves `(examples, ...)`, and `index`, `(capacity, batch)`."""
 
     data: PyTree

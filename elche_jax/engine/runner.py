@@ -126,7 +126,7 @@ class LaneRunner(ABC):
 
     def _mapped(self, name: str, mapped: Mapped, payload: Payload, *carried: PyTree) -> Program:
         """Return a program of data; `carried` are the shapes of its first arguments."""
-        key = (name, self._number, signature(payload))
+        key = (name, self._number, payload.signature)
         shape = jax.ShapeDtypeStruct((self.lane.world_size, CallArgs.WIDTH), jnp.int32)
         return key, lambda: mapped.compile(*carried, payload, CallArgs(shape))
 
@@ -198,8 +198,9 @@ class Runner(LaneRunner):
         """
         if self._one_program:
             return False
-        key, build = self._last_program(shapes_of(payload))
-        self._cache.prepare(key, build)
+        key, _ = self._last_program(payload)
+        if not self._cache.ready(key):
+            self._cache.prepare(*self._last_program(shapes_of(payload)))
         return self._cache.ready(key)
 
     @property
@@ -220,7 +221,7 @@ class Runner(LaneRunner):
             state: Stacked state; its buffers are donated.
             calls: The calls of the accumulating program, in order.
             accumulating: Called with the token of the accumulation before the combine is
-                dispatched.
+                dispatched, if these are two programs.
             fused: Run the last call and the combine as one program, see `fuses`; the end of
                 the accumulation is then unknown.
 
@@ -247,7 +248,6 @@ class Runner(LaneRunner):
             (state, self._sums, end), metrics = last(
                 state, self._take_sums(), calls[-1].payload, calls[-1].call_args
             )
-            accumulating(end)
             return state, metrics, end
         combine = self._cache.get(*self._combine_program())
         assert token is not None  # a window has at least one call
@@ -314,9 +314,3 @@ def zeros(like: jax.ShapeDtypeStruct) -> Any:
     """Return an array of zeros, on the host if the dtype allows it."""
     is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
     return (jnp if is_key else np).zeros(like.shape, like.dtype)
-
-
-def signature(tree: PyTree) -> Hashable:
-    """Return structure, shapes and dtypes of a pytree, the key of its programs."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)

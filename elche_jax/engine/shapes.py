@@ -1,5 +1,6 @@
 """Shapes and dtypes of pytrees, without their arrays."""
 
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -10,6 +11,12 @@ PyTree = Any
 def shapes_of(tree: PyTree) -> PyTree:
     """Return shapes and dtypes only, so that a queued compile keeps no data alive."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def signature(tree: PyTree) -> Hashable:
+    """Return structure, shapes and dtypes of a pytree, the key of its programs."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 def difference(got: PyTree, want: PyTree) -> str:

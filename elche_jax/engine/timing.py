@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, ClassVar, Protocol
 
@@ -132,8 +132,16 @@ class Clock(Protocol):
         """Pass a stacked array whose entry `d` is ready when device `d` has accumulated."""
         ...
 
-    def combining(self, window: int, dispatched: float, token: Any) -> None:
-        """Pass a stacked array whose entry `d` is ready when device `d` has combined."""
+    def combining(self, window: int, dispatched: float, token: Any, timed: bool = True) -> None:
+        """Pass a stacked array whose entry `d` is ready when device `d` has combined.
+
+        Args:
+            window: Number of the window.
+            dispatched: Start of its dispatch, `time.perf_counter` seconds.
+            token: The array.
+            timed: Whether the devices' own times are wanted. If not, `accumulating` was not
+                called, and all devices get the end of the last one.
+        """
         ...
 
     def wait(self, changed: threading.Condition, until: Callable[[], object]) -> None:
@@ -170,9 +178,15 @@ class Stopwatch(Clock):
         """See `Clock.accumulating`."""
         self._put(_Job(window, dispatched, token, combined=False))
 
-    def combining(self, window: int, dispatched: float, token: jax.Array) -> None:
+    def combining(
+        self, window: int, dispatched: float, token: jax.Array, timed: bool = True
+    ) -> None:
         """See `Clock.combining`."""
-        self._put(_Job(window, dispatched, token, combined=True))
+        job = _Job(window, dispatched, token, combined=True, whole=not timed)
+        if timed:
+            self._put(job)
+        else:  # waking a thread per device would take longer than the rest of the dispatch
+            self._threads.put(0, job)
 
     def _put(self, job: "_Job") -> None:
         # JAX builds an array's list of shards at the first access, in 0.10 without a lock:
@@ -202,8 +216,11 @@ class LoopClock(Clock):
     def accumulating(self, window: int, dispatched: float, token: jax.Array) -> None:
         """Do nothing: a single device waits for no others."""
 
-    def combining(self, window: int, dispatched: float, token: jax.Array) -> None:
+    def combining(
+        self, window: int, dispatched: float, token: jax.Array, timed: bool = True
+    ) -> None:
         """See `Clock.combining`."""
+        del timed  # a single device has no times of its own beside the window's
         self._open.append((window, dispatched, token))
 
     def wait(self, changed: threading.Condition, until: Callable[[], object]) -> None:
@@ -225,6 +242,17 @@ class _Job:
     dispatched: float
     token: jax.Array
     combined: bool
+    whole: bool = False
+    """Whether one thread waits for all devices."""
+
+
+@dataclass
+class _Open:
+    """A window that not all devices are done with; their ends by rank."""
+
+    dispatched: float
+    accumulated: dict[int, float] = field(default_factory=dict)
+    combined: dict[int, float] = field(default_factory=dict)
 
 
 class _Collector:
@@ -233,20 +261,34 @@ class _Collector:
     def __init__(self, world_size: int, done: Done):
         self._ranks, self._done = range(world_size), done
         self._lock = threading.Lock()
-        # by window: the time of its dispatch, and the ends by (whether combined, rank)
-        self._open: dict[int, tuple[float, dict[tuple[bool, int], float]]] = {}
+        self._open: dict[int, _Open] = {}  # oldest first
 
     def wait(self, rank: int, job: _Job) -> None:
-        """Wait for one device, in its thread."""
-        job.token.addressable_data(rank).block_until_ready()
+        """Wait for one device, or for all of them, in a thread."""
+        token = job.token if job.whole else job.token.addressable_data(rank)
+        token.block_until_ready()
         now = time.perf_counter()
         with self._lock:  # held in `_done`, too, so that windows are reported in order
-            dispatched, ends = self._open.setdefault(job.window, (job.dispatched, {}))
-            ends[job.combined, rank] = now
-            if len(ends) < 2 * len(self._ranks):
+            window = self._open.setdefault(job.window, _Open(job.dispatched))
+            seen = dict.fromkeys(self._ranks if job.whole else (rank,), now)
+            if job.combined:
+                window.combined |= seen
+            if job.whole or not job.combined:
+                window.accumulated |= seen
+            self._report()
+
+    def _report(self) -> None:
+        """Report the complete windows at the front.
+
+        A thread that waits for all devices may come before the threads of the window before.
+        """
+        size = len(self._ranks)
+        for number, window in list(self._open.items()):
+            if len(window.combined) < size or len(window.accumulated) < size:
                 return
-            del self._open[job.window]
+            del self._open[number]
             accumulated, combined = (
-                tuple(ends[end, rank] for rank in self._ranks) for end in (False, True)
+                tuple(ends[rank] for rank in self._ranks)
+                for ends in (window.accumulated, window.combined)
             )
-            self._done(WindowTimes(job.window, dispatched, accumulated, combined))
+            self._done(WindowTimes(number, window.dispatched, accumulated, combined))

@@ -99,6 +99,7 @@ class Feed:
                 index = self._placer.index(reader, first, ranges, capacity)
                 payload = Rows(self._resident, index)
             call_args = self._placer.call_args(ranges, first, not calls, reader.partial, totals)
+            _ = payload.signature  # computed here and kept, to spare the loop's thread
             calls.append(Call(payload, CallArgs(call_args), ranges))
         return totals[1], tuple(calls)
 

@@ -354,7 +354,7 @@ class Pipeline(Generic[R]):
                 return
             self._flights[launch.number] = flight
         assert self.clock is not None  # set before any window is handed out
-        self.clock.combining(launch.number, launch.at, flight.token)
+        self.clock.combining(launch.number, launch.at, flight.token, flight.timed)
 
     def finish(self) -> None:
         """Wait until the windows in flight are complete."""

@@ -19,7 +19,8 @@ from elche_jax.engine.merge import MergeRules
 from elche_jax.engine.microbatch import Microbatches
 from elche_jax.engine.reduce import Contribution
 from elche_jax.engine.rule import Ended, Rule
-from elche_jax.engine.runner import Runner, signature
+from elche_jax.engine.runner import Runner
+from elche_jax.engine.shapes import signature
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.trainable import Selection
 from elche_jax.train.options import Options

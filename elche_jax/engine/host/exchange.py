@@ -81,7 +81,7 @@ class LiveExchange(Clock):
     def accumulating(self, window: int, dispatched: float, token: Any) -> None:
         """Do nothing: the window was handed over by `launch`."""
 
-    def combining(self, window: int, dispatched: float, token: Any) -> None:
+    def combining(self, window: int, dispatched: float, token: Any, timed: bool = True) -> None:
         """Register a window: from now on `done` may be called with it."""
         self.coordinator.register(window)
 

@@ -37,7 +37,7 @@ from elche_jax.engine.loop import Seconds
 from elche_jax.engine.mapped import PerDeviceJit, stack_shards, stacked_sharding
 from elche_jax.engine.reduce import Mean
 from elche_jax.engine.replicas import is_stacked, replicate
-from elche_jax.engine.runner import Call, LaneRunner, Launch, Program, signature, zeros
+from elche_jax.engine.runner import Call, LaneRunner, Launch, Program, zeros
 from elche_jax.engine.state import (
     AveragingState,
     PendingUpdate,
@@ -405,7 +405,7 @@ class HostRunner(LaneRunner):
         data = _one_each(payload, stacked=True)
         call_args = CallArgs(jax.ShapeDtypeStruct((1, CallArgs.WIDTH), jnp.int32))
         args = (self._shapes.reads, self._shapes.carried, data, call_args)
-        return self._each(self._accumulate, ("host accumulate", signature(payload)), *args)
+        return self._each(self._accumulate, ("host accumulate", payload.signature), *args)
 
     def _delivering(self, part: int) -> list[Program]:
         flag, shapes = _one_each(_FLAG), self._shapes
