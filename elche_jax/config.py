@@ -319,6 +319,15 @@ def check_arguments(
         check.one_of(where, "compute_dtype", compute_dtype, COMPUTE_DTYPES)
     if verify_every is not None:
         check.integer(where, "verify_every", verify_every, low=1)
+    check_timeline(where, timeline)
+
+
+def check_timeline(where: str, timeline: Recorder | None) -> None:
+    """Check that a timeline can record a run.
+
+    Raises:
+        TypeError: If it cannot.
+    """
     if timeline is not None and (isinstance(timeline, type) or not isinstance(timeline, Recorder)):
         rule, got = "be a Timeline", check.describe(timeline)
         todo = "Pass elche_jax.Timeline(path)."

@@ -253,13 +253,13 @@ def _separable(short: Sequence[WindowRecord], long: Sequence[WindowRecord], coun
 
 def _measurable(options: dict[str, Any]) -> dict[str, Any]:
     """The options for a run that exchanges gradients, under a cadence of `advise`."""
-    for name in ("cadence", "averaging", "guard", "exchange"):
+    for name in ("cadence", "averaging", "guard", "exchange", "timeline"):
         if options.get(name) is not None:
             rule, got = "be left out", check.describe(options[name])
             todo = "What is measured are exchanges of gradients, whatever the cadence."
             raise ValueError(check.message("advise", name, rule, got, todo))
     config = options.get("config")
-    rest = {name: value for name, value in options.items() if name not in ("cadence", "timeline")}
+    rest = {name: value for name, value in options.items() if name != "cadence"}
     if not isinstance(config, DDPConfig):
         return rest
     if config.policy == "async" or config.exchange == "host":

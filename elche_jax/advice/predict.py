@@ -56,12 +56,13 @@ class Speeds:
     def __post_init__(self) -> None:
         bounds = {"solo_ms": {"above": 0}, "together_ms": {"above": 0}, "step_ms": {"low": 0}}
         for name, bound in bounds.items():
-            if getattr(self, name) is not None:
-                keep_checked(self, name, check.reals, **bound)
-                check.per_device("Speeds", name, len(getattr(self, name)), len(self.solo_ms))
-        if not self.solo_ms:
-            rule = "have one entry per device"
-            raise ValueError(check.message("Speeds", "solo_ms", rule, "none"))
+            if name == "step_ms" and self.step_ms is None:
+                continue
+            keep_checked(self, name, check.reals, **bound)
+            if not self.solo_ms:
+                rule = "have one entry per device"
+                raise ValueError(check.message("Speeds", "solo_ms", rule, "none"))
+            check.per_device("Speeds", name, len(getattr(self, name)), len(self.solo_ms))
         keep_checked(self, "sync_ms", check.real, low=0)
 
     def step_of(self, rank: int) -> float:

@@ -1,6 +1,6 @@
 """Checks for the fields of frozen dataclasses, which are stored as plain numbers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, cast
 
@@ -31,10 +31,20 @@ class CheckedFields:
 
     def __post_init__(self) -> None:
         for field in fields(cast(Any, self)):
+            bounds = _bounds(type(self), field.name)
             unset = field.default is None and getattr(self, field.name) is None
-            if field.metadata and not unset:
+            if bounds and not unset:
                 rule = check.integer if field.type in (int, int | None) else check.real
-                keep_checked(self, field.name, rule, **field.metadata)
+                keep_checked(self, field.name, rule, **bounds)
+
+
+def _bounds(kind: type, name: str) -> Mapping[str, Any]:
+    """Return the bounds of a field; a subclass that gives it another default has its base's."""
+    own: dict[str, Any] = vars(kind).get("__dataclass_fields__", {})
+    if name in own and own[name].metadata:
+        return own[name].metadata
+    found = (_bounds(base, name) for base in kind.__bases__)
+    return next(filter(None, found), {})
 
 
 def keep_checked(config: object, name: str, rule: Callable[..., Any], **bounds: Any) -> None:

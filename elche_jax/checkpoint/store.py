@@ -134,7 +134,7 @@ class Store:
         text = json.dumps(content)
         manifest = {"text": text, "digest": digest(text.encode())}
         there = {name: encode(array) for name, array in leaves.items() if array.size}
-        temporary = self.folder / f"{step}{UNFINISHED}"
+        temporary = self._free(f"{step}{UNFINISHED}")
         try:
             (temporary / STATE).mkdir(parents=True)
             with _quiet():
@@ -224,7 +224,7 @@ class Store:
         kept = {*steps[-self._keep_last :], *self.ranked[: self._keep_best]}
         for step in (step for step in steps if step not in kept):
             # renamed first, so that a kill leaves no partial checkpoint
-            doomed = self.folder / f"{step}{UNFINISHED}"
+            doomed = self._free(f"{step}{UNFINISHED}")
             with suppress(FileNotFoundError):  # the user has deleted it
                 shutil.rmtree(self._path(step).rename(doomed))
             del self._scores[step]
@@ -286,9 +286,13 @@ class Store:
         reading = {name: array.result().read() for name, array in opened.items()}
         return {name: np.asarray(array.result()) for name, array in reading.items()}
 
+    def _free(self, name: str) -> Path:
+        """Return a path that does not exist; what it is named after may be impossible to delete."""
+        places = (self.folder / f"{name}-{number}" for number in count())
+        return next(place for place in places if not place.exists())
+
     def _set_aside(self, step: int) -> Path:
-        places = (self.folder / f"damaged-{step}-{number}" for number in count())
-        aside = next(place for place in places if not place.exists())
+        aside = self._free(f"damaged-{step}")
         self._path(step).rename(aside)
         del self._scores[step]
         return aside

@@ -111,7 +111,8 @@ class MapSource:
     def rows(self, index: NDArray[np.int64]) -> PyTree:
         """Return the examples at `index`, stacked; leaves `(len(index), ...)`."""
         numbers = index.tolist()
-        return stack(map(self.example, numbers), numbers)
+        # a generator, as the end of a map would hide a StopIteration of the dataset's own
+        return stack((self.example(number) for number in numbers), numbers)
 
 
 class IterableSource:

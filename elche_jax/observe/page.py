@@ -160,7 +160,8 @@ def _device_table(report: RunReport) -> str:
         for device, count in zip(report.devices, report.counts, strict=True)
     ]
     head = ["Device", "ms per microbatch", "Count", "Microbatches", "Busy"]
-    return _table("Devices, over the steady windows", head, rows, [{} for _ in rows])
+    caption = "Devices, over the steady windows"
+    return _table(caption, head, rows, [{} for _ in rows], most=len(rows))
 
 
 def _epoch_table(run: Run) -> str:
@@ -190,6 +191,7 @@ def _table(
     head: Sequence[str],
     rows: Sequence[Sequence[str]],
     metrics: Sequence[dict[str, float]],
+    most: int = ROWS,
 ) -> str:
     """Return a table of the last rows, with one more column per metric; nothing without rows."""
     if not rows:
@@ -197,12 +199,12 @@ def _table(
     names = list(dict.fromkeys(name for each in metrics for name in each))
     top = "".join(f"<th scope=col>{escape(name)}</th>" for name in [*head, *names])
     body = ""
-    for (first, *rest), values in zip(rows[-ROWS:], metrics[-ROWS:], strict=True):
+    for (first, *rest), values in zip(rows[-most:], metrics[-most:], strict=True):
         rest += [f"{values[name]:.5g}" if name in values else "-" for name in names]
         cells = "".join(f"<td>{escape(cell)}</td>" for cell in rest)
         body += f"<tr><th scope=row>{escape(first)}</th>{cells}</tr>"
-    if len(rows) > ROWS:
-        caption += f", the last {ROWS} of {len(rows):,}"
+    if len(rows) > most:
+        caption += f", the last {most} of {len(rows):,}"
     table = f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
     # A wide table can be scrolled sideways; `tabindex` makes that possible by keyboard, too.
     box = f'<div class=wide tabindex=0 role=region aria-label="{escape(caption)}">{table}</div>'

@@ -245,18 +245,20 @@ def _repair_end(file: FileIO, path: Path) -> None:
     Raises:
         ValueError: The first or the last line is not an event.
     """
-    content = path.read_bytes().rstrip(NUL)
+    stored = path.read_bytes()
+    content = stored.rstrip(NUL)
     end = content.rfind(b"\n") + 1
     name = "the last line" if end else "line 1"
     if end:
         _from_line("Timeline", path, "line 1", content[: content.find(b"\n")])
         before = content.rfind(b"\n", 0, end - 1) + 1
         _from_line("Timeline", path, name, content[before : end - 1])
-    if _last("Timeline", path, name, content[end:]):
-        file.truncate(len(content))
+    whole = _last("Timeline", path, name, content[end:])
+    kept = len(content) if whole else end
+    if kept < len(stored):  # only then: another process may have appended since
+        file.truncate(kept)
+    if whole:
         file.write(b"\n")
-    else:
-        file.truncate(end)
 
 
 def _last(where: str, path: Path, name: str, line: bytes) -> list[Event]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import lru_cache, partial
 from typing import Any
 
@@ -104,17 +105,19 @@ class EvalStep:
             ValueError: Empty data; a scalar metric for data whose last microbatch is
                 smaller; a `TrainState` on other devices.
         """
-        results = self._sweep.results(
+        sums: dict[str, tuple[Any, Any]] = {}
+        sweep = self._sweep.results(
             params, model_state, data, batch_size=batch_size, mask_key=mask_key,
             placement=placement, window_bytes=window_bytes,
         )  # fmt: skip
-        sums: dict[str, tuple[Any, Any]] = {}
-        for _, calls in results:
-            for results in calls:
-                for name, parts in results.items():
-                    total, weight = (np.asarray(part, np.float64).sum(axis=0) for part in parts)
-                    before = sums.get(name, (0.0, 0.0))
-                    sums[name] = (before[0] + total, before[1] + weight)
+        # closed here: a traceback would keep a suspended generator, with its threads and data
+        with closing(sweep):
+            for _, calls in sweep:
+                for results in calls:
+                    for name, parts in results.items():
+                        total, weight = (np.asarray(part, np.float64).sum(axis=0) for part in parts)
+                        before = sums.get(name, (0.0, 0.0))
+                        sums[name] = (before[0] + total, before[1] + weight)
         return {name: _mean(total, weight) for name, (total, weight) in sums.items()}
 
 
@@ -243,10 +246,11 @@ def predict(
     blocks: list[list[np.ndarray]] = []
     structure = None
     try:
-        for window, calls in results:
-            rows = _rows(window, calls, len(sweep.devices))
-            structure = jax.tree.structure(rows)
-            blocks.append(jax.tree.leaves(rows))
+        with closing(results):  # see EvalStep
+            for window, calls in results:
+                rows = _rows(window, calls, len(sweep.devices))
+                structure = jax.tree.structure(rows)
+                blocks.append(jax.tree.leaves(rows))
     finally:
         sweep.release()
     assert structure is not None  # empty data have raised by now

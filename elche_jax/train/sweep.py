@@ -5,7 +5,7 @@ The devices do not synchronise; the host puts their results together.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,7 @@ from elche_jax.engine.devices import check_one_kind
 from elche_jax.engine.lane import lanes_of
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.replicas import devices_of, replicate
-from elche_jax.engine.runner import signature
-from elche_jax.engine.shapes import shapes_of
+from elche_jax.engine.shapes import shapes_of, signature
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.sweep import BatchFn, SweepProgram, SweepRunner, Variables
 from elche_jax.observe.report import RunReport, make_report
@@ -98,7 +97,7 @@ class Sweep:
 
     def results(
         self, params: PyTree, model_state: PyTree, data: Any, **reading: Any
-    ) -> Iterator[tuple[Window, list[PyTree]]]:
+    ) -> Generator[tuple[Window, list[PyTree]]]:
         """Run over the data once, and yield every window with the results of its calls.
 
         Args:

@@ -9,7 +9,7 @@ import optax
 
 from elche_jax import _check as check
 from elche_jax._exit import before_exit
-from elche_jax.config import DDPConfig
+from elche_jax.config import DDPConfig, check_timeline
 from elche_jax.train.build import StepOptions, build_train_step
 from elche_jax.train.evaluate import EvalStep, build_eval_step
 from elche_jax.train.step import TrainStep
@@ -62,6 +62,7 @@ class Trainer:
             check.instance("Trainer", "config", config, DDPConfig)
         config = config or DDPConfig()
         timeline = config.or_given(timeline=options.get("timeline"))["timeline"]
+        check_timeline("Trainer", timeline)
         self._recorder = RunRecorder(timeline)
         self._train = build_train_step(
             loss_fn, optimizer, config=replace(config, timeline=None),

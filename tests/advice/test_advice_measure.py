@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from elche_jax import DDPConfig, DiLoCo, NoGuard, Timeline
+from elche_jax import DDPConfig, DiLoCo, HostExchange, NoGuard, Timeline
 from elche_jax.advice import advise, measure
 from elche_jax.advice.measure import LEAST, WARM, alone_ms, team_ms
 from elche_jax.advice.of_rank import OfRank
@@ -250,6 +250,8 @@ def test_of_a_config_what_chooses_the_cadence_does_not_count(tmp_path, monkeypat
             r"advise: averaging must be left out, got DiLoCo",
         ),
         ({"guard": NoGuard()}, ValueError, r"advise: guard must be left out, got NoGuard"),
+        ({"exchange": HostExchange()}, ValueError, r"advise: exchange must be left out, got Host"),
+        ({"timeline": Timeline()}, ValueError, r"advise: timeline must be left out, got Timel"),
         (
             {"config": DDPConfig(policy="async", exchange="host", max_overshoot=3)},
             ValueError,

@@ -224,3 +224,17 @@ def test_the_best_may_be_all_but_one_that_is_not_the_slowest():
 def test_errors(arguments, kind, message):
     with pytest.raises(kind, match=message):
         Speeds(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((None, (1.0,), 0.0), TypeError, "Speeds: solo_ms must be a sequence of numbers, got None"),
+        (((1.0,), None, 0.0), TypeError, "Speeds: together_ms must be a sequence of numbers, got"),
+        (((), (1.0,), 0.0), ValueError, "Speeds: solo_ms must have one entry per device, got none"),
+        (((1.0,), (1.0, 2.0), 0.0), ValueError, "Speeds: together_ms must have one entry per dev"),
+    ],
+)
+def test_speeds_that_are_none(arguments, error, message):
+    with pytest.raises(error, match="^" + message):
+        Speeds(*arguments)

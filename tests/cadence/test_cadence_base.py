@@ -18,6 +18,16 @@ from elche_jax.cadence import (
 )
 
 
+def test_another_default_of_a_field_keeps_its_bounds():
+    @dataclass(frozen=True)
+    class Mine(ElChe):
+        anchor: int = 20
+
+    assert Mine(np.int64(3)).anchor == 3 and type(Mine(np.int64(3)).anchor) is int
+    with pytest.raises(ValueError, match=r"^Mine: anchor must be at least 1, got 0"):
+        Mine(anchor=0)
+
+
 @pytest.mark.parametrize("make", [tuple, list, np.array])
 def test_report_keeps_plain_tuples(make):
     report = WindowReport(make([10.0, 5.0]), make([2, 3]), np.float32(0.5))

@@ -300,6 +300,15 @@ def test_what_a_kill_has_left_is_gone_before_anything_is_written(tmp_path):
     store.close()
 
 
+def test_what_cannot_be_deleted_blocks_no_step(tmp_path, monkeypatch):
+    left = tmp_path / "2.orbax-checkpoint-tmp-0" / "state"
+    left.mkdir(parents=True)
+    monkeypatch.setattr("elche_jax.checkpoint.store.Store._remove_unfinished", lambda self: None)
+    store = Store(fill(tmp_path, (1, 2)))
+    assert left.exists() and is_whole(store.read(2))
+    store.close()
+
+
 def test_the_score_of_a_damaged_one_is_unknown(tmp_path):
     folder = fill(tmp_path, (1, 2, 3))
     flipped(folder / "1" / "manifest" / "metadata")  # it was the best

@@ -92,6 +92,20 @@ def test_peeking_into_an_iterator_loses_nothing():
     assert list(source.epoch()) == []
 
 
+def test_an_exhausted_iterator_in_a_dataset_shows():
+    class Wrapping:
+        items = iter([np.zeros(2)])
+
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, i):
+            return next(self.items)
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        as_source(Wrapping()).rows(np.arange(3))
+
+
 def test_stack_joins_leaves_of_any_structure():
     stacked = stack([(1, {"a": [1.0, 2.0]}), (3, {"a": [4.0, 5.0]})], range(2))
     np.testing.assert_array_equal(stacked[0], [1, 3])

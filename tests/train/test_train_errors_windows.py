@@ -213,11 +213,11 @@ def test_aux(value, message):
     ("value", "has_aux", "message"),
     [
         (lambda s: jnp.float32(1), False, r"must return \(loss, model_state\), got an array"),
-        (lambda s: (jnp.float32(1), {"other": s["m"]}), False, r"structure of the old one"),
+        (lambda s: (jnp.float32(1), {"other": s["m"]}), False, r"old one, got another: structure"),
         (
             lambda s: (jnp.float32(1), {"m": jnp.ones(2)}),
             False,
-            r"leaf \['m'\] of the new",
+            r"got another: leaf \['m'\] is float32\[2\] instead of",
         ),
         (lambda s: (jnp.float32(1), s), True, r"\(loss, \(model_state, aux\)\), got a second ele"),
     ],

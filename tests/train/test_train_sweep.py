@@ -378,6 +378,26 @@ def test_an_interrupt_anywhere_in_the_loop(kind, world, owner, at, monkeypatch):
 
 @both
 @worlds
+def test_an_interrupt_while_results_are_read(kind, world, monkeypatch):
+    """The loop waits there most of the time, outside of the generator of windows."""
+    call = kind(x_of, world, elche.EveryBatch())
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        if kind is Predicted:
+            patched.setattr("elche_jax.train.evaluate._rows", interrupted)
+        else:
+            patched.setattr("elche_jax.train.evaluate.np.asarray", interrupted)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            call(DATA, 2)
+    assert threads() == [] and caught.tb is not None
+    assert_usable(call)
+
+
+@both
+@worlds
 def test_an_interrupt_that_came_while_a_device_was_emulated(kind, world):
     """It cannot be raised in the program; the loop does it."""
     emulate = EmulatedSpeeds([0.0] * world)

@@ -101,6 +101,8 @@ def test_the_trainers_own_arguments():
         elche.Trainer(loss_fn, optax.sgd(0.1), config=3)
     with pytest.raises(TypeError, match=r"^build_train_step: loss_fn must be callable, got int"):
         elche.Trainer(3, optax.sgd(0.1))
+    with pytest.raises(TypeError, match=r"^Trainer: timeline must be a Timeline, got 'x.jsonl'"):
+        elche.Trainer(loss_fn, optax.sgd(0.1), timeline="x.jsonl")
     with pytest.raises(TypeError, match="unexpected keyword argument 'lr'"):
         elche.Trainer(loss_fn, optax.sgd(0.1), lr=1)
 
