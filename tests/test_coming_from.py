@@ -24,7 +24,7 @@ from elche_jax.train.evaluate import EvalStep
 
 PAGE = (Path(__file__).parents[1] / "docs" / "coming-from.md").read_text(encoding="utf-8")
 SETUP = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-MARK = "# Every row starts from here anew.\n"
+MARK = "# Every row starts over from here.\n"
 SYSTEMS = ["flodl", "entrenar", "tenflowers", "torch DDP", "Hugging Face Accelerate"]
 NOTHING = "-"
 
