@@ -3,12 +3,13 @@
     python benchmarks/averaging.py [--microbatches 132000] [--seeds 3] [--plot FILE] [--out FILE]
 
 A character model learns the standard library's own sources on four emulated devices whose
-microbatches last 1.25, 1.25, 2.5 and 5 ms. Every method sees the same number of microbatches
-with Adam, whose learning rate falls to 0 over them. Its first value, the outer optimizer and what
-happens to Adam's moments were chosen on other examples and other seeds (5, 7 and 8; of gradients
-0.003, 0.005 and 0.01 on seed 0). The loss is that of held-out text, in nats per character, with the
-parameters that `train.average` gives at the end. Speed stands as a share of the limit, and of the
-control, which takes its turn before and after each method (docs/benchmarks.md).
+microbatches take 1.25, 1.25, 2.5 and 5 ms. Every method sees the same number of microbatches
+with Adam, whose learning rate falls to 0 over them. Its initial value, the outer optimizer and the
+treatment of Adam's moments were chosen on other examples and other seeds (5, 7 and 8; for
+gradients from 0.003, 0.005 and 0.01 on seed 0). The loss is that of held-out text, in nats per
+character, with the parameters that `train.average` returns at the end. Speed is given as a share
+of the limit, and of the control, which takes a turn before and after each method
+(docs/benchmarks.md).
 """
 
 import setup_devices  # noqa: I001,F401  (first: it sets the devices)
@@ -31,12 +32,12 @@ from elche_jax.lab import EmulatedSpeeds
 FLEET = [1.25, 1.25, 2.5, 5.0]
 LIMIT = sum(1 / ms for ms in FLEET)
 BATCH, CONTEXT, VOCABULARY, WIDTH = 16, 16, 96, 96
-INNER_STEPS = 56  # with moments three times the bytes: so that there are 50 times fewer
-OUTER = optax.sgd(1.0, momentum=0.5, nesterov=True)  # some 200 exchanges are few for 0.9
+INNER_STEPS = 56  # averaged moments triple the bytes; this still exchanges 50 times fewer
+OUTER = optax.sgd(1.0, momentum=0.5, nesterov=True)  # about 200 exchanges are too few for 0.9
 
 
 def text(characters: int) -> np.ndarray:
-    """The first characters of the standard library's modules, as numbers below 96."""
+    """Returns the first characters of the standard library's modules, as numbers below 96."""
     folder, parts, size = Path(sysconfig.get_path("stdlib")), [], 0
     for path in sorted(folder.glob("*.py")):
         parts.append(path.read_text(encoding="utf-8", errors="ignore"))
@@ -48,7 +49,7 @@ def text(characters: int) -> np.ndarray:
 
 
 def examples(codes: np.ndarray, starts: np.ndarray) -> dict[str, np.ndarray]:
-    """Contexts and the characters that follow them."""
+    """Returns contexts and the characters that follow them."""
     places = starts[:, None] + np.arange(CONTEXT)
     return {"x": codes[places], "y": codes[starts + CONTEXT]}
 
@@ -78,7 +79,7 @@ def loss_fn(params, batch, rng):
 
 
 def methods() -> dict[str, tuple[float, dict]]:
-    """First learning rate and options of `build_train_step` by the name of the method."""
+    """Returns the initial learning rate and options of `build_train_step` for each method."""
     fixed = elche.ElChe(INNER_STEPS, max_anchor=INNER_STEPS)
     average = elche.ParameterAveraging()
     return {
@@ -97,7 +98,7 @@ def diloco(**knobs) -> dict:
 
 
 def run(rate: float, options: dict, data: dict, held_out: dict, seed: int) -> dict:
-    """Trains with one method; gives loss, bytes, windows and seconds."""
+    """Trains with one method; returns loss, bytes, windows and seconds."""
     microbatches = len(data["y"]) // BATCH
     tx = elche.schedule_by_work(optax.adam)(
         learning_rate=optax.cosine_decay_schedule(rate, microbatches)
@@ -114,7 +115,7 @@ def run(rate: float, options: dict, data: dict, held_out: dict, seed: int) -> di
     for window in train.windows(data, BATCH, seed=seed):
         state, metrics = train(state, window)
         said.append(metrics.get("exchange_bytes", per_window))
-        if window.index == 1:  # what is compiled once is not counted
+        if window.index == 1:  # excludes what is compiled once
             jax.block_until_ready(state)
             begun, left = time.perf_counter(), microbatches - sum(window.counts)
     jax.block_until_ready(state)
@@ -142,7 +143,7 @@ def measure(microbatches: int, seeds: int) -> dict[str, list[dict]]:
         first_params(0), jax.devices()[: len(FLEET)], counts, BATCH, EmulatedSpeeds(FLEET),
         loss=loss_fn, stream=data,
     )  # fmt: skip
-    for seed in range(seeds):  # in turns, as the machine's speed changes
+    for seed in range(seeds):  # in turns, as the machine's speed varies
         for name, (rate, options) in methods().items():
             before = control.rate(1.0)
             one = run(rate, options, data, held_out, seed)
@@ -155,7 +156,7 @@ def measure(microbatches: int, seeds: int) -> dict[str, list[dict]]:
 
 
 def summary(found: dict[str, list[dict]]) -> str:
-    """The table for the docs."""
+    """Returns the table for the docs."""
     base = found["gradients, every microbatch"]
     lines = [
         "| method | loss | against gradients | bytes per device | times fewer | seconds | "

@@ -1,4 +1,4 @@
-"""What one would write by hand: a model, and plain pmap and jit loops over it."""
+"""Hand-written baselines: a model, and plain pmap and jit loops over it."""
 
 from itertools import pairwise, repeat
 
@@ -12,7 +12,7 @@ OPTIMIZER = optax.adam(1e-3)
 
 
 def mlp_params(width: int, depth: int, features: int = 64, seed: int = 0) -> dict:
-    """Float32 parameters of a perceptron with `depth` hidden layers."""
+    """Returns float32 parameters of a perceptron with `depth` hidden layers."""
     rng = np.random.default_rng(seed)
     sizes = [features] + [width] * depth + [10]
     return {
@@ -35,17 +35,17 @@ def mlp_loss(params, batch, rng):
 
 
 def surrogate_params(features: int = 64) -> dict:
-    """Parameters of a linear surrogate, `w . x + b`."""
+    """Returns the parameters of a linear surrogate, `w . x + b`."""
     return {"w": np.zeros(features, "float32"), "b": np.float32(0)}
 
 
 def surrogate_loss(params, batch, rng):
     """Mean square error of a linear surrogate of a simulator that runs at training time.
 
-    The simulation is one long trajectory of scalars: every step needs the one before it,
-    so a core waits for its own results and leaves most of its units idle. That is what a
-    question about two devices at once needs on processors whose cores share units: two
-    independent processes that fill them (with matrix products) slow each other.
+    The simulation is one long trajectory of scalars: every step needs the previous one, so
+    a core waits for its own results and leaves most of its units idle. This is necessary to
+    measure two devices at once on processors whose cores share units: two independent
+    processes that saturate them (with matrix products) slow each other down.
     """
 
     def steps(_, h):
@@ -58,7 +58,7 @@ def surrogate_loss(params, batch, rng):
 
 
 def examples(count: int, features: int = 64, seed: int = 1) -> dict:
-    """Random examples with random labels; int32 labels, float32 features."""
+    """Returns random examples: float32 features, random int32 labels."""
     rng = np.random.default_rng(seed)
     return {
         "x": rng.normal(size=(count, features)).astype("float32"),
@@ -67,13 +67,13 @@ def examples(count: int, features: int = 64, seed: int = 1) -> dict:
 
 
 def microbatches(count: int, batch: int, world: int) -> dict:
-    """Examples as stacked microbatches, leaves `(world, count, batch, ...)`."""
+    """Returns examples as stacked microbatches, leaves `(world, count, batch, ...)`."""
     flat = examples(world * count * batch)
     return jax.tree.map(lambda a: a.reshape(world, count, batch, *a.shape[1:]), flat)
 
 
 def _accumulate(params, batches, count, loss=mlp_loss, hook=None, rank=0, number=0):
-    """Loss and gradients summed; `hook` is the emulation, `number` that of the step."""
+    """Sums loss and gradients; `hook` is the emulation, `number` the index of the step."""
 
     def body(i, sums):
         loss_sum, grad_sum = sums
@@ -98,15 +98,15 @@ def _apply(params, opt_state, grads):
 
 
 class PlainPmap:
-    """Accumulation over so many microbatches per device, fused with the exchange.
+    """Accumulation over `counts` microbatches per device, fused with the exchange.
 
     Args:
-        params: Parameters to begin with.
+        params: Initial parameters.
         devices: The devices.
-        counts: Microbatches of each device in a step.
-        batch: Examples of a microbatch.
-        emulate: What makes the devices slow, or None.
-        loss: The loss of a microbatch.
+        counts: Microbatches of each device per step.
+        batch: Examples per microbatch.
+        emulate: Slows the devices down, or None.
+        loss: Loss function of a microbatch.
     """
 
     def __init__(self, params, devices, counts, batch: int, emulate=None, loss=mlp_loss):
@@ -138,19 +138,19 @@ class PlainPmap:
 
 
 class PlainJit:
-    """Accumulation over `count` microbatches on one device, that of `rank` in an emulation.
+    """Accumulation over `count` microbatches on one device, which is `rank` in an emulation.
 
     Args:
-        params: Parameters to begin with.
+        params: Initial parameters.
         device: The device.
-        count: Microbatches of a step.
-        batch: Examples of a microbatch.
-        emulate: What makes the device slow, or None.
-        rank: Which of the emulated devices it is.
-        loss: The loss of a microbatch.
-        updates: Steps of one call, in a loop on the device.
-        stream: Examples that a step takes from the host, in a shuffled order, instead of the
-            same ones that lie on the device.
+        count: Microbatches per step.
+        batch: Examples per microbatch.
+        emulate: Slows the device down, or None.
+        rank: Rank of the emulated device.
+        loss: Loss function of a microbatch.
+        updates: Steps per call, in a loop on the device.
+        stream: Examples that a step reads from the host, in a shuffled order, instead of
+            reusing the same ones on the device.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class PlainJit:
 
 
 def _shuffled(data, count: int, batch: int):
-    """Examples of a step, leaves `(count, batch, ...)`, in a new order every epoch."""
+    """Yields the examples of a step, leaves `(count, batch, ...)`, in a new order every epoch."""
     rng, size = np.random.default_rng(0), len(jax.tree.leaves(data)[0])
     each = count * batch
     while True:

@@ -3,8 +3,8 @@
     python benchmarks/evaluation.py [--repeats 7] [--batches 600] [--out FILE]
 
 The time is that of the whole call: reading the data, all devices, results on the host. Two
-others take their turns: windows of one microbatch per device, and the control, hand-written
-loops over the same devices at the same time, each device with data and sums of its own
+others take turns with it: windows of one microbatch per device, and the control, hand-written
+loops over the same devices at the same time, each device with its own data and sums
 (docs/benchmarks.md).
 """
 
@@ -30,7 +30,7 @@ SMALL = mlp_params(width=32, depth=1)
 
 
 def outputs(params, batch):
-    """The logits of the perceptron of `baselines`."""
+    """Returns the logits of the perceptron in `baselines`."""
     x = batch["x"]
     for i in range(len(params)):
         x = x @ params[f"layer{i}"]["w"] + params[f"layer{i}"]["b"]
@@ -44,7 +44,7 @@ def metric_fn(params, batch):
 
 
 def rate(call, batches: int) -> float:
-    """Microbatches per ms of a call that works through so many."""
+    """Returns microbatches per ms of a call that processes the given number."""
     begun = time.perf_counter()
     call()
     return batches / (1e3 * (time.perf_counter() - begun))
@@ -97,7 +97,7 @@ def measure(batches: int, repeats: int) -> list[Result]:
     data = examples(BATCH * batches - 5)
     evaluate = elche.build_eval_step(metric_fn, devices=devices, emulate=EmulatedSpeeds(FLEET))
     emulate = EmulatedSpeeds(FLEET)
-    counts = tuple(round(100 / ms) for ms in FLEET)  # calls of a tenth of a second, as ours
+    counts = tuple(round(100 / ms) for ms in FLEET)  # calls of a tenth of a second, like ours
     control = Apart(
         [
             PlainEvaluation(device, rank, counts[rank], data, emulate)

@@ -1,8 +1,8 @@
-"""Ways to sum a tree of gradients over devices, beside one plain `jax.lax.psum`.
+"""Ways to sum a tree of gradients over devices, compared with one plain `jax.lax.psum`.
 
     python benchmarks/exchange.py [--repeats 9] [--megabytes 100] [--devices 4] [--out FILE]
 
-The trees hold the same number of bytes: one array, a transformer's mixture of matrices and
+The trees have the same number of bytes: one array, a transformer's mixture of matrices and
 vectors, and many arrays of one size. Every figure is the median, over repeats, of the ratio to a
 plain psum in the same repeat; below 1 is faster.
 """
@@ -33,7 +33,7 @@ def one_array(numbers: int) -> list[tuple[int, ...]]:
 
 
 def transformer(numbers: int) -> list[tuple[int, ...]]:
-    """Layers of four square matrices, a feed-forward of two, norms and biases."""
+    """Returns layers of four square matrices, a feed-forward of two, norms and biases."""
     width, layers = 512, 0
     layer = [(width, width)] * 4 + [(width, 4 * width), (4 * width, width)] + [(width,)] * 9
     size = sum(int(np.prod(shape)) for shape in layer)
@@ -47,7 +47,7 @@ def many_equal(numbers: int) -> list[tuple[int, ...]]:
 
 
 def flat(tree, buckets: int):
-    """Copied into so many buffers, summed, copied back: what buckets are."""
+    """Copies into buffers, sums them, and copies back, as buckets do."""
     leaves = jax.tree.leaves(tree)
     each = -(-sum(leaf.size for leaf in leaves) // buckets)
     groups, size = [[]], 0
@@ -83,7 +83,7 @@ def ways(world: int, megabytes: float) -> dict[str, Callable]:
 
 
 class Timed:
-    """A mapped function that gives its argument's buffers to its result."""
+    """Returns a mapped function that donates its argument."""
 
     def __init__(self, fn: Callable, shapes, devices):
         self._fn = jax.pmap(fn, axis_name=AXIS, devices=devices, donate_argnums=0)
@@ -93,7 +93,7 @@ class Timed:
         self()
 
     def __call__(self) -> float:
-        """Milliseconds of one call."""
+        """Returns the milliseconds of one call."""
         begun = time.perf_counter()
         self._tree = jax.block_until_ready(self._fn(self._tree))
         return 1e3 * (time.perf_counter() - begun)

@@ -1,12 +1,12 @@
-"""Seconds until the first window is over, beside a hand-written step's first call.
+"""Seconds until the first window is over, compared with a hand-written step's first call.
 
     python benchmarks/first_window.py [--repeats 3] [--case 200] [--out FILE]
 
-Every start is a process of its own, plain and ours in turn. `n`: a perceptron of so many arrays,
-half of them vectors, Adam, four devices, against `jax.pmap`. `transformer`: Flax linen, 150
-arrays. `one`: 200 arrays on one device, against `jax.jit`. `again`: 200 arrays, a second start that
-reads JAX's persistent compilation cache. The clock starts when data and parameters are there, at
-the first call (ours: at `windows`), and stops when the loss is.
+Every start is a separate process, plain and ours in turn. `n`: a perceptron of `n` arrays, half of
+them vectors, Adam, four devices, against `jax.pmap`. `transformer`: Flax linen, 150 arrays. `one`:
+200 arrays on one device, against `jax.jit`. `again`: 200 arrays, a second start that reads JAX's
+persistent compilation cache. The clock starts when data and parameters are ready, at the first
+call (ours: at `windows`), and stops when the loss is ready.
 """
 
 import argparse
@@ -24,13 +24,13 @@ ARRAYS = (100, 200, 400, 800)
 CASES = (*map(str, ARRAYS), "transformer", "one", "again")
 BATCH = 8
 MOST = 1.2
-"""Asked: at most so many times a plain step's first call."""
+"""Required: at most this many times a plain step's first call."""
 MOST_AGAIN = 2.0
-"""Asked of a second start: at most so many seconds more than a plain one's."""
+"""Required of a second start: at most this many seconds more than a plain one."""
 
 
 def perceptron(arrays: int, width: int = 16):
-    """Parameters, loss and data of a perceptron of so many arrays."""
+    """Returns parameters, loss and data of a perceptron with the given number of arrays."""
     import jax.numpy as jnp
     import numpy as np
 
@@ -54,7 +54,7 @@ def perceptron(arrays: int, width: int = 16):
 
 
 def transformer(layers: int = 9, width: int = 64, length: int = 16, words: int = 128):
-    """Parameters, loss and data of a decoder in Flax linen: 16 arrays a layer, and 6."""
+    """Returns parameters, loss and data of a Flax linen decoder: 16 arrays per layer, plus 6."""
     import flax.linen as nn
     import jax
     import jax.numpy as jnp
@@ -91,7 +91,7 @@ def transformer(layers: int = 9, width: int = 64, length: int = 16, words: int =
 
 
 def start(way: str, model: str, world: int) -> float:
-    """In a fresh process: seconds of the first window, or of a plain step's first call."""
+    """Returns, in a fresh process, seconds of the first window or of a plain step's first call."""
     import time
 
     import jax
@@ -135,7 +135,7 @@ def start(way: str, model: str, world: int) -> float:
 
 
 def in_a_process(way: str, model: str, world: int, cache: str | None = None) -> float:
-    """`start` in a process of its own."""
+    """Runs `start` in a separate process."""
     call = f"import first_window; print(first_window.start({way!r}, {model!r}, {world}))"
     environment = dict(os.environ, PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}")
     if cache is not None:
@@ -150,7 +150,7 @@ def in_a_process(way: str, model: str, world: int, cache: str | None = None) -> 
 
 
 def measure(case: str, repeats: int) -> list[Result]:
-    """The seconds of both, and what is asked of them."""
+    """Returns the seconds of both, and the requirements."""
     model, world = ("200", 1 if case == "one" else 4) if case in ("one", "again") else (case, 4)
     plain = "plain jit" if world == 1 else "plain pmap"
     with tempfile.TemporaryDirectory() as folder:

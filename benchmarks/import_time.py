@@ -2,7 +2,7 @@
 
     python benchmarks/import_time.py [--repeats 7]
 
-Every repeat is a process of its own; the first one, which writes bytecode, is left out.
+Every repeat is a separate process; the first one, which writes bytecode, is ignored.
 """
 
 import argparse
@@ -25,7 +25,7 @@ print(1e3 * (before - begun), 1e3 * (time.perf_counter() - before))
 
 
 def measure() -> tuple[float, float]:
-    """Milliseconds of the three imports, and of ours after them."""
+    """Returns milliseconds of the three imports, and of ours after them."""
     root = str(Path(__file__).parents[1])
     out = subprocess.run(
         [sys.executable, "-c", CODE, root], check=True, capture_output=True, text=True

@@ -1,8 +1,8 @@
-"""How long a training process lives after Ctrl-C.
+"""How long a training process runs on after Ctrl-C.
 
     python benchmarks/interrupt.py [--repeats 5]
 
-A real process, a real signal: one real device, and four emulated ones of 20 ms a microbatch.
+A real process and a real signal: one real device, and four emulated ones of 20 ms per microbatch.
 """
 
 import argparse
@@ -40,7 +40,7 @@ for window in train.windows({"x": np.ones((640, 3), "float32")}, 4, epochs=None)
 
 
 def measure(world: int) -> float:
-    """Seconds from the signal to the end of the process."""
+    """Returns the seconds from the signal to the end of the process."""
     root = str(Path(__file__).parents[1])
     with subprocess.Popen(
         [sys.executable, "-c", CODE, str(world)],

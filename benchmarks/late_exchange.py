@@ -2,9 +2,9 @@
 
     python benchmarks/late_exchange.py [--megabytes 20 60] [--windows 24]
 
-Two emulated devices wait 160 ms per window and compute next to nothing, so that what is
-above 160 ms is the exchange of a large array. Whether it goes on beside the steps depends
-on the backend; the medians show it.
+Two emulated devices wait 160 ms per window and compute almost nothing, so that any time
+above 160 ms is the exchange of a large array. Whether the exchange overlaps with the steps
+depends on the backend; the medians show it.
 """
 
 import setup_devices  # noqa: I001,F401  (first: it sets the devices)
@@ -40,7 +40,7 @@ def loss_fn(params, batch, rng):
 
 
 def window_ms(name: str, megabytes: float, windows: int) -> float:
-    """Median milliseconds from window to window, once speeds are known."""
+    """Returns the median milliseconds from window to window, once speeds are known."""
     rule, config = RULES[name]
     train = elche.build_train_step(
         loss_fn, optax.sgd(1e-3), devices=jax.devices()[:2], averaging=rule, config=config,

@@ -14,13 +14,13 @@ import elche_jax as elche
 
 
 class Loop:
-    """A user's loop over one training step. A turn begins and ends with nothing in flight.
+    """A user's loop over one training step; a turn begins and ends with nothing in flight.
 
     Args:
         train: The training step.
-        params: Parameters to begin with.
-        data: What it trains on, over and over.
-        batch_size: Examples of a microbatch.
+        params: Initial parameters.
+        data: Training data, used repeatedly.
+        batch_size: Examples per microbatch.
         windows: Options of `TrainStep.windows`.
     """
 
@@ -31,13 +31,13 @@ class Loop:
         self._windows = train.windows(data, **options)
 
     def warm(self, windows: int) -> None:
-        """Trains some windows, so that what follows is compiled and the speeds are known."""
+        """Trains some windows, so that programs are compiled and speeds are known."""
         for _ in range(windows):
             self._window()
         jax.block_until_ready(self._state)
 
     def rate(self, seconds: float) -> float:
-        """Microbatches per ms of a turn of about so long."""
+        """Returns microbatches per ms of a turn of about this length."""
         begun, done = time.perf_counter(), 0
         while not done or time.perf_counter() - begun < seconds:
             done += self._window()
@@ -53,13 +53,13 @@ class Loop:
 def steps_rate(
     step: Callable[[], object], microbatches: int, seconds: float, warm: int = 3
 ) -> float:
-    """Microbatches per ms of a hand-written step, at most two in flight.
+    """Returns microbatches per ms of a hand-written step, with at most two in flight.
 
     Args:
-        step: Dispatches one step; gives something to wait for.
-        microbatches: How many a step is of.
-        seconds: About how long.
-        warm: Steps before, not counted; the second may compile once more.
+        step: Dispatches one step; returns something to wait for.
+        microbatches: Microbatches per step.
+        seconds: Approximate length.
+        warm: Steps before, not counted; the second may compile again.
     """
     for _ in range(warm):
         jax.block_until_ready(step())
@@ -74,21 +74,21 @@ def steps_rate(
 
 
 class Meter:
-    """Notes the processor time that turns take, of all threads of this process.
+    """Records the processor time that turns take, in all threads of this process.
 
-    Where devices are threads of the machine's processors it says what a loop costs nearly
-    whatever else the machine does in the meantime.
+    If devices are threads on the machine's processors, this measures the cost of a loop
+    almost independently of what else is running.
     """
 
     def __init__(self):
         self._per_ms: dict[str, list[float]] = defaultdict(list)
 
     def on(self, turns: Mapping[str, Callable[[], float]]) -> dict[str, Callable[[], float]]:
-        """The same turns, metered."""
+        """Returns the same turns, metered."""
         return {name: partial(self._metered, name, turn) for name, turn in turns.items()}
 
     def rates(self) -> dict[str, tuple[float, ...]]:
-        """Microbatches per ms of processor time, as `interleave` gives those of a clock."""
+        """Returns microbatches per ms of processor time, in the form of `interleave`."""
         return {name: tuple(found) for name, found in self._per_ms.items()}
 
     def _metered(self, name: str, turn: Callable[[], float]) -> float:
@@ -100,15 +100,15 @@ class Meter:
 
 
 class Apart:
-    """The control: the same devices at the same time, each in a loop of its own.
+    """The control: the same devices at the same time, each in its own loop.
 
-    Every device has a hand-written step, a thread that dispatches it, and nothing to do with the
-    others: no exchange, no engine, no cadence. What the machine takes from devices that work at
-    once, it takes here, too; more than this no scheduling of these devices can reach.
+    Every device has a hand-written step, a thread that dispatches it, and no connection to the
+    others: no exchange, no engine, no cadence. Whatever devices that work concurrently lose on
+    this machine, they also lose here; no schedule of these devices can reach more.
 
     Args:
-        steps: The step of each device; called without arguments, gives something to wait for.
-        counts: Microbatches of a step of each device.
+        steps: The step of each device; called without arguments, returns something to wait for.
+        counts: Microbatches per step of each device.
     """
 
     def __init__(self, steps: Sequence[Callable[[], object]], counts: Sequence[int]):
@@ -117,7 +117,7 @@ class Apart:
             steps_rate(step, 1, 0.0)  # compiles
 
     def rates(self, seconds: float) -> tuple[float, ...]:
-        """Microbatches per ms of every device in a turn of about so long."""
+        """Returns microbatches per ms of every device in a turn of about this length."""
         together = Barrier(len(self._steps))
 
         def loop(step: Callable[[], object], count: int) -> float:
@@ -128,7 +128,7 @@ class Apart:
             return tuple(pool.map(loop, self._steps, self._counts))
 
     def rate(self, seconds: float) -> float:
-        """Microbatches per ms of all devices."""
+        """Returns microbatches per ms of all devices."""
         return sum(self.rates(seconds))
 
 
@@ -136,18 +136,18 @@ def apart(
     params, devices: Sequence[jax.Device], counts: Sequence[int], batch: int, emulate=None,
     updates: int = 1, **options,
 ) -> Apart:  # fmt: skip
-    """The control of a training: accumulation and an update of its own on every device.
+    """Returns the control of a training: every device accumulates and updates on its own.
 
     Args:
-        params: Parameters to begin with.
+        params: Initial parameters.
         devices: The devices.
-        counts: Microbatches of a step of each device.
-        batch: Examples of a microbatch.
-        emulate: What makes the devices slow, or None.
-        updates: Steps of one call. The CPU's runtime does not queue a program that calls the
-            host, as emulated devices do: more than one keeps the thread that dispatches out of
-            their way, as a queue would.
-        options: The rest for `baselines.PlainJit`.
+        counts: Microbatches per step of each device.
+        batch: Examples per microbatch.
+        emulate: Slows the devices down, or None.
+        updates: Steps per call. The CPU runtime does not queue a program that calls the host,
+            as emulated devices do; with several steps, the dispatching thread rarely delays
+            the device, as with a queue.
+        options: Further arguments of `baselines.PlainJit`.
     """
     options |= {"emulate": emulate, "updates": updates}
     steps = [

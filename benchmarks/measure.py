@@ -1,4 +1,4 @@
-"""Figures of systems that took turns, what of them is noise, and the table and JSON file."""
+"""Figures of systems that took turns, their noise, and the table and JSON file."""
 
 import json
 import random
@@ -13,17 +13,17 @@ import jax
 
 @dataclass(frozen=True)
 class Result:
-    """One figure: what was measured, the median over repeats, what it must reach.
+    """One figure: what was measured, the median over repeats, the required value.
 
     Attributes:
-        case: Where it belongs.
+        case: The case it belongs to.
         what: What was measured.
-        value: The median; of a share it is that of the control, where there is one.
+        value: The median; relative to the control, if there is one.
         unit: Its unit.
-        least: What it must reach, or None.
-        most: What it must not exceed, or None.
-        repeats: The figures whose median it is.
-        noise: How far the median may be off.
+        least: Smallest value required, or None.
+        most: Largest value allowed, or None.
+        repeats: The values of the repeats.
+        noise: Possible error of the median.
         of_limit: The same speed as a share of the sum of the devices' speeds.
         control: The control as a share of that sum.
         bound: What whole microbatches allow, as a share of that sum.
@@ -43,7 +43,7 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """`ok`, `FALLS SHORT`, or `noise?` where it falls short by less than the noise."""
+        """`ok`, `FALLS SHORT`, or `noise?` if it falls short by less than the noise."""
         short = 0.0
         if self.least is not None:
             short = self.least - self.value
@@ -59,9 +59,9 @@ class Result:
 def interleave(
     measures: dict[str, Callable[[], float]], repeats: int, seed: int = 0
 ) -> dict[str, tuple[float, ...]]:
-    """Calls every measure once per repeat, so that drift hits all alike.
+    """Calls every measure once per repeat, so that drift affects all equally.
 
-    The order changes from repeat to repeat, so that nobody always comes after the same one.
+    The order changes between repeats, so that no measure always follows the same one.
     """
     order = random.Random(seed)
     values: dict[str, list[float]] = {name: [] for name in measures}
@@ -72,19 +72,19 @@ def interleave(
 
 
 def ratios(a: Iterable[float], b: Iterable[float]) -> tuple[float, ...]:
-    """Ratios pair by pair: of one repeat with the other system's in the same repeat."""
+    """Returns the ratios of two systems, repeat by repeat."""
     return tuple(x / y for x, y in zip(a, b, strict=True))
 
 
 def noise(values: Iterable[float], true: float | None = None) -> float:
-    """How far the median of some repeats may be off: twice its standard error.
+    """Returns the possible error of the median of repeats: twice its standard error.
 
-    That is `1.25 * sigma / sqrt(n)`; sigma from the median absolute deviation, as one repeat in
-    which the machine did something else must not count.
+    The standard error is `1.25 * sigma / sqrt(n)`, with sigma from the median absolute deviation,
+    as a single disturbed repeat must not count.
 
     Args:
         values: The repeats.
-        true: What each of them should be, where that is known; else their median.
+        true: The true value of each, if known; otherwise their median is used.
     """
     values = tuple(values)
     true = median(values) if true is None else true
@@ -98,7 +98,7 @@ CONTROL = ("control", "control again")
 def with_control(
     measures: dict[str, Callable[[], float]], control: Callable[[], float]
 ) -> dict[str, Callable[[], float]]:
-    """Adds the control, twice: what it differs from itself is no difference."""
+    """Adds the control, twice: a difference between the two is noise."""
     return measures | dict.fromkeys(CONTROL, control)
 
 
@@ -111,16 +111,16 @@ def against_control(
     bound: float | None = None,
     **asked: float,
 ) -> Result:
-    """One system's rates as shares of the control's, which took turns with it.
+    """Returns one system's rates as shares of the control's, which took turns with it.
 
     Args:
-        case: Where the result belongs.
+        case: The case the result belongs to.
         what: What was measured.
-        rates: What `interleave` gave for measures `with_control`.
-        name: Whose rates.
+        rates: The result of `interleave` for measures `with_control`.
+        name: The system.
         limit: Sum of the devices' speeds, in the unit of the rates.
         bound: What whole microbatches allow, as a share of the limit.
-        asked: `least` or `most`.
+        asked: The requirement: `least` or `most`.
     """
     once, again = (rates[each] for each in CONTROL)
     control = tuple((a + b) / 2 for a, b in zip(once, again, strict=True))
@@ -135,15 +135,15 @@ def against_control(
 
 
 def result(case: str, what: str, values: tuple[float, ...], unit: str = "", **bounds) -> Result:
-    """The median of some repeats as a result."""
+    """Returns the median of some repeats as a result."""
     return Result(case, what, median(values), unit, repeats=values, noise=noise(values), **bounds)
 
 
 def show(results: list[Result], path: Path) -> None:
     """Prints the table and writes the JSON file.
 
-    `median` is of the control where the columns on the right are filled; they are shares of the
-    limit: this system's, the control's, and the most that whole microbatches allow.
+    If the columns on the right are filled, `median` is relative to the control. These columns are
+    shares of the limit: this system's, the control's, and the most that whole microbatches allow.
     """
     print(f"\njax {jax.__version__}, {len(jax.devices())} x {jax.devices()[0].device_kind}")
     print(

@@ -1,10 +1,10 @@
-"""How near to the sum of the devices' speeds, and what the library itself costs.
+"""How close training comes to the sum of the devices' speeds, and the library's own cost.
 
     python benchmarks/mixed_speeds.py [--repeats 7] [--case a --case b ...] [--out FILE]
 
-What is compared takes turns in one process, and so does the control: the same devices at the
-same time, each in a hand-written loop of its own, without any exchange (`loops.Apart`). Figures
-that are asked are shares of the control; docs/benchmarks.md says how to read them.
+The systems take turns in one process, as does the control: the same devices at the same time,
+each in its own hand-written loop, without any exchange (`loops.Apart`). Figures with a required
+value are shares of the control; docs/benchmarks.md explains how to read them.
 """
 
 import setup_devices  # noqa: I001,F401  (first: it sets the devices)
@@ -29,16 +29,16 @@ SMALL = mlp_params(width=32, depth=1)
 BATCH = 16
 FLEETS = ([5, 5, 10, 20], [5, 5], [5, 10], [5, 40])
 TURN_S = 1.0
-CALL_MS = 200  # of the control: see `loops.apart`
+CALL_MS = 200  # length of a call of the control, see `loops.apart`
 
 
 def limit(ms) -> float:
-    """Sum of the devices' solo speeds, microbatches per ms."""
+    """Returns the sum of the devices' solo speeds, microbatches per ms."""
     return sum(1 / each for each in ms)
 
 
 def bound(total: int, ms) -> float:
-    """Share of the limit of the best split of so many whole microbatches, costs aside."""
+    """Returns the share of the limit of the best split of whole microbatches, without costs."""
     ends = sorted(count * each for each in ms for count in range(1, total + 1))
     return total / ends[total - 1] / limit(ms)
 
@@ -48,14 +48,14 @@ def build(world: int, **options) -> elche.TrainStep:
 
 
 def by_hand(fleet, counts) -> tuple[PlainPmap, Apart]:
-    """A hand-written pmap step of these counts, and the control."""
+    """Returns a hand-written pmap step with these counts, and the control."""
     devices, emulate = jax.devices()[: len(fleet)], EmulatedSpeeds(fleet)
     plain = PlainPmap(SMALL, devices, counts, BATCH, emulate)
     return plain, control_of(fleet, counts)
 
 
 def control_of(fleet, counts, batch: int = BATCH) -> Apart:
-    """The control of emulated devices."""
+    """Returns the control of emulated devices."""
     longest = max(count * ms for count, ms in zip(counts, fleet, strict=True))
     devices, updates = jax.devices()[: len(fleet)], math.ceil(CALL_MS / longest)
     return apart(SMALL, devices, counts, batch, EmulatedSpeeds(fleet), updates)
@@ -66,10 +66,10 @@ def named(fleet) -> str:
 
 
 def emulated(case: str, fleet, cadence, repeats: int, least: float | None = None) -> list[Result]:
-    """A cadence on emulated devices, and a hand-written step of the same counts."""
+    """Measures a cadence on emulated devices, and a hand-written step with the same counts."""
     emulate, data = EmulatedSpeeds(fleet), examples(65536)
     ours = Loop(build(len(fleet), cadence=cadence, emulate=emulate), SMALL, data, BATCH)
-    ours.warm(24)  # the plan is fitted to steady times after 8 reports of it
+    ours.warm(24)  # the plan settles after 8 reports of steady times
     counts = ours.train.counts
     plain, control = by_hand(fleet, counts)
     measures = {
@@ -87,7 +87,7 @@ def emulated(case: str, fleet, cadence, repeats: int, least: float | None = None
 
 
 def brief(cadence) -> str:
-    """A cadence without what it was not told."""
+    """Returns a cadence as text, without default arguments."""
     told = [
         f"{each.name}={value!r}" if each.default is not MISSING else repr(value)
         for each in fields(cadence)
@@ -97,7 +97,7 @@ def brief(cadence) -> str:
 
 
 def equal_shares(fleet, repeats: int) -> Result:
-    """Plain pmap, as one writes it for alike devices."""
+    """Measures plain pmap, as written for equal devices."""
     world, of = len(fleet), limit(fleet)
     plain, control = by_hand(fleet, (1,) * world)
     measures = {"plain": lambda: steps_rate(plain, world, TURN_S)}
@@ -117,7 +117,7 @@ def case_a(repeats: int) -> list[Result]:
 
 
 def case_d(repeats: int) -> list[Result]:
-    """A device slows down three times in mid-run; beside it a run in which it always was."""
+    """A device becomes three times slower in mid-run, compared with a run in which it always is."""
     at, fleet = 10, [5, 5, 10, 20]
     results = []
     for rank in (0, 3):
@@ -149,7 +149,7 @@ def case_d(repeats: int) -> list[Result]:
 
 
 def _steady_from(shares: list[float]) -> int:
-    """First window that is at 0.95, as is the next one and the median of five from it on."""
+    """Returns the first window at 0.95 whose next one and median of five from it on are, too."""
     for n in range(len(shares) - 4):
         if min(shares[n : n + 2]) >= 0.95 and median(shares[n : n + 5]) >= 0.95:
             return n
@@ -170,7 +170,7 @@ class Dataset:
 
 
 def case_e(repeats: int) -> list[Result]:
-    """Data: what alike devices with fixed counts reach, by where the data comes from."""
+    """Data: throughput of equal devices with fixed counts, by source of the data."""
     arrays, fleet, counts, batch = examples(65536), [5] * 4, (20,) * 4, 32
     devices, emulate = jax.devices()[:4], EmulatedSpeeds(fleet)
     forms = {
@@ -203,7 +203,7 @@ def case_e(repeats: int) -> list[Result]:
 
 
 def case_g(repeats: int) -> list[Result]:
-    """Emulation: time of a window over the time asked for, 8 devices, the worst of them."""
+    """Emulation: time of a window divided by the requested time, the worst of 8 devices."""
     fleet, counts = [5, 5, 10, 20] * 2, (40, 40, 20, 10) * 2
     train = build(8, cadence=elche.Replay([counts] * 100_000), emulate=EmulatedSpeeds(fleet))
     loop = Loop(train, SMALL, examples(65536), BATCH)
@@ -230,7 +230,7 @@ def case_g(repeats: int) -> list[Result]:
 
 
 def case_h(repeats: int) -> list[Result]:
-    """Short steps, where a window is hardly longer than what ends it."""
+    """Short steps, with windows hardly longer than their synchronisation."""
     results = []
     for fleet, cadence in (
         ([1, 2.4], elche.ElChe()),

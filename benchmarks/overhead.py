@@ -25,7 +25,7 @@ TURN_S = 0.8
 
 
 def case_b(repeats: int) -> list[Result]:
-    """Real compute, one of two devices does three times the work."""
+    """Real compute; one of two devices does three times the work."""
     params, work, counts = surrogate_params(), ExtraWork((1, 3)), (240, 80)
     devices = jax.devices()[:2]
     train = elche.build_train_step(
@@ -55,7 +55,7 @@ def case_b(repeats: int) -> list[Result]:
 
 
 def case_c(repeats: int) -> list[Result]:
-    """Alike devices and one device against hand-written steps, where data lie and streamed."""
+    """Equal devices and one device against hand-written steps, with resident and streamed data."""
     params, batch = mlp_params(width=256, depth=3), 64
     count = _count_for_ms(params, batch, 100.0)
     devices = jax.devices()[:2]
@@ -64,7 +64,7 @@ def case_c(repeats: int) -> list[Result]:
         train = elche.build_train_step(
             mlp_loss, OPTIMIZER, devices=devices[:world], cadence=cadence
         )
-        data = examples(world * count * batch)  # a window, as the hand-written steps have
+        data = examples(world * count * batch)  # one window, as in the hand-written steps
         ours = Loop(train, params, data, batch, placement=placement)
         ours.warm(4)
         return ours
@@ -80,7 +80,7 @@ def case_c(repeats: int) -> list[Result]:
         }
         meter = Meter()
         metered = meter.on(with_control(measures, lambda: control.rate(TURN_S)))
-        # shorter turns, more of them: the figures asked for are near the noise
+        # more, shorter turns: the required values are close to the noise
         return interleave(metered, 3 * repeats), meter.rates()
 
     def rows(of, hand: str, found: tuple[dict[str, tuple[float, ...]], ...], **asked):
@@ -95,7 +95,7 @@ def case_c(repeats: int) -> list[Result]:
     one = turns(1, fed, elche.FixedTotal(count))
 
     def of_hand(world: int, name: str, rates, what: str) -> Result:
-        """Over the loop that one would write instead, which does what ours has to do."""
+        """Compares with the hand-written loop that does the same work."""
         values = ratios(rates[name], rates["by hand"])
         return result("c", f"{world} x {count}, {name}, of {what}", values, least=0.98)
 
@@ -115,8 +115,8 @@ def _count_for_ms(params, batch: int, ms: float) -> int:
 def case_f(repeats: int) -> list[Result]:
     """The main thread's processor time per window, 8 devices, 50 leaves.
 
-    Beside it, what dispatching one hand-written pmap step over the same leaves costs on
-    this machine at this moment.
+    For comparison, the cost of dispatching one hand-written pmap step over the same leaves
+    on this machine at the same time.
     """
     params = {f"w{i:02}": np.zeros(64, "float32") for i in range(50)}
 

@@ -1,13 +1,13 @@
-"""Accuracy on the digits under every policy of averaging, and with gradients.
+"""Accuracy on the digits with every policy of averaging, and with gradients.
 
-Devices step once per microbatch with averaging, once per window with gradients: there the
-learning rate follows the window, by the rule for Adam, the root of the microbatches in it.
-The rates of one microbatch, of 0.001, 0.002, 0.005 and 0.01, were chosen on seeds 100 to 102.
+Devices step once per microbatch with averaging, and once per window with gradients. There the
+learning rate scales with the square root of the microbatches in a window, the rule for Adam. The
+rates for one microbatch were chosen from 0.001, 0.002, 0.005 and 0.01 on seeds 100 to 102.
 
     python benchmarks/policies.py [--epochs 30] [--seeds 5] [--out FILE]
 
-Four emulated devices of 1, 1, 2 and 4 ms per microbatch. The seed is that of the first
-parameters, of the order of the examples and of the split into training and test.
+Four emulated devices of 1, 1, 2 and 4 ms per microbatch. The seed determines the initial
+parameters, the order of the examples and the split into training and test data.
 """
 
 import setup_devices  # noqa: I001,F401  (first: it sets the devices)
@@ -30,7 +30,7 @@ from elche_jax.lab import EmulatedSpeeds
 FLEET = [1.0, 1.0, 2.0, 4.0]
 BATCH, WIDTH = 8, 64
 AVERAGE = elche.ParameterAveraging(optimizer_state="keep")
-# Options, the rate of one microbatch, and how many microbatches a step is of.
+# Options, the learning rate for one microbatch, and the number of microbatches per step.
 POLICIES = {
     "gradients, sync": ({"config": elche.DDPConfig(policy="sync")}, 1e-2, len(FLEET)),
     "gradients, cadence": ({"config": elche.DDPConfig(policy="cadence")}, 5e-3, 80),
@@ -65,7 +65,7 @@ def outputs(params, x):
 def accuracy(
     options: dict, epochs: int, seed: int, rate: float, per_step: int
 ) -> tuple[float, int]:
-    """Of the test set after training; and the number of windows."""
+    """Returns the accuracy on the test set after training, and the number of windows."""
     x, y = load_digits(return_X_y=True)
     parts = train_test_split(
         (x / 16).astype("float32"), y.astype("int32"), test_size=0.25, random_state=seed, stratify=y

@@ -1,4 +1,4 @@
-"""Eight CPU devices that do not help each other. Import before anything touches JAX."""
+"""Eight single-threaded CPU devices. Import this before anything uses JAX."""
 
 import os
 

@@ -1,16 +1,16 @@
-"""`Trainer.fit`, timeline and all, against the user's own loop over the same work.
+"""`Trainer.fit`, including its timeline, against the user's own loop over the same work.
 
     python benchmarks/trainer.py [--repeats 21] [--out FILE]
 
-All train the same model on the same data, and take turns, some windows at a time: the loop, the
-loop once more (which says how much of a difference is none), the loop with a timeline of its own,
-and the trainer, which records its timeline, its table and its checkpoint in a run folder. A
-repeat is a run of each; its figure is the work over the time of all turns but the first. The end
-of an epoch is in them, compiling and the checkpoint are not. The last row is what a timeline takes
-to record a window.
+All train the same model on the same data, and take turns, several windows at a time: the loop, the
+loop again (which shows the noise), the loop with its own timeline, and the trainer, which records
+its timeline, its table and its checkpoint in a run folder. A repeat is one run of each; its figure
+is the work divided by the time of all turns except the first. The end of an epoch is included,
+compilation and the checkpoint are not. The last row is the cost of recording a window in a
+timeline.
 
-The real devices are threads on the machine's processors: what a loop computes itself is taken
-from them. That is the hard case; a device of its own does not feel it.
+The real devices are threads on the machine's processors, so a loop's own computation takes time
+from them. This is the hard case; separate devices are not affected.
 """
 
 import setup_devices  # noqa: I001,F401  (first: it sets the devices)
@@ -39,24 +39,24 @@ FLEET = [5, 5, 10, 20]
 
 
 def loss_fn(params, batch, rng):
-    """Cross-entropy per example."""
+    """Returns the cross-entropy per example."""
     return optax.softmax_cross_entropy_with_integer_labels(outputs(params, batch), batch["y"])
 
 
 class Switch:
-    """A recorder that hands everything to the timeline of the present run."""
+    """A recorder that passes everything to the timeline of the current run."""
 
     to: elche.Timeline
 
     def window(self, record):
-        self.to.measured(record)  # as a timeline itself would have it
+        self.to.measured(record)  # as a timeline itself would receive it
 
     def add(self, kind, **values):
         self.to.add(kind, **values)
 
 
 class Turn(elche.Callback):
-    """Has a loop or the trainer take turns; it costs both the same."""
+    """Makes a loop or the trainer take turns, at the same cost for both."""
 
     def __init__(self, turns: Turns, name: str):
         self._turns, self._name = turns, name
@@ -66,15 +66,15 @@ class Turn(elche.Callback):
 
 
 class Work:
-    """Some epochs of some work, by the user's loop and by the trainer.
+    """Several epochs of the same work, by the user's loop and by the trainer.
 
     Args:
-        params: The model's.
-        microbatches: Microbatches of an epoch.
+        params: The model's parameters.
+        microbatches: Microbatches per epoch.
         epochs: Number of epochs.
-        windows: Windows of a turn.
+        windows: Windows per turn.
         ms: Milliseconds per microbatch of emulated devices.
-        options: What all training steps are built with.
+        options: Arguments of all training steps.
     """
 
     def __init__(self, params, microbatches: int, epochs: int, windows: int, ms=None, **options):
@@ -95,11 +95,11 @@ class Work:
 
     @property
     def train(self) -> elche.TrainStep:
-        """The loop's training step."""
+        """Returns the loop's training step."""
         return self._loops["loop"]
 
     def rates(self, repeat: int) -> dict[str, float]:
-        """Microbatches per second of everybody."""
+        """Returns the microbatches per second of each participant."""
         loops = {"loop": self._loop, "again": self._loop, "recorded": self._record}
         return take_turns(loops | {"fit": self._fit}, self._windows, repeat)
 
@@ -130,7 +130,7 @@ class Work:
 
 
 def measure(repeats: int) -> list[Result]:
-    """All cases."""
+    """Runs all cases."""
     devices = jax.devices()
     small, large = mlp_params(width=32, depth=1), mlp_params(width=512, depth=3)
     fixed = elche.FixedTotal(16)
@@ -161,7 +161,7 @@ def measure(repeats: int) -> list[Result]:
 
 
 def recording(work: Work, windows: int = 2000) -> float:
-    """What a timeline takes for a window and its loss, as a share of the window."""
+    """Returns the cost of recording a window and its loss, as a share of the window."""
     records = work.train.records
     with tempfile.TemporaryDirectory() as folder, elche.Timeline(f"{folder}/run.jsonl") as timeline:
         begun = time.perf_counter()

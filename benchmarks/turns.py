@@ -1,4 +1,4 @@
-"""Several loops that take turns, some windows at a time: what a machine does besides hits all."""
+"""Several loops that take turns, so that other load on the machine affects all equally."""
 
 import random
 import threading
@@ -11,20 +11,20 @@ import jax
 
 
 class Turns:
-    """Whose turn it is, and how fast everybody was in theirs.
+    """Tracks whose turn it is, and the speed of each participant in its turns.
 
-    A turn ends with nothing in flight. What comes before somebody's second turn, as what is
-    compiled and placed, is not counted.
+    A turn ends with nothing in flight. Everything before a participant's second turn, such as
+    compilation and placement, is not counted.
 
     Args:
-        names: Who takes part.
-        windows: Windows of a turn.
+        names: The participants.
+        windows: Windows per turn.
     """
 
     def __init__(self, names: tuple[str, ...], windows: int):
         self._windows = windows
         self._changed = threading.Condition()
-        self._left = list(names)  # the first one's turn it is
+        self._left = list(names)  # it is the first one's turn
         self._turns: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
         self._seen, self._done, self._begun = 0, 0, 0.0
 
@@ -35,7 +35,7 @@ class Turns:
         self._seen, self._done, self._begun = 0, 0, time.perf_counter()
 
     def window(self, name: str, microbatches: int, state: Any) -> None:
-        """A window was dispatched; after the last one of a turn waits for the next turn."""
+        """Counts a dispatched window; after the last one of a turn, waits for the next turn."""
         self._seen += 1
         self._done += microbatches
         if self._seen < self._windows:
@@ -48,13 +48,13 @@ class Turns:
         self.begin(name)
 
     def over(self, name: str) -> None:
-        """Takes part no more."""
+        """Ends the participation."""
         with self._changed:
             self._left.remove(name)
             self._changed.notify_all()
 
     def rate(self, name: str) -> float:
-        """Microbatches per second of all turns but the first."""
+        """Returns the microbatches per second over all turns except the first."""
         done, seconds = zip(*self._turns[name][1:], strict=True)
         return sum(done) / sum(seconds)
 
@@ -62,13 +62,13 @@ class Turns:
 def take_turns(
     loops: Mapping[str, Callable[[Turns, str], None]], windows: int, seed: int = 0
 ) -> dict[str, float]:
-    """Runs loops in threads, in turns; gives the microbatches per second of each.
+    """Runs loops in threads, in turns; returns the microbatches per second of each.
 
     Args:
-        loops: Called with the turns and the own name: `begin` before the first window, `window`
-            after each one.
-        windows: Windows of a turn.
-        seed: Of the order, so that not the same one always comes after another.
+        loops: Each is called with the turns and its name, and calls `begin` before the first
+            window and `window` after each one.
+        windows: Windows per turn.
+        seed: Seed of the order, so that no loop always follows the same one.
     """
     names = random.Random(seed).sample(list(loops), len(loops))
     turns = Turns(tuple(names), windows)

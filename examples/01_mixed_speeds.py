@@ -2,7 +2,7 @@
 
     python examples/01_mixed_speeds.py [--short] [--plot out/mixed_speeds.png]
 
-The devices are CPU devices emulated to need 5, 5, 10 and 20 ms per microbatch; the model
+The devices are CPU devices emulated to take 5, 5, 10 and 20 ms per microbatch; the model
 and the data (1,797 handwritten digits) are real. Both loops see the same number of
 examples. The limit is the sum of the devices' own speeds, 4,400 examples/s.
 """
@@ -37,11 +37,11 @@ BATCH = 8  # examples per microbatch
 ANCHOR = 4  # microbatches of the slowest device in a window: windows of 80 ms
 LIMIT = 1e3 * BATCH * sum(1 / ms for ms in MS)  # examples per second
 EPOCHS, SHORT_EPOCHS = 40, 4
-WANTED = 0.97  # test accuracy that both must reach
+WANTED = 0.97  # test accuracy required of both
 
 
 def set_up_devices() -> None:
-    """Makes one single-threaded CPU device per entry of `MS`, before JAX is used."""
+    """Creates one single-threaded CPU device per entry of `MS`; call it before JAX is used."""
     flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
     jax.config.update("jax_platforms", "cpu")
@@ -60,22 +60,22 @@ class CNN(nn.Module):
 
 
 def loss_fn(params: Any, batch: Any, rng: jax.Array) -> jax.Array:
-    """Mean cross-entropy over one microbatch, labels smoothed."""
+    """Mean cross-entropy over one microbatch, with smoothed labels."""
     logits = CNN().apply(params, batch["image"], train=True, rngs={"dropout": rng})
     labels = optax.smooth_labels(jax.nn.one_hot(batch["label"], 10), 0.1)
     return optax.softmax_cross_entropy(logits, labels).mean()
 
 
 def adam(examples: float) -> optax.GradientTransformation:
-    """Adam; the learning rate grows with the root of the examples per update."""
+    """Adam whose learning rate grows with the square root of the examples per update."""
     return optax.adam(2.5e-3 * (examples / 32) ** 0.5)
 
 
 class Meter:
-    """Times a run and shows it while it goes on, the same way for both loops.
+    """Times a run and shows its progress, in the same way for both loops.
 
-    Waits for every loss one window late, so that the devices never wait for us. The clock
-    starts when the first window is over, which has compiled the programs.
+    It waits for every loss one window late, so that the devices never wait for the loop. The
+    clock starts after the first window, which compiles the programs.
     """
 
     def __init__(self, name: str, examples: int, progress: Progress):
@@ -86,7 +86,7 @@ class Meter:
         self._task = progress.add_task(f"{name:<11}", total=examples, now="compiling")
 
     def add(self, loss: Any, examples: int, counts: Sequence[int]) -> None:
-        """Takes what the newest window returned."""
+        """Takes the results of the newest window."""
         self._pending.append((loss, examples, counts))
         if len(self._pending) == 2:
             self.finish()
@@ -107,7 +107,7 @@ class Meter:
 
 
 def train_plain(params: Any, data: Any, epochs: int, meter: Meter) -> tuple[Any, list[Any]]:
-    """The usual loop: equal shares, so that all devices wait for the slowest."""
+    """The usual loop, with equal shares, so that all devices wait for the slowest."""
     emulate, share = EmulatedSpeeds(MS), BATCH * DEVICES
     tx = adam(share)
 
@@ -116,7 +116,7 @@ def train_plain(params: Any, data: Any, epochs: int, meter: Meter) -> tuple[Any,
         device = jax.lax.axis_index("devices")
         rng = jax.random.fold_in(jax.random.key(0), number * DEVICES + device)
 
-        begun = emulate.begin(device, number, True)  # the emulation that elche_jax uses below
+        begun = emulate.begin(device, number, True)  # the same emulation as in `train_elche`
         rng = jax.random.fold_in(rng, begun.astype("uint32"))
         loss, grads = jax.value_and_grad(loss_fn)(params, batch, rng)
         waited = emulate.end(device, 1, grads)
@@ -145,7 +145,7 @@ def train_plain(params: Any, data: Any, epochs: int, meter: Meter) -> tuple[Any,
 
 
 def train_elche(params: Any, data: Any, epochs: int, meter: Meter) -> tuple[Any, list[Any]]:
-    """The same with `elche_jax`: counts follow the speeds."""
+    """The same with `elche_jax`, where counts follow the speeds."""
     train = elche.build_train_step(
         loss_fn,
         adam(LIMIT * ANCHOR * max(MS) / 1e3),
@@ -162,7 +162,7 @@ def train_elche(params: Any, data: Any, epochs: int, meter: Meter) -> tuple[Any,
 
 @dataclass
 class Outcome:
-    """What a run came to."""
+    """The result of a run."""
 
     meter: Meter
     records: list[WindowRecord]
@@ -174,7 +174,7 @@ class Outcome:
         return self.meter.examples / self.meter.seconds
 
     def column(self) -> list[str]:
-        """The run's column of the table."""
+        """Returns the run's column of the table."""
         busy_ms = np.sum([record.busy_ms for record in self.records], axis=0)
         return [
             f"{self.meter.seconds:.1f} s",
@@ -189,7 +189,7 @@ ROWS = "training time", "examples/s", "busy share", "share of the limit", "test 
 
 
 def main() -> int:
-    """Trains twice, shows the table, saves the plot; 1 where a model is not good enough."""
+    """Trains twice, prints the table, saves the plot; returns 1 if a model is not good enough."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help=f"{SHORT_EPOCHS} epochs only")
     parser.add_argument("--plot", default="out/mixed_speeds.png", help="the PNG to write")

@@ -1,11 +1,11 @@
-"""A Flax CNN learns handwritten digits; the loop is owned, and a page shows the run.
+"""A Flax CNN learns handwritten digits with `Trainer`; a page shows the run.
 
     python examples/02_trainer.py [--epochs 20] [--emulate 5,5,10,20] [--folder F] [--resume]
 
-`elche.from_linen` makes the loss function of a module and a loss; `elche.Trainer` trains it on
-all devices in proportion to their speeds, evaluates it after each epoch, stops when it gets no
-better and keeps the best checkpoint. The folder holds the run: open its `report.html`. Stop it
-with Ctrl-C, or kill it; with `--resume` the same command goes on from the last checkpoint.
+`elche.from_linen` makes a loss function from a module and a loss. `elche.Trainer` trains it on
+all devices in proportion to their speeds, evaluates it after each epoch, stops when it no longer
+improves, and keeps the best checkpoint. The folder holds the run: open its `report.html`. Stop it
+with Ctrl-C, or kill it; with `--resume` the same command resumes from the last checkpoint.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from elche_jax.lab import EmulatedSpeeds
 
 BATCH = 16  # examples per microbatch
 EPOCHS = 20
-WANTED = 0.95  # test accuracy that `EPOCHS` epochs must reach
+WANTED = 0.95  # test accuracy required after `EPOCHS` epochs
 
 
 class CNN(nn.Module):
@@ -40,43 +40,43 @@ class CNN(nn.Module):
 
 
 def loss(logits: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Cross-entropy and hits, one of each per example."""
+    """Returns cross-entropy and hits, one of each per example."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
     return losses, hits(logits, batch)
 
 
 def hits(logits: jax.Array, batch: Any) -> dict[str, jax.Array]:
-    """Whether each digit is told right."""
+    """Returns whether each digit is classified correctly."""
     return {"accuracy": logits.argmax(-1) == batch["label"]}
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    text = "epochs in all, at most (%(default)s)"
+    text = "most epochs in total (%(default)s)"
     parser.add_argument("--epochs", type=integer(1), default=EPOCHS, metavar="N", help=text)
-    text = "train on CPU devices made to need so many milliseconds per microbatch, as 5,5,10,20"
+    text = "train on CPU devices emulated to take these milliseconds per microbatch, as 5,5,10,20"
     parser.add_argument("--emulate", type=speeds, metavar="MS,MS,...", help=text)
     text = "where the run's files go (%(default)s)"
     parser.add_argument("--folder", type=Path, default=Path("out/trainer"), help=text)
-    text = "go on from the last checkpoint in the folder"
+    text = "resume from the last checkpoint in the folder"
     parser.add_argument("--resume", action="store_true", help=text)
     return parser.parse_args()
 
 
 def speeds(text: str) -> list[float]:
-    """The type of `--emulate`."""
+    """Converts the argument of `--emulate`."""
     try:
         found = [float(part) for part in text.split(",")]
     except ValueError:
         found = []
     if not found or min(found) <= 0:
-        raise argparse.ArgumentTypeError(f"must be numbers above 0 with commas, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be comma-separated numbers above 0, got {text!r}")
     return found
 
 
 def main() -> int:
-    """Trains and evaluates; 1 where the model is not good enough."""
+    """Trains and evaluates; returns 1 if the model is not good enough."""
     options = arguments()
     if options.emulate is not None:
         jax.config.update("jax_platforms", "cpu")

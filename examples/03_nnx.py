@@ -1,10 +1,10 @@
-"""An NNX module with BatchNorm and dropout learns handwritten digits; the loop is owned.
+"""An NNX module with BatchNorm and dropout learns handwritten digits with `Trainer`.
 
     python examples/03_nnx.py [--epochs 15] [--devices 4] [--folder out/nnx] [--resume]
 
-`elche.from_nnx` makes the loss function of the module and a loss; `elche.Trainer` trains it on
-all devices, evaluates it after each epoch and keeps checkpoints. Stop it with Ctrl-C; with
-`--resume` the same command goes on from the last checkpoint in the folder.
+`elche.from_nnx` makes a loss function from the module and a loss. `elche.Trainer` trains it on
+all devices, evaluates it after each epoch, and keeps checkpoints. Stop it with Ctrl-C; with
+`--resume` the same command resumes from the last checkpoint in the folder.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import elche_jax as elche
 
 BATCH = 16  # examples per microbatch
 EPOCHS = 15
-WANTED = 0.95  # test accuracy that `EPOCHS` epochs must reach
+WANTED = 0.95  # test accuracy required after `EPOCHS` epochs
 
 
 class CNN(nnx.Module):
@@ -43,26 +43,26 @@ class CNN(nnx.Module):
 
 
 def loss(logits: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Cross-entropy and hits, one of each per example."""
+    """Returns cross-entropy and hits, one of each per example."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
     return losses, hits(logits, batch)
 
 
 def hits(logits: jax.Array, batch: Any) -> dict[str, jax.Array]:
-    """Whether each digit is told right."""
+    """Returns whether each digit is classified correctly."""
     return {"accuracy": logits.argmax(-1) == batch["label"]}
 
 
 def main() -> int:
-    """Trains and evaluates; 1 where the model is not good enough."""
+    """Trains and evaluates; returns 1 if the model is not good enough."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    text = "epochs in all (%(default)s)"
+    text = "epochs in total (%(default)s)"
     parser.add_argument("--epochs", type=integer(1), default=EPOCHS, metavar="N", help=text)
-    text = "CPU devices to train on; without it, all devices of this machine"
+    text = "number of CPU devices to train on; by default all devices of this machine"
     parser.add_argument("--devices", type=integer(1, 64), metavar="N", help=text)
-    text = "where the run's files go, checkpoints among them (%(default)s)"
+    text = "where the run's files go, including checkpoints (%(default)s)"
     parser.add_argument("--folder", type=Path, default=Path("out/nnx"), help=text)
-    text = "go on from the last checkpoint in the folder"
+    text = "resume from the last checkpoint in the folder"
     parser.add_argument("--resume", action="store_true", help=text)
     options = parser.parse_args()
     if options.devices is not None:
@@ -85,7 +85,7 @@ def main() -> int:
         run_dir=options.folder,
     )
 
-    model.update(result.params, result.model_state)  # the module has learned; use it as ever
+    model.update(result.params, result.model_state)  # the module is trained; use it as usual
     module.eval()
     guess = module(test_data["image"]).argmax(-1)
     accuracy = float((guess == test_data["label"]).mean())

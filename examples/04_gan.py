@@ -1,10 +1,10 @@
-"""A GAN by hand on four devices, the last one slower: two networks, two optimizers.
+"""A hand-written GAN loop on four devices, one of them slower: two networks, two optimizers.
 
     python examples/04_gan.py [--short] [--steps 4000] [--seed 0] [--save out/gan.png]
 
-No training step fits two networks that play against each other, so the loop and its
-`jax.pmap` are your own here, and `elche.DDP` does what is between the devices. It learns
-the 8 x 8 digits of scikit-learn, on four CPU devices.
+No training step fits two networks that play against each other, so this example writes the
+loop and its `jax.pmap` itself, and `elche.DDP` does the exchanges between the devices. The GAN
+learns the 8 x 8 digits of scikit-learn, on four CPU devices.
 """
 
 import sys
@@ -21,18 +21,18 @@ from flax import linen as nn
 
 import elche_jax as elche
 
-# Microbatches of each device in a step. The last device stands for one of half the speed:
-# with half the work it is ready when the others are, and nobody waits.
+# Microbatches of each device in a step. The last device represents one of half the speed:
+# with half the work it finishes with the others, and no device waits.
 COUNTS = (2, 2, 2, 1)
 MICROBATCH = 16  # examples
-LATENT = 16  # random numbers that a digit is made of
+LATENT = 16  # random numbers from which a digit is generated
 STEPS, SHORT_STEPS = 4000, 40
-# With a margin: 8 runs, of 5 seeds and 2 releases of JAX, reached 0.916, 9 and 0.810.
+# With a margin: 8 runs, with 5 seeds and 2 releases of JAX, reached at least 0.916, 9 and 0.810.
 WANTED = Quality(covariance=0.88, classes=8, confidence=0.77)
 
 
 class Generator(nn.Module):
-    """Digits from random numbers."""
+    """Generates digits from random numbers."""
 
     @nn.compact
     def __call__(self, latent: jax.Array) -> jax.Array:
@@ -42,7 +42,7 @@ class Generator(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """How real each image looks: a logit."""
+    """Returns a logit per image: how real it looks."""
 
     @nn.compact
     def __call__(self, image: jax.Array) -> jax.Array:
@@ -55,7 +55,7 @@ generate, discriminate = jax.jit(Generator().apply), Discriminator().apply
 
 
 def discriminator_loss(params: Any, generator: Any, batch: Any) -> jax.Array:
-    """Cross-entropy of telling real images from fake ones; the mean over a microbatch."""
+    """Cross-entropy of classifying images as real or fake; the mean over a microbatch."""
     real = discriminate(params, batch["image"])
     fake = discriminate(params, generate(generator, batch["latent"]))
     return (nn.softplus(-real) + nn.softplus(fake)).mean()
@@ -75,12 +75,12 @@ class Player(NamedTuple):
 
 
 def optimizer(steps: int) -> optax.GradientTransformation:
-    """Adam with little momentum, as the opponent moves too; the decay lets the two settle."""
+    """Adam with low momentum, as the opponent changes too; the decay lets both settle."""
     return optax.adam(optax.cosine_decay_schedule(1e-3, steps), b1=0.5, b2=0.9)
 
 
 def new_player(ddp: elche.DDP, network: nn.Module, inputs: int, tx: Any, seed: int) -> Player:
-    """Makes a network on every device, each by a key of its own; all take that of the first."""
+    """Creates a network on every device, each from its own key; all then copy the first one's."""
     keys = jax.random.split(jax.random.key(seed), ddp.world_size)
     init = jax.pmap(network.init, ddp.axis_name, in_axes=(0, None), devices=ddp.devices)
     params = ddp.sync_params(init(keys, np.zeros((1, inputs), "float32")))
@@ -92,7 +92,7 @@ def mean_gradient(
 ) -> Any:
     """Mean loss and gradient over the first `count` microbatches of this device.
 
-    The count is a value, not a shape: one program does for all devices, and the one with
+    The count is a value, not a shape: one program serves all devices, and the device with
     fewer microbatches really computes less.
     """
 
@@ -117,7 +117,7 @@ def make_update(ddp: elche.DDP, loss_fn: Callable[..., jax.Array], tx: Any) -> C
 
     def update(player: Player, other: Player, batch: Any) -> tuple[Player, jax.Array]:
         means = gradient(player.params, other.params, batch, np.array(COUNTS))
-        # Each device's mean weighs as much as it has examples: this is the mean over all.
+        # Weighted by the devices' numbers of examples, this is the mean over all examples.
         loss, grads = ddp.weighted_all_reduce_gradients(means, COUNTS)
         return apply(grads, player), loss
 
@@ -125,14 +125,14 @@ def make_update(ddp: elche.DDP, loss_fn: Callable[..., jax.Array], tx: Any) -> C
 
 
 def draw(digits: np.ndarray, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """One step's microbatches for all devices; those above a device's count are not used."""
+    """Returns one step's microbatches for all devices; those beyond a device's count are unused."""
     shape = (len(COUNTS), max(COUNTS), MICROBATCH)
     latent = rng.normal(size=(*shape, LATENT)).astype("float32")
     return {"image": digits[rng.integers(len(digits), size=shape)], "latent": latent}
 
 
 def main() -> int:
-    """Trains, says how it went, saves the picture; 1 where the digits are not good enough."""
+    """Trains, prints the quality, saves the picture; returns 1 if it is too low."""
     options = parser(__doc__.splitlines()[0], STEPS, SHORT_STEPS).parse_args()
     steps = SHORT_STEPS if options.short else options.steps
     jax.config.update("jax_platforms", "cpu")
@@ -140,7 +140,7 @@ def main() -> int:
 
     digits, judge = load()
     rng = np.random.default_rng(options.seed)
-    latent = rng.normal(size=(1000, LATENT)).astype("float32")  # of the samples that are judged
+    latent = rng.normal(size=(1000, LATENT)).astype("float32")  # for the samples that are judged
     ddp, tx = elche.DDP(), optimizer(steps)
     generator = new_player(ddp, Generator(), LATENT, tx, 2 * options.seed)
     discriminator = new_player(ddp, Discriminator(), PIXELS, tx, 2 * options.seed + 1)
@@ -151,14 +151,14 @@ def main() -> int:
         batch = draw(digits, rng)
         discriminator, d_loss = update_discriminator(discriminator, generator, batch)
         generator, g_loss = update_generator(generator, discriminator, batch)
-        # CPU devices share their threads: with many programs under way they block each other.
+        # CPU devices share their threads: with many programs in flight they block each other.
         jax.block_until_ready(g_loss)
         if step % max(1, steps // 10) == 0 or step == steps:
             samples = np.asarray(generate(elche.unreplicate(generator.params), latent))
             losses = f"discriminator {d_loss[0]:.3f}, generator {g_loss[0]:.3f}"
             print(f"step {step:4}: {losses}; {judge(samples)}", flush=True)
 
-    elche.check_replicas((generator, discriminator))  # alike on all devices, bit for bit
+    elche.check_replicas((generator, discriminator))  # equal on all devices, bit for bit
     if options.save:
         save_grid(samples, options.save)
     return compare(judge, digits, samples, None if options.short else WANTED)

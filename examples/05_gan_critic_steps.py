@@ -2,9 +2,9 @@
 
     python examples/05_gan_critic_steps.py [--short] [--critic-steps 3] [--save out/gan.png]
 
-A whole round, several steps of one network and one of the other, is one function of your
-own here, mapped over four CPU devices; `elche.weighted_mean` in it is what is between
-them. It learns the 8 x 8 digits of scikit-learn, which stay on the devices.
+A whole round, several steps of one network and one step of the other, is one function here,
+mapped over four CPU devices; in it, `elche.weighted_mean` exchanges the gradients. The GAN
+learns the 8 x 8 digits of scikit-learn, which stay on the devices.
 """
 
 import sys
@@ -20,14 +20,14 @@ from flax import linen as nn
 
 import elche_jax as elche
 
-# Microbatches of each device in a step. The last device stands for one of half the speed:
-# with half the work it is ready when the others are, and nobody waits.
+# Microbatches of each device in a step. The last device represents one of half the speed:
+# with half the work it finishes with the others, and no device waits.
 COUNTS = (2, 2, 2, 1)
 MICROBATCH = 16  # examples
-LATENT = 16  # random numbers that a digit is made of
+LATENT = 16  # random numbers from which a digit is generated
 AXIS = "devices"
 STEPS, SHORT_STEPS = 2000, 40
-# With a margin: 8 runs, of 5 seeds and 2 releases of JAX, reached 0.964, 10 and 0.804.
+# With a margin: 8 runs, with 5 seeds and 2 releases of JAX, reached at least 0.964, 10 and 0.804.
 WANTED = Quality(covariance=0.93, classes=9, confidence=0.77)
 
 
@@ -48,17 +48,17 @@ GENERATOR, CRITIC = MLP(PIXELS), MLP(1)
 
 @jax.jit
 def generate(params: Any, latent: Any) -> jax.Array:
-    """Digits from random numbers."""
+    """Generates digits from random numbers."""
     return jnp.tanh(GENERATOR.apply(params, latent))
 
 
 def score(params: Any, images: Any) -> jax.Array:
-    """How real each image looks to the critic."""
+    """Returns how real each image looks to the critic."""
     return CRITIC.apply(params, images)[:, 0]
 
 
 def draw(digits: jax.Array, rng: jax.Array) -> dict[str, jax.Array]:
-    """One microbatch, on the device."""
+    """Draws one microbatch, on the device."""
     rows, latent, mix = jax.random.split(rng, 3)
     return {
         "image": digits[jax.random.randint(rows, (MICROBATCH,), 0, len(digits))],
@@ -70,17 +70,17 @@ def draw(digits: jax.Array, rng: jax.Array) -> dict[str, jax.Array]:
 def critic_loss(params: Any, generator: Any, batch: Any) -> jax.Array:
     """Wasserstein loss with gradient penalty (arXiv:1704.00028); the mean over a microbatch.
 
-    Real images are to score higher than fake ones; between them the slope is to be 1.
+    Real images should score higher than fake ones; between them the slope should be 1.
     """
     real, fake = batch["image"], generate(generator, batch["latent"])
     between = real + batch["mix"] * (fake - real)
     slopes = jax.grad(lambda images: score(params, images).sum())(between)
-    norm = jnp.sqrt((slopes**2).sum(axis=1) + 1e-12)  # a root has no gradient at 0
+    norm = jnp.sqrt((slopes**2).sum(axis=1) + 1e-12)  # the square root has no gradient at 0
     return (score(params, fake) - score(params, real) + 10 * (norm - 1) ** 2).mean()
 
 
 def generator_loss(params: Any, critic: Any, batch: Any) -> jax.Array:
-    """Fake images are to score high; the mean over a microbatch."""
+    """Low if fake images score high; the mean over a microbatch."""
     return -score(critic, generate(params, batch["latent"])).mean()
 
 
@@ -93,12 +93,12 @@ class Player(NamedTuple):
 
 
 def optimizer(steps: int) -> optax.GradientTransformation:
-    """Adam with little momentum, as the opponent moves too; the decay lets the two settle."""
+    """Adam with low momentum, as the opponent changes too; the decay lets both settle."""
     return optax.adam(optax.cosine_decay_schedule(1e-3, steps), b1=0.5, b2=0.9)
 
 
 def new_player(network: nn.Module, inputs: int, tx: Any, seed: int) -> Player:
-    """Makes a network, stacked: one copy on each device."""
+    """Creates a network, stacked: one copy on each device."""
     params = network.init(jax.random.key(seed), np.zeros((1, inputs), "float32"))
     return elche.replicate(Player(params, tx.init(params), np.int32(0)), jax.devices())
 
@@ -112,7 +112,7 @@ def update(
     count: jax.Array,
     rng: jax.Array,
 ) -> tuple[Player, jax.Array]:
-    """One step of one player, alike on all devices; this one gives `count` microbatches."""
+    """One step of one player, equal on all devices; this one contributes `count` microbatches."""
 
     def add(i: Any, total: Any) -> Any:
         batch = draw(digits, jax.random.fold_in(rng, i))
@@ -120,20 +120,20 @@ def update(
         return jax.tree.map(jnp.add, total, loss_and_grads)
 
     zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), player.params))
-    total = jax.lax.fori_loop(0, count, add, zeros)  # a smaller count really is less work
+    total = jax.lax.fori_loop(0, count, add, zeros)  # a smaller count is really less work
     means = jax.tree.map(lambda leaf: leaf / count, total)
-    # Each device's mean weighs as much as it has examples: this is the mean over all.
+    # Weighted by the devices' numbers of examples, this is the mean over all examples.
     loss, grads = elche.weighted_mean(means, count, AXIS)
     updates, opt_state = tx.update(grads, player.opt_state, player.params)
     return Player(optax.apply_updates(player.params, updates), opt_state, player.steps + 1), loss
 
 
 def make_round(tx: Any, critic_tx: Any, critic_steps: int, seed: int) -> Callable[..., Any]:
-    """The mapped function: some steps of the critic, one of the generator."""
+    """Returns the mapped function: several steps of the critic, one of the generator."""
 
     def play(generator: Player, critic: Player, digits: Any, count: Any, number: Any) -> Any:
         rng = jax.random.fold_in(jax.random.key(seed), number)
-        rng = jax.random.fold_in(rng, jax.lax.axis_index(AXIS))  # other data on each device
+        rng = jax.random.fold_in(rng, jax.lax.axis_index(AXIS))  # different data on each device
         rngs = jax.random.split(rng, critic_steps + 1)
 
         def critic_step(critic: Player, rng: jax.Array) -> tuple[Player, jax.Array]:
@@ -148,7 +148,7 @@ def make_round(tx: Any, critic_tx: Any, critic_steps: int, seed: int) -> Callabl
 
 
 def main() -> int:
-    """Trains, says how it went, saves the picture; 1 where the digits are not good enough."""
+    """Trains, prints the quality, saves the picture; returns 1 if it is too low."""
     command = parser(__doc__.splitlines()[0], STEPS, SHORT_STEPS)
     text = "critic steps per generator step (%(default)s)"
     command.add_argument("--critic-steps", type=integer(1, 100), default=3, metavar="N", help=text)
@@ -159,7 +159,7 @@ def main() -> int:
 
     digits, judge = load()
     rng = np.random.default_rng(options.seed)
-    latent = rng.normal(size=(1000, LATENT)).astype("float32")  # of the samples that are judged
+    latent = rng.normal(size=(1000, LATENT)).astype("float32")  # for the samples that are judged
     resident = elche.replicate(digits, jax.devices())
     tx, critic_tx = optimizer(steps), optimizer(steps * options.critic_steps)
     generator = new_player(GENERATOR, LATENT, tx, 2 * options.seed)
@@ -168,7 +168,7 @@ def main() -> int:
 
     for step in range(1, steps + 1):
         generator, critic, losses = play(generator, critic, resident, np.array(COUNTS), step)
-        # CPU devices share their threads: with many programs under way they block each other.
+        # CPU devices share their threads: with many programs in flight they block each other.
         jax.block_until_ready(losses)
         if step % max(1, steps // 10) == 0 or step == steps:
             samples = np.asarray(generate(elche.unreplicate(generator.params), latent))
@@ -176,7 +176,7 @@ def main() -> int:
             shown = f"critic {losses[0]:.3f}, generator {losses[1]:.3f}"
             print(f"{taken}: {shown}; {judge(samples)}", flush=True)
 
-    elche.check_replicas((generator, critic))  # alike on all devices, bit for bit
+    elche.check_replicas((generator, critic))  # equal on all devices, bit for bit
     if options.save:
         save_grid(samples, options.save)
     return compare(judge, digits, samples, None if options.short else WANTED)

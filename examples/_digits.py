@@ -1,4 +1,4 @@
-"""What the examples on digits share: arguments, the digits, a judge, a picture."""
+"""Shared by the examples on digits: arguments, the data, a judge, a picture."""
 
 import argparse
 import importlib.util
@@ -13,18 +13,18 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import train_test_split
 
 PIXELS = 64  # 8 x 8
-LEAST_SHARE = 0.05  # of the samples, for a class to count as found; an even share is 0.1
+LEAST_SHARE = 0.05  # of the samples, for a class to count as found; an equal share is 0.1
 
 
 def parser(description: str, steps: int, short: int) -> argparse.ArgumentParser:
-    """The command line of an example of `steps` generator steps, `short` with `--short`."""
+    """Returns the parser of an example with `steps` generator steps, `short` with `--short`."""
     command = argparse.ArgumentParser(description=description)
     length = command.add_mutually_exclusive_group()
     text = "generator steps (%(default)s)"
     length.add_argument("--steps", type=integer(1), default=steps, metavar="N", help=text)
-    text = f"{short} steps only, and no demands on the digits"
+    text = f"only {short} steps, and no required quality"
     length.add_argument("--short", action="store_true", help=text)
-    text = "of the networks and the data (%(default)s)"
+    text = "seed of the networks and the data (%(default)s)"
     command.add_argument("--seed", type=integer(0), default=0, metavar="N", help=text)
     text = "save a grid of generated digits"
     command.add_argument("--save", type=_writable_png, metavar="PNG", help=text)
@@ -32,7 +32,7 @@ def parser(description: str, steps: int, short: int) -> argparse.ArgumentParser:
 
 
 def integer(low: int, high: int = 10**9) -> Callable[[str], int]:
-    """The type of an argument: an integer from `low` to `high`."""
+    """Returns the type of an argument that is an integer from `low` to `high`."""
 
     def convert(text: str) -> int:
         if not text.isdecimal() or not low <= int(text) <= high:
@@ -44,7 +44,7 @@ def integer(low: int, high: int = 10**9) -> Callable[[str], int]:
 
 
 def _writable_png(text: str) -> Path:
-    # found out now rather than after the training
+    # checked now rather than after training
     path = Path(text)
     if path.suffix != ".png" or path.is_dir():
         raise argparse.ArgumentTypeError(f"must be a file that ends in .png, got {text!r}")
@@ -58,12 +58,12 @@ def _writable_png(text: str) -> Path:
 
 
 class Quality(NamedTuple):
-    """How much samples are like the digits; 1, 10 and 1 would be perfect."""
+    """How similar samples are to the digits; 1, 10 and 1 would be perfect."""
 
     covariance: float
-    """Correlation of the entries of their pixel covariance with those of the real one."""
+    """Correlation between the entries of their pixel covariance and of that of the real digits."""
     classes: int
-    """How many of the ten the classifier finds among them."""
+    """How many of the ten classes the classifier finds among them."""
     confidence: float
     """Mean probability of the class that the classifier chooses."""
 
@@ -72,16 +72,16 @@ class Quality(NamedTuple):
         return f"covariance {covariance:.3f}, classes {classes}/10, confidence {confidence:.3f}"
 
     def reaches(self, wanted: "Quality") -> bool:
-        """Whether none of the three is below what is wanted."""
+        """Returns whether none of the three is below its required value."""
         return all(got >= least for got, least in zip(self, wanted, strict=True))
 
 
 class Judge:
-    """Tells how good samples are by real digits that neither player has seen.
+    """Rates samples by comparison with real digits that neither player has seen.
 
-    No single figure would do. Normal noise fitted to the digits has their covariance and
-    all classes, but leaves the classifier in doubt; one good digit over and over leaves it
-    in none, but has another covariance and one class.
+    No single figure suffices. Normal noise fitted to the digits has their covariance and
+    all classes, but leaves the classifier uncertain; one good digit repeated makes the
+    classifier certain, but has a different covariance and a single class.
     """
 
     def __init__(self, images: np.ndarray, labels: np.ndarray):
@@ -89,7 +89,7 @@ class Judge:
         self._classifier = LogisticRegression(max_iter=2000).fit(images, labels)
 
     def __call__(self, samples: np.ndarray) -> Quality:
-        """Judges samples `(n, PIXELS)`."""
+        """Returns the quality of samples `(n, PIXELS)`."""
         if not np.isfinite(samples).all():
             return Quality(np.nan, 0, np.nan)
         covariance = np.corrcoef(self._covariance, np.cov(samples.T).ravel())[0, 1]
@@ -99,7 +99,7 @@ class Judge:
 
 
 def labelled() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """1,504 digits with their labels to learn from, and the other 293.
+    """Returns 1,504 labelled digits for training, and the other 293 for testing.
 
     Returns:
         Two dicts of `image`, `(n, 8, 8, 1)` from 0 to 1, and `label`, `(n,)`.
@@ -112,7 +112,7 @@ def labelled() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
 
 
 def load() -> tuple[np.ndarray, Judge]:
-    """1,197 digits to learn from, and a judge who knows the other 600.
+    """Returns 1,197 digits for training, and a judge based on the other 600.
 
     Returns:
         Images `(n, PIXELS)`, float32, from -1 (paper) to 1 (ink), and the judge.
@@ -126,10 +126,10 @@ def load() -> tuple[np.ndarray, Judge]:
 
 
 def compare(judge: Judge, real: np.ndarray, samples: np.ndarray, wanted: Quality | None) -> int:
-    """Prints the quality of the samples between that of real digits and of fitted noise.
+    """Prints the quality of the samples, beside that of real digits and of fitted noise.
 
     Returns:
-        The exit code: 1 where the samples do not reach what is wanted, else 0.
+        The exit code: 1 if the samples do not reach the required quality, else 0.
     """
     rng = np.random.default_rng(0)
     noise = rng.multivariate_normal(real.mean(axis=0), np.cov(real.T), len(real)).clip(-1, 1)
@@ -142,7 +142,7 @@ def compare(judge: Judge, real: np.ndarray, samples: np.ndarray, wanted: Quality
 
 
 def save_grid(samples: np.ndarray, path: Path) -> None:
-    """Draws the first 200 of the samples `(n, PIXELS)`, 20 in a row."""
+    """Draws the first 200 of the samples `(n, PIXELS)`, 20 per row."""
     from matplotlib.image import imsave
 
     cells = samples[:200].reshape(10, 20, 8, 8)
