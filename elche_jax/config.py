@@ -1,4 +1,4 @@
-"""`DDPConfig`: the flat bundle of knobs, resolved into the objects that do the work."""
+"""`DDPConfig`: a flat bundle of settings, resolved into the objects that hold them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -17,7 +17,7 @@ COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 EXCHANGE_DTYPES = ("float32", "bfloat16")
 EXCHANGES = ("device", "host")
 ARGUMENTS = ("max_grad_norm", "compute_dtype", "verify_every", "timeline")
-"""Knobs that are arguments of `build_train_step`."""
+"""Fields that are arguments of `build_train_step`."""
 
 CADENCE_KNOBS = (
     "policy", "anchor", "overhead_target", "max_anchor", "total", "max_batch_diff", "speed_hint",
@@ -26,71 +26,69 @@ CADENCE_KNOBS = (
 
 @runtime_checkable
 class Recorder(Protocol):
-    """What a run tells its events to; an `elche_jax.observe.timeline.Timeline` is one."""
+    """Records the events of a run, as an `elche_jax.observe.timeline.Timeline` does."""
 
     def window(self, record: Any) -> None:
-        """Takes a window that is over."""
+        """Record a finished window."""
         ...
 
     def add(self, kind: Any, **values: Any) -> None:
-        """Takes an event of another kind."""
+        """Record an event of another kind."""
         ...
 
 
 @dataclass(frozen=True)
 class DDPConfig:
-    """Knobs of a training step in one flat place, for scripts and command lines.
+    """Settings of a training step in one flat place, for scripts and command lines.
 
-    Each of them says what an object or an argument of `build_train_step` says: a cadence, a rule
-    (`MeanGradient`), a `HostExchange`, or the argument of the same name. A knob that is given
-    in both places is an error.
+    Each field stands for an attribute of an object that `build_train_step` takes (a cadence,
+    a rule such as `MeanGradient`, a `HostExchange`) or for its argument of the same name.
+    Setting something in both places is an error.
 
-    `max_anchor` says how far the cadence may go: None leaves it to the cadence, `n` caps
-    it, and 0 switches it off. That is classic data parallel, a constant global batch, with
-    the balancer: `Balanced(total)` shares out
+    `max_anchor` limits the cadence: None leaves the limit to the cadence, `n` caps the anchor,
+    and 0 switches the cadence off. The last is classic data parallel training with a constant
+    global batch and a balancer: `Balanced(total)` divides
 
-        total = anchor * world_size    (or `total`, where it is given)
+        total = anchor * world_size    (or `total`, if given)
 
-    microbatches per window by measured speed, whatever the kinds of the devices. It is a
-    choice of its own, so it goes with `policy="auto"` only, and a knob that could have no
-    effect beside it on any machine is an error.
+    microbatches per window by measured speed, whatever the kinds of the devices. It requires
+    `policy="auto"`, and fields without effect beside it are errors.
 
     Attributes:
-        policy: `"auto"`: `"cadence"` where the devices are of several kinds, `"sync"`
-            where they are alike. `"sync"`: one microbatch per device and window.
-            `"cadence"`: `ElChe` sizes the windows. `"async"`: the same (or a cadence of
-            your own), and nobody waits for the exchange of a window: the rule's `delay=1`, or
-            with `exchange="host"` devices that run ahead, see `HostExchange`. With one device
-            there is no cadence: every microbatch is a step.
+        policy: `"auto"`: `"cadence"` if the devices are of several kinds, `"sync"` if they
+            are alike. `"sync"`: one microbatch per device and window. `"cadence"`: `ElChe`
+            sizes the windows. `"async"`: the same (or another cadence), and devices do not
+            wait for the exchange of a window: the rule gets `delay=1` or, with
+            `exchange="host"`, devices run ahead, see `HostExchange`. A single device has no
+            cadence: every microbatch is a step.
         anchor: First count of the slowest device, at least 1, see `ElChe`. With
-            `max_anchor=0` the mean count of a device, where `total` is not given.
-        overhead_target: Share of a window that synchronising may cost, in
+            `max_anchor=0`, the mean count of a device if `total` is None.
+        overhead_target: Share of a window that synchronisation may cost, in
             `[0.01, 0.50]`, see `ElChe`.
-        max_anchor: Largest anchor, at least 1, see `ElChe`: one below `anchor` binds from
-            the first report on. None: 200, or `anchor` where that is larger. 0: the
+        max_anchor: Largest anchor, at least 1, see `ElChe`; a value below `anchor` applies
+            from the first report on. None: 200, or `anchor` if that is larger. 0: the
             balancer, as above.
         max_batch_diff: Largest change of a count per window, at least 1, see `ElChe`;
-            None for no bound. Under `"async"` with `exchange="host"` also that of
+            None for no bound. Under `"async"` with `exchange="host"`, also that of
             `HostExchange`.
-        speed_hint: What is known of the speeds beforehand, in either form that `ElChe`
-            takes; for the balancer, too.
+        speed_hint: Prior knowledge of the speeds, in either form that `ElChe` takes; used by
+            the balancer, too.
         max_grad_norm: See `build_train_step`.
         compute_dtype: See `build_train_step`.
-        exchange_dtype: Type in which what is exchanged travels between devices, `"float32"` or
-            `"bfloat16"`, the rule's `compression`; it is summed in float32 either way.
+        exchange_dtype: Type in which contributions are sent, `"float32"` or `"bfloat16"`: the
+            rule's `compression`. Sums are in float32 in any case.
         verify_every: See `build_train_step`.
         total: Microbatches per window over all devices with `max_anchor=0`, at least 1;
-            None: `anchor` for each device. One device has no cadence, see `policy`, and
-            thus no use for it.
+            None: `anchor` for each device. Without effect on a single device.
         timeline: See `build_train_step`.
-        exchange: Where the mean of what devices did is made. `"device"`: by the devices among
-            themselves. `"host"`: on the host, see `HostExchange`.
+        exchange: Where contributions become a mean. `"device"`: on the devices. `"host"`: on
+            the host, see `HostExchange`.
         exchange_timeout: `timeout` of `HostExchange`; with `exchange="host"`.
         max_overshoot: That of `HostExchange`; under `"async"` with `exchange="host"`.
 
     Raises:
-        ValueError: A knob is out of range, or contradicts another one.
-        TypeError: A knob is of another type.
+        ValueError: If a value is out of range or contradicts another one.
+        TypeError: If a value has the wrong type.
 
     Examples:
         >>> from elche_jax import DDPConfig
@@ -128,18 +126,18 @@ class DDPConfig:
         self._check_cadence()
 
     def cadence_for(self, world_size: int, kinds: int) -> Cadence[Any]:
-        """The cadence that these knobs mean on a machine.
+        """Return the cadence that these settings select on a machine.
 
         Args:
             world_size: Number of devices.
             kinds: Number of different device kinds among them.
 
         Returns:
-            `EveryBatch` with one device. With more, `Balanced` where `max_anchor` is 0;
-            else `ElChe` or `EveryBatch`, as `policy` says.
+            `EveryBatch` for one device. Otherwise `Balanced` if `max_anchor` is 0, or `ElChe`
+            or `EveryBatch`, depending on `policy`.
 
         Raises:
-            ValueError: `speed_hint` does not fit the number of devices.
+            ValueError: If `speed_hint` does not fit the number of devices.
 
         Examples:
             >>> from elche_jax import DDPConfig
@@ -157,8 +155,10 @@ class DDPConfig:
         return self.elche() if unlike else EveryBatch()
 
     def cadence_knobs(self) -> list[str]:
-        """The knobs that choose the cadence and differ from their defaults, as `name=value`;
-        not those that say how late means are applied."""
+        """Return the non-default settings that select the cadence, as `name=value`.
+
+        Settings that only say how late means are applied are not among them.
+        """
         late = ["policy='async'"]
         if self.exchange == "host" and self.policy == "async":
             late.append(f"max_batch_diff={self.max_batch_diff!r}")
@@ -170,13 +170,14 @@ class DDPConfig:
     def rule(
         self, averaging: AveragingRule | MeanGradient | None = None
     ) -> AveragingRule | MeanGradient:
-        """A rule, with what these knobs say of the exchange.
+        """Return a rule with the settings of the exchange filled in.
 
         Args:
             averaging: The rule; None for the mean gradient.
 
         Raises:
-            ValueError: It says something else, or cannot be late as `policy="async"` asks.
+            ValueError: If the rule contradicts a setting, or cannot be late, as
+                `policy="async"` requires.
 
         Examples:
             >>> from elche_jax import DDPConfig
@@ -198,7 +199,7 @@ class DDPConfig:
         return rule
 
     def host_exchange(self) -> HostExchange | None:
-        """The exchange on the host that these knobs ask for, or None.
+        """Return the exchange on the host that these settings select, or None.
 
         Examples:
             >>> from elche_jax import DDPConfig
@@ -212,13 +213,13 @@ class DDPConfig:
         return HostExchange(self.exchange_timeout, True, self.max_overshoot, self.max_batch_diff)
 
     def or_given(self, **arguments: Any) -> dict[str, Any]:
-        """Arguments of `build_train_step` of the same names as knobs, from whichever place.
+        """Return arguments of `build_train_step`, filled in from the fields of the same names.
 
         Args:
-            **arguments: Those that were given there.
+            **arguments: The arguments as given; None for those that were not.
 
         Raises:
-            ValueError: One is given in both places.
+            ValueError: If one is given in both places.
         """
         both = {name: getattr(self, name) for name, value in arguments.items() if value is not None}
         for name, mine in both.items():
@@ -288,8 +289,8 @@ class DDPConfig:
         return Balanced(total, min_ratio=floor, speed_hint=self.speed_hint)
 
     def elche(self) -> ElChe:
-        """The cadence `ElChe` with these knobs."""
-        # No ceiling was asked for, so none may lower the anchor that was.
+        """Return an `ElChe` with these settings."""
+        # the default ceiling must not lower the anchor that was asked for
         highest = self.max_anchor or max(ElChe.max_anchor, self.anchor)
         return ElChe(
             anchor=self.anchor,
@@ -307,11 +308,11 @@ def check_arguments(
     verify_every: int | None,
     timeline: Recorder | None,
 ) -> None:
-    """Checks arguments of `build_train_step` that are knobs of a `DDPConfig`, too.
+    """Check arguments of `build_train_step` that are fields of `DDPConfig`, too.
 
     Raises:
-        TypeError: One is of another type.
-        ValueError: One is out of range.
+        TypeError: If one has the wrong type.
+        ValueError: If one is out of range.
     """
     if max_grad_norm is not None:
         check.real(where, "max_grad_norm", max_grad_norm, low=1e-30)

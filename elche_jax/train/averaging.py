@@ -1,4 +1,4 @@
-"""What averaging in parameter space goes with, and how it chooses the cadence."""
+"""Which settings averaging rules combine with, and which cadence they select."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,11 +26,11 @@ WHERE = "build_train_step"
 
 
 def check_averaging(averaging: Any, guard: Any) -> None:
-    """Checks that a rule is a rule, and a guard a guard.
+    """Check the arguments `averaging` and `guard` of `build_train_step`.
 
     Raises:
-        TypeError: `averaging` is no rule, or `guard` no guard.
-        ValueError: There is a guard without averaging, or the rule contradicts itself.
+        TypeError: If `averaging` is not a rule, or `guard` is not a guard.
+        ValueError: If there is a guard without averaging, or the rule contradicts itself.
     """
     if guard is not None and (isinstance(guard, type) or not isinstance(guard, Guard)):
         must, todo = "be a guard such as TrendGuard()", "It needs a method verdict(history)."
@@ -53,18 +53,18 @@ def check_together(
     nonfinite: str,
     dynamic_scale: bool,
 ) -> None:
-    """Checks that what was asked for goes together.
+    """Check that the settings can be combined.
 
     Args:
-        rule: The rule, with all that was said of it.
-        exchange: The exchange on the host; None for one on the devices.
-        chosen: What chooses the cadence, in words.
+        rule: The rule, complete.
+        exchange: The exchange on the host; None for an exchange on the devices.
+        chosen: The settings that select the cadence, for messages.
         nonfinite: See `build_train_step`.
-        dynamic_scale: Whether the loss has a scale that windows find.
+        dynamic_scale: Whether the loss scale is dynamic.
 
     Raises:
-        TypeError: A schedule, or the weights of a rule, cannot be traced.
-        ValueError: Something contradicts the rule.
+        TypeError: If a schedule, or the weights of a rule, cannot be traced.
+        ValueError: If a setting contradicts the rule.
     """
     name = type(rule).__name__
     if isinstance(rule, AveragingRule):
@@ -99,7 +99,7 @@ def _check_local(
 
 
 def _check_exponent(name: str, exponent: Any) -> None:
-    """Raises where a schedule is none: it is traced like those of optax."""
+    """Raise if a schedule cannot be traced, as those of optax are."""
     if not callable(exponent):
         return
     rule = "be a number, or a schedule: a function of the window's number, made of jnp or optax"
@@ -113,7 +113,7 @@ def _check_exponent(name: str, exponent: Any) -> None:
 
 
 def _check_weigh(name: str, rule: AveragingRule) -> None:
-    """Raises where the weights of a rule of one's own are none: they are traced as well."""
+    """Raise if the weights of a custom rule cannot be traced, or are not one per device."""
     rows = jax.ShapeDtypeStruct((2,), jnp.float32)
     must = "give one number per device, an array (devices,), made of work.xp"
 
@@ -135,12 +135,12 @@ def _is_number(dtype: Any) -> bool:
 
 
 def in_flight(options: Options) -> int:
-    """Windows that may be dispatched and not over."""
+    """Return how many windows may be dispatched and not complete."""
     return IN_FLIGHT if options.host is None else options.host.in_flight
 
 
 def check_merge(options: Options, rules: MergeRules) -> None:
-    """Raises where a rule for model state cannot be followed one window late."""
+    """Raise if a merge rule for model state cannot be applied late."""
     if options.late and "first" in rules.rules:
         rule = "be 'mean', 'pooled', 'max' or 'keep' where exchanges are late"
         todo = "What is the first device's cannot be corrected later; 'keep' leaves each its own."
@@ -150,12 +150,12 @@ def check_merge(options: Options, rules: MergeRules) -> None:
 def cadence_of(
     averaging: AveragingRule, cadence: Cadence[Any] | None, config: DDPConfig, world_size: int
 ) -> Cadence[Any] | None:
-    """The cadence that a rule asks for; None where the config's own is to be used.
+    """Return the cadence for a rule; None for that of the configuration.
 
     Args:
         averaging: The rule.
-        cadence: The user's own, or None.
-        config: The knobs.
+        cadence: The user's cadence, or None.
+        config: The configuration.
         world_size: Number of devices.
     """
     if cadence is not None:

@@ -1,4 +1,4 @@
-"""`build_train_step`: the functional front of the library."""
+"""`build_train_step`: the functional interface of the library."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ logger = logging.getLogger("elche_jax")
 
 
 class StepOptions(TypedDict, total=False):
-    """The arguments of `build_train_step` apart from loss, optimizer and config; see there."""
+    """Arguments of `build_train_step` besides the loss, the optimizer and `config`."""
 
     devices: Sequence[jax.Device] | None
     cadence: Cadence[Any] | None
@@ -72,10 +72,10 @@ def build_train_step(
     timeline: Recorder | None = None,
     emulate: LoopHook | None = None,
 ) -> TrainStep:
-    """Builds a training step over the devices of this machine.
+    """Build a training step over the devices of this machine.
 
-    In a window device `d` runs `counts[d]` microbatches on its own; then the gradients
-    are combined and one optimizer step is taken, alike on every device:
+    In a window, device `d` runs `counts[d]` microbatches by itself. Then the gradients are
+    combined, and every device takes the same optimizer step with
 
         g = sum_d sum_i weight[d, i] * grad(loss[d, i]) / sum_d sum_i weight[d, i]
 
@@ -86,63 +86,61 @@ def build_train_step(
             per-example losses, or `Weighted(loss, weight)`. With `has_aux` it returns
             `(loss, aux)`. With model state (see `TrainStep.init`) it is
             `loss_fn(params, model_state, batch, rng)` and returns `(loss, model_state)`,
-            with `has_aux` `(loss, (model_state, aux))`.
-            What it reads besides its arguments must stay as it is, as with `jax.jit`.
+            with `has_aux` `(loss, (model_state, aux))`. As under `jax.jit`, other values that
+            it reads must not change.
         optimizer: An optax optimizer.
-        devices: The devices; None for all local ones.
-        cadence: How many microbatches each device gets; None: what `config` says.
-        config: Knobs as a flat bundle; None for `DDPConfig()`. Each is also an attribute of
-            an object, or an argument, and is given in one of the two places.
-        has_aux: `loss_fn` also returns a dict of metrics, each a scalar or one value
-            per example; a window reports their mean, weighted like the gradient.
-        nonfinite: What happens when a window's gradient is not finite. `"raise"` drops
-            its update on all devices and raises `NonFiniteError` from the loop; `"skip"`
-            drops it and goes on (`metrics["finite"]` tells, `train.skipped` counts);
-            `"ignore"` applies it.
-        max_skips: Under `"skip"`, raise `NonFiniteError` after so many dropped windows in
+        devices: The devices; None for all local devices.
+        cadence: Decides how many microbatches each device gets; None: as `config` says.
+        config: Settings as a flat bundle; None for `DDPConfig()`. Each of them can also be
+            set on an object or by an argument here, but not in both places.
+        has_aux: Whether `loss_fn` also returns a dict of metrics, each a scalar or one value
+            per example; a window reports their means, weighted like the gradient.
+        nonfinite: What to do if a window's gradient is not finite. `"raise"` drops its
+            update on all devices and raises `NonFiniteError` from the loop; `"skip"` drops
+            it and continues (see `metrics["finite"]` and `train.skipped`); `"ignore"`
+            applies it.
+        max_skips: Under `"skip"`, raise `NonFiniteError` after this many dropped windows in
             a row, at least 1; None for never.
         trainable: Which parameters are trained: a function `(path, leaf) -> bool` of paths
-            such as `"['body']['w']"`, or
-            bools in the structure of the parameters, one for a whole subtree where that
-            is enough; None for all. Frozen ones have no gradient, no sums, no optimizer
-            state, and are not exchanged.
-        merge: How the devices' model states become one: `"mean"` by weight, `"pooled"`
-            for pairs of leaves `mean` and `var`, `"max"`, `"first"`, with `averaging` also
-            `"keep"`; one for all, or a
-            function `(path, leaf) -> rule`, or rules in the structure of the model
-            state. None: the mean of floats, the maximum of the rest.
-        loss_scale: What the loss is multiplied by before the gradient, and the gradient
-            divided by: a number, or a `flax.training.dynamic_scale.DynamicScale`, which
-            a window that is not finite lowers; such a window is dropped as under
-            `"skip"`. For float16.
-        averaging: None, or `MeanGradient(...)`: gradients are combined, as above.
-            `ParameterAveraging(...)` or `DiLoCo(...)`: every device takes `counts[d]`
-            optimizer steps of its own, one per microbatch, then parameters are joined.
-        guard: Tells the cadence, with `averaging`, where the devices drift too far apart:
+            such as `"['body']['w']"`, or bools in the structure of the parameters, where one
+            bool may stand for a subtree; None for all. Frozen parameters have no gradient
+            and no optimizer state, and are not exchanged.
+        merge: How the devices' model states are merged: `"mean"` by weight, `"pooled"`
+            for pairs of leaves `mean` and `var`, `"max"`, `"first"`, and with `averaging`
+            also `"keep"`. One rule for all leaves, a function `(path, leaf) -> rule`, or
+            rules in the structure of the model state. None: the mean of floats, the maximum
+            of other types.
+        loss_scale: Factor of the loss, by which the gradient is divided again: a number, or a
+            `flax.training.dynamic_scale.DynamicScale`, which is lowered by a non-finite
+            window; such a window is dropped, as under `"skip"`. For float16.
+        averaging: None or `MeanGradient(...)`: gradients are combined, as above.
+            `ParameterAveraging(...)` or `DiLoCo(...)`: device `d` takes `counts[d]` optimizer
+            steps of its own, one per microbatch, then the parameters are averaged.
+        guard: With `averaging`, tells the cadence if the devices drift too far apart:
             `TrendGuard`, `LevelGuard`, `NoGuard`, or an object with a method
-            `verdict(history)`. None: `TrendGuard()`, and `NoGuard()` where `inner_steps`
-            fixes the windows.
-        exchange: None: devices make the mean among themselves. `HostExchange(...)`: the host
-            makes it, no device waits in a collective, and one that is late is left out.
+            `verdict(history)`. None: `TrendGuard()`, or `NoGuard()` if `inner_steps` fixes
+            the windows.
+        exchange: None: devices compute the mean in a collective. `HostExchange(...)`: the
+            host computes it, no device waits in a collective, and late devices are left out.
         max_grad_norm: Clips each device's mean gradient to this global norm before the
             exchange; above 0, or None. (To clip the combined gradient, put
             `optax.clip_by_global_norm` into the optimizer.)
         compute_dtype: `"bfloat16"` or `"float16"`: `loss_fn` gets the float leaves of the
-            parameters and of the batch in this type; parameters, gradients' sums and
-            optimizer stay in theirs. None: everything as it is.
-        verify_every: Compare the replicas bit by bit after every so many windows, at
-            least 1; None: never.
+            parameters and of the batch in this type, while parameters, gradient sums and
+            optimizer keep theirs. None: no conversion.
+        verify_every: Compare the replicas bit by bit after every N-th window, N at least 1;
+            None: never.
         timeline: Records the run, a `Timeline`; None: nothing is recorded.
-        emulate: Makes devices slower on purpose, see `elche_jax.lab`.
+        emulate: Slows devices down on purpose, see `elche_jax.lab`.
 
     Returns:
         The training step.
 
     Raises:
-        TypeError: `devices` are no devices, `loss_fn` is not callable.
-        ValueError: No device, one twice, several kinds; several processes; an argument that
-            `config` says, too; an option out of range; a call inside of `jit` or under
-            `jax_disable_jit`.
+        TypeError: If `devices` are not devices, or `loss_fn` is not callable.
+        ValueError: If there is no device, a device twice, several kinds or several processes;
+            if something is set in `config`, too; if an option is out of range; if it is
+            called inside `jit` or under `jax_disable_jit`.
 
     Examples:
         >>> import jax, jax.numpy as jnp, numpy as np, optax
@@ -207,7 +205,7 @@ def build_train_step(
 
 
 def _exchange(exchange: HostExchange | None, config: DDPConfig) -> HostExchange | None:
-    """The exchange on the host that was asked for, in one of two places."""
+    """Return the exchange on the host, given as an argument or in `config`."""
     if exchange is None:
         return config.host_exchange()
     if not isinstance(exchange, HostExchange):
@@ -221,7 +219,7 @@ def _exchange(exchange: HostExchange | None, config: DDPConfig) -> HostExchange 
 
 
 def _chosen(cadence: Cadence[Any] | None, config: DDPConfig) -> list[str]:
-    """What chooses the cadence, in words; nothing where all is left at its default."""
+    """Return the settings that select the cadence, for messages; none if all are defaults."""
     knobs = config.cadence_knobs()
     if cadence is None:
         return knobs
@@ -234,7 +232,7 @@ def _chosen(cadence: Cadence[Any] | None, config: DDPConfig) -> list[str]:
 
 
 def _warn_of_knobs(config: DDPConfig, cadence: Cadence[Any], world_size: int) -> None:
-    """Logs a line where knobs have no effect on these devices."""
+    """Log a line if settings have no effect on these devices."""
     unused = [knob for knob in config.cadence_knobs() if not knob.startswith("policy")]
     if unused and world_size > 1 and isinstance(cadence, EveryBatch):
         logger.warning(
@@ -253,7 +251,7 @@ def _warn_of_knobs(config: DDPConfig, cadence: Cadence[Any], world_size: int) ->
 
 
 def _with_dynamic_scale(nonfinite: str) -> str:
-    """A scale is found by going too far: what it drops is no error."""
+    """Return the policy for a dynamic scale, for which dropped windows are no error."""
     if nonfinite == "ignore":
         raise ValueError(
             "build_train_step: nonfinite must be 'raise' or 'skip' with a dynamic loss_scale, "

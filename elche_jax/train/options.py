@@ -1,4 +1,4 @@
-"""What `build_train_step` was asked for, apart from loss, optimizer, devices and cadence."""
+"""Options of a training step, apart from loss, optimizer, devices and cadence."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,23 +19,23 @@ from elche_jax.train.finite import AVERAGES, GRADIENTS, FinitePolicy, FiniteWatc
 
 @dataclass(frozen=True)
 class Options:
-    """Checked by `build_train_step`.
+    """Options of a training step, checked by `build_train_step`.
 
     Attributes:
         max_grad_norm: Clips each device's mean gradient before the exchange; or None.
-        finite: What happens to windows that are not finite.
+        finite: Policy for windows with non-finite values.
         trainable: Which parameters are trained; None for all.
-        merge: How model state is merged; None for the rule that fits the dtype.
-        precision: What the loss is computed in.
-        loss_scale: The first dynamic scale of the loss, or None.
+        merge: How model state is merged; None for the default of each dtype.
+        precision: Precision of the loss computation.
+        loss_scale: The initial dynamic loss scale, or None.
         rule: What a window does to the parameters.
         world_size: Number of devices.
-        guard: Opinions on how far the devices drift apart; or None.
+        guard: Judges how far the devices drift apart; or None.
         verify_every: Windows between two comparisons of the replicas; None for never.
-        timeline: Told of every window; or None.
-        hint: Log one line when devices of one kind turn out to be unequally fast.
-        emulate: Makes devices slower on purpose; or None.
-        exchange: The exchange on the host; None for one on the devices.
+        timeline: Records every window; or None.
+        hint: Log one line if devices of one kind turn out to be unequally fast.
+        emulate: Slows devices down on purpose; or None.
+        exchange: The exchange on the host; None for an exchange on the devices.
     """
 
     max_grad_norm: float | None = None
@@ -54,12 +54,12 @@ class Options:
     exchange: HostExchange | None = None
 
     def finite_watch(self, devices: tuple[jax.Device, ...]) -> FiniteWatch:
-        """What looks at windows that are not finite."""
+        """Return the watch for windows with non-finite values."""
         return FiniteWatch(self.finite, devices, GRADIENTS if self.averaging is None else AVERAGES)
 
     @property
     def averaging(self) -> AveragingRule | None:
-        """How the devices' own steps are joined; None for gradients."""
+        """The rule, if it takes local steps; None for the mean gradient."""
         return self.rule if isinstance(self.rule, AveragingRule) else None
 
     @property
@@ -69,12 +69,12 @@ class Options:
 
     @property
     def late(self) -> bool:
-        """The same on these devices; one device has its own mean at once."""
+        """The same on these devices; a single device has its mean at once."""
         return self.world_size > 1 and self.may_be_late
 
     @property
     def host(self) -> Limits | None:
-        """How an exchange on the host waits; None where there is none."""
+        """Limits of the exchange on the host; None for an exchange on the devices."""
         exchange = self.exchange
         if exchange is None or self.world_size == 1:
             return None
@@ -83,6 +83,8 @@ class Options:
 
     @property
     def pending(self) -> int:
-        """Windows whose mean is to come, in a state between two windows. What an exchange on
-        the host has not averaged is part of no state."""
+        """Number of windows in a state whose mean is not applied yet.
+
+        Windows that an exchange on the host has not averaged are not part of the state.
+        """
         return self.rule.delay if self.late and self.exchange is None else 0
