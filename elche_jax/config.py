@@ -43,7 +43,8 @@ class DDPConfig:
 
     Each field stands for an attribute of an object that `build_train_step` takes (a cadence,
     a rule such as `MeanGradient`, a `HostExchange`) or for its argument of the same name.
-    Setting something in both places is an error.
+    Setting something in both places is an error; only `exchange_dtype` and `policy="async"` may
+    repeat what a rule says.
 
     `max_anchor` limits the cadence: None leaves the limit to the cadence, `n` caps the anchor,
     and 0 switches the cadence off. The last is classic data parallel training with a constant
@@ -168,12 +169,14 @@ class DDPConfig:
         return [knob for knob in said if knob not in late]
 
     def rule(
-        self, averaging: AveragingRule | MeanGradient | None = None
+        self, averaging: AveragingRule | MeanGradient | None = None, run_ahead: bool | None = None
     ) -> AveragingRule | MeanGradient:
         """Return a rule with the settings of the exchange filled in.
 
         Args:
             averaging: The rule; None for the mean gradient.
+            run_ahead: Whether devices run ahead of the exchange, which is late then without a
+                `delay`; None: as these settings say.
 
         Raises:
             ValueError: If the rule contradicts a setting, or cannot be late, as
@@ -194,7 +197,7 @@ class DDPConfig:
         if self.policy == "async":
             if isinstance(rule, AveragingRule):
                 check_late(rule, "policy='async'")
-            if self.exchange == "device":
+            if not (self.exchange == "host" if run_ahead is None else run_ahead):
                 rule = changed(rule, delay=max(1, rule.delay))
         return rule
 
@@ -252,6 +255,9 @@ class DDPConfig:
     def _check_exchange(self) -> None:
         where = "DDPConfig"
         check.one_of(where, "exchange", self.exchange, EXCHANGES)
+        check.real(where, "exchange_timeout", self.exchange_timeout, above=0)
+        if self.max_overshoot is not None:
+            check.integer(where, "max_overshoot", self.max_overshoot, low=0)
         default, ahead = HostExchange.timeout, self.exchange == "host" and self.policy == "async"
         if self.max_overshoot is not None and not ahead:
             rule = "be None unless exchange='host' and policy='async'"
@@ -262,7 +268,6 @@ class DDPConfig:
             raise ValueError(
                 check.message(where, "exchange_timeout", rule, self.exchange_timeout, todo)
             )
-        self.host_exchange()  # checks the others
 
     def _check_balancer(self) -> None:
         where = "DDPConfig"

@@ -244,7 +244,11 @@ def test_the_exchange_that_knobs_mean(knobs, exchange):
     [
         (lambda: HostExchange(0), ValueError, r"HostExchange: timeout must be above 0, got 0"),
         (lambda: HostExchange("9"), TypeError, r"HostExchange: timeout must be a number, got '9'"),
-        (lambda: HostExchange(run_ahead=1), TypeError, "HostExchange: run_ahead must be of type b"),
+        (
+            lambda: HostExchange(run_ahead=1),
+            TypeError,
+            "HostExchange: run_ahead must be a bool, got 1",
+        ),
         (
             lambda: HostExchange(run_ahead=True, max_overshoot=-1),
             ValueError,
@@ -263,7 +267,22 @@ def test_the_exchange_that_knobs_mean(knobs, exchange):
         (
             lambda: DDPConfig(exchange="host", exchange_timeout=-1),
             ValueError,
-            "HostExchange: timeout must be above 0, got -1",
+            "DDPConfig: exchange_timeout must be above 0, got -1",
+        ),
+        (
+            lambda: DDPConfig(exchange_timeout="9"),
+            TypeError,
+            "DDPConfig: exchange_timeout must be a number, got '9'",
+        ),
+        (
+            lambda: DDPConfig(exchange_timeout=np.array([1, 2])),
+            TypeError,
+            "DDPConfig: exchange_timeout must be a number, got array",
+        ),
+        (
+            lambda: DDPConfig(max_overshoot="a"),
+            TypeError,
+            "DDPConfig: max_overshoot must be an integer, got 'a'",
         ),
         (
             lambda: DDPConfig(exchange_timeout=5.0),

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from elche_jax import _check as check
 
 
@@ -44,7 +46,7 @@ class HostExchange:
     def __post_init__(self) -> None:
         where = "HostExchange"
         check.real(where, "timeout", self.timeout, above=0)
-        check.instance(where, "run_ahead", self.run_ahead, bool)
+        check.instance(where, "run_ahead", self.run_ahead, bool | np.bool_, "be a bool")
         for name, low in (("max_overshoot", 0), ("max_batch_diff", 1)):
             value = getattr(self, name)
             if value is None:

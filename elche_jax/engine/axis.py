@@ -7,6 +7,7 @@ with one entry per device that has delivered.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -121,11 +122,15 @@ class HostAxis:
             weights = [np.float32(1)] * len(trees)
 
         def total(*leaves: Any) -> np.ndarray:
-            out = np.zeros(np.shape(leaves[0]), np.float32)
-            for leaf, weight in zip(leaves, weights, strict=True):
-                if weight:  # not 0 * NaN
-                    out += np.multiply(leaf, weight, dtype=np.float32)
-            return out
+            parts = (
+                np.multiply(leaf, weight, dtype=np.float32)
+                for leaf, weight in zip(leaves, weights, strict=True)
+                if weight  # not 0 * NaN
+            )
+            out = next(parts, None)
+            if out is None:
+                return np.zeros(np.shape(leaves[0]), np.float32)
+            return reduce(lambda a, b: np.add(a, b, out=a), parts, np.asarray(out))
 
         return jax.tree.map(total, *trees)
 

@@ -52,6 +52,9 @@ class CompileCache:
         self._on_compile = on_compile
         self._changed = threading.Condition()
         self._programs: dict[Hashable, Future[Any]] = {}
+        # what `get` answers at once; read without the lock, as every window does it
+        self._built: dict[Hashable, Any] = {}
+        self._hits = 0
         self._jobs: dict[Hashable, Build] = {}  # prepared, not started
         self._begun: set[Hashable] = set()  # by `begin`, not requested since
         self._stats = CompileStats()
@@ -62,26 +65,30 @@ class CompileCache:
     def stats(self) -> CompileStats:
         """The statistics so far."""
         with self._changed:
-            return self._stats
+            return replace(self._stats, hits=self._hits)
+
+    @property
+    def misses(self) -> int:
+        """Requests that waited for a compile so far."""
+        return self._stats.misses
 
     def ready(self, key: Hashable) -> bool:
         """Return whether the program is available without waiting."""
-        with self._changed:
-            program = self._programs.get(key)
-        return program is not None and _succeeded(program)
+        return key in self._built
 
     def get(self, key: Hashable, build: Build) -> Any:
         """Return the program for a key, compiling it now if needed.
 
         A compile error is raised once and then forgotten: the next request tries again.
         """
+        built = self._built.get(key)
+        if built is not None:
+            with self._changed:
+                self._hits += 1
+            return built
         with self._changed:
             new = key not in self._programs
             program = self._programs.setdefault(key, Future())
-            begun = key in self._begun
-        if not begun and _succeeded(program):
-            self._count(hits=1)
-            return program.result()
         start = time.perf_counter()
         waits = 0  # an interrupt may come before it is counted
         try:
@@ -99,9 +106,11 @@ class CompileCache:
                 self._waited_for -= waits
                 self._changed.notify_all()
         self._count(misses=1, waited_s=time.perf_counter() - start)
-        if error is not None:
-            with self._changed:
-                if self._programs.get(key) is program:
+        with self._changed:
+            if self._programs.get(key) is program:  # not dropped in the meantime
+                if error is None:
+                    self._built[key] = program.result()
+                else:
                     del self._programs[key]
         return program.result()
 
@@ -146,7 +155,7 @@ class CompileCache:
         with self._changed:
             for key in self._jobs:  # they will not be built: end a `wait` for them
                 self._programs[key].set_result(None)
-            for kept in (self._programs, self._jobs, self._begun):
+            for kept in (self._programs, self._built, self._jobs, self._begun):
                 kept.clear()
             self._changed.notify_all()
 
@@ -180,6 +189,9 @@ class CompileCache:
             program.set_exception(error)
             return
         program.set_result(built)
+        with self._changed:
+            if self._programs.get(key) is program and key not in self._begun:
+                self._built[key] = built
         if self._on_compile is not None:
             self._on_compile(key, seconds, bool(ahead))
 
@@ -187,7 +199,3 @@ class CompileCache:
         with self._changed:
             counts = {name: getattr(self._stats, name) + by for name, by in more.items()}
             self._stats = replace(self._stats, **counts)
-
-
-def _succeeded(program: "Future[Any]") -> bool:
-    return program.done() and program.exception() is None

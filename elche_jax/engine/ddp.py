@@ -106,8 +106,9 @@ class DDP:
                 rule = "have the same structure, shapes and dtypes"
                 got = f"another for replica {rank} than for replica 0: {differs}"
                 raise ValueError(check.message("DDP.wrap", "all replicas", rule, got))
-        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *replicas)
-        return ddp, jax.device_put(stacked, stacked_sharding(ddp.devices))
+        sharding = stacked_sharding(ddp.devices)
+        # leaf by leaf: the host holds one stacked leaf at a time
+        return ddp, jax.tree.map(lambda *xs: jax.device_put(np.stack(xs), sharding), *replicas)
 
     def replicate(self, tree: PyTree) -> PyTree:
         """Copy a pytree to every device; see `elche_jax.replicate`."""

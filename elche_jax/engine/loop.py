@@ -84,7 +84,7 @@ def emulated_loop(
         return jax.lax.fori_loop(0, call_args.count, body, carry), None
     device = call_args.rank
     # starting at the zero of `begin` makes the loop wait for it
-    start = hook.begin(device, step, call_args.fresh).astype(jnp.int32)
+    start = jnp.asarray(hook.begin(device, step, call_args.fresh), jnp.int32)
     carry = jax.lax.fori_loop(
         start, call_args.count, lambda i, carry: hook.around(body, device, i, carry), carry
     )

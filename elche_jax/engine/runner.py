@@ -256,7 +256,7 @@ class Runner(LaneRunner):
         return state, metrics, end
 
     def release(self) -> None:
-        """Return free the accumulator; the next window allocates a new one."""
+        """Free the accumulator; the next window allocates a new one."""
         self._sums = self._unreported = None
 
     @property

@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 J = TypeVar("J")
@@ -23,7 +23,7 @@ class DeviceThreads(Generic[J]):
         work: Called with a rank and a job, in the thread of the rank.
         failed: Called with the exception that a job raised; its thread then ends.
         end: Called first on close; it tells threads that wait elsewhere to stop.
-        also: Further functions, each run in a thread of its own.
+        also: Further functions, each run in a thread of its own, by the purpose of the thread.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class DeviceThreads(Generic[J]):
         work: Callable[[int, J], None],
         failed: Callable[[BaseException], None],
         end: Callable[[], None] = lambda: None,
-        also: Sequence[Callable[[], None]] = (),
+        also: Mapping[str, Callable[[], None]] | None = None,
     ):
         stop = threading.Event()
         self._queues: list[queue.SimpleQueue[J | None]] = [
@@ -48,7 +48,10 @@ class DeviceThreads(Generic[J]):
             )
             for rank, jobs in enumerate(self._queues)
         ]
-        threads += [threading.Thread(target=fn, name=f"elche-{name}", daemon=True) for fn in also]
+        threads += [
+            threading.Thread(target=fn, name=f"elche-{purpose}", daemon=True)
+            for purpose, fn in (also or {}).items()
+        ]
         for thread in threads:
             thread.start()
         self._finish = weakref.finalize(self, _close, threads, self._queues, stop, end)
@@ -89,9 +92,9 @@ def _close(
     end: Callable[[], None],
 ) -> None:
     stop.set()
-    end()
     for jobs in queues:
         jobs.put(None)
+    end()
     deadline = time.monotonic() + 0.5
     others = [thread for thread in threads if thread is not threading.current_thread()]
     for thread in others:

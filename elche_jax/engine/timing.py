@@ -261,7 +261,7 @@ class _Collector:
     def __init__(self, world_size: int, done: Done):
         self._ranks, self._done = range(world_size), done
         self._lock = threading.Lock()
-        self._open: dict[int, _Open] = {}  # oldest first
+        self._open: dict[int, _Open] = {}
 
     def wait(self, rank: int, job: _Job) -> None:
         """Wait for one device, or for all of them, in a thread."""
@@ -278,12 +278,13 @@ class _Collector:
             self._report()
 
     def _report(self) -> None:
-        """Report the complete windows at the front.
+        """Report the oldest windows that are complete.
 
-        A thread that waits for all devices may come before the threads of the window before.
+        One thread waits for all devices of some windows, so that it may be ahead of the others,
+        or behind. No window is missing here: that thread takes part in all of them, in order.
         """
         size = len(self._ranks)
-        for number, window in list(self._open.items()):
+        for number, window in sorted(self._open.items()):
             if len(window.combined) < size or len(window.accumulated) < size:
                 return
             del self._open[number]

@@ -92,7 +92,7 @@ def build_train_step(
         devices: The devices; None for all local devices.
         cadence: Decides how many microbatches each device gets; None: as `config` says.
         config: Settings as a flat bundle; None for `DDPConfig()`. Each of them can also be
-            set on an object or by an argument here, but not in both places.
+            set on an object or by an argument here, see `DDPConfig`.
         has_aux: Whether `loss_fn` also returns a dict of metrics, each a scalar or one value
             per example; a window reports their means, weighted like the gradient.
         nonfinite: What to do if a window's gradient is not finite. `"raise"` drops its
@@ -184,8 +184,8 @@ def build_train_step(
     if emulate is not None:
         emulate.check(len(devices))
     check_averaging(averaging, guard)
-    rule = config.rule(averaging)
     exchange = _exchange(exchange, config)
+    rule = config.rule(averaging, run_ahead=exchange is not None and exchange.run_ahead)
     chosen = _chosen(cadence, config)
     check_together(
         rule, exchange, chosen=chosen, nonfinite=nonfinite, dynamic_scale=dynamic is not None

@@ -310,7 +310,7 @@ class Pipeline(Generic[R]):
             if not self.runner.begun:
                 self.runner.begin(window.calls)
                 self._requested, self._cold = time.perf_counter(), True
-            misses, at = self._cache.stats.misses, time.perf_counter()
+            misses, at = self._cache.misses, time.perf_counter()
             launch = Launch(None if self.closed else self.clock, self._dispatches, at)
             flight = InFlight(window.plan, self._requested, launch, self._cold)
             yield flight
@@ -319,7 +319,7 @@ class Pipeline(Generic[R]):
                 self._completed += 1
                 self._changed.notify_all()
             raise
-        flight.steady = self._cache.stats.misses == misses
+        flight.steady = self._cache.misses == misses
         self._hand_over(flight)
 
     def _admit(self, window: Window) -> None:

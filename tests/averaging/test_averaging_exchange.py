@@ -399,7 +399,7 @@ def test_an_exception_in_a_thread(setup, where):
 
 
 def names():
-    ours = ("elche-fetch",)
+    ours = ("elche-fetch", "elche-average")
     return [t.name for t in threading.enumerate() if t.name.startswith(ours)]
 
 

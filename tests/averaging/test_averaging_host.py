@@ -29,7 +29,7 @@ def ahead(**knobs):
 
 def threads():
     """Those of runs; one that compiles ends by itself when it is done."""
-    ours = ("elche-fetch", "elche-prefetch")
+    ours = ("elche-fetch", "elche-average", "elche-prefetch")
     return [t for t in threading.enumerate() if t.name.startswith(ours)]
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.dynamic_scale import DynamicScale
 from reference import BATCH, data, loss_fn, params
 
 import elche_jax as elche
@@ -242,6 +243,30 @@ def test_64_bits(averaging):
             state, metrics = train(state, window)
         assert metrics["finite"]
         assert np.asarray(state.model_state["third"]).tolist() == [1 / 3] * 2
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_a_dynamic_scale_goes_over_the_host(run_ahead):
+    scale = DynamicScale(scale=8.0, growth_interval=3)
+
+    def trained(**options):
+        train = elche.build_train_step(
+            loss_fn, averaged.TX, devices=jax.devices()[:2], loss_scale=scale,
+            cadence=elche.Replay([(2, 1)] * 20), **options,
+        )  # fmt: skip
+        state, scales = train.init(params()), []
+        rows = {name: leaf[: 60 * BATCH] for name, leaf in data().items()}
+        for window in train.windows(rows, BATCH):
+            state, metrics = train(state, window)
+            scales.append(float(metrics["loss_scale"]))
+        return elche.unreplicate(state.params), scales
+
+    plain, scales = trained()
+    hosted, reported = trained(exchange=elche.HostExchange(run_ahead=run_ahead))
+    assert scales[0] == reported[0] == 8 and reported[-1] > 8
+    if not run_ahead:
+        assert reported == scales
+        np.testing.assert_allclose(hosted["w"], plain["w"], rtol=1e-5)
 
 
 def test_gradients_that_nobody_waits_for():

@@ -39,6 +39,11 @@ class Token:
 
     def __init__(self, *shards):
         self.addressable_data = list(shards).__getitem__
+        self.shards = shards
+
+    def block_until_ready(self):
+        for shard in self.shards:
+            shard.block_until_ready()
 
 
 class Log:
@@ -153,6 +158,30 @@ def test_windows_of_real_arrays_come_in_order():
     for times, after in zip(log.times, log.times[1:], strict=False):
         for rank in range(3):
             assert times.accumulated[rank] <= times.combined[rank] <= after.accumulated[rank]
+
+
+ENDS_OF = [(w, r, end) for w in range(4) for r in range(2) for end in ("ac" if w % 2 else "c")]
+
+
+@settings(deadline=None, max_examples=30)
+@given(order=st.permutations(ENDS_OF))
+def test_windows_with_and_without_times_come_in_order(order):
+    """Of every second one a single thread waits, for both devices."""
+    stopwatch, log = stopwatch_and_log(2)
+    shards = {key: Shard() for key in order}
+    for window in range(4):
+        timed = window % 2 == 1
+        if timed:
+            stopwatch.accumulating(window, 0.0, Token(*(shards[window, r, "a"] for r in range(2))))
+        whole = Token(*(shards[window, r, "c"] for r in range(2)))
+        stopwatch.combining(window, 0.0, whole, timed)
+    for key in order:
+        shards[key].ready.set()
+    log.wait(4)
+    stopwatch.close()
+    assert log.errors == [] and [times.window for times in log.times] == list(range(4))
+    for times in log.times[::2]:
+        assert times.accumulated == times.combined and len(set(times.combined)) == 1
 
 
 @settings(deadline=None, max_examples=15)

@@ -206,6 +206,11 @@ def test_arguments_that_are_knobs_too(options, kind, text):
             {"policy": "async", "exchange": "host", "exchange_timeout": 9.0, "anchor": 3,
              "max_overshoot": 4, "max_batch_diff": 2},
         ),
+        (
+            {"config": elche.DDPConfig(policy="async"),
+             "exchange": elche.HostExchange(run_ahead=True)},
+            {"policy": "async", "exchange": "host"},
+        ),
     ],
 )  # fmt: skip
 def test_a_config_says_what_objects_and_arguments_say(arguments, knobs):

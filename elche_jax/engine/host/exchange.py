@@ -56,7 +56,7 @@ class LiveExchange(Clock):
         fetch = _Fetch(coordinator, seconds, [0.0] * coordinator.world_size)
         self._threads: DeviceThreads[_Job] = DeviceThreads(
             "fetch", coordinator.world_size, fetch, coordinator.failed, coordinator.end,
-            [partial(_average, coordinator, averaging)],
+            {"average": partial(_average, coordinator, averaging)},
         )  # fmt: skip
 
     @property

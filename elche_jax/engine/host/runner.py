@@ -208,6 +208,7 @@ class HostRunner(LaneRunner):
                 due, session.due = session.due, deque()
                 self._apply_closed(session, [*due, *coordinator.closed()])
             reports = self._program.rule.reports(session.parts[session.present[0]])
+            reports = {name: value[0] for name, value in reports.items()}
             # the order matters: averages that are known go into the state before its next window
             deliveries = self._dispatch(session, window, calls, catch_up=not known)
             exchange.launch(window, deliveries)
@@ -232,7 +233,7 @@ class HostRunner(LaneRunner):
             for leaf in jax.tree.leaves(self._thin(state)):
                 leaf.delete()
         metrics = jax.device_put(session.metrics, self.lane.devices[session.present[0]])
-        metrics |= {name: value[0] for name, value in reports.items()}
+        metrics |= reports
         return new, metrics, metrics["finite"]
 
     def _keep(self, session: Session, closed: list[tuple[int, Outcome]]) -> None:
