@@ -38,9 +38,10 @@ def trained(windows, exchange="device", **options):
 
 @dataclass(frozen=True)
 class LongerState(State):
-    """State of `Longer`."""
+    """State of `Longer`; `hold` is for how many reports the counts stay."""
 
     counts: tuple[int, ...]
+    hold: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,10 @@ class Longer(elche.Cadence[LongerState]):
         return LongerState((1,) * world_size)
 
     def update(self, state, report, verdict=elche.STABLE):
-        if verdict.action == "nudge_down":
-            return replace(state, counts=(1,) * len(state.counts))
+        if verdict.action == "nudge_down":  # and of windows planned before there are two more
+            return replace(state, counts=(1,) * len(state.counts), hold=2)
+        if state.hold:
+            return replace(state, hold=state.hold - 1)
         return replace(state, counts=tuple(min(self.most, n + 1) for n in report.counts))
 
 
@@ -88,7 +91,7 @@ def test_a_cadence(options):
 
 def test_a_guard():
     _, _, counts = trained(
-        18, cadence=Longer(), averaging=elche.ParameterAveraging(), guard=EveryTenth()
+        20, cadence=Longer(), averaging=elche.ParameterAveraging(), guard=EveryTenth()
     )
     sizes = [n for n, _ in counts]
     assert max(sizes[:10]) == 6 and min(sizes[10:14]) == 1 and max(sizes[14:]) > 1

@@ -25,7 +25,6 @@ BELOW = {
     "data": {"_check", "_waiting", "cadence"},
     "averaging": {"_check"},
     "engine": {"_check", "_waiting", "averaging", "cadence", "data"},
-    "distributed": {"_check", "cadence", "data", "engine"},
     "train": {
         "_check",
         "_waiting",
@@ -33,11 +32,10 @@ BELOW = {
         "cadence",
         "config",
         "data",
-        "distributed",
         "engine",
         "observe",
     },
-    "lab": {"_check", "_exit", "cadence", "data", "distributed", "engine", "observe"},
+    "lab": {"_check", "_exit", "cadence", "data", "engine", "observe"},
 }
 BELOW["checkpoint"] = BELOW["train"] | {"train", "_exit"}
 BELOW["trainer"] = BELOW["checkpoint"] | {"checkpoint"}

@@ -100,7 +100,7 @@ def test_a_cold_synchronisation_does_not_raise_the_anchor(way):
     shape = (256, 256)
     rng = np.random.default_rng(0)
     params = {name: rng.normal(size=shape).astype("float32") / 16 for name in ("a", "b")}
-    data = {"x": rng.normal(size=(600, 256)).astype("float32")}
+    data = {"x": rng.normal(size=(2400, 256)).astype("float32")}
 
     def loss_fn(params, batch, rng):
         return ((jnp.tanh(batch["x"] @ params["a"]) @ params["b"]) ** 2).mean(1)
