@@ -1,7 +1,7 @@
 """A window as planned, and the same window as measured, in plain numbers.
 
-No other type describes a window: a cadence's reports, a timeline's records and the results of
-`advise` are derived from these.
+No other type describes a window in plain numbers: a cadence's reports, a timeline's records and
+the results of `advise` are derived from these.
 """
 
 import math

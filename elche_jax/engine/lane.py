@@ -1,7 +1,8 @@
 """A lane: devices of one kind, served by one mapped program. A single device is a lane, too.
 
 All differences between one device and several are here: how a function is compiled, how arrays
-are placed, and how windows are timed. Code above a lane has no such cases.
+are placed, and how windows are timed. Code above a lane has no such cases, except for
+the few that `tests/test_layers.py` lists.
 """
 
 from collections.abc import Sequence

@@ -23,7 +23,6 @@ from elche_jax.engine.state import TrainState
 from elche_jax.engine.timing import Clock
 
 PyTree = Any
-Accumulating = Callable[[jax.Array], None]
 Program = tuple[Hashable, Callable[[], Any]]
 """Key of a program in the compile cache, and the function that compiles it."""
 
@@ -131,14 +130,56 @@ class LaneRunner(ABC):
         return key, lambda: mapped.compile(*carried, payload, CallArgs(shape))
 
 
-class Runner(LaneRunner):
-    """Compiles and dispatches the programs of training; owns the gradient accumulator.
+class WindowRunner(LaneRunner):
+    """Runs windows of training, over some transport.
 
     Only the training thread may call `run`. `prepare` may be called from any thread.
 
     Attributes:
         state: Shapes of the stacked state.
         replicated: Function of a state that returns the part equal on all devices.
+    """
+
+    state: TrainState
+    replicated: Callable[[TrainState], TrainState]
+
+    @abstractmethod
+    def run(
+        self, state: TrainState, calls: Sequence[Call], launch: Launch, fused: bool = False
+    ) -> tuple[TrainState, dict[str, Any], Any]:
+        """Dispatch a window.
+
+        Args:
+            state: Stacked state; its buffers are donated.
+            calls: The calls of the accumulating program, in order.
+            launch: The dispatch. Called with the token of the accumulation before the combine
+                is dispatched, if these are two programs.
+            fused: Run the last call and the combine as one program, see `fuses`; the end of
+                the accumulation is then unknown.
+
+        Returns:
+            The new state; the metrics; and the token, a stacked array whose entry `d` is ready
+            when device `d` is done, never donated, which says per device whether its own sums
+            are finite.
+        """
+
+    @abstractmethod
+    def fuses(self, payload: Payload) -> bool:
+        """Return whether the last call and the combine can run as one compiled program.
+
+        If the program is not compiled yet, it starts compiling in the background.
+
+        Args:
+            payload: The data of the last call.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free what is kept on the devices between windows; the next window allocates it."""
+
+
+class Runner(WindowRunner):
+    """Runs windows whose devices exchange among themselves; owns the gradient accumulator.
 
     Args:
         program: The computation of one device.
@@ -189,13 +230,7 @@ class Runner(LaneRunner):
         self.begun = True
 
     def fuses(self, payload: Payload) -> bool:
-        """Return whether the last call and the combine can run as one compiled program.
-
-        If the program is not compiled yet, it starts compiling in the background.
-
-        Args:
-            payload: The data of the last call.
-        """
+        """See `WindowRunner.fuses`."""
         if self._one_program:
             return False
         key, _ = self._last_program(payload)
@@ -209,29 +244,9 @@ class Runner(LaneRunner):
         return self.lane.alone and not self._multiple_calls
 
     def run(
-        self,
-        state: TrainState,
-        calls: Sequence[Call],
-        accumulating: Accumulating,
-        fused: bool = False,
-    ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
-        """Dispatch a window without waiting for it.
-
-        Args:
-            state: Stacked state; its buffers are donated.
-            calls: The calls of the accumulating program, in order.
-            accumulating: Called with the token of the accumulation before the combine is
-                dispatched, if these are two programs.
-            fused: Run the last call and the combine as one program, see `fuses`; the end of
-                the accumulation is then unknown.
-
-        Returns:
-            The new state, the metrics, and the token of the combine.
-
-        A token is a stacked array whose entry `d` is ready when device `d` is done; it is
-        never donated, so that threads can wait for it. The combine's token also says, per
-        device, whether the device's own sums are finite.
-        """
+        self, state: TrainState, calls: Sequence[Call], launch: Launch, fused: bool = False
+    ) -> tuple[TrainState, dict[str, Any], Any]:
+        """See `WindowRunner.run`."""
         self._multiple_calls |= len(calls) > 1
         if self._one_program:
             whole = self._cache.get(*self._program(calls[0].payload))
@@ -251,12 +266,12 @@ class Runner(LaneRunner):
             return state, metrics, end
         combine = self._cache.get(*self._combine_program())
         assert token is not None  # a window has at least one call
-        accumulating(token)
+        launch(token)
         (state, end), metrics = combine(state, self._sums)
         return state, metrics, end
 
     def release(self) -> None:
-        """Free the accumulator; the next window allocates a new one."""
+        """See `WindowRunner.release`."""
         self._sums = self._unreported = None
 
     @property

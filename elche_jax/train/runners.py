@@ -19,7 +19,7 @@ from elche_jax.engine.merge import MergeRules
 from elche_jax.engine.microbatch import Microbatches
 from elche_jax.engine.reduce import Contribution
 from elche_jax.engine.rule import Ended, Rule
-from elche_jax.engine.runner import Runner
+from elche_jax.engine.runner import Runner, WindowRunner
 from elche_jax.engine.shapes import signature
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.trainable import Selection
@@ -28,8 +28,6 @@ from elche_jax.train.spec import DataPlan
 
 PyTree = Any
 logger = logging.getLogger("elche_jax")
-
-TrainRunner = Runner | HostRunner
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,8 @@ class Runners:
     ):
         self._loss_fn, self._optimizer, self._lane = loss_fn, optimizer, lane
         self._options, self._cache = options, cache
-        self._runners: dict[Any, TrainRunner] = {}
-        self._used: TrainRunner | None = None
+        self._runners: dict[Any, WindowRunner] = {}
+        self._used: WindowRunner | None = None
         self._unreported: PyTree = None
 
     def release(self) -> None:
@@ -94,7 +92,7 @@ class Runners:
     def unreported(self, rows: PyTree) -> None:
         self._used, self._unreported = None, rows
 
-    def get(self, initial: StateSpec, plan: DataPlan) -> TrainRunner:
+    def get(self, initial: StateSpec, plan: DataPlan) -> WindowRunner:
         """Return the runner for a state and data of these shapes.
 
         Raises:
@@ -137,7 +135,7 @@ class Runners:
         self._used = runner
         return runner
 
-    def _pass_unreported(self, runner: TrainRunner) -> None:
+    def _pass_unreported(self, runner: WindowRunner) -> None:
         """Pass unreported metrics of the previous runner to the next one, if it has the same."""
         rows, taken = self.unreported, None
         self._unreported = None
@@ -191,7 +189,7 @@ class Runners:
             **common, drop_nonfinite=options.finite.drops, packs=size > 1 and not alone
         )
 
-    def _make(self, work: Microbatches, initial: StateSpec) -> TrainRunner:
+    def _make(self, work: Microbatches, initial: StateSpec) -> WindowRunner:
         options, emulate = self._options, self._options.emulate
         rule, where = self.rule(initial, work), (self._lane, self._cache, initial.shapes)
         if options.host is None:

@@ -25,6 +25,7 @@ from elche_jax.engine.local import average
 from elche_jax.engine.loss import LossFn
 from elche_jax.engine.mapped import Mapped
 from elche_jax.engine.replicas import unreplicate
+from elche_jax.engine.runner import WindowRunner
 from elche_jax.engine.shapes import difference, shapes_of
 from elche_jax.engine.state import TrainState
 from elche_jax.observe.report import RunReport, make_report
@@ -49,7 +50,7 @@ from elche_jax.train.resume import (
     rows_to_dict,
     run_to_dict,
 )
-from elche_jax.train.runners import Runners, StateSpec, TrainRunner
+from elche_jax.train.runners import Runners, StateSpec
 from elche_jax.train.timing import Timing
 from elche_jax.train.verify import ReplicaCheck
 from elche_jax.train.windows import Windows
@@ -81,9 +82,9 @@ class TrainStep:
         self._cache = CompileCache(None if options.timeline is None else self._scheduler.on_compile)
         lane, *_ = lanes_of(devices)  # there is only one: build_train_step has checked it
         self._runners = Runners(loss_fn, optimizer, lane, options, self._cache)
-        self._last_pipeline: Pipeline[TrainRunner] | None = None
+        self._last_pipeline: Pipeline[WindowRunner] | None = None
         # a window that the user keeps must keep its pipeline: it can still be trained
-        self._pipelines: WeakKeyDictionary[Window, Pipeline[TrainRunner]] = WeakKeyDictionary()
+        self._pipelines: WeakKeyDictionary[Window, Pipeline[WindowRunner]] = WeakKeyDictionary()
         self._initial: StateSpec | None = None
         self._bytes = 0, 0  # exchanged per device and window, saved by frozen parameters
         self._loading = Loading(devices)
@@ -298,8 +299,8 @@ class TrainStep:
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Train one window.
 
-        Returns as soon as the programs are dispatched. With `exchange="host"` it returns when
-        the window's average is known, except under `policy="async"`.
+        Returns as soon as the programs are dispatched. With an exchange on the host it returns
+        when the window's average is known, unless devices run ahead.
 
         Args:
             state: The state. Its buffers are donated: use the returned state. To keep a
@@ -309,9 +310,9 @@ class TrainStep:
         Returns:
             The new state and the window's metrics, scalars: `loss` and the `aux` of
             `loss_fn` as weighted means, `weight` (its sum), and `finite`. Reading a metric
-            waits for the window; reading it one window later does not. With `delay=1` they
-            are those of the previous window, under `exchange="host"` with `policy="async"`
-            those of the last window averaged; NaN before the first.
+            waits for the window; reading it one window later does not. With `delay=k` they
+            are those of `k` windows before, if devices run ahead those of the last window
+            averaged; NaN before the first.
 
         Raises:
             TypeError: `state` or `window` has the wrong type.
@@ -347,7 +348,7 @@ class TrainStep:
             self._options.emulate.settle()
         return state, dict(flight.metrics)  # a copy: the watcher thread reads the original
 
-    def pipeline_of(self, window: Window, where: str) -> Pipeline[TrainRunner]:
+    def pipeline_of(self, window: Window, where: str) -> Pipeline[WindowRunner]:
         """Return the pipeline that runs a window.
 
         Args:
@@ -371,7 +372,7 @@ class TrainStep:
         """Return one set of parameters, even if the devices' copies differ.
 
         If all copies are equal, as in gradient mode, it is `unreplicate(state.params)`. They
-        differ with `DiLoCo(fragments=...)`, `delay=1` or devices that run ahead: arrays are
+        differ with `DiLoCo(fragments=...)`, `delay=k` or devices that run ahead: arrays are
         then averaged by the steps since their last exchange. All devices take part, including
         late ones.
 

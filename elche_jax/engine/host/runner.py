@@ -37,7 +37,7 @@ from elche_jax.engine.loop import Seconds
 from elche_jax.engine.mapped import PerDeviceJit, stack_shards, stacked_sharding
 from elche_jax.engine.reduce import Mean
 from elche_jax.engine.replicas import is_stacked, replicate
-from elche_jax.engine.runner import Call, LaneRunner, Launch, Program, zeros
+from elche_jax.engine.runner import Call, Launch, Program, WindowRunner, zeros
 from elche_jax.engine.state import (
     AveragingState,
     PendingUpdate,
@@ -60,11 +60,8 @@ class Shapes:
     pending: PendingUpdate
 
 
-class HostRunner(LaneRunner):
+class HostRunner(WindowRunner):
     """Compiles and launches the programs of every device.
-
-    It has the interface of `elche_jax.engine.runner.Runner`. Only the training thread may call
-    `run`; any thread may call `prepare`.
 
     Args:
         program: The functions of a window.
@@ -134,7 +131,7 @@ class HostRunner(LaneRunner):
         return LiveExchange(coordinator, self._averaging, self._seconds, self._keep)
 
     def fuses(self, payload: Payload) -> bool:
-        """Return False: a window's end cannot be fused with its last call."""
+        """Return False: every device ends its window by itself."""
         del payload
         return False
 
@@ -156,17 +153,8 @@ class HostRunner(LaneRunner):
         """Run a window.
 
         Waits for its average; if devices run ahead, waits only as long as the limits require,
-        and applies the averages that have arrived by then.
-
-        Args:
-            state: Stacked state; its buffers are donated.
-            calls: The calls of the accumulating program, in order.
-            launch: The dispatch, which names the run.
-            fused: Not used.
-
-        Returns:
-            The new state; the metrics of the window or, if devices run ahead, of the last one
-            that was averaged; and whether that window was finite.
+        and applies the averages that have arrived by then. The metrics are then those of the
+        last window that was averaged, and the token says whether that was finite.
         """
         del fused
         if isinstance(launch.watch, LiveExchange):
