@@ -6,7 +6,9 @@ So the first windows are timed, and later only every few, as long as windows tak
 as the last timed window with the same counts.
 """
 
+from collections import deque
 from collections.abc import Sequence
+from statistics import median
 
 from elche_jax.cadence import WindowRecord
 
@@ -21,8 +23,15 @@ AFTER_A_SURPRISE = 4
 """Windows timed after one that took longer or shorter than expected: enough to confirm a change
 of speed and to react to it."""
 
-EXPECTED = (0.8, 1.25)
-"""Range of an untimed window's duration, relative to the last timed one, that is as expected."""
+LEAST, MOST = 0.25, 1.5
+"""Bounds of the relative deviation from the expected duration above which an untimed window is a
+surprise: the least one, and the one that is a surprise on any machine."""
+
+DEVIATIONS = 4
+"""Between these bounds: mean deviations of the windows so far."""
+
+SMOOTHING = 0.1
+"""Weight of a window in the mean deviation."""
 
 
 class Timing:
@@ -34,7 +43,9 @@ class Timing:
 
     def __init__(self, always: bool):
         self._always = always
-        self._expected: tuple[tuple[int, ...], float] | None = None
+        self._counts: tuple[int, ...] = ()
+        self._walls: deque[float] = deque(maxlen=8)  # milliseconds of windows of these counts
+        self._deviation = 0.0
         self._surprised = 0
 
     def timed(self, window: int, counts: Sequence[int]) -> bool:
@@ -47,8 +58,8 @@ class Timing:
         if self._surprised:
             self._surprised -= 1
             return True
-        known = self._expected is not None and self._expected[0] == tuple(counts)
-        return self._always or window < FIRST or window % EVERY == 0 or not known
+        known = self._walls and self._counts == tuple(counts)
+        return bool(self._always or window < FIRST or window % EVERY == 0 or not known)
 
     @property
     def surprised(self) -> bool:
@@ -62,11 +73,20 @@ class Timing:
             record: The window.
             timed: Whether it was timed.
         """
-        if timed:
-            if record.steady and not record.cold:
-                self._expected = record.counts, record.wall_ms
-        elif self._expected is not None and self._expected[0] == record.counts:
-            low, high = EXPECTED
-            share = record.wall_ms / self._expected[1]
-            if not low <= share <= high:
-                self._surprised, self._expected = AFTER_A_SURPRISE, None
+        if timed and (record.cold or not record.steady):
+            return
+        if record.counts != self._counts:
+            if not timed:
+                return
+            self._counts, self._walls = record.counts, deque(maxlen=8)
+        expected = median(self._walls) if self._walls else record.wall_ms
+        ratio = record.wall_ms / expected
+        away = max(ratio, 1 / ratio) - 1
+        limit = min(max(LEAST, DEVIATIONS * self._deviation), MOST)
+        # short windows on a busy machine vary by themselves
+        self._deviation += SMOOTHING * (min(away, 1.0) - self._deviation)
+        if not timed and away > limit:
+            self._surprised = AFTER_A_SURPRISE
+            self._walls.clear()  # the windows that follow may all take as long
+        else:
+            self._walls.append(record.wall_ms)

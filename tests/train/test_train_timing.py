@@ -46,6 +46,28 @@ def test_after_a_window_that_took_another_time(wall_ms):
     assert calm(timing, (37, 38), wall_ms) == [False, False]  # that is what is expected now
 
 
+def surprises(walls):
+    """How many of such windows are a surprise."""
+    timing, found = Timing(always=False), 0
+    for window, wall_ms in enumerate(walls):
+        timed, before = timing.timed(window, (2, 1)), timing.surprised
+        timing.observe(record(window, wall_ms, steady=timed), timed)
+        found += timing.surprised and not before
+    return timing, found
+
+
+def test_windows_that_vary_by_themselves_are_no_surprise():
+    """As short ones do on a busy machine; one that takes three times as long still is one."""
+    rng = np.random.default_rng(0)
+    timing, found = surprises(3.0 * rng.lognormal(0, 0.35, size=2000))
+    assert found < 100
+    median = np.median(timing._walls)
+    while timing.timed(2001, (2, 1)):  # 2001 is not one that is timed anyway
+        timing.observe(record(2001, median), timed=True)
+    timing.observe(record(2001, 3 * median, steady=False), timed=False)
+    assert timing.surprised
+
+
 def test_windows_of_other_counts():
     timing = Timing(always=False)
     calm(timing, range(32))
