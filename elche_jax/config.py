@@ -254,6 +254,9 @@ class DDPConfig:
 
     def _check_exchange(self) -> None:
         where = "DDPConfig"
+        if isinstance(self.exchange, HostExchange):
+            rule, todo = "be 'device' or 'host'", "Pass the object to build_train_step."
+            raise TypeError(check.message(where, "exchange", rule, self.exchange, todo))
         check.one_of(where, "exchange", self.exchange, EXCHANGES)
         check.real(where, "exchange_timeout", self.exchange_timeout, above=0)
         if self.max_overshoot is not None:

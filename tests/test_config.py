@@ -295,6 +295,11 @@ def test_the_exchange_that_knobs_mean(knobs, exchange):
             "DDPConfig: max_overshoot must be None unless exchange='host' and policy='async', got",
         ),
         (
+            lambda: DDPConfig(exchange=HostExchange()),
+            TypeError,
+            r"DDPConfig: exchange must be 'device' or 'host', got HostExchange\(.*\)\. Pass the ",
+        ),
+        (
             lambda: DDPConfig(exchange="cpu"),
             ValueError,
             "DDPConfig: exchange must be one of 'device', 'host', got 'cpu'",

@@ -49,6 +49,7 @@ def check_together(
     rule: AveragingRule | MeanGradient,
     exchange: HostExchange | None,
     *,
+    world_size: int,
     chosen: Sequence[str],
     nonfinite: str,
     dynamic_scale: bool,
@@ -58,6 +59,7 @@ def check_together(
     Args:
         rule: The rule, complete.
         exchange: The exchange on the host; None for an exchange on the devices.
+        world_size: Number of devices.
         chosen: The settings that select the cadence, for messages.
         nonfinite: See `build_train_step`.
         dynamic_scale: Whether the loss scale is dynamic.
@@ -68,7 +70,7 @@ def check_together(
     """
     name = type(rule).__name__
     if isinstance(rule, AveragingRule):
-        _check_local(rule, chosen, nonfinite, dynamic_scale)
+        _check_local(rule, world_size, chosen, nonfinite, dynamic_scale)
     if nonfinite == "ignore" and rule.compression == "int8":
         must = "be None or 'bfloat16' with nonfinite='ignore', as int8 has no number for NaN"
         raise ValueError(check.message(name, "compression", must, "'int8'"))
@@ -81,11 +83,15 @@ def check_together(
 
 
 def _check_local(
-    rule: AveragingRule, chosen: Sequence[str], nonfinite: str, dynamic_scale: bool
+    rule: AveragingRule,
+    world_size: int,
+    chosen: Sequence[str],
+    nonfinite: str,
+    dynamic_scale: bool,
 ) -> None:
     name = type(rule).__name__
     _check_exponent(name, rule.exponent)
-    _check_weigh(name, rule)
+    _check_weigh(name, rule, world_size)
     if nonfinite == "ignore":
         must = f"be 'raise' or 'skip' with averaging={name}, which leaves such devices out"
         raise ValueError(check.message(WHERE, "nonfinite", must, repr(nonfinite)))
@@ -112,10 +118,10 @@ def _check_exponent(name: str, exponent: Any) -> None:
         raise TypeError(check.message(name, "exponent", rule, f"one that gives {value}"))
 
 
-def _check_weigh(name: str, rule: AveragingRule) -> None:
+def _check_weigh(name: str, rule: AveragingRule, world_size: int) -> None:
     """Raise if the weights of a custom rule cannot be traced, or are not one per device."""
-    rows = jax.ShapeDtypeStruct((2,), jnp.float32)
-    must = "give one number per device, an array (devices,), made of work.xp"
+    rows = jax.ShapeDtypeStruct((world_size,), jnp.float32)
+    must = f"return one number per device, an array ({world_size},), made with work.xp"
 
     def weights(steps: Any, loss: Any, window: Any) -> Any:
         return rule.weigh(DeviceWork(steps, loss, steps > 0, window, jnp))
@@ -125,9 +131,8 @@ def _check_weigh(name: str, rule: AveragingRule) -> None:
     except Exception as error:
         got = f"one that raises {type(error).__name__}: {str(error).splitlines()[0]}"
         raise TypeError(check.message(name, "weigh", must, got)) from error
-    if getattr(value, "shape", None) != (2,) or not _is_number(value.dtype):
-        got = f"{value} for two devices"
-        raise TypeError(check.message(name, "weigh", must, got))
+    if getattr(value, "shape", None) != (world_size,) or not _is_number(value.dtype):
+        raise TypeError(check.message(name, "weigh", must, value))
 
 
 def _is_number(dtype: Any) -> bool:

@@ -188,8 +188,9 @@ def build_train_step(
     rule = config.rule(averaging, run_ahead=exchange is not None and exchange.run_ahead)
     chosen = _chosen(cadence, config)
     check_together(
-        rule, exchange, chosen=chosen, nonfinite=nonfinite, dynamic_scale=dynamic is not None
-    )
+        rule, exchange, world_size=len(devices), chosen=chosen, nonfinite=nonfinite,
+        dynamic_scale=dynamic is not None,
+    )  # fmt: skip
     if isinstance(rule, AveragingRule):
         cadence = cadence_of(rule, cadence, config, len(devices))
         guard = guard or (TrendGuard() if rule.inner_steps is None else NoGuard())
@@ -209,7 +210,8 @@ def _exchange(exchange: HostExchange | None, config: DDPConfig) -> HostExchange 
     if exchange is None:
         return config.host_exchange()
     if not isinstance(exchange, HostExchange):
-        rule, todo = "be a HostExchange or None", "Pass elche_jax.HostExchange()."
+        rule = "be a HostExchange or None"
+        todo = "Pass elche_jax.HostExchange(), or nothing for an exchange on the devices."
         got = check.describe(exchange)
         raise TypeError(check.message("build_train_step", "exchange", rule, got, todo))
     if config.exchange == "host":

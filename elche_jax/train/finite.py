@@ -103,7 +103,8 @@ AVERAGES = Wording(
     "in {most} windows in a row a device was left out of the average as not finite (max_skips), "
     "the last one {name}: {culprits}. Look at the data, lower the learning rate, or raise "
     "max_skips.",
-    "no device, but what they were joined to, or it weighs less than 2**-100",
+    "no device, but their average, or the rule's weights (weigh, exponent) are negative, not "
+    "finite or all 0, or the window weighs less than 2**-100",
     "left out: not finite",
 )
 

@@ -247,7 +247,7 @@ def test_an_outer_optimizer_that_makes_no_number_is_noticed_and_changes_nothing(
         )  # fmt: skip
         state = train.init(params())
         with (
-            pytest.raises(elche.NonFiniteError, match=r"were not: (no device, but what they|dev)"),
+            pytest.raises(elche.NonFiniteError, match=r"were not: (no device, but their|dev)"),
             train.windows(data(), BATCH) as windows,
         ):
             for window in windows:

@@ -287,9 +287,9 @@ def test_gradients_that_nobody_waits_for():
 @pytest.mark.parametrize(
     ("weigh", "got"),
     [
-        (lambda work: work.steps[:1], r"ShapeDtypeStruct\(shape=\(1,\), .* for two devices"),
-        (lambda work: [1.0, 2.0], r"\[.*\] for two devices"),
-        (lambda work: None, "None for two devices"),
+        (lambda work: work.steps[:2], r"ShapeDtypeStruct\(shape=\(2,\), .*\)"),
+        (lambda work: [1.0, 2.0], r"\[.*\]"),
+        (lambda work: None, "None"),
         (lambda work: np.sqrt(work.steps), "one that raises TracerArrayConversionError: "),
         (lambda work: work.steps if work.loss[0] > 1 else work.loss, "one that raises Tracer"),
     ],
@@ -301,9 +301,24 @@ def test_weights_that_are_no_array(weigh, got):
             return weigh(work)
 
     with pytest.raises(
-        TypeError, match=f"^Own: weigh must give one number per device, .* got {got}"
+        TypeError, match=f"^Own: weigh must return one number per device, .* got {got}"
     ):
         elche.build_train_step(loss_fn, optax.sgd(0.1), averaging=Own())
+
+
+def test_weights_for_these_devices_alone():
+    class Fixed(elche.ParameterAveraging):
+        def weigh(self, work):
+            return work.xp.asarray([1.0, 2.0, 1.0])
+
+    train = elche.build_train_step(
+        loss_fn, optax.sgd(0.1), devices=jax.devices()[:3], averaging=Fixed(),
+        cadence=elche.FixedTotal(6),
+    )  # fmt: skip
+    state = train.init(params())
+    for window in train.windows({name: leaf[: 6 * BATCH] for name, leaf in data().items()}, BATCH):
+        state, metrics = train(state, window)
+    assert np.asarray(metrics["share"]).tolist() == [0.25, 0.5, 0.25]
 
 
 def test_more_windows_than_may_be_pending():

@@ -424,7 +424,9 @@ def test_an_exponent_that_is_no_number_later_on():
     )
     state = train.init(params())
     few = {name: leaf[: 6 * BATCH] for name, leaf in data().items()}
-    message = r"window 1 \(epoch 0, counts \(1, 2\)\) were not: no device, but what they were"
+    message = (
+        r"window 1 \(epoch 0, counts \(1, 2\)\) were not: no device, but their average, or the rule"
+    )
     with pytest.raises(elche.NonFiniteError, match=message), train.windows(few, BATCH) as windows:
         for window in windows:
             state, _ = train(state, window)
