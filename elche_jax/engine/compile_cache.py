@@ -14,6 +14,8 @@ logger = logging.getLogger("elche_jax")
 
 Build = Callable[[], Any]
 
+_MISSING = object()
+
 OnCompile = Callable[[Hashable, float, bool], None]
 """Called after each compile with the key, its seconds, and whether it was compiled ahead."""
 
@@ -81,8 +83,8 @@ class CompileCache:
 
         A compile error is raised once and then forgotten: the next request tries again.
         """
-        built = self._built.get(key)
-        if built is not None:
+        built = self._built.get(key, _MISSING)
+        if built is not _MISSING:
             with self._changed:
                 self._hits += 1
             return built
@@ -188,10 +190,12 @@ class CompileCache:
         if error is not None:
             program.set_exception(error)
             return
-        program.set_result(built)
-        with self._changed:
+        with (
+            self._changed
+        ):  # before the result, as `wait` returns with it and `ready` must then hold
             if self._programs.get(key) is program and key not in self._begun:
                 self._built[key] = built
+        program.set_result(built)
         if self._on_compile is not None:
             self._on_compile(key, seconds, bool(ahead))
 

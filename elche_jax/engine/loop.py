@@ -98,14 +98,7 @@ def run_loop(
     body: Callable[[Any, C], C],
     carry: C,
 ) -> tuple[C, Any]:
-    """Run `call_args.count` microbatches.
-
-    Args:
-        hook: Emulation, or None.
-        step: Index of the window.
-        call_args: Arguments of the call.
-        body: Runs one microbatch, `body(i, carry) -> carry`.
-        carry: The initial carry.
+    """Run the microbatches of a call of training; the arguments are those of `emulated_loop`.
 
     Returns:
         The final carry, and a token: a small array that is ready when the loop is done.

@@ -73,8 +73,8 @@ class Timing:
             record: The window.
             timed: Whether it was timed.
         """
-        if timed and (record.cold or not record.steady):
-            return
+        if (timed and (record.cold or not record.steady)) or record.wall_ms <= 0:
+            return  # a duration of 0 is no measurement, and nothing can be compared with it
         if record.counts != self._counts:
             if not timed:
                 return

@@ -95,6 +95,7 @@ def test_none_is_a_program_like_any_other():
     cache = CompileCache()
     assert cache.get("a", lambda: None) is None
     assert cache.get("a", never) is None
+    assert counts(cache) == (1, 1, 0)
 
 
 def test_two_threads_that_ask_for_one_key_compile_once():
@@ -291,3 +292,13 @@ def test_what_was_prepared_is_let_go_of_too():
     held.go.set()
     waiting()
     assert old.calls == 0
+
+
+def test_a_program_is_ready_as_soon_as_a_wait_for_it_may_end():
+    cache, build, seen = CompileCache(), Build(), []
+    cache.prepare("key", build)
+    cache._programs["key"].add_done_callback(lambda program: seen.append(cache.ready("key")))
+    build.go.set()
+    for thread in compilers():
+        thread.join(GIVE_UP)
+    assert seen == [True]

@@ -68,6 +68,15 @@ def test_windows_that_vary_by_themselves_are_no_surprise():
     assert timing.surprised
 
 
+def test_a_duration_of_nothing_is_no_measure():
+    timing = Timing(always=False)
+    calm(timing, range(31))
+    timing.observe(record(31, 0.0), timed=True)
+    timing.observe(record(32, 0.0, steady=False), timed=False)
+    assert not timing.surprised
+    assert calm(timing, (33, 34)) == [False, False]
+
+
 def test_windows_of_other_counts():
     timing = Timing(always=False)
     calm(timing, range(32))
