@@ -21,7 +21,7 @@ from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.microbatch import all_finite, chosen, clip, computed_once, floats
 from elche_jax.engine.precision import adjust
 from elche_jax.engine.reduce import Contribution, Mean, Reduction, Row
-from elche_jax.engine.rule import Ended, Leaves, Rule
+from elche_jax.engine.rule import Agreed, Ended, Leaves, Rule
 from elche_jax.engine.state import PendingUpdate, TrainState, averaging_of, with_averaging
 from elche_jax.engine.wire import encode
 
@@ -122,24 +122,33 @@ class GradientRule(Rule):
         sums = sums | {"bad": (~done.own).astype(jnp.float32)}
         return Contribution(payload, jnp.stack(row), sums, done.model_state), error
 
-    def apply(self, ended: Ended, mean: Mean) -> tuple[TrainState, Any]:
+    def agree(self, ended: Ended, mean: Mean) -> Agreed:
         before, after = ended.before, ended.after
-        trained, frozen = self.work.selection.split(after.params)
+        trained, _ = self.work.selection.split(after.params)
         merged, last = self.merged(ended, mean)
         grads = self._packing(trained).unpack(mean.payload, AXIS)
         updates, opt_state = self.update(before, grads, after.opt_state, trained, mean.loss)
-        params = self.work.selection.join(optax.apply_updates(trained, updates), frozen)
+        moved = optax.apply_updates(trained, updates)
         fine = ~mean.good | all_finite((mean.payload, floats(merged), updates))
         finite = mean.finite & fine
         good = computed_once((finite | (not self.drop_nonfinite)) & mean.good)
-        # the rounding errors of a dropped window are dropped, too
-        new = (params, opt_state, merged, averaging_of(after).error)
-        old = (after.params, after.opt_state, last, averaging_of(before).error)
-        params, opt_state, merged, error = chosen(good, new, old)
-        state = with_averaging(self.with_merged(ended, merged), error=error)
+        new, old = (moved, opt_state, merged), (trained, after.opt_state, last)
+        trained, opt_state, merged = chosen(good, new, old)
         loss_scale = adjust(after.loss_scale, finite)
-        state = state.replace(params=params, opt_state=opt_state, loss_scale=loss_scale)
-        return state, fine | ~mean.finite
+        leaves, fine = jax.tree.leaves(trained), fine | ~mean.finite
+        return Agreed(leaves, opt_state, merged, (), loss_scale, good, fine)
+
+    def adopt(self, ended: Ended, agreed: Agreed) -> TrainState:
+        after, selection = ended.after, self.work.selection
+        trained, frozen = selection.split(after.params)
+        params = selection.join(jax.tree.structure(trained).unflatten(agreed.trained), frozen)
+        # the rounding errors of a dropped window are dropped, too
+        errors = averaging_of(after).error, averaging_of(ended.before).error
+        error = chosen(agreed.good, *errors)
+        state = with_averaging(self.with_merged(ended, agreed.merged), error=error)
+        return state.replace(
+            params=params, opt_state=agreed.opt_state, loss_scale=agreed.loss_scale
+        )
 
     def reduction(self, state: TrainState) -> Reduction:
         del state

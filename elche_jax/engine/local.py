@@ -29,7 +29,7 @@ from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.merge import MergeRules, opt_rules, wide
 from elche_jax.engine.microbatch import all_finite, chosen, clip, computed_once, floats
 from elche_jax.engine.reduce import Contribution, Mean, Reduction, Row, dot, shares_of
-from elche_jax.engine.rule import Ended, Leaves, Rule
+from elche_jax.engine.rule import Agreed, Ended, Leaves, Rule
 from elche_jax.engine.state import (
     AveragingState,
     PendingUpdate,
@@ -177,18 +177,32 @@ class LocalRule(Rule):
         contribution = Contribution(payload, jnp.stack(row), sums, state)
         return contribution, self._put(kept.error, part, error)
 
-    def apply(self, ended: Ended, mean: Mean) -> tuple[TrainState, Any]:
+    def agree(self, ended: Ended, mean: Mean) -> Agreed:
         before, after, part = ended.before, ended.after, ended.part
-        base = self._base(before, after)
-        trained, frozen = self.work.selection.split(after.params)
-        mine, structure = jax.tree.flatten(trained)
-        x = self._pick(base, part)
+        x = self._pick(self._base(before, after), part)
+        mine = jax.tree.leaves(self.work.selection.split(after.params)[0])
         kept = averaging_of(after)
         new, outer = self._moved(x, self._pick(mine, part), mean.payload, kept, part)
         # the outer optimizer may overflow on finite differences
         fine = all_finite(new)
         good = computed_once(mean.good & fine)
         new = [leaf.astype(old.dtype) for leaf, old in zip(new, x, strict=True)]
+        opt_state = None
+        if self.averaging.optimizer_state == "average":
+            leaves, structure = jax.tree.flatten(before.opt_state)
+            changes = mean.state[len(self.merge_rules.rules) :]
+            rules = self._opt_rules(before)
+            opt_state = structure.unflatten(rules.apply_differences(leaves, changes))
+        merged = chosen(good, *self.merged(ended, mean))
+        outer = chosen(good, outer, kept.outer)
+        return Agreed(new, opt_state, merged, outer, after.loss_scale, good, fine)
+
+    def adopt(self, ended: Ended, agreed: Agreed) -> TrainState:
+        before, after, part = ended.before, ended.after, ended.part
+        base, good, new = self._base(before, after), agreed.good, agreed.trained
+        trained, frozen = self.work.selection.split(after.params)
+        mine, structure = jax.tree.flatten(trained)
+        kept = averaging_of(after)
         base, mine = chosen(good, self._put(base, part, new), base), self._put(mine, part, new)
         if self.late:
             mine = base
@@ -196,20 +210,19 @@ class LocalRule(Rule):
                 pairs = zip(mine, one.progress, strict=True)
                 mine = [(wide(y) - g).astype(y.dtype) for y, g in pairs]
         params = structure.unflatten(mine)
-        count = len(self.merge_rules.rules)
-        opt_state = self._optimizer_state(ended, params, mean.state[count:], good)
-        state = self.with_merged(ended, chosen(good, *self.merged(ended, mean)))
+        opt_state = self._optimizer_state(ended, params, agreed)
+        state = self.with_merged(ended, agreed.merged)
         state = state.replace(params=self.work.selection.join(params, frozen), opt_state=opt_state)
         steps = kept.steps
         if self.late:
             steps = jnp.sum(jnp.stack([jnp.float32(0), *(one.steps for one in ended.later)]))[None]
         elif steps is not None:
             steps = steps.at[part].set(0)
-        base, outer = base if kept.base else [], chosen(good, outer, kept.outer)
-        state = with_averaging(state, base=base, outer=outer, steps=steps)
+        base = base if kept.base else []
+        state = with_averaging(state, base=base, outer=agreed.outer, steps=steps)
         if not self.late:  # without any contribution everything stays as it was
             state = state.replace(**chosen(good, _changed(state), _changed(before)))
-        return state, fine
+        return state
 
     def reduction(self, state: TrainState) -> Reduction:
         rules = self.merge_rules
@@ -244,14 +257,14 @@ class LocalRule(Rule):
         new = [m + (u + d) for m, u, d in zip(middle, leaves, mean, strict=True)]
         return new, (*kept.outer[:part], state, *kept.outer[part + 1 :])
 
-    def _optimizer_state(self, ended: Ended, trained: PyTree, mean: Leaves, good: Any) -> PyTree:
+    def _optimizer_state(self, ended: Ended, trained: PyTree, agreed: Agreed) -> PyTree:
         how = self.averaging.optimizer_state
         if how == "reset":
             return self.tx.init(trained)
         if how == "keep":  # a device that was left out starts with a fresh state
-            return chosen(ended.done.own | ~good, ended.after.opt_state, self.tx.init(trained))
-        leaves, structure = jax.tree.flatten(ended.before.opt_state)
-        return structure.unflatten(self._opt_rules(ended.before).apply_differences(leaves, mean))
+            own = ended.done.own | ~agreed.good
+            return chosen(own, ended.after.opt_state, self.tx.init(trained))
+        return agreed.opt_state
 
     def _opt_rules(self, state: TrainState) -> MergeRules:
         rules = opt_rules(state.opt_state)

@@ -7,6 +7,9 @@ A window of a rule, on every device:
 A transport calls these and computes the mean, either by collectives of the devices
 (`elche_jax.engine.collective`) or on the host (`elche_jax.engine.host`). With windows pending,
 `apply` gets the mean of an earlier window than the one just finished.
+
+`apply` has two halves: `agree` computes what is the same on all devices, and may be computed by
+one of them; `adopt` puts it into a device's own state.
 """
 
 from abc import ABC, abstractmethod
@@ -48,6 +51,30 @@ class Ended:
     done: PendingUpdate
     part: int
     later: Sequence[PendingUpdate] = ()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Agreed:
+    """What a mean makes of a state, the same on all devices.
+
+    Attributes:
+        trained: Trained parameters of the part that was exchanged, in the order of their leaves.
+        opt_state: State of the optimizer; None if every device has its own.
+        merged: Merged leaves of model state.
+        outer: State of the outer optimizer.
+        loss_scale: Dynamic scale of the loss, or None.
+        good: Whether the mean is applied; if not, the state stays as it is.
+        fine: False if the new state would not be finite although the mean is.
+    """
+
+    trained: Leaves
+    opt_state: PyTree
+    merged: Leaves
+    outer: tuple[PyTree, ...]
+    loss_scale: PyTree
+    good: Any
+    fine: Any
 
 
 @dataclass(frozen=True)
@@ -121,6 +148,23 @@ class Rule(ABC):
         """
 
     @abstractmethod
+    def agree(self, ended: Ended, mean: Mean) -> Agreed:
+        """Compute from the mean of a window what is the same on all devices.
+
+        Args:
+            ended: The window.
+            mean: Its mean.
+        """
+
+    @abstractmethod
+    def adopt(self, ended: Ended, agreed: Agreed) -> TrainState:
+        """Return the device's state with what the devices agree on.
+
+        Args:
+            ended: The window.
+            agreed: The result of `agree`, on this device or another.
+        """
+
     def apply(self, ended: Ended, mean: Mean) -> tuple[TrainState, Any]:
         """Apply the mean of a window.
 
@@ -131,6 +175,8 @@ class Rule(ABC):
         Returns:
             The new state, and False if it would not be finite although the mean is.
         """
+        agreed = self.agree(ended, mean)
+        return self.adopt(ended, agreed), agreed.fine
 
     @abstractmethod
     def reduction(self, state: TrainState) -> Reduction:
