@@ -268,6 +268,7 @@ class Checkpointer:
         store = self._store
         if store is None or not (force or self.due(window)) or self._step == step:
             return False
+        # one checkpoint at a time, which bounds the memory for copies
         self.wait()
         self.check()
         if store.steps and store.steps[-1] >= step:
@@ -278,12 +279,14 @@ class Checkpointer:
             )
         pipeline.finish()
         self._step, self._last = step, time.monotonic()
+        # copied before this returns: the next window donates the state's buffers
         snapshot, known = take(state, self._train.common(state)), self._train.run_to_dict()
         job = (store, window, snapshot, known, score, notes)
         thread = threading.Thread(target=self._write, args=job, name="elche-checkpoint")
         self._done.clear()
         thread.start()
         self._thread = thread
+        # before Python closes its thread pools, one of which orbax needs
         self._forget = before_exit(thread.join)
         return True
 
@@ -362,6 +365,7 @@ class Checkpointer:
                     "elche: the checkpoint of window %d was not written: %s. Later failures are "
                     "not logged.", step, _describe(error),
                 )  # fmt: skip
+            # no step: a window whose checkpoint failed may be saved again
             self._error, self._step = self._error or error, None
         else:
             self.written = step
@@ -386,6 +390,7 @@ class Checkpointer:
         rows = stacked(state, saved.leaves, specs, before)
         own = own_names(state, train.common(state))
         apart = {name for name, spec in specs.items() if spec.own}
+        # also if this run keeps something alike on all devices that the saved one did not
         moved = before != train.world_size or not apart <= own
         rows = train.adopt(rows, join=moved)
         if moved:

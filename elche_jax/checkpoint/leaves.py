@@ -63,6 +63,7 @@ def _part(key: Any) -> str:
     else:
         text = jax.tree_util.keystr((key,))
     # Orbax joins names with dots
+    # an empty key would leave a gap in the path, and quoting never gives a lone "%"
     return text.replace("%", "%25").replace("/", "%2F").replace(".", "%2E") or "%"
 
 
@@ -77,6 +78,7 @@ def digest(content: np.ndarray | bytes) -> str:
 def encode(array: np.ndarray) -> np.ndarray:
     """Return the array to write: the array itself, or its bytes if its dtype is not built in."""
     array = np.ascontiguousarray(array)
+    # float8_e5m2 of ml_dtypes is of kind "f", too, but not built in
     if array.dtype.kind in PLAIN and array.dtype.isbuiltin == 1:
         return array
     return array.reshape(-1).view(np.uint8)

@@ -18,6 +18,7 @@ def lock(folder: Path) -> IO[str] | None:
     """
     if fcntl is None:
         return None
+    # not "w", which would erase the other process's id before the lock is tried
     file = (folder / ".lock").open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

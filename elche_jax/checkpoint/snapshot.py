@@ -112,6 +112,7 @@ def stacked(
 
 def own_names(state: TrainState, common: TrainState) -> set[str]:
     """Return the names of the leaves of which each device has its own value."""
+    # `common` leaves leaves out and copies none, so the objects are the same
     same = set(map(id, jax.tree.leaves(common)))
     leaves = zip(names_of(state), jax.tree.leaves(state), strict=True)
     return {name for name, leaf in leaves if id(leaf) not in same}
@@ -119,6 +120,7 @@ def own_names(state: TrainState, common: TrainState) -> set[str]:
 
 def repeated(leaf: np.ndarray, world_size: int) -> np.ndarray:
     """Repeat the host array of one device as rows for several devices."""
+    # a view: `put` copies one row at a time
     return np.broadcast_to(leaf, (world_size, *leaf.shape))
 
 

@@ -81,6 +81,7 @@ class Store:
         best: str = "min",
         monitor: str = "",
     ):
+        # imported here, so that only runs with checkpoints load orbax
         from elche_jax.checkpoint.handler import ArrayWriter
 
         self.folder = folder.absolute()
@@ -131,8 +132,10 @@ class Store:
             "leaves": {name: asdict(spec) for name, spec in specs.items()},
             "notes": dict(notes),
         }
+        # a text within the JSON, so that its digest is of exactly these bytes
         text = json.dumps(content)
         manifest = {"text": text, "digest": digest(text.encode())}
+        # orbax refuses arrays without elements; the manifest alone describes them
         there = {name: encode(array) for name, array in leaves.items() if array.size}
         temporary = self._free(f"{step}{UNFINISHED}")
         try:
@@ -267,6 +270,7 @@ class Store:
             for name, spec in specs.items()
         }
         for name, spec in specs.items():
+            # orbax by itself returned an array with a flipped bit as if nothing had happened
             if digest(leaves[name]) != spec.digest:
                 raise ValueError(f"leaf {name} has changed")
         return Saved(step, leaves, specs, content["notes"])

@@ -44,6 +44,7 @@ def differing(sums: Any) -> list[tuple[int, int]]:
     return [(int(leaf), int(rank)) for leaf, rank in np.argwhere(unlike.T)]
 
 
+# kept, as a new `Mapped` would compile again
 @lru_cache(maxsize=16)
 def _program(devices: tuple[jax.Device, ...]) -> Mapped:
     return Mapped(lambda leaves: (jnp.stack([_sum(leaf) for leaf in leaves]), None), devices)
@@ -52,7 +53,9 @@ def _program(devices: tuple[jax.Device, ...]) -> Mapped:
 def _sum(leaf: Any) -> Any:
     mixed = _mix(_words(leaf))
     place = jax.lax.iota(jnp.uint32, mixed.size)
+    # `_mix(0)` is 0, so without the constant both factors of place 0 would be 1
     factors = (2 * place + 1, _mix(place ^ jnp.uint32(0x9E3779B9)) | 1)
+    # integers wrap, so that the order in which a backend adds does not matter
     return jnp.stack([(mixed * factor).sum(dtype=jnp.uint32) for factor in factors])
 
 

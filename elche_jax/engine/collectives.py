@@ -104,8 +104,10 @@ def broadcast_from(tree: PyTree, source: Any, axis_name: str) -> PyTree:
     def broadcast(leaf: Any) -> Any:
         leaf = jnp.asarray(leaf)
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            # bitcasts do not take typed keys
             data = broadcast(jax.random.key_data(leaf))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        # bits, not floats: -0.0 + 0.0 would lose the sign
         bits, back = _as_bits(leaf)
         return back(jax.lax.psum(jnp.where(here, bits, 0), axis_name))
 

@@ -72,6 +72,7 @@ class CompileCache:
     @property
     def misses(self) -> int:
         """Requests that waited for a compile so far."""
+        # no lock: `_stats` is replaced as a whole
         return self._stats.misses
 
     def ready(self, key: Hashable) -> bool:
@@ -165,6 +166,7 @@ class CompileCache:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: not self._waited_for or not self._jobs)
+                # begin no further compile at the end of the process, which waits for this thread
                 if not self._jobs or not threading.main_thread().is_alive():
                     self._working = False
                     return
@@ -193,6 +195,7 @@ class CompileCache:
         with (
             self._changed
         ):  # before the result, as `wait` returns with it and `ready` must then hold
+            # not if it was begun: the `get` to come must count as a miss
             if self._programs.get(key) is program and key not in self._begun:
                 self._built[key] = built
         program.set_result(built)

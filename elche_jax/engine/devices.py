@@ -119,6 +119,7 @@ def free_bytes(devices: Sequence[jax.Device]) -> int | None:
 
     CPU devices share the host's memory.
     """
+    # `memory_stats()` of a CPU device is None
     if devices[0].platform == "cpu":
         try:
             return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -127,6 +128,7 @@ def free_bytes(devices: Sequence[jax.Device]) -> int | None:
     stats = [device.memory_stats() or {} for device in devices]
     if not all("bytes_limit" in memory for memory in stats):
         return None
+    # the limit on a GPU is what JAX may take, by default 75 % of the card
     return min(int(memory["bytes_limit"]) - int(memory.get("bytes_in_use", 0)) for memory in stats)
 
 

@@ -16,9 +16,12 @@ import numpy as np
 
 PyTree = Any
 
+# 200 arrays on four CPU devices, packed or not: 11 and 28 ms at 32 KiB, 32 and 34 at 64 KiB,
+# 68 and 48 at 128 KiB
 PACK_BELOW = 64 * 2**10
 """Arrays smaller than this, in bytes, are packed for an exchange."""
 
+# with 64 KiB, a microbatch took up to 1.2 times as long
 SUM_BELOW = 8 * 2**10
 """Arrays smaller than this, in bytes, are packed to sum gradients over microbatches: for larger
 ones the copy into the buffer costs more than one array fewer saves."""
@@ -89,6 +92,7 @@ class Packing:
                 size, count = like[members[0]].size, len(members)
                 rows = buffer[at : at + count * size].reshape(count, size)
                 for number, i in zip(numbers, members, strict=False):
+                    # the default would wrap negative indices, by three more operations for each
                     row = jax.lax.dynamic_slice(
                         rows, (number, np.int32(0)), (1, size), allow_negative_indices=False
                     )

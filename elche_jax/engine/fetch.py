@@ -105,6 +105,7 @@ class Rows(_Layout):
 
 
 def _gather(data: jax.Array, rows: jax.Array) -> jax.Array:
+    # the index is made by `elche_jax.data`, so nothing need be clamped
     return data.at[rows].get(mode="promise_in_bounds")
 
 
@@ -142,6 +143,7 @@ class CallArgs:
 
     WIDTH: ClassVar[int] = 8
 
+    # one array, as every further argument slows down the dispatch
     numbers: Any
 
     @property
@@ -163,6 +165,7 @@ class CallArgs:
 
     @property
     def rank(self) -> Any:
+        # an argument, as programs compiled per device have no axis to ask
         return self.numbers[7]
 
     def valid(self, place: Any, batch_size: int) -> Any:

@@ -60,5 +60,6 @@ def lanes_of(devices: Sequence[jax.Device]) -> list[Lane]:
     """Group devices by platform and kind, in the order of their first rank."""
     ranks: dict[tuple[str, str], list[int]] = {}
     for rank, device in enumerate(devices):
+        # by platform, too: `pmap` refuses devices of several platforms
         ranks.setdefault((device.platform, device.device_kind), []).append(rank)
     return [Lane(tuple(devices[r] for r in rs), tuple(rs)) for rs in ranks.values()]

@@ -80,6 +80,8 @@ def emulated_loop(
         The final carry, and the zero of `LoopHook.end` that must be added to a result; None
         without a hook.
     """
+    # the count is a value, so that one program runs any counts; on a GPU such a loop needs the
+    # options in `mapped.py`
     if hook is None:
         return jax.lax.fori_loop(0, call_args.count, body, carry), None
     device = call_args.rank
@@ -106,4 +108,5 @@ def run_loop(
     carry, zero = emulated_loop(hook, step, call_args, body, carry)
     if zero is None:
         return carry, carry.weight
+    # neither the sums nor the token may be ready before the emulated time is over
     return carry.replace(loss=carry.loss + zero), carry.weight + zero

@@ -230,6 +230,7 @@ def microbatch_terms(
         mean = jnp.where(weight > 0, jnp.asarray(loss.loss, jnp.float32), 0)
     metrics = {name: _mean(value, mask, valid) * weight for name, value in aux.items()}
     if form == "weighted":
+        # weight 0 times NaN is NaN
         metrics = {k: jnp.where(weight > 0, v, 0) for k, v in metrics.items()}
     return mean, (weight, metrics, new_state)
 
@@ -245,6 +246,7 @@ def sound_weight(weight: Any) -> Any:
     tiny = jnp.finfo(jnp.float32).tiny
     first = jax.lax.bitcast_convert_type(jnp.asarray(tiny, jnp.float32), jnp.int32)
     weight = jnp.where((bits > 0) & (bits < first), tiny, weight)
+    # without its sign bit, -0.0 is 0: no negative weight
     return jnp.where((bits < 0) & (bits << 1 != 0), jnp.nan, weight)
 
 

@@ -31,6 +31,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "xla_gpu_enable_command_buffer": (
             "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,WHILE,CONDITIONAL"
         ),
+        # without it the dispatch still waited for the whole loop
         "xla_gpu_graph_min_graph_size": 1,
     }
 }
@@ -52,6 +53,7 @@ class Mapped:
     def __init__(self, fn: PerDevice, devices: Sequence[jax.Device], donate: tuple[int, ...] = ()):
         self._devices, self._fn = tuple(devices), fn
         if len(self._devices) > 1:
+            # `pmap` keeps its programs for good unless they are evicted; `jit` lets go of them
             traced = _weakly(self)
             self._jitted: Any = jax.pmap(
                 traced,

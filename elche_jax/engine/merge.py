@@ -82,6 +82,7 @@ class MergeRules:
     @property
     def alone(self) -> "MergeRules":
         """Rules for a single device, which leave its state unchanged."""
+        # not "mean": `b + (x - b)` may round
         return MergeRules(("first",) * len(self.rules), (None,) * len(self.rules))
 
     def differences(self, before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
@@ -100,6 +101,8 @@ class MergeRules:
         """Return the merged leaves, given the mean of what `differences` returned."""
         triples = zip(self.rules, before, self.with_spread(mean, spread), strict=True)
         return [
+            # an old value that is not finite counts as 0 here and in `differences`, so that the new
+            # values can replace it
             _finite(old) + new.astype(old.dtype) if rule in MEANS else _like(new, old)
             for rule, old, new in triples
         ]
@@ -113,6 +116,7 @@ class MergeRules:
 
         def change(rule: str, mean_of: int | None, old: Any, new: Any) -> Any:
             if mean_of is not None:
+                # a variance of 0 stays as it is, since no factor leads away from 0
                 factor = wide(new) / jnp.where(old > 0, wide(old), 1)
                 return jnp.where((old > 0) & jnp.isfinite(factor), factor, 1)
             return _finite(wide(new) - wide(old)) if rule in MEANS else new
@@ -141,6 +145,7 @@ class MergeRules:
     def unchanged(self, leaves: Sequence[Any]) -> list[Any]:
         """Return the changes of a window in which nothing changed, none for no leaves."""
         return [
+            # 1 for factors, 0 for differences, see `changes`
             leaf if rule not in MEANS else np.full(leaf.shape, mean_of is not None, np.float32)
             for rule, mean_of, leaf in zip(self.rules, self.mean_of, leaves, strict=bool(leaves))
         ]

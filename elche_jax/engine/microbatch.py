@@ -77,6 +77,7 @@ class Microbatches:
         key = jax.random.wrap_key_data(state.key, impl=self.key_impl)
 
         def terms(trained: PyTree, model_state: PyTree, batch: PyTree, valid: Any, rng: Any) -> Any:
+            # cast inside what is differentiated: gradients then have the dtypes of the parameters
             params = cast(self.selection.join(trained, frozen))
             loss, aux = microbatch_terms(
                 self.loss_fn, self.form, params, model_state, cast(batch), valid, rng
@@ -84,6 +85,7 @@ class Microbatches:
             return (loss if scale is None else loss * scale), (loss, aux)
 
         def unscaled(grad: Any) -> Any:
+            # before the division: small float16 gradients would become zero again
             grad = grad.astype(jnp.float32)
             return grad if scale is None else grad / scale
 
@@ -94,6 +96,7 @@ class Microbatches:
             # placement gives the same bits.
             batch = jax.lax.optimization_barrier(batch)
             valid = call_args.valid(place, batch_size_of(batch))
+            # by its place in the run, so that keys depend neither on the device nor on the counts
             rng = jax.random.fold_in(key, state.microbatches + place)
             grads, (loss, (weight, metrics, new_state)) = jax.grad(terms, has_aux=True)(
                 trained, model_state, batch, valid, rng
@@ -140,6 +143,7 @@ def all_finite(tree: PyTree) -> Any:
 
 def chosen(flag: Any, new: PyTree, old: PyTree) -> PyTree:
     """Select between two trees of equal structure by a scalar flag."""
+    # `lax.select`: a `jnp.where` is a call in the program that takes long to trace
     return jax.tree.map(lambda a, b: jax.lax.select(flag, a, b), new, old)
 
 

@@ -103,6 +103,7 @@ def check_replicas(tree: PyTree) -> None:
         devices = tuple(shard.device for shard in _shards("check_replicas", path, leaf))
         groups.setdefault(devices, []).append(i)
     launched = [(ms, checksums([named[i][1] for i in ms], ds)) for ds, ms in groups.items()]
+    # reading waits for the devices, so only after all are launched
     found = [(ms[leaf], rank) for ms, sums in launched for leaf, rank in differing(sums)]
     if found:
         leaf, rank = min(found)
@@ -134,6 +135,7 @@ def _difference(path: Any, leaf: jax.Array, rank: int) -> str:
     leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
     shards = _shards("check_replicas", path, leaf)
     first, other = shards[0], shards[rank]
+    # bits, as NaN != NaN and -0.0 == 0.0
     count = int(np.any(_bits(other.data) != _bits(first.data), axis=-1).sum())
     return (
         f"check_replicas: all replicas must be bitwise equal, but leaf {_name(path)} on "
@@ -150,6 +152,7 @@ def is_stacked(leaf: Any) -> TypeGuard[jax.Array]:
     """Return whether a leaf has one entry of its first axis on each of its devices."""
     if not isinstance(leaf, jax.Array) or leaf.shape[:1] != (len(leaf.sharding.device_set),):
         return False
+    # an array with as many rows as devices may be sharded along another axis, or not at all
     return leaf.sharding.shard_shape(leaf.shape) == (1, *leaf.shape[1:])
 
 

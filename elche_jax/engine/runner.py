@@ -195,7 +195,9 @@ class Runner(WindowRunner):
         self.state = state
         self.replicated = program.rule.common
         self._computation = program
+        # only the sums: later calls and the combine still read the state
         self._accumulate = lane.mapped(program.accumulate, donate=(1,))
+        # not the sums: the next window reuses their buffers
         self._combine = lane.mapped(program.combine, donate=(0,))
         self._window = {
             single: lane.mapped(partial(program.window, single), donate=(0,))
@@ -226,6 +228,7 @@ class Runner(WindowRunner):
             for call in calls:
                 self._cache.get(*self._program(call.payload))
             self._cache.get(combine, build)
+            # allocated before the dispatch, as the first window is timed
             self._sums = self._take_sums()
         self.begun = True
 

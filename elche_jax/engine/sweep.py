@@ -105,6 +105,7 @@ class Score:
         self, variables: Variables, payload: Payload, call_args: CallArgs
     ) -> tuple[tuple[PyTree, Any], None]:
         zero = jnp.zeros((), jnp.float32)
+        # float32 for one call; calls and devices are summed on the host in float64
         start = {name: (jnp.zeros(shape, jnp.float32), zero) for name, shape in self.shapes}
 
         def body(i: Any, sums: PyTree) -> PyTree:

@@ -54,6 +54,7 @@ class DeviceThreads(Generic[J]):
         ]
         for thread in threads:
             thread.start()
+        # `_close` gets the parts: a finalizer that refers to `self` would keep it alive
         self._finish = weakref.finalize(self, _close, threads, self._queues, stop, end)
 
     def put(self, rank: int, job: J) -> None:
@@ -91,11 +92,13 @@ def _close(
     stop: threading.Event,
     end: Callable[[], None],
 ) -> None:
+    # before the None is queued, so that jobs in front of it are dropped, not worked through
     stop.set()
     for jobs in queues:
         jobs.put(None)
     end()
     deadline = time.monotonic() + 0.5
+    # the last reference to a pool may go in one of its threads, which cannot join itself
     others = [thread for thread in threads if thread is not threading.current_thread()]
     for thread in others:
         # a process that exits while a thread waits in the JAX runtime would crash

@@ -267,6 +267,7 @@ class _Collector:
         """Wait for one device, or for all of them, in a thread."""
         token = job.token if job.whole else job.token.addressable_data(rank)
         token.block_until_ready()
+        # before the lock, which another thread may hold while it reports a window
         now = time.perf_counter()
         with self._lock:  # held in `_done`, too, so that windows are reported in order
             window = self._open.setdefault(job.window, _Open(job.dispatched))

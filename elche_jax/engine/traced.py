@@ -82,6 +82,7 @@ def no_named_axis(name: str) -> Generator[None]:
         yield
     except NameError as error:
         text = str(error)
+        # JAX raises a plain NameError; any other is an error in the user's function
         if "unbound axis name" not in text:
             raise
         axis = text.split("unbound axis name")[1].strip(" :").split(".")[0]
@@ -115,6 +116,7 @@ def _content(part: Any) -> Any:
 
 
 def _of_jaxpr(jaxpr: core.Jaxpr) -> Any:
+    # variables are new objects in every trace: compare them by the order in which they appear
     numbers: dict[Any, int] = {}
 
     def made(variables: Any) -> Any:
@@ -155,6 +157,7 @@ class _Value:
         if a is b:
             return True
         if isinstance(a, jax.Array):
+            # by bytes, as -0.0 == 0.0 and NaN != NaN
             return a.shape == b.shape and a.dtype == b.dtype and _bytes(a) == _bytes(b)
         try:
             return bool(a == b)

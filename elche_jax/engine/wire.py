@@ -58,7 +58,9 @@ def encode(
         return Encoded(leaves), error
     if compression == "bfloat16":
         return Encoded([x.astype(jnp.bfloat16) for x in leaves]), error
+    # zeros if it takes no part: the scale of a NaN is NaN, and `sum_int8` multiplies it by 0
     wanted = [jnp.where(worked, x + e, 0) for x, e in zip(leaves, error, strict=True)]
+    # `initial` is for arrays without elements
     scales = [jnp.max(jnp.abs(x), initial=0) / LEVELS for x in wanted]
     levels = [_round(x, scale) for x, scale in zip(wanted, scales, strict=True)]
     sent = Encoded(levels, jnp.stack(scales))
@@ -84,6 +86,7 @@ def sum_int8(sent: Encoded, weight: Any | None) -> Leaves:
         `sum over devices of weight * array`, the same on all devices.
     """
     flat = jnp.concatenate([q.reshape(-1) for q in sent.arrays])
+    # gathered, as levels of different scales cannot be summed on the wire
     everyone = jax.lax.all_gather(flat, AXIS)  # (devices, elements), int8
     scales = sent.scales if weight is None else sent.scales * weight
     factors = jax.lax.all_gather(scales, AXIS)  # (devices, arrays)
@@ -103,8 +106,10 @@ def sum_bfloat16(sent: Encoded, weight: Any | None) -> Leaves:
     """
     packing = Packing.of(sent.arrays)
     buffers = packing.pack(sent.arrays)
+    # XLA refuses to gather nothing
     if not sum(buffer.size for buffer in buffers):
         return decoded(sent)
+    # one exchange for all: on a slow link every collective costs its latency
     flat = jnp.concatenate([buffer.reshape(-1) for buffer in buffers])
     size = jax.lax.axis_size(AXIS)
     padded = jnp.pad(flat, (0, -flat.size % size))

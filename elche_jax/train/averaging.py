@@ -127,6 +127,7 @@ def _check_weigh(name: str, rule: AveragingRule, world_size: int) -> None:
         return rule.weigh(DeviceWork(steps, loss, steps > 0, window, jnp))
 
     try:
+        # traced when the step is built: otherwise the error would come from the first window
         value: Any = jax.eval_shape(weights, rows, rows, jax.ShapeDtypeStruct((), jnp.int32))
     except Exception as error:
         got = f"one that raises {type(error).__name__}: {str(error).splitlines()[0]}"
@@ -168,7 +169,9 @@ def cadence_of(
             return FixedTotal(cadence.anchor)  # an outer optimizer needs windows to step after
         return cadence
     if averaging.inner_steps is not None:
+        # a window exchanges one fragment, and the same one only every `fragments` windows
         anchor = averaging.inner_steps // averaging.fragments
+        # the anchor must not grow: the slowest device takes this many steps
         return ElChe(anchor, max_anchor=anchor) if world_size > 1 else FixedTotal(anchor)
     if config.max_anchor == 0:
         return None

@@ -193,7 +193,9 @@ def build_train_step(
     )  # fmt: skip
     if isinstance(rule, AveragingRule):
         cadence = cadence_of(rule, cadence, config, len(devices))
+        # fixed windows cannot grow, and only a guard that was asked for may shorten them
         guard = guard or (TrendGuard() if rule.inner_steps is None else NoGuard())
+    # before the default is filled in: no hint if the user chose the cadence
     hint = cadence is None and config.policy == "auto"
     cadence = cadence or config.cadence_for(len(devices), kinds=1)
     _warn_of_knobs(config, cadence, len(devices))
@@ -259,4 +261,5 @@ def _with_dynamic_scale(nonfinite: str) -> str:
             "build_train_step: nonfinite must be 'raise' or 'skip' with a dynamic loss_scale, "
             "which is lowered by the windows that are dropped, got 'ignore'."
         )
+    # the scale is found by exceeding the limit, so only many windows in a row are an error
     return "skip" if nonfinite == "raise" else nonfinite

@@ -31,6 +31,7 @@ class DivergenceReader:
     def __init__(self, devices: Sequence[jax.Device], pending: int):
         self.unread: tuple[tuple[int, tuple[int, ...]], ...] = ()
         self._pending, self._devices = pending, devices
+        # one device always has the whole share
         self._warned = len(devices) < 2
         self._ended = False
 
@@ -56,6 +57,7 @@ class DivergenceReader:
             return None
         window, *rest = self.unread
         self.unread = tuple(rest)
+        # of the previous run: its windows in flight complete after `init`
         if self._ended:
             return None
 

@@ -252,6 +252,7 @@ def predict(
                 structure = jax.tree.structure(rows)
                 blocks.append(jax.tree.leaves(rows))
     finally:
+        # the sweep is cached beyond this call; the caller's data must not be
         sweep.release()
     assert structure is not None  # empty data have raised by now
     return structure.unflatten([np.concatenate(parts) for parts in zip(*blocks, strict=True)])
@@ -269,6 +270,7 @@ class _Same:
     """A cache key for any value: compares by value if hashable, else by identity."""
 
     def __init__(self, value: Any):
+        # also keeps the value alive: the id of a collected object may be reused
         self.value = value
         try:
             hash(value)
@@ -326,6 +328,7 @@ def _row(rank: int, leaf: jax.Array) -> np.ndarray:
 
 
 def _mean(total: Any, weight: Any) -> Any:
+    # devices take float32 below 2**-126 for 0, products of such weights and values too
     if 0 < weight < SMALLEST_WEIGHT:
         weight = math.nan
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -20,6 +20,7 @@ PyTree = Any
 APPROACH = 0.75
 """Fill level of the largest capacity at which the next one is compiled ahead."""
 
+# enough that finding the speeds compiles nothing
 ROOM = 4
 """How much larger than the first plan the first capacity is if plans adapt."""
 
@@ -54,6 +55,7 @@ class Feed:
         self._grows = not runner.lane.alone
         shapes = jax.tree.leaves((plan.microbatch, resident))
         layout = (plan.placement, *((leaf.shape, leaf.dtype) for leaf in shapes))
+        # kept by the runner, so that a later call of `windows` compiles nothing anew
         self._capacities = runner.capacities.setdefault(layout, set())
         self._largest = self._largest_capacity()
         self.devices: Sequence[jax.Device] = runner.lane.devices
@@ -88,6 +90,8 @@ class Feed:
         capacity = self.capacity(max(counts))
         totals = sum(counts), self._examples(first, sum(counts), reader)
         calls = []
+        # each call gets an even share: where a program starts on all devices at once, filling
+        # one call after the other made the window 1.4 times as long
         for ranges in split_window(counts, capacity):
             payload: Payload
             if self._resident is None:
@@ -114,6 +118,7 @@ class Feed:
         known = {c for c in self._capacities if c <= self._largest}
         if not known:
             factor = ROOM if self._grows and self._cadence.adaptive else 1
+            # a recording knows its largest window: one capacity serves the whole replay
             room = self._cadence.largest_count or factor * count
             first = min(capacity_for(room), self._largest)
             self._capacities.add(first)
@@ -131,6 +136,7 @@ class Feed:
         # resident data send one int32 index per example
         index_bytes = 4 * self._plan.batch_size
         size = self._plan.microbatch_bytes if self._resident is None else index_bytes
+        # outputs that a call keeps may be larger than its data
         size = max(1, size, self._plan.row_bytes)
         # at least 1: only streamed data were checked against the limit
         fit = max(1, self._plan.window_bytes // size)

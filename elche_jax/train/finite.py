@@ -33,6 +33,7 @@ class NonFiniteError(RuntimeError):
         super().__init__(text)
         self.window, self.epoch, self.microbatches = window, epoch, microbatches
 
+    # an exception is unpickled from its message alone, which `__init__` would refuse
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.window, self.epoch, self.microbatches)
 

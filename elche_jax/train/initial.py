@@ -73,6 +73,7 @@ def initial_state(
         loss_scale=options.loss_scale,
         averaging=initial_averaging(options, trained, merge, model_state),
     )
+    # a copy: windows donate the state, and the caller's arrays must survive
     return replicate(state, devices)
 
 
@@ -108,6 +109,7 @@ def initial_averaging(
     unchanged = merge.sent.unchanged(state.merged)
     none = PendingUpdate(zeros, jnp.float32(0), jnp.bool_(True), unchanged)
     state = state.replace(pending=(none,) * options.rule.delay)
+    # an outer optimizer's state is needed even without leaves, as that of plain SGD
     return state if state.outer or jax.tree.leaves(state) else None
 
 
@@ -206,6 +208,7 @@ def _optimizer_errors() -> Generator[None]:
 
 def _instead(error: Exception) -> str:
     """Return what to use instead of an optimizer with its own type of parameters."""
+    # optax.lookahead reads these attributes of its LookaheadParams
     if not isinstance(error, AttributeError) or error.name not in ("fast", "slow"):
         return ""
     return (

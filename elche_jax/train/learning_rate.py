@@ -152,6 +152,8 @@ class _ByWork:
     schedule: Callable[[Any], Any]
     unit: str
 
+    # these methods make it a StatefulSchedule: optax gives a plain schedule the number of
+    # updates, and no extra arguments
     def init(self) -> tuple[()]:
         return ()
 

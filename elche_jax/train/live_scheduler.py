@@ -190,6 +190,7 @@ class LiveScheduler:
             for name, values in vars(part).items() if part is not None else ():
                 if isinstance(values, tuple):
                     self._check_numbers(name, values)
+        # `knows` then looks for speeds in the state, as a saved one may have none
         with self._observing:
             self._state = replace(self._state, schedule=state, told=False)
 
@@ -218,6 +219,7 @@ class LiveScheduler:
         """
         with self._observing, self._lock:
             self._records.clear()
+            # a new run keeps the speeds, but not the verdict on the previous one
             self._recorded_verdict = STABLE
             self._state = ControllerState(self._state.schedule, self._world_size, tuple(divergence))
             self._history = array("q", () if history is None else history.ravel().tolist())
@@ -272,6 +274,7 @@ class LiveScheduler:
                 self._records.append(record)
                 if self._hint:
                     self._give_hint()
+        # not under a lock: a recorder may write to a disk, or read this scheduler
         if self.timeline is not None:
             windows_to(self.timeline)(record)
             self._record_changes(self.timeline, record, before, state)

@@ -65,6 +65,7 @@ class Options:
     @property
     def may_be_late(self) -> bool:
         """Whether means are applied after later windows have begun, on several devices."""
+        # on one device, too: the state's structure follows from it, and a checkpoint may move
         return self.rule.delay > 0 or (self.exchange is not None and self.exchange.run_ahead)
 
     @property

@@ -27,6 +27,7 @@ from elche_jax.train.timing import Timing
 PyTree = Any
 R = TypeVar("R", bound=LaneRunner)
 
+# one window runs while the next is planned from the last report and its data are placed
 IN_FLIGHT = 2
 """Windows that may be dispatched and not yet complete."""
 
@@ -111,6 +112,7 @@ class InFlight:
             steady=self.steady and not outcome.late,
             finite=average.metrics["finite"],
             token=average.own,
+            # reading the checksum of a device that is behind would wait for it
             sums=None if outcome.missing or outcome.late else self.sums,
             metrics=average.metrics,
         )
@@ -274,6 +276,7 @@ class Pipeline(Generic[R]):
             return counts
         late = self.late
         left = tuple(0 if rank in late else count for rank, count in enumerate(counts))
+        # counts of 0 only are no plan: then late devices keep theirs
         return left if any(left) else counts
 
     def wake(self) -> None:
@@ -309,7 +312,9 @@ class Pipeline(Generic[R]):
         try:
             if not self.runner.begun:
                 self.runner.begin(window.calls)
+                # as if requested now, so that compiling is no part of the first window's time
                 self._requested, self._cold = time.perf_counter(), True
+            # after the first compiles, which must not make the first window unsteady
             misses, at = self._cache.misses, time.perf_counter()
             launch = Launch(None if self.closed else self.clock, self._dispatches, at)
             flight = InFlight(window.plan, self._requested, launch, self._cold)
@@ -383,6 +388,7 @@ class Pipeline(Generic[R]):
         """End the timing; windows in flight go on, unmeasured."""
         with self._changed:
             self.closed = True
+            # those of a host exchange are dropped, as they were not averaged
             if self.clock is None or not self.clock.ends_windows:
                 flights = self._flights.items()
                 self._unchecked += [flight for n, flight in flights if n != self._completing]

@@ -106,6 +106,7 @@ def join_devices(
     params = state.params
     if averaging is not None:
         size = len(state.step)
+        # the saved run may have had more devices than there are now: vmap stands in for them
         mean = jax.vmap(partial(average, averaging, selection, size), axis_name=AXIS)
         params = jax.tree.map(np.asarray, mean(state.replace(opt_state=None))[0])
     averaged = jax.tree.map(lambda x, y: x[0] if _alike(x) else y[0], state.params, params)
@@ -187,6 +188,7 @@ def join_rows(rows: np.ndarray) -> np.ndarray:
 
 def _alike(rows: np.ndarray) -> bool:
     """Return whether all rows have the same bytes."""
+    # as bytes: NaN is not equal to itself, and -0.0 equals 0.0
     flat = np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
     return bool((flat == flat[:1]).all())
 
@@ -207,6 +209,7 @@ def rows_of(saved: PyTree, world_size: int) -> PyTree:
         row = np.array(saved, np.float32)
         if len(row) == world_size:
             return row
+        # the window that reports them sums over the devices, so one may hold them all
         total = row.sum(where=np.isfinite(row), dtype=np.float32)
         return np.append(total, np.zeros(world_size - 1, np.float32))
 

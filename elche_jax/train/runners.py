@@ -194,6 +194,8 @@ class Runners:
         rule, where = self.rule(initial, work), (self._lane, self._cache, initial.shapes)
         if options.host is None:
             return Runner(CollectiveProgram(rule, emulate), *where)
+        # on the CPU, programs with a host callback run one device after the other, so this
+        # emulation waits on the host instead, in the thread of the device
         seconds = None if emulate is None else emulate.on_host()
         program = HostProgram(rule, emulate if seconds is None else None)
         return HostRunner(program, *where, options.host, seconds)

@@ -63,7 +63,9 @@ class DataPlan:
     def reading(self) -> Reading:
         """What a position in these data depends on."""
         if isinstance(self.source, IterableSource):
+            # an iterable has an order of its own, and no number of examples
             return Reading(self.batch_size, drop_last=self.drop_last)
+        # without shuffling, another seed is the same place
         seed = self.seed if self.shuffle else None
         return Reading(self.batch_size, self.source.size, self.shuffle, seed, self.drop_last)
 
@@ -88,6 +90,7 @@ class DataPlan:
                 f"windows: cursor.epoch must be below epochs ({self.epochs}, counted from the "
                 f"start of the run), got {cursor.epoch}. Raise epochs to go on."
             )
+        # cursors in older checkpoints do not know how their data were read
         differs = None if cursor.reading is None else cursor.reading.difference(self.reading)
         if differs is not None:
             name, before, now = differs

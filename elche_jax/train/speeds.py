@@ -113,6 +113,7 @@ def _median_rate(records: Sequence[WindowRecord], rank: int) -> float | None:
         for record in reversed(records)
         if record.steady
         for ms in [record.busy_ms[rank] if record.busy_ms else record.wall_ms]
+        # below what a clock resolves it is no measurement, and the rate could overflow
         if record.counts[rank] > 0 and ms >= SHORTEST_MS * record.counts[rank]
     )
     last = list(islice(rates, RECENT))

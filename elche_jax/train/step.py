@@ -275,6 +275,7 @@ class TrainStep:
             raise RuntimeError(
                 "TrainStep.windows: init must be called before, so that shapes are known."
             )
+        # before the data are opened: two resident copies need not fit a device's memory
         self.settle()
         plan = self._loading.open(
             "windows", data, batch_size, mask_key=mask_key, placement=placement,
@@ -326,12 +327,14 @@ class TrainStep:
         runner = pipeline.runner
         with pipeline.dispatch(window) as flight:
             timed = self._timing.timed(self._scheduler.windows, window.counts)
+            # asked only if the window is not timed, so a short run never compiles the fused program
             flight.timed = timed or not runner.fuses(window.calls[-1].payload)
             try:
                 state, flight.metrics, flight.token = runner.run(
                     state, window.calls, flight.launch, fused=not flight.timed
                 )
             except BaseException as error:
+                # only after a failure: the loop would pay for every leaf in every window
                 differs = difference(shapes_of(state), runner.state)
                 if differs:
                     raise ValueError(
@@ -344,6 +347,7 @@ class TrainStep:
             # if windows are pending, the metrics are those of an earlier one
             pending = self._options.pending
             flight.finite = flight.token if pending else flight.metrics["finite"]
+        # a Ctrl-C in a host callback would be swallowed by the runtime, so it is raised here
         if self._options.emulate is not None:
             self._options.emulate.settle()
         return state, dict(flight.metrics)  # a copy: the watcher thread reads the original

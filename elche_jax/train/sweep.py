@@ -127,6 +127,7 @@ class Sweep:
         with pipeline.dispatch(window) as flight:
             outs = [pipeline.runner.run(variables, call) for call in window.calls]
             _, flight.token = outs[-1]
+            # there is no combine: one token is the end of the work and of the window
             flight.launch(flight.token)
         if self._emulate is not None:
             self._emulate.settle()
@@ -141,6 +142,7 @@ class Sweep:
         # the function itself is not in the key: it is always the same, and may be unhashable
         key = (fn.has_model_state, fn.mask_key, plan.ragged, signature((shapes, plan.microbatch)))
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
+        # traced in every call: whatever else the function reads may have changed
         program, row_bytes = self._make(fn, one, plan.microbatch, plan.ragged)
         if key in self._runners and self._runners[key][0] != program:
             # the function has changed since: programs of all shapes are out of date

@@ -73,6 +73,7 @@ class Timing:
             record: The window.
             timed: Whether it was timed.
         """
+        # records of untimed windows are never steady, so there it says nothing about compiles
         if (timed and (record.cold or not record.steady)) or record.wall_ms <= 0:
             return  # a duration of 0 is no measurement, and nothing can be compared with it
         if record.counts != self._counts:

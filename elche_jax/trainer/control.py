@@ -62,6 +62,7 @@ class Control:
             with interruptible(), self._changed:
                 while len(self._epochs) <= number and not self.over:
                     self._changed.wait()
+            # not under the lock, which the run needs while the caller handles an epoch
             epochs = self.since(number)
             if not epochs:
                 return

@@ -49,6 +49,7 @@ class Evaluation:
         for name in ("batch_size", "every_epochs", "every_windows"):
             if getattr(self, name) is not None:
                 check.integer(where, name, getattr(self, name), low=1)
+        # checked here, as the evaluation step would say it only after the first epoch
         if self.batch_size is None and not isinstance(as_source(self.data), IterableSource):
             rule = "be an integer unless data is an iterable of microbatches"
             raise TypeError(check.message(where, "batch_size", rule, None))

@@ -24,6 +24,7 @@ class Handle:
         self._control = control
         self._joined = False
         self._polled = 0
+        # not a daemon: a thread in the runtime when the interpreter ends would crash the process
         self._thread = threading.Thread(target=run, name="elche-trainer", daemon=False)
         self._thread.start()
 

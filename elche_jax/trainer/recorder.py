@@ -48,6 +48,7 @@ class RunRecorder:
         self._own: list[Recorder] = [] if own is None else [own]
         self._timelines = self._own  # and that of the run's folder during a run
         self._plan: FitPlan | None = None  # of the current run
+        # a deque needs no lock: watcher threads append, the loop pops
         self._metrics: deque[tuple[int, int, Mapping[str, Any]]] = deque()
 
     @contextmanager
@@ -70,6 +71,7 @@ class RunRecorder:
                 yield
             finally:
                 self._plan, self._timelines = None, self._own
+                # they hold arrays on the devices
                 self._metrics.clear()
 
     def begin(self, plan: FitPlan, devices: Sequence[jax.Device]) -> None:

@@ -156,6 +156,7 @@ class Session:
         saving, sums, force = self._plan.saving, self._recorder.sums, False
         if sums is not None and (following is None or following.epoch != sums.epoch):
             force = _due(saving and saving.every_epochs, sums.epoch)
+            # before the checkpoint, which takes the score of this epoch's evaluation
             self._end_epoch()
         self._save(force)
         if following is not None and self._recorder.sums is None:
@@ -174,6 +175,7 @@ class Session:
 
     def _end(self) -> None:
         """Save and report the last windows, and wait for the last checkpoint."""
+        # first: the history of a run that goes on must not hold the partial epoch
         self._save(force=True)
         if self._recorder.sums is not None:
             self._end_epoch(whole=False)
@@ -223,6 +225,7 @@ class Session:
         if force or self._saver.due(self._window):
             self._drain()
             score = self._watching.score(self._cursor.window)
+            # taken now: the thread that writes them runs beside the next windows
             notes = self._notes()
             self._saver.save(
                 self._state, self._window, force=True, score=score, notes=lambda: notes
@@ -286,6 +289,7 @@ class Session:
         self._state, cursor, notes = self._saver.restore_all(self._state, self._plan.resume)
         if cursor is None:
             return None
+        # `windows` would refuse it with a message about a cursor, which `fit` does not have
         epochs = self._plan.epochs
         if epochs is not None and cursor.epoch >= epochs:
             rule = f"be at least {cursor.epoch + 1}, the epochs that the saved run has begun"
@@ -306,6 +310,7 @@ class Session:
         state = self._state
         if self._train.common(state) is state:
             return state, None
+        # given the state, each device would evaluate its own parameters
         return self._train.average(state), self._one_model_state()
 
     def _one_model_state(self) -> PyTree:

@@ -65,6 +65,7 @@ class Trainer:
         check_timeline("Trainer", timeline)
         self._recorder = RunRecorder(timeline)
         self._train = build_train_step(
+            # its timeline would be a second one: the recorder passes everything on to it
             loss_fn, optimizer, config=replace(config, timeline=None),
             **options | {"timeline": self._recorder},
         )  # fmt: skip
@@ -193,6 +194,7 @@ class Trainer:
                 control.stop("exit")
                 control.wait()
 
+            # Python closes its thread pools before it waits for threads, and orbax needs one
             forget = before_exit(end)
             try:
                 control.finish(session.run())

@@ -71,6 +71,7 @@ class Watching:
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore the output of `to_dict`; reset if another metric is monitored now."""
         if self._plan.evaluation is not None:
+            # an empty list is that of a run without an evaluation: the names are still unknown
             self._evaluated = saved["evaluated"] or None
         if self._rule is None or saved["rule"] is None:
             return

@@ -46,6 +46,8 @@ class HostAverage:
             window: Index of the window, for an exponent that is a schedule.
         """
         there = {rank: one for rank, one in enumerate(deliveries) if one is not None}
+        # NumPy: on the CPU backend a program waits for those dispatched to its device before it, so
+        # the average of a window would wait for the next window's steps
         axis = HostAxis(len(deliveries), tuple(there))
         contributions = [one.contribution for one in there.values()]
         # values that are not finite are detected and reported later

@@ -255,6 +255,7 @@ class Coordinator:
             0.0 if owed or free is None else max(0.0, at - free)
             for owed, free in zip(self.owed, self.free, strict=True)
         ]
+        # the least gap is the cost, and must not be that of a device without programs
         longest = max(gaps)
         return [longest if rank in absent else gap for rank, gap in enumerate(gaps)]
 
@@ -269,6 +270,7 @@ class Coordinator:
         unclosed = [w for w in self.windows.values() if w.average is None]
         owed = [w for w in unclosed if self._missing(w)]
         bounds = [(unclosed, self.limits.max_overshoot), (owed, self.limits.max_batch_diff)]
+        # one must be left to run the window, and to copy the state of late ones from
         return len(self.late) < self.world_size and all(
             most is None or not windows or _beyond(windows, counts) <= most
             for windows, most in bounds
@@ -288,6 +290,7 @@ class Coordinator:
                 window.got[rank] = delivery
                 if window.counts[rank] and rank not in self.late:
                     self.incidents[rank] = 0  # it was on time
+                # a device without work delivers at once: the others would seem late
                 if window.counts[rank] and window.first is None:
                     window.first = now
             window = window or self.tardy.get(number)
@@ -309,6 +312,7 @@ class Coordinator:
                 return
             slow = all(self.incidents[rank] > 1 for rank in window.late)
             times = _times(window)
+        # without the lock, which a cadence that reads the training step may wait for
         self.learned(times, window.begins if slow else None)
 
     def next_complete(self) -> tuple[OpenWindow, list[Delivery | None]] | None:

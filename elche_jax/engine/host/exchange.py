@@ -90,6 +90,7 @@ class LiveExchange(Clock):
         session, self.session = self.session, None  # do not keep the state alive
         if session is not None and self._left is not None:
             closed = [*session.due, *self.coordinator.closed()]
+            # otherwise the next run begins a new session, whose first delivery includes that work
             if len(closed) == len(session.begun):
                 self._left(session, closed)
         self._threads.close()
@@ -111,10 +112,12 @@ class _Fetch:
 
     def __call__(self, rank: int, job: _Job) -> None:
         jax.block_until_ready(job.delivery)
+        # emulated here: on a CPU, programs with a host callback run one device after the other
         if self.seconds is not None:
             window = job.window
             begun = max(window.at, self.free[rank])
             due = begun + self.seconds(window.step, rank, window.counts[rank])
+            # not a sleep, so that closing the run ends it
             self.coordinator.stop.wait(max(0.0, due - time.perf_counter()))
         self.free[rank] = time.perf_counter()
         host = jax.tree.map(lambda leaf: leaf[0], jax.device_get(job.delivery))

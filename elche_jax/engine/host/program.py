@@ -42,6 +42,7 @@ class HostProgram(CollectiveProgram):
     @property
     def thin(self) -> Rule:
         """The rule for states without frozen parameters."""
+        # frozen parameters do not change, so these programs neither read nor copy them
         return replace(self.rule, work=replace(self.rule.work, selection=Selection()))
 
     def deliver(

@@ -192,6 +192,7 @@ class HostRunner(WindowRunner):
             session.absent = set(coordinator.admit(counts))
             at, absent = time.perf_counter(), frozenset(session.absent)
             window = OpenWindow(launch.number, at, counts, session.step, absent, ahead)
+            # with a delay, averages are applied exactly that late (below), the same in every run
             if self.limits.delay is None:
                 due, session.due = session.due, deque()
                 self._apply_closed(session, [*due, *coordinator.closed()])
@@ -217,6 +218,7 @@ class HostRunner(WindowRunner):
             raise
         session.state = weakref.ref(new)
         exchange.session = session
+        # the programs donate no state, so it is given up here
         if not session.absent:  # with absent devices, the new state shares arrays with the old
             for leaf in jax.tree.leaves(self._thin(state)):
                 leaf.delete()
