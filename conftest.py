@@ -51,9 +51,21 @@ def _gpu_usable() -> bool:
     return there and Path("/dev/nvidiactl").exists()
 
 
-GPU = _gpu_usable()
-jax.config.update("jax_platforms", "cpu,cuda" if GPU else "cpu")  # the first is the default
+def _twin() -> Path | None:
+    """A second CPU client, whose devices are of another kind than those of JAX's own."""
+    found = importlib.util.find_spec("xla_plugins")
+    folders = [] if found is None else list(found.submodule_search_locations or [])
+    return next((so for folder in folders for so in Path(folder).glob("xla_cpu_pjrt/*.so")), None)
+
+
+GPU, TWIN = _gpu_usable(), _twin()
+platforms = ["cpu", *["cuda"] * GPU, *["twin"] * (TWIN is not None)]
+jax.config.update("jax_platforms", ",".join(platforms))  # the first is the default
 jax.config.update("jax_num_cpu_devices", DEVICES)
+if TWIN is not None:  # not for the processes that tests start: it takes a while to load
+    os.environ["PJRT_NAMES_AND_LIBRARY_PATHS"] = f"twin:{TWIN}"
+    jax.devices()
+    del os.environ["PJRT_NAMES_AND_LIBRARY_PATHS"]
 
 hypothesis.settings.register_profile("elche", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("elche")
@@ -73,6 +85,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips tests marked `gpu` where there is none."""
     if item.get_closest_marker("gpu") is not None and not GPU:
         pytest.skip("needs a GPU and JAX's CUDA plugin (pip install 'elche_jax[cuda12]')")
+
+
+@pytest.fixture
+def twins() -> list[jax.Device]:
+    """The devices of a second client, of another kind."""
+    if TWIN is None:
+        pytest.skip("needs a second client, the plugin xla_cpu_pjrt (Linux x86-64 only)")
+    return jax.devices("twin")
 
 
 @pytest.fixture

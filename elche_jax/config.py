@@ -1,7 +1,7 @@
 """`DDPConfig`: a flat bundle of settings, resolved into the objects that hold them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from elche_jax import _check as check
@@ -9,7 +9,7 @@ from elche_jax.averaging.exchange import HostExchange
 from elche_jax.averaging.rules import AveragingRule, MeanGradient, changed, check_late
 from elche_jax.cadence import Balanced, Cadence, ElChe, EveryBatch
 from elche_jax.cadence.apportion import MAX_TOTAL
-from elche_jax.cadence.hint import checked_hint
+from elche_jax.cadence.hint import SpeedHint, checked_hint, speeds_of_kinds
 
 Policy = Literal["auto", "sync", "cadence", "async"]
 POLICIES = ("auto", "sync", "cadence", "async")
@@ -105,7 +105,7 @@ class DDPConfig:
     overhead_target: float = 0.10
     max_anchor: int | None = None
     max_batch_diff: int | None = None
-    speed_hint: tuple[int, float] | Sequence[float] | None = None
+    speed_hint: tuple[int, float] | SpeedHint | None = None
     max_grad_norm: float | None = None
     compute_dtype: str | None = None
     exchange_dtype: str = "float32"
@@ -154,6 +154,12 @@ class DDPConfig:
         self.elche().init(world_size)  # checks the hint, used or not
         unlike = self.policy in ("cadence", "async") or (self.policy == "auto" and kinds > 1)
         return self.elche() if unlike else EveryBatch()
+
+    def for_kinds(self, kinds: Sequence[str]) -> "DDPConfig":
+        """Return the settings for devices of these kinds, with one hinted speed per device."""
+        if not isinstance(self.speed_hint, Mapping):
+            return self
+        return replace(self, speed_hint=speeds_of_kinds("DDPConfig", self.speed_hint, kinds))
 
     def cadence_knobs(self) -> list[str]:
         """Return the non-default settings that select the cadence, as `name=value`.

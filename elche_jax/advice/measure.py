@@ -18,7 +18,7 @@ from elche_jax.cadence import Cadence, ElChe, EveryBatch, FixedTotal, WindowReco
 from elche_jax.cadence.window_time import MAX_COUNT
 from elche_jax.config import CADENCE_KNOBS, DDPConfig
 from elche_jax.data.source import IterableSource, as_source
-from elche_jax.engine.devices import check_one_kind, select_devices
+from elche_jax.engine.devices import names_of, select_devices
 from elche_jax.engine.loop import LoopHook
 from elche_jax.observe.report import ms_per_batch
 from elche_jax.train.build import build_train_step
@@ -120,9 +120,9 @@ def advise(
 
     Raises:
         TypeError: If `data` is an iterator, or an argument is of the wrong type.
-        ValueError: If there is too little data for every device to get some, the devices are
-            of several kinds, there are several processes, an argument is out of range, or
-            `cadence`, `averaging` or a `config` with averaging is given.
+        ValueError: If there is too little data for every device to get some, there are several
+            processes, an argument is out of range, or `cadence`, `averaging` or a `config` with
+            averaging is given.
         NonFiniteError: If the loss is not finite.
 
     Examples:
@@ -148,7 +148,6 @@ def advise(
         todo = "Pass an object whose __iter__ starts anew."
         raise TypeError(check.message("advise", "data", rule, got, todo))
     chosen = select_devices(devices, "advise")
-    check_one_kind("advise", chosen)
     options = _measurable(options)
 
     window = WindowTime(1e3 * seconds / WINDOWS, least=1)
@@ -195,7 +194,7 @@ def advise(
     first = pairs[0][0][0]
     size = batch_size or round(first.examples / sum(first.counts))
     speeds = Speeds(solo, together_ms or solo, sync_ms, step)
-    names = [str(device) for device in chosen]
+    names = names_of(chosen)
     source = as_source(data)
     epoch = None if isinstance(source, IterableSource) else source.size // size
     return make_advice(names, speeds, size, cadence, total, epoch)

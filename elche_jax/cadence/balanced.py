@@ -1,6 +1,6 @@
 """Balanced: a constant total, split by throughput that is re-measured every N windows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -9,7 +9,7 @@ from elche_jax import _check as check
 from elche_jax.cadence.apportion import shard_sizes
 from elche_jax.cadence.base import ConstantTotal, State, Verdict, WindowReport
 from elche_jax.cadence.estimate import FloatArray, Times, as_array, as_times, measured_ms, smoothed
-from elche_jax.cadence.hint import checked_hint, hinted_speeds
+from elche_jax.cadence.hint import SpeedHint, checked_hint, hinted_speeds, speeds_of_kinds
 
 # Ratios are whole multiples of 1/_GRID, so their sum is exact in any order.
 _GRID = 2**52
@@ -91,11 +91,16 @@ class Balanced(ConstantTotal[BalancedState]):
     calibration_windows: int = field(default=10, metadata={"low": 1})
     rebalance_every: int = field(default=50, metadata={"low": 1})
     min_ratio: float = field(default=0.05, metadata={"low": 0, "high": 1})
-    speed_hint: Sequence[float] | None = None
+    speed_hint: SpeedHint | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "speed_hint", checked_hint("Balanced", self.speed_hint))
+
+    def for_kinds(self, kinds: Sequence[str]) -> "Balanced":
+        if not isinstance(self.speed_hint, Mapping):
+            return self
+        return replace(self, speed_hint=speeds_of_kinds("Balanced", self.speed_hint, kinds))
 
     def _first(self, world_size: int) -> BalancedState:
         where = "Balanced.init"

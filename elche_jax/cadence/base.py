@@ -308,6 +308,15 @@ class Cadence(ABC, Generic[S]):
         """The largest count of any window, or ``None`` if it is not known in advance."""
         return None
 
+    def for_kinds(self, kinds: Sequence[str]) -> "Cadence[S]":
+        """Return the cadence for devices of these kinds; called once, before ``init``.
+
+        Args:
+            kinds: The kind of every device, such as ``"cpu"`` or ``"NVIDIA L4"``.
+        """
+        del kinds
+        return self
+
     def recalibrate(self, state: S) -> S:
         """Return the state as if no device had been measured.
 

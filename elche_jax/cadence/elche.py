@@ -1,13 +1,13 @@
 """ElChe: the slowest device sets the pace, faster devices do more in the same time."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from elche_jax import _check as check
 from elche_jax.cadence.base import Verdict, WindowReport
 from elche_jax.cadence.estimate import as_array, update_ms
-from elche_jax.cadence.hint import checked_hint, hinted_speeds
+from elche_jax.cadence.hint import SpeedHint, checked_hint, hinted_speeds, speeds_of_kinds
 from elche_jax.cadence.proportional import COUNT_CEILING, ElCheState, Proportional, nudged, round_up
 
 
@@ -93,11 +93,16 @@ class ElChe(Proportional[ElCheState]):
     overhead_target: float = field(default=0.10, metadata={"low": 0.01, "high": 0.5})
     max_anchor: int = field(default=200, metadata={"low": 1})
     max_batch_diff: int | None = field(default=None, metadata={"low": 1})
-    speed_hint: Sequence[float] | None = None
+    speed_hint: SpeedHint | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "speed_hint", checked_hint("ElChe", self.speed_hint))
+
+    def for_kinds(self, kinds: Sequence[str]) -> "ElChe":
+        if not isinstance(self.speed_hint, Mapping):
+            return self
+        return replace(self, speed_hint=speeds_of_kinds("ElChe", self.speed_hint, kinds))
 
     @property
     def min_anchor(self) -> int:

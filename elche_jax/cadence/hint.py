@@ -1,10 +1,11 @@
-"""The two forms of a speed hint, for `ElChe` and `Balanced`.
+"""The forms of a speed hint, for `ElChe` and `Balanced`.
 
 ``(slow_rank, ratio)``: one device is the slowest, all others are ``ratio`` times as fast.
-Or one relative speed per device.
+Or one relative speed per device. Or one per kind of device, which is its ``device_kind``, or
+the name of the backend where several have devices of one kind.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,20 +21,24 @@ _TWO = (
 )
 
 
-def checked_hint(where: str, hint: object) -> tuple[Any, ...] | None:
+SpeedHint = Sequence[float] | Mapping[str, float]
+
+
+def checked_hint(where: str, hint: object) -> tuple[Any, ...] | dict[str, float] | None:
     """Return a hint as plain numbers, checked as far as possible without the devices.
 
     Args:
         where: The class the user called, for the message.
         hint: ``(slow_rank, ratio)``, which a **tuple of two that starts with an int** always
-            means; or a sequence or array with one speed per device; or ``None``.
+            means; or a sequence or array with one speed per device; or a mapping of kinds to
+            speeds; or ``None``.
 
     Returns:
-        ``(int, float)`` or a tuple of floats, which is itself a hint of the same meaning;
-        or ``None``.
+        ``(int, float)``, a tuple of floats or a dict, which is itself a hint of the same
+        meaning; or ``None``.
 
     Raises:
-        TypeError: If the hint is not a sequence, or an entry not a number.
+        TypeError: If the hint is neither a sequence nor a mapping, or an entry not a number.
         ValueError: If ``slow_rank`` is negative, ``ratio`` is below 1, a speed is not
             above 0, the hint is empty, or the fastest device is more than 2**53 times as
             fast as the slowest.
@@ -46,21 +51,64 @@ def checked_hint(where: str, hint: object) -> tuple[Any, ...] | None:
     """
     if hint is None:
         return None
+    if isinstance(hint, Mapping):
+        return _checked_kinds(where, dict(hint))
     entries = check.items(where, "speed_hint", hint, "numbers")
     if isinstance(hint, tuple) and len(entries) == 2 and isinstance(entries[0], int | np.integer):
         rank = check.integer(where, "speed_hint slow_rank", entries[0], low=0, todo=_TWO)
         ratio = check.real(where, "speed_hint ratio", entries[1], low=1, high=WIDEST, todo=_TWO)
         return (rank, ratio)
-    speeds = check.reals(where, "speed_hint", entries, above=0)
-    if not speeds:
+    if not entries:
         raise ValueError(check.message(where, "speed_hint", "have one entry per device", "none"))
+    return _checked_speeds(where, entries)
+
+
+def _checked_speeds(where: str, entries: Sequence[Any]) -> tuple[float, ...]:
+    speeds = check.reals(where, "speed_hint", entries, above=0)
     if max(speeds) / min(speeds) > WIDEST:
         rule = f"have no speed more than {WIDEST} times another"
         raise ValueError(check.message(where, "speed_hint", rule, speeds))
     return speeds
 
 
-def hinted_speeds(where: str, hint: Sequence[float] | None, world_size: int) -> tuple[float, ...]:
+def _checked_kinds(where: str, hint: dict[Any, Any]) -> dict[str, float]:
+    if not hint:
+        raise ValueError(check.message(where, "speed_hint", "have one entry per kind", "none"))
+    for kind in hint:
+        if not isinstance(kind, str):
+            rule = "map kinds of devices, such as 'cpu', to speeds"
+            raise TypeError(check.message(where, "speed_hint", rule, kind))
+    return dict(zip(hint, _checked_speeds(where, list(hint.values())), strict=True))
+
+
+def speeds_of_kinds(where: str, hint: Mapping[str, float], kinds: Sequence[str]) -> list[float]:
+    """Return one speed per device for a hint by kind.
+
+    Args:
+        where: The function the user called, for the message.
+        hint: Speeds by kind.
+        kinds: The kind of every device.
+
+    Raises:
+        ValueError: If a kind of the hint is not there, or one of the devices' is missing.
+
+    Examples:
+        >>> speeds_of_kinds("ElChe", {"cpu": 1, "L4": 9}, ["L4", "L4", "cpu"])
+        [9, 9, 1]
+    """
+    there = ", ".join(map(repr, dict.fromkeys(kinds)))
+    for kind in hint:
+        if kind not in kinds:
+            rule, todo = f"name kinds of the devices ({there})", "Leave it out."
+            raise ValueError(check.message(where, "speed_hint", rule, repr(kind), todo))
+    for kind in kinds:
+        if kind not in hint:
+            rule = f"have a speed for every kind of device ({there})"
+            raise ValueError(check.message(where, "speed_hint", rule, f"none for {kind!r}"))
+    return [hint[kind] for kind in kinds]
+
+
+def hinted_speeds(where: str, hint: SpeedHint | None, world_size: int) -> tuple[float, ...]:
     """Return the relative speed of each device according to a hint.
 
     Args:
@@ -73,7 +121,7 @@ def hinted_speeds(where: str, hint: Sequence[float] | None, world_size: int) -> 
         hint all are equal.
 
     Raises:
-        ValueError: If the hint is for another number of devices.
+        ValueError: If the hint is for another number of devices, or by kind.
 
     Examples:
         >>> hinted_speeds("ElChe.init", (1, 2.3), world_size=3)
@@ -83,6 +131,10 @@ def hinted_speeds(where: str, hint: Sequence[float] | None, world_size: int) -> 
     """
     if hint is None:
         return (1.0,) * world_size
+    if isinstance(hint, Mapping):
+        rule = "be one speed per device where the kinds of the devices are not known"
+        todo = "build_train_step knows them; or call cadence.for_kinds."
+        raise ValueError(check.message(where, "speed_hint", rule, dict(hint), todo))
     if len(hint) != 2 or not isinstance(hint[0], int):
         check.per_device(where, "speed_hint", len(hint), world_size)
         return tuple(hint)

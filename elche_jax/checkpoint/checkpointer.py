@@ -395,7 +395,7 @@ class Checkpointer:
         rows = train.adopt(rows, join=moved)
         if moved:
             rows = jax.tree.map(lambda leaf: repeated(leaf, train.world_size), rows)
-        return put(state, rows, train.devices)
+        return put(state, rows, train.fleet)
 
 
 def _describe(error: BaseException) -> str:

@@ -1,6 +1,6 @@
 """Copies of a training state from the devices to the host and back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from elche_jax.checkpoint.leaves import LeafSpec, names_of
-from elche_jax.engine.mapped import stack_shards, stacked_sharding
-from elche_jax.engine.replicas import is_key
+from elche_jax.engine.lane import Fleet
+from elche_jax.engine.laned import LeadArray, StackedArray
+from elche_jax.engine.replicas import raw, with_type_of
 from elche_jax.engine.state import TrainState
 
 PyTree = Any
@@ -59,15 +60,17 @@ def take(state: TrainState, common: TrainState) -> Snapshot:
         The copies; nothing is waited for.
     """
     names, own = names_of(state), own_names(state, common)
-    rows: list[list[jax.Array]] = []
-    for name, array in zip(names, _raw(state), strict=True):
+    copies: list[list[jax.Array]] = [[] for _ in names]
+    held: dict[jax.Device, list[tuple[int, int, jax.Array]]] = {}
+    for at, (name, array) in enumerate(zip(names, _raw(state), strict=True)):
         shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-        rows.append([shard.data for shard in shards[: None if name in own else 1]])
-    copies: list[list[jax.Array]] = [[] for _ in rows]
-    for rank in range(max(map(len, rows))):  # one program per device
-        held = [at for at, row in enumerate(rows) if len(row) > rank]
-        for at, copy in zip(held, _copies([rows[at][rank] for at in held]), strict=True):
-            copies[at].append(copy)
+        for place, shard in enumerate(shards[: None if name in own else 1]):
+            held.setdefault(shard.device, []).append((at, place, shard.data))
+            copies[at].append(shard.data)
+    for rows in held.values():  # one program per device
+        made = _copies([row for *_, row in rows])
+        for (at, place, _), copy in zip(rows, made, strict=True):
+            copies[at][place] = copy
     return Snapshot(names, copies)
 
 
@@ -124,24 +127,24 @@ def repeated(leaf: np.ndarray, world_size: int) -> np.ndarray:
     return np.broadcast_to(leaf, (world_size, *leaf.shape))
 
 
-def put(like: TrainState, rows: TrainState, devices: Sequence[jax.Device]) -> TrainState:
-    """Place rows of host arrays, `(len(devices), ...)`, on devices like an existing state."""
-    sharding = stacked_sharding(devices)
+def put(like: TrainState, rows: TrainState, fleet: Fleet) -> TrainState:
+    """Place rows of host arrays, `(world_size, ...)`, on devices like an existing state."""
 
-    def place(leaf: Any, array: np.ndarray) -> jax.Array:
+    def place(leaf: StackedArray, array: np.ndarray) -> StackedArray:
+        if isinstance(leaf, LeadArray):
+            (device,) = leaf.row.devices()
+            row = jax.device_put(np.array(array[0])[None], device)
+            return with_type_of(leaf, LeadArray(row, len(array)))
         shards = [
             jax.device_put(
                 np.array(array[rank])[None], device
             )  # copied: the CPU backend aliases host memory
-            for rank, device in enumerate(devices)
+            for rank, device in enumerate(fleet.devices)
         ]
-        placed = stack_shards(shards, sharding, array.shape)
-        if is_key(leaf):
-            return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(leaf))
-        return placed
+        return with_type_of(leaf, fleet.stack(shards))
 
     return jax.tree.map(place, like, rows)
 
 
 def _raw(state: TrainState) -> list[Any]:
-    return [jax.random.key_data(x) if is_key(x) else x for x in jax.tree.leaves(state)]
+    return list(map(raw, jax.tree.leaves(state)))

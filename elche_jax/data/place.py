@@ -8,12 +8,11 @@ of `data` transfers anything.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
 from jax import dtypes
-from jax.sharding import Sharding
 
 from elche_jax.data.reader import IndexedReader, Partial, Reader
 from elche_jax.data.source import ArraySource, Source
@@ -26,18 +25,15 @@ RESIDENT_SHARE = 0.25
 """Largest share of the free memory that `placement="auto"` uses for the data."""
 
 
-def choose_placement(
-    placement: str, source: Source, devices: Sequence[jax.Device], free: int | None
-) -> Placement:
+def choose_placement(placement: str, source: Source, free: int | None) -> Placement:
     """Return where the data is kept.
 
     Args:
         placement: `"resident"`, `"stream"`, or `"auto"`: resident if the source is a pytree of
             arrays that fits into a quarter of the free memory.
         source: The data.
-        devices: The devices; those of platform cpu share the host's memory.
-        free: Free bytes on the fullest device, on platform cpu of the host; None if unknown,
-            in which case `"auto"` streams.
+        free: Free bytes for a copy on the fullest device; None if unknown, in which case
+            `"auto"` streams.
 
     Raises:
         ValueError: If `placement` is another word, or `"resident"` for data that is not a
@@ -57,9 +53,22 @@ def choose_placement(
         )
     if placement == "resident":
         return "resident"
-    copies = len(devices) if devices[0].platform == "cpu" else 1
-    fits = free is not None and source.nbytes * copies <= RESIDENT_SHARE * free
+    fits = free is not None and source.nbytes <= RESIDENT_SHARE * free
     return "resident" if fits else "stream"
+
+
+class Stacking(Protocol):
+    """Devices that stacked arrays are placed on."""
+
+    devices: tuple[jax.Device, ...]
+
+    def stack(self, shards: Sequence[jax.Array]) -> Any:
+        """Assemble a stacked array from the devices' entries `(1, ...)`."""
+        ...
+
+    def put(self, rows: np.ndarray) -> Any:
+        """Place row `d` of a host array on device `d`."""
+        ...
 
 
 class Placer:
@@ -70,13 +79,11 @@ class Placer:
     a small step.
 
     Args:
-        devices: The devices in rank order.
-        sharding: The sharding of stacked arrays over these devices.
+        fleet: The devices.
     """
 
-    def __init__(self, devices: Sequence[jax.Device], sharding: Sharding):
-        self._devices = tuple(devices)
-        self._sharding = sharding
+    def __init__(self, fleet: Stacking):
+        self._fleet, self._devices = fleet, fleet.devices
         self._single = len(self._devices) == 1
         self._blanks: dict[tuple[Any, ...], list[Any]] = {}
 
@@ -138,7 +145,7 @@ class Placer:
         partial: Partial | None,
         totals: tuple[int, int],
     ) -> Any:
-        """Return the call's arguments for each device, `(world_size, 8)`, int32.
+        """Return the call's arguments for each device, `(world_size, 10)`, int32.
 
         Args:
             ranges: Microbatches of each device, counted within the window.
@@ -151,14 +158,14 @@ class Placer:
         if partial is not None:
             place, valid = partial.microbatch - first, partial.valid
         numbers = [
-            (r.count, r.start, int(fresh), place, valid, *totals, rank)
+            (r.count, r.start, int(fresh), place, valid, *totals, rank, 0, r.count)
             for rank, r in enumerate(ranges)
         ]
         return self.rows(np.array(numbers, np.int32))
 
     def rows(self, array: np.ndarray) -> Any:
         """Place row `d` of a host array on device `d`."""
-        return array if self._single else jax.device_put(array, self._sharding)
+        return array if self._single else self._fleet.put(array)
 
     def _put(self, rows: list[np.ndarray], ranks: Sequence[int]) -> list[Any]:
         if self._single:  # the program expects the dtypes that `device_put` would give
@@ -166,10 +173,7 @@ class Placer:
         return jax.device_put(rows, [self._devices[rank] for rank in ranks])
 
     def _stack(self, shards: list[Any]) -> Any:
-        if self._single:
-            return shards[0]
-        shape = (len(shards), *shards[0].shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, self._sharding, shards)
+        return shards[0] if self._single else self._fleet.stack(shards)
 
     def _blank(self, shape: tuple[int, ...], dtype: Any) -> list[Any]:
         key = (shape, np.dtype(dtype))

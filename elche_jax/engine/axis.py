@@ -1,7 +1,7 @@
-"""Reductions over devices, inside a mapped function or over deliveries on the host.
+"""Reductions over devices: inside a mapped function, on one device, or on the host.
 
-Formulas over several devices are written once, against either axis. `xp` is the array module.
-A *per-device value* is the device's own value inside a mapped function; on the host it is a list
+Formulas over several devices are written once, against any axis. `xp` is the array module.
+A *per-device value* is the device's own value inside a mapped function; elsewhere it is a list
 with one entry per device that has delivered.
 """
 
@@ -48,6 +48,10 @@ class DeviceAxis:
     def mine(self, rows: Any) -> PerDevice:
         """Return each device's own row of an array made by `rows`."""
         return rows[0] if self.size == 1 else rows[jax.lax.axis_index(AXIS)]
+
+    def any(self, value: PerDevice) -> Any:
+        """Return a device's value, if it is the same on all devices."""
+        return value
 
     def sums(self, *terms: tuple[PerDevice, PerDevice | None]) -> tuple[PyTree, ...]:
         """Return `sum over devices of weight * tree`, in float32, for every `(tree, weight)`.
@@ -114,6 +118,9 @@ class HostAxis:
     def mine(self, rows: Any) -> PerDevice:
         return [rows[rank] for rank in self.ranks]
 
+    def any(self, value: PerDevice) -> Any:
+        return value[0]
+
     def sums(self, *terms: tuple[PerDevice, PerDevice | None]) -> tuple[PyTree, ...]:
         return tuple(self._sum(trees, weights) for trees, weights in terms)
 
@@ -148,7 +155,62 @@ class HostAxis:
         return [x for x, has in zip(leaf, worked, strict=True) if has] or leaf
 
 
-Axis = DeviceAxis | HostAxis
+@dataclass(frozen=True)
+class LeadAxis:
+    """The devices of several lanes, whose contributions have reached the lead.
+
+    Methods are those of `DeviceAxis`. A tree without arrays counts as 0: another one of its lane
+    is the sum over the lane.
+
+    Attributes:
+        size: Number of devices in the job.
+        xp: The module of array functions.
+    """
+
+    size: int
+    xp: ClassVar[ModuleType] = jnp
+
+    def each(self, fn: Callable[..., Any], *values: PerDevice) -> PerDevice:
+        return [fn(*one) for one in zip(*values, strict=True)]
+
+    def rows(self, value: PerDevice) -> Any:
+        return jnp.stack(value)
+
+    def mine(self, rows: Any) -> PerDevice:
+        return list(rows)
+
+    def any(self, value: PerDevice) -> Any:
+        return value[0]
+
+    def sums(self, *terms: tuple[PerDevice, PerDevice | None]) -> tuple[PyTree, ...]:
+        return tuple(self._sum(trees, weights) for trees, weights in terms)
+
+    def _sum(self, trees: PerDevice, weights: PerDevice | None) -> PyTree:
+        if weights is not None:
+            trees = [_times(tree, weight) for tree, weight in zip(trees, weights, strict=True)]
+        there = [tree for tree in trees if jax.tree.leaves(tree)]
+        return jax.tree.map(lambda *leaves: reduce(jnp.add, leaves), *(there or trees[:1]))
+
+    def decoded_sum(self, sent: PerDevice, weight: PerDevice | None) -> list[Any]:
+        return self._sum([decoded(one) for one in sent], weight)
+
+    def largest(self, leaf: PerDevice, worked: PerDevice) -> Any:
+        return self._of(leaf, worked, lambda x, y, has: jnp.where(has, jnp.maximum(x, y), x))
+
+    def first(self, leaf: PerDevice, worked: PerDevice) -> Any:
+        return self._of(leaf, worked, lambda x, y, has: x)
+
+    @staticmethod
+    def _of(leaf: PerDevice, worked: PerDevice, both: Callable[[Any, Any, Any], Any]) -> Any:
+        """Combine the values of the devices that worked; the first one's if none did."""
+        value, known = leaf[0], worked[0]
+        for other, has in zip(leaf[1:], worked[1:], strict=True):
+            value = jnp.where(known, both(value, other, has), jnp.where(has, other, value))
+            known |= has
+        return value
+
+
+Axis = DeviceAxis | HostAxis | LeadAxis
 """The devices that values are combined over."""
 
 

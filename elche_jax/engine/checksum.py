@@ -10,7 +10,6 @@ shows; several changes cancel with probability 2**-64. Eight bytes per leaf and 
 host.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,23 +17,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from elche_jax.engine.mapped import Mapped
+from elche_jax.engine.lane import Fleet, MappedFunction
+from elche_jax.engine.laned import StackedArray
 
 PyTree = Any
 
 
-def checksums(tree: PyTree, devices: Sequence[jax.Device]) -> jax.Array:
+def checksums(tree: PyTree, fleet: Fleet) -> StackedArray:
     """Dispatch the checksums of a stacked pytree without waiting for them.
 
     Args:
         tree: Leaves `(world_size,) + shape`, numbers, bools or typed keys, entry `d` on
             device `d`.
-        devices: The devices.
+        fleet: The devices.
 
     Returns:
         uint32, shape `(world_size, leaves, 2)`.
     """
-    return _program(tuple(devices))(jax.tree.leaves(tree))[0]
+    return _program(fleet)(jax.tree.leaves(tree))[0]
 
 
 def differing(sums: Any) -> list[tuple[int, int]]:
@@ -46,8 +46,8 @@ def differing(sums: Any) -> list[tuple[int, int]]:
 
 # kept, as a new `Mapped` would compile again
 @lru_cache(maxsize=16)
-def _program(devices: tuple[jax.Device, ...]) -> Mapped:
-    return Mapped(lambda leaves: (jnp.stack([_sum(leaf) for leaf in leaves]), None), devices)
+def _program(fleet: Fleet) -> MappedFunction:
+    return fleet.mapped(lambda leaves: (jnp.stack([_sum(leaf) for leaf in leaves]), None))
 
 
 def _sum(leaf: Any) -> Any:

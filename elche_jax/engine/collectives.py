@@ -44,7 +44,7 @@ def weighted_psum(tree: PyTree, weight: Any, axis_name: str) -> PyTree:
         >>> jax.vmap(sums, axis_name="devices")(values, counts).tolist()
         [7.0, 7.0, 7.0]
     """
-    weighted, _ = _weighted("weighted_psum", tree, weight)
+    weighted, _ = weighted_terms("weighted_psum", tree, weight)
     summed = packed_psum(weighted, axis_name)
     return jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), summed, tree)
 
@@ -76,7 +76,7 @@ def weighted_mean(tree: PyTree, weight: Any, axis_name: str) -> PyTree:
         >>> jax.vmap(mean, axis_name="devices")(jnp.array([1.0, 4.0]), jnp.array([2, 1])).tolist()
         [2.0, 2.0]
     """
-    summed, total = packed_psum(_weighted("weighted_mean", tree, weight), axis_name)
+    summed, total = packed_psum(weighted_terms("weighted_mean", tree, weight), axis_name)
     return jax.tree.map(lambda s, leaf: (s / total).astype(leaf.dtype), summed, tree)
 
 
@@ -114,7 +114,7 @@ def broadcast_from(tree: PyTree, source: Any, axis_name: str) -> PyTree:
     return jax.tree.map(broadcast, tree)
 
 
-def _weighted(where: str, tree: PyTree, weight: Any) -> tuple[PyTree, Any]:
+def weighted_terms(where: str, tree: PyTree, weight: Any) -> tuple[PyTree, Any]:
     """Check tree and weight; return `tree * weight`, in at least float32, and the weight."""
     weight = jnp.asarray(weight)
     if weight.shape != ():

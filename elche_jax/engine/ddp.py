@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from elche_jax import _check as check
-from elche_jax.engine.collectives import broadcast_from, weighted_mean
-from elche_jax.engine.devices import check_one_kind, select_devices
+from elche_jax.engine.devices import select_devices
+from elche_jax.engine.lane import lanes_of
 from elche_jax.engine.loss import describe
-from elche_jax.engine.mapped import AXIS, Mapped, stacked_sharding
-from elche_jax.engine.replicas import replicate
+from elche_jax.engine.mapped import AXIS
+from elche_jax.engine.reductions import broadcaster, weighted_averager
+from elche_jax.engine.replicas import replicate_over
 from elche_jax.engine.shapes import difference
 
 PyTree = Any
@@ -40,12 +41,12 @@ class DDP:
             sharding as the results here, so that no program compiles twice.
 
     Args:
-        devices: At least two devices of one kind; None for all local devices.
+        devices: At least two devices, of any kinds; None for all local devices.
 
     Raises:
         TypeError: If `devices` is not a sequence of devices.
-        ValueError: If there are fewer than two devices, duplicates, or several kinds, or if
-            the job has several processes.
+        ValueError: If there are fewer than two devices, or duplicates, or if the job has
+            several processes.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -66,9 +67,8 @@ class DDP:
         if self.world_size < 2:
             rule, todo = "hold at least two devices", "A single device needs no exchange."
             raise ValueError(check.message("DDP", "devices", rule, self.world_size, todo))
-        check_one_kind("DDP", self.devices)
-        self._broadcast = Mapped(lambda tree: (broadcast_from(tree, 0, AXIS), None), self.devices)
-        self._mean = Mapped(lambda tree, w: (weighted_mean(tree, w, AXIS), None), self.devices)
+        self.fleet = lanes_of(self.devices)
+        self._broadcast, self._mean = broadcaster(self.fleet), weighted_averager(self.fleet)
 
     @classmethod
     def wrap(
@@ -106,13 +106,12 @@ class DDP:
                 rule = "have the same structure, shapes and dtypes"
                 got = f"another for replica {rank} than for replica 0: {differs}"
                 raise ValueError(check.message("DDP.wrap", "all replicas", rule, got))
-        sharding = stacked_sharding(ddp.devices)
         # leaf by leaf: the host holds one stacked leaf at a time
-        return ddp, jax.tree.map(lambda *xs: jax.device_put(np.stack(xs), sharding), *replicas)
+        return ddp, jax.tree.map(lambda *xs: ddp.fleet.put(np.stack(xs)), *replicas)
 
     def replicate(self, tree: PyTree) -> PyTree:
         """Copy a pytree to every device; see `elche_jax.replicate`."""
-        return replicate(tree, self.devices)
+        return replicate_over(self.fleet, tree)
 
     def sync_params(self, params: PyTree) -> PyTree:
         """Broadcast the parameters of rank 0 to every device, bit for bit.
@@ -192,7 +191,7 @@ class DDP:
     def _sync(self, name: str, tree: PyTree) -> PyTree:
         self._check(name, tree)
         # an optimizer's state may hold no arrays, and pmap wants at least one
-        return self._broadcast(tree)[0] if jax.tree.leaves(tree) else tree
+        return self._broadcast(tree) if jax.tree.leaves(tree) else tree
 
     def _reduce(self, name: str, grads: PyTree, weights: np.ndarray) -> PyTree:
         self._check(name, grads)
@@ -202,15 +201,17 @@ class DDP:
                     f"DDP.{name}: every leaf of grads must be a float array, leaf "
                     f"{jax.tree_util.keystr(path) or 'grads'} is {describe(leaf)}."
                 )
-        return self._mean(grads, weights)[0]
+        return self._mean(grads, weights)
 
-    def _check(self, name: str, tree: PyTree) -> None:
+    def _check(
+        self, name: str, tree: PyTree, todo: str = "Make it with replicate, or in a pmap."
+    ) -> None:
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             if np.shape(leaf)[:1] != (self.world_size,) or not hasattr(leaf, "dtype"):
                 raise ValueError(
                     f"DDP.{name}: every leaf must be stacked, with one entry per device "
                     f"({self.world_size}), leaf {jax.tree_util.keystr(path) or 'tree'} is "
-                    f"{describe(leaf)}. Make it with replicate, or in a pmap."
+                    f"{describe(leaf)}. {todo}"
                 )
 
 

@@ -2,11 +2,12 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import jax
 
-from elche_jax.engine.lane import lanes_of
+from elche_jax import _check as check
+from elche_jax.engine.lane import Fleet, kinds_of, lanes_of
 
 GIB = 1024**3
 
@@ -71,19 +72,60 @@ def listed(devices: Sequence[jax.Device] | None, where: str) -> tuple[jax.Device
     return chosen
 
 
-def check_one_kind(where: str, devices: Sequence[jax.Device]) -> None:
-    """Check that one program can serve these devices.
+LaneChoice = Sequence[Sequence[int]] | Callable[[jax.Device], Hashable]
+"""The user's lanes: ranks by lane, or a function of a device whose result names its lane."""
+
+
+def fleet_of(where: str, devices: Sequence[jax.Device], lanes: LaneChoice | None = None) -> Fleet:
+    """Return the devices in lanes: by kind, or as the user says.
+
+    Args:
+        where: The function the user called.
+        devices: The devices, checked.
+        lanes: The user's lanes; None for one per kind.
 
     Raises:
-        ValueError: If they are of several kinds or platforms.
+        TypeError: If `lanes` is of another type, or a name of a lane cannot be hashed.
+        ValueError: If they are no partition of the ranks, or put devices of several kinds
+            together.
     """
-    lanes = lanes_of(devices)
-    if len(lanes) > 1:
-        kinds = ", ".join(f"{lane.devices[0].device_kind} x{lane.world_size}" for lane in lanes)
-        raise ValueError(
-            f"{where}: devices must be of one kind and platform, got {kinds}. "
-            "Choose with devices=[...]; one program cannot serve several kinds."
-        )
+    if lanes is None:
+        return lanes_of(devices)
+    kinds, keys = kinds_of(devices), _lane_keys(where, devices, lanes)
+    kind_of: dict[Hashable, str] = {}
+    for key, kind in zip(keys, kinds, strict=True):
+        if kind_of.setdefault(key, kind) != kind:
+            rule = "keep devices of several kinds apart"
+            got = f"{kind_of[key]} and {kind} in one lane"
+            raise ValueError(check.message(where, "lanes", rule, got))
+    return lanes_of(devices, keys)
+
+
+def _lane_keys(where: str, devices: Sequence[jax.Device], lanes: LaneChoice) -> Sequence[Hashable]:
+    """Return the name of every device's lane."""
+    if callable(lanes):
+        keys = [lanes(device) for device in devices]
+        for key in keys:
+            check.instance(where, "lanes(device)", key, Hashable, "be hashable")
+        return keys
+    parts = [
+        check.integers(where, "lanes", part)
+        for part in check.items(where, "lanes", lanes, "sequences of ranks")
+    ]
+    of_rank = {rank: at for at, part in enumerate(parts) for rank in part}
+    count = len(devices)
+    if sorted(of_rank) != list(range(count)) or sum(map(len, parts)) != count:
+        rule = f"hold each rank of the {count} devices once"
+        raise ValueError(check.message(where, "lanes", rule, tuple(parts)))
+    return [of_rank[rank] for rank in range(count)]
+
+
+def names_of(devices: Sequence[jax.Device]) -> list[str]:
+    """Return the name of every device for reports, with its kind if there are several."""
+    kinds = kinds_of(devices)
+    if len(set(kinds)) == 1:
+        return [str(device) for device in devices]
+    return [f"{device} ({kind})" for device, kind in zip(devices, kinds, strict=True)]
 
 
 def device_summary(devices: Sequence[jax.Device] | None = None) -> str:
@@ -102,37 +144,48 @@ def device_summary(devices: Sequence[jax.Device] | None = None) -> str:
         >>> device_summary(jax.devices("cpu")[:1])
         'elche: 1 device | cpu'
     """
-    lanes = lanes_of(listed(devices, "device_summary"))
+    return summary_of(lanes_of(listed(devices, "device_summary")))
+
+
+def summary_of(fleet: Fleet) -> str:
+    """Return the summary of devices in lanes; several lanes of one kind are named, too."""
+    lanes, kinds = fleet.in_lanes(), kinds_of(fleet.devices)
     platform, *others = {lane.devices[0].platform for lane in lanes}
     noun = platform.upper() if platform in ("gpu", "tpu") and not others else "device"
-    count = sum(lane.world_size for lane in lanes)
-    kinds = f" ({len(lanes)} kinds)" if len(lanes) > 1 else ""
+    count, several = fleet.world_size, len(set(kinds))
+    said = f" ({several} kinds)" if several > 1 else ""
+    if len(lanes) > several:
+        said = f" ({several} kind{'s' if several > 1 else ''}, {len(lanes)} lanes)"
     parts = [
-        _kind(lane.devices[0]) + (f" x{lane.world_size}" if lane.world_size > 1 else "")
+        _kind(lane.devices[0], kinds[lane.ranks[0]])
+        + (f" x{lane.world_size}" if lane.world_size > 1 else "")
         for lane in lanes
     ]
-    return f"elche: {count} {noun}{'s' if count > 1 else ''}{kinds} | {' | '.join(parts)}"
+    return f"elche: {count} {noun}{'s' if count > 1 else ''}{said} | {' | '.join(parts)}"
 
 
 def free_bytes(devices: Sequence[jax.Device]) -> int | None:
     """Return the free bytes on the device with the least free memory; None if unknown.
 
-    CPU devices share the host's memory.
+    CPU devices share the host's memory equally.
     """
     # `memory_stats()` of a CPU device is None
-    if devices[0].platform == "cpu":
-        try:
-            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (AttributeError, ValueError, OSError):  # not provided by this system
-            return None
-    stats = [device.memory_stats() or {} for device in devices]
+    on_host = sum(device.platform == "cpu" for device in devices)
+    stats = [device.memory_stats() or {} for device in devices if device.platform != "cpu"]
     if not all("bytes_limit" in memory for memory in stats):
         return None
     # the limit on a GPU is what JAX may take, by default 75 % of the card
-    return min(int(memory["bytes_limit"]) - int(memory.get("bytes_in_use", 0)) for memory in stats)
+    free = [int(memory["bytes_limit"]) - int(memory.get("bytes_in_use", 0)) for memory in stats]
+    if on_host:
+        try:
+            host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (AttributeError, ValueError, OSError):  # not provided by this system
+            return None
+        free.append(host // on_host)
+    return min(free)
 
 
-def _kind(device: jax.Device) -> str:
-    name = device.device_kind.removeprefix("NVIDIA ").removeprefix("GeForce ")
+def _kind(device: jax.Device, kind: str) -> str:
+    name = kind.removeprefix("NVIDIA ").removeprefix("GeForce ")
     limit = (device.memory_stats() or {}).get("bytes_limit")
     return f"{name} ({limit / GIB:.1f} GiB)" if limit else name

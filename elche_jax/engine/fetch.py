@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from elche_jax.engine.shapes import signature
 
@@ -134,14 +135,15 @@ class CallArgs:
     """Scalar arguments of one call on one device.
 
     Attributes:
-        numbers: int32, shape `(8,)`: `count`, microbatches to run; `start`, position of the
-            first one in the window; `fresh`, 1 in the first call of a window;
+        numbers: int32, shape `(10,)`: `count`, microbatches in the data; `start`, position of
+            the first one in the window; `fresh`, 1 in the first call of a window;
             `partial`, position of the microbatch with fewer valid examples, or -1;
             `valid`, its number of valid examples; microbatches and valid examples of the
-            window over all devices; `rank` of the device.
+            window over all devices; `rank` of the device; `begin` and `end` of the range of
+            the microbatches to run, all of them unless the call runs a part.
     """
 
-    WIDTH: ClassVar[int] = 8
+    WIDTH: ClassVar[int] = 10
 
     # one array, as every further argument slows down the dispatch
     numbers: Any
@@ -167,6 +169,28 @@ class CallArgs:
     def rank(self) -> Any:
         # an argument, as programs compiled per device have no axis to ask
         return self.numbers[7]
+
+    @property
+    def begin(self) -> Any:
+        return self.numbers[8]
+
+    @property
+    def end(self) -> Any:
+        return self.numbers[9]
+
+    @staticmethod
+    def pieces(numbers: np.ndarray, count: int) -> list[np.ndarray]:
+        """Split a call into calls that each run a part of the microbatches.
+
+        Args:
+            numbers: The numbers of the whole call, one row per device.
+            count: Number of calls.
+        """
+        split = [numbers.copy() for _ in range(count)]
+        for at, part in enumerate(split):
+            part[:, 8], part[:, 9] = numbers[:, 9] * at // count, numbers[:, 9] * (at + 1) // count
+            part[:, 2] *= at == 0  # the carry of the first part goes on
+        return split
 
     def valid(self, place: Any, batch_size: int) -> Any:
         """Return the number of valid examples of the microbatch at `place` in the window."""

@@ -18,7 +18,7 @@ import optax
 from elche_jax.engine.exchange import SUM_BELOW, Packing
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.mapped import AXIS
-from elche_jax.engine.microbatch import all_finite, chosen, clip, computed_once, floats
+from elche_jax.engine.microbatch import Terms, all_finite, chosen, clip, computed_once, floats
 from elche_jax.engine.precision import adjust
 from elche_jax.engine.reduce import Contribution, Mean, Reduction, Row
 from elche_jax.engine.rule import Agreed, Ended, Leaves, Rule
@@ -86,8 +86,7 @@ class GradientRule(Rule):
         trained, _ = self.work.selection.split(state.params)
         gradient, packing = self.work.gradient(state, payload, call_args), self._packing(trained)
 
-        def body(i: Any, sums: Sums) -> Sums:
-            own = gradient(i, trained, sums.model_state)
+        def plus(sums: Sums, own: Terms) -> Sums:
             grads = packing.pack(own.grads)
             return Sums(
                 [total + g * own.weight for total, g in zip(sums.grads, grads, strict=True)],
@@ -97,7 +96,7 @@ class GradientRule(Rule):
                 own.model_state,
             )
 
-        return body
+        return lambda i, sums: gradient.add(plus, sums, i, trained)
 
     def finish(
         self, state: TrainState, carry: Sums, catch_up: Any = False
@@ -149,6 +148,22 @@ class GradientRule(Rule):
         return state.replace(
             params=params, opt_state=agreed.opt_state, loss_scale=agreed.loss_scale
         )
+
+    @property
+    def takes_agreed(self) -> bool:
+        return True
+
+    @staticmethod
+    def split_lead(state: TrainState) -> tuple[TrainState, PyTree]:
+        return state.replace(opt_state=None), state.opt_state
+
+    @staticmethod
+    def join_lead(state: TrainState, held: PyTree) -> TrainState:
+        return state.replace(opt_state=held)
+
+    @staticmethod
+    def split_agreed(agreed: Agreed) -> tuple[Agreed, PyTree]:
+        return replace(agreed, opt_state=None), agreed.opt_state
 
     def reduction(self, state: TrainState) -> Reduction:
         del state

@@ -1,50 +1,79 @@
-"""A lane: devices of one kind, served by one mapped program. A single device is a lane, too.
+"""Lanes: devices of one kind, served by one mapped program. A single device is a lane, too.
 
-All differences between one device and several are here: how a function is compiled, how arrays
-are placed, and how windows are timed. Code above a lane has no such cases, except for
-the few that `tests/test_layers.py` lists.
+All differences between one device and several, and between one kind and several, are here: how a
+function is compiled, how arrays are placed, and how windows are timed. Code above a lane
+has no such cases, except for the few that `tests/test_layers.py` lists.
 """
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
 
 import jax
+import numpy as np
+from jax.extend.backend import backends
 from jax.sharding import Sharding
 
-from elche_jax.engine.mapped import Mapped, PerDevice, stacked_sharding
+from elche_jax.engine.laned import LanedArray, LeadArray, Stacked, StackedArray
+from elche_jax.engine.mapped import Mapped, PerDevice, stack_shards, stacked_sharding
 from elche_jax.engine.timing import Clock, Done, Failed, LoopClock, Stopwatch
 
+PyTree = Any
 
-@dataclass(frozen=True)
-class Lane:
-    """Devices of one kind, served by one mapped program.
+
+class MappedFunction(Protocol):
+    """A function of per-device values mapped over devices, see `Mapped`."""
+
+    def __call__(self, *args: PyTree) -> tuple[PyTree, PyTree]: ...
+
+    def compile(self, *args: PyTree) -> PerDevice: ...
+
+    def lower(self, *args: PyTree) -> Any: ...
+
+    def finish(self, lowered: Any) -> PerDevice: ...
+
+
+class Fleet(ABC):
+    """The devices of a job, as one lane or several.
 
     Attributes:
         devices: The devices in rank order.
-        ranks: Their ranks in the job.
     """
 
     devices: tuple[jax.Device, ...]
-    ranks: tuple[int, ...]
+
+    @abstractmethod
+    def in_lanes(self) -> tuple["Lane", ...]:
+        """Return the lanes, in the order of their first rank."""
+
+    @abstractmethod
+    def mapped(self, fn: PerDevice, donate: tuple[int, ...] = ()) -> MappedFunction:
+        """Map a function of per-device values over the devices, see `Mapped`."""
+
+    @abstractmethod
+    def stack(self, shards: Sequence[jax.Array]) -> StackedArray:
+        """Assemble a stacked array from the devices' entries `(1, ...)`, without a copy."""
+
+    @abstractmethod
+    def put(self, rows: np.ndarray) -> StackedArray:
+        """Place row `d` of a host array on device `d`."""
+
+    @abstractmethod
+    def restack(self, tree: PyTree) -> PyTree:
+        """Return stacked arrays over these devices in this fleet's lanes, without a copy."""
 
     @property
     def world_size(self) -> int:
-        """Number of devices of the lane."""
+        """Number of devices."""
         return len(self.devices)
 
     @property
     def alone(self) -> bool:
-        """Whether it has a single device, whose work and synchronization need no separate times."""
-        return len(self.devices) == 1
-
-    @property
-    def sharding(self) -> Sharding:
-        """The sharding of arrays with one entry per device."""
-        return stacked_sharding(self.devices)
-
-    def mapped(self, fn: PerDevice, donate: tuple[int, ...] = ()) -> Mapped:
-        """Map a function of per-device values over the devices, see `Mapped`."""
-        return Mapped(fn, self.devices, donate)
+        """Whether there is a single device, whose work and synchronization need no separate
+        times."""
+        return self.world_size == 1
 
     def clock(self, done: Done, failed: Failed) -> Clock:
         """Return a clock for the windows of a run: threads, or for one device the loop itself.
@@ -56,10 +85,186 @@ class Lane:
         return LoopClock(done) if self.alone else Stopwatch(self.world_size, done, failed)
 
 
-def lanes_of(devices: Sequence[jax.Device]) -> list[Lane]:
-    """Group devices by platform and kind, in the order of their first rank."""
-    ranks: dict[tuple[str, str], list[int]] = {}
+@dataclass(frozen=True)
+class Lane(Fleet):
+    """Devices of one kind, served by one mapped program.
+
+    Attributes:
+        devices: The devices in rank order.
+        ranks: Their ranks in the job.
+    """
+
+    devices: tuple[jax.Device, ...]
+    ranks: tuple[int, ...]
+
+    def in_lanes(self) -> tuple["Lane", ...]:
+        return (self,)
+
+    def mapped(self, fn: PerDevice, donate: tuple[int, ...] = ()) -> Mapped:
+        return Mapped(fn, self.devices, donate)
+
+    @cached_property
+    def sharding(self) -> Sharding:
+        """The sharding of arrays with one entry per device."""
+        # one object: JAX takes longer to compare two
+        return stacked_sharding(self.devices)
+
+    def stack(self, shards: Sequence[jax.Array]) -> jax.Array:
+        return stack_shards(shards, self.sharding, (len(shards), *shards[0].shape[1:]))
+
+    def put(self, rows: np.ndarray) -> jax.Array:
+        return jax.device_put(rows, self.sharding)
+
+    def restack(self, tree: PyTree) -> PyTree:
+        def over(leaf: StackedArray) -> jax.Array:
+            if not isinstance(leaf, Stacked):
+                return leaf
+            return self.stack([leaf.addressable_data(rank) for rank in range(len(leaf))])
+
+        return jax.tree.map(over, tree)
+
+
+@dataclass(frozen=True)
+class Lanes(Fleet):
+    """Devices in several lanes; stacked arrays are `LanedArray`s.
+
+    Attributes:
+        devices: The devices in rank order.
+        lanes: The lanes, in the order of their first rank.
+    """
+
+    devices: tuple[jax.Device, ...]
+    lanes: tuple[Lane, ...]
+
+    def in_lanes(self) -> tuple[Lane, ...]:
+        return self.lanes
+
+    @cached_property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """For each lane the ranks of its devices."""
+        return tuple(lane.ranks for lane in self.lanes)
+
+    @cached_property
+    def lead(self) -> Lane:
+        """The lane whose first device computes what all devices agree on.
+
+        The first lane of accelerators, as they are the faster ones; without any, the first lane.
+        """
+        fast = [lane for lane in self.lanes if lane.devices[0].platform != "cpu"]
+        return (*fast, *self.lanes)[0]
+
+    def mapped(self, fn: PerDevice, donate: tuple[int, ...] = ()) -> "MappedLanes":
+        # `Mapped` makes a function object per lane: the key of JAX's caches lacks the kind of the
+        # devices
+        return MappedLanes([lane.mapped(fn, donate) for lane in self.lanes], self)
+
+    def stack(self, shards: Sequence[jax.Array]) -> LanedArray:
+        parts = [lane.stack([shards[rank] for rank in lane.ranks]) for lane in self.lanes]
+        return LanedArray(parts, self.ranks)
+
+    def put(self, rows: np.ndarray) -> LanedArray:
+        parts = [lane.put(rows[list(lane.ranks)]) for lane in self.lanes]
+        return LanedArray(parts, self.ranks)
+
+    def split(self, tree: PyTree) -> list[PyTree]:
+        """Return each lane's part of a pytree of stacked arrays, of the host or of any lanes."""
+        leaves, structure = jax.tree.flatten(tree)
+        parts = [self._parts(leaf) for leaf in leaves]
+        return [structure.unflatten([part[i] for part in parts]) for i in range(len(self.lanes))]
+
+    def join(self, parts: Sequence[PyTree]) -> PyTree:
+        """Invert `split`."""
+        return jax.tree.map(lambda *own: LanedArray(own, self.ranks), *parts)
+
+    def restack(self, tree: PyTree) -> PyTree:
+        return self.join(self.split(tree))
+
+    def _parts(self, leaf: Any) -> Sequence[Any]:
+        if isinstance(leaf, LanedArray) and leaf.ranks == self.ranks:
+            return leaf.parts
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            like, dtype = leaf.shape[1:], leaf.dtype
+            return [jax.ShapeDtypeStruct((lane.world_size, *like), dtype) for lane in self.lanes]
+        if isinstance(leaf, np.ndarray):
+            return [leaf[list(lane.ranks)] for lane in self.lanes]
+        if isinstance(leaf, LeadArray):
+            return [
+                lane.stack(jax.device_put([leaf.row] * lane.world_size, list(lane.devices)))
+                for lane in self.lanes
+            ]
+        return [
+            lane.stack([leaf.addressable_data(rank) for rank in lane.ranks]) for lane in self.lanes
+        ]
+
+
+class MappedLanes:
+    """A function mapped over several lanes, by a program for each.
+
+    Its second result must be None: lanes have nothing in common but the host.
+
+    Args:
+        each: The function, mapped over every lane.
+        lanes: The lanes.
+    """
+
+    def __init__(self, each: Sequence[Mapped], lanes: Lanes):
+        self._each, self._lanes = each, lanes
+
+    def __call__(self, *args: PyTree) -> tuple[PyTree, PyTree]:
+        """Call the function; it compiles at the first call with these shapes."""
+        return self._run(self._each, args)
+
+    def compile(self, *args: PyTree) -> PerDevice:
+        """Compile ahead of time for arguments of these shapes and dtypes."""
+        return self.finish(self.lower(*args))
+
+    def lower(self, *args: PyTree) -> list[jax.stages.Lowered]:
+        """Trace and lower for such arguments, under the JAX settings of this thread."""
+        parts = self._lanes.split(_shapes(args))
+        return [mapped.lower(*own) for mapped, own in zip(self._each, parts, strict=True)]
+
+    def finish(self, lowered: Sequence[jax.stages.Lowered]) -> PerDevice:
+        """Compile the lowered programs; may be called in any thread."""
+        programs = [m.finish(one) for m, one in zip(self._each, lowered, strict=True)]
+        return lambda *args: self._run(programs, args)
+
+    def _run(self, programs: Sequence[Any], args: PyTree) -> tuple[PyTree, PyTree]:
+        parts = self._lanes.split(args)
+        results = [program(*own) for program, own in zip(programs, parts, strict=True)]
+        return self._lanes.join([stacked for stacked, _ in results]), None
+
+
+def _shapes(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def lanes_of(devices: Sequence[jax.Device], keys: Sequence[Hashable] | None = None) -> Fleet:
+    """Group devices into lanes, by client, platform and kind.
+
+    Args:
+        devices: The devices in rank order.
+        keys: For each device what its lane is to be known by; None for its kind. Devices of
+            several kinds are never in one lane.
+    """
+    ranks: dict[Hashable, list[int]] = {}
     for rank, device in enumerate(devices):
-        # by platform, too: `pmap` refuses devices of several platforms
-        ranks.setdefault((device.platform, device.device_kind), []).append(rank)
-    return [Lane(tuple(devices[r] for r in rs), tuple(rs)) for rs in ranks.values()]
+        # a mapped program takes devices of one client and platform
+        kind: Hashable = (id(device.client), device.platform, device.device_kind)
+        ranks.setdefault((kind, None if keys is None else keys[rank]), []).append(rank)
+    lanes = tuple(Lane(tuple(devices[r] for r in rs), tuple(rs)) for rs in ranks.values())
+    return lanes[0] if len(lanes) == 1 else Lanes(tuple(devices), lanes)
+
+
+def kinds_of(devices: Sequence[jax.Device]) -> tuple[str, ...]:
+    """Return the kind of every device, by which a user tells them apart.
+
+    It is `device_kind`; where several backends have devices of one kind, the backend's name.
+    """
+    names: Mapping[int, str] = {id(client): name for name, client in backends().items()}
+    clients: dict[str, set[int]] = {}
+    for device in devices:
+        clients.setdefault(device.device_kind, set()).add(id(device.client))
+    return tuple(
+        device.device_kind if len(clients[device.device_kind]) == 1 else names[id(device.client)]
+        for device in devices
+    )

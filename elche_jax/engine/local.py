@@ -24,7 +24,7 @@ import optax
 
 from elche_jax.averaging.fragments import assign_fragments
 from elche_jax.averaging.rules import AveragingRule, DeviceWork, ParameterAveraging
-from elche_jax.engine.axis import DeviceAxis
+from elche_jax.engine.axis import Axis, PerDevice
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.merge import MergeRules, opt_rules, wide
 from elche_jax.engine.microbatch import all_finite, chosen, clip, computed_once, floats
@@ -224,6 +224,18 @@ class LocalRule(Rule):
             state = state.replace(**chosen(good, _changed(state), _changed(before)))
         return state
 
+    @staticmethod
+    def split_lead(state: TrainState) -> tuple[TrainState, PyTree]:
+        return with_averaging(state, outer=()), averaging_of(state).outer
+
+    @staticmethod
+    def join_lead(state: TrainState, held: PyTree) -> TrainState:
+        return with_averaging(state, outer=held)
+
+    @staticmethod
+    def split_agreed(agreed: Agreed) -> tuple[Agreed, PyTree]:
+        return replace(agreed, outer=()), agreed.outer
+
     def reduction(self, state: TrainState) -> Reduction:
         rules = self.merge_rules
         if self.averaging.optimizer_state == "average":
@@ -291,30 +303,40 @@ class LocalRule(Rule):
 
 
 def average(
-    averaging: AveragingRule, selection: Selection, size: int, state: TrainState
-) -> tuple[PyTree, None]:
+    averaging: AveragingRule, selection: Selection, axis: Axis, states: PerDevice
+) -> PyTree:
     """Average the devices' parameters between two exchanges.
 
     Arrays are weighted by the steps since their last exchange; without such steps they are the
     same on all devices.
+
+    Args:
+        averaging: The averaging rule.
+        selection: Which parameters are trained.
+        axis: The devices.
+        states: Their states.
+
+    Returns:
+        The parameters.
     """
-    kept = averaging_of(state)
-    if not kept.base or size == 1:
-        return state.params, None
-    trained, frozen = selection.split(state.params)
+    one, kept = axis.any(states), axis.each(averaging_of, states)
+    base = axis.any(kept).base
+    if not base or axis.size == 1:
+        return one.params
+    trained, frozen = selection.split(one.params)
     leaves, structure = jax.tree.flatten(trained)
-    axis = DeviceAxis(size)
+    own = axis.each(lambda s: jax.tree.leaves(selection.split(s.params)[0]), states)
     parts = assign_fragments([x.size for x in leaves], averaging.fragments)
     for number, members in enumerate(parts):
-        steps = axis.rows(kept.steps[number])
-        work = DeviceWork(steps, jnp.zeros_like(steps), steps > 0, state.step, jnp)
+        steps = axis.rows(axis.each(lambda k, number=number: k.steps[number], kept))
+        work = DeviceWork(steps, jnp.zeros_like(steps), steps > 0, one.step, jnp)
         shares, _ = shares_of(partial(AveragingRule.weigh, averaging), work)
-        x = [wide(kept.base[i]) for i in members]
-        progress = _less(x, [leaves[i] for i in members])
+        x = [wide(base[i]) for i in members]
+        progress = axis.each(lambda mine, x=x, at=members: _less(x, [mine[i] for i in at]), own)
         (mean,) = axis.sums((progress, axis.mine(shares)))
         for i, new in zip(members, _less(x, mean), strict=True):
             leaves[i] = new.astype(leaves[i].dtype)
-    return selection.join(structure.unflatten(leaves), frozen), None
+    return selection.join(structure.unflatten(leaves), frozen)
 
 
 def _finite(state: TrainState, local: LocalSteps) -> Any:

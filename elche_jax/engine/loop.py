@@ -67,7 +67,7 @@ C = TypeVar("C", bound=Carry)
 def emulated_loop(
     hook: LoopHook | None, step: Any, call_args: CallArgs, body: Body, carry: PyTree
 ) -> tuple[PyTree, Any]:
-    """Run `call_args.count` microbatches with any carry.
+    """Run the microbatches of a call with any carry.
 
     Args:
         hook: Emulation, or None.
@@ -83,14 +83,14 @@ def emulated_loop(
     # the count is a value, so that one program runs any counts; on a GPU such a loop needs the
     # options in `mapped.py`
     if hook is None:
-        return jax.lax.fori_loop(0, call_args.count, body, carry), None
+        return jax.lax.fori_loop(call_args.begin, call_args.end, body, carry), None
     device = call_args.rank
     # starting at the zero of `begin` makes the loop wait for it
-    start = jnp.asarray(hook.begin(device, step, call_args.fresh), jnp.int32)
+    start = call_args.begin + jnp.asarray(hook.begin(device, step, call_args.fresh), jnp.int32)
     carry = jax.lax.fori_loop(
-        start, call_args.count, lambda i, carry: hook.around(body, device, i, carry), carry
+        start, call_args.end, lambda i, carry: hook.around(body, device, i, carry), carry
     )
-    return carry, hook.end(device, call_args.count, carry)
+    return carry, hook.end(device, call_args.end - call_args.begin, carry)
 
 
 def run_loop(

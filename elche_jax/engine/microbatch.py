@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +39,72 @@ class Terms(NamedTuple):
 LEAVES_PER_REDUCTION = 8
 """Number of equally shaped arrays that one reduction checks for non-finite values."""
 
-Gradient = Callable[[Any, PyTree, PyTree], Terms]
-"""`gradient(i, trained parameters, model state)`, for microbatch `i` of a call."""
+Part = Callable[[Any, PyTree, PyTree], Terms]
+"""`part(p, trained parameters, model state)`, for part `p` of a microbatch."""
+
+
+class HasModelState(Protocol):
+    """Sums over microbatches that hold the model state."""
+
+    @property
+    def model_state(self) -> PyTree: ...
+
+
+S = TypeVar("S", bound=HasModelState)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradients of the microbatches of a call.
+
+    Attributes:
+        read: Reads microbatch `i`, and returns the gradient of its parts.
+        split: Number of parts of a microbatch. Their weights sum to that of the microbatch.
+        metrics: Names of the auxiliary metrics.
+    """
+
+    read: Callable[[Any], Part]
+    split: int
+    metrics: tuple[str, ...]
+
+    def __call__(self, i: Any, trained: PyTree, model_state: PyTree) -> Terms:
+        """Return the terms of microbatch `i`."""
+        if self.split == 1:
+            return self.read(i)(0, trained, model_state)
+        zero = jnp.zeros((), jnp.float32)
+        grads = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained)
+        sums = Terms(grads, zero, zero, dict.fromkeys(self.metrics, zero), model_state)
+        sums = self.add(_plus, sums, i, trained)
+        weight = jnp.where(sums.weight > 0, sums.weight, 1)
+        grads = jax.tree.map(lambda g: g / weight, sums.grads)
+        return sums._replace(grads=grads, loss=sums.loss / weight)
+
+    def add(self, plus: Callable[[S, Terms], S], sums: S, i: Any, trained: PyTree) -> S:
+        """Add microbatch `i` to sums, part by part, so that only they hold a whole gradient.
+
+        Args:
+            plus: Adds the terms of a part.
+            sums: The sums so far.
+            i: Index of the microbatch.
+            trained: The trained parameters.
+        """
+        part = self.read(i)
+
+        def body(p: Any, sums: S) -> S:
+            return plus(sums, part(p, trained, sums.model_state))
+
+        # a loop, as otherwise XLA may run the parts, and hold what they need, at the same time
+        return body(0, sums) if self.split == 1 else jax.lax.fori_loop(0, self.split, body, sums)
+
+
+def _plus(sums: Terms, own: Terms) -> Terms:
+    return Terms(
+        jax.tree.map(lambda total, g: total + g * own.weight, sums.grads, own.grads),
+        sums.loss + own.loss * own.weight,
+        sums.weight + own.weight,
+        {name: total + own.metrics[name] for name, total in sums.metrics.items()},
+        own.model_state,
+    )
 
 
 @dataclass(frozen=True)
@@ -54,6 +118,7 @@ class Microbatches:
         key_impl: Name of the PRNG implementation of the run's key.
         selection: The trained parameters.
         precision: Precision of the computation.
+        split: Number of parts of equal size in which a microbatch is run, one after the other.
     """
 
     loss_fn: LossFn
@@ -62,9 +127,10 @@ class Microbatches:
     key_impl: str
     selection: Selection = field(default_factory=Selection)
     precision: Precision = field(default_factory=Precision)
+    split: int = 1
 
     def gradient(self, state: TrainState, payload: Payload, call_args: CallArgs) -> Gradient:
-        """Return the gradient as a function of a microbatch's index in a call.
+        """Return the gradients of a call's microbatches.
 
         Args:
             state: Provides the frozen parameters, the key and the loss scale.
@@ -89,7 +155,7 @@ class Microbatches:
             grad = grad.astype(jnp.float32)
             return grad if scale is None else grad / scale
 
-        def gradient(i: Any, trained: PyTree, model_state: PyTree) -> Terms:
+        def read(i: Any) -> Part:
             place = call_args.start + i
             batch = payload.fetch(i, call_args.count)
             # XLA must not fuse the gradient with the fetch, so that every capacity and
@@ -98,18 +164,50 @@ class Microbatches:
             valid = call_args.valid(place, batch_size_of(batch))
             # by its place in the run, so that keys depend neither on the device nor on the counts
             rng = jax.random.fold_in(key, state.microbatches + place)
-            grads, (loss, (weight, metrics, new_state)) = jax.grad(terms, has_aux=True)(
-                trained, model_state, batch, valid, rng
-            )
-            if self.form == "weighted":  # weight 0 contributes nothing, even if the loss is NaN
-                grads, new_state = jax.tree.map(
-                    lambda new, old: jnp.where(weight > 0, new, old),
-                    (grads, new_state),
-                    (jax.tree.map(jnp.zeros_like, grads), model_state),
-                )
-            return Terms(jax.tree.map(unscaled, grads), loss, weight, metrics, new_state)
 
-        return gradient
+            def part(p: Any, trained: PyTree, model_state: PyTree) -> Terms:
+                own, count = _part(p, self.split, batch, valid)
+                grads, (loss, (weight, metrics, new_state)) = jax.grad(terms, has_aux=True)(
+                    trained, model_state, own, count, rng
+                )
+                made = Terms(grads, loss, weight, metrics, new_state)
+                if self.split > 1:
+                    made = self._of_part(made)
+                if self.form == "weighted" or self.split > 1:
+                    made = _worked(made, model_state)
+                return made._replace(grads=jax.tree.map(unscaled, made.grads))
+
+            return part
+
+        return Gradient(read, self.split, self.metrics)
+
+    def _of_part(self, made: Terms) -> Terms:
+        """Return the terms of a part with its weight in the microbatch."""
+        weight, metrics = made.weight, made.metrics
+        if self.form == "scalar":  # the weight of a microbatch is 1, not its number of examples
+            weight, metrics = jax.tree.map(lambda x: x / self.split, (weight, metrics))
+        # without a valid example, means are 0 / 0
+        loss, metrics = jax.tree.map(lambda x: jnp.where(weight > 0, x, 0), (made.loss, metrics))
+        return made._replace(loss=loss, weight=weight, metrics=metrics)
+
+
+def _part(p: Any, split: int, batch: PyTree, valid: Any) -> tuple[PyTree, Any]:
+    """Return part `p` of a microbatch, and its number of valid examples."""
+    if split == 1:
+        return batch, valid
+    size = batch_size_of(batch) // split
+    own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, p * size, size), batch)
+    return jax.lax.optimization_barrier(own), jnp.clip(valid - p * size, 0, size)
+
+
+def _worked(made: Terms, model_state: PyTree) -> Terms:
+    """Make sure that weight 0 contributes nothing, even if the loss is NaN."""
+    grads, new_state = jax.tree.map(
+        lambda new, old: jnp.where(made.weight > 0, new, old),
+        (made.grads, made.model_state),
+        (jax.tree.map(jnp.zeros_like, made.grads), model_state),
+    )
+    return made._replace(grads=grads, model_state=new_state)
 
 
 def clip(grads: PyTree, max_norm: float | None, weight: Any = 1.0) -> PyTree:

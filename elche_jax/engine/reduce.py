@@ -147,6 +147,11 @@ class Reduction:
         mean = Mean(total, merged, spread, good, metrics["finite"], sound, metrics["loss"])
         return mean, metrics
 
+    @property
+    def plain(self) -> bool:
+        """Whether payloads are summed as they are, and may be summed in parts before."""
+        return self.weigh is None and self.compression is None
+
     def _sums(
         self, axis: Axis, payload: PerDevice, sums: PerDevice, state: PerDevice,
         weight: PerDevice, factor: PerDevice | None,

@@ -1,6 +1,7 @@
 """Replicas of a pytree: copy it to every device, take one copy back, compare the copies."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeGuard
 
 import jax
@@ -9,7 +10,8 @@ import numpy as np
 
 from elche_jax.engine.checksum import checksums, differing
 from elche_jax.engine.devices import listed
-from elche_jax.engine.mapped import stack_shards, stacked_sharding
+from elche_jax.engine.lane import Fleet, Lanes, lanes_of
+from elche_jax.engine.laned import LanedArray, LeadArray, Stacked, StackedArray
 
 PyTree = Any
 
@@ -27,7 +29,8 @@ def replicate(tree: PyTree, devices: Sequence[jax.Device]) -> PyTree:
 
     Returns:
         The same structure; leaves `(len(devices),) + shape`, entry `d` on device `d`.
-        No leaf shares memory with the argument.
+        No leaf shares memory with the argument. Over devices of several kinds, a leaf is an
+        object that answers like such an array.
 
     Raises:
         TypeError: If `devices` is not a sequence of devices, or a leaf is not numeric.
@@ -40,23 +43,32 @@ def replicate(tree: PyTree, devices: Sequence[jax.Device]) -> PyTree:
         >>> tree["w"].shape, unreplicate(tree)["w"].shape
         ((1, 3), (3,))
     """
-    devices = listed(devices, "replicate")
-    sharding = stacked_sharding(devices)
+    return replicate_over(lanes_of(listed(devices, "replicate")), tree)
 
-    def copy(path: Any, leaf: Any) -> jax.Array:
+
+def replicate_over(fleet: Fleet, tree: PyTree) -> PyTree:
+    """Copy a pytree to every device of a fleet, see `replicate`."""
+
+    def copy(path: Any, leaf: Any) -> StackedArray:
         if is_key(leaf):
-            data = copy(path, jax.random.key_data(leaf))
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+            return with_type_of(leaf, copy(path, raw(leaf)))
         row = np.array(leaf)[None]  # a copy, as CPU devices may alias host memory
         if row.dtype.kind in "OSUMm":
             raise TypeError(
                 f"replicate: every leaf must be an array of numbers, leaf {_name(path)} is of "
                 f"dtype {row.dtype}."
             )
-        shards = jax.device_put([row] * len(devices), list(devices))
-        return stack_shards(shards, sharding, (len(devices), *row.shape[1:]))
+        return fleet.stack(jax.device_put([row] * fleet.world_size, list(fleet.devices)))
 
     return jax.tree_util.tree_map_with_path(copy, tree)
+
+
+def hold_over(fleet: Fleet, tree: PyTree) -> PyTree:
+    """Copy a pytree to the devices that have to hold it: over several lanes to the lead alone."""
+    if not isinstance(fleet, Lanes):
+        return replicate_over(fleet, tree)
+    rows = replicate_over(lanes_of(fleet.lead.devices[:1]), tree)
+    return jax.tree.map(lambda row: LeadArray(row, fleet.world_size), rows)
 
 
 def unreplicate(tree: PyTree) -> PyTree:
@@ -98,10 +110,14 @@ def check_replicas(tree: PyTree) -> None:
         >>> check_replicas(replicate({"w": np.ones(3)}, jax.devices()))
     """
     named = jax.tree_util.tree_flatten_with_path(tree)[0]
-    groups: dict[tuple[jax.Device, ...], list[int]] = {}
+    groups: dict[Fleet, list[int]] = {}
     for i, (path, leaf) in enumerate(named):
-        devices = tuple(shard.device for shard in _shards("check_replicas", path, leaf))
-        groups.setdefault(devices, []).append(i)
+        devices = [shard.device for shard in _shards("check_replicas", path, leaf)]
+        if not isinstance(leaf, LeadArray):  # which has no copies
+            lanes = leaf.ranks if isinstance(leaf, LanedArray) else [range(len(devices))]
+            keys = {rank: at for at, ranks in enumerate(lanes) for rank in ranks}
+            fleet = lanes_of(devices, [keys[rank] for rank in range(len(devices))])
+            groups.setdefault(fleet, []).append(i)
     launched = [(ms, checksums([named[i][1] for i in ms], ds)) for ds, ms in groups.items()]
     # reading waits for the devices, so only after all are launched
     found = [(ms[leaf], rank) for ms, sums in launched for leaf, rank in differing(sums)]
@@ -131,9 +147,8 @@ def mismatch(where: str, tree: PyTree, devices: Sequence[jax.Device], sums: Any)
     )
 
 
-def _difference(path: Any, leaf: jax.Array, rank: int) -> str:
-    leaf = jax.random.key_data(leaf) if is_key(leaf) else leaf
-    shards = _shards("check_replicas", path, leaf)
+def _difference(path: Any, leaf: StackedArray, rank: int) -> str:
+    shards = _shards("check_replicas", path, raw(leaf))
     first, other = shards[0], shards[rank]
     # bits, as NaN != NaN and -0.0 == 0.0
     count = int(np.any(_bits(other.data) != _bits(first.data), axis=-1).sum())
@@ -143,13 +158,15 @@ def _difference(path: Any, leaf: jax.Array, rank: int) -> str:
     )
 
 
-def devices_of(leaf: jax.Array) -> tuple[jax.Device, ...]:
+def devices_of(leaf: StackedArray) -> tuple[jax.Device, ...]:
     """Return the devices of a stacked array, in rank order."""
     return tuple(shard.device for shard in _shards("devices_of", (), leaf))
 
 
-def is_stacked(leaf: Any) -> TypeGuard[jax.Array]:
+def is_stacked(leaf: Any) -> TypeGuard[StackedArray]:
     """Return whether a leaf has one entry of its first axis on each of its devices."""
+    if isinstance(leaf, Stacked):
+        return True
     if not isinstance(leaf, jax.Array) or leaf.shape[:1] != (len(leaf.sharding.device_set),):
         return False
     # an array with as many rows as devices may be sharded along another axis, or not at all
@@ -159,6 +176,27 @@ def is_stacked(leaf: Any) -> TypeGuard[jax.Array]:
 def is_key(leaf: Any) -> TypeGuard[jax.Array]:
     """Return whether a leaf is an array of typed PRNG keys."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def raw(leaf: Any) -> Any:
+    """Return the data of an array of typed PRNG keys, and any other leaf as it is."""
+    if isinstance(leaf, Stacked):
+        return leaf.map(raw)
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def with_type_of(like: StackedArray, data: StackedArray) -> StackedArray:
+    """Invert `raw`.
+
+    Args:
+        like: The array that it got, or another of its dtype.
+        data: Its result.
+    """
+    one = like.arrays[0] if isinstance(like, Stacked) else like
+    if not is_key(one):
+        return data
+    wrap = partial(jax.random.wrap_key_data, impl=jax.random.key_impl(one))
+    return data.map(wrap) if isinstance(data, Stacked) else wrap(data)
 
 
 def _shards(where: str, path: Any, leaf: Any) -> Any:

@@ -14,7 +14,7 @@ one of them; `adopt` puts it into a device's own state.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from elche_jax.engine.merge import MergeRules
 from elche_jax.engine.microbatch import Microbatches
 from elche_jax.engine.reduce import Contribution, Mean, Reduction
 from elche_jax.engine.state import PendingUpdate, TrainState, averaging_of, with_averaging
+from elche_jax.engine.trainable import Selection
 
 PyTree = Any
 Leaves = list[Any]
@@ -165,6 +166,21 @@ class Rule(ABC):
             agreed: The result of `agree`, on this device or another.
         """
 
+    @staticmethod
+    @abstractmethod
+    def split_lead(state: TrainState) -> tuple[TrainState, PyTree]:
+        """Split off what only `agree` reads and changes, so that one device can hold it."""
+
+    @staticmethod
+    @abstractmethod
+    def join_lead(state: TrainState, held: PyTree) -> TrainState:
+        """Invert `split_lead`."""
+
+    @staticmethod
+    @abstractmethod
+    def split_agreed(agreed: Agreed) -> tuple[Agreed, PyTree]:
+        """Split off the new value of what `split_lead` splits off."""
+
     def apply(self, ended: Ended, mean: Mean) -> tuple[TrainState, Any]:
         """Apply the mean of a window.
 
@@ -185,6 +201,20 @@ class Rule(ABC):
         Args:
             state: A device's state, or its shapes.
         """
+
+    @property
+    def takes_agreed(self) -> bool:
+        """Whether a device's new trained parameters are `Agreed.trained`, as they are."""
+        return False
+
+    @property
+    def thin(self) -> "Rule":
+        """The same rule for states without frozen parameters, which do not change."""
+        return replace(self, work=replace(self.work, selection=Selection()))
+
+    def in_parts(self, split: int) -> "Rule":
+        """Return the same rule for devices that run a microbatch as this many parts."""
+        return replace(self, work=replace(self.work, split=split))
 
     @property
     def apart(self) -> bool:

@@ -1,4 +1,4 @@
-"""Compiles and dispatches the programs of a window on the devices of a lane."""
+"""Compiles and dispatches the programs of a window on the devices of a job."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
@@ -9,15 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from elche_jax.data.split import Range
+from elche_jax.engine.accumulators import Accumulators
 from elche_jax.engine.collective import CollectiveProgram
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.fetch import CallArgs, Payload
-from elche_jax.engine.lane import Lane
-from elche_jax.engine.mapped import Mapped
-from elche_jax.engine.replicas import replicate
+from elche_jax.engine.lane import Fleet, MappedFunction
 from elche_jax.engine.shapes import shapes_of
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.timing import Clock
@@ -58,27 +56,32 @@ class Launch:
     number: int
     at: float
 
-    def __call__(self, token: Any) -> None:
-        """Pass the clock a token that becomes ready when a device has accumulated."""
+    def __call__(self, token: Any, ranks: Sequence[int] | None = None) -> None:
+        """Pass the clock a token that becomes ready when a device has accumulated.
+
+        Args:
+            token: The token, stacked.
+            ranks: Ranks of its entries; None for all devices.
+        """
         if self.watch is not None:
-            self.watch.accumulating(self.number, self.at, token)
+            self.watch.accumulating(self.number, self.at, token, ranks)
 
 
 class LaneRunner(ABC):
     """Compiles and dispatches programs for the devices of a lane.
 
     Attributes:
-        lane: The devices.
+        fleet: The devices.
         begun: Whether the programs of the first window are compiled.
         capacities: For each layout of the data, the capacities compiled or requested.
 
     Args:
-        lane: The devices.
+        fleet: The devices.
         cache: Cache of compiled programs.
     """
 
-    def __init__(self, lane: Lane, cache: CompileCache):
-        self.lane, self._cache = lane, cache
+    def __init__(self, fleet: Fleet, cache: CompileCache):
+        self.fleet, self._cache = fleet, cache
         # Programs of two runners differ even if all shapes agree. A number identifies the
         # runner, as every window hashes it.
         self._number = next(_NUMBERS)
@@ -112,7 +115,7 @@ class LaneRunner(ABC):
             failed: Called with an exception raised in a thread.
         """
         del learned  # no window finishes without a device
-        return self.lane.clock(done, failed)
+        return self.fleet.clock(done, failed)
 
     def ready(self, payload: Payload) -> bool:
         """Return whether the programs for data of these shapes are compiled."""
@@ -123,10 +126,12 @@ class LaneRunner(ABC):
         for program in self._programs(shapes_of(payload)):
             self._cache.prepare(*program)
 
-    def _mapped(self, name: str, mapped: Mapped, payload: Payload, *carried: PyTree) -> Program:
+    def _mapped(
+        self, name: str, mapped: MappedFunction, payload: Payload, *carried: PyTree
+    ) -> Program:
         """Return a program of data; `carried` are the shapes of its first arguments."""
         key = (name, self._number, payload.signature)
-        shape = jax.ShapeDtypeStruct((self.lane.world_size, CallArgs.WIDTH), jnp.int32)
+        shape = jax.ShapeDtypeStruct((self.fleet.world_size, CallArgs.WIDTH), jnp.int32)
         return key, lambda: mapped.compile(*carried, payload, CallArgs(shape))
 
 
@@ -179,39 +184,37 @@ class WindowRunner(LaneRunner):
 
 
 class Runner(WindowRunner):
-    """Runs windows whose devices exchange among themselves; owns the gradient accumulator.
+    """Runs windows whose devices exchange among themselves.
+
+    Attributes:
+        sums: The devices' sums.
 
     Args:
         program: The computation of one device.
-        lane: The devices.
+        fleet: The devices.
         cache: Cache of compiled programs.
         state: Shapes of the stacked state.
     """
 
     def __init__(
-        self, program: CollectiveProgram, lane: Lane, cache: CompileCache, state: TrainState
+        self, program: CollectiveProgram, fleet: Fleet, cache: CompileCache, state: TrainState
     ):
-        super().__init__(lane, cache)
+        super().__init__(fleet, cache)
         self.state = state
         self.replicated = program.rule.common
         self._computation = program
         # only the sums: later calls and the combine still read the state
-        self._accumulate = lane.mapped(program.accumulate, donate=(1,))
+        self._accumulate = fleet.mapped(program.accumulate, donate=(1,))
         # not the sums: the next window reuses their buffers
-        self._combine = lane.mapped(program.combine, donate=(0,))
+        self._combine = fleet.mapped(program.combine, donate=(0,))
         self._window = {
-            single: lane.mapped(partial(program.window, single), donate=(0,))
+            single: fleet.mapped(partial(program.window, single), donate=(0,))
             for single in (True, False)
         }
-        self._last = lane.mapped(program.last_call, donate=(0, 1))
+        self._last = fleet.mapped(program.last_call, donate=(0, 1))
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
         self._read_shapes = program.reads(state)
-        self._sums_shape = jax.eval_shape(program.zeros, one)
-        self._sums_shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((lane.world_size, *x.shape), x.dtype), self._sums_shape
-        )
-        self._sums: PyTree = None
-        self._unreported: PyTree = None
+        self.sums = Accumulators(program, fleet, one)
         self._multiple_calls = False
 
     def begin(self, calls: Sequence[Call]) -> None:
@@ -223,13 +226,13 @@ class Runner(WindowRunner):
             combine, build = self._combine_program()
             if not self._cache.ready(combine):
                 # traced here: a new thread lacks the user's settings (`jax.enable_x64`, ...)
-                lowered = self._combine.lower(self.state, self._sums_shapes)
+                lowered = self._combine.lower(self.state, self.sums.shapes)
                 self._cache.begin(combine, partial(self._combine.finish, lowered))
             for call in calls:
                 self._cache.get(*self._program(call.payload))
             self._cache.get(combine, build)
             # allocated before the dispatch, as the first window is timed
-            self._sums = self._take_sums()
+            self.sums.put(self.sums.take())
         self.begun = True
 
     def fuses(self, payload: Payload) -> bool:
@@ -244,7 +247,7 @@ class Runner(WindowRunner):
     @property
     def _one_program(self) -> bool:
         """Whether a window is one program: a single device has nothing to time separately."""
-        return self.lane.alone and not self._multiple_calls
+        return self.fleet.alone and not self._multiple_calls
 
     def run(
         self, state: TrainState, calls: Sequence[Call], launch: Launch, fused: bool = False
@@ -255,45 +258,27 @@ class Runner(WindowRunner):
             whole = self._cache.get(*self._program(calls[0].payload))
             (state, end), metrics = whole(state, calls[0].payload, calls[0].call_args)
             return state, metrics, end
-        read, token = self._computation.reads(state), None
+        read, token, sums = self._computation.reads(state), None, None
         for call in calls[:-1] if fused else calls:
             accumulate = self._cache.get(*self._program(call.payload))
-            (self._sums, token), _ = accumulate(
-                read, self._take_sums(), call.payload, call.call_args
-            )
+            (sums, token), _ = accumulate(read, self.sums.take(), call.payload, call.call_args)
+            self.sums.put(sums)
         if fused:
             last = self._cache.get(*self._last_program(calls[-1].payload))
-            (state, self._sums, end), metrics = last(
-                state, self._take_sums(), calls[-1].payload, calls[-1].call_args
+            (state, sums, end), metrics = last(
+                state, self.sums.take(), calls[-1].payload, calls[-1].call_args
             )
+            self.sums.put(sums)
             return state, metrics, end
         combine = self._cache.get(*self._combine_program())
         assert token is not None  # a window has at least one call
         launch(token)
-        (state, end), metrics = combine(state, self._sums)
+        (state, end), metrics = combine(state, sums)
         return state, metrics, end
 
     def release(self) -> None:
         """See `WindowRunner.release`."""
-        self._sums = self._unreported = None
-
-    @property
-    def unreported(self) -> PyTree:
-        """Metrics of the last window that the next one will report; None if there are none.
-
-        Host arrays, leaves `(devices,)`. Reading them waits for the last window.
-        """
-        if not self._computation.pending or self._sums is None:
-            return self._unreported
-        return jax.tree.map(np.asarray, self._computation.unreported(self._sums))
-
-    @unreported.setter
-    def unreported(self, rows: PyTree) -> None:
-        if not self._computation.pending:
-            return
-        here = jax.eval_shape(self._computation.unreported, self._sums_shape)
-        if jax.tree.structure(rows) == jax.tree.structure(here):  # the metrics may have changed
-            self._sums, self._unreported = None, rows
+        self.sums.release()
 
     def _programs(self, payload: Payload) -> list[Program]:
         return [self._program(payload)]
@@ -302,33 +287,12 @@ class Runner(WindowRunner):
         if self._one_program:
             single = payload.capacity(stacked=True) == 1
             return self._mapped("window", self._window[single], payload, self.state)
-        shapes = (self._read_shapes, self._sums_shapes)
+        shapes = (self._read_shapes, self.sums.shapes)
         return self._mapped("accumulate", self._accumulate, payload, *shapes)
 
     def _last_program(self, payload: Payload) -> Program:
-        return self._mapped("last", self._last, payload, self.state, self._sums_shapes)
+        return self._mapped("last", self._last, payload, self.state, self.sums.shapes)
 
     def _combine_program(self) -> Program:
-        shapes = (self.state, self._sums_shapes)
+        shapes = (self.state, self.sums.shapes)
         return ("combine", self._number), lambda: self._combine.compile(*shapes)
-
-    def _take_sums(self) -> PyTree:
-        """Return the accumulator to donate; a call that fails leaves none behind."""
-        sums, self._sums = self._sums, None
-        return self._zero_sums() if sums is None else sums
-
-    def _zero_sums(self) -> PyTree:
-        sums = replicate(jax.tree.map(zeros, self._sums_shape), self.lane.devices)
-        if self._unreported is None:
-            return sums
-        rows, self._unreported = self._unreported, None
-        sharding = self.lane.sharding
-        # copies, as CPU devices may alias host memory and a window donates them
-        placed = jax.tree.map(lambda row: jax.device_put(np.array(row), sharding), rows)
-        return self._computation.reporting(sums, placed)
-
-
-def zeros(like: jax.ShapeDtypeStruct) -> Any:
-    """Return an array of zeros, on the host if the dtype allows it."""
-    is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
-    return (jnp if is_key else np).zeros(like.shape, like.dtype)

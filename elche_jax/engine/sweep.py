@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from elche_jax.data.split import piece_lengths
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.fetch import CallArgs, Payload
-from elche_jax.engine.lane import Lane
+from elche_jax.engine.lane import Fleet
 from elche_jax.engine.loop import LoopHook, emulated_loop
 from elche_jax.engine.loss import (
     Weighted,
@@ -160,16 +160,16 @@ class SweepRunner(LaneRunner):
 
     Args:
         program: The computation of one device.
-        lane: The devices.
+        fleet: The devices.
         cache: Cache of compiled programs.
         variables: Shapes of the stacked variables.
     """
 
     def __init__(
-        self, program: SweepProgram, lane: Lane, cache: CompileCache, variables: Variables
+        self, program: SweepProgram, fleet: Fleet, cache: CompileCache, variables: Variables
     ):
-        super().__init__(lane, cache)
-        self._variables, self._call = variables, lane.mapped(program.call)
+        super().__init__(fleet, cache)
+        self._variables, self._call = variables, fleet.mapped(program.call)
 
     def begin(self, calls: Sequence[Call]) -> None:
         """See `LaneRunner.begin`."""

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, ClassVar, Protocol
 
@@ -128,8 +128,17 @@ class Clock(Protocol):
         """Ranks of devices that get no work until they have delivered an overdue contribution."""
         return frozenset()
 
-    def accumulating(self, window: int, dispatched: float, token: Any) -> None:
-        """Pass a stacked array whose entry `d` is ready when device `d` has accumulated."""
+    def accumulating(
+        self, window: int, dispatched: float, token: Any, ranks: Sequence[int] | None = None
+    ) -> None:
+        """Pass a stacked array whose entry `d` is ready when device `d` has accumulated.
+
+        Args:
+            window: Number of the window.
+            dispatched: Start of its dispatch, `time.perf_counter` seconds.
+            token: The array.
+            ranks: Ranks of its entries if it is that of one lane; None for all devices.
+        """
         ...
 
     def combining(self, window: int, dispatched: float, token: Any, timed: bool = True) -> None:
@@ -143,6 +152,10 @@ class Clock(Protocol):
                 called, and all devices get the end of the last one.
         """
         ...
+
+    def dropped(self, window: int) -> None:
+        """Forget a window whose dispatch has failed, which may have passed a token."""
+        del window
 
     def wait(self, changed: threading.Condition, until: Callable[[], object]) -> None:
         """Wait until a condition holds that the end of a window may bring about.
@@ -170,17 +183,17 @@ class Stopwatch(Clock):
 
     def __init__(self, world_size: int, done: Done, failed: Failed):
         # the threads hold the collector, not the stopwatch: dropping that ends them
-        collector = _Collector(world_size, done)
+        self._collector = collector = _Collector(world_size, done)
         self._world_size = world_size
         self._threads = DeviceThreads("watch", world_size, collector.wait, failed)
 
-    def accumulating(self, window: int, dispatched: float, token: jax.Array) -> None:
-        """See `Clock.accumulating`."""
-        self._put(_Job(window, dispatched, token, combined=False))
-
-    def combining(
-        self, window: int, dispatched: float, token: jax.Array, timed: bool = True
+    def accumulating(
+        self, window: int, dispatched: float, token: Any, ranks: Sequence[int] | None = None
     ) -> None:
+        """See `Clock.accumulating`."""
+        self._put(_Job(window, dispatched, token, combined=False), ranks)
+
+    def combining(self, window: int, dispatched: float, token: Any, timed: bool = True) -> None:
         """See `Clock.combining`."""
         job = _Job(window, dispatched, token, combined=True, whole=not timed)
         if timed:
@@ -188,12 +201,15 @@ class Stopwatch(Clock):
         else:  # waking a thread per device would take longer than the rest of the dispatch
             self._threads.put(0, job)
 
-    def _put(self, job: "_Job") -> None:
-        # JAX builds an array's list of shards at the first access, in 0.10 without a lock:
-        # threads that all access it first may see an incomplete list
-        job.token.addressable_data(0)
-        for rank in range(self._world_size):
-            self._threads.put(rank, job)
+    def _put(self, job: "_Job", ranks: Sequence[int] | None = None) -> None:
+        # here, not in the threads: JAX builds an array's list of shards at the first access, in
+        # 0.10 without a lock, and threads that all access it first may see an incomplete list
+        for at, rank in enumerate(range(self._world_size) if ranks is None else ranks):
+            self._threads.put(rank, replace(job, token=job.token.addressable_data(at)))
+
+    def dropped(self, window: int) -> None:
+        """See `Clock.dropped`."""
+        self._collector.drop(window)
 
     def close(self) -> None:
         """End the threads; a window that is still running is not measured. Idempotent."""
@@ -213,7 +229,9 @@ class LoopClock(Clock):
         self._done = done
         self._open: deque[tuple[int, float, jax.Array]] = deque()
 
-    def accumulating(self, window: int, dispatched: float, token: jax.Array) -> None:
+    def accumulating(
+        self, window: int, dispatched: float, token: Any, ranks: Sequence[int] | None = None
+    ) -> None:
         """Do nothing: a single device waits for no others."""
 
     def combining(
@@ -240,7 +258,7 @@ class LoopClock(Clock):
 class _Job:
     window: int
     dispatched: float
-    token: jax.Array
+    token: Any
     combined: bool
     whole: bool = False
     """Whether one thread waits for all devices."""
@@ -262,14 +280,23 @@ class _Collector:
         self._ranks, self._done = range(world_size), done
         self._lock = threading.Lock()
         self._open: dict[int, _Open] = {}
+        self._dropped: set[int] = set()
+
+    def drop(self, number: int) -> None:
+        """Forget a window, which the later ones would wait for."""
+        with self._lock:
+            self._dropped.add(number)
+            self._open.pop(number, None)
+            self._report()
 
     def wait(self, rank: int, job: _Job) -> None:
         """Wait for one device, or for all of them, in a thread."""
-        token = job.token if job.whole else job.token.addressable_data(rank)
-        token.block_until_ready()
+        job.token.block_until_ready()
         # before the lock, which another thread may hold while it reports a window
         now = time.perf_counter()
         with self._lock:  # held in `_done`, too, so that windows are reported in order
+            if job.window in self._dropped:
+                return
             window = self._open.setdefault(job.window, _Open(job.dispatched))
             seen = dict.fromkeys(self._ranks if job.whole else (rank,), now)
             if job.combined:
@@ -282,7 +309,8 @@ class _Collector:
         """Report the oldest windows that are complete.
 
         One thread waits for all devices of some windows, so that it may be ahead of the others,
-        or behind. No window is missing here: that thread takes part in all of them, in order.
+        or behind. No window is missing here, except for dropped ones: that thread takes part in
+        all of them, in order.
         """
         size = len(self._ranks)
         for number, window in sorted(self._open.items()):

@@ -68,12 +68,21 @@ def trace(name: str, fn: Callable[..., Any], *shapes: PyTree) -> Traced:
     return Traced(core.ClosedJaxpr(closed.jaxpr, consts), outputs, content)
 
 
+AT_THE_END = (
+    "as devices meet at the end of a window only",
+    "Leave out axis_name (BatchNorm), psum and pmean: the library averages gradients, and merges "
+    "model_state as merge= says.",
+)
+"""Why a step's functions use no named axis, and what to do."""
+
+
 @contextmanager
-def no_named_axis(name: str) -> Generator[None]:
+def no_named_axis(name: str, said: tuple[str, str] = AT_THE_END) -> Generator[None]:
     """Turn JAX's error for a named axis in a traced function into one that says what to do.
 
     Args:
         name: Name of the function, for the message.
+        said: The reason, and what to do.
 
     Raises:
         ValueError: If the function uses a named axis.
@@ -87,9 +96,7 @@ def no_named_axis(name: str) -> Generator[None]:
             raise
         axis = text.split("unbound axis name")[1].strip(" :").split(".")[0]
         raise ValueError(
-            f"{name}: must use no named axis, as devices meet at the end of a window only, got "
-            f"{axis!r}. Leave out axis_name (BatchNorm), psum and pmean: the library averages "
-            "gradients, and merges model_state as merge= says."
+            f"{name}: must use no named axis, {said[0]}, got {axis!r}. {said[1]}"
         ) from error
 
 

@@ -13,7 +13,8 @@ from elche_jax.averaging.rules import AveragingRule, MeanGradient
 from elche_jax.cadence import Cadence, EveryBatch
 from elche_jax.cadence.guards import Guard, NoGuard, TrendGuard
 from elche_jax.config import DDPConfig, Recorder, check_arguments
-from elche_jax.engine.devices import check_one_kind, select_devices
+from elche_jax.engine.devices import LaneChoice, fleet_of, select_devices, summary_of
+from elche_jax.engine.lane import kinds_of
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.loss import LossFn
 from elche_jax.engine.merge import Merge
@@ -24,6 +25,7 @@ from elche_jax.train.finite import MAX_SKIPS, FinitePolicy
 from elche_jax.train.options import Options
 from elche_jax.train.outside import check_outside
 from elche_jax.train.parts import check_parts
+from elche_jax.train.split import MicrobatchSplit, checked_split
 from elche_jax.train.step import TrainStep
 
 logger = logging.getLogger("elche_jax")
@@ -33,6 +35,7 @@ class StepOptions(TypedDict, total=False):
     """Arguments of `build_train_step` besides the loss, the optimizer and `config`."""
 
     devices: Sequence[jax.Device] | None
+    lanes: LaneChoice | None
     cadence: Cadence[Any] | None
     has_aux: bool
     nonfinite: str
@@ -45,6 +48,7 @@ class StepOptions(TypedDict, total=False):
     exchange: HostExchange | None
     max_grad_norm: float | None
     compute_dtype: str | None
+    microbatch_split: MicrobatchSplit | None
     verify_every: int | None
     timeline: Recorder | None
     emulate: LoopHook | None
@@ -55,6 +59,7 @@ def build_train_step(
     optimizer: optax.GradientTransformation,
     *,
     devices: Sequence[jax.Device] | None = None,
+    lanes: LaneChoice | None = None,
     cadence: Cadence[Any] | None = None,
     config: DDPConfig | None = None,
     has_aux: bool = False,
@@ -68,6 +73,7 @@ def build_train_step(
     exchange: HostExchange | None = None,
     max_grad_norm: float | None = None,
     compute_dtype: str | None = None,
+    microbatch_split: MicrobatchSplit | None = None,
     verify_every: int | None = None,
     timeline: Recorder | None = None,
     emulate: LoopHook | None = None,
@@ -89,7 +95,12 @@ def build_train_step(
             with `has_aux` `(loss, (model_state, aux))`. As under `jax.jit`, other values that
             it reads must not change.
         optimizer: An optax optimizer.
-        devices: The devices; None for all local devices.
+        devices: The devices, of one kind or several, in any order, also of several backends
+            (`jax.devices("cuda") + jax.devices("cpu")`); None for all local devices of the
+            default backend.
+        lanes: Which devices share a program and meet in a collective, before the lanes meet
+            on one device: ranks by lane, such as `((0, 1), (2,))`, or a function of a device
+            whose result names its lane. None: one lane per kind.
         cadence: Decides how many microbatches each device gets; None: as `config` says.
         config: Settings as a flat bundle; None for `DDPConfig()`. Each of them can also be
             set on an object or by an argument here, see `DDPConfig`.
@@ -128,6 +139,14 @@ def build_train_step(
         compute_dtype: `"bfloat16"` or `"float16"`: `loss_fn` gets the float leaves of the
             parameters and of the batch in this type, while parameters, gradient sums and
             optimizer keep theirs. None: no conversion.
+        microbatch_split: Runs a microbatch as this many parts of equal size, one after the other,
+            on devices whose memory it does not fit. A number for all devices; `"auto"`, the
+            smallest power of two that fits; or either by kind of device, such as
+            `{"cpu": 4}`, where other kinds run it whole. The result is that of the whole
+            microbatch, up to the order of sums. A loss for which it would not be is an error of
+            `windows`: one that changes the model state (BatchNorm), uses `rng` (dropout), or
+            mixes examples. The last is found by comparing gradients of a few examples, which
+            compiles a program more. None: whole microbatches.
         verify_every: Compare the replicas bit by bit after every N-th window, N at least 1;
             None: never.
         timeline: Records the run, a `Timeline`; None: nothing is recorded.
@@ -138,9 +157,9 @@ def build_train_step(
 
     Raises:
         TypeError: If `devices` are not devices, or `loss_fn` is not callable.
-        ValueError: If there is no device, a device twice, several kinds or several processes;
-            if something is set in `config`, too; if an option is out of range; if it is
-            called inside `jit` or under `jax_disable_jit`.
+        ValueError: If there is no device, a device twice, or several processes; if `lanes` is
+            no partition of the devices; if something is set in `config`, too; if an option is
+            out of range; if it is called inside `jit` or under `jax_disable_jit`.
 
     Examples:
         >>> import jax, jax.numpy as jnp, numpy as np, optax
@@ -180,11 +199,14 @@ def build_train_step(
         nonfinite = _with_dynamic_scale(nonfinite)
     finite = FinitePolicy(nonfinite, max_skips)
     devices = select_devices(devices)
-    check_one_kind("build_train_step", devices)
+    fleet, kinds = fleet_of("build_train_step", devices, lanes), kinds_of(devices)
+    config = config.for_kinds(kinds)
+    cadence = cadence and cadence.for_kinds(kinds)
     if emulate is not None:
         emulate.check(len(devices))
     check_averaging(averaging, guard)
     exchange = _exchange(exchange, config)
+    _check_kinds(exchange, kinds, lanes)
     rule = config.rule(averaging, run_ahead=exchange is not None and exchange.run_ahead)
     chosen = _chosen(cadence, config)
     check_together(
@@ -197,14 +219,16 @@ def build_train_step(
         guard = guard or (TrendGuard() if rule.inner_steps is None else NoGuard())
     # before the default is filled in: no hint if the user chose the cadence
     hint = cadence is None and config.policy == "auto"
-    cadence = cadence or config.cadence_for(len(devices), kinds=1)
+    cadence = cadence or config.cadence_for(len(devices), kinds=len(set(kinds)))
     _warn_of_knobs(config, cadence, len(devices))
     options = Options(
         given["max_grad_norm"], finite, trainable, merge, Precision(given["compute_dtype"], scale),
         dynamic, rule, len(devices), guard, given["verify_every"], given["timeline"], hint=hint,
         emulate=emulate, exchange=exchange,
+        split=checked_split("build_train_step", microbatch_split, kinds),
     )  # fmt: skip
-    return TrainStep(LossFn(loss_fn, has_aux=has_aux), optimizer, devices, cadence, options)
+    logger.info(summary_of(fleet))
+    return TrainStep(LossFn(loss_fn, has_aux=has_aux), optimizer, fleet, cadence, options)
 
 
 def _exchange(exchange: HostExchange | None, config: DDPConfig) -> HostExchange | None:
@@ -220,6 +244,23 @@ def _exchange(exchange: HostExchange | None, config: DDPConfig) -> HostExchange 
         rule = "be left out where config says it (exchange='host')"
         raise ValueError(check.message("build_train_step", "exchange", rule, exchange))
     return exchange
+
+
+def _check_kinds(
+    exchange: HostExchange | None, kinds: Sequence[str], lanes: LaneChoice | None
+) -> None:
+    """Raise if the host would compute the mean of devices that round differently."""
+    if exchange is None:
+        return
+    if lanes is not None:
+        rule, todo = "be None with an exchange on the host, where no devices meet", "Leave it out."
+        raise ValueError(check.message("build_train_step", "lanes", rule, lanes, todo))
+    if len(set(kinds)) == 1:
+        return
+    rule = "be None where devices are of several kinds"
+    got = f"{exchange} and {', '.join(dict.fromkeys(kinds))}"
+    todo = "Every device would apply the mean by itself, and kinds round differently."
+    raise ValueError(check.message("build_train_step", "exchange", rule, got, todo))
 
 
 def _chosen(cadence: Cadence[Any] | None, config: DDPConfig) -> list[str]:

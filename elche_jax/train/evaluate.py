@@ -151,8 +151,7 @@ def build_eval_step(
 
     Raises:
         TypeError: `metric_fn` is not callable, or `devices` are not devices.
-        ValueError: `devices` is empty, has duplicates or mixes several kinds; the job has
-            several processes.
+        ValueError: `devices` is empty or has duplicates; the job has several processes.
 
     Examples:
         >>> import jax, numpy as np

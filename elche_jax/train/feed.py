@@ -1,6 +1,5 @@
 """Loads the data of windows, and places them on the devices."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,7 +28,7 @@ class Feed:
     """Makes the program calls of a window: chooses a capacity, reads and places the data.
 
     Attributes:
-        devices: The devices, in rank order.
+        fleet: The devices.
         epochs: Number of epochs; None for no end.
 
     Args:
@@ -52,13 +51,13 @@ class Feed:
         self._plan, self._placer, self._runner = plan, placer, runner
         self._resident, self._cadence = resident, cadence
         # one device: a single microbatch needs no loop, and windows seldom grow
-        self._grows = not runner.lane.alone
+        self._grows = not runner.fleet.alone
         shapes = jax.tree.leaves((plan.microbatch, resident))
         layout = (plan.placement, *((leaf.shape, leaf.dtype) for leaf in shapes))
         # kept by the runner, so that a later call of `windows` compiles nothing anew
         self._capacities = runner.capacities.setdefault(layout, set())
         self._largest = self._largest_capacity()
-        self.devices: Sequence[jax.Device] = runner.lane.devices
+        self.fleet = runner.fleet
         self.epochs = plan.epochs
 
     def open_epoch(self, cursor: Cursor) -> Reader:
@@ -143,7 +142,7 @@ class Feed:
         return (1 << (fit + 1).bit_length() - 1) - 1  # a capacity is 2**k - 1
 
     def _payload_shape(self, capacity: int) -> Payload:
-        n = len(self.devices)
+        n = self.fleet.world_size
         if self._resident is not None:
             index = jax.ShapeDtypeStruct((n, capacity, self._plan.batch_size), jnp.int32)
             return Rows(self._resident, index)

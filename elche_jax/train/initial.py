@@ -1,6 +1,6 @@
 """The initial training state, its shapes, and the checks of what it is made from."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +12,13 @@ import optax
 from elche_jax import _check as check
 from elche_jax.averaging.fragments import assign_fragments
 from elche_jax.data.convert import check_plain
+from elche_jax.engine.gradient import GradientRule
+from elche_jax.engine.lane import Fleet
+from elche_jax.engine.laned import StackedArray
+from elche_jax.engine.local import LocalRule
 from elche_jax.engine.loss import describe
 from elche_jax.engine.merge import MergeRules, resolve_merge
-from elche_jax.engine.replicas import is_key, is_stacked, replicate
+from elche_jax.engine.replicas import hold_over, is_key, is_stacked, replicate_over
 from elche_jax.engine.returned import named_leaves
 from elche_jax.engine.shapes import difference
 from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
@@ -51,7 +55,7 @@ def initial_state(
     params: PyTree,
     model_state: PyTree,
     rng: Any,
-    devices: Sequence[jax.Device],
+    fleet: Fleet,
     selection: Selection,
     options: Options,
     merge: MergeRules,
@@ -73,8 +77,10 @@ def initial_state(
         loss_scale=options.loss_scale,
         averaging=initial_averaging(options, trained, merge, model_state),
     )
-    # a copy: windows donate the state, and the caller's arrays must survive
-    return replicate(state, devices)
+    # copies: windows donate the state, and the caller's arrays must survive
+    rule = GradientRule if options.averaging is None else LocalRule
+    rest, held = rule.split_lead(state)
+    return rule.join_lead(replicate_over(fleet, rest), hold_over(fleet, held))
 
 
 def initial_averaging(
@@ -224,7 +230,9 @@ def check_buffers(state: Any, where: str = "train") -> None:
     """
     arrays = jax.tree.leaves(state)
     kinds = set(map(type, arrays))  # once per window: isinstance per type, not per leaf
-    if not isinstance(state, TrainState) or not all(issubclass(kind, jax.Array) for kind in kinds):
+    if not isinstance(state, TrainState) or not all(
+        issubclass(kind, StackedArray) for kind in kinds
+    ):
         raise TypeError(
             f"{where}: state must be a TrainState on the devices (TrainStep.init, or "
             f"replicate(state, train.devices)), got {type(state).__name__}"
@@ -235,14 +243,14 @@ def check_buffers(state: Any, where: str = "train") -> None:
         raise ValueError(
             f"{where}: state must be the one the last call returned, got leaf {name} whose "
             "buffer was given up. Write `state, metrics = train(state, window)`; what is to "
-            "be used again must be copied first (jnp.copy)."
+            "be used again must be copied first (leaf.copy())."
         )
     if len(set(map(id, arrays))) < len(arrays):
         seen: set[int] = set()
         name = next(name for name, leaf in _named(state) if id(leaf) in seen or seen.add(id(leaf)))
         raise ValueError(
             f"{where}: every leaf of state must be an array of its own, got leaf {name}, which is "
-            "in the state twice. Copy it: jnp.copy."
+            "in the state twice. Copy it: leaf.copy()."
         )
 
 

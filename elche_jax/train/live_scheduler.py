@@ -39,6 +39,7 @@ from elche_jax.observe.events import (
 from elche_jax.observe.report import imbalance
 from elche_jax.observe.timeline import Timeline
 from elche_jax.train import speeds
+from elche_jax.train.worth import LaneWorth
 
 logger = logging.getLogger("elche_jax")
 
@@ -78,6 +79,7 @@ class LiveScheduler:
             cadence does not balance them.
         timeline: Records every window; or None.
         owner: Class that `cadence_state` belongs to, for messages.
+        worth: Tells if a lane costs more than it gives; or None.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class LiveScheduler:
         hint: bool,
         timeline: Recorder | None = None,
         owner: str = "TrainStep",
+        worth: LaneWorth | None = None,
     ):
         # guards the records and the history
         self._lock = threading.Lock()
@@ -100,7 +103,7 @@ class LiveScheduler:
         self._world_size = world_size
         self._history = array("q")
         self._hint = hint and not self.cadence.adaptive
-        self.timeline = timeline
+        self.timeline, self._worth = timeline, worth
         # a recorder with this method reads the loss from the metrics itself
         self._record_metrics = getattr(timeline, "window_metrics", None)
         self._recorded_verdict = STABLE
@@ -274,6 +277,8 @@ class LiveScheduler:
                 self._records.append(record)
                 if self._hint:
                     self._give_hint()
+            if self._worth is not None:
+                self._worth.observe(record)
         # not under a lock: a recorder may write to a disk, or read this scheduler
         if self.timeline is not None:
             windows_to(self.timeline)(record)

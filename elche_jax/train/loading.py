@@ -1,7 +1,6 @@
 """Opens the user's data: checks, placement, and the copies kept on the devices."""
 
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,9 +10,9 @@ from elche_jax.cadence import Cadence
 from elche_jax.data.place import Placer, check_fits, choose_placement
 from elche_jax.data.source import ArraySource, IterableSource, Source, as_source
 from elche_jax.engine.devices import free_bytes
+from elche_jax.engine.lane import Fleet
 from elche_jax.engine.loss import check_mask_key
-from elche_jax.engine.mapped import stacked_sharding
-from elche_jax.engine.replicas import replicate
+from elche_jax.engine.replicas import replicate_over
 from elche_jax.engine.runner import LaneRunner
 from elche_jax.train.feed import Feed
 from elche_jax.train.spec import DataPlan, check_batch_size, microbatch_shapes
@@ -28,11 +27,11 @@ class Loading:
     """Opens data for one set of devices; keeps the last resident data there.
 
     Args:
-        devices: The devices, in rank order.
+        fleet: The devices.
     """
 
-    def __init__(self, devices: Sequence[jax.Device]):
-        self._devices = tuple(devices)
+    def __init__(self, fleet: Fleet):
+        self._fleet = fleet
         self._resident: tuple[list[jax.Array], PyTree] | None = None
         self._unread: IterableSource | None = None
 
@@ -76,7 +75,7 @@ class Loading:
         size = check_batch_size(source, batch_size, epochs, drop_last)
         shapes = microbatch_shapes(source, size)
         check_mask_key(mask_key, shapes)
-        place = choose_placement(placement, source, self._devices, free_bytes(self._devices))
+        place = choose_placement(placement, source, free_bytes(self._fleet.devices))
         if placement == "auto" and self._kept(source) is not None:
             place = "resident"  # the free memory does not count the copy that is there already
         plan = DataPlan(
@@ -91,9 +90,8 @@ class Loading:
 
     def feed(self, plan: DataPlan, runner: LaneRunner, cadence: Cadence[Any]) -> Feed:
         """Return a feed of these data for the programs of a runner."""
-        placer = Placer(self._devices, stacked_sharding(self._devices))
         resident = self._place(plan.source) if plan.placement == "resident" else None
-        return Feed(plan, placer, runner, resident, cadence)
+        return Feed(plan, Placer(self._fleet), runner, resident, cadence)
 
     def release(self) -> None:
         """Drop the data on the devices, and an iterator that has been read."""
@@ -125,7 +123,7 @@ class Loading:
         leaves = jax.tree.leaves(source.tree)
         for leaf in leaves:
             check_fits(leaf)
-        placed = replicate(source.tree, self._devices)
+        placed = replicate_over(self._fleet, source.tree)
         # NumPy arrays may change in place between two calls, JAX arrays cannot
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
             self._resident = (leaves, placed)

@@ -1,7 +1,8 @@
 """Options of a training step, apart from loss, optimizer, devices and cadence."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -36,6 +37,7 @@ class Options:
         hint: Log one line if devices of one kind turn out to be unequally fast.
         emulate: Slows devices down on purpose; or None.
         exchange: The exchange on the host; None for an exchange on the devices.
+        split: Parts of a microbatch by kind of device, see `checked_split`.
     """
 
     max_grad_norm: float | None = None
@@ -52,6 +54,7 @@ class Options:
     hint: bool = False
     emulate: LoopHook | None = None
     exchange: HostExchange | None = None
+    split: Mapping[str, int | Literal["auto"]] = field(default_factory=dict)
 
     def finite_watch(self, devices: tuple[jax.Device, ...]) -> FiniteWatch:
         """Return the watch for windows with non-finite values."""

@@ -15,6 +15,7 @@ from elche_jax.data.order import Cursor
 from elche_jax.data.reader import Reader
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.host.coordinator import Outcome
+from elche_jax.engine.laned import StackedArray
 from elche_jax.engine.replicas import ReplicaMismatch, mismatch
 from elche_jax.engine.runner import Call, LaneRunner, Launch
 from elche_jax.engine.timing import ENDS, Clock, WindowTimes
@@ -99,7 +100,7 @@ class InFlight:
     cold: bool = False
     token: Any = None
     finite: Any = True
-    sums: jax.Array | None = None
+    sums: StackedArray | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     steady: bool = True
     timed: bool = True
@@ -189,10 +190,12 @@ class Pipeline(Generic[R]):
         self._start, self._in_flight = start, in_flight
         self._watch, self._divergence, self.runner = watch, divergence, runner
         self._compared, self._timing = compared, timing or Timing(always=True)
-        self._remote = feed.devices[0].platform != "cpu"
+        lanes = feed.fleet.in_lanes()
+        on_host = [lane.ranks for lane in lanes if lane.devices[0].platform == "cpu"]
+        self._remote = len(on_host) < len(lanes)
         # without a synchronisation devices end at different times, but the CPU runtime starts
-        # a program on all of them at once
-        self._lockstep = not combines and not self._remote
+        # a program on all devices of a lane at once
+        self._lockstep = [] if combines else on_host
         # the lock of everything below, notified of every change
         self._changed = threading.Condition()
         self._planned = 0
@@ -309,6 +312,7 @@ class Pipeline(Generic[R]):
         raises, the window counts as complete, so that no plan waits for it.
         """
         self._admit(window)
+        launch = None
         try:
             if not self.runner.begun:
                 self.runner.begin(window.calls)
@@ -320,6 +324,8 @@ class Pipeline(Generic[R]):
             flight = InFlight(window.plan, self._requested, launch, self._cold)
             yield flight
         except BaseException:
+            if launch is not None and launch.watch is not None:
+                launch.watch.dropped(launch.number)
             with self._changed:
                 self._completed += 1
                 self._changed.notify_all()
@@ -414,12 +420,14 @@ class Pipeline(Generic[R]):
         with self._changed:
             window = self._flights.get(times.window)
             self._completing = times.window  # it is checked here, not again after a close
-        free = ENDS.before(self._feed.devices, times.arrived)
-        if self._lockstep:
-            free = [min(max(free), end) for end in times.arrived]
+        free = ENDS.before(self._feed.fleet.devices, times.arrived)
+        for ranks in self._lockstep:
+            begun = max(free[rank] for rank in ranks)
+            for rank in ranks:
+                free[rank] = min(begun, times.arrived[rank])
         # a device that runs ahead has no synchronisation for its next window to wait for
         ahead, late = (False, ()) if outcome is None else (outcome.ahead, outcome.late)
-        ENDS.note(self._feed.devices, times.arrived if ahead else times.combined)
+        ENDS.note(self._feed.fleet.devices, times.arrived if ahead else times.combined)
         if window is None:  # the run was closed
             return
         if outcome is not None:
@@ -467,7 +475,7 @@ class Pipeline(Generic[R]):
             self._scheduler.on_skip(window.plan, self._watch.event)
         if window.sums is not None and error is None:
             where = f"train: after window {window.plan.window}"
-            text = mismatch(where, self._compared, self._feed.devices, window.sums)
+            text = mismatch(where, self._compared, self._feed.fleet.devices, window.sums)
             error = None if text is None else ReplicaMismatch(text)
         if error is not None:
             self.on_error(error)

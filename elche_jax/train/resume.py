@@ -11,6 +11,7 @@ import numpy as np
 
 from elche_jax.averaging.rules import AveragingRule
 from elche_jax.cadence.base import State
+from elche_jax.engine.axis import DeviceAxis
 from elche_jax.engine.local import average
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.merge import MergeRules
@@ -107,8 +108,9 @@ def join_devices(
     if averaging is not None:
         size = len(state.step)
         # the saved run may have had more devices than there are now: vmap stands in for them
-        mean = jax.vmap(partial(average, averaging, selection, size), axis_name=AXIS)
-        params = jax.tree.map(np.asarray, mean(state.replace(opt_state=None))[0])
+        mean = partial(average, averaging, selection, DeviceAxis(size))
+        params = jax.vmap(mean, axis_name=AXIS)(state.replace(opt_state=None))
+        params = jax.tree.map(np.asarray, params)
     averaged = jax.tree.map(lambda x, y: x[0] if _alike(x) else y[0], state.params, params)
     joined = jax.tree.map(join_rows, state.replace(params=None)).replace(params=averaged)
     kept: AveragingState | None = joined.averaging
@@ -199,7 +201,7 @@ def rows_to_dict(rows: PyTree) -> PyTree:
 
 
 def rows_of(saved: PyTree, world_size: int) -> PyTree:
-    """Return the metrics that the next window reports of the last one, see `Runner.unreported`.
+    """Return the metrics that the next window reports of the last one.
 
     With another number of devices, the first device gets the sum of the finite entries; those
     that are not finite are dropped.

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,9 @@ from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.gradient import GradientRule
 from elche_jax.engine.host.program import HostProgram
 from elche_jax.engine.host.runner import HostRunner
-from elche_jax.engine.lane import Lane
+from elche_jax.engine.lane import Fleet, Lanes
+from elche_jax.engine.lanes.program import LanesProgram
+from elche_jax.engine.lanes.runner import LanesRunner
 from elche_jax.engine.local import LocalRule
 from elche_jax.engine.loss import LossFn, inspect_loss
 from elche_jax.engine.merge import MergeRules
@@ -23,11 +26,16 @@ from elche_jax.engine.runner import Runner, WindowRunner
 from elche_jax.engine.shapes import signature
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.trainable import Selection
+from elche_jax.train.exact import LossCall
 from elche_jax.train.options import Options
 from elche_jax.train.spec import DataPlan
+from elche_jax.train.split import Splitter
 
 PyTree = Any
 logger = logging.getLogger("elche_jax")
+
+KEEPERS = (Runner, LanesRunner)
+"""Runners that keep sums on the devices between windows."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ class Runners:
     Args:
         loss_fn: The user's loss.
         optimizer: The optax optimizer.
-        lane: The devices.
+        fleet: The devices.
         options: The options of the training step.
         cache: Compiled programs.
     """
@@ -67,15 +75,20 @@ class Runners:
         self,
         loss_fn: LossFn,
         optimizer: optax.GradientTransformation,
-        lane: Lane,
+        fleet: Fleet,
         options: Options,
         cache: CompileCache,
     ):
-        self._loss_fn, self._optimizer, self._lane = loss_fn, optimizer, lane
+        self._loss_fn, self._optimizer, self._fleet = loss_fn, optimizer, fleet
         self._options, self._cache = options, cache
+        self._splitter = Splitter(fleet, options.split)
         self._runners: dict[Any, WindowRunner] = {}
         self._used: WindowRunner | None = None
         self._unreported: PyTree = None
+
+    def begin(self, params: PyTree, model_state: PyTree) -> None:
+        """Begin a run from these values, see `Splitter.begin`."""
+        self._splitter.begin(params, model_state)
 
     def release(self) -> None:
         """Free what the runners keep on the devices."""
@@ -85,8 +98,9 @@ class Runners:
 
     @property
     def unreported(self) -> PyTree:
-        """Metrics that the next window reports of the last one, see `Runner.unreported`."""
-        return self._used.unreported if isinstance(self._used, Runner) else self._unreported
+        """Metrics that the next window reports of the last one, see `Accumulators.unreported`."""
+        used = self._used
+        return used.sums.unreported if isinstance(used, KEEPERS) else self._unreported
 
     @unreported.setter
     def unreported(self, rows: PyTree) -> None:
@@ -97,7 +111,8 @@ class Runners:
 
         Raises:
             TypeError: `loss_fn` does not return one of the supported forms.
-            ValueError: The loss cannot exclude the missing examples of a smaller microbatch.
+            ValueError: The loss cannot exclude the missing examples of a smaller microbatch, or
+                microbatches cannot run in parts as `microbatch_split` says.
         """
         options, shapes, impl = self._options, initial.shapes, initial.key_impl
         has_model_state = shapes.model_state is not None
@@ -124,11 +139,12 @@ class Runners:
             plan.mask_key, has_model_state, impl, form.form, names, signature(shapes),
             initial.selection, initial.merge,
         )  # fmt: skip
+        work = Microbatches(loss_fn, form.form, names, impl, initial.selection, options.precision)
+        call = LossCall(work, form, params, one.model_state, batch, key)
+        rule = partial(self.rule, initial, work)
+        kind += (splits := self._splitter.of_lanes(call, kind, rule, one, plan),)
         if kind not in self._runners:
-            work = Microbatches(
-                loss_fn, form.form, names, impl, initial.selection, options.precision
-            )
-            self._runners[kind] = self._make(work, initial)
+            self._runners[kind] = self._make(rule(), splits, initial)
         runner = self._runners[kind]
         if runner is not self._used:
             self._pass_unreported(runner)
@@ -139,9 +155,9 @@ class Runners:
         """Pass unreported metrics of the previous runner to the next one, if it has the same."""
         rows, taken = self.unreported, None
         self._unreported = None
-        if isinstance(runner, Runner):
-            runner.unreported = rows
-            taken = runner.unreported
+        if isinstance(runner, KEEPERS):
+            runner.sums.unreported = rows
+            taken = runner.sums.unreported
         if rows is not None and jax.tree.structure(taken) != jax.tree.structure(rows):
             logger.warning(
                 "train: loss and metrics of the window before the stop are not reported, as this "
@@ -151,7 +167,7 @@ class Runners:
     def exchanged_bytes(self, initial: StateSpec) -> tuple[int, int]:
         """Return the bytes that each device exchanges per window (the mean over fragments), and
         the float32 bytes that frozen parameters save."""
-        if self._lane.world_size == 1:
+        if self._fleet.world_size == 1:
             return 0, 0
         rule, one = self.rule(initial), initial.one
 
@@ -173,7 +189,7 @@ class Runners:
             initial: The shapes.
             work: Computes the gradient of a microbatch; None if no gradient is needed.
         """
-        options, size = self._options, self._lane.world_size
+        options, size = self._options, self._fleet.world_size
         if work is None:
             work = Microbatches(self._loss_fn, "scalar", (), "", initial.selection)
         common: Any = {
@@ -185,13 +201,16 @@ class Runners:
         if averaging is not None:
             return LocalRule(**common, parts=averaging.fragments, averaging=averaging)
         alone = options.late or options.host is not None or options.rule.compression == "int8"
-        return GradientRule(
-            **common, drop_nonfinite=options.finite.drops, packs=size > 1 and not alone
-        )
+        packs = size > 1 and not alone and not isinstance(self._fleet, Lanes)
+        return GradientRule(**common, drop_nonfinite=options.finite.drops, packs=packs)
 
-    def _make(self, work: Microbatches, initial: StateSpec) -> WindowRunner:
+    def _make(self, rule: Rule, splits: tuple[int, ...], initial: StateSpec) -> WindowRunner:
         options, emulate = self._options, self._options.emulate
-        rule, where = self.rule(initial, work), (self._lane, self._cache, initial.shapes)
+        where = self._fleet, self._cache, initial.shapes
+        if options.host is None and isinstance(self._fleet, Lanes):
+            program = LanesProgram(rule, emulate, splits)
+            return LanesRunner(program, self._fleet, self._cache, initial.shapes)
+        rule = rule.in_parts(splits[0])  # all devices are of one kind
         if options.host is None:
             return Runner(CollectiveProgram(rule, emulate), *where)
         # on the CPU, programs with a host callback run one device after the other, so this

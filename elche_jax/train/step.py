@@ -1,7 +1,6 @@
 """`TrainStep`: the training step that the user's loop calls."""
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,10 +19,10 @@ from elche_jax.cadence import (
 from elche_jax.config import Recorder
 from elche_jax.data.order import Cursor
 from elche_jax.engine.compile_cache import CompileCache
-from elche_jax.engine.lane import lanes_of
-from elche_jax.engine.local import average
+from elche_jax.engine.devices import names_of
+from elche_jax.engine.lane import Fleet
 from elche_jax.engine.loss import LossFn
-from elche_jax.engine.mapped import Mapped
+from elche_jax.engine.reductions import parameter_averager
 from elche_jax.engine.replicas import unreplicate
 from elche_jax.engine.runner import WindowRunner
 from elche_jax.engine.shapes import difference, shapes_of
@@ -54,6 +53,7 @@ from elche_jax.train.runners import Runners, StateSpec
 from elche_jax.train.timing import Timing
 from elche_jax.train.verify import ReplicaCheck
 from elche_jax.train.windows import Windows
+from elche_jax.train.worth import LaneWorth
 
 PyTree = Any
 
@@ -63,34 +63,37 @@ class TrainStep:
 
     Attributes:
         devices: The devices, in rank order.
+        fleet: The devices, in lanes.
     """
 
     def __init__(
         self,
         loss_fn: LossFn,
         optimizer: optax.GradientTransformation,
-        devices: tuple[jax.Device, ...],
+        fleet: Fleet,
         cadence: Cadence[Any],
         options: Options,
     ):
-        self.devices = devices
+        self.fleet, self.devices = fleet, fleet.devices
+        devices = fleet.devices
         self._optimizer, self._options = optimizer, options
         controller = Controller(cadence, options.guard or NoGuard())
-        self._scheduler = LiveScheduler(controller, len(devices), options.hint, options.timeline)
+        self._scheduler = LiveScheduler(
+            controller, len(devices), options.hint, options.timeline, worth=LaneWorth(fleet)
+        )
         self._watch = options.finite_watch(devices)
         self._divergence = divergence_reader(self._options, self.devices)
         self._cache = CompileCache(None if options.timeline is None else self._scheduler.on_compile)
-        lane, *_ = lanes_of(devices)  # there is only one: build_train_step has checked it
-        self._runners = Runners(loss_fn, optimizer, lane, options, self._cache)
+        self._runners = Runners(loss_fn, optimizer, fleet, options, self._cache)
         self._last_pipeline: Pipeline[WindowRunner] | None = None
         # a window that the user keeps must keep its pipeline: it can still be trained
         self._pipelines: WeakKeyDictionary[Window, Pipeline[WindowRunner]] = WeakKeyDictionary()
         self._initial: StateSpec | None = None
         self._bytes = 0, 0  # exchanged per device and window, saved by frozen parameters
-        self._loading = Loading(devices)
-        self._replica_check = ReplicaCheck(devices, options.verify_every)
+        self._loading = Loading(fleet)
+        self._replica_check = ReplicaCheck(fleet, options.verify_every)
         self._timing = Timing(always=options.timeline is not None)
-        self._average: Mapped | None = None
+        self._average: Callable[[TrainState], PyTree] | None = None
 
     @property
     def world_size(self) -> int:
@@ -201,10 +204,11 @@ class TrainStep:
         selection, merge = check_init(self._options, params, model_state)
         check_merge(self._options, merge)
         state = initial_state(
-            self._optimizer, params, model_state, rng, self.devices, selection, self._options,
+            self._optimizer, params, model_state, rng, self.fleet, selection, self._options,
             merge,
         )  # fmt: skip
         self._initial = StateSpec(shapes_of(state), key_impl_of(rng), selection, merge)
+        self._runners.begin(params, model_state)
         self._bytes = self._runners.exchanged_bytes(self._initial)
         self._watch = self._options.finite_watch(self.devices)
         if self._divergence is not None:
@@ -291,8 +295,7 @@ class TrainStep:
             compared=runner.replicated(runner.state), timing=self._timing,
         )  # fmt: skip
         self._last_pipeline = pipeline
-        names = [str(device) for device in self.devices]
-        self._scheduler.on_start(names, start.window, *self._bytes)
+        self._scheduler.on_start(names_of(self.devices), start.window, *self._bytes)
         return Windows(pipeline, self._pipelines)
 
     def __call__(
@@ -305,7 +308,7 @@ class TrainStep:
 
         Args:
             state: The state. Its buffers are donated: use the returned state. To keep a
-                leaf, or to use it in another state too, copy it with `jnp.copy`.
+                leaf, or to use it in another state too, copy it: `leaf.copy()`.
             window: A window of this training step.
 
         Returns:
@@ -396,11 +399,8 @@ class TrainStep:
         if averaging is None or self._initial is None:
             return unreplicate(state.params)
         if self._average is None:
-            mean = partial(average, averaging, self._initial.selection, len(self.devices))
-            self._average = Mapped(mean, self.devices, donate=())
-        # without these: a late device may not have computed its own yet
-        read = state.replace(opt_state=None, model_state=None)
-        return unreplicate(self._average(read)[0])
+            self._average = parameter_averager(self.fleet, averaging, self._initial.selection)
+        return unreplicate(self._average(state))
 
     def common(self, state: TrainState) -> TrainState:
         """Return the part of a state that is equal on all devices; the rest is None or left out.
@@ -465,7 +465,7 @@ class TrainStep:
     def report(self) -> RunReport:
         """Return the speeds, counts, busy shares and compiles so far."""
         return make_report(
-            self.records, [str(d) for d in self.devices], self.counts, vars(self._cache.stats),
+            self.records, names_of(self.devices), self.counts, vars(self._cache.stats),
             self.skipped, *self._bytes,
         )  # fmt: skip
 

@@ -14,10 +14,10 @@ import jax
 from elche_jax.cadence import Cadence, Controller, FixedTotal, WindowTime
 from elche_jax.data.order import Cursor
 from elche_jax.engine.compile_cache import CompileCache
-from elche_jax.engine.devices import check_one_kind
-from elche_jax.engine.lane import lanes_of
+from elche_jax.engine.devices import names_of
+from elche_jax.engine.lane import kinds_of, lanes_of
 from elche_jax.engine.loop import LoopHook
-from elche_jax.engine.replicas import devices_of, replicate
+from elche_jax.engine.replicas import devices_of, replicate_over
 from elche_jax.engine.shapes import shapes_of, signature
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.sweep import BatchFn, SweepProgram, SweepRunner, Variables
@@ -70,20 +70,20 @@ class Sweep:
         emulate: LoopHook | None,
     ):
         self.devices = devices
-        check_one_kind(where, self.devices)
         check_parts(where, cadence=cadence, emulate=emulate)
         if emulate is not None:
             emulate.check(len(self.devices))
         self._where, self._fn, self._make, self._emulate = where, fn, make, emulate
+        cadence = cadence and cadence.for_kinds(kinds_of(devices))
         if cadence is None:
             cadence = WindowTime() if len(self.devices) > 1 else FixedTotal(ONE_DEVICE)
         self.scheduler = LiveScheduler(
             Controller(cadence), len(self.devices), hint=False, owner="EvalStep"
         )
-        self._lane, *_ = lanes_of(self.devices)
+        self._fleet = lanes_of(self.devices)
         self._cache = CompileCache()
         self._runners: dict[Any, tuple[SweepProgram, SweepRunner]] = {}
-        self._loading = Loading(self.devices)
+        self._loading = Loading(self._fleet)
 
     def release(self) -> None:
         """Free the data kept on the devices."""
@@ -91,7 +91,7 @@ class Sweep:
 
     def report(self) -> RunReport:
         """Return the measurements of the last sweep."""
-        names = [str(device) for device in self.devices]
+        names = names_of(self.devices)
         stats = vars(self._cache.stats)
         return make_report(self.scheduler.records, names, self.scheduler.counts, stats)
 
@@ -149,7 +149,7 @@ class Sweep:
             self._runners.clear()
             self._cache.clear()
         if key not in self._runners:
-            runner = SweepRunner(program, self._lane, self._cache, shapes)
+            runner = SweepRunner(program, self._fleet, self._cache, shapes)
             self._runners[key] = program, runner
         _, runner = self._runners[key]
         plan = replace(plan, row_bytes=row_bytes)
@@ -164,7 +164,7 @@ class Sweep:
             check_one_copy(self._where, "params", params)
             check_one_copy(self._where, "model_state", model_state)
             variables = Variables(params, model_state)
-            return replicate(variables, self.devices)
+            return replicate_over(self._fleet, variables)
         if model_state is not None:
             raise ValueError(
                 f"{self._where}: model_state must be left out with a TrainState, which has its "
@@ -184,4 +184,4 @@ class Sweep:
                 f"{', '.join(map(str, holders))}. Pass devices=train.devices, or "
                 "unreplicate(state.params)."
             )
-        return Variables(params.params, params.model_state)
+        return self._fleet.restack(Variables(params.params, params.model_state))

@@ -1,10 +1,10 @@
 """Checks during a run that the replicas are still equal."""
 
-from collections.abc import Callable, Sequence
-
-import jax
+from collections.abc import Callable
 
 from elche_jax.engine.checksum import checksums
+from elche_jax.engine.lane import Fleet
+from elche_jax.engine.laned import StackedArray
 from elche_jax.engine.state import TrainState
 
 
@@ -12,16 +12,16 @@ class ReplicaCheck:
     """Launches checksums of the replicas from time to time.
 
     Args:
-        devices: The devices, in rank order.
+        fleet: The devices.
         every: Windows between two checks; None for no checks.
     """
 
-    def __init__(self, devices: Sequence[jax.Device], every: int | None):
-        self._devices, self._every, self._launched = devices, every, False
+    def __init__(self, fleet: Fleet, every: int | None):
+        self._fleet, self._every, self._launched = fleet, every, False
 
     def launch(
         self, window: int, state: TrainState, replicated: Callable[[TrainState], TrainState]
-    ) -> jax.Array | None:
+    ) -> StackedArray | None:
         """Launch checksums of a state if they are due; does not wait for them.
 
         They are due every `every` windows, and at the first window seen, so that nothing is
@@ -35,4 +35,4 @@ class ReplicaCheck:
         if self._every is None or (self._launched and window % self._every):
             return None
         self._launched = True
-        return checksums(replicated(state), self._devices)
+        return checksums(replicated(state), self._fleet)

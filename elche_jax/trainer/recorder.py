@@ -19,7 +19,7 @@ from elche_jax.checkpoint.errors import beside
 from elche_jax.config import Recorder
 from elche_jax.data.order import Cursor
 from elche_jax.data.source import as_source
-from elche_jax.engine.devices import device_summary
+from elche_jax.engine.devices import device_summary, names_of
 from elche_jax.observe.events import EpochEvent, EvaluationEvent, LossEvent
 from elche_jax.observe.page import write_page
 from elche_jax.observe.progress import Progress
@@ -83,7 +83,7 @@ class RunRecorder:
             self._per_epoch = (size + missing) // plan.batch_size
         if plan.progress:
             total = self._per_epoch * plan.epochs if self._per_epoch and plan.epochs else None
-            progress = Progress(total, plan.epochs, [str(device) for device in devices])
+            progress = Progress(total, plan.epochs, names_of(devices))
             progress.line(device_summary(devices))
             self._progress = self._stack.enter_context(progress)
 

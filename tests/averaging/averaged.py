@@ -15,10 +15,20 @@ NESTEROV = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
 TX = optax.sgd(LEARNING_RATE, momentum=MOMENTUM)
 
 
-def train_on(averaging, counts, *, tx=TX, loss=loss_fn, rows=None, window_bytes=2**28, **options):
+def train_on(
+    averaging,
+    counts,
+    *,
+    tx=TX,
+    loss=loss_fn,
+    rows=None,
+    window_bytes=2**28,
+    devices=None,
+    **options,
+):  # fmt: skip
     """Each device's parameters after every window, the metrics, and the rest."""
     train = elche.build_train_step(
-        loss, tx, devices=jax.devices()[: len(counts[0])], averaging=averaging,
+        loss, tx, devices=devices or jax.devices()[: len(counts[0])], averaging=averaging,
         cadence=elche.Replay(counts), **options,
     )  # fmt: skip
     state, history, metrics = train.init(params()), [], []

@@ -1,7 +1,5 @@
 """Data on the devices: the right rows on each, and nothing but them on the way."""
 
-from types import SimpleNamespace
-
 import jax
 import numpy as np
 import pytest
@@ -14,7 +12,8 @@ from elche_jax.data.reader import IndexedReader, Partial
 from elche_jax.data.source import ArraySource, IterableSource, MapSource
 from elche_jax.data.split import Range, split_window
 from elche_jax.engine.fetch import Pieces
-from elche_jax.engine.mapped import Mapped, stacked_sharding
+from elche_jax.engine.lane import lanes_of
+from elche_jax.engine.mapped import Mapped
 
 BATCH = 2
 SIZE = 200
@@ -34,7 +33,7 @@ def a_reader():
 
 
 def a_placer(devices):
-    return Placer(devices, stacked_sharding(devices))
+    return Placer(lanes_of(devices))
 
 
 def microbatch(number):
@@ -225,42 +224,41 @@ def test_orders_say_what_each_device_does(partial, expected, fresh):
     assert call_args.dtype == np.int32
     np.testing.assert_array_equal(
         call_args,
-        [[4, 0, int(fresh), *expected, 5, 17, 0], [1, 4, int(fresh), *expected, 5, 17, 1]],
+        [
+            [4, 0, int(fresh), *expected, 5, 17, 0, 0, 4],
+            [1, 4, int(fresh), *expected, 5, 17, 1, 0, 1],
+        ],
     )
 
 
-GPU, CPU = SimpleNamespace(platform="gpu"), SimpleNamespace(platform="cpu")
 DATA = ArraySource(np.zeros(100, np.int8))  # 100 bytes
 
 
 @pytest.mark.parametrize(
-    ("placement", "devices", "free", "chosen"),
+    ("placement", "free", "chosen"),
     [
-        ("auto", [GPU], 400, "resident"),  # a quarter of the free memory, just so
-        ("auto", [GPU], 399, "stream"),
-        ("auto", [GPU, GPU], 400, "resident"),  # each has memory of its own
-        ("auto", [CPU, CPU], 800, "resident"),  # all copies lie in the host's
-        ("auto", [CPU, CPU], 799, "stream"),
-        ("auto", [GPU], None, "stream"),
-        ("stream", [GPU], 10**9, "stream"),
-        ("resident", [GPU], 0, "resident"),
-        ("resident", [GPU], None, "resident"),
+        ("auto", 400, "resident"),  # a quarter of the free memory, just so
+        ("auto", 399, "stream"),
+        ("auto", None, "stream"),
+        ("stream", 10**9, "stream"),
+        ("resident", 0, "resident"),
+        ("resident", None, "resident"),
     ],
 )
-def test_choose_placement(placement, devices, free, chosen):
-    assert choose_placement(placement, DATA, devices, free) == chosen
+def test_choose_placement(placement, free, chosen):
+    assert choose_placement(placement, DATA, free) == chosen
 
 
 @pytest.mark.parametrize("source", [MapSource([1]), IterableSource([1])])
 def test_only_arrays_can_be_resident(source):
-    assert choose_placement("auto", source, [GPU], 10**9) == "stream"
-    assert choose_placement("stream", source, [GPU], 10**9) == "stream"
+    assert choose_placement("auto", source, 10**9) == "stream"
+    assert choose_placement("stream", source, 10**9) == "stream"
     with pytest.raises(
         ValueError,
         match=r"^data: placement='resident' needs data that is a pytree of arrays, got a "
         rf"{type(source).__name__}\. Use placement='stream'\.$",
     ):
-        choose_placement("resident", source, [GPU], 10**9)
+        choose_placement("resident", source, 10**9)
 
 
 def test_another_placement_is_an_error():
@@ -268,4 +266,4 @@ def test_another_placement_is_an_error():
         ValueError,
         match=r"^data: placement must be 'auto', 'resident' or 'stream', got 'gpu'\.$",
     ):
-        choose_placement("gpu", DATA, [GPU], None)
+        choose_placement("gpu", DATA, None)

@@ -8,6 +8,7 @@ from hypothesis import example, given, settings, strategies as st
 
 import elche_jax as elche
 from elche_jax.engine.checksum import _mix, checksums, differing
+from elche_jax.engine.lane import lanes_of
 from elche_jax.engine.mapped import stack_shards, stacked_sharding
 
 DTYPES = (
@@ -48,7 +49,7 @@ def test_one_flipped_bit_is_found_and_named(dtype, data):
         at = data.draw(st.integers(0, raw.size - 1))
         raw[at] ^= 1 << (0 if dtype == "bool" else data.draw(st.integers(0, 7)))
         tree = {"a": elche.replicate(np.ones(4), devices), "b": [stacked(rows, devices)]}
-        assert differing(checksums(tree, devices)) == [(1, rank)]
+        assert differing(checksums(tree, lanes_of(devices))) == [(1, rank)]
         name = rf"leaf \['b'\]\[0\] on {devices[rank]} differs from {devices[0]} in 1 of 15 "
         with pytest.raises(elche.ReplicaMismatch, match=name):
             elche.check_replicas(tree)
@@ -61,7 +62,7 @@ def test_equal_copies_have_equal_sums():
         elche.replicate(jax.random.key(3), devices),
         elche.replicate(np.zeros((0, 2)), devices),
     ]
-    sums = checksums(tree, devices)
+    sums = checksums(tree, lanes_of(devices))
     assert sums.shape == (3, len(tree), 2) and sums.dtype == jnp.uint32
     assert differing(sums) == []
     elche.check_replicas(tree)
@@ -75,7 +76,9 @@ def test_swapped_elements_show(data):
     i, j = data.draw(st.lists(st.integers(0, 39), min_size=2, max_size=2, unique=True))
     other = row.copy()
     other[[i, j]] = other[[j, i]]
-    found = differing(checksums([stacked([row, other], jax.devices()[:2])], jax.devices()[:2]))
+    found = differing(
+        checksums([stacked([row, other], jax.devices()[:2])], lanes_of(jax.devices()[:2]))
+    )
     assert found == ([(0, 1)] if row[i] != row[j] else [])
 
 
@@ -106,14 +109,14 @@ def test_changes_that_cancel_in_plain_sums_show():
     other = (row + change).astype(np.uint32)
     assert (other != row).any()
     devices = jax.devices()[:2]
-    assert differing(checksums([stacked([row, other], devices)], devices)) == [(0, 1)]
+    assert differing(checksums([stacked([row, other], devices)], lanes_of(devices))) == [(0, 1)]
 
 
 def test_the_first_leaf_and_device_that_differ_are_named():
     devices = jax.devices()[:3]
     one, two = np.zeros(2, np.float32), np.ones(2, np.float32)
     tree = {"a": stacked([one, one, two], devices), "b": stacked([one, two, one], devices)}
-    assert differing(checksums(tree, devices)) == [(0, 2), (1, 1)]
+    assert differing(checksums(tree, lanes_of(devices))) == [(0, 2), (1, 1)]
     with pytest.raises(elche.ReplicaMismatch, match=rf"\['a'\] on {devices[2]} .* in 2 of 2"):
         elche.check_replicas(tree)
 

@@ -13,13 +13,13 @@ from elche_jax.engine.devices import (
     free_bytes,
     select_devices,
 )
-from elche_jax.engine.lane import Lane, lanes_of
+from elche_jax.engine.lane import Lane, Lanes, lanes_of
 
 
 def fake(kind, platform="gpu", limit_gib=None, used=None):
     """A device that this machine has not got."""
     device = mock.Mock(spec=jax.Device)
-    device.platform, device.device_kind = platform, kind
+    device.platform, device.device_kind, device.client = platform, kind, "one for all"
     stats = None if limit_gib is None else {"bytes_limit": int(limit_gib * GIB)}
     if used is not None:
         stats["bytes_in_use"] = used
@@ -84,12 +84,11 @@ def test_errors_name_the_function_that_was_called():
 def test_groups_are_kinds_in_the_order_of_their_first_rank():
     big, small, also_big = fake("H100"), fake("L4"), fake("H100")
     other = fake("H100", platform="cpu")
-    assert lanes_of([big, small, also_big, other]) == [
-        Lane((big, also_big), (0, 2)),
-        Lane((small,), (1,)),
-        Lane((other,), (3,)),
-    ]
-    assert lanes_of([big, small, also_big])[0].world_size == 2
+    fleet = lanes_of([big, small, also_big, other])
+    lanes = (Lane((big, also_big), (0, 2)), Lane((small,), (1,)), Lane((other,), (3,)))
+    assert fleet == Lanes((big, small, also_big, other), lanes)
+    assert fleet.in_lanes() == lanes
+    assert lanes_of([big, also_big]) == Lane((big, also_big), (0, 1))
 
 
 @pytest.mark.parametrize(
@@ -136,10 +135,12 @@ def test_free_bytes_is_not_known_where_one_device_does_not_say(stats):
     assert free_bytes([fake("A", limit_gib=2), silent]) is None
 
 
-def test_free_bytes_of_cpu_devices_is_that_of_the_host(monkeypatch):
+def test_cpu_devices_share_the_free_bytes_of_the_host(monkeypatch):
     figures = {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
     monkeypatch.setattr(os, "sysconf", figures.__getitem__)
-    assert free_bytes(jax.devices()[:3]) == 4_096_000
+    assert free_bytes(jax.devices()[:2]) == 2_048_000
+    assert free_bytes([*jax.devices()[:2], fake("A", limit_gib=1)]) == 2_048_000
+    assert free_bytes([*jax.devices()[:2], fake("A", limit_gib=2**-12)]) == GIB // 2**12
 
 
 @pytest.mark.parametrize("error", [ValueError, OSError, AttributeError])

@@ -189,7 +189,7 @@ def accumulate(loss_fn, numbers, has_aux=False):
     state = TrainState(params, (), None, jax.random.key_data(KEY), zero, zero, zero)
     rows = jnp.array(numbers, jnp.float32)[:, None]
     pieces = Pieces(({"x": rows[:2]}, {"x": rows[2:]}))
-    call_args = CallArgs(jnp.array([3, 0, 1, -1, 0, 3, 3, 0], jnp.int32))
+    call_args = CallArgs(jnp.array([3, 0, 1, -1, 0, 3, 3, 0, 0, 3], jnp.int32))
     (sums, _), _ = jax.jit(program.accumulate)(state, program.zeros(state), pieces, call_args)
     return sums
 

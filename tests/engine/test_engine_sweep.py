@@ -15,8 +15,7 @@ from elche_jax.data.source import ArraySource
 from elche_jax.data.split import piece_lengths, split_window
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.fetch import CallArgs, Pieces, Rows
-from elche_jax.engine.lane import Lane
-from elche_jax.engine.mapped import stacked_sharding
+from elche_jax.engine.lane import lanes_of
 from elche_jax.engine.replicas import replicate
 from elche_jax.engine.runner import Call
 from elche_jax.engine.shapes import shapes_of
@@ -40,18 +39,18 @@ class Setup:
 
     def __init__(self, make, world_size, examples, resident=False, variables=None):
         self.devices = jax.devices()[:world_size]
-        sharding = stacked_sharding(self.devices)
         self.x = np.arange(1.0, examples + 1, dtype="float32")
         self.source = ArraySource({"x": self.x})
         self.reader = open_epoch(
             self.source, BATCH, seed=0, epoch=0, start=0, shuffle=False, drop_last=False
         )
-        self.placer = Placer(self.devices, sharding)
+        self.placer = Placer(lanes_of(self.devices))
         self.data = replicate(self.source.tree, self.devices) if resident else None
         self.variables = replicate(variables or Variables({"w": np.float32(2)}, None), self.devices)
         self.cache = CompileCache()
-        group = Lane(tuple(self.devices), tuple(range(world_size)))
-        self.runner = SweepRunner(make, group, self.cache, shapes_of(self.variables))
+        self.runner = SweepRunner(
+            make, lanes_of(self.devices), self.cache, shapes_of(self.variables)
+        )
 
     def calls(self, counts, capacity, first=0):
         for number, ranges in enumerate(split_window(counts, capacity)):
@@ -424,7 +423,7 @@ def test_programs_are_compiled_once_for_each_capacity_and_ahead_where_asked_to()
 def test_two_functions_of_like_shapes_do_not_share_a_program():
     setup = Setup(score(doubled, (("x", ()),)), 1, 8)
     program = Score(BatchFn(lambda params, batch: {"x": batch["x"]}), (("x", ()),))
-    other = SweepRunner(program, setup.runner.lane, setup.cache, shapes_of(setup.variables))
+    other = SweepRunner(program, setup.runner.fleet, setup.cache, shapes_of(setup.variables))
     (call,) = setup.calls((2,), 3)
     assert setup.runner.run(setup.variables, call)[0]["x"][0] == 72
     assert other.run(setup.variables, call)[0]["x"][0] == 36

@@ -16,6 +16,7 @@ from elche_jax.data.split import Range
 from elche_jax.engine.collective import CollectiveProgram
 from elche_jax.engine.fetch import CallArgs, Pieces
 from elche_jax.engine.gradient import GradientRule
+from elche_jax.engine.lane import lanes_of
 from elche_jax.engine.loss import LossFn
 from elche_jax.engine.mapped import AXIS, Mapped, stacked_sharding
 from elche_jax.engine.merge import MergeRules
@@ -343,7 +344,7 @@ def sums_of(hook, world_size, counts):
     )
     starts = np.cumsum([0, *counts[:-1]]).tolist()
     ranges = [Range(*share) for share in zip(starts, counts, strict=True)]
-    placer = Placer(devices, stacked_sharding(devices))
+    placer = Placer(lanes_of(devices))
     call_args = CallArgs(placer.call_args(ranges, 0, True, None, (0, 0)))
     args = (state, sums, pieces, call_args)
     (sums, _), _ = Mapped(program.accumulate, devices, donate=()).compile(*args)(*args)

@@ -73,16 +73,6 @@ def test_not_a_device():
         build(devices=["cpu:0"])
 
 
-def test_devices_of_several_kinds(monkeypatch):
-    kinds = (Kind("RTX 4090"), Kind("RTX 4090"), Kind("cpu", "cpu"))
-    monkeypatch.setattr("elche_jax.train.build.select_devices", lambda _: kinds)
-    with pytest.raises(
-        ValueError,
-        match=r"devices must be of one kind and platform, got RTX 4090 x2, cpu x1\. Choose",
-    ):
-        build(devices=None)
-
-
 def test_cadence_given_twice():
     config = elche.DDPConfig(policy="cadence")
     with pytest.raises(ValueError, match=r"must not both choose .* EveryBatch and policy='cad"):

@@ -18,6 +18,7 @@ from sweeping import SIZES, Batches, MapStyle, cases, examples, in_form
 import elche_jax as elche
 from elche_jax.cadence import WindowTime
 from elche_jax.cadence.window import WindowRecord
+from elche_jax.engine.replicas import replicate_over
 from elche_jax.lab import EmulatedSpeeds, ExtraWork
 
 DEVICES = jax.devices()
@@ -288,7 +289,7 @@ def test_a_training_state_between_windows(world, monkeypatch):
     def copied(*_):
         raise AssertionError("the replicas are there already")
 
-    monkeypatch.setattr("elche_jax.train.sweep.replicate", copied)
+    monkeypatch.setattr("elche_jax.train.sweep.replicate_over", copied)
     data, seen = examples(23), []
     for window in train.windows(examples(48), 4, placement="stream"):
         state, _ = train(state, window)
@@ -420,13 +421,13 @@ def test_one_device_has_windows_of_many():
 
 
 def test_resident_data_are_placed_once(monkeypatch):
-    placed, replicate = [], elche.replicate
+    placed = []
 
-    def watched(tree, devices):
+    def watched(fleet, tree):
         placed.append(tree)
-        return replicate(tree, devices)
+        return replicate_over(fleet, tree)
 
-    monkeypatch.setattr("elche_jax.train.loading.replicate", watched)
+    monkeypatch.setattr("elche_jax.train.loading.replicate_over", watched)
     evaluate, data = build(2), jax.tree.map(jnp.asarray, examples(48))
     for _ in range(2):
         got = evaluate(PARAMS, data, 4, placement="resident")

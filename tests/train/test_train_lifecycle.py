@@ -17,6 +17,7 @@ from marks import slow
 from small import PARAMS, build, data, loss_fn, threads
 
 import elche_jax as elche
+from elche_jax.engine.replicas import replicate_over
 from elche_jax.lab import EmulatedSpeeds
 
 
@@ -303,15 +304,14 @@ def test_resident_data_are_not_held_by_the_run_before(monkeypatch):
     """Data above half a device's memory can be placed anew in every epoch."""
     train = build(2)
     state, placed = train.init(PARAMS), []
-    replicate = elche.replicate
 
-    def watched(tree, devices):
+    def watched(fleet, tree):
         assert [copy for copy in placed if copy() is not None] == []
-        copies = replicate(tree, devices)
+        copies = replicate_over(fleet, tree)
         placed.append(weakref.ref(copies["x"]))
         return copies
 
-    monkeypatch.setattr("elche_jax.train.loading.replicate", watched)
+    monkeypatch.setattr("elche_jax.train.loading.replicate_over", watched)
     for epoch in range(3):
         for window in train.windows(data(), 4, seed=epoch, placement="resident"):
             state, _ = train(state, window)

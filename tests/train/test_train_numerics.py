@@ -171,7 +171,7 @@ def test_small_arrays_are_summed_together_and_clipped_with_the_rest():
         for window in windows:
             state, _ = train(state, window)
         (runner,) = train._runners._runners.values()
-        assert [sums.shape for sums in runner._sums.own.grads] == [(2, 3, WIDE), (2, 4)]
+        assert [sums.shape for sums in runner.sums.take().own.grads] == [(2, 3, WIDE), (2, 4)]
 
     def numpy(first, last):
         w, bias = gradient(first, last), -2 * Y[first:last].mean()
@@ -238,7 +238,7 @@ def test_bfloat16_compute_keeps_float32_masters():
     }  # fmt: skip
     kinds = {leaf.dtype.name for leaf in jax.tree.leaves((state.params, state.opt_state[0].mu))}
     assert kinds == {"float32"}
-    sums = next(iter(train._runners._runners.values()))._sums.own
+    sums = next(iter(train._runners._runners.values())).sums.take().own
     assert {leaf.dtype.name for leaf in jax.tree.leaves(sums)} == {"float32"}
     _, full, _ = train_digits()
     assert accuracy(state) > accuracy(full) - 0.02 > 0.85

@@ -6,6 +6,7 @@ import sys
 import traceback
 import weakref
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import children
 import jax
@@ -18,6 +19,7 @@ from sweeping import Batches, MapStyle, examples
 
 import elche_jax as elche
 from elche_jax.cadence import Controller, WindowPlan
+from elche_jax.engine.lane import Lane
 from elche_jax.engine.runner import Launch
 from elche_jax.engine.timing import Ends, WindowTimes
 from elche_jax.lab import EmulatedSpeeds
@@ -77,13 +79,6 @@ def assert_usable(call):
 # -- bad input
 
 
-class Kind:
-    """Stands for a device of another kind."""
-
-    def __init__(self, kind, platform="gpu"):
-        self.device_kind, self.platform = kind, platform
-
-
 class Told(elche.Cadence):
     """A cadence of the user's own, which gives what it was told to."""
 
@@ -133,16 +128,9 @@ def test_parts_that_do_not_fit(where, options, error, message):
 
 
 @pytest.mark.parametrize("where", ["build_eval_step", "predict"])
-def test_parts_that_do_not_fit_the_devices(where, monkeypatch):
+def test_parts_that_do_not_fit_the_devices(where):
     with pytest.raises(ValueError, match=r"^EmulatedSpeeds: schedule .* \(2\), got 3\."):
         built(where, emulate=EmulatedSpeeds([1, 2, 3]))
-    kinds = (Kind("RTX 4090"), Kind("RTX 4090"), Kind("cpu", "cpu"))
-    monkeypatch.setattr("elche_jax.train.evaluate.select_devices", lambda *_: kinds)
-    with pytest.raises(
-        ValueError,
-        match=rf"^{where}: devices must be of one kind and platform, got RTX 4090 x2, cpu x1\.",
-    ):
-        built(where)
 
 
 def test_what_is_not_callable():
@@ -243,8 +231,8 @@ def test_counts_that_are_none(kind, cadence, message):
 )
 def test_when_a_device_begins_its_next_window(combines, platform, busy, monkeypatch):
     """Two windows dispatched at 0 ms; the devices end them at 2 and 6, and at 8 and 12 ms."""
-    devices = [Kind("a", platform), Kind("b", platform)]
-    feed = SimpleNamespace(devices=devices, world_size=2)
+    devices = (Mock(platform=platform), Mock(platform=platform))
+    feed = SimpleNamespace(fleet=Lane(devices, (0, 1)))
     scheduler, measured = LiveScheduler(Controller(elche.EveryBatch()), 2, hint=False), []
     monkeypatch.setattr(scheduler, "observe", measured.append)
     monkeypatch.setattr("elche_jax.train.pipeline.ENDS", Ends())

@@ -70,7 +70,7 @@ def test_bytes_that_are_saved():
     for name, trainable in (("all", None), ("head", FORMS["subtrees"])):
         train, state = train_on(trainable, 2, optax.adam(1e-2))
         report[name] = train.report()
-        sums = next(iter(train._runners._runners.values()))._sums
+        sums = next(iter(train._runners._runners.values())).sums.take()
         assert bytes_of(sums.own.grads) == 2 * report[name].exchange_bytes
         moments = bytes_of((state.opt_state[0].mu, state.opt_state[0].nu))
         assert moments == 2 * 2 * report[name].exchange_bytes
@@ -87,7 +87,7 @@ def test_what_is_frozen_is_not_in_the_collective():
     def summed(trainable):
         train, _ = train_on(trainable, 2, optax.sgd(1e-2), epochs=1)
         runner = next(iter(train._runners._runners.values()))
-        text = runner._combine.lower(runner.state, runner._sums_shapes).as_text()
+        text = runner._combine.lower(runner.state, runner.sums.shapes).as_text()
         return sum(int(size) for size in _packed_sizes(text))
 
     others = 3  # loss, weight, devices that are not finite

@@ -78,7 +78,9 @@ class LiveExchange(Clock):
             if delivery is not None:
                 self._threads.put(rank, _Job(window, delivery))
 
-    def accumulating(self, window: int, dispatched: float, token: Any) -> None:
+    def accumulating(
+        self, window: int, dispatched: float, token: Any, ranks: Sequence[int] | None = None
+    ) -> None:
         """Do nothing: the window was handed over by `launch`."""
 
     def combining(self, window: int, dispatched: float, token: Any, timed: bool = True) -> None:

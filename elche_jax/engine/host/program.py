@@ -11,9 +11,8 @@ import jax
 
 from elche_jax.engine.collective import CollectiveProgram
 from elche_jax.engine.reduce import Contribution, Mean
-from elche_jax.engine.rule import Ended, Rule
+from elche_jax.engine.rule import Ended
 from elche_jax.engine.state import PendingUpdate, TrainState, with_averaging
-from elche_jax.engine.trainable import Selection
 
 PyTree = Any
 
@@ -39,12 +38,6 @@ class HostProgram(CollectiveProgram):
     `accumulate` is inherited. The other two take states without frozen parameters and key.
     """
 
-    @property
-    def thin(self) -> Rule:
-        """The rule for states without frozen parameters."""
-        # frozen parameters do not change, so these programs neither read nor copy them
-        return replace(self.rule, work=replace(self.rule.work, selection=Selection()))
-
     def deliver(
         self, part: int, state: TrainState, carried: Any, catch_up: Any, finite: Any
     ) -> tuple[tuple[TrainState, PendingUpdate, Delivery], None]:
@@ -62,9 +55,9 @@ class HostProgram(CollectiveProgram):
             Its state, its update, and the delivery. Updates that are not finite are left out
             of all three.
         """
-        after, done = self.thin.finish(state, carried.own, catch_up)
+        after, done = self.rule.thin.finish(state, carried.own, catch_up)
         sums = self.rule.sums_of(carried.own)
-        contribution, error = self.thin.contribute(Ended(state, after, done, part), sums)
+        contribution, error = self.rule.thin.contribute(Ended(state, after, done, part), sums)
         if not self.rule.late:  # implied by the states before and after
             done = replace(done, progress=[], model_state=[])
         after = self.advanced(with_averaging(after, error=error), carried)
@@ -95,5 +88,5 @@ class HostProgram(CollectiveProgram):
             Its state, and whether it stayed finite since the last delivery. An update that is
             not finite is not applied.
         """
-        state, well = self.thin.apply(Ended(before, after, done, part, later), mean)
+        state, well = self.rule.thin.apply(Ended(before, after, done, part, later), mean)
         return (state, finite & well), None

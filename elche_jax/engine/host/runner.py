@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from elche_jax.engine.accumulators import zeros
 from elche_jax.engine.axis import DeviceAxis
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.fetch import CallArgs, Payload
@@ -32,12 +33,13 @@ from elche_jax.engine.host.coordinator import (
 from elche_jax.engine.host.exchange import LiveExchange
 from elche_jax.engine.host.program import Delivery, HostProgram
 from elche_jax.engine.host.session import Begun, Session
-from elche_jax.engine.lane import Lane
+from elche_jax.engine.lane import Fleet
+from elche_jax.engine.laned import StackedArray
 from elche_jax.engine.loop import Seconds
-from elche_jax.engine.mapped import PerDeviceJit, stack_shards, stacked_sharding
+from elche_jax.engine.mapped import PerDeviceJit
 from elche_jax.engine.reduce import Mean
 from elche_jax.engine.replicas import is_stacked, replicate
-from elche_jax.engine.runner import Call, Launch, Program, WindowRunner, zeros
+from elche_jax.engine.runner import Call, Launch, Program, WindowRunner
 from elche_jax.engine.state import (
     AveragingState,
     PendingUpdate,
@@ -65,7 +67,7 @@ class HostRunner(WindowRunner):
 
     Args:
         program: The functions of a window.
-        lane: The devices.
+        fleet: The devices.
         cache: Compiled programs.
         state: Shapes of the stacked state.
         limits: How long to wait for devices, and how far they may run ahead.
@@ -75,20 +77,19 @@ class HostRunner(WindowRunner):
     def __init__(
         self,
         program: HostProgram,
-        lane: Lane,
+        fleet: Fleet,
         cache: CompileCache,
         state: TrainState,
         limits: Limits,
         seconds: Seconds | None,
     ):
-        super().__init__(lane, cache)
+        super().__init__(fleet, cache)
         self.limits, self.state = limits, state
         self.replicated = program.rule.common
         self._program, self._seconds = program, seconds
         selection = program.rule.work.selection
         self._split, self._join = selection.split, selection.join
-        devices = lane.devices
-        self._sharding = stacked_sharding(devices)
+        devices = fleet.devices
         self._accumulate = PerDeviceJit(program.accumulate, devices, donate=(1,))
         # no donation: devices that run ahead apply means to the state that the user still has
         self._deliver, self._apply = (
@@ -127,7 +128,7 @@ class HostRunner(WindowRunner):
     ) -> LiveExchange:
         """Start the exchange of a run; its threads end when it is closed."""
         limits = limits or self.limits
-        coordinator = Coordinator(self.lane.world_size, limits, done, learned, failed)
+        coordinator = Coordinator(self.fleet.world_size, limits, done, learned, failed)
         return LiveExchange(coordinator, self._averaging, self._seconds, self._keep)
 
     def fuses(self, payload: Payload) -> bool:
@@ -170,7 +171,7 @@ class HostRunner(WindowRunner):
         self._locals, self._left = [], None
 
     def __len__(self) -> int:
-        return self.lane.world_size
+        return self.fleet.world_size
 
     # -- one window ------------------------------------------------------------------
 
@@ -222,7 +223,7 @@ class HostRunner(WindowRunner):
         if not session.absent:  # with absent devices, the new state shares arrays with the old
             for leaf in jax.tree.leaves(self._thin(state)):
                 leaf.delete()
-        metrics = jax.device_put(session.metrics, self.lane.devices[session.present[0]])
+        metrics = jax.device_put(session.metrics, self.fleet.devices[session.present[0]])
         metrics |= reports
         return new, metrics, metrics["finite"]
 
@@ -294,7 +295,7 @@ class HostRunner(WindowRunner):
                 continue  # a window before this session, included in a later delivery
             done, *session.begun = session.begun
             ranks = session.present
-            devices = [self.lane.devices[rank] for rank in ranks]
+            devices = [self.fleet.devices[rank] for rank in ranks]
             mean = jax.tree.map(lambda leaf: np.asarray(leaf)[None], outcome.average.mean)
             copies = jax.device_put([mean] * len(ranks), devices)
             for rank, copy in zip(ranks, copies, strict=True):
@@ -319,14 +320,14 @@ class HostRunner(WindowRunner):
             changes = rule.merge_rules.unchanged(now)
         progress = jax.tree.map(zeros, self._shapes.pending.progress)
         update = PendingUpdate(progress, np.zeros(1, np.float32), np.ones(1, bool), changes)
-        return jax.device_put(update, self.lane.devices[rank])
+        return jax.device_put(update, self.fleet.devices[rank])
 
     def _restore(self, session: Session, rank: int) -> None:
         """Give a late device the last common state of the others, without waiting for it.
 
         The state is then complete for any reader, and the device can continue when it is back.
         """
-        rule, own = self._program.thin, session.parts[rank]
+        rule, own = self._program.rule.thin, session.parts[rank]
         healthy = rule.agreed(session.parts[session.present[0]])
         sent = rule.merge.of_sent(healthy.model_state)
         kept: AveragingState | None = healthy.averaging
@@ -334,7 +335,7 @@ class HostRunner(WindowRunner):
             steps, error = jax.tree.map(zeros, (kept.steps, kept.error))
             kept = kept.replace(steps=steps, error=error)
         state = healthy.replace(opt_state=None, model_state=None, averaging=kept)
-        device = self.lane.devices[rank]
+        device = self.fleet.devices[rank]
         state, sent = jax.device_put((state, sent), device)
         kept_apart = (own.opt_state, own.model_state)  # on a hung device these are never ready
         there = all(leaf.is_ready() for leaf in jax.tree.leaves(kept_apart))
@@ -371,24 +372,20 @@ class HostRunner(WindowRunner):
 
     def _whole(self, session: Session, state: TrainState) -> TrainState:
         """Stack the new state, with the frozen parameters and the key of the old one."""
-
-        def stack(*leaves: jax.Array) -> jax.Array:
-            return stack_shards(leaves, self._sharding, (len(leaves), *leaves[0].shape[1:]))
-
-        new: TrainState = jax.tree.map(stack, *session.parts)
+        new: TrainState = jax.tree.map(lambda *rows: self.fleet.stack(rows), *session.parts)
         frozen = jax.tree.map(self._on_devices, (self._split(state.params)[1], state.key))
         if state.averaging is not None:
             new = with_averaging(new, pending=state.averaging.pending)
         return new.replace(params=self._join(new.params, frozen[0]), key=frozen[1])
 
-    def _on_devices(self, leaf: jax.Array) -> jax.Array:
+    def _on_devices(self, leaf: StackedArray) -> StackedArray:
         """Shard a leaf over the devices if it was assembled on one."""
-        return leaf if is_stacked(leaf) else jax.device_put(leaf, self._sharding)
+        return leaf if is_stacked(leaf) else self.fleet.put(np.asarray(leaf))
 
     def _local_steps(self) -> list[PyTree]:
         """Return the devices' carries: those of the last window, or zeros."""
         none = jax.tree.map(zeros, self._local_shape)
-        return self._locals or [replicate(none, [device]) for device in self.lane.devices]
+        return self._locals or [replicate(none, [device]) for device in self.fleet.devices]
 
     # -- programs --------------------------------------------------------------------
 

@@ -1,0 +1,190 @@
+"""Stacked arrays over devices that no single array of JAX can span.
+
+The devices of an array share a client and a platform. Over several lanes a leaf of a pytree is
+therefore one of these objects instead, which answer like a stacked `jax.Array`: pytree functions,
+`jax.device_get` and NumPy take them, while `jax.jit` and `jax.numpy` reject them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One device's entry of a stacked array; attributes as those of `jax.Shard`."""
+
+    device: jax.Device
+    index: tuple[slice, ...]
+    data: jax.Array
+
+
+class Stacked(ABC):
+    """An object that answers like a stacked array of JAX, leaves `(world_size, ...)`."""
+
+    is_fully_replicated = False
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Its shape; the first axis is over devices."""
+
+    @property
+    @abstractmethod
+    def arrays(self) -> Sequence[jax.Array]:
+        """The arrays of JAX that it consists of."""
+
+    @abstractmethod
+    def addressable_data(self, rank: int) -> jax.Array:
+        """Return the entry of a rank, `(1, ...)`."""
+
+    @abstractmethod
+    def map(self, fn: Callable[[jax.Array], jax.Array]) -> "Stacked":
+        """Apply a function that keeps the first axis."""
+
+    @property
+    def dtype(self) -> Any:
+        return self.arrays[0].dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @cached_property
+    def addressable_shards(self) -> list[Shard]:
+        """The entries of all devices, in rank order."""
+        rows = [self.addressable_data(rank) for rank in range(self.shape[0])]
+        rest = (slice(None),) * (self.ndim - 1)
+        return [
+            Shard(next(iter(row.devices())), (slice(rank, rank + 1), *rest), row)
+            for rank, row in enumerate(rows)
+        ]
+
+    def devices(self) -> set[jax.Device]:
+        return set().union(*(array.devices() for array in self.arrays))
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return one device's entry, still on that device, for an integer; else a host array."""
+        if isinstance(index, int | np.integer):
+            rank = range(len(self))[int(index)]  # also negative numbers, and the error
+            return self.addressable_data(rank)[0]
+        return np.asarray(self)[index]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError("an array over several devices can only be copied to the host.")
+        self.copy_to_host_async()
+        whole = np.concatenate([np.asarray(shard.data) for shard in self.addressable_shards])
+        return whole if dtype is None else whole.astype(dtype)
+
+    def tolist(self) -> Any:
+        return np.asarray(self).tolist()
+
+    def copy(self) -> "Stacked":
+        """Return a copy that shares no memory with this one."""
+        return self.map(lambda array: array.copy())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Stacked":
+        del memo  # devices cannot be copied
+        return self.copy()
+
+    def block_until_ready(self) -> "Stacked":
+        for array in self.arrays:
+            array.block_until_ready()
+        return self
+
+    def is_ready(self) -> bool:
+        return all(
+            array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]  # not in its stubs
+            for array in self.arrays
+        )
+
+    def copy_to_host_async(self) -> None:
+        for array in self.arrays:
+            array.copy_to_host_async()
+
+    def is_deleted(self) -> bool:
+        return any(array.is_deleted() for array in self.arrays)
+
+    def delete(self) -> None:
+        for array in self.arrays:
+            array.delete()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype})"
+
+
+class LanedArray(Stacked):
+    """A stacked array over several lanes, one array per lane.
+
+    Args:
+        parts: For each lane its stacked array, `(devices of the lane, ...)`.
+        ranks: For each lane the ranks of its devices.
+    """
+
+    def __init__(self, parts: Sequence[jax.Array], ranks: Sequence[tuple[int, ...]]):
+        self.parts, self.ranks = tuple(parts), tuple(ranks)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(map(len, self.ranks)), *self.parts[0].shape[1:])
+
+    @property
+    def arrays(self) -> Sequence[jax.Array]:
+        return self.parts
+
+    def addressable_data(self, rank: int) -> jax.Array:
+        for part, ranks in zip(self.parts, self.ranks, strict=True):
+            if rank in ranks:
+                return part.addressable_data(ranks.index(rank))
+        raise IndexError(f"rank {rank} is not one of {len(self)}")
+
+    def map(self, fn: Callable[[jax.Array], jax.Array]) -> "LanedArray":
+        return LanedArray([fn(part) for part in self.parts], self.ranks)
+
+
+class LeadArray(Stacked):
+    """A value that is the same for all devices and held by one of them, the lead.
+
+    Args:
+        row: The value, `(1, ...)`, on the lead.
+        world_size: Number of devices.
+    """
+
+    def __init__(self, row: jax.Array, world_size: int):
+        self.row, self.world_size = row, world_size
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.world_size, *self.row.shape[1:])
+
+    @property
+    def arrays(self) -> Sequence[jax.Array]:
+        return (self.row,)
+
+    def addressable_data(self, rank: int) -> jax.Array:
+        del rank
+        return self.row
+
+    def map(self, fn: Callable[[jax.Array], jax.Array]) -> "LeadArray":
+        return LeadArray(fn(self.row), self.world_size)
+
+
+StackedArray = jax.Array | Stacked
+"""A stacked array, over the devices of one lane or of several."""

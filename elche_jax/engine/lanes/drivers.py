@@ -1,0 +1,96 @@
+"""Two threads per lane: one dispatches its programs, the other waits for arrays and moves them.
+
+A lane has threads of its own because both may block. `jax.device_put` to a device of another
+client waits until the array is computed, and some backends dispatch a program that takes
+donated buffers only once it may run. Neither must delay another lane.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import jax
+
+from elche_jax.engine.threads import DeviceThreads
+from elche_jax.engine.timing import Done, Failed, Stopwatch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Task(Generic[T]):
+    call: Callable[[], T]
+    result: "Future[T]"
+    x64: bool
+    """Whether 64-bit types are enabled where the task was made: JAX keeps that per thread."""
+
+
+class Drivers:
+    """The threads of the lanes of a run.
+
+    Args:
+        lanes: Number of lanes.
+    """
+
+    def __init__(self, lanes: int):
+        self._dispatching, self._moving = (
+            DeviceThreads[_Task[Any]](name, lanes, _work, _raise) for name in ("lane", "move")
+        )
+
+    def dispatch(self, lane: int, call: Callable[[], T]) -> "Future[T]":
+        """Call a function in the thread that dispatches a lane's programs."""
+        return _put(self._dispatching, lane, call)
+
+    def move(self, lane: int, call: Callable[[], T]) -> "Future[T]":
+        """Call a function in the thread that waits for a lane's arrays and moves them."""
+        return _put(self._moving, lane, call)
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        self._dispatching.close()
+        self._moving.close()
+
+
+class LanesClock(Stopwatch):
+    """Times the windows of one run over several lanes, and owns the lanes' threads.
+
+    Attributes:
+        drivers: The threads.
+        failed: Called with an exception that the loop is to raise.
+
+    Args:
+        world_size: Number of devices.
+        lanes: Number of lanes.
+        done: Called in one of the threads with the times of every window, in order.
+        failed: Called with an exception that waiting for a device raised.
+    """
+
+    def __init__(self, world_size: int, lanes: int, done: Done, failed: Failed):
+        super().__init__(world_size, done, failed)
+        self.drivers, self.failed = Drivers(lanes), failed
+
+    def close(self) -> None:
+        """End the threads; a window that is still running is not measured. Idempotent."""
+        self.drivers.close()
+        super().close()
+
+
+def _put(threads: DeviceThreads[_Task[Any]], lane: int, call: Callable[[], T]) -> "Future[T]":
+    task = _Task(call, Future[T](), bool(jax.config.read("jax_enable_x64")))
+    threads.put(lane, task)
+    return task.result
+
+
+def _work(lane: int, task: _Task[Any]) -> None:
+    del lane
+    try:
+        with jax.enable_x64(task.x64):
+            result = task.call()
+        task.result.set_result(result)
+    except BaseException as error:  # raised by whoever waits for the result
+        task.result.set_exception(error)
+
+
+def _raise(error: BaseException) -> None:
+    raise error

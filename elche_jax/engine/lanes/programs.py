@@ -1,0 +1,209 @@
+"""Compiles the programs of windows over several lanes."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from elche_jax.engine.collective import Carried
+from elche_jax.engine.compile_cache import CompileCache
+from elche_jax.engine.fetch import CallArgs, Payload
+from elche_jax.engine.lane import Lane, Lanes
+from elche_jax.engine.lanes.program import LanesProgram, Sent
+from elche_jax.engine.mapped import Mapped, PerDevice
+from elche_jax.engine.reduce import Contribution
+from elche_jax.engine.rule import Agreed
+from elche_jax.engine.shapes import shapes_of
+from elche_jax.engine.state import TrainState
+from elche_jax.engine.wire import Encoded
+
+PyTree = Any
+
+TOGETHER = 6
+"""Programs that are compiled at the same time."""
+
+
+@dataclass(frozen=True)
+class One:
+    """A program that may have to be compiled.
+
+    Attributes:
+        key: Its key in the compile cache.
+        mapped: The function.
+        shapes: Returns the shapes of its stacked arguments.
+    """
+
+    key: Hashable
+    mapped: Mapped
+    shapes: Callable[[], tuple[PyTree, ...]]
+
+    def build(self) -> PerDevice:
+        """Compile it."""
+        return self.mapped.compile(*self.shapes())
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The compiled programs that end a window.
+
+    Attributes:
+        contribute: For each lane, see `LanesProgram.contribute`.
+        agree: For the lead, see `LanesProgram.agree`.
+        adopt: For each lane, see `LanesProgram.adopt`.
+    """
+
+    contribute: Sequence[PerDevice]
+    agree: PerDevice
+    adopt: Sequence[PerDevice]
+
+
+class Programs:
+    """The programs of every lane and of the lead.
+
+    Attributes:
+        summed: Whether the devices of a lane sum their payloads before these cross.
+
+    Args:
+        program: The functions of a window.
+        lanes: The devices.
+        cache: Compiled programs.
+        state: Shapes of one device's state, without what only the lead holds.
+        thin: The same without frozen parameters and key.
+        held: Shapes of what only the lead holds.
+        number: Number of the runner, part of the keys.
+    """
+
+    def __init__(
+        self, program: LanesProgram, lanes: Lanes, cache: CompileCache, state: TrainState,
+        thin: TrainState, held: PyTree, number: int,
+    ):  # fmt: skip
+        self._program, self._lanes, self._cache = program, lanes, cache
+        self._state, self._thin, self._held, self._number = state, thin, held, number
+        self._carried: Carried = jax.eval_shape(program.zeros, state)
+        self.summed = program.sums_in_lane(state)
+        self._sizes = [lane.world_size for lane in lanes.lanes]
+        self.parts = range(program.rule.parts)
+        # `mapped` makes a function object per lane: the key of JAX's caches lacks the kind of
+        # the devices
+        self._accumulate = [
+            lane.mapped(program.in_lane(at).accumulate, _donated(lane, 1))
+            for at, lane in enumerate(lanes.lanes)
+        ]
+        self._contribute = [
+            [
+                lane.mapped(partial(program.contribute, part, lane.world_size))
+                for lane in lanes.lanes
+            ]
+            for part in self.parts
+        ]
+        lead = lanes.lead.devices[:1]
+        self._agree = [
+            Mapped(partial(program.agree, part), lead, donate=(1,)) for part in self.parts
+        ]
+        # what was agreed is donated too, unless it becomes the new parameters as it is
+        taken = (0,) if program.rule.takes_agreed else (0, 3)
+        self._adopt = [
+            [
+                lane.mapped(partial(program.adopt, part), _donated(lane, *taken))
+                for lane in lanes.lanes
+            ]
+            for part in self.parts
+        ]
+
+    def accumulating(self, lane: int, payload: Payload) -> One:
+        """Return the program that runs microbatches of such data in a lane."""
+
+        def shapes() -> tuple[PyTree, ...]:
+            call_args = CallArgs(jax.ShapeDtypeStruct((CallArgs.WIDTH,), np.int32))
+            one = (self._program.reads(self._state), self._carried, call_args)
+            read, carried, numbers = stacked(one, self._sizes[lane])
+            return read, carried, shapes_of(payload), numbers
+
+        key = ("lane accumulate", self._number, lane, payload.signature)
+        return One(key, self._accumulate[lane], shapes)
+
+    def ending(self, part: int) -> Ending:
+        """Return the compiled programs that end a window."""
+        contribute, agree, adopt = self._ending(part)
+        return Ending(
+            [self.get(one) for one in contribute], self.get(agree), [self.get(one) for one in adopt]
+        )
+
+    def get(self, one: One) -> PerDevice:
+        """Return a program, compiled."""
+        return self._cache.get(one.key, one.build)
+
+    def compile(self, programs: Sequence[One]) -> None:
+        """Compile programs at the same time, and those that end a window."""
+        for part in self.parts:
+            contribute, agree, adopt = self._ending(part)
+            programs = [*programs, *contribute, agree, *adopt]
+        programs = [one for one in programs if not self._cache.ready(one.key)]
+        for some in (programs[at : at + TOGETHER] for at in range(0, len(programs), TOGETHER)):
+            for one in some:
+                # traced here: a new thread lacks the user's settings (`jax.enable_x64`, ...)
+                lowered = one.mapped.lower(*one.shapes())
+                self._cache.begin(one.key, partial(one.mapped.finish, lowered))
+            for one in some:
+                self.get(one)
+
+    def _ending(self, part: int) -> tuple[list[One], One, list[One]]:
+        def each(name: str, fns: Sequence[Mapped], shapes: Callable[[], PyTree]) -> list[One]:
+            return [
+                One((name, self._number, at, part), fn, lambda n=size: stacked(shapes(), n))
+                for at, (fn, size) in enumerate(zip(fns, self._sizes, strict=True))
+            ]
+
+        state, carried = self._thin, self._carried
+        contribute = each("lane contribute", self._contribute[part], lambda: (state, carried))
+        adopt = each(
+            "lane adopt",
+            self._adopt[part],
+            lambda: (state, carried, self._contributed(part)[1], self._agreed(part)),
+        )
+        first = [ranks[0] for ranks in self._lanes.ranks]
+        brings = [not self.summed or rank in first for rank in range(self._program.rule.size)]
+        agree = One(
+            ("lead agree", self._number, part),
+            self._agree[part],
+            lambda: stacked((state, self._held, self._gathered(part, brings)), 1),
+        )
+        return contribute, agree, adopt
+
+    def _contributed(self, part: int) -> tuple[Contribution, Sent]:
+        """Return the shapes of the results of `LanesProgram.contribute`."""
+        contribute = partial(self._program.contribute, part, 1)
+        return jax.eval_shape(contribute, self._thin, self._carried)[0]
+
+    def _gathered(self, part: int, brings: Sequence[bool]) -> list[Contribution]:
+        """Return the shapes of all contributions; `brings` says which have a payload."""
+        made, _ = self._contributed(part)
+        return [made if payload else without_payload(made) for payload in brings]
+
+    def _agreed(self, part: int) -> Agreed:
+        """Return the shapes of what crosses to the devices."""
+        gathered = self._gathered(part, [True] * self._program.rule.size)
+        agree = partial(self._program.agree, part)
+        return jax.eval_shape(agree, self._thin, self._held, gathered)[0][0]
+
+
+def _donated(lane: Lane, *arguments: int) -> tuple[int, ...]:
+    """Return which arguments a program of a lane may take over: none on the host.
+
+    A CPU plugin dispatches a program that takes arguments over only once these are computed, so
+    that its device would idle between two programs.
+    """
+    return () if lane.devices[0].platform == "cpu" else arguments
+
+
+def without_payload(made: Contribution) -> Contribution:
+    """Return a contribution whose payload is part of another one of its lane."""
+    return replace(made, payload=Encoded([]))
+
+
+def stacked(tree: PyTree, size: int) -> PyTree:
+    """Return the shapes of one device stacked over several."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype), tree)

@@ -1,0 +1,195 @@
+"""Runs windows over several lanes, whose contributions meet on one device, the lead."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from elche_jax._waiting import interruptible
+from elche_jax.engine.accumulators import Accumulators
+from elche_jax.engine.compile_cache import CompileCache
+from elche_jax.engine.fetch import Payload
+from elche_jax.engine.lane import Lanes
+from elche_jax.engine.laned import LeadArray
+from elche_jax.engine.lanes.drivers import Drivers, LanesClock
+from elche_jax.engine.lanes.program import LanesProgram
+from elche_jax.engine.lanes.programs import One, Programs
+from elche_jax.engine.lanes.window import LanesWindow, Result, Work
+from elche_jax.engine.rule import Rule
+from elche_jax.engine.runner import Call, Launch, Program, WindowRunner
+from elche_jax.engine.shapes import shapes_of
+from elche_jax.engine.state import TrainState
+from elche_jax.engine.timing import Done, Failed
+
+PyTree = Any
+
+
+class LanesRunner(WindowRunner):
+    """Compiles and dispatches the programs of every lane.
+
+    Attributes:
+        sums: The devices' sums.
+
+    Args:
+        program: The functions of a window.
+        lanes: The devices.
+        cache: Compiled programs.
+        state: Shapes of the stacked state.
+    """
+
+    def __init__(self, program: LanesProgram, lanes: Lanes, cache: CompileCache, state: TrainState):
+        super().__init__(lanes, cache)
+        self.state, self._lanes, self._program = state, lanes, program
+        self._rule = program.rule
+        self.replicated = partial(_replicated, program.rule)
+        self._lead = lanes.lead.ranks[0]
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
+        own, held = program.rule.split_lead(one)
+        selection = program.rule.work.selection
+        self._split, self._join = selection.split, selection.join
+        self.sums = Accumulators(program, lanes, own)
+        self._compiled = Programs(program, lanes, cache, own, self._thin(own), held, self._number)
+        self._step: tuple[Callable[[], Any], int] = (lambda: None), 0
+
+    def watch(self, done: Done, learned: Callable[..., None], failed: Failed) -> LanesClock:
+        """See `LaneRunner.watch`."""
+        del learned  # no window finishes without a device
+        return LanesClock(self.fleet.world_size, len(self._lanes.lanes), done, failed)
+
+    def begin(self, calls: Sequence[Call]) -> None:
+        """See `LaneRunner.begin`."""
+        self._compiled.compile([one for call in calls for one in self._accumulating(call.payload)])
+        # allocated before the dispatch, as the first window is timed
+        self.sums.put(self.sums.take())
+        self.begun = True
+
+    def fuses(self, payload: Payload) -> bool:
+        """Return False: what the lanes agree on is computed between two programs."""
+        del payload
+        return False
+
+    def release(self) -> None:
+        """See `WindowRunner.release`."""
+        self.sums.release()
+
+    def run(
+        self, state: TrainState, calls: Sequence[Call], launch: Launch, fused: bool = False
+    ) -> tuple[TrainState, dict[str, Any], Any]:
+        """Run a window; returns once what the lanes agree on has crossed to all of them."""
+        del fused
+        if isinstance(launch.watch, LanesClock):
+            return self._run(launch.watch.drivers, state, calls, launch)
+        drivers = Drivers(len(self._lanes.lanes))
+        try:  # a window of a run that was closed before
+            return self._run(drivers, state, calls, launch)
+        finally:
+            drivers.close()
+
+    def _run(
+        self, drivers: Drivers, state: TrainState, calls: Sequence[Call], launch: Launch
+    ) -> tuple[TrainState, dict[str, Any], Any]:
+        lanes, step, carries = self._lanes, self._step_of(state), self.sums.take()
+        whole, held = self._rule.split_lead(state)
+        thin = self._thin(whole)
+        lead = jax.tree.map(lambda leaf: leaf.addressable_data(self._lead), (thin, held))
+        ending = self._compiled.ending(step % len(self._compiled.parts))
+        pending, summed = self._program.pending > 0, self._compiled.summed
+        window = LanesWindow(lanes, ending, pending, summed, lead, launch, drivers)
+        try:
+            works = enumerate(self._works(whole, carries, calls))
+            parts = [drivers.dispatch(at, partial(window.run, at, work)) for at, work in works]
+            results, interrupt = _finished(parts)
+        except BaseException as error:
+            window.fail(error)  # the lanes must not wait for each other any more
+            # what the programs have not taken over is as before the window
+            if not any(leaf.is_deleted() for leaf in jax.tree.leaves(carries)):
+                self.sums.put(carries)
+            raise
+        (_, new), metrics = window.agreed.result()
+        # what the programs have not taken over is given up here
+        for leaf in jax.tree.leaves((thin, held)):
+            leaf.delete()
+        self.sums.put(lanes.join([result.sums for result in results]))
+        new = jax.tree.map(lambda row: LeadArray(row, lanes.world_size), new)
+        state = self._whole(whole, results)
+        state = self._rule.join_lead(state, new)
+        self._step = weakref.ref(state.step), step + 1
+        if interrupt is not None:  # raised once the loop has the new state
+            assert isinstance(launch.watch, LanesClock)
+            launch.watch.failed(interrupt)
+        return state, metrics, lanes.join([result.token for result in results])
+
+    def _works(self, whole: TrainState, carries: PyTree, calls: Sequence[Call]) -> list[Work]:
+        lanes = self._lanes
+        states, sums = lanes.split(whole), lanes.split(carries)
+        split = [lanes.split((call.payload, call.call_args)) for call in calls]
+        return [
+            Work(
+                lane,
+                self._thin(states[at]),
+                self._program.reads(states[at]),
+                sums[at],
+                [
+                    (self._compiled.get(self._compiled.accumulating(at, own[at][0])), *own[at])
+                    for own in split
+                ],
+            )
+            for at, lane in enumerate(lanes.lanes)
+        ]
+
+    def _thin(self, state: TrainState) -> TrainState:
+        """Leave out frozen parameters and the key, which no window changes."""
+        return state.replace(params=self._split(state.params)[0], key=None)
+
+    def _whole(self, before: TrainState, results: Sequence[Result]) -> TrainState:
+        """Return the new state, with frozen parameters and key of the one before."""
+        trained, frozen = self._split(before.params)
+        state: TrainState = self._lanes.join([result.state for result in results])
+        if self._rule.takes_agreed:
+            leaves = self._lanes.join([result.trained for result in results])
+            state = state.replace(params=jax.tree.structure(trained).unflatten(leaves))
+        return state.replace(params=self._join(state.params, frozen), key=before.key)
+
+    def _step_of(self, state: TrainState) -> int:
+        """Return the number of windows that a state has seen; only if it decides what to run."""
+        if len(self._compiled.parts) == 1:
+            return 0
+        known, step = self._step
+        if known() is state.step:
+            return step
+        return int(np.asarray(state.step.addressable_data(self._lead))[0])
+
+    def _accumulating(self, payload: Payload) -> list[One]:
+        parts = self._lanes.split(shapes_of(payload))
+        return [self._compiled.accumulating(at, own) for at, own in enumerate(parts)]
+
+    def _programs(self, payload: Payload) -> list[Program]:
+        return [(one.key, one.build) for one in self._accumulating(payload)]
+
+
+def _replicated(rule: Rule, state: TrainState) -> TrainState:
+    """Return the part of a state of which every device has a copy, all alike."""
+    return rule.split_lead(rule.common(state))[0]
+
+
+def _finished(
+    parts: Sequence["Future[Result]"],
+) -> tuple[list[Result], KeyboardInterrupt | None]:
+    """Wait for the lanes; return what they leave, and a Ctrl-C that came meanwhile.
+
+    The first one waits for the window: in the middle of it, the old state is partly given up and
+    the new one not complete. The second one does not wait.
+    """
+    interrupt = None
+    while True:
+        try:
+            with interruptible():
+                return [part.result() for part in parts], interrupt
+        except KeyboardInterrupt as error:
+            if interrupt is not None:
+                raise
+            interrupt = error

@@ -1,0 +1,223 @@
+"""One window over several lanes, from the dispatch of its microbatches to the new states.
+
+In every lane:
+
+    accumulate -> contribute -> (to the lead) -> agree -> (to the lane) -> adopt
+
+With windows pending, `contribute` and the way to the lead come first, of the oldest pending
+window. The lead then runs its microbatches in pieces, and agrees between two of them: in
+one piece, what was agreed would come too late to cross behind the rest of the window.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import jax
+import numpy as np
+
+from elche_jax.engine.fetch import CallArgs, Payload
+from elche_jax.engine.lane import Lane, Lanes
+from elche_jax.engine.lanes.drivers import Drivers
+from elche_jax.engine.lanes.programs import Ending, without_payload
+from elche_jax.engine.mapped import PerDevice
+from elche_jax.engine.reduce import Contribution
+from elche_jax.engine.rule import Agreed
+from elche_jax.engine.runner import Launch
+from elche_jax.engine.state import TrainState
+
+PyTree = Any
+
+PIECES = 4
+"""Pieces in which the lead runs its microbatches if windows are pending."""
+
+AHEAD = 2
+"""Pieces that the lead has dispatched and not completed while it waits for contributions."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A lane's part of a window.
+
+    Attributes:
+        lane: The lane.
+        state: Its states at the start of the window, without what only the lead holds, frozen
+            parameters and key.
+        read: What microbatches read of them.
+        sums: Its carries.
+        steps: For each call the compiled program and its arguments.
+    """
+
+    lane: Lane
+    state: TrainState
+    read: TrainState
+    sums: PyTree
+    steps: Sequence[tuple[PerDevice, Payload, CallArgs]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a lane's part of a window leaves.
+
+    Attributes:
+        state: The new states, as `LanesProgram.adopt` returns them.
+        trained: What was agreed on, as the new trained parameters in the order of their leaves.
+        sums: The carries.
+        token: For each device, whether its own part is finite; ready when the device is done.
+    """
+
+    state: TrainState
+    trained: list[Any]
+    sums: PyTree
+    token: Any
+
+
+@dataclass
+class LanesWindow:
+    """The shared part of a window's lanes.
+
+    Attributes:
+        lanes: The devices.
+        ending: The programs that end the window.
+        pending: Whether windows are pending.
+        summed: Whether the devices of a lane sum their payloads before these cross.
+        lead: State of the lead, and what only it holds.
+        launch: The dispatch, called with the token of each lane's accumulation.
+        drivers: The lanes' threads.
+        gathered: The contributions by rank, on the lead.
+        agreed: What the devices agree on, what the lead holds, and the metrics.
+        crossed: Done when all lanes have copies of what was agreed.
+    """
+
+    lanes: Lanes
+    ending: Ending
+    pending: bool
+    summed: bool
+    lead: tuple[TrainState, PyTree]
+    launch: Launch
+    drivers: Drivers
+    gathered: "Future[list[Contribution]]" = field(default_factory=Future)
+    agreed: "Future[tuple[tuple[Agreed, PyTree], dict[str, Any]]]" = field(default_factory=Future)
+    crossed: "Future[None]" = field(default_factory=Future)
+    _copied: int = 0
+    _found: dict[int, Contribution] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
+
+    def fail(self, error: BaseException) -> None:
+        """End the window: whoever waits for a lane that failed raises its error."""
+        with self._lock:
+            for waited in (self.gathered, self.agreed, self.crossed):
+                if not waited.done():
+                    waited.set_exception(error)
+
+    def run(self, at: int, work: Work) -> Result:
+        """Run a lane's part, in the thread that dispatches its programs.
+
+        Args:
+            at: Index of the lane.
+            work: Its part.
+        """
+        try:
+            return self._run(at, work)
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _run(self, at: int, work: Work) -> Result:
+        leads, sums, made = work.lane is self.lanes.lead, work.sums, None
+        if self.pending:
+            made = self._contribute(at, work, sums)
+        if leads and self.pending:
+            sums, token = self._accumulate_and_agree(at, work, sums)
+        else:
+            sums, token = _accumulate(work, sums, work.steps)
+        self.launch(token, work.lane.ranks)
+        if made is None:
+            made = self._contribute(at, work, sums)
+            if leads:
+                self._agree()
+        _, sent = made
+        (agreed, _), _ = self.agreed.result()
+        mine = self._receive(work.lane, agreed)
+        if leads:  # whose program takes the original
+            self.crossed.result()
+        (state, token), _ = self.ending.adopt[at](work.state, sums, sent, mine)
+        return Result(state, mine.trained, sums, token)
+
+    def _contribute(self, at: int, work: Work, sums: PyTree) -> Any:
+        """Dispatch the lane's contributions, and send them to the lead as soon as they are made."""
+        made, sent = self.ending.contribute[at](work.state, sums)[0]
+        self.drivers.move(at, partial(self._send, work.lane, made))
+        return made, sent
+
+    def _send(self, lane: Lane, made: Contribution) -> None:
+        """Send contributions to the lead, in the thread that moves the lane's arrays."""
+        try:
+            rows = [_row(made, at) for at in range(lane.world_size)]
+            if self.summed:  # the first device has the sum over the lane
+                rows = [rows[0], *map(without_payload, rows[1:])]
+            rows = jax.device_put(rows, self.lanes.lead.devices[0])
+        except BaseException as error:  # raised by the lead, which waits for it
+            self.fail(error)
+            return
+        with self._lock:
+            self._found.update(zip(lane.ranks, rows, strict=True))
+            if len(self._found) == self.lanes.world_size and not self.gathered.done():
+                self.gathered.set_result([self._found[rank] for rank in sorted(self._found)])
+
+    def _receive(self, lane: Lane, agreed: Agreed) -> Agreed:
+        """Copy what was agreed to the devices of a lane, stacked."""
+        copies = jax.device_put([agreed] * lane.world_size, list(lane.devices))
+        with self._lock:
+            self._copied += 1
+            if self._copied == len(self.lanes.lanes) and not self.crossed.done():
+                self.crossed.set_result(None)
+        return jax.tree.map(lambda *rows: lane.stack(rows), *copies)
+
+    def _agree(self) -> None:
+        """Dispatch `agree` once all contributions are there, in the lead's thread."""
+        agreed = self.ending.agree(*self.lead, self.gathered.result())
+        with self._lock:
+            if not self.agreed.done():
+                self.agreed.set_result(agreed)
+
+    def _accumulate_and_agree(self, at: int, work: Work, sums: PyTree) -> tuple[PyTree, Any]:
+        """Run the lead's microbatches, and agree between two pieces of them."""
+        tokens: list[Any] = []
+        for piece in _pieces(work):
+            if not self.agreed.done() and len(tokens) >= AHEAD:
+                ready = self.drivers.move(at, tokens[-AHEAD].block_until_ready)
+                wait((self.gathered, ready), return_when=FIRST_COMPLETED)
+            if not self.agreed.done() and self.gathered.done():
+                self._agree()
+            sums, token = _accumulate(work, sums, [piece])
+            tokens.append(token)
+        if not self.agreed.done():
+            self._agree()
+        return sums, tokens[-1]
+
+
+def _accumulate(work: Work, sums: PyTree, steps: Any) -> tuple[PyTree, Any]:
+    """Dispatch calls; return the carries, and the token of the last call."""
+    token = None
+    for accumulate, payload, call_args in steps:
+        (sums, token), _ = accumulate(work.read, sums, payload, call_args)
+    return sums, token
+
+
+def _pieces(work: Work) -> Sequence[tuple[PerDevice, Payload, CallArgs]]:
+    """Return the calls of a lane; a single call is split into pieces."""
+    if len(work.steps) > 1:
+        return work.steps
+    ((accumulate, payload, call_args),) = work.steps
+    numbers = CallArgs.pieces(np.asarray(call_args.numbers), PIECES)
+    return [(accumulate, payload, CallArgs(work.lane.put(rows))) for rows in numbers]
+
+
+def _row(made: Contribution, at: int) -> Contribution:
+    """Return one device's contribution, leaves `(1, ...)`, on that device."""
+    take: Callable[[jax.Array], jax.Array] = lambda leaf: leaf.addressable_data(at)  # noqa: E731
+    return jax.tree.map(take, made)

@@ -1,0 +1,109 @@
+"""Reductions of stacked pytrees over the devices of a fleet, outside of training windows.
+
+In one lane these are collectives. Several lanes meet on the lead: each brings its sum there, and
+the result is copied to all devices.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from elche_jax.averaging.rules import AveragingRule
+from elche_jax.engine.axis import DeviceAxis, LeadAxis
+from elche_jax.engine.collectives import broadcast_from, weighted_mean, weighted_terms
+from elche_jax.engine.exchange import packed_psum
+from elche_jax.engine.lane import Fleet, Lane, Lanes
+from elche_jax.engine.local import average
+from elche_jax.engine.mapped import AXIS, Mapped
+from elche_jax.engine.replicas import is_stacked
+from elche_jax.engine.state import TrainState, with_averaging
+from elche_jax.engine.trainable import Selection
+
+PyTree = Any
+
+
+def broadcaster(fleet: Fleet) -> Callable[[PyTree], PyTree]:
+    """Return a function that copies the first device's values to all devices, bit for bit."""
+    if not isinstance(fleet, Lanes):
+        mapped = fleet.mapped(lambda tree: (broadcast_from(tree, 0, AXIS), None))
+        return lambda tree: mapped(tree)[0]
+    return lambda tree: _scatter(fleet, _entries(_placed(fleet, tree), 0))
+
+
+def weighted_averager(fleet: Fleet) -> Callable[[PyTree, np.ndarray], PyTree]:
+    """Return a function of a pytree and one weight per device, see `weighted_mean`."""
+    if not isinstance(fleet, Lanes):
+        mapped = fleet.mapped(lambda tree, weight: (weighted_mean(tree, weight, AXIS), None))
+        return lambda tree, weights: mapped(tree, weights)[0]
+
+    def lane_sum(lane: Lane, tree: PyTree, weight: Any) -> tuple[PyTree, None]:
+        terms = weighted_terms("weighted_mean", tree, weight)
+        return (terms if lane.world_size == 1 else packed_psum(terms, AXIS)), None
+
+    def mean(like: PyTree, parts: list[tuple[PyTree, Any]]) -> tuple[PyTree, None]:
+        trees, weights = zip(*parts, strict=True)
+        total = sum(weights)
+        summed = jax.tree.map(lambda *own: sum(own) / total, *trees)
+        return jax.tree.map(lambda s, leaf: s.astype(leaf.dtype), summed, like), None
+
+    sums = [lane.mapped(partial(lane_sum, lane)) for lane in fleet.lanes]
+    lead = fleet.lead.devices[0]
+    means = Mapped(mean, [lead])
+
+    def averager(tree: PyTree, weights: np.ndarray) -> PyTree:
+        tree = _placed(fleet, tree)
+        parts = fleet.split((tree, weights))
+        made = [fn(*own)[0] for fn, own in zip(sums, parts, strict=True)]
+        found = jax.device_put([_entries(one, 0) for one in made], lead)
+        like = _entries(tree, fleet.lead.ranks[0])
+        return _scatter(fleet, means(like, found)[0])
+
+    return averager
+
+
+def parameter_averager(
+    fleet: Fleet, averaging: AveragingRule, selection: Selection
+) -> Callable[[TrainState], PyTree]:
+    """Return a function that averages the devices' parameters, see `average`."""
+    size = fleet.world_size
+
+    def of(state: TrainState) -> TrainState:
+        # without what a late device may not have computed yet
+        state = with_averaging(state, outer=(), error=[], merged=[], pending=())
+        return state.replace(opt_state=None, model_state=None)
+
+    if not isinstance(fleet, Lanes):
+        axis = DeviceAxis(size)
+        mapped = fleet.mapped(lambda state: (average(averaging, selection, axis, state), None))
+        return lambda state: mapped(of(state))[0]
+    lead, everyone = fleet.lead.devices[0], LeadAxis(size)
+    means = Mapped(lambda states: (average(averaging, selection, everyone, states), None), [lead])
+
+    def averager(state: TrainState) -> PyTree:
+        rows = [_entries(of(state), rank) for rank in range(size)]
+        return means(jax.device_put(rows, lead))[0]
+
+    return averager
+
+
+def _placed(lanes: Lanes, tree: PyTree) -> PyTree:
+    """Place arrays that are elsewhere, such as on the host, one row per device."""
+    return jax.tree.map(
+        lambda leaf: leaf if is_stacked(leaf) else lanes.put(np.asarray(leaf)), tree
+    )
+
+
+def _entries(tree: PyTree, rank: int) -> PyTree:
+    """Return one device's entries of stacked arrays, leaves `(1, ...)`, on that device."""
+    return jax.tree.map(lambda leaf: leaf.addressable_data(rank), tree)
+
+
+def _scatter(lanes: Lanes, tree: PyTree) -> PyTree:
+    """Copy one device's entries to all devices."""
+    # copies, as no leaf may share memory with the argument
+    copies = jax.device_put([jax.tree.map(jnp.copy, tree)] * lanes.world_size, list(lanes.devices))
+    return jax.tree.map(lambda *rows: lanes.stack(rows), *copies)

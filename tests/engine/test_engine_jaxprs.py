@@ -1,0 +1,88 @@
+"""What a jaxpr tells: which arguments its results depend on, and the smallest float."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from elche_jax.engine.jaxprs import Origin, origins, smallest_float
+
+X, Y = np.ones(3, "float32"), np.ones(3, "float32")
+
+
+def of(fn):
+    return origins(jax.make_jaxpr(fn)(X, Y))
+
+
+def both(x, y):
+    return x, y * 2
+
+
+def scanned(x, y):
+    """The first carry reads `y` only after two iterations, the last one never."""
+
+    def body(carry, _):
+        a, b, c = carry
+        return (a + b, b + y, c * 2), a
+
+    carry, rows = jax.lax.scan(body, (x, x, x), None, 3)
+    return *carry, rows
+
+
+def looped(x, y):
+    """A loop of unknown length is not looked into."""
+    return jax.lax.while_loop(lambda c: c[0][0] < 9, lambda c: (c[0] + 1, c[1] * 2), (x, y))
+
+
+@pytest.mark.parametrize(
+    ("fn", "reads", "copies"),
+    [
+        (both, ["x", "y"], ["x", None]),
+        (jax.jit(both), ["x", "y"], ["x", None]),
+        (jax.checkpoint(both), ["x", "y"], ["x", None]),
+        (lambda x, y: (x + 0 * y, jnp.zeros(3)), ["xy", ""], [None, None]),
+        (lambda x, y: jax.lax.cond(x[0] > 0, lambda: (y * 2, x), lambda: (y, x * 2)), ["xy", "x"],
+         [None, None]),
+        (scanned, ["xy", "xy", "x", "xy"], [None] * 4),
+        (looped, ["xy", "xy"], [None, None]),
+    ],
+)  # fmt: skip
+def test_origins(fn, reads, copies):
+    found = of(fn)
+    assert ["".join("xy"[at] for at in sorted(one.reads)) for one in found] == reads
+    assert [None if one.copy_of is None else "xy"[one.copy_of] for one in found] == copies
+
+
+class Net(nn.Module):
+    dropout: float
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.LayerNorm()(nn.relu(nn.Dense(4)(x)))
+        return nn.Dropout(self.dropout, deterministic=False)(x)
+
+
+@pytest.mark.parametrize(("dropout", "uses"), [(0.0, False), (0.5, True)])
+def test_a_key_that_a_flax_model_only_gets(dropout, uses):
+    model, key = Net(dropout), jax.random.key(0)
+    params = Net(0.0).init(key, X[None])
+
+    @jax.jit
+    def loss(key):
+        return model.apply(params, X[None], rngs={"dropout": key}).mean()
+
+    assert origins(jax.make_jaxpr(loss)(key)) == [Origin(frozenset([0] if uses else []))]
+
+
+@pytest.mark.parametrize(
+    ("fn", "size"),
+    [
+        (lambda x: x + 1, 4),
+        (lambda x: x.astype(int), 4),
+        (lambda x: x.astype("bfloat16").sum(), 2),
+        (jax.jit(lambda x: jax.lax.map(lambda y: y.astype("float16"), x)), 2),
+    ],
+)
+def test_smallest_float(fn, size):
+    assert smallest_float(jax.make_jaxpr(fn)(X)) == size
