@@ -2,10 +2,11 @@
 
 With adversarial optimizers, rollouts or growing models, the loop and its `jax.pmap` belong to
 the user. This module provides the communication between devices, as pure functions of
-replicated pytrees that compile once per set of shapes.
+replicated pytrees that compile once per set of shapes, and the times that a cadence wants.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -17,9 +18,11 @@ from elche_jax.engine.devices import select_devices
 from elche_jax.engine.lane import lanes_of
 from elche_jax.engine.loss import describe
 from elche_jax.engine.mapped import AXIS
+from elche_jax.engine.own import own_function
 from elche_jax.engine.reductions import broadcaster, weighted_averager
 from elche_jax.engine.replicas import replicate_over
 from elche_jax.engine.shapes import difference
+from elche_jax.engine.timed import Watches, WindowTimer
 
 PyTree = Any
 
@@ -33,6 +36,9 @@ class DDP:
 
     Wait for a result once per step (`jax.block_until_ready`): several CPU devices in one
     process deadlock when a loop dispatches dozens of collectives ahead of them.
+
+    Functions of your own run on the devices by `map`, or by `jax.pmap` if all devices are of one
+    kind. With `timed`, a cadence decides how much work each device does.
 
     Attributes:
         devices: The devices, in rank order.
@@ -53,9 +59,7 @@ class DDP:
         >>> import elche_jax as elche
         >>> ddp = elche.DDP(jax.devices()[:2])
         >>> params = ddp.replicate({"w": jnp.ones(3)})
-        >>> gradient = jax.pmap(
-        ...     jax.grad(lambda p, x: (p["w"] * x).sum()), ddp.axis_name, devices=ddp.devices
-        ... )
+        >>> gradient = ddp.map(jax.grad(lambda p, x: (p["w"] * x).sum()))
         >>> grads = gradient(params, jnp.array([[1.0, 1, 1], [3, 3, 3]]))
         >>> elche.unreplicate(ddp.all_reduce_gradients(grads))["w"].tolist()
         [2.0, 2.0, 2.0]
@@ -69,6 +73,7 @@ class DDP:
             raise ValueError(check.message("DDP", "devices", rule, self.world_size, todo))
         self.fleet = lanes_of(self.devices)
         self._broadcast, self._mean = broadcaster(self.fleet), weighted_averager(self.fleet)
+        self._watches = Watches(self.devices)
 
     @classmethod
     def wrap(
@@ -112,6 +117,113 @@ class DDP:
     def replicate(self, tree: PyTree) -> PyTree:
         """Copy a pytree to every device; see `elche_jax.replicate`."""
         return replicate_over(self.fleet, tree)
+
+    def map(
+        self, fn: Callable[..., PyTree], donate_argnums: int | Sequence[int] = ()
+    ) -> Callable[..., PyTree]:
+        """Map a function of one device's values over the devices, of whatever kinds.
+
+        With devices of one kind this is `jax.pmap`, and `fn` may use collectives over
+        `axis_name`. Devices of several kinds have a program each kind, and no axis in common.
+
+        Args:
+            fn: Function of pytrees of arrays, one device's, without the leading axis. It is
+                traced and compiled at the first call with arguments of these shapes.
+            donate_argnums: Positions of arguments whose buffers may be reused.
+
+        Returns:
+            A function of stacked pytrees that returns the stacked result. Arguments may be
+            arrays of the host; those that differ by device, such as ranks or counts, are
+            arrays `(world_size,)`. A call raises ValueError if a leaf is not stacked, if there
+            is none, or if `fn` uses a named axis over devices of several kinds.
+
+        Raises:
+            TypeError: If `fn` is not callable, or a position not an integer.
+            ValueError: If a position is below 0.
+
+        Examples:
+            >>> import jax, jax.numpy as jnp, numpy as np
+            >>> import elche_jax as elche
+            >>> ddp = elche.DDP(jax.devices()[:2])
+            >>> power = ddp.map(lambda x, n: x**n)
+            >>> power(ddp.replicate(jnp.float32(3)), np.array([1, 2])).tolist()
+            [3.0, 9.0]
+        """
+        if not callable(fn):
+            raise TypeError(check.message("DDP.map", "fn", "be a function", describe(fn)))
+        given = (donate_argnums,) if isinstance(donate_argnums, int) else donate_argnums
+        donated = check.integers("DDP.map", "donate_argnums", given, low=0)
+        mapped = own_function(self.fleet, fn, donated)
+
+        def call(*args: PyTree) -> PyTree:
+            if not jax.tree.leaves(args):
+                rule, got = "get at least one array", "none"
+                raise ValueError(check.message("DDP.map", "the mapped function", rule, got))
+            self._check("map", args, "Make it with replicate, or as an np.array of one per device.")
+            return mapped(*args)
+
+        return call
+
+    def timed(self, counts: Sequence[int]) -> AbstractContextManager[WindowTimer]:
+        """Time a window: each device's own work, and the synchronization.
+
+        In the block, `clock.worked(grads)` marks what the devices computed each on its own, and
+        `clock.synced(params)` what they have after the exchange; both return their argument.
+        The end of the block waits for the devices. Then `clock.report` is what
+        `Cadence.update` takes: busy milliseconds of every device, from the beginning of the
+        block or the end of its previous window if that is later, and those of the
+        synchronization, the shortest wait of any device. It is that of a training step.
+
+        Whatever the host does in the block counts, too, so prepare the data before it. A block in
+        which a program is compiled, such as the first, is not measured: its times are 0, which
+        cadences ignore. A cadence that follows the loss wants
+        `dataclasses.replace(clock.report, loss=loss)`.
+
+        Threads wait for the devices, one each. They end with this object, or with a block that
+        raises.
+
+        Args:
+            counts: Microbatches of each device in this window, at least 0 each.
+
+        Returns:
+            The context; its target is the clock, an `elche_jax.engine.timed.WindowTimer`.
+
+        Raises:
+            TypeError: If `counts` is not a sequence of integers.
+            ValueError: If it has the wrong length, an entry below 0, or no entry above 0.
+            RuntimeError: At the end of the block, if it lacks `worked` or `synced`.
+
+        Examples:
+            A cadence drives a loop; every device takes the first `count` of its examples.
+
+            >>> import jax, jax.numpy as jnp, numpy as np
+            >>> import elche_jax as elche
+            >>> ddp = elche.DDP(jax.devices()[:2])
+            >>> def loss_fn(params, x, count):
+            ...     used = jnp.arange(len(x)) < count
+            ...     return jnp.where(used, (params - x) ** 2, 0).sum() / used.sum()
+            >>> gradient = ddp.map(jax.grad(loss_fn))
+            >>> descend = ddp.map(lambda params, grads: params - 0.1 * grads)
+            >>> params = ddp.replicate(jnp.float32(0))
+            >>> cadence = elche.ElChe(anchor=4)
+            >>> state = cadence.init(ddp.world_size)
+            >>> for step in range(3):
+            ...     x, counts = np.ones((2, 1000), "float32"), state.counts
+            ...     with ddp.timed(counts) as clock:
+            ...         grads = clock.worked(gradient(params, x, np.array(counts)))
+            ...         mean = ddp.weighted_all_reduce_gradients(grads, counts)
+            ...         params = clock.synced(descend(params, mean))
+            ...     state = cadence.update(state, clock.report)
+            >>> round(float(params[0]), 3)
+            0.488
+            >>> state.calibrated
+            True
+        """
+        counts = check.integers("DDP.timed", "counts", counts, low=0)
+        check.per_device("DDP.timed", "counts", len(counts), self.world_size)
+        if not any(counts):
+            raise ValueError(check.message("DDP.timed", "counts", "have an entry above 0", counts))
+        return self._watches.timed(counts)
 
     def sync_params(self, params: PyTree) -> PyTree:
         """Broadcast the parameters of rank 0 to every device, bit for bit.
