@@ -240,7 +240,7 @@ class LocalRule(Rule):
         rules = self.merge_rules
         if self.averaging.optimizer_state == "average":
             rules = rules + self._opt_rules(state)
-        return Reduction(rules, self.averaging.weigh, self.compression)
+        return Reduction(rules, self.averaging.weigh, self.compression, self.device_loss)
 
     @property
     def apart(self) -> bool:

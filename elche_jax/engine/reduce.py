@@ -96,11 +96,13 @@ class Reduction:
         merge: The rules of the leaves that are merged; none is `"keep"`.
         weigh: Weights the devices; None for the mean over all their work.
         compression: Type of the payload on the wire.
+        device_loss: Whether the metrics hold each device's own loss.
     """
 
     merge: MergeRules
     weigh: Weigh | None = None
     compression: Compression | None = None
+    device_loss: bool = False
 
     def __call__(
         self, axis: Axis, contributions: PerDevice, window: Any
@@ -124,6 +126,7 @@ class Reduction:
             weight = axis.each(lambda one: one.row[0], contributions)
             totals, moved, total = self._sums(axis, payload, sums, state, weight, None)
             metrics, scale = _metrics(totals, xp)
+            metrics |= self._by_device(axis, sums)
             merged, spread = self._merged(axis, state, [x * scale for x in moved], weight)
             mean = Mean(
                 [x * scale for x in total], merged, [x * scale for x in spread],
@@ -137,6 +140,7 @@ class Reduction:
         share = axis.mine(shares)
         totals, moved, total = self._sums(axis, payload, sums, state, share, share)
         metrics, _ = _metrics(totals, xp)
+        metrics |= self._by_device(axis, sums)
         metrics["loss"] = xp.where(totals["weight"] > 0, metrics["loss"], xp.nan)
         metrics["finite"] &= sound
         metrics |= {"share": shares, "exchange_bytes": self._bytes(axis, contributions)}
@@ -151,6 +155,16 @@ class Reduction:
     def plain(self) -> bool:
         """Whether payloads are summed as they are, and may be summed in parts before."""
         return self.weigh is None and self.compression is None
+
+    def _by_device(self, axis: Axis, sums: PerDevice) -> dict[str, Any]:
+        """Return each device's mean loss over its own microbatches; NaN for one without work."""
+        if not self.device_loss:
+            return {}
+        xp = axis.xp
+        rows = axis.rows(axis.each(lambda one: xp.stack([one["loss"], one["weight"]]), sums))
+        loss, weight = rows.T
+        worked = weight > 0
+        return {"device_loss": xp.where(worked, loss / xp.where(worked, weight, 1), xp.nan)}
 
     def _sums(
         self, axis: Axis, payload: PerDevice, sums: PerDevice, state: PerDevice,

@@ -93,6 +93,7 @@ class Rule(ABC):
         pending: Number of windows that are pending in the state between two windows.
         max_grad_norm: Norm to which gradients are clipped; or None.
         parts: Number of parts of the parameters, which are exchanged in turn.
+        device_loss: Whether the metrics hold each device's own loss.
     """
 
     work: Microbatches
@@ -104,6 +105,7 @@ class Rule(ABC):
     pending: int = 0
     max_grad_norm: float | None = None
     parts: int = 1
+    device_loss: bool = False
 
     @abstractmethod
     def reads(self, state: TrainState) -> TrainState:

@@ -49,6 +49,7 @@ class StepOptions(TypedDict, total=False):
     max_grad_norm: float | None
     compute_dtype: str | None
     microbatch_split: MicrobatchSplit | None
+    device_loss: bool
     verify_every: int | None
     timeline: Recorder | None
     emulate: LoopHook | None
@@ -74,6 +75,7 @@ def build_train_step(
     max_grad_norm: float | None = None,
     compute_dtype: str | None = None,
     microbatch_split: MicrobatchSplit | None = None,
+    device_loss: bool = False,
     verify_every: int | None = None,
     timeline: Recorder | None = None,
     emulate: LoopHook | None = None,
@@ -147,6 +149,9 @@ def build_train_step(
             `windows`: one that changes the model state (BatchNorm), uses `rng` (dropout), or
             mixes examples. The last is found by comparing gradients of a few examples, which
             compiles a program more. None: whole microbatches.
+        device_loss: Whether `metrics["device_loss"]` is the mean loss of each device over its
+            own microbatches, `(world_size,)`, NaN for a device without work. It takes one small
+            exchange more.
         verify_every: Compare the replicas bit by bit after every N-th window, N at least 1;
             None: never.
         timeline: Records the run, a `Timeline`; None: nothing is recorded.
@@ -183,6 +188,7 @@ def build_train_step(
             f"build_train_step: loss_fn must be callable, got {type(loss_fn).__name__}."
         )
     check.instance("build_train_step", "has_aux", has_aux, bool)
+    check.instance("build_train_step", "device_loss", device_loss, bool)
     check_parts("build_train_step", optimizer=optimizer, cadence=cadence, emulate=emulate)
     if config is not None and not isinstance(config, DDPConfig):
         raise TypeError(
@@ -225,7 +231,7 @@ def build_train_step(
         given["max_grad_norm"], finite, trainable, merge, Precision(given["compute_dtype"], scale),
         dynamic, rule, len(devices), guard, given["verify_every"], given["timeline"], hint=hint,
         emulate=emulate, exchange=exchange,
-        split=checked_split("build_train_step", microbatch_split, kinds),
+        split=checked_split("build_train_step", microbatch_split, kinds), device_loss=device_loss,
     )  # fmt: skip
     logger.info(summary_of(fleet))
     return TrainStep(LossFn(loss_fn, has_aux=has_aux), optimizer, fleet, cadence, options)

@@ -38,6 +38,7 @@ class Options:
         emulate: Slows devices down on purpose; or None.
         exchange: The exchange on the host; None for an exchange on the devices.
         split: Parts of a microbatch by kind of device, see `checked_split`.
+        device_loss: Whether the metrics hold each device's own loss.
     """
 
     max_grad_norm: float | None = None
@@ -55,6 +56,7 @@ class Options:
     emulate: LoopHook | None = None
     exchange: HostExchange | None = None
     split: Mapping[str, int | Literal["auto"]] = field(default_factory=dict)
+    device_loss: bool = False
 
     def finite_watch(self, devices: tuple[jax.Device, ...]) -> FiniteWatch:
         """Return the watch for windows with non-finite values."""

@@ -1,6 +1,7 @@
 """The runners of a training step: one for each kind of state, loss and data."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -128,11 +129,7 @@ class Runners:
                 f"losses or take a mask (mask_key), got a {form.form} loss. Return one "
                 "loss per example, pass mask_key='mask', or drop_last=True."
             )
-        if options.loss_scale is not None and "loss_scale" in form.aux:
-            raise TypeError(
-                "loss_fn: aux must not use the name 'loss_scale', every window reports it "
-                "already where the scale is dynamic. Choose another name."
-            )
+        _check_names(form.aux, options)
         names = tuple(sorted(form.aux))
         # the function itself is not in the key: it is always the same, and may be unhashable
         kind = (
@@ -196,6 +193,7 @@ class Runners:
             "work": work, "tx": self._optimizer, "size": size, "merge": initial.merge,
             "compression": options.rule.compression if size > 1 else None, "late": options.late,
             "pending": options.pending, "max_grad_norm": options.max_grad_norm,
+            "device_loss": options.device_loss,
         }  # fmt: skip
         averaging = options.averaging
         if averaging is not None:
@@ -218,3 +216,17 @@ class Runners:
         seconds = None if emulate is None else emulate.on_host()
         program = HostProgram(rule, emulate if seconds is None else None)
         return HostRunner(program, *where, options.host, seconds)
+
+
+def _check_names(aux: Mapping[str, Any], options: Options) -> None:
+    """Raise if the loss reports a metric under a name that an option uses."""
+    taken = {
+        "loss_scale": ("where the scale is dynamic", options.loss_scale is not None),
+        "device_loss": ("with device_loss=True", options.device_loss),
+    }
+    for name, (where, used) in taken.items():
+        if used and name in aux:
+            raise TypeError(
+                f"loss_fn: aux must not use the name {name!r}, every window reports it "
+                f"already {where}. Choose another name."
+            )
