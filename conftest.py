@@ -6,6 +6,7 @@ before the backend starts.
 
 import gc
 import importlib.util
+import logging
 import os
 import tempfile
 import threading
@@ -64,7 +65,10 @@ jax.config.update("jax_platforms", ",".join(platforms))  # the first is the defa
 jax.config.update("jax_num_cpu_devices", DEVICES)
 if TWIN is not None:  # not for the processes that tests start: it takes a while to load
     os.environ["PJRT_NAMES_AND_LIBRARY_PATHS"] = f"twin:{TWIN}"
+    experimental = logging.getLogger("jax._src.xla_bridge")
+    experimental.disabled = True  # else its warning is the last line of every run of the suite
     jax.devices()
+    experimental.disabled = False
     del os.environ["PJRT_NAMES_AND_LIBRARY_PATHS"]
 
 hypothesis.settings.register_profile("elche", deadline=None, print_blob=True)
