@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import jax
+from jax.extend.backend import backends
 
 from elche_jax import _check as check
 from elche_jax.engine.lane import Fleet, kinds_of, lanes_of
@@ -23,7 +24,8 @@ def select_devices(
 
     Raises:
         TypeError: If `devices` is not a sequence, or an entry is not a `jax.Device`.
-        ValueError: If it is empty or holds duplicates, or the job has several processes.
+        ValueError: If it is empty or holds duplicates, if a device's backend is gone, or the
+            job has several processes.
     """
     chosen = listed(devices, where)
     check_one_process(where)
@@ -64,6 +66,11 @@ def listed(devices: Sequence[jax.Device] | None, where: str) -> tuple[jax.Device
                 f"{where}: devices must be jax.Device objects (see jax.local_devices()), "
                 f"got {type(device).__name__}."
             )
+    in_use = {id(client) for client in backends().values()}
+    for device in chosen:
+        if id(device.client) not in in_use:
+            rule, got = "be of a backend in use", f"{device} of one that is gone"
+            raise ValueError(check.message(where, "devices", rule, got, "Ask JAX for them again."))
     for device, times in Counter(chosen).items():
         if times > 1:
             raise ValueError(

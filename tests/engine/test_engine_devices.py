@@ -1,8 +1,10 @@
 """Which devices take part: the choice, the groups, the summary line, free memory."""
 
 import os
+import sys
 from unittest import mock
 
+import children
 import jax
 import pytest
 
@@ -150,3 +152,37 @@ def test_free_bytes_is_not_known_where_the_system_does_not_say(monkeypatch, erro
 
     monkeypatch.setattr(os, "sysconf", sysconf)
     assert free_bytes(jax.devices()[:1]) is None
+
+
+GONE = """
+import jax, optax
+from jax.extend.backend import clear_backends
+import elche_jax as elche
+devices = jax.devices()[:1]
+clear_backends()
+calls = [
+    lambda: elche.build_train_step(lambda *args: 0.0, optax.sgd(0.1), devices=devices),
+    lambda: elche.build_eval_step(lambda *args: {}, devices=devices),
+    lambda: elche.replicate({}, devices),
+    lambda: elche.build_train_step(lambda *args: 0.0, optax.sgd(0.1), devices=jax.devices()[:1]),
+]
+for call in calls:
+    try:
+        print(type(call()).__name__)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_a_device_whose_backend_is_gone():
+    done = children.run(sys.executable, "-c", GONE)
+    *refused, taken = done.stdout.splitlines()
+    got = "of one that is gone. Ask JAX for them again."
+    assert done.returncode == 0 and len(refused) == 3, done.stderr
+    assert all(line.endswith(got) for line in refused) and taken == "TrainStep"
+    assert all("devices must be of a backend in use, got " in line for line in refused)
+    assert [line.split(":")[0] for line in refused] == [
+        "build_train_step",
+        "build_eval_step",
+        "replicate",
+    ]
