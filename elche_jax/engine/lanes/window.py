@@ -137,8 +137,8 @@ class LanesWindow:
         self.launch(token, work.lane.ranks)
         if made is None:
             made = self._contribute(at, work, sums)
-            if leads:
-                self._agree()
+        if leads and not self.agreed.done():
+            self._agree()
         _, sent = made
         (agreed, _), _ = self.agreed.result()
         mine = self._receive(work.lane, agreed)
@@ -185,7 +185,11 @@ class LanesWindow:
                 self.agreed.set_result(agreed)
 
     def _accumulate_and_agree(self, at: int, work: Work, sums: PyTree) -> tuple[PyTree, Any]:
-        """Run the lead's microbatches, and agree between two pieces of them."""
+        """Run the lead's microbatches, and agree between two pieces of them if that is possible.
+
+        If not, it is left to the caller: the clock must get the token before anybody waits for
+        contributions, or the lead would count that wait as its own work.
+        """
         tokens: list[Any] = []
         for piece in _pieces(work):
             if not self.agreed.done() and len(tokens) >= AHEAD:
@@ -195,8 +199,6 @@ class LanesWindow:
                 self._agree()
             sums, token = _accumulate(work, sums, [piece])
             tokens.append(token)
-        if not self.agreed.done():
-            self._agree()
         return sums, tokens[-1]
 
 
