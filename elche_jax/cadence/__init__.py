@@ -57,6 +57,7 @@ from elche_jax.cadence.post_local import PostLocal as PostLocal
 from elche_jax.cadence.proportional import ElCheState as ElCheState
 from elche_jax.cadence.qsr import QSR as QSR
 from elche_jax.cadence.replay import Replay as Replay, ReplayState as ReplayState
+from elche_jax.cadence.rest import Rest as Rest, RestState as RestState
 from elche_jax.cadence.scheduler import Scheduler as Scheduler, SchedulerState as SchedulerState
 from elche_jax.cadence.shift import Shift as Shift, ShiftState as ShiftState
 from elche_jax.cadence.window import (

@@ -239,6 +239,8 @@ class Cadence(ABC, Generic[S]):
         counts_windows: Whether ``update`` is also called for windows whose times are unknown;
             the times of such a report are 0.
         overhead_target: Share of a window that synchronisation may take; 0 for no target.
+        rests: Whether devices of a kind that slows the others down may get no work, see
+            `elche_jax.cadence.Rest`.
 
     Raises:
         TypeError: If a subclass defines a method whose name is almost that of a hook.
@@ -269,6 +271,7 @@ class Cadence(ABC, Generic[S]):
     uses_loss: ClassVar[bool] = False
     counts_windows: ClassVar[bool] = False
     overhead_target: float = 0.0
+    rests: bool = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

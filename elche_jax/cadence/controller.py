@@ -12,6 +12,7 @@ from typing import Any
 from elche_jax import _check as check
 from elche_jax.cadence.base import HOLD_GROWTH, STABLE, Cadence, Verdict, WindowReport, stronger
 from elche_jax.cadence.guards import HISTORY, Guard, NoGuard, judge
+from elche_jax.cadence.rest import Rest, RestState
 from elche_jax.cadence.scheduler import Scheduler, SchedulerState
 from elche_jax.cadence.shift import Shift
 from elche_jax.cadence.window import Divergence, WindowRecord
@@ -28,6 +29,7 @@ class ControllerState:
         verdict: The guard's last verdict.
         owed: The strictest verdict since the cadence was last updated.
         told: Whether the cadence was updated with a window's times.
+        rest: Which devices rest; None if none may.
     """
 
     schedule: SchedulerState
@@ -36,6 +38,7 @@ class ControllerState:
     verdict: Verdict = STABLE
     owed: Verdict = STABLE
     told: bool = False
+    rest: RestState | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class Controller:
         cadence: The rule for the counts.
         guard: The rule for verdicts on divergence.
         shift: The detector of lasting speed changes, or ``None``.
+        rest: Lets devices rest that slow the others down; ``None`` for none. A scripted cadence
+            is followed as it is.
 
     Examples:
         >>> from elche_jax.cadence import ElChe
@@ -62,6 +67,7 @@ class Controller:
     cadence: Cadence[Any]
     guard: Guard = field(default_factory=NoGuard)
     shift: Shift | None = field(default_factory=Shift)
+    rest: Rest | None = None
 
     def __post_init__(self) -> None:
         check.instance("Controller", "cadence", self.cadence, Cadence)
@@ -83,7 +89,8 @@ class Controller:
                 ``counts``.
             ValueError: If the cadence does not allow that many devices.
         """
-        return ControllerState(self.scheduler.init(world_size), world_size)
+        rest = self.rest and self.rest.init()
+        return ControllerState(self.scheduler.init(world_size), world_size, rest=rest)
 
     def plan(self, state: ControllerState, window: int) -> tuple[int, ...]:
         """Return the counts of a window, regardless of how much data is left.
@@ -97,7 +104,10 @@ class Controller:
             ValueError: If the cadence's counts are invalid, or a replay has no such window.
         """
         counts = self.scheduler.plan(state.schedule, window)
-        return self.checked(state, counts, window)
+        counts = self.checked(state, counts, window)
+        if self.rest is None or state.rest is None or self.cadence.scripted:
+            return counts
+        return self.rest.plan(state.rest, counts)
 
     def checked(
         self, state: ControllerState, counts: Sequence[int], window: int
@@ -134,6 +144,8 @@ class Controller:
                 verdict, or the cadence does not return a state.
         """
         check.instance("Controller.observe", "record", record, WindowRecord)
+        if self.rest is not None and state.rest is not None:
+            state = replace(state, rest=self.rest.update(state.rest, record))
         if record.divergence is not None:
             divergence = (*state.divergence[1 - HISTORY :], record.divergence)
             verdict = judge(self.guard, divergence)

@@ -53,6 +53,9 @@ class ElChe(Proportional[ElCheState]):
             that starts with an int** is always ``(slow_rank, ratio)``; write the speeds of
             two devices as a list or with a float first: ``(1, 2.3)`` says that device 1 is
             the slow one, ``[1, 2.3]`` and ``(1.0, 2.3)`` that device 1 is the fast one.
+        rests: Whether devices of a kind may rest while the others are faster without them, see
+            `Rest`. Used only with devices of several kinds, whose gradients are combined as
+            they are: without ``averaging``, or with a plain ``MeanGradient()``.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -94,6 +97,7 @@ class ElChe(Proportional[ElCheState]):
     max_anchor: int = field(default=200, metadata={"low": 1})
     max_batch_diff: int | None = field(default=None, metadata={"low": 1})
     speed_hint: SpeedHint | None = None
+    rests: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,7 +8,7 @@ has no such cases, except for the few that `tests/test_layers.py` lists.
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.backend import backends
 from jax.sharding import Sharding
 
-from elche_jax.engine.laned import LanedArray, LeadArray, Stacked, StackedArray
+from elche_jax.engine.laned import LanedArray, LateArray, LeadArray, Stacked, StackedArray
 from elche_jax.engine.mapped import Mapped, PerDevice, stack_shards, stacked_sharding
 from elche_jax.engine.timing import Clock, Done, Failed, LoopClock, Stopwatch
 
@@ -115,6 +115,10 @@ class Lane(Fleet):
     def put(self, rows: np.ndarray) -> jax.Array:
         return jax.device_put(rows, self.sharding)
 
+    def copies(self, row: jax.Array) -> jax.Array:
+        """Return copies of one device's entry `(1, ...)` on all devices, stacked."""
+        return self.stack(jax.device_put([row] * self.world_size, list(self.devices)))
+
     def restack(self, tree: PyTree) -> PyTree:
         def over(leaf: StackedArray) -> jax.Array:
             if not isinstance(leaf, Stacked):
@@ -168,9 +172,11 @@ class Lanes(Fleet):
 
     def split(self, tree: PyTree) -> list[PyTree]:
         """Return each lane's part of a pytree of stacked arrays, of the host or of any lanes."""
-        leaves, structure = jax.tree.flatten(tree)
-        parts = [self._parts(leaf) for leaf in leaves]
-        return [structure.unflatten([part[i] for part in parts]) for i in range(len(self.lanes))]
+        return [self.part(tree, at) for at in range(len(self.lanes))]
+
+    def part(self, tree: PyTree, at: int) -> PyTree:
+        """Return the part of one lane, by its index, see `split`."""
+        return jax.tree.map(partial(self._part, at), tree)
 
     def join(self, parts: Sequence[PyTree]) -> PyTree:
         """Invert `split`."""
@@ -179,22 +185,18 @@ class Lanes(Fleet):
     def restack(self, tree: PyTree) -> PyTree:
         return self.join(self.split(tree))
 
-    def _parts(self, leaf: Any) -> Sequence[Any]:
+    def _part(self, at: int, leaf: Any) -> Any:
+        lane = self.lanes[at]
         if isinstance(leaf, LanedArray) and leaf.ranks == self.ranks:
-            return leaf.parts
+            part = leaf.parts[at]
+            return part.made if isinstance(part, LateArray) else part
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            like, dtype = leaf.shape[1:], leaf.dtype
-            return [jax.ShapeDtypeStruct((lane.world_size, *like), dtype) for lane in self.lanes]
+            return jax.ShapeDtypeStruct((lane.world_size, *leaf.shape[1:]), leaf.dtype)
         if isinstance(leaf, np.ndarray):
-            return [leaf[list(lane.ranks)] for lane in self.lanes]
+            return leaf[list(lane.ranks)]
         if isinstance(leaf, LeadArray):
-            return [
-                lane.stack(jax.device_put([leaf.row] * lane.world_size, list(lane.devices)))
-                for lane in self.lanes
-            ]
-        return [
-            lane.stack([leaf.addressable_data(rank) for rank in lane.ranks]) for lane in self.lanes
-        ]
+            return lane.copies(leaf.row)
+        return lane.stack([leaf.addressable_data(rank) for rank in lane.ranks])
 
 
 class MappedLanes:

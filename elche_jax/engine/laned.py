@@ -138,7 +138,7 @@ class LanedArray(Stacked):
         ranks: For each lane the ranks of its devices.
     """
 
-    def __init__(self, parts: Sequence[jax.Array], ranks: Sequence[tuple[int, ...]]):
+    def __init__(self, parts: Sequence["StackedArray"], ranks: Sequence[tuple[int, ...]]):
         self.parts, self.ranks = tuple(parts), tuple(ranks)
 
     @property
@@ -147,7 +147,7 @@ class LanedArray(Stacked):
 
     @property
     def arrays(self) -> Sequence[jax.Array]:
-        return self.parts
+        return [array for part in self.parts for array in arrays_of(part)]
 
     def addressable_data(self, rank: int) -> jax.Array:
         for part, ranks in zip(self.parts, self.ranks, strict=True):
@@ -156,7 +156,8 @@ class LanedArray(Stacked):
         raise IndexError(f"rank {rank} is not one of {len(self)}")
 
     def map(self, fn: Callable[[jax.Array], jax.Array]) -> "LanedArray":
-        return LanedArray([fn(part) for part in self.parts], self.ranks)
+        parts = [part.map(fn) if isinstance(part, Stacked) else fn(part) for part in self.parts]
+        return LanedArray(parts, self.ranks)
 
 
 class LeadArray(Stacked):
@@ -186,5 +187,45 @@ class LeadArray(Stacked):
         return LeadArray(fn(self.row), self.world_size)
 
 
+class LateArray(Stacked):
+    """The part of a lane at rest: copies of another device's entry, made once they are read.
+
+    Args:
+        source: A stacked array whose first entry is the value.
+        size: Number of devices of the lane.
+        copies: Copies an entry `(1, ...)` to the devices of the lane, stacked.
+    """
+
+    def __init__(self, source: jax.Array, size: int, copies: Callable[[jax.Array], jax.Array]):
+        self._source, self._size, self._copies = source, size, copies
+
+    @cached_property
+    def made(self) -> jax.Array:
+        """The copies. The first access waits for the source."""
+        return self._copies(self._source.addressable_data(0))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self._size, *self._source.shape[1:])
+
+    @property
+    def arrays(self) -> Sequence[jax.Array]:
+        return (self.made if "made" in vars(self) else self._source,)
+
+    def devices(self) -> set[jax.Device]:
+        return self.made.devices()
+
+    def addressable_data(self, rank: int) -> jax.Array:
+        return self.made.addressable_data(rank)
+
+    def map(self, fn: Callable[[jax.Array], jax.Array]) -> "LateArray":
+        return LateArray(fn(self._source), self._size, self._copies)
+
+
 StackedArray = jax.Array | Stacked
 """A stacked array, over the devices of one lane or of several."""
+
+
+def arrays_of(stacked: StackedArray) -> Sequence[jax.Array]:
+    """Return the arrays of JAX that a stacked array consists of."""
+    return stacked.arrays if isinstance(stacked, Stacked) else (stacked,)

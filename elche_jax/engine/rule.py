@@ -210,6 +210,12 @@ class Rule(ABC):
         return False
 
     @property
+    def rests(self) -> bool:
+        """Whether a device without work has nothing of its own: neither its contribution nor its
+        state differ from those of other devices without work."""
+        return False
+
+    @property
     def thin(self) -> "Rule":
         """The same rule for states without frozen parameters, which do not change."""
         return replace(self, work=replace(self.work, selection=Selection()))

@@ -126,7 +126,7 @@ class LiveScheduler:
         """The plan for the next window; after the end of a recording, its last counts."""
         cadence, window = self.cadence, self.windows
         if not cadence.scripted:
-            return self.state.counts
+            return self._controller.plan(self._state, window)
         try:
             return cadence.counts_at(window)
         except ValueError:  # the recording is over
@@ -224,7 +224,10 @@ class LiveScheduler:
             self._records.clear()
             # a new run keeps the speeds, but not the verdict on the previous one
             self._recorded_verdict = STABLE
-            self._state = ControllerState(self._state.schedule, self._world_size, tuple(divergence))
+            before = self._state
+            self._state = ControllerState(
+                before.schedule, self._world_size, tuple(divergence), rest=before.rest
+            )
             self._history = array("q", () if history is None else history.ravel().tolist())
 
     def plan(self, window: int) -> tuple[int, ...]:
@@ -279,6 +282,8 @@ class LiveScheduler:
                     self._give_hint()
             if self._worth is not None:
                 self._worth.observe(record)
+                if before.rest and state.rest and before.rest.resting != state.rest.resting:
+                    self._worth.changed(before.rest, state.rest)
         # not under a lock: a recorder may write to a disk, or read this scheduler
         if self.timeline is not None:
             windows_to(self.timeline)(record)

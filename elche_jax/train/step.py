@@ -53,7 +53,7 @@ from elche_jax.train.runners import Runners, StateSpec
 from elche_jax.train.timing import Timing
 from elche_jax.train.verify import ReplicaCheck
 from elche_jax.train.windows import Windows
-from elche_jax.train.worth import LaneWorth
+from elche_jax.train.worth import LaneWorth, rest_of
 
 PyTree = Any
 
@@ -77,10 +77,11 @@ class TrainStep:
         self.fleet, self.devices = fleet, fleet.devices
         devices = fleet.devices
         self._optimizer, self._options = optimizer, options
-        controller = Controller(cadence, options.guard or NoGuard())
+        rest = rest_of(fleet, cadence, options)
         self._scheduler = LiveScheduler(
-            controller, len(devices), options.hint, options.timeline, worth=LaneWorth(fleet)
-        )
+            Controller(cadence, options.guard or NoGuard(), rest=rest), len(devices),
+            options.hint, options.timeline, worth=LaneWorth(fleet, rest),
+        )  # fmt: skip
         self._watch = options.finite_watch(devices)
         self._divergence = divergence_reader(self._options, self.devices)
         self._cache = CompileCache(None if options.timeline is None else self._scheduler.on_compile)

@@ -1,11 +1,14 @@
-"""Tells if a lane costs more than it gives."""
+"""Says which lanes may rest, and tells of lanes that cost more than they give."""
 
 import logging
 from collections import deque
 from statistics import median
+from typing import Any
 
-from elche_jax.cadence import WindowRecord
-from elche_jax.engine.lane import Fleet, kinds_of
+from elche_jax.averaging.rules import MeanGradient
+from elche_jax.cadence import Cadence, Rest, RestState, WindowRecord
+from elche_jax.engine.lane import Fleet, Lanes, kinds_of
+from elche_jax.train.options import Options
 
 logger = logging.getLogger("elche_jax")
 
@@ -13,30 +16,62 @@ WINDOWS = 20
 """Steady windows on which the line is based."""
 
 
-class LaneWorth:
-    """Logs one line for a lane whose share of the work is below what the exchange costs.
+def rest_of(fleet: Fleet, cadence: Cadence[Any], options: Options) -> Rest | None:
+    """Return what decides which lanes rest; None if none may.
 
-    With one lane less, the others lose its share of the microbatches, and save at most the
-    exchange. The comparison is between
+    All but that of the lead may, with a cadence that allows it, and if a device without work has
+    nothing of its own, see `elche_jax.engine.rule.Rule.rests`.
+    """
+    if not (isinstance(fleet, Lanes) and cadence.rests and options.rule == MeanGradient()):
+        return None
+    return Rest(tuple(lane.ranks for lane in fleet.lanes if lane is not fleet.lead))
+
+
+class LaneWorth:
+    """Logs one line for a lane that rests, or should be left out.
+
+    Of lanes that may rest it says when they begin and end to. Where none may, it names a
+    lane whose share of the work is below what the exchange costs: with one lane less, the others
+    lose its share of the microbatches, and save at most the exchange. The comparison is between
 
         share = median over windows of the lane's microbatches / all microbatches
         cost  = median over windows of sync_ms / wall_ms
 
-    Nothing is left out by itself: whoever chose the devices decides.
-
     Args:
         fleet: The devices.
+        rest: What decides which lanes rest; or None.
     """
 
-    def __init__(self, fleet: Fleet):
+    def __init__(self, fleet: Fleet, rest: Rest | None = None):
         kinds = kinds_of(fleet.devices)
         lanes = fleet.in_lanes() if len(set(kinds)) > 1 else ()
         self._lanes = {lane.ranks: kinds[lane.ranks[0]] for lane in lanes}
+        self._kinds, self._rest = kinds, rest
         self._records: deque[WindowRecord] = deque(maxlen=WINDOWS)
 
+    def changed(self, before: RestState, after: RestState) -> None:
+        """Log what a trial has changed."""
+        assert self._rest is not None and after.gain is not None
+        for ranks, rested, rests in zip(
+            self._rest.groups, before.resting, after.resting, strict=True
+        ):
+            if rests and not rested:
+                logger.warning(
+                    "elche: %s rests: the other devices train %.1f %% faster without it. It is "
+                    "tried again after %d windows.",
+                    named(self._kinds[ranks[0]], ranks), 100 * (after.gain - 1), after.wait,
+                )  # fmt: skip
+            if rested and not rests:
+                logger.warning(
+                    "elche: %s works again: the job is %.1f %% faster with it.",
+                    named(self._kinds[ranks[0]], ranks), 100 * (1 / after.gain - 1),
+                )  # fmt: skip
+
     def observe(self, record: WindowRecord) -> None:
-        """Note a completed window; log if enough are known."""
-        if not self._lanes or not record.steady or record.cold or record.wall_ms <= 0:
+        """Note a completed window; log if enough are known and no lane may rest."""
+        if self._rest is not None or not self._lanes:
+            return
+        if not record.steady or record.cold or record.wall_ms <= 0:
             return
         self._records.append(record)
         if len(self._records) < WINDOWS:
@@ -46,19 +81,20 @@ class LaneWorth:
         # the others have nobody to exchange with without the one that does most
         most = max(shares, key=shares.__getitem__)
         for ranks, share in shares.items():
-            if ranks != most and share < cost:
+            if ranks != most and 0 < share < cost:
                 logger.warning(
-                    "elche: %s (rank%s %s) does %.1f %% of the work and the exchange takes %.1f %% "
+                    "elche: %s does %.1f %% of the work and the exchange takes %.1f %% "
                     "of a window: the others are probably faster without it. Leave it out of "
                     "devices, or make windows longer.",
-                    self._lanes.pop(ranks),
-                    "s" if len(ranks) > 1 else "",
-                    ", ".join(map(str, ranks)),
-                    100 * share,
-                    100 * cost,
-                )
+                    named(self._lanes.pop(ranks), ranks), 100 * share, 100 * cost,
+                )  # fmt: skip
 
     def _share(self, ranks: tuple[int, ...]) -> float:
         return median(
             sum(one.counts[rank] for rank in ranks) / sum(one.counts) for one in self._records
         )
+
+
+def named(kind: str, ranks: tuple[int, ...]) -> str:
+    """Return a kind of devices with their ranks, for messages."""
+    return f"{kind} (rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})"

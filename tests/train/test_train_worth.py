@@ -4,11 +4,20 @@ import dataclasses
 import logging
 
 import jax
+import numpy as np
+import optax
 import pytest
 
-from elche_jax.cadence import WindowRecord
+import elche_jax as elche
+from elche_jax.cadence import Rest, WindowPlan, WindowRecord
 from elche_jax.engine.lane import lanes_of
 from elche_jax.train.worth import WINDOWS, LaneWorth
+
+
+@pytest.fixture
+def mixed(twins):
+    cpus = jax.devices("cpu")
+    return [cpus[0], twins[0], cpus[1]]
 
 
 def lines_of(devices, counts, sync_ms, caplog, windows=WINDOWS, **changes):
@@ -41,6 +50,7 @@ def test_a_lane_of_several_devices_is_told_with_all_ranks(twins, caplog):
         ((98, 2), 5.0, WINDOWS - 1, {}),
         ((98, 2), 5.0, WINDOWS, {"steady": False}),
         ((98, 2), 5.0, WINDOWS, {"cold": True}),
+        ((100, 0), 5.0, WINDOWS, {}),  # it rests
     ],
 )
 def test_nothing_is_told_otherwise(counts, sync_ms, windows, changes, twins, caplog):
@@ -50,3 +60,96 @@ def test_nothing_is_told_otherwise(counts, sync_ms, windows, changes, twins, cap
 
 def test_nothing_is_told_of_alike_devices(caplog):
     assert lines_of(jax.devices("cpu")[:2], (98, 2), 5.0, caplog) == []
+
+
+# -- lanes that rest
+
+
+REST = Rest(groups=((1,), (2, 3)))
+
+
+def changed(before, after, gain, devices, caplog):
+    worth = LaneWorth(lanes_of(devices), REST)
+    first = REST.init()
+    with caplog.at_level(logging.WARNING, "elche_jax"):
+        worth.changed(
+            dataclasses.replace(first, resting=before),
+            dataclasses.replace(first, resting=after, gain=gain, wait=100),
+        )
+    return caplog.messages
+
+
+def test_a_lane_that_begins_or_ends_to_rest_is_told(twins, caplog):
+    devices = [jax.devices("cpu")[0], *twins[:3]]
+    assert changed((False, False), (False, True), 1.25, devices, caplog) == [
+        "elche: twin (ranks 2, 3) rests: the other devices train 25.0 % faster without it. It is "
+        "tried again after 100 windows."
+    ]
+    caplog.clear()
+    assert changed((True, False), (False, False), 0.8, devices, caplog) == [
+        "elche: twin (rank 1) works again: the job is 25.0 % faster with it."
+    ]
+
+
+def test_only_lanes_that_may_rest_are_tried(mixed):
+    def rest(**options):
+        train = elche.build_train_step(
+            lambda params, batch, rng: 0.0, optax.sgd(0.1), **{"devices": mixed, **options}
+        )
+        return train._scheduler._controller.rest
+
+    assert rest().groups == ((1,),) and rest(averaging=elche.MeanGradient()).groups == ((1,),)
+    assert rest(lanes=((0,), (1,), (2,))).groups == ((1,), (2,))
+    none = [
+        {"devices": mixed[:1]},
+        {"devices": [mixed[0], mixed[2]]},
+        {"cadence": elche.FixedTotal(8)},
+        {"cadence": elche.ElChe(rests=False)},
+        {"cadence": elche.Replay([(1, 1, 1)])},
+        {"averaging": elche.MeanGradient(delay=1)},
+        {"averaging": elche.MeanGradient(compression="int8")},
+        {"averaging": elche.ParameterAveraging()},
+    ]
+    assert [rest(**options) for options in none] == [None] * len(none)
+
+
+def test_a_run_in_which_the_second_lane_rests(mixed, monkeypatch, caplog):
+    """The clock says that the others are faster without it; what is trained stays exact."""
+    measured = WindowPlan.measured
+
+    def slowed(plan, busy_ms, wall_ms, **rest):
+        wall_ms = 3.0 * sum(plan.counts) if plan.counts[1] else 1.0 * sum(plan.counts)
+        busy_ms = tuple(wall_ms * (count > 0) for count in plan.counts)
+        return measured(plan, busy_ms, wall_ms, **rest | {"sync_ms": 0.1, "steady": True})
+
+    monkeypatch.setattr(WindowPlan, "measured", slowed)
+    train = elche.build_train_step(
+        lambda params, batch, rng: ((batch["x"] @ params) ** 2).mean(), optax.sgd(0.01),
+        devices=mixed, cadence=elche.ElChe(anchor=1),
+    )  # fmt: skip
+    state = train.init(np.ones(3, "float32"))
+    rows = {"x": np.random.default_rng(0).normal(size=(400, 3)).astype("float32")}
+    with (
+        caplog.at_level(logging.WARNING, "elche_jax"),
+        train.windows(rows, 2, epochs=None) as windows,
+    ):
+        for window in windows:
+            state, _ = train(state, window)
+            if train.counts[1] == 0 and window.index > 60:
+                break
+            assert window.index < 200
+    assert any(
+        "rests: the other devices train 200.0 % faster without it" in m for m in caplog.messages
+    )
+    elche.check_replicas(state)
+    again = elche.build_train_step(
+        lambda params, batch, rng: ((batch["x"] @ params) ** 2).mean(), optax.sgd(0.01),
+        devices=mixed, cadence=elche.Replay(train.counts_history),
+    )  # fmt: skip
+    other = again.init(np.ones(3, "float32"))
+    with again.windows(rows, 2, epochs=None) as windows:
+        for window in windows:
+            other, _ = again(other, window)
+            if window.index + 1 == len(train.counts_history):
+                break
+    assert np.asarray(other.params).tobytes() == np.asarray(state.params).tobytes()

@@ -14,11 +14,12 @@ from elche_jax.engine.accumulators import Accumulators
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.fetch import Payload
 from elche_jax.engine.lane import Lanes
-from elche_jax.engine.laned import LeadArray
+from elche_jax.engine.laned import LateArray, LeadArray
 from elche_jax.engine.lanes.drivers import Drivers, LanesClock
 from elche_jax.engine.lanes.program import LanesProgram
 from elche_jax.engine.lanes.programs import One, Programs
 from elche_jax.engine.lanes.window import LanesWindow, Result, Work
+from elche_jax.engine.reduce import Contribution
 from elche_jax.engine.rule import Rule
 from elche_jax.engine.runner import Call, Launch, Program, WindowRunner
 from elche_jax.engine.shapes import shapes_of
@@ -30,6 +31,11 @@ PyTree = Any
 
 class LanesRunner(WindowRunner):
     """Compiles and dispatches the programs of every lane.
+
+    If the rule lets devices rest, a lane takes part in the first window that has no work for it,
+    and in no other one: its contribution is that of the first, and its replicas are copies of
+    the lead's, made once they are read or the lane has work again. Such windows cost what
+    they would without the lane.
 
     Attributes:
         sums: The devices' sums.
@@ -54,6 +60,10 @@ class LanesRunner(WindowRunner):
         self.sums = Accumulators(program, lanes, own)
         self._compiled = Programs(program, lanes, cache, own, self._thin(own), held, self._number)
         self._step: tuple[Callable[[], Any], int] = (lambda: None), 0
+        self._nothing = jax.device_put(np.zeros(1, np.bool_), lanes.lead.devices[0])
+        """Ready at any time: a lane at rest has nothing to wait for."""
+        self._idle: dict[int, list[Contribution]] = {}
+        """By lane, what it contributed to a window without work for it."""
 
     def watch(self, done: Done, learned: Callable[..., None], failed: Failed) -> LanesClock:
         """See `LaneRunner.watch`."""
@@ -75,6 +85,7 @@ class LanesRunner(WindowRunner):
     def release(self) -> None:
         """See `WindowRunner.release`."""
         self.sums.release()
+        self._idle.clear()
 
     def run(
         self, state: TrainState, calls: Sequence[Call], launch: Launch, fused: bool = False
@@ -93,16 +104,28 @@ class LanesRunner(WindowRunner):
         self, drivers: Drivers, state: TrainState, calls: Sequence[Call], launch: Launch
     ) -> tuple[TrainState, dict[str, Any], Any]:
         lanes, step, carries = self._lanes, self._step_of(state), self.sums.take()
+        without_work = self._without_work(calls)
+        resting = without_work & self._idle.keys()
         whole, held = self._rule.split_lead(state)
         thin = self._thin(whole)
         lead = jax.tree.map(lambda leaf: leaf.addressable_data(self._lead), (thin, held))
         ending = self._compiled.ending(step % len(self._compiled.parts))
         pending, summed = self._program.pending > 0, self._compiled.summed
-        window = LanesWindow(lanes, ending, pending, summed, lead, launch, drivers)
+        found = {
+            rank: made
+            for at in resting
+            for rank, made in zip(lanes.ranks[at], self._idle[at], strict=True)
+        }
+        working = [at for at in range(len(lanes.lanes)) if at not in resting]
+        window = LanesWindow(
+            lanes, ending, pending, summed, lead, launch, drivers, found, len(working)
+        )
+        for at in resting:
+            launch(LeadArray(self._nothing, len(lanes.ranks[at])), lanes.ranks[at])
         try:
-            works = enumerate(self._works(whole, carries, calls))
+            works = [(at, self._work(at, whole, carries, calls)) for at in working]
             parts = [drivers.dispatch(at, partial(window.run, at, work)) for at, work in works]
-            results, interrupt = _finished(parts)
+            done, interrupt = _finished(parts)
         except BaseException as error:
             window.fail(error)  # the lanes must not wait for each other any more
             # what the programs have not taken over is as before the window
@@ -110,6 +133,9 @@ class LanesRunner(WindowRunner):
                 self.sums.put(carries)
             raise
         (_, new), metrics = window.agreed.result()
+        for at in without_work - resting:
+            self._idle[at] = [window.found[rank] for rank in lanes.ranks[at]]
+        results = self._with_resting(dict(zip(working, done, strict=True)), carries)
         # what the programs have not taken over is given up here
         for leaf in jax.tree.leaves((thin, held)):
             leaf.delete()
@@ -123,23 +149,44 @@ class LanesRunner(WindowRunner):
             launch.watch.failed(interrupt)
         return state, metrics, lanes.join([result.token for result in results])
 
-    def _works(self, whole: TrainState, carries: PyTree, calls: Sequence[Call]) -> list[Work]:
+    def _without_work(self, calls: Sequence[Call]) -> set[int]:
+        """Return which lanes could rest: all without a microbatch, but for that of the lead."""
+        if not self._rule.rests:
+            return set()
+        busy = {rank for call in calls for rank, own in enumerate(call.ranges) if own.count}
+        return {
+            at
+            for at, lane in enumerate(self._lanes.lanes)
+            if lane is not self._lanes.lead and busy.isdisjoint(lane.ranks)
+        }
+
+    def _work(self, at: int, whole: TrainState, carries: PyTree, calls: Sequence[Call]) -> Work:
+        lanes, steps = self._lanes, []
+        state = lanes.part(whole, at)
+        for call in calls:
+            payload, call_args = lanes.part((call.payload, call.call_args), at)
+            program = self._compiled.get(self._compiled.accumulating(at, payload))
+            steps.append((program, payload, call_args))
+        read = self._program.reads(state)
+        return Work(lanes.lanes[at], self._thin(state), read, lanes.part(carries, at), steps)
+
+    def _with_resting(self, done: dict[int, Result], carries: PyTree) -> list[Result]:
+        """Return the results of all lanes in order, with copies of the lead's for those at rest."""
         lanes = self._lanes
-        states, sums = lanes.split(whole), lanes.split(carries)
-        split = [lanes.split((call.payload, call.call_args)) for call in calls]
-        return [
-            Work(
-                lane,
-                self._thin(states[at]),
-                self._program.reads(states[at]),
-                sums[at],
-                [
-                    (self._compiled.get(self._compiled.accumulating(at, own[at][0])), *own[at])
-                    for own in split
-                ],
+        lead = done[lanes.lanes.index(lanes.lead)]
+        row = lead.token.addressable_data(0)
+
+        def late(at: int) -> Result:
+            lane = lanes.lanes[at]
+            state, trained = jax.tree.map(
+                lambda leaf: LateArray(leaf, lane.world_size, lane.copies),
+                (lead.state, lead.trained),
             )
-            for at, lane in enumerate(lanes.lanes)
-        ]
+            # ready when the lead is: nobody waits for the copies
+            token = LeadArray(row, lane.world_size)
+            return Result(state, trained, lanes.part(carries, at), token)
+
+        return [done[at] if at in done else late(at) for at in range(len(lanes.lanes))]
 
     def _thin(self, state: TrainState) -> TrainState:
         """Leave out frozen parameters and the key, which no window changes."""

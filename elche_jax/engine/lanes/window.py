@@ -7,6 +7,8 @@ In every lane:
 With windows pending, `contribute` and the way to the lead come first, of the oldest pending
 window. The lead then runs its microbatches in pieces, and agrees between two of them: in
 one piece, what was agreed would come too late to cross behind the rest of the window.
+
+A lane at rest runs nothing; see `LanesRunner`.
 """
 
 from collections.abc import Callable, Sequence
@@ -87,7 +89,10 @@ class LanesWindow:
         lead: State of the lead, and what only it holds.
         launch: The dispatch, called with the token of each lane's accumulation.
         drivers: The lanes' threads.
-        gathered: The contributions by rank, on the lead.
+        found: The contributions that have arrived, by rank, on the lead; at first those of lanes
+            at rest.
+        working: Number of lanes that are not at rest.
+        gathered: All contributions in the order of ranks.
         agreed: What the devices agree on, what the lead holds, and the metrics.
         crossed: Done when all lanes have copies of what was agreed.
     """
@@ -99,11 +104,12 @@ class LanesWindow:
     lead: tuple[TrainState, PyTree]
     launch: Launch
     drivers: Drivers
+    found: dict[int, Contribution]
+    working: int
     gathered: "Future[list[Contribution]]" = field(default_factory=Future)
     agreed: "Future[tuple[tuple[Agreed, PyTree], dict[str, Any]]]" = field(default_factory=Future)
     crossed: "Future[None]" = field(default_factory=Future)
     _copied: int = 0
-    _found: dict[int, Contribution] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
     def fail(self, error: BaseException) -> None:
@@ -150,7 +156,10 @@ class LanesWindow:
     def _contribute(self, at: int, work: Work, sums: PyTree) -> Any:
         """Dispatch the lane's contributions, and send them to the lead as soon as they are made."""
         made, sent = self.ending.contribute[at](work.state, sums)[0]
-        self.drivers.move(at, partial(self._send, work.lane, made))
+        if work.lane.alone and work.lane is self.lanes.lead:
+            self._arrived(work.lane, [_row(made, 0)])  # already there
+        else:
+            self.drivers.move(at, partial(self._send, work.lane, made))
         return made, sent
 
     def _send(self, lane: Lane, made: Contribution) -> None:
@@ -163,17 +172,20 @@ class LanesWindow:
         except BaseException as error:  # raised by the lead, which waits for it
             self.fail(error)
             return
+        self._arrived(lane, rows)
+
+    def _arrived(self, lane: Lane, rows: Sequence[Contribution]) -> None:
         with self._lock:
-            self._found.update(zip(lane.ranks, rows, strict=True))
-            if len(self._found) == self.lanes.world_size and not self.gathered.done():
-                self.gathered.set_result([self._found[rank] for rank in sorted(self._found)])
+            self.found.update(zip(lane.ranks, rows, strict=True))
+            if len(self.found) == self.lanes.world_size and not self.gathered.done():
+                self.gathered.set_result([self.found[rank] for rank in sorted(self.found)])
 
     def _receive(self, lane: Lane, agreed: Agreed) -> Agreed:
         """Copy what was agreed to the devices of a lane, stacked."""
         copies = jax.device_put([agreed] * lane.world_size, list(lane.devices))
         with self._lock:
             self._copied += 1
-            if self._copied == len(self.lanes.lanes) and not self.crossed.done():
+            if self._copied == self.working and not self.crossed.done():
                 self.crossed.set_result(None)
         return jax.tree.map(lambda *rows: lane.stack(rows), *copies)
 

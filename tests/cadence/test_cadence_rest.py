@@ -1,0 +1,240 @@
+"""Rest: trials of whether the others are faster without some devices."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, strategies as st
+
+from elche_jax.cadence import Controller, ControllerState, ElChe, Replay, Rest, WindowRecord
+
+PLAN = (6, 3, 2)
+SPEEDS = (1.0, 0.5, 0.25)
+"""Microbatches per millisecond of each device alone."""
+
+
+@dataclass
+class Job:
+    """A job whose devices slow each other down, planned some windows ahead.
+
+    Attributes:
+        rest: What is tested.
+        slowed: By how much a device slows down everything while it works.
+        ahead: Windows that are planned before the oldest of them is measured.
+    """
+
+    rest: Rest
+    slowed: tuple[float, ...] = (0.0, 0.0, 0.0)
+    ahead: int = 2
+    noise: object = None
+
+    def run(self, windows):
+        """Gives the counts of every window, and the states after it."""
+        state, planned, seen, states = self.rest.init(), [], [], []
+        for number in range(windows):
+            planned.append(self.rest.plan(state, PLAN))
+            if len(planned) > self.ahead:
+                counts = planned.pop(0)
+                seen.append(counts)
+                state = self.rest.update(state, self.record(number, counts))
+                states.append(state)
+        return seen, states
+
+    def speed(self, number, counts):
+        works = [count > 0 for count in counts]
+        speed = sum(one for one, work in zip(SPEEDS, works, strict=True) if work)
+        for slowed, work in zip(self.slowed, works, strict=True):
+            speed *= 1 - slowed if work else 1
+        return speed * (1 if self.noise is None else self.noise(number))
+
+    def record(self, number, counts, **changes):
+        wall_ms = sum(counts) / self.speed(number, counts)
+        busy = tuple(float(count > 0) * wall_ms for count in counts)
+        record = WindowRecord(number, 0, counts, 64, busy, wall_ms, 0.1, 0.0, True)
+        return replace(record, **changes)
+
+
+def gain_without(slowed, device):
+    """By how much all are faster without a device, while the others work."""
+    rest = sum(SPEEDS) - SPEEDS[device]
+    return rest / (sum(SPEEDS) * (1 - slowed))
+
+
+@pytest.mark.parametrize("device", [1, 2])
+@pytest.mark.parametrize("slowed", [0.0, 0.1, 0.2, 0.3, 0.4, 0.6])
+def test_a_device_rests_exactly_if_the_others_are_faster_without_it(device, slowed):
+    every = [0.0, 0.0, 0.0]
+    every[device] = slowed
+    _, states = Job(Rest(((device,),)), tuple(every)).run(120)
+    gain = gain_without(slowed, device)
+    assert states[-1].gain == pytest.approx(gain)
+    assert states[-1].resting == (gain > 1.01,)
+
+
+def test_a_device_that_rests_gets_no_work_and_the_others_theirs():
+    seen, states = Job(Rest(((1,),)), (0, 0.5, 0)).run(100)
+    assert states[-1].resting == (True,) and seen[-1] == (6, 0, 2)
+    assert set(seen) == {PLAN, (6, 0, 2)}
+
+
+def test_devices_of_a_group_rest_together():
+    seen, states = Job(Rest(((1, 2),)), (0, 0.5, 0.5)).run(100)
+    assert states[-1].resting == (True,) and set(seen) == {PLAN, (6, 0, 0)}
+
+
+def test_groups_are_tried_in_turn():
+    _, states = Job(Rest(((1,), (2,))), (0, 0, 0.5)).run(400)
+    assert states[-1].resting == (False, True)
+    tried = [state.group for state in states if state.trial is not None]
+    assert {*tried} == {0, 1} and tried[0] == 0
+
+
+def test_it_works_again_once_that_is_faster():
+    rest = Rest(((2,),))
+    _, states = Job(rest, (0, 0, 0.5)).run(120)
+    state, number = states[-1], 120
+    assert state.resting == (True,)
+    better = Job(rest)
+    while state.resting == (True,) and number < 1000:
+        state = rest.update(state, better.record(number, rest.plan(state, PLAN)))
+        number += 1
+    assert state.resting == (False,) and state.gain < 1
+
+
+def test_nothing_is_tried_before_speeds_are_known():
+    seen, _ = Job(Rest(((1,),), first=30), ahead=0).run(32)
+    assert seen[:31] == [PLAN] * 31 and seen[31] == (6, 0, 2)
+
+
+def test_short_windows_say_nothing_about_long_ones():
+    """While windows grow, the cost of an exchange is a large share of them."""
+    rest = Rest(((1,),), first=5)
+    job, state = Job(rest, (0, 0.5, 0)), rest.init()
+    for number in range(30):
+        counts = tuple(count * (1 + min(number, 18)) for count in rest.plan(state, PLAN))
+        assert all(counts) or number >= 18 + 5 - 2
+        state = rest.update(state, job.record(number, counts))
+    assert state.trial is not None and state.largest > 10 * sum(PLAN)
+    grown = job.record(30, tuple(4 * count for count in counts))
+    again = rest.update(replace(state, trial=None, wait=2), grown)
+    assert again.trial is None and again.wait == 5 and again.largest == sum(grown.counts)
+
+
+def test_the_others_may_do_more_in_a_trial():
+    """As they do if the device slowed them down."""
+    rest = Rest(((1,),), first=2)
+    job, state = Job(rest, (0, 0.5, 0)), rest.init()
+    for number in range(40):
+        counts = rest.plan(state, PLAN if number < 5 else (10, 3, 4))
+        state = rest.update(state, job.record(number, counts))
+    assert state.resting == (True,)
+
+
+@pytest.mark.parametrize("changes", [{"steady": False}, {"cold": True}, {"wall_ms": 0.0}])
+def test_windows_whose_times_say_nothing_change_nothing(changes):
+    job = Job(Rest(((1,),)))
+    for state in job.run(14)[1]:
+        for counts in (PLAN, (6, 0, 2)):
+            assert job.rest.update(state, job.record(0, counts, **changes)) == state
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 5])
+def test_windows_planned_before_are_not_taken_for_the_block(ahead):
+    """Each window counts for what it was, however far ahead it was planned."""
+    _, states = Job(Rest(((1,),)), (0, 0.3, 0), ahead).run(150)
+    assert next(one.gain for one in states if one.gain) == pytest.approx(gain_without(0.3, 1))
+
+
+def test_a_machine_that_becomes_slower_and_slower_decides_nothing():
+    """1 % slower with every window: more than the margin between any two blocks."""
+    _, states = Job(Rest(((2,),)), noise=lambda number: 0.99**number).run(100)
+    assert states[-1].gain == pytest.approx(gain_without(0, 2), rel=0.08)
+    assert states[-1].resting == (False,)
+
+
+def test_a_single_disturbed_window_decides_nothing():
+    rest = Rest(((2,),))
+    for disturbed in range(8, 60):
+        job = Job(rest, noise=lambda number, at=disturbed: 0.1 if number == at else 1.0)
+        assert job.run(100)[1][-1].resting == (False,)
+
+
+def test_a_clear_pair_decides_alone():
+    _, few = Job(Rest(((1, 2),))).run(40)  # 0.57 of the speed without them
+    assert few[-1].gain is not None
+    decided = next(at for at, state in enumerate(few) if state.gain is not None)
+    _, many = Job(Rest(((2,),))).run(60)  # 0.86
+    assert decided < next(at for at, state in enumerate(many) if state.gain is not None)
+
+
+def test_trials_cost_little():
+    """Half a percent of the work in the long run, and first ones a few windows."""
+    for group in ((1,), (2,), (1, 2)):
+        job = Job(Rest((group,)))
+        seen, _ = job.run(6000)
+        spent = sum(sum(counts) / job.speed(0, counts) for counts in seen)
+        done = sum(map(sum, seen))
+        assert done / spent > 0.99 * sum(SPEEDS)
+
+
+def test_pauses_grow_while_nothing_changes():
+    _, states = Job(Rest(((2,),), longest=800)).run(6000)
+    pauses = list(dict.fromkeys(state.pauses[0] for state in states))
+    assert pauses == sorted(pauses) and len(pauses) > 1 and pauses[0] == 100
+
+
+@given(
+    counts=st.tuples(*[st.integers(0, 50)] * 4),
+    resting=st.tuples(st.booleans(), st.booleans()),
+)
+def test_a_plan_takes_work_only_from_those_at_rest(counts, resting):
+    rest = Rest(((1, 3), (2,)))
+    planned = rest.plan(replace(rest.init(), resting=resting), counts)
+    asleep = {
+        rank for rests, ranks in zip(resting, rest.groups, strict=True) if rests for rank in ranks
+    }
+    assert planned == tuple(0 if rank in asleep else count for rank, count in enumerate(counts))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"first": 0}, "Rest: first must be at least 1, got 0"),
+        ({"pause": 0}, "Rest: pause must be at least 1, got 0"),
+        ({"windows": 0}, "Rest: windows must be at least 1, got 0"),
+        ({"pairs": 0}, "Rest: pairs must be at least 1, got 0"),
+        ({"margin": -0.1}, "Rest: margin must be at least 0, got -0.1"),
+    ],
+)
+def test_numbers_out_of_range(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Rest(((1,),), **changes)
+
+
+# -- in the controller
+
+
+def drive(controller, job, windows):
+    state = controller.init(3)
+    for number in range(windows):
+        counts = controller.plan(state, number)
+        state = controller.observe(state, job.record(number, counts))
+    return state
+
+
+def test_the_controller_plans_without_devices_at_rest():
+    rest = Rest(((2,),))
+    controller, job = Controller(ElChe(anchor=4), rest=rest), Job(rest, (0, 0, 0.5))
+    state = drive(controller, job, 200)
+    assert state.rest.resting == (True,)
+    assert controller.plan(state, 100)[2] == 0 < state.schedule.counts[2]
+    without = drive(Controller(ElChe(anchor=4)), job, 200)
+    assert without.rest is None and min(without.schedule.counts) > 0
+
+
+def test_a_script_is_followed_to_the_letter():
+    rest = Rest(((2,),))
+    controller, job = Controller(Replay([PLAN] * 100), rest=rest), Job(rest, (0, 0, 0.5))
+    state: ControllerState = controller.init(3)
+    for number in range(100):
+        assert controller.plan(state, number) == PLAN
+        state = controller.observe(state, job.record(number, PLAN))

@@ -1,0 +1,228 @@
+"""A lane without work rests: it runs nothing, and its replicas are copies made once read."""
+
+import contextlib
+import copy
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax.training.dynamic_scale import DynamicScale
+from models import assert_close, host
+from test_train_lanes import BATCH, PARAMS, all_bytes, assert_trained, plain_loss, run
+
+import elche_jax as elche
+from elche_jax.engine.gradient import GradientRule
+from elche_jax.engine.lane import Lanes
+from elche_jax.engine.laned import LanedArray, LateArray
+from elche_jax.engine.lanes.window import LanesWindow
+
+RESTS = [(2, 3, 1), (2, 0, 1), (2, 0, 1), (1, 0, 3), (2, 2, 1), (1, 0, 1), (2, 0, 2), (3, 1, 1)]
+"""Of the second device, the only one of its lane."""
+AT_REST = [2, 3, 5, 6]
+"""Windows in which it rests: without work, and not the first of that kind."""
+
+
+def rows(counts=RESTS):
+    x = np.random.default_rng(0).normal(size=(BATCH * sum(map(sum, counts)), 4)).astype("float32")
+    return {"x": x, "y": np.sin(x).sum(axis=1)}
+
+
+def train(devices, **options):
+    return run(devices, RESTS, rows=rows(), **options)
+
+
+def one_device(**options):
+    devices = jax.devices("cpu")[:1]
+    return run(devices, [(sum(row),) for row in RESTS], rows=rows(), **options)
+
+
+@pytest.fixture
+def mixed(twins):
+    cpus = jax.devices("cpu")
+    return [cpus[0], twins[0], cpus[1]]
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """For every window the lanes that took part."""
+    windows, run_lane = [], LanesWindow.run
+
+    def noted(self, at, work):
+        windows.append((self.launch.number - 1, at))
+        return run_lane(self, at, work)
+
+    monkeypatch.setattr(LanesWindow, "run", noted)
+    return windows
+
+
+def late(leaf):
+    """Whether copies for the lane at rest were not made."""
+    part = leaf.parts[1]
+    return isinstance(part, LateArray) and "made" not in vars(part)
+
+
+# -- the same result
+
+
+@pytest.mark.parametrize("options", [{}, {"placement": "resident"}, {"tx": optax.sgd(0.1)}])
+def test_a_job_with_a_lane_at_rest_trains_as_one_device(options, mixed, ran):
+    got = train(mixed, **options)
+    part = [number for number, at in sorted(ran) if at == 1]
+    assert part == [at for at in range(len(RESTS)) if at not in AT_REST]
+    assert [number for number, at in sorted(ran) if at == 0] == list(range(len(RESTS)))
+    assert_trained(got, one_device(**options))
+
+
+def test_it_makes_no_difference_to_the_bit(mixed, ran, monkeypatch):
+    rested = train(mixed)
+    with monkeypatch.context() as patched:
+        patched.setattr(GradientRule, "rests", False)
+        ran.clear()
+        awake = train(mixed)
+        assert len(ran) == 2 * len(RESTS)
+    assert all_bytes(rested[0]) == all_bytes(awake[0])
+    assert all_bytes(rested[1]) == all_bytes(awake[1])
+
+
+def test_with_state_of_the_model_and_a_dynamic_scale(mixed, ran):
+    def loss(params, model_state, batch, rng):
+        new = {"mean": 0.9 * model_state["mean"] + 0.1 * batch["x"].mean(axis=0)}
+        return plain_loss(params, batch, rng), new
+
+    options = {
+        "loss": loss, "model_state": {"mean": np.zeros(4, "float32")},
+        "loss_scale": DynamicScale(growth_interval=2, scale=8.0),
+    }  # fmt: skip
+    got = train(mixed, **options)
+    assert sum(at == 1 for _, at in ran) == len(RESTS) - len(AT_REST)
+    elche.check_replicas(got[0])
+    assert got[0].loss_scale.scale[1] > 8
+    # both are merged over the devices with work, so it does not matter where the others are
+    assert_trained(got, run(jax.devices("cpu")[:3], RESTS, rows=rows(), **options))
+
+
+@pytest.mark.parametrize("lanes", [((0,), (1,), (2,)), ((1,), (0, 2)), ((2, 1), (0,))])
+def test_lanes_of_alike_devices_rest_too(lanes, ran):
+    got = train(jax.devices("cpu")[:3], lanes=lanes)
+    rested = len(AT_REST) if (1,) in lanes else 0
+    assert len(ran) == len(lanes) * len(RESTS) - rested
+    assert_trained(got, one_device())
+
+
+@pytest.mark.parametrize(
+    "averaging",
+    [
+        elche.MeanGradient(delay=1),
+        elche.MeanGradient(compression="int8"),
+        elche.ParameterAveraging(),
+    ],
+)
+def test_devices_with_something_of_their_own_do_not_rest(averaging, mixed, ran):
+    train(mixed, averaging=averaging)
+    assert len(ran) == 2 * len(RESTS)
+
+
+# -- what a user sees of it meanwhile
+
+
+def test_copies_are_made_only_where_they_are_read(mixed):
+    seen = []
+
+    def each(window, state):
+        if window.index in AT_REST:
+            leaves = jax.tree.leaves((state.params, state.step))
+            assert all(isinstance(leaf, LanedArray) and late(leaf) for leaf in leaves)
+            assert state.params["a"].dtype == np.float32 and state.params["a"].shape == (3, 4, 5)
+            assert state.params["a"][0].shape == (4, 5) and late(state.params["a"])
+            own = state.params["a"].addressable_data(1)
+            assert own.devices() == {mixed[1]} and not late(state.params["a"])
+            np.testing.assert_array_equal(own[0], state.params["a"][0])
+            assert late(state.params["b"])
+            seen.append(window.index)
+
+    assert_trained(train(mixed, each=each), one_device())
+    assert seen == AT_REST
+
+
+def test_reading_changes_nothing(mixed, tmp_path):
+    kept = {}
+
+    def each(window, state):
+        elche.check_replicas(state)
+        kept[window.index] = copy.deepcopy(state.params), host(state.params)
+        jax.block_until_ready(state)
+        return jax.tree.map(lambda leaf: leaf.copy(), state)
+
+    assert_trained(train(mixed, each=each), one_device())
+    for copied, then in kept.values():
+        for name, leaf in copied.items():
+            np.testing.assert_array_equal(np.asarray(leaf), [then[name]] * 3)
+
+
+def test_the_old_state_is_given_up_as_always(mixed):
+    states = []
+    train(mixed, each=lambda window, state: states.append(state))
+    assert all(leaf.is_deleted() for state in states[:-1] for leaf in jax.tree.leaves(state.params))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(states[-1]))
+
+
+def test_the_first_device_may_rest(monkeypatch, tmp_path):
+    """Whatever takes one copy takes that of the first device, also onto the disk."""
+    monkeypatch.setattr(Lanes, "lead", property(lambda lanes: lanes.lanes[-1]))
+    counts, devices = [(0, 2, 1)] * 3, jax.devices("cpu")[:3]
+
+    def build():
+        return elche.build_train_step(
+            plain_loss, optax.adam(1e-2), devices=devices, lanes=((0,), (1, 2)),
+            cadence=elche.Replay(counts),
+        )  # fmt: skip
+
+    step = build()
+    state, checkpoints = step.init(PARAMS), elche.Checkpoints(tmp_path, every_windows=1)
+    with contextlib.closing(elche.Checkpointer(step, checkpoints)) as saver:
+        for window in step.windows(rows(counts), BATCH, shuffle=False):
+            state, _ = step(state, window)
+            saver.save(state, window)
+    assert isinstance(state.params["a"].parts[0], LateArray)
+    want, _, _ = run(devices[:1], [(3,)] * 3, rows=rows(counts), loss=plain_loss, shuffle=False)
+    last = step.average(state)
+    assert last["a"].devices() == {devices[0]}
+    assert_close(jax.device_get(last), host(want.params))
+    again = build()
+    with contextlib.closing(elche.Checkpointer(again, checkpoints)) as saver:
+        restored, _ = saver.restore(again.init(PARAMS))
+    assert all_bytes(restored) == all_bytes(state)
+
+
+def test_nobody_rests_who_leads(ran):
+    counts = [(0, 2, 1)] * 3
+    run(jax.devices("cpu")[:3], counts, rows=rows(counts), lanes=((0,), (1, 2)))
+    assert len(ran) == 6
+
+
+def test_every_window_is_verified(mixed):
+    assert_trained(train(mixed, verify_every=1), one_device())
+
+
+def test_a_new_run_begins_with_nobody_at_rest(mixed, ran):
+    step = elche.build_train_step(
+        plain_loss, optax.sgd(0.1), devices=mixed, cadence=elche.Replay([(1, 0, 1)] * 3)
+    )
+    for _ in range(2):
+        state = step.init(PARAMS)
+        ran.clear()
+        for window in step.windows(rows(), BATCH, epochs=None):
+            state, _ = step(state, window)
+            if window.index == 2:
+                break
+        assert [at for _, at in ran].count(1) == 1
+        elche.check_replicas(state)
+
+
+def test_the_times_are_those_of_the_devices_with_work(mixed):
+    _, _, step = train(mixed)
+    for record in step.records:
+        if record.window in AT_REST:
+            assert record.busy_ms[1] <= record.wall_ms and record.sync_ms <= record.wall_ms
+            assert record.skew_ms >= 0 and record.counts[1] == 0
