@@ -37,7 +37,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # Noting where in the source each operation comes from takes a tenth of the time of lowering.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
-import hypothesis  # noqa: E402
+import hypothesis  # noqa: E402  # after the settings above, as the next two
 import jax  # noqa: E402
 import pytest  # noqa: E402
 

@@ -9,6 +9,7 @@ import numpy as np
 from elche_jax.engine.collective import CollectiveProgram
 from elche_jax.engine.lane import Fleet
 from elche_jax.engine.replicas import replicate_over
+from elche_jax.engine.shapes import stacked
 from elche_jax.engine.state import TrainState
 
 PyTree = Any
@@ -29,9 +30,7 @@ class Accumulators:
     def __init__(self, program: CollectiveProgram, fleet: Fleet, one: TrainState):
         self._program, self._fleet = program, fleet
         self._shape = jax.eval_shape(program.zeros, one)
-        self.shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((fleet.world_size, *x.shape), x.dtype), self._shape
-        )
+        self.shapes = stacked(self._shape, fleet.world_size)
         self._kept: PyTree = None
         self._unreported: PyTree = None
 

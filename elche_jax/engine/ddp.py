@@ -18,11 +18,11 @@ from elche_jax.engine.devices import select_devices
 from elche_jax.engine.lane import lanes_of
 from elche_jax.engine.loss import describe
 from elche_jax.engine.mapped import AXIS
-from elche_jax.engine.own import own_function
 from elche_jax.engine.reductions import broadcaster, weighted_averager
 from elche_jax.engine.replicas import replicate_over
 from elche_jax.engine.shapes import difference
 from elche_jax.engine.timed import Watches, WindowTimer
+from elche_jax.engine.user_function import user_function
 
 PyTree = Any
 
@@ -153,7 +153,7 @@ class DDP:
             raise TypeError(check.message("DDP.map", "fn", "be a function", describe(fn)))
         given = (donate_argnums,) if isinstance(donate_argnums, int) else donate_argnums
         donated = check.integers("DDP.map", "donate_argnums", given, low=0)
-        mapped = own_function(self.fleet, fn, donated)
+        mapped = user_function(self.fleet, fn, donated)
 
         def call(*args: PyTree) -> PyTree:
             if not jax.tree.leaves(args):

@@ -18,6 +18,7 @@ from jax.sharding import Sharding
 
 from elche_jax.engine.laned import LanedArray, LateArray, LeadArray, Stacked, StackedArray
 from elche_jax.engine.mapped import Mapped, PerDevice, stack_shards, stacked_sharding
+from elche_jax.engine.shapes import shapes_of
 from elche_jax.engine.timing import Clock, Done, Failed, LoopClock, Stopwatch
 
 PyTree = Any
@@ -63,6 +64,11 @@ class Fleet(ABC):
     @abstractmethod
     def restack(self, tree: PyTree) -> PyTree:
         """Return stacked arrays over these devices in this fleet's lanes, without a copy."""
+
+    def copies(self, tree: PyTree) -> PyTree:
+        """Return copies of one device's entries, leaves `(1, ...)`, on all devices, stacked."""
+        copies = jax.device_put([tree] * self.world_size, list(self.devices))
+        return jax.tree.map(lambda *rows: self.stack(rows), *copies)
 
     @property
     def world_size(self) -> int:
@@ -114,10 +120,6 @@ class Lane(Fleet):
 
     def put(self, rows: np.ndarray) -> jax.Array:
         return jax.device_put(rows, self.sharding)
-
-    def copies(self, row: jax.Array) -> jax.Array:
-        """Return copies of one device's entry `(1, ...)` on all devices, stacked."""
-        return self.stack(jax.device_put([row] * self.world_size, list(self.devices)))
 
     def restack(self, tree: PyTree) -> PyTree:
         def over(leaf: StackedArray) -> jax.Array:
@@ -185,6 +187,22 @@ class Lanes(Fleet):
     def restack(self, tree: PyTree) -> PyTree:
         return self.join(self.split(tree))
 
+    def place(self, tree: PyTree) -> PyTree:
+        """Return arrays with a leading axis over devices with each entry on its device.
+
+        A program with arguments of the host alone would run on JAX's default device.
+        """
+
+        def placed(leaf: Any) -> StackedArray:
+            if isinstance(leaf, LanedArray) and leaf.ranks == self.ranks:
+                return leaf
+            if isinstance(leaf, np.ndarray):
+                return self.put(leaf)
+            rows = [leaf[rank : rank + 1] for rank in range(self.world_size)]
+            return self.stack(jax.device_put(rows, list(self.devices)))
+
+        return jax.tree.map(placed, tree)
+
     def _part(self, at: int, leaf: Any) -> Any:
         lane = self.lanes[at]
         if isinstance(leaf, LanedArray) and leaf.ranks == self.ranks:
@@ -222,7 +240,7 @@ class MappedLanes:
 
     def lower(self, *args: PyTree) -> list[jax.stages.Lowered]:
         """Trace and lower for such arguments, under the JAX settings of this thread."""
-        parts = self._lanes.split(_shapes(args))
+        parts = self._lanes.split(shapes_of(args))
         return [mapped.lower(*own) for mapped, own in zip(self._each, parts, strict=True)]
 
     def finish(self, lowered: Sequence[jax.stages.Lowered]) -> PerDevice:
@@ -233,11 +251,8 @@ class MappedLanes:
     def _run(self, programs: Sequence[Any], args: PyTree) -> tuple[PyTree, PyTree]:
         parts = self._lanes.split(args)
         results = [program(*own) for program, own in zip(programs, parts, strict=True)]
+        assert all(common is None for _, common in results)
         return self._lanes.join([stacked for stacked, _ in results]), None
-
-
-def _shapes(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def lanes_of(devices: Sequence[jax.Device], keys: Sequence[Hashable] | None = None) -> Fleet:

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
+PyTree = Any
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -229,3 +231,8 @@ StackedArray = jax.Array | Stacked
 def arrays_of(stacked: StackedArray) -> Sequence[jax.Array]:
     """Return the arrays of JAX that a stacked array consists of."""
     return stacked.arrays if isinstance(stacked, Stacked) else (stacked,)
+
+
+def entries_of(tree: PyTree, rank: int) -> PyTree:
+    """Return one device's entries of stacked arrays, leaves `(1, ...)`, on that device."""
+    return jax.tree.map(lambda leaf: leaf.addressable_data(rank), tree)

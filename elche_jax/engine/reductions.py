@@ -17,9 +17,9 @@ from elche_jax.engine.axis import DeviceAxis, LeadAxis
 from elche_jax.engine.collectives import broadcast_from, weighted_mean, weighted_terms
 from elche_jax.engine.exchange import packed_psum
 from elche_jax.engine.lane import Fleet, Lane, Lanes
+from elche_jax.engine.laned import entries_of
 from elche_jax.engine.local import average
 from elche_jax.engine.mapped import AXIS, Mapped
-from elche_jax.engine.replicas import is_stacked
 from elche_jax.engine.state import TrainState, with_averaging
 from elche_jax.engine.trainable import Selection
 
@@ -31,7 +31,7 @@ def broadcaster(fleet: Fleet) -> Callable[[PyTree], PyTree]:
     if not isinstance(fleet, Lanes):
         mapped = fleet.mapped(lambda tree: (broadcast_from(tree, 0, AXIS), None))
         return lambda tree: mapped(tree)[0]
-    return lambda tree: _scatter(fleet, _entries(_placed(fleet, tree), 0))
+    return lambda tree: _scatter(fleet, entries_of(fleet.place(tree), 0))
 
 
 def weighted_averager(fleet: Fleet) -> Callable[[PyTree, np.ndarray], PyTree]:
@@ -55,11 +55,11 @@ def weighted_averager(fleet: Fleet) -> Callable[[PyTree, np.ndarray], PyTree]:
     means = Mapped(mean, [lead])
 
     def averager(tree: PyTree, weights: np.ndarray) -> PyTree:
-        tree = _placed(fleet, tree)
+        tree = fleet.place(tree)
         parts = fleet.split((tree, weights))
         made = [fn(*own)[0] for fn, own in zip(sums, parts, strict=True)]
-        found = jax.device_put([_entries(one, 0) for one in made], lead)
-        like = _entries(tree, fleet.lead.ranks[0])
+        found = jax.device_put([entries_of(one, 0) for one in made], lead)
+        like = entries_of(tree, fleet.lead.ranks[0])
         return _scatter(fleet, means(like, found)[0])
 
     return averager
@@ -84,26 +84,13 @@ def parameter_averager(
     means = Mapped(lambda states: (average(averaging, selection, everyone, states), None), [lead])
 
     def averager(state: TrainState) -> PyTree:
-        rows = [_entries(of(state), rank) for rank in range(size)]
+        rows = [entries_of(of(state), rank) for rank in range(size)]
         return means(jax.device_put(rows, lead))[0]
 
     return averager
 
 
-def _placed(lanes: Lanes, tree: PyTree) -> PyTree:
-    """Place arrays that are elsewhere, such as on the host, one row per device."""
-    return jax.tree.map(
-        lambda leaf: leaf if is_stacked(leaf) else lanes.put(np.asarray(leaf)), tree
-    )
-
-
-def _entries(tree: PyTree, rank: int) -> PyTree:
-    """Return one device's entries of stacked arrays, leaves `(1, ...)`, on that device."""
-    return jax.tree.map(lambda leaf: leaf.addressable_data(rank), tree)
-
-
 def _scatter(lanes: Lanes, tree: PyTree) -> PyTree:
     """Copy one device's entries to all devices."""
     # copies, as no leaf may share memory with the argument
-    copies = jax.device_put([jax.tree.map(jnp.copy, tree)] * lanes.world_size, list(lanes.devices))
-    return jax.tree.map(lambda *rows: lanes.stack(rows), *copies)
+    return lanes.copies(jax.tree.map(jnp.copy, tree))

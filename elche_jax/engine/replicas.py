@@ -58,7 +58,7 @@ def replicate_over(fleet: Fleet, tree: PyTree) -> PyTree:
                 f"replicate: every leaf must be an array of numbers, leaf {_name(path)} is of "
                 f"dtype {row.dtype}."
             )
-        return fleet.stack(jax.device_put([row] * fleet.world_size, list(fleet.devices)))
+        return fleet.copies(row)
 
     return jax.tree_util.tree_map_with_path(copy, tree)
 

@@ -16,7 +16,7 @@ from elche_jax.engine.collective import CollectiveProgram
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.lane import Fleet, MappedFunction
-from elche_jax.engine.shapes import shapes_of
+from elche_jax.engine.shapes import one_of, shapes_of
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.timing import Clock
 
@@ -67,8 +67,8 @@ class Launch:
             self.watch.accumulating(self.number, self.at, token, ranks)
 
 
-class LaneRunner(ABC):
-    """Compiles and dispatches programs for the devices of a lane.
+class FleetRunner(ABC):
+    """Compiles and dispatches programs for the devices of a fleet.
 
     Attributes:
         fleet: The devices.
@@ -135,7 +135,7 @@ class LaneRunner(ABC):
         return key, lambda: mapped.compile(*carried, payload, CallArgs(shape))
 
 
-class WindowRunner(LaneRunner):
+class WindowRunner(FleetRunner):
     """Runs windows of training, over some transport.
 
     Only the training thread may call `run`. `prepare` may be called from any thread.
@@ -212,13 +212,13 @@ class Runner(WindowRunner):
             for single in (True, False)
         }
         self._last = fleet.mapped(program.last_call, donate=(0, 1))
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
+        one = one_of(state)
         self._read_shapes = program.reads(state)
         self.sums = Accumulators(program, fleet, one)
         self._multiple_calls = False
 
     def begin(self, calls: Sequence[Call]) -> None:
-        """See `LaneRunner.begin`; the combine, which takes longest, compiles in parallel."""
+        """See `FleetRunner.begin`; the combine, which takes longest, compiles in parallel."""
         self._multiple_calls |= len(calls) > 1  # from now on two programs serve all windows
         if self._one_program:
             self._cache.get(*self._program(calls[0].payload))

@@ -13,6 +13,16 @@ def shapes_of(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
+def stacked(tree: PyTree, size: int) -> PyTree:
+    """Return the shapes of one device's values, stacked over so many devices."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype), tree)
+
+
+def one_of(tree: PyTree) -> PyTree:
+    """Return the shapes of one device's values, given those stacked over devices."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
+
+
 def signature(tree: PyTree) -> Hashable:
     """Return structure, shapes and dtypes of a pytree, the key of its programs."""
     leaves, structure = jax.tree.flatten(tree)

@@ -26,7 +26,7 @@ from elche_jax.engine.loss import (
     sound_weight,
 )
 from elche_jax.engine.returned import check_metric_name
-from elche_jax.engine.runner import Call, LaneRunner, Program
+from elche_jax.engine.runner import Call, FleetRunner, Program
 from elche_jax.engine.traced import Traced, trace
 
 PyTree = Any
@@ -155,7 +155,7 @@ class Apply:
 SweepProgram = Score | Apply
 
 
-class SweepRunner(LaneRunner):
+class SweepRunner(FleetRunner):
     """Compiles and dispatches the program of a sweep.
 
     Args:
@@ -172,7 +172,7 @@ class SweepRunner(LaneRunner):
         self._variables, self._call = variables, fleet.mapped(program.call)
 
     def begin(self, calls: Sequence[Call]) -> None:
-        """See `LaneRunner.begin`."""
+        """See `FleetRunner.begin`."""
         for call in calls:
             self._cache.get(*self._program(call.payload))
         self.begun = True

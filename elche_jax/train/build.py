@@ -22,10 +22,10 @@ from elche_jax.engine.precision import Precision, first_scale
 from elche_jax.engine.trainable import Trainable
 from elche_jax.train.averaging import cadence_of, check_averaging, check_together
 from elche_jax.train.finite import MAX_SKIPS, FinitePolicy
+from elche_jax.train.microbatch_split import MicrobatchSplit, checked_split
 from elche_jax.train.options import Options
 from elche_jax.train.outside import check_outside
 from elche_jax.train.parts import check_parts
-from elche_jax.train.split import MicrobatchSplit, checked_split
 from elche_jax.train.step import TrainStep
 
 logger = logging.getLogger("elche_jax")

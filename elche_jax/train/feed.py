@@ -11,7 +11,7 @@ from elche_jax.data.place import Placer
 from elche_jax.data.reader import IndexedReader, Reader, open_epoch
 from elche_jax.data.split import capacity_for, piece_lengths, split_window
 from elche_jax.engine.fetch import CallArgs, Payload, Pieces, Rows
-from elche_jax.engine.runner import Call, LaneRunner
+from elche_jax.engine.runner import Call, FleetRunner
 from elche_jax.train.spec import DataPlan
 
 PyTree = Any
@@ -44,7 +44,7 @@ class Feed:
         self,
         plan: DataPlan,
         placer: Placer,
-        runner: LaneRunner,
+        runner: FleetRunner,
         resident: PyTree,
         cadence: Cadence[Any],
     ):

@@ -13,7 +13,7 @@ from elche_jax.engine.devices import free_bytes
 from elche_jax.engine.lane import Fleet
 from elche_jax.engine.loss import check_mask_key
 from elche_jax.engine.replicas import replicate_over
-from elche_jax.engine.runner import LaneRunner
+from elche_jax.engine.runner import FleetRunner
 from elche_jax.train.feed import Feed
 from elche_jax.train.spec import DataPlan, check_batch_size, microbatch_shapes
 
@@ -88,7 +88,7 @@ class Loading:
             )
         return plan
 
-    def feed(self, plan: DataPlan, runner: LaneRunner, cadence: Cadence[Any]) -> Feed:
+    def feed(self, plan: DataPlan, runner: FleetRunner, cadence: Cadence[Any]) -> Feed:
         """Return a feed of these data for the programs of a runner."""
         resident = self._place(plan.source) if plan.placement == "resident" else None
         return Feed(plan, Placer(self._fleet), runner, resident, cadence)

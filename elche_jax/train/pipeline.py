@@ -17,7 +17,7 @@ from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.host.coordinator import Outcome
 from elche_jax.engine.laned import StackedArray
 from elche_jax.engine.replicas import ReplicaMismatch, mismatch
-from elche_jax.engine.runner import Call, LaneRunner, Launch
+from elche_jax.engine.runner import Call, FleetRunner, Launch
 from elche_jax.engine.timing import ENDS, Clock, WindowTimes
 from elche_jax.train.divergence import DivergenceReader
 from elche_jax.train.feed import Feed
@@ -26,7 +26,7 @@ from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.timing import Timing
 
 PyTree = Any
-R = TypeVar("R", bound=LaneRunner)
+R = TypeVar("R", bound=FleetRunner)
 
 # one window runs while the next is planned from the last report and its data are placed
 IN_FLIGHT = 2

@@ -24,13 +24,13 @@ from elche_jax.engine.microbatch import Microbatches
 from elche_jax.engine.reduce import Contribution
 from elche_jax.engine.rule import Ended, Rule
 from elche_jax.engine.runner import Runner, WindowRunner
-from elche_jax.engine.shapes import signature
+from elche_jax.engine.shapes import one_of, signature
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.trainable import Selection
-from elche_jax.train.exact import LossCall
+from elche_jax.train.microbatch_split import Splitter
 from elche_jax.train.options import Options
 from elche_jax.train.spec import DataPlan
-from elche_jax.train.split import Splitter
+from elche_jax.train.split_check import LossCall
 
 PyTree = Any
 logger = logging.getLogger("elche_jax")
@@ -58,7 +58,7 @@ class StateSpec:
     @property
     def one(self) -> TrainState:
         """Shapes of one device's state."""
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self.shapes)
+        return one_of(self.shapes)
 
 
 class Runners:

@@ -18,7 +18,7 @@ from elche_jax.engine.devices import names_of
 from elche_jax.engine.lane import kinds_of, lanes_of
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.replicas import devices_of, replicate_over
-from elche_jax.engine.shapes import shapes_of, signature
+from elche_jax.engine.shapes import one_of, shapes_of, signature
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.sweep import BatchFn, SweepProgram, SweepRunner, Variables
 from elche_jax.observe.report import RunReport, make_report
@@ -141,7 +141,7 @@ class Sweep:
         shapes = shapes_of(variables)
         # the function itself is not in the key: it is always the same, and may be unhashable
         key = (fn.has_model_state, fn.mask_key, plan.ragged, signature((shapes, plan.microbatch)))
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), shapes)
+        one = one_of(shapes)
         # traced in every call: whatever else the function reads may have changed
         program, row_bytes = self._make(fn, one, plan.microbatch, plan.ragged)
         if key in self._runners and self._runners[key][0] != program:

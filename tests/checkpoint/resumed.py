@@ -143,10 +143,17 @@ def run(
         asked = elche.Checkpoints(folder, every_windows=EVERY, keep_last=100)
         saver = elche.Checkpointer(train, asked)
         state, cursor = saver.restore(state, resume)
+    state, _ = loop(train, state, rows or data(), cursor, saver, until)
+    return state, train
+
+
+def loop(train, state, rows, cursor, saver, until):
+    """Trains two epochs, or up to a window, and saves; gives the state and the last metrics."""
+    metrics = None
     try:
-        with train.windows(rows or data(), 2, epochs=2, cursor=cursor) as windows:
+        with train.windows(rows, 2, epochs=2, cursor=cursor) as windows:
             for window in windows:
-                state, _ = train(state, window)
+                state, metrics = train(state, window)
                 if saver is not None:
                     saver.save(state, window)
                 if window.index + 1 == until:
@@ -154,7 +161,7 @@ def run(
     finally:
         if saver is not None:
             saver.close()
-    return state, train
+    return state, metrics
 
 
 def content(state):

@@ -15,6 +15,7 @@ from resumed import (
     Case,
     averaged,
     data,
+    loop,
     plain_loss,
 )  # fmt: skip
 
@@ -81,17 +82,7 @@ def run(case, devices, folder=None, until=None, resume="auto"):
     if folder is not None:
         saver = elche.Checkpointer(train, elche.Checkpoints(folder, every_windows=EVERY))
         state, cursor = saver.restore(state, resume)
-    try:
-        with train.windows(data(), 2, epochs=2, cursor=cursor) as windows:
-            for window in windows:
-                state, metrics = train(state, window)
-                if saver is not None:
-                    saver.save(state, window)
-                if window.index + 1 == until:
-                    break
-    finally:
-        if saver is not None:
-            saver.close()
+    state, metrics = loop(train, state, data(), cursor, saver, until)
     return state, train, jax.device_get(metrics)
 
 

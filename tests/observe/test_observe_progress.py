@@ -25,7 +25,7 @@ class Terminal:
 
     def __init__(self):
         self._master, slave = os.openpty()
-        self.stream = open(slave, "w", encoding="utf-8")  # noqa: SIM115, closed below
+        self.stream = open(slave, "w", encoding="utf-8")  # noqa: SIM115  # closed below
         self._text = b""
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -317,7 +317,7 @@ def test_a_terminal_that_goes_away_does_not_stop_the_run(clock, monkeypatch):
     stderr = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stderr)
     end, other = os.openpty()
-    stream = open(other, "w")  # noqa: SIM115, closed below
+    stream = open(other, "w")  # noqa: SIM115  # closed below
     with Progress(60, 3, ["a"], stream=stream) as progress:
         progress.update(0, 1)
         assert progress._bar is not None

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from marks import slow
-from small import PARAMS, data, loss_fn, threads
+from small import PARAMS, Broken, data, loss_fn, threads
 from waits import comes_about, eventually
 
 import elche_jax as elche
@@ -320,18 +320,6 @@ def test_an_error_in_the_loss_while_it_runs(averaging, only):
     assert threads() == []
 
 
-class Broken:
-    """A data set whose example 17 cannot be read."""
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, i):
-        if i == 17:
-            raise OSError("example 17 is damaged")
-        return {"x": np.ones(3, "float32")}
-
-
 @late
 def test_an_error_in_the_data_surfaces(averaging, mixed):
     train = build(mixed, averaging=averaging)
@@ -347,7 +335,7 @@ def test_an_error_in_the_data_surfaces(averaging, mixed):
     ("owner", "at"),
     [
         (LanesWindow, "_contribute"),
-        (window_module, "_row"),
+        (window_module, "entries_of"),
         (LanesWindow, "_agree"),
         (LanesWindow, "_receive"),
     ],

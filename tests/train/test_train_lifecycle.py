@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 from marks import slow
-from small import PARAMS, build, data, loss_fn, threads
+from small import PARAMS, Broken, build, data, loss_fn, threads
 
 import elche_jax as elche
 from elche_jax.engine.replicas import replicate_over
@@ -56,18 +56,6 @@ def test_an_error_in_the_loop_ends_them():
         loop(state)
     gc.collect()
     assert threads() == []
-
-
-class Broken:
-    """A data set whose example 17 cannot be read."""
-
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, i):
-        if i == 17:
-            raise OSError("example 17 is damaged")
-        return {"x": np.ones(3, "float32")}
 
 
 @pytest.mark.parametrize("world", [1, 2])

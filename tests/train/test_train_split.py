@@ -30,7 +30,7 @@ from parted import (
 )  # fmt: skip
 
 import elche_jax as elche
-from elche_jax.train import split as splitting
+from elche_jax.train import microbatch_split as splitting
 
 
 def with_metrics(loss):

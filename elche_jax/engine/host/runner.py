@@ -34,12 +34,13 @@ from elche_jax.engine.host.exchange import LiveExchange
 from elche_jax.engine.host.program import Delivery, HostProgram
 from elche_jax.engine.host.session import Begun, Session
 from elche_jax.engine.lane import Fleet
-from elche_jax.engine.laned import StackedArray
+from elche_jax.engine.laned import StackedArray, entries_of
 from elche_jax.engine.loop import Seconds
 from elche_jax.engine.mapped import PerDeviceJit
 from elche_jax.engine.reduce import Mean
 from elche_jax.engine.replicas import is_stacked, replicate
 from elche_jax.engine.runner import Call, Launch, Program, WindowRunner
+from elche_jax.engine.shapes import one_of, stacked
 from elche_jax.engine.state import (
     AveragingState,
     PendingUpdate,
@@ -96,7 +97,7 @@ class HostRunner(WindowRunner):
             [PerDeviceJit(partial(fn, part), devices, donate=()) for part in self._parts]
             for fn in (program.deliver, program.apply)
         )
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
+        one = one_of(state)
         carried = jax.eval_shape(program.zeros, one)
         self._averaging = HostAverage(program.rule.reduction(one))
         thin = self._thin(one)
@@ -115,7 +116,9 @@ class HostRunner(WindowRunner):
             for name, like in metrics.items()
         }
         self._no_metrics["finite"] = np.bool_(True)
-        self._shapes = Shapes(*map(_one_each, (program.reads(one), thin, carried, means, pending)))
+        self._shapes = Shapes(
+            *(stacked(tree, 1) for tree in (program.reads(one), thin, carried, means, pending))
+        )
         self._local_shape = carried
         self._locals: list[PyTree] = []
         self._left: Session | None = None
@@ -137,7 +140,7 @@ class HostRunner(WindowRunner):
         return False
 
     def begin(self, calls: Sequence[Call]) -> None:
-        """See `LaneRunner.begin`."""
+        """See `FleetRunner.begin`."""
         for call in calls:
             self._get(self._programs(call.payload))
         for part in self._parts:
@@ -249,13 +252,13 @@ class HostRunner(WindowRunner):
         state = jax.tree.map(self._on_devices, state)
         ranks = range(len(self))
         thin, frozen = self._thin(state), (self._split(state.params)[1], state.key)
-        parts = [part_of(thin, rank) for rank in ranks]
+        parts = [entries_of(thin, rank) for rank in ranks]
         step = None
         while step is None:  # from the first device that is ready, as one of them may hang
             step = next((part.step for part in parts if part.step.is_ready()), None)
             time.sleep(0 if step is not None else 1e-3)
         finite = [self._flags[rank][True] for rank in ranks]
-        rest = [part_of(frozen, rank) for rank in ranks]
+        rest = [entries_of(frozen, rank) for rank in ranks]
         return Session(parts, rest, int(np.asarray(step)[0]), finite, self._no_metrics)
 
     def _dispatch(
@@ -268,8 +271,8 @@ class HostRunner(WindowRunner):
         for call in calls:
             programs = self._get(self._programs(call.payload))
             for rank in ranks:
-                call_args = part_of(call.call_args, rank)
-                payload = part_of(call.payload, rank)
+                call_args = entries_of(call.call_args, rank)
+                payload = entries_of(call.payload, rank)
                 (locals_[rank], _), _ = programs[rank](
                     reads[rank], locals_[rank], payload, call_args
                 )
@@ -390,18 +393,18 @@ class HostRunner(WindowRunner):
     # -- programs --------------------------------------------------------------------
 
     def _programs(self, payload: Payload) -> list[Program]:
-        data = _one_each(payload, stacked=True)
+        data = stacked(one_of(payload), 1)
         call_args = CallArgs(jax.ShapeDtypeStruct((1, CallArgs.WIDTH), jnp.int32))
         args = (self._shapes.reads, self._shapes.carried, data, call_args)
         return self._each(self._accumulate, ("host accumulate", payload.signature), *args)
 
     def _delivering(self, part: int) -> list[Program]:
-        flag, shapes = _one_each(_FLAG), self._shapes
+        flag, shapes = stacked(_FLAG, 1), self._shapes
         args = (shapes.thin, shapes.carried, flag, flag)
         return self._each(self._deliver[part], ("host deliver", part), *args)
 
     def _applying(self, part: int, later: int) -> list[Program]:
-        thin, pending, flag = self._shapes.thin, self._shapes.pending, _one_each(_FLAG)
+        thin, pending, flag = self._shapes.thin, self._shapes.pending, stacked(_FLAG, 1)
         args = (thin, thin, self._shapes.means[part], pending, [pending] * later, flag)
         return self._each(self._apply[part], ("host apply", part, later), *args)
 
@@ -430,17 +433,6 @@ class HostRunner(WindowRunner):
         if not self.limits.ahead:
             return (0,)
         return range(self.limits.in_flight) if self.limits.delay is None else (self.limits.delay,)
-
-
-def part_of(tree: PyTree, rank: int) -> PyTree:
-    """Return one device's entries of stacked arrays, leaves `(1, ...)`, on that device."""
-    return jax.tree.map(lambda leaf: leaf.addressable_data(rank), tree)
-
-
-def _one_each(tree: PyTree, stacked: bool = False) -> PyTree:
-    """Return the shapes of one device's entries, leaves `(1, ...)`."""
-    at = 1 if stacked else 0
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[at:]), x.dtype), tree)
 
 
 def _ignore(*_: Any) -> None:

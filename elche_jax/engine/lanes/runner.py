@@ -14,15 +14,15 @@ from elche_jax.engine.accumulators import Accumulators
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.fetch import Payload
 from elche_jax.engine.lane import Lanes
-from elche_jax.engine.laned import LateArray, LeadArray
+from elche_jax.engine.laned import LateArray, LeadArray, entries_of
+from elche_jax.engine.lanes.compiled import One, Programs
 from elche_jax.engine.lanes.drivers import Drivers, LanesClock
 from elche_jax.engine.lanes.program import LanesProgram
-from elche_jax.engine.lanes.programs import One, Programs
 from elche_jax.engine.lanes.window import LanesWindow, Result, Work
 from elche_jax.engine.reduce import Contribution
 from elche_jax.engine.rule import Rule
 from elche_jax.engine.runner import Call, Launch, Program, WindowRunner
-from elche_jax.engine.shapes import shapes_of
+from elche_jax.engine.shapes import one_of, shapes_of
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.timing import Done, Failed
 
@@ -53,7 +53,7 @@ class LanesRunner(WindowRunner):
         self._rule = program.rule
         self.replicated = partial(_replicated, program.rule)
         self._lead = lanes.lead.ranks[0]
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
+        one = one_of(state)
         own, held = program.rule.split_lead(one)
         selection = program.rule.work.selection
         self._split, self._join = selection.split, selection.join
@@ -66,12 +66,12 @@ class LanesRunner(WindowRunner):
         """By lane, what it contributed to a window without work for it."""
 
     def watch(self, done: Done, learned: Callable[..., None], failed: Failed) -> LanesClock:
-        """See `LaneRunner.watch`."""
+        """See `FleetRunner.watch`."""
         del learned  # no window finishes without a device
         return LanesClock(self.fleet.world_size, len(self._lanes.lanes), done, failed)
 
     def begin(self, calls: Sequence[Call]) -> None:
-        """See `LaneRunner.begin`."""
+        """See `FleetRunner.begin`."""
         self._compiled.compile([one for call in calls for one in self._accumulating(call.payload)])
         # allocated before the dispatch, as the first window is timed
         self.sums.put(self.sums.take())
@@ -108,7 +108,7 @@ class LanesRunner(WindowRunner):
         resting = without_work & self._idle.keys()
         whole, held = self._rule.split_lead(state)
         thin = self._thin(whole)
-        lead = jax.tree.map(lambda leaf: leaf.addressable_data(self._lead), (thin, held))
+        lead = entries_of((thin, held), self._lead)
         ending = self._compiled.ending(step % len(self._compiled.parts))
         pending, summed = self._program.pending > 0, self._compiled.summed
         found = {

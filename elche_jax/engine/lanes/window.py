@@ -11,7 +11,7 @@ one piece, what was agreed would come too late to cross behind the rest of the w
 A lane at rest runs nothing; see `LanesRunner`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,8 +23,9 @@ import numpy as np
 
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.lane import Lane, Lanes
+from elche_jax.engine.laned import entries_of
+from elche_jax.engine.lanes.compiled import Ending, without_payload
 from elche_jax.engine.lanes.drivers import Drivers
-from elche_jax.engine.lanes.programs import Ending, without_payload
 from elche_jax.engine.mapped import PerDevice
 from elche_jax.engine.reduce import Contribution
 from elche_jax.engine.rule import Agreed
@@ -157,7 +158,7 @@ class LanesWindow:
         """Dispatch the lane's contributions, and send them to the lead as soon as they are made."""
         made, sent = self.ending.contribute[at](work.state, sums)[0]
         if work.lane.alone and work.lane is self.lanes.lead:
-            self._arrived(work.lane, [_row(made, 0)])  # already there
+            self._arrived(work.lane, [entries_of(made, 0)])  # already there
         else:
             self.drivers.move(at, partial(self._send, work.lane, made))
         return made, sent
@@ -165,7 +166,7 @@ class LanesWindow:
     def _send(self, lane: Lane, made: Contribution) -> None:
         """Send contributions to the lead, in the thread that moves the lane's arrays."""
         try:
-            rows = [_row(made, at) for at in range(lane.world_size)]
+            rows = [entries_of(made, at) for at in range(lane.world_size)]
             if self.summed:  # the first device has the sum over the lane
                 rows = [rows[0], *map(without_payload, rows[1:])]
             rows = jax.device_put(rows, self.lanes.lead.devices[0])
@@ -182,12 +183,12 @@ class LanesWindow:
 
     def _receive(self, lane: Lane, agreed: Agreed) -> Agreed:
         """Copy what was agreed to the devices of a lane, stacked."""
-        copies = jax.device_put([agreed] * lane.world_size, list(lane.devices))
+        mine = lane.copies(agreed)
         with self._lock:
             self._copied += 1
             if self._copied == self.working and not self.crossed.done():
                 self.crossed.set_result(None)
-        return jax.tree.map(lambda *rows: lane.stack(rows), *copies)
+        return mine
 
     def _agree(self) -> None:
         """Dispatch `agree` once all contributions are there, in the lead's thread."""
@@ -229,9 +230,3 @@ def _pieces(work: Work) -> Sequence[tuple[PerDevice, Payload, CallArgs]]:
     ((accumulate, payload, call_args),) = work.steps
     numbers = CallArgs.pieces(np.asarray(call_args.numbers), PIECES)
     return [(accumulate, payload, CallArgs(work.lane.put(rows))) for rows in numbers]
-
-
-def _row(made: Contribution, at: int) -> Contribution:
-    """Return one device's contribution, leaves `(1, ...)`, on that device."""
-    take: Callable[[jax.Array], jax.Array] = lambda leaf: leaf.addressable_data(at)  # noqa: E731
-    return jax.tree.map(take, made)

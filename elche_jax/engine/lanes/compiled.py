@@ -16,7 +16,7 @@ from elche_jax.engine.lanes.program import LanesProgram, Sent
 from elche_jax.engine.mapped import Mapped, PerDevice
 from elche_jax.engine.reduce import Contribution
 from elche_jax.engine.rule import Agreed
-from elche_jax.engine.shapes import shapes_of
+from elche_jax.engine.shapes import shapes_of, stacked
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.wire import Encoded
 
@@ -202,8 +202,3 @@ def _donated(lane: Lane, *arguments: int) -> tuple[int, ...]:
 def without_payload(made: Contribution) -> Contribution:
     """Return a contribution whose payload is part of another one of its lane."""
     return replace(made, payload=Encoded([]))
-
-
-def stacked(tree: PyTree, size: int) -> PyTree:
-    """Return the shapes of one device stacked over several."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype), tree)

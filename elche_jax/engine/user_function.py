@@ -4,11 +4,9 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
-import numpy as np
 
 from elche_jax.engine.lane import Fleet, Lanes
-from elche_jax.engine.laned import LanedArray, StackedArray
-from elche_jax.engine.shapes import signature
+from elche_jax.engine.shapes import one_of, signature
 from elche_jax.engine.traced import no_named_axis
 
 PyTree = Any
@@ -20,7 +18,7 @@ NO_AXIS = (
 )
 
 
-def own_function(
+def user_function(
     fleet: Fleet, fn: Callable[..., PyTree], donate: tuple[int, ...]
 ) -> Callable[..., PyTree]:
     """Return a function of stacked pytrees, see `DDP.map`; arguments are not checked."""
@@ -30,7 +28,7 @@ def own_function(
     known: set[Hashable] = set()
 
     def over_lanes(*args: PyTree) -> PyTree:
-        placed = jax.tree.map(lambda leaf: _placed(fleet, leaf), args)
+        placed = fleet.place(args)
         if (key := signature(placed)) not in known:
             _refuse_axes(fn, placed)
             known.add(key)
@@ -44,19 +42,6 @@ def _refuse_axes(fn: Callable[..., PyTree], args: PyTree) -> None:
 
     Mapped over a lane of several devices it would find one, and exchange within the lane only.
     """
-    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), args)
+    one = one_of(args)
     with no_named_axis("DDP.map: fn", NO_AXIS):
         jax.eval_shape(lambda *own: fn(*own), *one)  # not `fn`, whose trace JAX may know
-
-
-def _placed(lanes: Lanes, leaf: Any) -> StackedArray:
-    """Return an array with each entry on its device.
-
-    A program with arguments of the host alone would run on JAX's default device.
-    """
-    if isinstance(leaf, LanedArray) and leaf.ranks == lanes.ranks:
-        return leaf
-    if isinstance(leaf, np.ndarray):
-        return lanes.put(leaf)
-    rows = [leaf[rank : rank + 1] for rank in range(lanes.world_size)]
-    return lanes.stack(jax.device_put(rows, list(lanes.devices)))

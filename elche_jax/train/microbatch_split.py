@@ -13,13 +13,12 @@ from elche_jax.engine.collective import CollectiveProgram
 from elche_jax.engine.devices import GIB, free_bytes
 from elche_jax.engine.fetch import CallArgs, Pieces
 from elche_jax.engine.lane import Fleet, kinds_of
-from elche_jax.engine.lanes.programs import stacked
 from elche_jax.engine.mapped import Mapped
 from elche_jax.engine.rule import Rule
-from elche_jax.engine.shapes import signature
+from elche_jax.engine.shapes import signature, stacked
 from elche_jax.engine.state import TrainState
-from elche_jax.train.exact import LossCall, check_shapes, check_values
 from elche_jax.train.spec import DataPlan
+from elche_jax.train.split_check import LossCall, check_shapes, check_values
 
 PyTree = Any
 logger = logging.getLogger("elche_jax")
@@ -183,7 +182,7 @@ def _needed(rule: Rule, device: jax.Device, one: TrainState, plan: DataPlan) -> 
     a window need about as much.
     """
     program = CollectiveProgram(rule)
-    row = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), plan.microbatch)
+    row = stacked(plan.microbatch, 1)
     call_args = CallArgs(jax.ShapeDtypeStruct((CallArgs.WIDTH,), jnp.int32))
     carried = jax.eval_shape(program.zeros, one)
     args = stacked((program.reads(one), carried, Pieces((row,)), call_args), 1)
