@@ -124,13 +124,16 @@ class Reduction:
         )
         if self.weigh is None:
             weight = axis.each(lambda one: one.row[0], contributions)
+            # with windows pending, `weight` of the sums is that of the window that ran last: a copy
+            # of an older state brings its own amount
+            sums = axis.each(lambda one: one.sums | {"amount": one.row[0]}, contributions)
             totals, moved, total = self._sums(axis, payload, sums, state, weight, None)
-            metrics, scale = _metrics(totals, xp)
-            metrics |= self._by_device(axis, sums)
+            metrics = _metrics(totals, xp) | self._by_device(axis, sums)
+            scale = _scale(totals["amount"], xp)
             merged, spread = self._merged(axis, state, [x * scale for x in moved], weight)
             mean = Mean(
                 [x * scale for x in total], merged, [x * scale for x in spread],
-                totals["weight"] > 0, metrics["finite"], xp.bool_(True), metrics["loss"],
+                totals["amount"] > 0, metrics["finite"], xp.bool_(True), metrics["loss"],
             )  # fmt: skip
             return mean, metrics
         rows = Row(*axis.rows(axis.each(lambda one: one.row, contributions)).T)
@@ -139,8 +142,7 @@ class Reduction:
         shares, sound = shares_of(self.weigh, work)
         share = axis.mine(shares)
         totals, moved, total = self._sums(axis, payload, sums, state, share, share)
-        metrics, _ = _metrics(totals, xp)
-        metrics |= self._by_device(axis, sums)
+        metrics = _metrics(totals, xp) | self._by_device(axis, sums)
         metrics["loss"] = xp.where(totals["weight"] > 0, metrics["loss"], xp.nan)
         metrics["finite"] &= sound
         metrics |= {"share": shares, "exchange_bytes": self._bytes(axis, contributions)}
@@ -231,15 +233,20 @@ def shares_of(weigh: Weigh, work: DeviceWork) -> tuple[Any, Any]:
     return weights / xp.where(total > 0, total, 1), sound
 
 
-def _metrics(totals: dict[str, Any], xp: ModuleType) -> tuple[dict[str, Any], Any]:
-    """Return the weighted means over all devices, and the factor that turns sums into means."""
-    weight = totals["weight"]
+def _scale(weight: Any, xp: ModuleType) -> Any:
+    """Return the factor that turns sums into means; 0 without any weight."""
     counted = weight > 0
-    scale = xp.where(counted, 1 / xp.where(counted, weight, 1), 0).astype(xp.float32)
+    return xp.where(counted, 1 / xp.where(counted, weight, 1), 0).astype(xp.float32)
+
+
+def _metrics(totals: dict[str, Any], xp: ModuleType) -> dict[str, Any]:
+    """Return the weighted means over all devices."""
+    weight = totals["weight"]
+    counted, scale = weight > 0, _scale(weight, xp)
     metrics = {name: value * scale for name, value in totals["metrics"].items()}
     finite = (totals["bad"] == 0) & xp.isfinite(totals["loss"]) & xp.isfinite(weight)
     finite &= ~counted | (weight >= SMALLEST_WEIGHT)
-    return metrics | {"loss": totals["loss"] * scale, "weight": weight, "finite": finite}, scale
+    return metrics | {"loss": totals["loss"] * scale, "weight": weight, "finite": finite}
 
 
 def _distances(

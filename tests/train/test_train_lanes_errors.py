@@ -213,16 +213,11 @@ def test_a_state_that_was_given_up(averaging, mixed):
     assert int(new.step[1]) == 2 and np.isfinite(metrics["loss"])
 
 
-FORGETS = pytest.mark.xfail(
-    reason="with MeanGradient(delay=1) the weight of the pending gradient is that of the window "
-    "trained last, whatever the state",
-    strict=True,
-)
-
-
-@pytest.mark.parametrize("averaging", [None, pytest.param(LATE, marks=FORGETS)])
-def test_a_copy_of_a_state_goes_on_the_same(averaging, mixed):
-    train = build(mixed, averaging=averaging)
+@pytest.mark.parametrize("kinds", ["one kind", "two kinds"])
+@late
+def test_a_copy_of_a_state_goes_on_the_same(averaging, kinds, mixed):
+    devices = mixed if kinds == "two kinds" else jax.devices("cpu")[:3]
+    train = build(devices, averaging=averaging)
     state, ends = train.init(PARAMS), []
     windows = list(train.windows(data(), 2, shuffle=False))
     state, _ = train(state, windows[0])
