@@ -109,6 +109,12 @@ class Controller:
             return counts
         return self.rest.plan(state.rest, counts)
 
+    def begin(self, state: ControllerState) -> ControllerState:
+        """Return the state at the start of a run, or of its continuation on other data."""
+        if self.rest is None or state.rest is None:
+            return state
+        return replace(state, rest=self.rest.begin(state.rest))
+
     def checked(
         self, state: ControllerState, counts: Sequence[int], window: int
     ) -> tuple[int, ...]:
@@ -144,8 +150,9 @@ class Controller:
                 verdict, or the cadence does not return a state.
         """
         check.instance("Controller.observe", "record", record, WindowRecord)
-        if self.rest is not None and state.rest is not None:
-            state = replace(state, rest=self.rest.update(state.rest, record))
+        if self.rest is not None and state.rest is not None and not self.cadence.scripted:
+            rest = self.rest.update(state.rest, record, state.schedule.counts)
+            state = replace(state, rest=rest)
         if record.divergence is not None:
             divergence = (*state.divergence[1 - HISTORY :], record.divergence)
             verdict = judge(self.guard, divergence)
@@ -171,12 +178,27 @@ class Controller:
             if record.cold and cadence.overhead_target:
                 # the first synchronisation costs more than later ones: no reason to grow
                 verdict = stronger(verdict, HOLD_GROWTH)
+            if self.rest is not None and _missed(record, schedule.counts):
+                report = replace(report, sync_ms=self._on_target_ms(report))
         elif cadence.counts_windows:
             # times of 0 mean not measured, so the estimates stay
             report = WindowReport((0.0,) * len(record.counts), record.counts, 0.0, loss)
         else:
             return None
         return self.scheduler.update(schedule, report, verdict)
+
+    def _on_target_ms(self, report: WindowReport) -> float:
+        """Return a cost of synchronization that changes no anchor.
+
+        The exchange costs less while devices rest. Windows sized by that would be too short for
+        all, and change size with every trial.
+        """
+        return 0.75 * self.cadence.overhead_target * max(report.wall_ms)
+
+
+def _missed(record: WindowRecord, planned: Sequence[int]) -> bool:
+    """Return whether a device that the cadence has work for had none."""
+    return any(plan and not ran for plan, ran in zip(planned, record.counts, strict=True))
 
 
 def _timed(record: WindowRecord) -> bool:

@@ -54,7 +54,7 @@ class ElChe(Proportional[ElCheState]):
             two devices as a list or with a float first: ``(1, 2.3)`` says that device 1 is
             the slow one, ``[1, 2.3]`` and ``(1.0, 2.3)`` that device 1 is the fast one.
         rests: Whether devices of a kind may rest while the others are faster without them, see
-            `Rest`. Used only with devices of several kinds, whose gradients are combined as
+            `Rest`. Used only with devices in several lanes, whose gradients are combined as
             they are: without ``averaging``, or with a plain ``MeanGradient()``.
 
     Raises:
@@ -101,6 +101,7 @@ class ElChe(Proportional[ElCheState]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check.instance("ElChe", "rests", self.rests, bool)
         object.__setattr__(self, "speed_hint", checked_hint("ElChe", self.speed_hint))
 
     def for_kinds(self, kinds: Sequence[str]) -> "ElChe":

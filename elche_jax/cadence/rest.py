@@ -2,25 +2,29 @@
 
 A device costs what the others wait for its contribution, and whatever it shares with them: memory
 bandwidth, a power budget, the cores of a host. Only a trial shows the second. In a trial, blocks
-of windows with the devices and without them take turns, so that a machine whose speed drifts
-does not decide it.
+of windows with the devices and without them alternate, and every second pair of blocks in the other
+order, so that the drift of a machine's speed cancels.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+from elche_jax import _check as check
 from elche_jax.cadence.knobs import CheckedFields
 from elche_jax.cadence.window import WindowRecord
 
 CLEAR = 1.25
-"""Ratio of two speeds that needs no second pair of blocks."""
+"""Ratio of two speeds after which a trial ends that would change nothing."""
+
+FULL = 0.8
+"""Share of a planned count below which a window was cut short by the end of the data."""
 
 GROWTH = 1.25
 """Growth of windows after which the next trial waits: short windows say nothing of long ones."""
 
 SHARE = 0.005
-"""Share of the work that trials may cost."""
+"""Share of the work that trials may cost in the long run."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +34,15 @@ class Trial:
     Attributes:
         rests: Whether the devices rest in the present block.
         block: Microbatches per millisecond of the block's windows so far.
-        gains: For every pair of blocks, the speed without the devices over that with them.
-        other: Speed of the first block of a pair; None in that block.
-        windows: Windows of the trial so far in which the devices were not as before it.
+        speeds: Speeds of the blocks before it: a pair without and with the devices, a pair with
+            and without them, and so on; the first block is the one that differs from before.
+        other: Windows so far in which the devices were not as before the trial.
     """
 
     rests: bool
     block: tuple[float, ...] = ()
-    gains: tuple[float, ...] = ()
-    other: float | None = None
-    windows: int = 0
+    speeds: tuple[float, ...] = ()
+    other: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class RestState:
     Attributes:
         resting: For each group of devices, whether it rests.
         wait: Steady windows until the next trial.
-        pauses: For each group, windows between its last trial and the next one.
+        pauses: For each group, windows from its last trial to its next one.
         group: The group that is tried next, or now.
         trial: The trial; None between two.
         gain: Speed without the group that was tried last over the speed with it; None
@@ -76,19 +79,24 @@ class Rest(CheckedFields):
         gain = median of v without the devices / v with them
 
     the devices rest if ``gain > 1 + margin``, and work if ``gain < 1 - margin``; in between they
-    stay as they are. A pair beyond a ratio of 1.25 decides alone. After a trial that changed
-    nothing, the pause doubles; it is always long enough that the next trial costs about 0.5 % of
-    the work.
+    stay as they are. A pair beyond a ratio of 1.25 ends the trial if nothing would change. After a
+    trial that changed nothing, the pause doubles, and is so long that trials cost at most 0.5 %
+    of the work in the long run, unless it reached its bound.
 
     Attributes:
         groups: Ranks of the devices that rest together. One device at least is in none of them.
-        first: Steady windows before the first trial, at least 1, and after windows have grown by
-            a quarter, as they do until the exchange takes a small share of them.
-        pause: Steady windows after a trial, at least 1.
-        longest: Largest pause, except where a trial costs more.
+        first: Steady windows before the first trial of a run, at least 1, and after windows have
+            grown by a quarter, as they do until the exchange takes a small share of them.
+        pause: Steady windows after a trial that changed something, at least 1.
+        longest: Largest pause.
         windows: Windows of a block that count, at least 1. One before them does not.
-        pairs: Pairs of blocks in a trial, at least 1.
+        pairs: Pairs of blocks in a trial, at least 1; an even number cancels drift.
         margin: Smallest gain that counts, at least 0.
+
+    Raises:
+        TypeError: If a rank or a number is of the wrong type.
+        ValueError: If there is no group, a group is empty, a rank is below 0 or in two groups, or
+            a number is out of range.
 
     Examples:
         Two devices share a core, so that one is as fast as both:
@@ -99,7 +107,7 @@ class Rest(CheckedFields):
         ...     counts = rest.plan(state, (4, 4))
         ...     wall_ms = 44.0 if counts[1] else 20.0
         ...     record = WindowRecord(window, 0, counts, 64, counts, wall_ms, 1.0, 0.0, True)
-        ...     state = rest.update(state, record)
+        ...     state = rest.update(state, record, planned=(4, 4))
         >>> rest.plan(state, (4, 4)), round(state.gain, 2)
         ((4, 0), 1.1)
     """
@@ -109,26 +117,50 @@ class Rest(CheckedFields):
     pause: int = field(default=100, metadata={"low": 1})
     longest: int = field(default=3200, metadata={"low": 1})
     windows: int = field(default=3, metadata={"low": 1})
-    pairs: int = field(default=3, metadata={"low": 1})
+    pairs: int = field(default=4, metadata={"low": 1})
     margin: float = field(default=0.01, metadata={"low": 0})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        groups = check.items("Rest", "groups", self.groups, "sequences of ranks")
+        groups = tuple(check.integers("Rest", "groups", ranks, low=0) for ranks in groups)
+        ranks = [rank for group in groups for rank in group]
+        if not all(groups) or not groups or len(set(ranks)) != len(ranks):
+            rule = "hold at least one group, none of them empty, and no rank twice"
+            raise ValueError(check.message("Rest", "groups", rule, groups))
+        object.__setattr__(self, "groups", groups)
 
     def init(self) -> RestState:
         """Return the state before the first window: all devices work."""
         size = len(self.groups)
         return RestState((False,) * size, self.first, (self.pause,) * size)
 
+    def begin(self, state: RestState) -> RestState:
+        """Return the state at the start of a run, whose windows say nothing of the last one's."""
+        return replace(state, trial=None, largest=0, wait=max(self.first, state.wait))
+
     def plan(self, state: RestState, counts: Sequence[int]) -> tuple[int, ...]:
-        """Return the counts with 0 for devices that rest, or that a trial goes without."""
+        """Return the counts with 0 for devices that rest, or that a trial goes without.
+
+        If no work were left, all devices keep theirs.
+        """
         left = list(counts)
         for group, ranks in enumerate(self.groups):
             if self._rests(state, group):
                 for rank in ranks:
                     left[rank] = 0
-        return tuple(left)
+        return tuple(left) if any(left) else tuple(counts)
 
-    def update(self, state: RestState, record: WindowRecord) -> RestState:
-        """Return the state after a window. Windows whose times say nothing change nothing."""
-        if not record.steady or record.cold or record.wall_ms <= 0:
+    def update(self, state: RestState, record: WindowRecord, planned: Sequence[int]) -> RestState:
+        """Return the state after a window. Windows whose times say nothing change nothing.
+
+        Args:
+            state: The state.
+            record: The window.
+            planned: The counts that a window has if all devices work.
+        """
+        cut_short = any(0 < n < FULL * plan for n, plan in zip(record.counts, planned, strict=True))
+        if not record.steady or record.cold or record.wall_ms <= 0 or cut_short:
             return state
         if state.trial is not None:
             return self._continued(state, state.trial, record)
@@ -146,32 +178,32 @@ class Rest(CheckedFields):
 
     def _continued(self, state: RestState, trial: Trial, record: WindowRecord) -> RestState:
         idle = not any(record.counts[rank] for rank in self.groups[state.group])
-        if idle != state.resting[state.group]:
-            trial = replace(trial, windows=trial.windows + 1)
         if idle != trial.rests:  # planned before the block began
+            return state
+        rested = state.resting[state.group]
+        block = (*trial.block, sum(record.counts) / record.wall_ms)
+        trial = replace(trial, block=block, other=trial.other + (idle != rested))
+        if len(block) <= self.windows:
             return replace(state, trial=trial)
-        trial = replace(trial, block=(*trial.block, sum(record.counts) / record.wall_ms))
-        if len(trial.block) <= self.windows:
-            return replace(state, trial=trial)
-        speed = median(trial.block[1:])  # in the first one, devices fall asleep or wake up
-        if trial.other is None:
-            other = replace(trial, rests=not trial.rests, block=(), other=speed)
-            return replace(state, trial=other)
-        gain = speed / trial.other if trial.rests else trial.other / speed
-        gains = (*trial.gains, gain)
-        if len(gains) < self.pairs and 1 / CLEAR < gain < CLEAR:
-            # the second block of a pair is that before the trial, so the next begins as the first
-            again = Trial(not trial.rests, (), gains, None, trial.windows)
-            return replace(state, trial=again)
-        return self._decided(state, trial, median(gains))
+        # in the first one, devices fall asleep or wake up
+        speeds = (*trial.speeds, median(block[1:]))
+        gains = _gains(speeds, rested)
+        settles = gains and (gains[-1] > CLEAR if rested else gains[-1] < 1 / CLEAR)
+        if len(gains) == self.pairs or (len(speeds) % 2 == 0 and settles):
+            gain = gains[-1] if settles and len(gains) < self.pairs else median(gains)
+            return self._decided(state, trial, gain)
+        # off on, on off, off on, ...: two blocks in a row are alike
+        rests = not trial.rests if len(speeds) % 2 else trial.rests
+        return replace(state, trial=Trial(rests, (), speeds, trial.other))
 
     def _decided(self, state: RestState, trial: Trial, gain: float) -> RestState:
         group, rested = state.group, state.resting[state.group]
         rests = gain > 1 + self.margin or (rested and gain >= 1 - self.margin)
-        # what a trial loses in the windows of the worse half
-        lost = trial.windows * (1 - min(gain, 1 / gain))
-        pause = self.pause if rests != rested else min(2 * state.pauses[group], self.longest)
-        pause = max(pause, round(lost / SHARE))
+        pause = self.pause
+        if rests == rested:
+            # what a trial loses in the windows of the worse half
+            lost = trial.other * (1 - min(gain, 1 / gain)) * len(self.groups)
+            pause = min(max(2 * state.pauses[group], round(lost / SHARE)), self.longest)
         resting, pauses = list(state.resting), list(state.pauses)
         resting[group], pauses[group] = rests, pause
         return RestState(
@@ -183,3 +215,14 @@ class Rest(CheckedFields):
             gain=gain,
             largest=state.largest,
         )
+
+
+def _gains(speeds: Sequence[float], rested: bool) -> list[float]:
+    """Return for every pair of blocks the speed without the devices over that with them."""
+    gains = []
+    for at in range(0, len(speeds) - 1, 2):
+        changed, as_before = speeds[at : at + 2]
+        if at % 4:  # the other order
+            changed, as_before = as_before, changed
+        gains.append(as_before / changed if rested else changed / as_before)
+    return gains

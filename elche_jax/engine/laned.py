@@ -23,7 +23,13 @@ class Shard:
 
     device: jax.Device
     index: tuple[slice, ...]
-    data: jax.Array
+    owner: "Stacked"
+    rank: int
+
+    @property
+    def data(self) -> jax.Array:
+        """The entry, `(1, ...)`."""
+        return self.owner.addressable_data(self.rank)
 
 
 class Stacked(ABC):
@@ -68,15 +74,18 @@ class Stacked(ABC):
     @cached_property
     def addressable_shards(self) -> list[Shard]:
         """The entries of all devices, in rank order."""
-        rows = [self.addressable_data(rank) for rank in range(self.shape[0])]
         rest = (slice(None),) * (self.ndim - 1)
         return [
-            Shard(next(iter(row.devices())), (slice(rank, rank + 1), *rest), row)
-            for rank, row in enumerate(rows)
+            Shard(self.device_of(rank), (slice(rank, rank + 1), *rest), self, rank)
+            for rank in range(len(self))
         ]
 
+    @abstractmethod
+    def device_of(self, rank: int) -> jax.Device:
+        """Return the device of a rank's entry."""
+
     def devices(self) -> set[jax.Device]:
-        return set().union(*(array.devices() for array in self.arrays))
+        return {self.device_of(rank) for rank in range(len(self))}
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -94,6 +103,24 @@ class Stacked(ABC):
         self.copy_to_host_async()
         whole = np.concatenate([np.asarray(shard.data) for shard in self.addressable_shards])
         return whole if dtype is None else whole.astype(dtype)
+
+    def __bool__(self) -> bool:
+        return bool(np.asarray(self))  # NumPy's error, if there are several
+
+    def __eq__(self, other: object) -> Any:
+        return np.asarray(self) == np.asarray(other)  # by element, as arrays are compared
+
+    def __ne__(self, other: object) -> Any:
+        return np.asarray(self) != np.asarray(other)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # as of arrays
+
+    def __reduce__(self) -> Any:
+        """Pickle as an array of the host: devices cannot be pickled."""
+        return np.array, (np.asarray(self),)
+
+    def __copy__(self) -> "Stacked":
+        return self.map(lambda array: array)
 
     def tolist(self) -> Any:
         return np.asarray(self).tolist()
@@ -152,9 +179,17 @@ class LanedArray(Stacked):
         return [array for part in self.parts for array in arrays_of(part)]
 
     def addressable_data(self, rank: int) -> jax.Array:
+        part, at = self._place(rank)
+        return part.addressable_data(at)
+
+    def device_of(self, rank: int) -> jax.Device:
+        part, at = self._place(rank)
+        return devices_of(part)[at]
+
+    def _place(self, rank: int) -> tuple["StackedArray", int]:
         for part, ranks in zip(self.parts, self.ranks, strict=True):
             if rank in ranks:
-                return part.addressable_data(ranks.index(rank))
+                return part, ranks.index(rank)
         raise IndexError(f"rank {rank} is not one of {len(self)}")
 
     def map(self, fn: Callable[[jax.Array], jax.Array]) -> "LanedArray":
@@ -185,6 +220,10 @@ class LeadArray(Stacked):
         del rank
         return self.row
 
+    def device_of(self, rank: int) -> jax.Device:
+        del rank
+        return devices_of(self.row)[0]
+
     def map(self, fn: Callable[[jax.Array], jax.Array]) -> "LeadArray":
         return LeadArray(fn(self.row), self.world_size)
 
@@ -194,12 +233,17 @@ class LateArray(Stacked):
 
     Args:
         source: A stacked array whose first entry is the value.
-        size: Number of devices of the lane.
-        copies: Copies an entry `(1, ...)` to the devices of the lane, stacked.
+        lane: Devices of the lane.
+        copies: Copies an entry `(1, ...)` to them, stacked.
     """
 
-    def __init__(self, source: jax.Array, size: int, copies: Callable[[jax.Array], jax.Array]):
-        self._source, self._size, self._copies = source, size, copies
+    def __init__(
+        self,
+        source: jax.Array,
+        lane: Sequence[jax.Device],
+        copies: Callable[[jax.Array], jax.Array],
+    ):
+        self._source, self._lane, self._copies = source, tuple(lane), copies
 
     @cached_property
     def made(self) -> jax.Array:
@@ -208,24 +252,32 @@ class LateArray(Stacked):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self._size, *self._source.shape[1:])
+        return (len(self._lane), *self._source.shape[1:])
 
     @property
     def arrays(self) -> Sequence[jax.Array]:
         return (self.made if "made" in vars(self) else self._source,)
 
-    def devices(self) -> set[jax.Device]:
-        return self.made.devices()
+    def device_of(self, rank: int) -> jax.Device:
+        return self._lane[rank]
 
     def addressable_data(self, rank: int) -> jax.Array:
         return self.made.addressable_data(rank)
 
     def map(self, fn: Callable[[jax.Array], jax.Array]) -> "LateArray":
-        return LateArray(fn(self._source), self._size, self._copies)
+        return LateArray(fn(self._source), self._lane, self._copies)
 
 
 StackedArray = jax.Array | Stacked
 """A stacked array, over the devices of one lane or of several."""
+
+
+def devices_of(stacked: StackedArray) -> list[jax.Device]:
+    """Return the devices of a stacked array in the order of its entries, also of a deleted one."""
+    if isinstance(stacked, Stacked):
+        return [stacked.device_of(rank) for rank in range(len(stacked))]
+    placed = stacked.sharding.devices_indices_map(stacked.shape)
+    return sorted(placed, key=lambda device: placed[device][0].start or 0)
 
 
 def arrays_of(stacked: StackedArray) -> Sequence[jax.Array]:

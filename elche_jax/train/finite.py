@@ -187,7 +187,8 @@ class FiniteWatch:
     def _culprits(self, plan: WindowPlan, own: Any) -> dict[int, range]:
         """Count and return the ranks that were not finite, with their microbatches."""
         ends = np.cumsum(plan.counts) + plan.first
-        ranks = np.flatnonzero(~np.asarray(own)).tolist()
+        # a device at rest says what the lead says
+        ranks = [rank for rank in np.flatnonzero(~np.asarray(own)).tolist() if plan.counts[rank]]
         for rank in ranks:
             self.left_out[rank] += 1
         return {rank: range(int(ends[rank]) - plan.counts[rank], int(ends[rank])) for rank in ranks}

@@ -12,9 +12,10 @@ import optax
 from elche_jax import _check as check
 from elche_jax.averaging.fragments import assign_fragments
 from elche_jax.data.convert import check_plain
+from elche_jax.engine.devices import names_of
 from elche_jax.engine.gradient import GradientRule
-from elche_jax.engine.lane import Fleet
-from elche_jax.engine.laned import StackedArray
+from elche_jax.engine.lane import Fleet, Lane
+from elche_jax.engine.laned import LanedArray, LeadArray, StackedArray, devices_of
 from elche_jax.engine.local import LocalRule
 from elche_jax.engine.loss import describe
 from elche_jax.engine.merge import MergeRules, resolve_merge
@@ -149,6 +150,22 @@ def check_one_copy(where: str, argument: str, tree: PyTree) -> None:
             got = f"leaf {name} with those of {leaf.shape[0]} devices"
             todo = "Take one: elche_jax.unreplicate."
             raise ValueError(check.message(where, argument, "be one copy", got, todo))
+
+
+def check_place(state: TrainState, fleet: Fleet, cause: BaseException) -> None:
+    """Raise if a state is not on the devices of a training step, in this order and these lanes."""
+    lanes = None if isinstance(fleet, Lane) else tuple(lane.ranks for lane in fleet.in_lanes())
+    for path, leaf in named_leaves("train", "state", state):
+        if isinstance(leaf, LeadArray):
+            continue
+        devices, own = devices_of(leaf), leaf.ranks if isinstance(leaf, LanedArray) else None
+        if devices == list(fleet.devices) and own == lanes:
+            continue
+        rule = f"be on the devices of this training step ({', '.join(names_of(fleet.devices))})"
+        rule += ", in this order" + (" and these lanes" if devices == list(fleet.devices) else "")
+        got = f"leaf {jax.tree_util.keystr(path)} on {', '.join(names_of(devices))}"
+        todo = "Move it: elche_jax.replicate(elche_jax.unreplicate(state), train.devices)."
+        raise ValueError(check.message("train", "state", rule, got, todo)) from cause
 
 
 def _check_kept(name: str, leaf: Any) -> None:

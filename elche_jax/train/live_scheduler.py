@@ -245,6 +245,8 @@ class LiveScheduler:
             exchange: Bytes that each device exchanges per window.
             frozen: Bytes that frozen parameters save.
         """
+        with self._observing:
+            self._state = self._controller.begin(self._state)
         if self.timeline is not None:
             self.timeline.add(
                 RunEvent, devices=tuple(names), cadence=repr(self.cadence), windows=window,

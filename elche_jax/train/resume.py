@@ -1,7 +1,7 @@
 """Saving and restoring a run: its plain numbers, and states for other devices or options."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -28,12 +28,23 @@ logger = logging.getLogger("elche_jax")
 
 
 def run_to_dict(
-    scheduler: LiveScheduler, watch: FiniteWatch, divergence: DivergenceReader | None
+    kinds: Sequence[str],
+    scheduler: LiveScheduler,
+    watch: FiniteWatch,
+    divergence: DivergenceReader | None,
 ) -> dict[str, Any]:
-    """Return the run as plain numbers and an array of counts, for `restore_run`."""
+    """Return the run as plain numbers and an array of counts, for `restore_run`.
+
+    Args:
+        kinds: Kinds of the devices.
+        scheduler: Plans and records.
+        watch: Counts windows that are not finite.
+        divergence: Reads how far the devices drift apart; or None.
+    """
     state = scheduler.state
     keeps = isinstance(state.cadence, State)  # a user-defined state need not be serializable
     return {
+        "kinds": list(kinds),
         "cadence": state.to_dict() if keeps else None,
         "cadence_name": type(scheduler.cadence).__name__,
         "counts": scheduler.history_array,
@@ -46,14 +57,15 @@ def run_to_dict(
 
 
 def restore_run(
-    saved: Mapping[str, Any], world_size: int, scheduler: LiveScheduler, watch: FiniteWatch,
+    saved: Mapping[str, Any], kinds: Sequence[str], scheduler: LiveScheduler, watch: FiniteWatch,
     divergence: DivergenceReader | None,
 ) -> None:  # fmt: skip
     """Restore a run from the dict of `run_to_dict`.
 
-    Measurements on another number of devices, or by another cadence or one with other
-    arguments, do not apply here: they start afresh, and a log line says so.
+    Measurements on another number of devices or on devices of other kinds, by another cadence or
+    one with other arguments, do not apply here: they start afresh, and a log line says so.
     """
+    world_size, saved_kinds = len(kinds), saved.get("kinds", kinds)
     before = len(saved["left_out"])
     if before != world_size:
         logger.warning(
@@ -75,6 +87,12 @@ def restore_run(
             "elche: the checkpoint is of a run with %s, this one has %s: the cadence starts over.",
             saved["cadence_name"],
             name,
+        )
+    elif list(saved_kinds) != list(kinds) and len({*saved_kinds, *kinds}) > 1:
+        logger.warning(
+            "elche: the devices are of %s, the checkpoint's were of %s: the cadence starts over.",
+            ", ".join(kinds),
+            ", ".join(saved_kinds),
         )
     elif saved["cadence"] is None:
         logger.warning(

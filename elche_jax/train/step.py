@@ -20,7 +20,7 @@ from elche_jax.config import Recorder
 from elche_jax.data.order import Cursor
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import names_of
-from elche_jax.engine.lane import Fleet
+from elche_jax.engine.lane import Fleet, kinds_of
 from elche_jax.engine.loss import LossFn
 from elche_jax.engine.reductions import parameter_averager
 from elche_jax.engine.replicas import unreplicate
@@ -33,6 +33,7 @@ from elche_jax.train.divergence import divergence_reader
 from elche_jax.train.initial import (
     check_buffers,
     check_init,
+    check_place,
     initial_state,
     key_impl_of,
 )
@@ -345,6 +346,7 @@ class TrainStep:
                         "train: state must have the shapes of the one that TrainStep.init made "
                         f"last, got another: {differs}. Was it made for another model or optimizer?"
                     ) from error
+                check_place(state, self.fleet, error)
                 raise
             if not pipeline.late:  # reading the sums would wait for the late device
                 flight.sums = self._replica_check.launch(window.index, state, runner.replicated)
@@ -448,19 +450,19 @@ class TrainStep:
         `(windows, world_size)`), `divergence`, `skipped`, `left_out`, and the metrics that the
         next window reports of the last one.
         """
-        known = run_to_dict(self._scheduler, self._watch, self._divergence)
+        known = run_to_dict(kinds_of(self.devices), self._scheduler, self._watch, self._divergence)
         return known | {"unreported": rows_to_dict(self._runners.unreported)}
 
     def restore_run(self, saved: Mapping[str, Any]) -> None:
         """Restore a run from the dict of `run_to_dict`; call it after `init`.
 
-        On another number of devices, or with another cadence, measurements start afresh, and
-        a log line says so.
+        On devices of another number or of other kinds, or with another cadence, measurements
+        start afresh, and a log line says so.
 
         Args:
             saved: The dict.
         """
-        restore_run(saved, len(self.devices), self._scheduler, self._watch, self._divergence)
+        restore_run(saved, kinds_of(self.devices), self._scheduler, self._watch, self._divergence)
         self._runners.unreported = rows_of(saved.get("unreported"), len(self.devices))
 
     def report(self) -> RunReport:

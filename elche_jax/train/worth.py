@@ -52,14 +52,14 @@ class LaneWorth:
     def changed(self, before: RestState, after: RestState) -> None:
         """Log what a trial has changed."""
         assert self._rest is not None and after.gain is not None
-        for ranks, rested, rests in zip(
-            self._rest.groups, before.resting, after.resting, strict=True
+        for ranks, rested, rests, pause in zip(
+            self._rest.groups, before.resting, after.resting, after.pauses, strict=True
         ):
             if rests and not rested:
                 logger.warning(
                     "elche: %s rests: the other devices train %.1f %% faster without it. It is "
                     "tried again after %d windows.",
-                    named(self._kinds[ranks[0]], ranks), 100 * (after.gain - 1), after.wait,
+                    named(self._kinds[ranks[0]], ranks), 100 * (after.gain - 1), pause,
                 )  # fmt: skip
             if rested and not rests:
                 logger.warning(

@@ -1,5 +1,8 @@
 """Stacked arrays over several lanes, what moves them, and collectives by hand over them."""
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +13,7 @@ from marks import slow
 import elche_jax as elche
 from elche_jax.engine.devices import device_summary, fleet_of, names_of, summary_of
 from elche_jax.engine.lane import Lane, Lanes, kinds_of, lanes_of
-from elche_jax.engine.laned import LanedArray, LeadArray
+from elche_jax.engine.laned import LanedArray, LateArray, LeadArray
 
 ROWS = np.random.default_rng(0).normal(size=(3, 2, 4)).astype("float32")
 ROWS[0, 0, 0], ROWS[1, 0, 0] = -0.0, np.nan
@@ -369,3 +372,59 @@ def test_what_is_wrong_is_named(ddp):
         ddp.all_reduce_gradients({"n": ddp.fleet.put(np.int32([1, 2, 3]))})
     with pytest.raises(ValueError, match=r"^DDP\.sync_params: every leaf must be stacked"):
         ddp.sync_params({"w": elche.DDP(ddp.devices[:2]).replicate(np.ones(2))})
+
+
+# -- as arrays of NumPy
+
+
+@kinds
+def test_comparison_is_by_element(kind, lanes):
+    array, want = made(kind, lanes)
+    for other in (want, array.copy(), 1.0):
+        number = np.asarray(other)
+        np.testing.assert_array_equal(array == other, want == number)
+        np.testing.assert_array_equal(array != other, want != number)
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(array)
+
+
+@kinds
+def test_an_array_is_no_condition(kind, lanes):
+    with pytest.raises(ValueError, match="truth value of an array with more than one element"):
+        bool(made(kind, lanes)[0])
+
+
+@kinds
+def test_pickled_whatever_was_read_before(kind, lanes):
+    array, want = made(kind, lanes)
+    for _ in range(2):
+        loaded = pickle.loads(pickle.dumps(array))  # on the host
+        assert isinstance(loaded, np.ndarray) and loaded.tobytes() == want.tobytes()
+        assert len(array.addressable_shards) == 3
+    assert (
+        type(copy.copy(array)) is kind and np.asarray(copy.copy(array)).tobytes() == want.tobytes()
+    )
+
+
+def test_an_entry_that_is_read_later_is_like_the_others(lanes):
+    """Copies are made once an entry is read, not for where it lies."""
+    lead, rest = lanes.lanes
+    source, asked = lead.put(ROWS[[0, 2]]), []
+
+    def copies(row):
+        asked.append(row)
+        return rest.copies(row)
+
+    late = LateArray(source, rest.devices, copies)
+    whole = LanedArray([source, late], lanes.ranks)
+    assert whole.shape == ROWS.shape and whole.dtype == ROWS.dtype and whole.is_ready() is not None
+    assert (
+        whole.devices() == set(lanes.devices)
+        and repr(late) == "LateArray(shape=(1, 2, 4), dtype=float32)"
+    )
+    assert [shard.device for shard in whole.addressable_shards] == list(lanes.devices)
+    assert whole.copy().shape == ROWS.shape and not asked
+    want = ROWS[[0, 0, 2]]
+    assert np.asarray(whole).tobytes() == want.tobytes() and len(asked) == 1
+    assert np.asarray(whole.copy()).tobytes() == want.tobytes()
+    assert pickle.loads(pickle.dumps(whole)).tobytes() == want.tobytes()

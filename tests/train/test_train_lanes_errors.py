@@ -229,6 +229,50 @@ def test_a_copy_of_a_state_goes_on_the_same(averaging, kinds, mixed):
     assert ends[0] == ends[1]
 
 
+@pytest.mark.parametrize(
+    ("here", "there", "rule", "got"),
+    [
+        (
+            (0, 1, 2),
+            (1, 0, 2),
+            r"\(.*\(cpu\), .*\(twin\), .*\(cpu\)\), in this order",
+            r".*\(twin\), ",
+        ),
+        ((0, 1), (0, 2), r".* \(twin\)\), in this order", r"cpu:0, cpu:1|TFRT_CPU_0, TFRT_CPU_1"),
+        ((0, 2), (0, 1), r"\([^()]*\), in this order", r".*\(twin\)"),
+        ((0, 2), (2, 0), r"\([^()]*\), in this order", r".*_CPU_1, .*_CPU_0|cpu:1, cpu:0"),
+    ],
+)
+def test_a_state_on_other_devices(here, there, rule, got, mixed):
+    train, other = (build([mixed[at] for at in ranks]) for ranks in (here, there))
+    train.init(PARAMS)
+    state = other.init(PARAMS)
+    with (
+        train.windows(data(), 2) as windows,
+        pytest.raises(
+            ValueError,
+            match=rf"^train: state must be on the devices of this training step {rule}, got leaf "
+            rf"\.params\['w'\] on ({got}).*Move it: elche_jax\.replicate\(elche_jax\.unreplicate",
+        ),
+    ):
+        train(state, next(windows))
+    moved = elche.replicate(elche.unreplicate(other.init(PARAMS)), train.devices)
+    with train.windows(data(), 2) as windows:
+        moved, metrics = train(moved, next(windows))
+    assert np.isfinite(metrics["loss"])
+
+
+def test_a_state_of_other_lanes():
+    devices = jax.devices("cpu")[:2]
+    train, other = build(devices), build(devices, lanes=((0,), (1,)))
+    train.init(PARAMS)
+    with (
+        train.windows(data(), 2) as windows,
+        pytest.raises(ValueError, match="in this order and these lanes, got leaf"),
+    ):
+        train(other.init(PARAMS), next(windows))
+
+
 def test_a_state_of_fewer_devices(mixed):
     train, other = build(mixed), build(mixed[:2])
     train.init(PARAMS)

@@ -32,9 +32,9 @@ PyTree = Any
 class LanesRunner(WindowRunner):
     """Compiles and dispatches the programs of every lane.
 
-    If the rule lets devices rest, a lane takes part in the first window that has no work for it,
-    and in no other one: its contribution is that of the first, and its replicas are copies of
-    the lead's, made once they are read or the lane has work again. Such windows cost what
+    If the rule lets devices rest, a lane without work for a second window in a row takes no part
+    in it: its contribution is that of the first one, and its replicas are copies of the
+    lead's, made once they are read or the lane has work again. Such windows cost what
     they would without the lane.
 
     Attributes:
@@ -133,6 +133,8 @@ class LanesRunner(WindowRunner):
                 self.sums.put(carries)
             raise
         (_, new), metrics = window.agreed.result()
+        for at in self._idle.keys() - without_work:
+            del self._idle[at]  # memory for a gradient, on the lead
         for at in without_work - resting:
             self._idle[at] = [window.found[rank] for rank in lanes.ranks[at]]
         results = self._with_resting(dict(zip(working, done, strict=True)), carries)
@@ -144,9 +146,10 @@ class LanesRunner(WindowRunner):
         state = self._whole(whole, results)
         state = self._rule.join_lead(state, new)
         self._step = weakref.ref(state.step), step + 1
-        if interrupt is not None:  # raised once the loop has the new state
-            assert isinstance(launch.watch, LanesClock)
-            launch.watch.failed(interrupt)
+        if interrupt is not None:
+            if not isinstance(launch.watch, LanesClock):
+                raise interrupt  # of a run that was closed, which nobody asks for a next window
+            launch.watch.failed(interrupt)  # raised once the loop has the new state
         return state, metrics, lanes.join([result.token for result in results])
 
     def _without_work(self, calls: Sequence[Call]) -> set[int]:
@@ -179,7 +182,7 @@ class LanesRunner(WindowRunner):
         def late(at: int) -> Result:
             lane = lanes.lanes[at]
             state, trained = jax.tree.map(
-                lambda leaf: LateArray(leaf, lane.world_size, lane.copies),
+                lambda leaf: LateArray(leaf, lane.devices, lane.copies),
                 (lead.state, lead.trained),
             )
             # ready when the lead is: nobody waits for the copies
