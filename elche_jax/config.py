@@ -95,7 +95,7 @@ class DDPConfig:
         >>> from elche_jax import DDPConfig
         >>> DDPConfig(policy="cadence", speed_hint=(1, 2.3)).cadence_for(2, kinds=1)
         ... # doctest: +ELLIPSIS
-        ElChe(anchor=10, ..., speed_hint=(1, 2.3))
+        ElChe(anchor=10, ..., speed_hint=(1, 2.3), rests=True)
         >>> DDPConfig(max_anchor=0, anchor=4).cadence_for(3, kinds=1).total
         12
     """

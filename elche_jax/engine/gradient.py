@@ -172,7 +172,9 @@ class GradientRule(Rule):
 
     def reduction(self, state: TrainState) -> Reduction:
         del state
-        return Reduction(self.merge_rules, None, self.compression, self.device_loss)
+        return Reduction(
+            self.merge_rules, None, self.compression, self.device_loss, pending=self.pending > 0
+        )
 
     def reports(self, state: TrainState) -> dict[str, Any]:
         return {} if state.loss_scale is None else {"loss_scale": state.loss_scale.scale}

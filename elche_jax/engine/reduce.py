@@ -97,12 +97,15 @@ class Reduction:
         weigh: Weights the devices; None for the mean over all their work.
         compression: Type of the payload on the wire.
         device_loss: Whether the metrics hold each device's own loss.
+        pending: Whether the payload is of an earlier window and the sums are of those that ran
+            last: a copy of an older state then brings another amount of work than the sums say.
     """
 
     merge: MergeRules
     weigh: Weigh | None = None
     compression: Compression | None = None
     device_loss: bool = False
+    pending: bool = False
 
     def __call__(
         self, axis: Axis, contributions: PerDevice, window: Any
@@ -124,16 +127,16 @@ class Reduction:
         )
         if self.weigh is None:
             weight = axis.each(lambda one: one.row[0], contributions)
-            # with windows pending, `weight` of the sums is that of the window that ran last: a copy
-            # of an older state brings its own amount
-            sums = axis.each(lambda one: one.sums | {"amount": one.row[0]}, contributions)
+            if self.pending:
+                sums = axis.each(lambda one: one.sums | {"amount": one.row[0]}, contributions)
             totals, moved, total = self._sums(axis, payload, sums, state, weight, None)
             metrics = _metrics(totals, xp) | self._by_device(axis, sums)
-            scale = _scale(totals["amount"], xp)
+            amount = totals["amount" if self.pending else "weight"]
+            scale = _scale(amount, xp)
             merged, spread = self._merged(axis, state, [x * scale for x in moved], weight)
             mean = Mean(
                 [x * scale for x in total], merged, [x * scale for x in spread],
-                totals["amount"] > 0, metrics["finite"], xp.bool_(True), metrics["loss"],
+                amount > 0, metrics["finite"], xp.bool_(True), metrics["loss"],
             )  # fmt: skip
             return mean, metrics
         rows = Row(*axis.rows(axis.each(lambda one: one.row, contributions)).T)

@@ -64,8 +64,8 @@ class Ready(Stacked):
             Shard(device, clock, ready, error) for device, ready in zip(DEVICES, times, strict=True)
         ]
 
-    def devices(self):
-        return set(DEVICES)
+    def device_of(self, rank):
+        return DEVICES[rank]
 
     def addressable_data(self, rank):
         return self._shards[rank]
