@@ -110,7 +110,7 @@ class Controller:
         return self.rest.plan(state.rest, counts)
 
     def begin(self, state: ControllerState) -> ControllerState:
-        """Return the state at the start of a run, or of its continuation on other data."""
+        """Return the state at the start of a new run."""
         if self.rest is None or state.rest is None:
             return state
         return replace(state, rest=self.rest.begin(state.rest))
@@ -178,8 +178,12 @@ class Controller:
             if record.cold and cadence.overhead_target:
                 # the first synchronisation costs more than later ones: no reason to grow
                 verdict = stronger(verdict, HOLD_GROWTH)
-            if self.rest is not None and _missed(record, schedule.counts):
-                report = replace(report, sync_ms=self._on_target_ms(report))
+            if (
+                self.rest is not None
+                and cadence.overhead_target
+                and _missed(report, schedule.counts)
+            ):
+                report = replace(report, sync_ms=self._on_target_ms(report, schedule.counts))
         elif cadence.counts_windows:
             # times of 0 mean not measured, so the estimates stay
             report = WindowReport((0.0,) * len(record.counts), record.counts, 0.0, loss)
@@ -187,18 +191,23 @@ class Controller:
             return None
         return self.scheduler.update(schedule, report, verdict)
 
-    def _on_target_ms(self, report: WindowReport) -> float:
-        """Return a cost of synchronization that changes no anchor.
+    def _on_target_ms(self, report: WindowReport, planned: Sequence[int]) -> float:
+        """Return a cost of synchronization that changes no anchor, see `rescale_sync`.
 
         The exchange costs less while devices rest. Windows sized by that would be too short for
         all, and change size with every trial.
         """
-        return 0.75 * self.cadence.overhead_target * max(report.wall_ms)
+        as_planned = (
+            wall * plan / ran
+            for wall, plan, ran in zip(report.wall_ms, planned, report.counts, strict=True)
+            if ran > 0
+        )
+        return 0.75 * self.cadence.overhead_target * max(as_planned)
 
 
-def _missed(record: WindowRecord, planned: Sequence[int]) -> bool:
+def _missed(report: WindowReport, planned: Sequence[int]) -> bool:
     """Return whether a device that the cadence has work for had none."""
-    return any(plan and not ran for plan, ran in zip(planned, record.counts, strict=True))
+    return any(plan and not ran for plan, ran in zip(planned, report.counts, strict=True))
 
 
 def _timed(record: WindowRecord) -> bool:

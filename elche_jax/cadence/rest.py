@@ -20,6 +20,9 @@ CLEAR = 1.25
 FULL = 0.8
 """Share of a planned count below which a window was cut short by the end of the data."""
 
+PATIENCE = 10
+"""Times the length of a block after which a trial ends in which that many windows say nothing."""
+
 GROWTH = 1.25
 """Growth of windows after which the next trial waits: short windows say nothing of long ones."""
 
@@ -37,12 +40,14 @@ class Trial:
         speeds: Speeds of the blocks before it: a pair without and with the devices, a pair with
             and without them, and so on; the first block is the one that differs from before.
         other: Windows so far in which the devices were not as before the trial.
+        ignored: Windows since the block began that say nothing about it.
     """
 
     rests: bool
     block: tuple[float, ...] = ()
     speeds: tuple[float, ...] = ()
     other: int = 0
+    ignored: int = 0
 
 
 @dataclass(frozen=True)
@@ -160,10 +165,16 @@ class Rest(CheckedFields):
             planned: The counts that a window has if all devices work.
         """
         cut_short = any(0 < n < FULL * plan for n, plan in zip(record.counts, planned, strict=True))
-        if not record.steady or record.cold or record.wall_ms <= 0 or cut_short:
+        if not record.steady or record.cold or record.wall_ms <= 0:
             return state
         if state.trial is not None:
+            idle = not any(record.counts[rank] for rank in self.groups[state.group])
+            # the second: planned before the block began
+            if cut_short or idle != state.trial.rests:
+                return self._ignored(state, state.trial)
             return self._continued(state, state.trial, record)
+        if cut_short:
+            return state
         size = sum(record.counts)
         if size > GROWTH * state.largest:
             return replace(state, wait=max(state.wait, self.first), largest=size)
@@ -176,22 +187,25 @@ class Rest(CheckedFields):
             return state.trial.rests
         return state.resting[group]
 
+    def _ignored(self, state: RestState, trial: Trial) -> RestState:
+        """Count a window that says nothing; too many of them end the trial without a result."""
+        if trial.ignored < PATIENCE * (self.windows + 1):
+            return replace(state, trial=replace(trial, ignored=trial.ignored + 1))
+        return self._paused(state, state.resting, min(2 * state.pauses[state.group], self.longest))
+
     def _continued(self, state: RestState, trial: Trial, record: WindowRecord) -> RestState:
-        idle = not any(record.counts[rank] for rank in self.groups[state.group])
-        if idle != trial.rests:  # planned before the block began
-            return state
         rested = state.resting[state.group]
         block = (*trial.block, sum(record.counts) / record.wall_ms)
-        trial = replace(trial, block=block, other=trial.other + (idle != rested))
+        trial = replace(trial, block=block, other=trial.other + (trial.rests != rested))
         if len(block) <= self.windows:
             return replace(state, trial=trial)
         # in the first one, devices fall asleep or wake up
         speeds = (*trial.speeds, median(block[1:]))
         gains = _gains(speeds, rested)
-        settles = gains and (gains[-1] > CLEAR if rested else gains[-1] < 1 / CLEAR)
-        if len(gains) == self.pairs or (len(speeds) % 2 == 0 and settles):
-            gain = gains[-1] if settles and len(gains) < self.pairs else median(gains)
-            return self._decided(state, trial, gain)
+        kept = [gain if rested else 1 / gain for gain in gains]  # above 1: better as before
+        settles = len(speeds) % 2 == 0 and min(kept) > 1 and kept[-1] > CLEAR
+        if len(gains) == self.pairs or settles:
+            return self._decided(state, trial, median(gains))
         # off on, on off, off on, ...: two blocks in a row are alike
         rests = not trial.rests if len(speeds) % 2 else trial.rests
         return replace(state, trial=Trial(rests, (), speeds, trial.other))
@@ -204,17 +218,18 @@ class Rest(CheckedFields):
             # what a trial loses in the windows of the worse half
             lost = trial.other * (1 - min(gain, 1 / gain)) * len(self.groups)
             pause = min(max(2 * state.pauses[group], round(lost / SHARE)), self.longest)
-        resting, pauses = list(state.resting), list(state.pauses)
-        resting[group], pauses[group] = rests, pause
-        return RestState(
-            tuple(resting),
-            # groups take turns
-            wait=max(1, pause // len(self.groups)),
-            pauses=tuple(pauses),
-            group=(group + 1) % len(self.groups),
-            gain=gain,
-            largest=state.largest,
-        )
+        resting = list(state.resting)
+        resting[group] = rests
+        return self._paused(replace(state, gain=gain), tuple(resting), pause)
+
+    def _paused(self, state: RestState, resting: tuple[bool, ...], pause: int) -> RestState:
+        """Return the state after a trial; groups take turns."""
+        pauses, groups = list(state.pauses), len(self.groups)
+        pauses[state.group] = pause
+        return replace(
+            state, resting=resting, wait=max(1, pause // groups), pauses=tuple(pauses),
+            group=(state.group + 1) % groups, trial=None,
+        )  # fmt: skip
 
 
 def _gains(speeds: Sequence[float], rested: bool) -> list[float]:

@@ -17,7 +17,7 @@ import numpy as np
 PyTree = Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shard:
     """One device's entry of a stacked array; attributes as those of `jax.Shard`."""
 
@@ -108,9 +108,13 @@ class Stacked(ABC):
         return bool(np.asarray(self))  # NumPy's error, if there are several
 
     def __eq__(self, other: object) -> Any:
+        if not isinstance(other, COMPARED):
+            return NotImplemented
         return np.asarray(self) == np.asarray(other)  # by element, as arrays are compared
 
     def __ne__(self, other: object) -> Any:
+        if not isinstance(other, COMPARED):
+            return NotImplemented
         return np.asarray(self) != np.asarray(other)
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # as of arrays
@@ -120,7 +124,7 @@ class Stacked(ABC):
         return np.array, (np.asarray(self),)
 
     def __copy__(self) -> "Stacked":
-        return self.map(lambda array: array)
+        return self.copy()
 
     def tolist(self) -> Any:
         return np.asarray(self).tolist()
@@ -267,6 +271,9 @@ class LateArray(Stacked):
     def map(self, fn: Callable[[jax.Array], jax.Array]) -> "LateArray":
         return LateArray(fn(self._source), self._lane, self._copies)
 
+
+COMPARED = (Stacked, jax.Array, np.ndarray, np.generic, int, float, complex, list, tuple)
+"""What stacked arrays are compared with by element."""
 
 StackedArray = jax.Array | Stacked
 """A stacked array, over the devices of one lane or of several."""

@@ -153,16 +153,19 @@ def check_one_copy(where: str, argument: str, tree: PyTree) -> None:
 
 
 def check_place(state: TrainState, fleet: Fleet, cause: BaseException) -> None:
-    """Raise if a state is not on the devices of a training step, in this order and these lanes."""
-    lanes = None if isinstance(fleet, Lane) else tuple(lane.ranks for lane in fleet.in_lanes())
+    """Raise if a state is not on the devices of a training step, in this order.
+
+    States of other lanes are taken over lanes, but not in one lane.
+    """
     for path, leaf in named_leaves("train", "state", state):
         if isinstance(leaf, LeadArray):
             continue
-        devices, own = devices_of(leaf), leaf.ranks if isinstance(leaf, LanedArray) else None
-        if devices == list(fleet.devices) and own == lanes:
+        devices = devices_of(leaf)
+        other_lanes = isinstance(fleet, Lane) and isinstance(leaf, LanedArray)
+        if devices == list(fleet.devices) and not other_lanes:
             continue
         rule = f"be on the devices of this training step ({', '.join(names_of(fleet.devices))})"
-        rule += ", in this order" + (" and these lanes" if devices == list(fleet.devices) else "")
+        rule += ", in this order" + (" and one lane" if devices == list(fleet.devices) else "")
         got = f"leaf {jax.tree_util.keystr(path)} on {', '.join(names_of(devices))}"
         todo = "Move it: elche_jax.replicate(elche_jax.unreplicate(state), train.devices)."
         raise ValueError(check.message("train", "state", rule, got, todo)) from cause

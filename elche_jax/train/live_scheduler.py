@@ -195,7 +195,8 @@ class LiveScheduler:
                     self._check_numbers(name, values)
         # `knows` then looks for speeds in the state, as a saved one may have none
         with self._observing:
-            self._state = replace(self._state, schedule=state, told=False)
+            restored = replace(self._state, schedule=state, told=False)
+            self._state = self._controller.begin(restored)
 
     def _check_numbers(self, name: str, values: tuple[Any, ...]) -> None:
         where = self._where
@@ -224,10 +225,9 @@ class LiveScheduler:
             self._records.clear()
             # a new run keeps the speeds, but not the verdict on the previous one
             self._recorded_verdict = STABLE
-            before = self._state
-            self._state = ControllerState(
-                before.schedule, self._world_size, tuple(divergence), rest=before.rest
-            )
+            before, seen = self._state, tuple(divergence)
+            new = ControllerState(before.schedule, self._world_size, seen, rest=before.rest)
+            self._state = self._controller.begin(new)
             self._history = array("q", () if history is None else history.ravel().tolist())
 
     def plan(self, window: int) -> tuple[int, ...]:
@@ -245,8 +245,6 @@ class LiveScheduler:
             exchange: Bytes that each device exchanges per window.
             frozen: Bytes that frozen parameters save.
         """
-        with self._observing:
-            self._state = self._controller.begin(self._state)
         if self.timeline is not None:
             self.timeline.add(
                 RunEvent, devices=tuple(names), cadence=repr(self.cadence), windows=window,

@@ -88,7 +88,7 @@ def restore_run(
             saved["cadence_name"],
             name,
         )
-    elif list(saved_kinds) != list(kinds) and len({*saved_kinds, *kinds}) > 1:
+    elif scheduler.cadence.estimates and _told_apart(saved_kinds, kinds):
         logger.warning(
             "elche: the devices are of %s, the checkpoint's were of %s: the cadence starts over.",
             ", ".join(kinds),
@@ -105,6 +105,11 @@ def restore_run(
             scheduler.restore(saved["cadence"])
         except (TypeError, ValueError) as error:  # for example, built with other arguments
             logger.warning("elche: the cadence starts over: %s", error)
+
+
+def _told_apart(before: Sequence[str], now: Sequence[str]) -> bool:
+    """Return whether speeds by rank are those of other kinds: relative ones say nothing then."""
+    return list(before) != list(now) and max(len(set(before)), len(set(now))) > 1
 
 
 def join_devices(

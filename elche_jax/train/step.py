@@ -346,7 +346,8 @@ class TrainStep:
                         "train: state must have the shapes of the one that TrainStep.init made "
                         f"last, got another: {differs}. Was it made for another model or optimizer?"
                     ) from error
-                check_place(state, self.fleet, error)
+                if isinstance(error, Exception):
+                    check_place(state, self.fleet, error)
                 raise
             if not pipeline.late:  # reading the sums would wait for the late device
                 flight.sums = self._replica_check.launch(window.index, state, runner.replicated)

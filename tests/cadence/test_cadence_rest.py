@@ -204,6 +204,29 @@ def test_ends_of_epochs_decide_nothing(epoch):
     assert set(seen) == {(False,)}
 
 
+def test_a_trial_that_learns_nothing_ends():
+    """An epoch of 0.75 of a plan: with the device at work, every window is cut short."""
+    rest = Rest(((2,),))
+    job, state, seen = Job(rest), replace(rest.init(), resting=(True,)), []
+    for number in range(4000):
+        counts = rest.plan(state, PLAN)
+        counts = (4, 2, 2) if counts[2] else counts
+        state = rest.update(state, job.record(number, counts), PLAN)
+        seen.append(counts)
+    assert state.resting == (True,) and state.gain is None and state.pauses == (3200,)
+    assert sum(counts[2] > 0 for counts in seen) < 0.1 * len(seen)
+
+
+def test_a_clear_pair_does_not_end_a_trial_in_which_another_one_differs():
+    """The second block of the second pair is disturbed."""
+    rest = Rest(((2,),))
+    slowed = 1 - gain_without(0, 2) / 1.1
+    clean = Job(rest, (0, 0, slowed)).run(120)[1]
+    pair = next(at for at, one in enumerate(clean) if one.trial and len(one.trial.speeds) == 3)
+    job = Job(rest, (0, 0, slowed), noise=lambda n: 0.6 if pair <= n - 2 < pair + 4 else 1.0)
+    assert job.run(120)[1][-1].resting == (True,)
+
+
 def test_a_new_run_is_not_compared_with_the_last_one():
     rest = Rest(((1,),))
     job = Job(rest, (0, 0.5, 0))
@@ -292,6 +315,28 @@ def test_the_controller_plans_without_devices_at_rest():
     assert min(state.schedule.counts) == 4, "the exchange costs less at rest: no shorter windows"
     without = drive(Controller(ElChe(anchor=4)), job, 200)
     assert without.rest is None and min(without.schedule.counts) > 0
+
+
+@pytest.mark.parametrize("cut", [None, 1.5, 3.0, 10.0])
+def test_windows_keep_their_length_while_devices_rest(cut):
+    """Whatever the exchange costs then, and however short the last window of an epoch is."""
+    controller = Controller(ElChe(anchor=2, overhead_target=0.1), rest=Rest(((1,),)))
+    state = controller.init(2)
+    cadence = replace(
+        state.schedule.cadence, anchor=40, counts=(400, 40), ms_per_batch=(1.0, 10.0),
+        calibrated=True,
+    )  # fmt: skip
+    schedule = replace(state.schedule, settled=True, cadence=cadence)
+    state = replace(state, schedule=schedule, rest=replace(state.rest, resting=(True,), wait=999))
+    for window in range(100):
+        counts = controller.plan(state, window)
+        if cut is not None and window % 10 == 9:
+            counts = (int(counts[0] / cut), 0)
+        wall_ms = float(counts[0])
+        busy_ms = (wall_ms, 0.0)
+        record = WindowRecord(window, 0, counts, 64, busy_ms, wall_ms + 1, 1.0, 0.0, True)
+        state = controller.observe(state, record)
+    assert state.schedule.cadence.anchor == 40 and controller.plan(state, 100) == (400, 0)
 
 
 def test_a_script_is_followed_to_the_letter():

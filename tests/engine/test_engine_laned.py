@@ -384,6 +384,9 @@ def test_comparison_is_by_element(kind, lanes):
         number = np.asarray(other)
         np.testing.assert_array_equal(array == other, want == number)
         np.testing.assert_array_equal(array != other, want != number)
+    assert (array == None) is False and (array != "x") is True  # noqa: E711  # what is tested
+    shards = array.addressable_shards
+    assert shards[0] == shards[0] != shards[1] and len(set(shards)) == 3
     with pytest.raises(TypeError, match="unhashable"):
         hash(array)
 

@@ -268,7 +268,7 @@ def test_a_state_of_other_lanes():
     train.init(PARAMS)
     with (
         train.windows(data(), 2) as windows,
-        pytest.raises(ValueError, match="in this order and these lanes, got leaf"),
+        pytest.raises(ValueError, match="in this order and one lane, got leaf"),
     ):
         train(other.init(PARAMS), next(windows))
 
