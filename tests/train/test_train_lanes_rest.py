@@ -14,8 +14,9 @@ from test_train_lanes import BATCH, PARAMS, all_bytes, assert_trained, plain_los
 import elche_jax as elche
 from elche_jax.engine.gradient import GradientRule
 from elche_jax.engine.lane import Lanes
-from elche_jax.engine.laned import LanedArray, LateArray
+from elche_jax.engine.laned import LanedArray, LateArray, LeadArray
 from elche_jax.engine.lanes.window import LanesWindow
+from elche_jax.engine.runner import Launch
 
 RESTS = [(2, 3, 1), (2, 0, 1), (2, 0, 1), (1, 0, 3), (2, 2, 1), (1, 0, 1), (2, 0, 2), (3, 1, 1)]
 """Of the second device, the only one of its lane."""
@@ -220,12 +221,19 @@ def test_a_new_run_begins_with_nobody_at_rest(mixed, ran):
         elche.check_replicas(state)
 
 
-def test_the_times_are_those_of_the_devices_with_work(mixed):
+def test_a_lane_at_rest_has_nothing_to_be_timed(mixed, monkeypatch):
+    """It is done when the window is dispatched, and the window when the others are."""
+    passed, launch = [], Launch.__call__
+
+    def noted(self, token, ranks=None):
+        if ranks == (1,):
+            passed.append((self.number - 1, isinstance(token, LeadArray) and token.is_ready()))
+        launch(self, token, ranks)
+
+    monkeypatch.setattr(Launch, "__call__", noted)
     _, _, step = train(mixed)
-    for record in step.records:
-        if record.window in AT_REST:
-            # it waits from the dispatch to the end of the lead's window
-            assert record.busy_ms[1] < min(record.busy_ms[0], record.busy_ms[2])
+    assert dict(passed) == {at: at in AT_REST for at in range(len(RESTS))}
+    assert [record.counts for record in step.records] == RESTS
 
 
 def test_a_lane_at_rest_is_not_blamed_for_the_lead(mixed):
