@@ -100,6 +100,13 @@ def twins() -> list[jax.Device]:
 
 
 @pytest.fixture
+def mixed(twins: list[jax.Device]) -> list[jax.Device]:
+    """Two devices of JAX's own client, and one of another between them."""
+    cpus = jax.devices("cpu")
+    return [cpus[0], twins[0], cpus[1]]
+
+
+@pytest.fixture
 def devices4() -> list[jax.Device]:
     """The first four devices."""
     return jax.devices()[:4]

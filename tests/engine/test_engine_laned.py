@@ -20,13 +20,6 @@ ROWS[0, 0, 0], ROWS[1, 0, 0] = -0.0, np.nan
 
 
 @pytest.fixture
-def mixed(twins):
-    """Two devices of JAX's own client, and one of another between them."""
-    cpus = jax.devices("cpu")
-    return [cpus[0], twins[0], cpus[1]]
-
-
-@pytest.fixture
 def lanes(mixed):
     return lanes_of(mixed)
 

@@ -43,13 +43,6 @@ def plain_loss(params, batch, rng):
     return jnp.mean((jnp.tanh(batch["x"] @ params["a"]) @ params["b"] - batch["y"]) ** 2)
 
 
-@pytest.fixture
-def mixed(twins):
-    """Two devices of JAX's own client, and one of another between them."""
-    cpus = jax.devices("cpu")
-    return [cpus[0], twins[0], cpus[1]]
-
-
 def run(
     devices, counts=COUNTS, *, loss=loss_fn, tx=None, params=PARAMS, model_state=None,
     rows=None, placement="stream", shuffle=True, each=None, **options,

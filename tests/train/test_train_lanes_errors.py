@@ -20,13 +20,6 @@ from elche_jax.engine.lanes.window import LanesWindow
 from elche_jax.engine.runner import Launch
 
 
-@pytest.fixture
-def mixed(twins):
-    """Two devices of JAX's own client, and one of another between them."""
-    cpus = jax.devices("cpu")
-    return [cpus[0], twins[0], cpus[1]]
-
-
 class Fixed(elche.Cadence):
     """Always the same counts."""
 

@@ -39,12 +39,6 @@ def one_device(**options):
 
 
 @pytest.fixture
-def mixed(twins):
-    cpus = jax.devices("cpu")
-    return [cpus[0], twins[0], cpus[1]]
-
-
-@pytest.fixture
 def ran(monkeypatch):
     """For every window the lanes that took part."""
     windows, run_lane = [], LanesWindow.run

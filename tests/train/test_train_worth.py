@@ -14,12 +14,6 @@ from elche_jax.engine.lane import lanes_of
 from elche_jax.train.worth import WINDOWS, LaneWorth
 
 
-@pytest.fixture
-def mixed(twins):
-    cpus = jax.devices("cpu")
-    return [cpus[0], twins[0], cpus[1]]
-
-
 def lines_of(devices, counts, sync_ms, caplog, windows=WINDOWS, **changes):
     worth = LaneWorth(lanes_of(devices))
     record = WindowRecord(0, 0, counts, 64, (90.0,) * len(counts), 100.0, sync_ms, 0.0, True)

@@ -15,13 +15,6 @@ from elche_jax.engine.devices import names_of
 COUNTS = [(2, 1, 1), (1, 2, 2), (0, 3, 1), (1, 1, 1)]
 
 
-@pytest.fixture
-def mixed(twins):
-    """Two devices of JAX's own client, and one of another between them."""
-    cpus = jax.devices("cpu")
-    return [cpus[0], twins[0], cpus[1]]
-
-
 def replay(world=3):
     rows = COUNTS if world == 3 else [(sum(row),) for row in COUNTS]
     return elche.Replay(rows * 20)

@@ -111,17 +111,11 @@ class LanesRunner(WindowRunner):
         lead = entries_of((thin, held), self._lead)
         ending = self._compiled.ending(step % len(self._compiled.parts))
         pending, summed = self._program.pending > 0, self._compiled.summed
-        found = {
-            rank: made
-            for at in resting
-            for rank, made in zip(lanes.ranks[at], self._idle[at], strict=True)
-        }
+        found = self._begin_resting(resting, launch)
         working = [at for at in range(len(lanes.lanes)) if at not in resting]
         window = LanesWindow(
             lanes, ending, pending, summed, lead, launch, drivers, found, len(working)
         )
-        for at in resting:
-            launch(LeadArray(self._nothing, len(lanes.ranks[at])), lanes.ranks[at])
         try:
             works = [(at, self._work(at, whole, carries, calls)) for at in working]
             parts = [drivers.dispatch(at, partial(window.run, at, work)) for at, work in works]
@@ -133,10 +127,8 @@ class LanesRunner(WindowRunner):
                 self.sums.put(carries)
             raise
         (_, new), metrics = window.agreed.result()
-        for at in self._idle.keys() - without_work:
-            del self._idle[at]  # memory for a gradient, on the lead
-        for at in without_work - resting:
-            self._idle[at] = [window.found[rank] for rank in lanes.ranks[at]]
+        # nothing is kept of a lane with work: it would be memory for a gradient, on the lead
+        self._idle = {at: [window.found[rank] for rank in lanes.ranks[at]] for at in without_work}
         results = self._with_resting(dict(zip(working, done, strict=True)), carries)
         # what the programs have not taken over is given up here
         for leaf in jax.tree.leaves((thin, held)):
@@ -162,6 +154,15 @@ class LanesRunner(WindowRunner):
             for at, lane in enumerate(self._lanes.lanes)
             if lane is not self._lanes.lead and busy.isdisjoint(lane.ranks)
         }
+
+    def _begin_resting(self, resting: set[int], launch: Launch) -> dict[int, Contribution]:
+        """Tell the clock of lanes at rest; return by rank what they contribute."""
+        found: dict[int, Contribution] = {}
+        for at in resting:
+            ranks = self._lanes.ranks[at]
+            launch(LeadArray(self._nothing, len(ranks)), ranks)
+            found.update(zip(ranks, self._idle[at], strict=True))
+        return found
 
     def _work(self, at: int, whole: TrainState, carries: PyTree, calls: Sequence[Call]) -> Work:
         lanes, steps = self._lanes, []
