@@ -151,13 +151,18 @@ class Lanes(Fleet):
         return tuple(lane.ranks for lane in self.lanes)
 
     @cached_property
-    def lead(self) -> Lane:
-        """The lane whose first device computes what all devices agree on.
+    def leads(self) -> tuple[int, ...]:
+        """Indices of the lanes in the order in which they lead: accelerators are the faster ones.
 
-        The first lane of accelerators, as they are the faster ones; without any, the first lane.
+        The first device of the lane that leads computes what all devices agree on.
         """
-        fast = [lane for lane in self.lanes if lane.devices[0].platform != "cpu"]
-        return (*fast, *self.lanes)[0]
+        lanes = range(len(self.lanes))
+        return tuple(sorted(lanes, key=lambda at: self.lanes[at].devices[0].platform == "cpu"))
+
+    @property
+    def lead(self) -> Lane:
+        """The lane that leads unless it rests."""
+        return self.lanes[self.leads[0]]
 
     def mapped(self, fn: PerDevice, donate: tuple[int, ...] = ()) -> "MappedLanes":
         # `Mapped` makes a function object per lane: the key of JAX's caches lacks the kind of the

@@ -13,7 +13,6 @@ from test_train_lanes import BATCH, PARAMS, all_bytes, assert_trained, plain_los
 
 import elche_jax as elche
 from elche_jax.engine.gradient import GradientRule
-from elche_jax.engine.lane import Lanes
 from elche_jax.engine.laned import LanedArray, LateArray, LeadArray
 from elche_jax.engine.lanes.window import LanesWindow
 from elche_jax.engine.runner import Launch
@@ -162,9 +161,8 @@ def test_the_old_state_is_given_up_as_always(mixed):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(states[-1]))
 
 
-def test_the_first_device_may_rest(monkeypatch, tmp_path):
-    """Whatever takes one copy takes that of the first device, also onto the disk."""
-    monkeypatch.setattr(Lanes, "lead", property(lambda lanes: lanes.lanes[-1]))
+def test_what_takes_one_copy_takes_that_of_a_first_device_at_rest(tmp_path):
+    """Also onto the disk."""
     counts, devices = [(0, 2, 1)] * 3, jax.devices("cpu")[:3]
 
     def build():
@@ -190,10 +188,106 @@ def test_the_first_device_may_rest(monkeypatch, tmp_path):
     assert all_bytes(restored) == all_bytes(state)
 
 
-def test_nobody_rests_who_leads(ran):
-    counts = [(0, 2, 1)] * 3
-    run(jax.devices("cpu")[:3], counts, rows=rows(counts), lanes=((0,), (1, 2)))
-    assert len(ran) == 6
+# -- the lead follows the work
+
+
+LEADS = [(2, 3, 1), (0, 3, 0), (0, 3, 0), (0, 1, 0), (1, 2, 0), (1, 0, 1), (0, 2, 0), (0, 2, 0)]
+"""Of the first and the third device, which share a lane; the second one has the other lane."""
+LED = [0, 1, 1, 1, 0, 0, 1, 1]
+"""The rank that leads."""
+
+
+def led(state):
+    (device,) = {leaf.devices().pop() for leaf in jax.tree.leaves(state.opt_state)}
+    return device
+
+
+@pytest.mark.parametrize("tx", [optax.adam(1e-2), optax.sgd(0.1)])
+def test_the_lane_that_leads_may_rest(tx, mixed, ran):
+    leads = []
+
+    def each(window, state):
+        assert all(isinstance(leaf, LeadArray) for leaf in jax.tree.leaves(state.opt_state))
+        if jax.tree.leaves(state.opt_state):
+            leads.append(led(state))
+
+    got = run(mixed, LEADS, rows=rows(LEADS), each=each, tx=tx)
+    devices = jax.devices("cpu")[:1]
+    want = run(devices, [(sum(row),) for row in LEADS], rows=rows(LEADS), tx=tx)
+    assert_trained(got, want)
+    assert leads in ([], [mixed[rank] for rank in LED])
+    assert [number for number, at in sorted(ran) if at == 0] == [0, 1, 4, 5, 6]
+    assert [number for number, at in sorted(ran) if at == 1] == [0, 1, 2, 3, 4, 5, 6, 7]
+
+
+def test_who_leads_follows_from_the_counts_of_a_window_alone(mixed, tmp_path):
+    """Kinds round differently: a run that goes on from any checkpoint has the same bits."""
+    whole = []
+
+    def build():
+        return elche.build_train_step(
+            plain_loss, optax.adam(1e-2), devices=mixed, cadence=elche.Replay(LEADS)
+        )
+
+    def saving(step, window):
+        folder = elche.Checkpoints(tmp_path / str(window), every_windows=1)
+        return contextlib.closing(elche.Checkpointer(step, folder))
+
+    step = build()
+    state = step.init(PARAMS)
+    for window in step.windows(rows(LEADS), BATCH, shuffle=False):
+        state, _ = step(state, window)
+        whole.append(all_bytes(state))
+        with saving(step, window.index) as saver:
+            saver.save(state, window)
+    for last in range(len(LEADS) - 1):
+        again = build()
+        with saving(again, last) as saver:
+            state, cursor = saver.restore(again.init(PARAMS))
+        for window in again.windows(rows(LEADS), BATCH, shuffle=False, cursor=cursor):
+            state, _ = again(state, window)
+            assert all_bytes(state) == whole[window.index]
+        assert window.index == len(LEADS) - 1
+
+
+def test_the_lead_changes_while_another_lane_rests(ran):
+    """What that one contributes moves with the lead."""
+    counts = [(1, 1, 1), (1, 0, 1), (1, 0, 1), (0, 0, 2), (0, 0, 2), (1, 0, 2), (0, 1, 1)]
+    devices = jax.devices("cpu")[:3]
+    leads = []
+    got = run(
+        devices, counts, rows=rows(counts), lanes=((0,), (1,), (2,)),
+        each=lambda window, state: leads.append(led(state)),
+    )  # fmt: skip
+    want = run(devices[:1], [(sum(row),) for row in counts], rows=rows(counts))
+    assert_trained(got, want)
+    assert leads == [devices[rank] for rank in (0, 0, 0, 2, 2, 0, 1)]
+    part = [[number for number, at in sorted(ran) if at == lane] for lane in range(3)]
+    assert part == [[0, 1, 2, 3, 5, 6], [0, 1, 6], [0, 1, 2, 3, 4, 5, 6]]
+
+
+def test_another_lead_does_not_wait_for_a_compile(mixed):
+    """What it needs is compiled ahead, in the background."""
+    counts, misses = [(2, 1, 2), (0, 5, 0), (0, 5, 0)], set()
+    step = elche.build_train_step(
+        plain_loss, optax.adam(1e-2), devices=mixed, cadence=elche.Replay(counts)
+    )
+    state = step.init(PARAMS)
+    for window in step.windows(rows(counts), BATCH, window_bytes=1):  # of one size for all counts
+        state, _ = step(state, window)
+        step._cache.wait()
+        misses.add(step._cache.stats.misses)
+    assert len(misses) == 1
+
+
+def test_a_lead_without_work_stays_where_nothing_rests(mixed):
+    """Moving what it holds would gain nothing."""
+    leads = []
+    run(
+        mixed, LEADS, rows=rows(LEADS), averaging=elche.MeanGradient(delay=1),
+        each=lambda window, state: leads.append(led(state)),
+    )  # fmt: skip
+    assert leads == [mixed[0]] * len(LEADS)
 
 
 def test_every_window_is_verified(mixed):

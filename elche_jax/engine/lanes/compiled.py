@@ -99,9 +99,12 @@ class Programs:
             ]
             for part in self.parts
         ]
-        lead = lanes.lead.devices[:1]
         self._agree = [
-            Mapped(partial(program.agree, part), lead, donate=(1,)) for part in self.parts
+            [
+                Mapped(partial(program.agree, part), lane.devices[:1], donate=(1,))
+                for lane in lanes.lanes
+            ]
+            for part in self.parts
         ]
         # what was agreed is donated too, unless it becomes the new parameters as it is
         taken = (0,) if program.rule.takes_agreed else (0, 3)
@@ -125,9 +128,9 @@ class Programs:
         key = ("lane accumulate", self._number, lane, payload.signature)
         return One(key, self._accumulate[lane], shapes)
 
-    def ending(self, part: int) -> Ending:
-        """Return the compiled programs that end a window."""
-        contribute, agree, adopt = self._ending(part)
+    def ending(self, part: int, lead: int) -> Ending:
+        """Return the compiled programs that end a window, for the index of the lane that leads."""
+        contribute, agree, adopt = self._ending(part, lead)
         return Ending(
             [self.get(one) for one in contribute], self.get(agree), [self.get(one) for one in adopt]
         )
@@ -136,10 +139,10 @@ class Programs:
         """Return a program, compiled."""
         return self._cache.get(one.key, one.build)
 
-    def compile(self, programs: Sequence[One]) -> None:
+    def compile(self, programs: Sequence[One], lead: int) -> None:
         """Compile programs at the same time, and those that end a window."""
         for part in self.parts:
-            contribute, agree, adopt = self._ending(part)
+            contribute, agree, adopt = self._ending(part, lead)
             programs = [*programs, *contribute, agree, *adopt]
         programs = [one for one in programs if not self._cache.ready(one.key)]
         for some in (programs[at : at + TOGETHER] for at in range(0, len(programs), TOGETHER)):
@@ -150,7 +153,15 @@ class Programs:
             for one in some:
                 self.get(one)
 
-    def _ending(self, part: int) -> tuple[list[One], One, list[One]]:
+    def prepare(self, lead: int) -> None:
+        """Compile in the background what another lane needs to lead."""
+        for part in self.parts:
+            one = self._ending(part, lead)[1]
+            if not self._cache.ready(one.key):
+                lowered = one.mapped.lower(*one.shapes())  # here, as in `compile`
+                self._cache.prepare(one.key, partial(one.mapped.finish, lowered))
+
+    def _ending(self, part: int, lead: int) -> tuple[list[One], One, list[One]]:
         def each(name: str, fns: Sequence[Mapped], shapes: Callable[[], PyTree]) -> list[One]:
             return [
                 One((name, self._number, at, part), fn, lambda n=size: stacked(shapes(), n))
@@ -167,8 +178,8 @@ class Programs:
         first = [ranks[0] for ranks in self._lanes.ranks]
         brings = [not self.summed or rank in first for rank in range(self._program.rule.size)]
         agree = One(
-            ("lead agree", self._number, part),
-            self._agree[part],
+            ("lead agree", self._number, lead, part),
+            self._agree[part][lead],
             lambda: stacked((state, self._held, self._gathered(part, brings)), 1),
         )
         return contribute, agree, adopt

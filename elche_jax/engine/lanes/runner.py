@@ -52,7 +52,6 @@ class LanesRunner(WindowRunner):
         self.state, self._lanes, self._program = state, lanes, program
         self._rule = program.rule
         self.replicated = partial(_replicated, program.rule)
-        self._lead = lanes.lead.ranks[0]
         one = one_of(state)
         own, held = program.rule.split_lead(one)
         selection = program.rule.work.selection
@@ -60,10 +59,12 @@ class LanesRunner(WindowRunner):
         self.sums = Accumulators(program, lanes, own)
         self._compiled = Programs(program, lanes, cache, own, self._thin(own), held, self._number)
         self._step: tuple[Callable[[], Any], int] = (lambda: None), 0
-        self._nothing = jax.device_put(np.zeros(1, np.bool_), lanes.lead.devices[0])
+        self._nothing = jax.device_put(np.zeros(1, np.bool_), lanes.devices[0])
         """Ready at any time: a lane at rest has nothing to wait for."""
         self._idle: dict[int, list[Contribution]] = {}
-        """By lane, what it contributed to a window without work for it."""
+        """By lane, what it contributed to a window without work for it, on the lead."""
+        self._led = lanes.leads[0]
+        """Index of the lane that led the last window."""
 
     def watch(self, done: Done, learned: Callable[..., None], failed: Failed) -> LanesClock:
         """See `FleetRunner.watch`."""
@@ -72,7 +73,11 @@ class LanesRunner(WindowRunner):
 
     def begin(self, calls: Sequence[Call]) -> None:
         """See `FleetRunner.begin`."""
-        self._compiled.compile([one for call in calls for one in self._accumulating(call.payload)])
+        lead, *others = self._lanes.leads if self._rule.rests else self._lanes.leads[:1]
+        programs = [one for call in calls for one in self._accumulating(call.payload)]
+        self._compiled.compile(programs, lead)
+        for other in others:
+            self._compiled.prepare(other)
         # allocated before the dispatch, as the first window is timed
         self.sums.put(self.sums.take())
         self.begun = True
@@ -108,13 +113,14 @@ class LanesRunner(WindowRunner):
         resting = without_work & self._idle.keys()
         whole, held = self._rule.split_lead(state)
         thin = self._thin(whole)
-        lead = entries_of((thin, held), self._lead)
-        ending = self._compiled.ending(step % len(self._compiled.parts))
+        leads = self._leads(without_work)
+        lead = self._lead_of(thin, held, leads)
+        ending = self._compiled.ending(step % len(self._compiled.parts), leads)
         pending, summed = self._program.pending > 0, self._compiled.summed
-        found = self._begin_resting(resting, launch)
+        found = self._begin_resting(resting, launch, leads)
         working = [at for at in range(len(lanes.lanes)) if at not in resting]
         window = LanesWindow(
-            lanes, ending, pending, summed, lead, launch, drivers, found, len(working)
+            lanes, leads, ending, pending, summed, lead, launch, drivers, found, len(working)
         )
         try:
             works = [(at, self._work(at, whole, carries, calls)) for at in working]
@@ -129,7 +135,7 @@ class LanesRunner(WindowRunner):
         (_, new), metrics = window.agreed.result()
         # nothing is kept of a lane with work: it would be memory for a gradient, on the lead
         self._idle = {at: [window.found[rank] for rank in lanes.ranks[at]] for at in without_work}
-        results = self._with_resting(dict(zip(working, done, strict=True)), carries)
+        results = self._with_resting(dict(zip(working, done, strict=True)), carries, leads)
         # what the programs have not taken over is given up here
         for leaf in jax.tree.leaves((thin, held)):
             leaf.delete()
@@ -145,18 +151,35 @@ class LanesRunner(WindowRunner):
         return state, metrics, lanes.join([result.token for result in results])
 
     def _without_work(self, calls: Sequence[Call]) -> set[int]:
-        """Return which lanes could rest: all without a microbatch, but for that of the lead."""
+        """Return which lanes could rest: those without a microbatch."""
         if not self._rule.rests:
             return set()
         busy = {rank for call in calls for rank, own in enumerate(call.ranges) if own.count}
-        return {
-            at
-            for at, lane in enumerate(self._lanes.lanes)
-            if lane is not self._lanes.lead and busy.isdisjoint(lane.ranks)
-        }
+        return {at for at, ranks in enumerate(self._lanes.ranks) if busy.isdisjoint(ranks)}
 
-    def _begin_resting(self, resting: set[int], launch: Launch) -> dict[int, Contribution]:
-        """Tell the clock of lanes at rest; return by rank what they contribute."""
+    def _leads(self, without_work: set[int]) -> int:
+        """Return the index of the lane that leads: the first one that has work.
+
+        It depends on nothing but the counts of the window, and so do the bits of its results:
+        kinds round differently.
+        """
+        return next(at for at in self._lanes.leads if at not in without_work)
+
+    def _lead_of(self, thin: TrainState, held: PyTree, leads: int) -> tuple[TrainState, PyTree]:
+        """Return the state of the lead, and what only it holds, moved there if it is elsewhere."""
+        rank, device = self._lanes.ranks[leads][0], self._lanes.lanes[leads].devices[0]
+        own, held = entries_of((thin, held), rank)
+        if any(leaf.devices() != {device} for leaf in jax.tree.leaves(held)[:1]):
+            held = jax.device_put(held, device)
+        return own, held
+
+    def _begin_resting(
+        self, resting: set[int], launch: Launch, leads: int
+    ) -> dict[int, Contribution]:
+        """Tell the clock of lanes at rest; return by rank what they contribute, on the lead."""
+        if leads != self._led:
+            self._idle = jax.device_put(self._idle, self._lanes.lanes[leads].devices[0])
+            self._led = leads
         found: dict[int, Contribution] = {}
         for at in resting:
             ranks = self._lanes.ranks[at]
@@ -174,10 +197,9 @@ class LanesRunner(WindowRunner):
         read = self._program.reads(state)
         return Work(lanes.lanes[at], self._thin(state), read, lanes.part(carries, at), steps)
 
-    def _with_resting(self, done: dict[int, Result], carries: PyTree) -> list[Result]:
+    def _with_resting(self, done: dict[int, Result], carries: PyTree, leads: int) -> list[Result]:
         """Return the results of all lanes in order, with copies of the lead's for those at rest."""
-        lanes = self._lanes
-        lead = done[lanes.lanes.index(lanes.lead)]
+        lanes, lead = self._lanes, done[leads]
         row = lead.token.addressable_data(0)
 
         def late(at: int) -> Result:
@@ -212,7 +234,7 @@ class LanesRunner(WindowRunner):
         known, step = self._step
         if known() is state.step:
             return step
-        return int(np.asarray(state.step.addressable_data(self._lead))[0])
+        return int(np.asarray(state.step.addressable_data(0))[0])
 
     def _accumulating(self, payload: Payload) -> list[One]:
         parts = self._lanes.split(shapes_of(payload))

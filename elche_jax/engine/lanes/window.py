@@ -84,6 +84,7 @@ class LanesWindow:
 
     Attributes:
         lanes: The devices.
+        leads: Index of the lane that leads.
         ending: The programs that end the window.
         pending: Whether windows are pending.
         summed: Whether the devices of a lane sum their payloads before these cross.
@@ -99,6 +100,7 @@ class LanesWindow:
     """
 
     lanes: Lanes
+    leads: int
     ending: Ending
     pending: bool
     summed: bool
@@ -134,7 +136,7 @@ class LanesWindow:
             raise
 
     def _run(self, at: int, work: Work) -> Result:
-        leads, sums, made = work.lane is self.lanes.lead, work.sums, None
+        leads, sums, made = at == self.leads, work.sums, None
         if self.pending:
             made = self._contribute(at, work, sums)
         if leads and self.pending:
@@ -157,7 +159,7 @@ class LanesWindow:
     def _contribute(self, at: int, work: Work, sums: PyTree) -> Any:
         """Dispatch the lane's contributions, and send them to the lead as soon as they are made."""
         made, sent = self.ending.contribute[at](work.state, sums)[0]
-        if work.lane.alone and work.lane is self.lanes.lead:
+        if work.lane.alone and at == self.leads:
             self._arrived(work.lane, [entries_of(made, 0)])  # already there
         else:
             self.drivers.move(at, partial(self._send, work.lane, made))
@@ -169,7 +171,7 @@ class LanesWindow:
             rows = [entries_of(made, at) for at in range(lane.world_size)]
             if self.summed:  # the first device has the sum over the lane
                 rows = [rows[0], *map(without_payload, rows[1:])]
-            rows = jax.device_put(rows, self.lanes.lead.devices[0])
+            rows = jax.device_put(rows, self.lanes.lanes[self.leads].devices[0])
         except BaseException as error:  # raised by the lead, which waits for it
             self.fail(error)
             return
