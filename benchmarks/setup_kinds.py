@@ -1,6 +1,8 @@
-"""Single-threaded CPU devices of two clients. Import this before anything uses JAX."""
+"""Single-threaded CPU devices of two clients, one each. Import this before anything uses JAX."""
 
+import json
 import os
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -8,8 +10,15 @@ spec = find_spec("xla_plugins.xla_cpu_pjrt")
 assert spec is not None and spec.submodule_search_locations, "pip install xla_cpu_pjrt"
 (plugin,) = Path(spec.submodule_search_locations[0]).glob("*.so")
 
-os.environ["PJRT_NAMES_AND_LIBRARY_PATHS"] = f"twin:{plugin}"
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-)
+with tempfile.TemporaryDirectory() as folder:
+    described = Path(folder) / "twin.json"
+    options = {"cpu_device_count": 1}
+    described.write_text(json.dumps({"library_path": str(plugin), "create_options": options}))
+    os.environ["PJRT_NAMES_AND_LIBRARY_PATHS"] = f"twin:{described}"
+    # A client makes as many threads as it has devices or may use processors, whichever is more,
+    # and they share the work of a program: each device would use all processors.
+    os.environ["NPROC"] = os.environ["PJRT_NPROC"] = "1"
+
+    import jax
+
+    assert len(jax.devices("cpu")) == len(jax.devices("twin")) == 1

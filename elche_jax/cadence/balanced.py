@@ -39,8 +39,9 @@ class BalancedState(State):
 class Balanced(ConstantTotal[BalancedState]):
     """Cadence that splits ``total`` microbatches by measured throughput.
 
-    Throughput is an exponential moving average, ``alpha * new + (1 - alpha) * old`` with
-    ``new = counts / wall_ms``; the first measurement is taken as is. The ratios change after
+    Throughput is an exponential moving average, ``weight * new + (1 - weight) * old`` with
+    ``new = counts / wall_ms`` and ``weight = alpha * share``, where ``share`` is below 1 in a
+    window cut short; the first measurement is taken as is. The ratios change after
     ``calibration_windows`` windows and then every ``rebalance_every`` windows. They are
     proportional to throughput, at least ``min_ratio`` each, and sum to exactly 1. The counts
     are `elche_jax.cadence.apportion.shard_sizes` of the ratios.
@@ -120,7 +121,9 @@ class Balanced(ConstantTotal[BalancedState]):
         )
 
     def _next(self, state: BalancedState, report: WindowReport, verdict: Verdict) -> BalancedState:
-        speed = smoothed(as_array(state.throughput), 1.0 / measured_ms(report), self.alpha)
+        speed = smoothed(
+            as_array(state.throughput), 1.0 / measured_ms(report), self.alpha * report.share
+        )
         unknown = np.isnan(speed)
         windows = state.windows + 1
         state = replace(state, throughput=as_times(speed), windows=windows)

@@ -36,21 +36,24 @@ class WindowReport:
         sync_ms: Cost of the synchronisation in milliseconds: the smallest wait over the
             devices, finite and not negative.
         loss: Mean loss of the window, for cadences that follow it (`AdaComm`); or ``None``.
+        share: Share of the planned microbatches that the window had, in ``(0, 1]``: below 1 if
+            the end of the data cut it short.
 
     Raises:
         TypeError: If an entry is not a number, or a count not an integer.
-        ValueError: If a time or count is negative or not finite, the two sequences differ
-            in length, or they are empty.
+        ValueError: If a time or count is negative or not finite, the share is out of range, the
+            two sequences differ in length, or they are empty.
 
     Examples:
         >>> WindowReport(wall_ms=[120, 60.0], counts=[4, 4], sync_ms=3)
-        WindowReport(wall_ms=(120.0, 60.0), counts=(4, 4), sync_ms=3.0, loss=None)
+        WindowReport(wall_ms=(120.0, 60.0), counts=(4, 4), sync_ms=3.0, loss=None, share=1.0)
     """
 
     wall_ms: Sequence[float]
     counts: Sequence[int]
     sync_ms: float
     loss: float | None = None
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         keep_checked(self, "wall_ms", check.reals, low=0)
@@ -58,6 +61,7 @@ class WindowReport:
         keep_checked(self, "sync_ms", check.real, low=0)
         if self.loss is not None:
             keep_checked(self, "loss", check.real)
+        keep_checked(self, "share", check.real, above=0, high=1)
         if not self.wall_ms:
             rule = "have one entry per device"
             raise ValueError(check.message("WindowReport", "wall_ms", rule, "none"))

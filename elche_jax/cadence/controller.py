@@ -151,7 +151,7 @@ class Controller:
         """
         check.instance("Controller.observe", "record", record, WindowRecord)
         if self.rest is not None and state.rest is not None and not self.cadence.scripted:
-            rest = self.rest.update(state.rest, record, state.schedule.counts)
+            rest = self.rest.update(state.rest, record)
             state = replace(state, rest=rest)
         if record.divergence is not None:
             divergence = (*state.divergence[1 - HISTORY :], record.divergence)
@@ -174,7 +174,7 @@ class Controller:
         if cadence.scripted or (loss is not None and not isfinite(loss)):
             return None
         if _timed(record):
-            report = WindowReport(record.busy_ms, record.counts, record.sync_ms, loss)
+            report = WindowReport(record.busy_ms, record.counts, record.sync_ms, loss, record.share)
             if record.cold and cadence.overhead_target:
                 # the first synchronisation costs more than later ones: no reason to grow
                 verdict = stronger(verdict, HOLD_GROWTH)

@@ -18,7 +18,7 @@ CLEAR = 1.25
 """Ratio of two speeds after which a trial ends that would change nothing."""
 
 FULL = 0.8
-"""Share of a planned count below which a window was cut short by the end of the data."""
+"""Share of the planned microbatches below which a window says nothing, see `WindowRecord`."""
 
 PATIENCE = 10
 """Times the length of a block after which a trial ends in which that many windows say nothing."""
@@ -112,7 +112,7 @@ class Rest(CheckedFields):
         ...     counts = rest.plan(state, (4, 4))
         ...     wall_ms = 44.0 if counts[1] else 20.0
         ...     record = WindowRecord(window, 0, counts, 64, counts, wall_ms, 1.0, 0.0, True)
-        ...     state = rest.update(state, record, planned=(4, 4))
+        ...     state = rest.update(state, record)
         >>> rest.plan(state, (4, 4)), round(state.gain, 2)
         ((4, 0), 1.1)
     """
@@ -156,15 +156,9 @@ class Rest(CheckedFields):
                     left[rank] = 0
         return tuple(left) if any(left) else tuple(counts)
 
-    def update(self, state: RestState, record: WindowRecord, planned: Sequence[int]) -> RestState:
-        """Return the state after a window. Windows whose times say nothing change nothing.
-
-        Args:
-            state: The state.
-            record: The window.
-            planned: The counts that a window has if all devices work.
-        """
-        cut_short = any(0 < n < FULL * plan for n, plan in zip(record.counts, planned, strict=True))
+    def update(self, state: RestState, record: WindowRecord) -> RestState:
+        """Return the state after a window. Windows whose times say nothing change nothing."""
+        cut_short = record.share < FULL
         if not record.steady or record.cold or record.wall_ms <= 0:
             return state
         if state.trial is not None:

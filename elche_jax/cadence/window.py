@@ -19,6 +19,8 @@ class WindowPlan:
         counts: Microbatches per device.
         examples: Valid examples of all devices.
         first: Number of the window's first microbatch in the epoch.
+        share: Share of the microbatches that the cadence asked for, in `(0, 1]`; the end of an
+            epoch leaves less than all.
 
     Examples:
         >>> plan = WindowPlan(window=3, epoch=0, counts=(4, 2), examples=48, first=18)
@@ -31,6 +33,7 @@ class WindowPlan:
     counts: tuple[int, ...]
     examples: int
     first: int = 0
+    share: float = 1.0
 
     def measured(
         self, busy_ms: tuple[float, ...], wall_ms: float, sync_ms: float, skew_ms: float,
@@ -39,7 +42,7 @@ class WindowPlan:
         """Return the record of this window; the arguments are the record's other fields."""
         return WindowRecord(
             self.window, self.epoch, self.counts, self.examples, busy_ms, wall_ms, sync_ms,
-            skew_ms, steady, first=self.first, **known,
+            skew_ms, steady, first=self.first, share=self.share, **known,
         )  # fmt: skip
 
 
@@ -120,6 +123,7 @@ class WindowRecord(WindowMeasurement):
 
     Attributes:
         first: Number of the window's first microbatch in the epoch.
+        share: Share of the microbatches that the cadence asked for, see `WindowPlan`.
         cold: Whether the window's programs ran for the first time. The cost of its
             synchronisation then says nothing about later windows.
         left_out: Ranks of the devices that were late and are not in the window's average.
@@ -130,6 +134,7 @@ class WindowRecord(WindowMeasurement):
 
     _: KW_ONLY
     first: int = 0
+    share: float = 1.0
     cold: bool = False
     left_out: tuple[int, ...] = ()
     divergence: Divergence | None = None

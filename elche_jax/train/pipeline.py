@@ -266,11 +266,13 @@ class Pipeline(Generic[R]):
     def _make(self, cursor: Cursor, reader: Reader) -> Window | None:
         if reader.available(cursor.microbatch, 1) == 0:
             return None
-        counts = self._without_late(self._scheduler.plan(cursor.window))
-        available = reader.available(cursor.microbatch, sum(counts))
-        counts = clamp_counts(counts, available)
+        asked = self._without_late(self._scheduler.plan(cursor.window))
+        available = reader.available(cursor.microbatch, sum(asked))
+        counts, share = clamp_counts(asked, available), available / sum(asked)
         examples, calls = self._feed.load(counts, cursor.microbatch, reader)
-        plan = WindowPlan(cursor.window, cursor.epoch, counts, examples, first=cursor.microbatch)
+        plan = WindowPlan(
+            cursor.window, cursor.epoch, counts, examples, first=cursor.microbatch, share=share
+        )
         return Window(plan, cursor.advance(available), calls)
 
     def _without_late(self, counts: tuple[int, ...]) -> tuple[int, ...]:

@@ -45,6 +45,8 @@ def test_report_keeps_plain_tuples(make):
         (((), (), 0.0), ValueError, "wall_ms must have one entry per device, got none"),
         (((1.0,), (1, 1), 0.0), ValueError, r"counts must be as long as wall_ms \(1\)"),
         (((-1.0,), (1,), 0.0), ValueError, r"wall_ms\[0\] must be at least 0, got -1"),
+        (((1.0,), (1,), 0.0, None, 0), ValueError, r"share must be above 0, got 0"),
+        (((1.0,), (1,), 0.0, None, 1.5), ValueError, r"share must be at most 1, got 1.5"),
         (((float("nan"),), (1,), 0.0), ValueError, r"wall_ms\[0\] must be finite"),
         (((1.0,), (-1,), 0.0), ValueError, r"counts\[0\] must be at least 0, got -1"),
         (((1.0,), (1.0,), 0.0), TypeError, r"counts\[0\] must be an integer, got 1.0"),

@@ -1,12 +1,13 @@
 """The smoothed time per microbatch, against sums done by hand."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from elche_jax.cadence import WindowReport
+from elche_jax.cadence import ElChe, WindowReport
 from elche_jax.cadence.estimate import as_array, as_times, measured_ms, update_ms
 
 laws = settings(deadline=None, database=None, derandomize=True)
@@ -38,6 +39,23 @@ def test_first_time_is_taken_as_it_is():
 )
 def test_smoothing(old, new, expected):
     assert estimate((old,), new) == pytest.approx(expected, rel=1e-12)
+
+
+@laws
+@given(times, times, st.floats(min_value=1e-3, max_value=1))
+def test_a_window_cut_short_counts_by_its_share(old, new, share):
+    whole = estimate((old,), new)
+    (cut,) = update_ms((old,), WindowReport((new,), (1,), 0.0, share=share))
+    assert cut - old == pytest.approx(share * (whole - old), rel=1e-6, abs=1e-12 * (old + new))
+
+
+def test_a_pause_in_a_window_cut_short_changes_no_counts():
+    """7 of 200 microbatches, and 10 ms in which the device did not run."""
+    cadence = ElChe(anchor=200, max_anchor=200)
+    state = cadence.update(cadence.init(2), WindowReport((200.0, 200.0), (200, 200), 2.0))
+    cut = WindowReport((7.0, 17.0), (7, 7), 0.02, share=14 / 400)
+    assert cadence.update(state, cut).counts == (200, 200)
+    assert cadence.update(state, replace(cut, share=1.0)).counts[0] > 400
 
 
 def test_unmeasured_devices_keep_their_estimate():

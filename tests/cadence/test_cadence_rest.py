@@ -6,7 +6,15 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given, strategies as st
 
-from elche_jax.cadence import Controller, ControllerState, ElChe, Replay, Rest, WindowRecord
+from elche_jax.cadence import (
+    Controller,
+    ControllerState,
+    ElChe,
+    Replay,
+    Rest,
+    WindowRecord,
+    clamp_counts,
+)
 
 PLAN = (6, 3, 2)
 SPEEDS = (1.0, 0.5, 0.25)
@@ -36,7 +44,7 @@ class Job:
             if len(planned) > self.ahead:
                 counts = planned.pop(0)
                 seen.append(counts)
-                state = self.rest.update(state, self.record(number, counts), PLAN)
+                state = self.rest.update(state, self.record(number, counts))
                 states.append(state)
         return seen, states
 
@@ -95,7 +103,7 @@ def test_it_works_again_once_that_is_faster():
     assert state.resting == (True,)
     better = Job(rest)
     while state.resting == (True,) and number < 1000:
-        state = rest.update(state, better.record(number, rest.plan(state, PLAN)), PLAN)
+        state = rest.update(state, better.record(number, rest.plan(state, PLAN)))
         number += 1
     assert state.resting == (False,) and state.gain < 1
 
@@ -113,10 +121,10 @@ def test_short_windows_say_nothing_about_long_ones():
         planned = tuple(count * (1 + min(number, 18)) for count in PLAN)
         counts = rest.plan(state, planned)
         assert all(counts) or number >= 18 + 5 - 2
-        state = rest.update(state, job.record(number, counts), planned)
+        state = rest.update(state, job.record(number, counts))
     assert state.trial is not None and state.largest > 10 * sum(PLAN)
     grown = job.record(30, tuple(4 * count for count in planned))
-    again = rest.update(replace(state, trial=None, wait=2), grown, grown.counts)
+    again = rest.update(replace(state, trial=None, wait=2), grown)
     assert again.trial is None and again.wait == 5 and again.largest == sum(grown.counts)
 
 
@@ -126,7 +134,7 @@ def test_the_others_may_do_more_in_a_trial():
     job, state = Job(rest, (0, 0.5, 0)), rest.init()
     for number in range(40):
         planned = PLAN if number < 5 else (10, 3, 4)
-        state = rest.update(state, job.record(number, rest.plan(state, planned)), planned)
+        state = rest.update(state, job.record(number, rest.plan(state, planned)))
     assert state.resting == (True,)
 
 
@@ -136,15 +144,14 @@ def test_the_others_may_do_more_in_a_trial():
         {"steady": False},
         {"cold": True},
         {"wall_ms": 0.0},
-        {"counts": (4, 3, 2)},
-        {"counts": (6, 2, 0)},
+        {"share": 0.79},
     ],
 )
 def test_windows_whose_times_say_nothing_change_nothing(changes):
     job = Job(Rest(((1,),)))
     for state in job.run(14)[1]:
         for counts in (PLAN, (6, 0, 2)):
-            assert job.rest.update(state, replace(job.record(0, counts), **changes), PLAN) == state
+            assert job.rest.update(state, replace(job.record(0, counts), **changes)) == state
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 5])
@@ -191,15 +198,14 @@ def test_ends_of_epochs_decide_nothing(epoch):
     rest = Rest(((2,),))
     state, left, seen = rest.init(), epoch, []
     for number in range(600):
-        counts = []
-        for count in rest.plan(state, PLAN):
-            counts.append(min(count, left - sum(counts)))
+        asked = rest.plan(state, PLAN)
+        counts = clamp_counts(asked, left)
         left = left - sum(counts) or epoch
-        counts = tuple(counts)
         work = sum(one for one, count in zip(SPEEDS, counts, strict=True) if count)
         wall_ms = sum(counts) / work + 4.0
-        record = WindowRecord(number, 0, counts, 64, counts, wall_ms, 4.0, 0.0, True)
-        state = rest.update(state, record, PLAN)
+        share = sum(counts) / sum(asked)
+        record = WindowRecord(number, 0, counts, 64, counts, wall_ms, 4.0, 0.0, True, share=share)
+        state = rest.update(state, record)
         seen.append(state.resting)
     assert set(seen) == {(False,)}
 
@@ -210,8 +216,8 @@ def test_a_trial_that_learns_nothing_ends():
     job, state, seen = Job(rest), replace(rest.init(), resting=(True,)), []
     for number in range(4000):
         counts = rest.plan(state, PLAN)
-        counts = (4, 2, 2) if counts[2] else counts
-        state = rest.update(state, job.record(number, counts), PLAN)
+        counts, share = ((4, 2, 2), 8 / 11) if counts[2] else (counts, 1.0)
+        state = rest.update(state, replace(job.record(number, counts), share=share))
         seen.append(counts)
     assert state.resting == (True,) and state.gain is None and state.pauses == (3200,)
     assert sum(counts[2] > 0 for counts in seen) < 0.1 * len(seen)

@@ -46,3 +46,13 @@ def test_records_give_the_plans_again(rule, cadence):
     firsts = [sum(r.counts) for r in train.records if r.epoch == 1]
     begun = [record.first for record in train.records if record.epoch == 1]
     assert begun == [sum(firsts[:at]) for at in range(len(firsts))]
+
+
+def test_the_end_of_an_epoch_leaves_a_share_of_a_window():
+    train = elche.build_train_step(
+        loss_fn, optax.sgd(1e-3), devices=jax.devices()[:3], cadence=elche.FixedTotal(5)
+    )
+    state = train.init({"w": np.ones(3, "float32")})
+    for window in train.windows({"x": DATA["x"][:48]}, 4, epochs=2):
+        state, _ = train(state, window)
+    assert [record.share for record in train.records] == [1.0, 1.0, 0.4] * 2
