@@ -87,9 +87,10 @@ class Controller:
         Raises:
             TypeError: If ``world_size`` is not an integer, or the cadence's state has no
                 ``counts``.
-            ValueError: If the cadence does not allow that many devices.
+            ValueError: If the cadence does not allow that many devices, or they are not those
+                that may rest.
         """
-        rest = self.rest and self.rest.init()
+        rest = self.rest and self.rest.init(world_size)
         return ControllerState(self.scheduler.init(world_size), world_size, rest=rest)
 
     def plan(self, state: ControllerState, window: int) -> tuple[int, ...]:

@@ -3,7 +3,8 @@
 A device costs what the others wait for its contribution, and whatever it shares with them: memory
 bandwidth, a power budget, the cores of a host. Only a trial shows the second. In a trial, blocks
 of windows with the devices and without them alternate, and every second pair of blocks in the other
-order, so that the drift of a machine's speed cancels.
+order, so that the drift of a machine's speed cancels. If no other devices work, the trial is of
+those that rest in place of these.
 """
 
 from collections.abc import Sequence
@@ -56,9 +57,10 @@ class RestState:
 
     Attributes:
         resting: For each group of devices, whether it rests.
-        wait: Steady windows until the next trial.
+        waits: For each group, steady windows until its next trial.
         pauses: For each group, windows from its last trial to its next one.
-        group: The group that is tried next, or now.
+        trials: For each group, the number of its trials so far.
+        group: The group that was tried last, or is tried now.
         trial: The trial; None between two.
         gain: Speed without the group that was tried last over the speed with it; None
             before the first trial.
@@ -66,8 +68,9 @@ class RestState:
     """
 
     resting: tuple[bool, ...]
-    wait: int
+    waits: tuple[int, ...]
     pauses: tuple[int, ...]
+    trials: tuple[int, ...]
     group: int = 0
     trial: Trial | None = None
     gain: float | None = None
@@ -85,11 +88,15 @@ class Rest(CheckedFields):
 
     the devices rest if ``gain > 1 + margin``, and work if ``gain < 1 - margin``; in between they
     stay as they are. A pair beyond a ratio of 1.25 ends the trial if nothing would change. After a
-    trial that changed nothing, the pause doubles, and is so long that trials cost at most 0.5 %
-    of the work in the long run, unless it reached its bound.
+    trial that changed nothing, the group's pause doubles, and is so long that trials cost at most
+    0.5 % of the work in the long run, unless it reached its bound.
+
+    The group with the least work is tried first. One group always works: in the trial of the last
+    one, all others work.
 
     Attributes:
-        groups: Ranks of the devices that rest together. One device at least is in none of them.
+        groups: Ranks of the devices that rest together, at least two groups. Every device of the
+            job is in one of them.
         first: Steady windows before the first trial of a run, at least 1, and after windows have
             grown by a quarter, as they do until the exchange takes a small share of them.
         pause: Steady windows after a trial that changed something, at least 1.
@@ -100,21 +107,21 @@ class Rest(CheckedFields):
 
     Raises:
         TypeError: If a rank or a number is of the wrong type.
-        ValueError: If there is no group, a group is empty, a rank is below 0 or in two groups, or
-            a number is out of range.
+        ValueError: If there are less than two groups, a group is empty, the ranks are not those
+            from 0 on with each in one group, or a number is out of range.
 
     Examples:
         Two devices share a core, so that one is as fast as both:
 
-        >>> rest = Rest(groups=((1,),), first=1, windows=1, pairs=1)
-        >>> state = rest.init()
+        >>> rest = Rest(groups=((0,), (1,)), first=1, windows=1, pairs=1)
+        >>> state = rest.init(2)
         >>> for window in range(7):
-        ...     counts = rest.plan(state, (4, 4))
-        ...     wall_ms = 44.0 if counts[1] else 20.0
+        ...     counts = rest.plan(state, (5, 4))
+        ...     wall_ms = 44.0 if all(counts) else 20.0
         ...     record = WindowRecord(window, 0, counts, 64, counts, wall_ms, 1.0, 0.0, True)
         ...     state = rest.update(state, record)
-        >>> rest.plan(state, (4, 4)), round(state.gain, 2)
-        ((4, 0), 1.1)
+        >>> rest.plan(state, (5, 4)), round(state.gain, 2)
+        ((5, 0), 1.22)
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -129,31 +136,39 @@ class Rest(CheckedFields):
         super().__post_init__()
         groups = check.items("Rest", "groups", self.groups, "sequences of ranks")
         groups = tuple(check.integers("Rest", "groups", ranks, low=0) for ranks in groups)
-        ranks = [rank for group in groups for rank in group]
-        if not all(groups) or not groups or len(set(ranks)) != len(ranks):
-            rule = "hold at least one group, none of them empty, and no rank twice"
+        ranks = sorted(rank for group in groups for rank in group)
+        if len(groups) < 2 or not all(groups) or ranks != list(range(len(ranks))):
+            rule = "hold at least two groups, none of them empty, and each rank from 0 on once"
             raise ValueError(check.message("Rest", "groups", rule, groups))
         object.__setattr__(self, "groups", groups)
 
-    def init(self) -> RestState:
-        """Return the state before the first window: all devices work."""
+    def init(self, world_size: int) -> RestState:
+        """Return the state before the first window: all devices work.
+
+        Raises:
+            ValueError: If these are not the devices of the groups.
+        """
         size = len(self.groups)
-        return RestState((False,) * size, self.first, (self.pause,) * size)
+        ranks = sum(map(len, self.groups))
+        if world_size != ranks:
+            rule = f"have one entry per device ({world_size}) in total"
+            raise ValueError(check.message("Rest", "groups", rule, self.groups))
+        return RestState((False,) * size, (self.first,) * size, (self.pause,) * size, (0,) * size)
 
     def begin(self, state: RestState) -> RestState:
         """Return the state at the start of a run, whose windows say nothing of the last one's."""
-        return replace(state, trial=None, largest=0, wait=max(self.first, state.wait))
+        return self._waiting(replace(state, trial=None, largest=0))
 
     def plan(self, state: RestState, counts: Sequence[int]) -> tuple[int, ...]:
         """Return the counts with 0 for devices that rest, or that a trial goes without.
 
         If no work were left, all devices keep theirs.
         """
-        left = list(counts)
-        for group, ranks in enumerate(self.groups):
-            if self._rests(state, group):
-                for rank in ranks:
-                    left[rank] = 0
+        left, trial = list(counts), state.trial
+        resting = state.resting if trial is None else _with(state, trial.rests)
+        for ranks, rests in zip(self.groups, resting, strict=True):
+            for rank in ranks if rests else ():
+                left[rank] = 0
         return tuple(left) if any(left) else tuple(counts)
 
     def update(self, state: RestState, record: WindowRecord) -> RestState:
@@ -171,21 +186,24 @@ class Rest(CheckedFields):
             return state
         size = sum(record.counts)
         if size > GROWTH * state.largest:
-            return replace(state, wait=max(state.wait, self.first), largest=size)
-        if state.wait > 1:
-            return replace(state, wait=state.wait - 1)
-        return replace(state, wait=0, trial=Trial(not state.resting[state.group]))
+            return self._waiting(replace(state, largest=size))
+        state = replace(state, waits=tuple(max(0, wait - 1) for wait in state.waits))
+        if all(state.waits):
+            return state
+        work = [sum(record.counts[rank] for rank in ranks) for ranks in self.groups]
+        due = [group for group, wait in enumerate(state.waits) if not wait]
+        group = min(due, key=lambda group: (state.trials[group], work[group]))
+        return replace(state, group=group, trial=Trial(not state.resting[group]))
 
-    def _rests(self, state: RestState, group: int) -> bool:
-        if state.trial is not None and group == state.group:
-            return state.trial.rests
-        return state.resting[group]
+    def _waiting(self, state: RestState) -> RestState:
+        """Return the state with no trial before windows have settled."""
+        return replace(state, waits=tuple(max(self.first, wait) for wait in state.waits))
 
     def _ignored(self, state: RestState, trial: Trial) -> RestState:
         """Count a window that says nothing; too many of them end the trial without a result."""
         if trial.ignored < PATIENCE * (self.windows + 1):
             return replace(state, trial=replace(trial, ignored=trial.ignored + 1))
-        return self._paused(state, state.resting, min(2 * state.pauses[state.group], self.longest))
+        return self._paused(state, min(2 * state.pauses[state.group], self.longest))
 
     def _continued(self, state: RestState, trial: Trial, record: WindowRecord) -> RestState:
         rested = state.resting[state.group]
@@ -207,23 +225,33 @@ class Rest(CheckedFields):
     def _decided(self, state: RestState, trial: Trial, gain: float) -> RestState:
         group, rested = state.group, state.resting[state.group]
         rests = gain > 1 + self.margin or (rested and gain >= 1 - self.margin)
-        pause = self.pause
+        state = replace(state, gain=gain)
         if rests == rested:
             # what a trial loses in the windows of the worse half
             lost = trial.other * (1 - min(gain, 1 / gain)) * len(self.groups)
-            pause = min(max(2 * state.pauses[group], round(lost / SHARE)), self.longest)
-        resting = list(state.resting)
-        resting[group] = rests
-        return self._paused(replace(state, gain=gain), tuple(resting), pause)
+            pause = max(2 * state.pauses[group], round(lost / SHARE))
+            return self._paused(state, min(pause, self.longest))
+        # what was found out about the others says nothing of them now
+        pauses = (self.pause,) * len(self.groups)
+        state = replace(state, resting=_with(state, rests), pauses=pauses, waits=pauses)
+        return self._paused(state, self.pause)
 
-    def _paused(self, state: RestState, resting: tuple[bool, ...], pause: int) -> RestState:
-        """Return the state after a trial; groups take turns."""
-        pauses, groups = list(state.pauses), len(self.groups)
-        pauses[state.group] = pause
+    def _paused(self, state: RestState, pause: int) -> RestState:
+        """Return the state after a trial of its group."""
+        waits, pauses, trials = list(state.waits), list(state.pauses), list(state.trials)
+        waits[state.group] = pauses[state.group] = pause
+        trials[state.group] += 1
         return replace(
-            state, resting=resting, wait=max(1, pause // groups), pauses=tuple(pauses),
-            group=(state.group + 1) % groups, trial=None,
-        )  # fmt: skip
+            state, waits=tuple(waits), pauses=tuple(pauses), trials=tuple(trials), trial=None
+        )
+
+
+def _with(state: RestState, rests: bool) -> tuple[bool, ...]:
+    """Return which groups rest if the one that is tried rests or works: never all."""
+    resting = [*state.resting[: state.group], rests, *state.resting[state.group + 1 :]]
+    if all(resting):
+        resting = [group == state.group for group in range(len(resting))]
+    return tuple(resting)
 
 
 def _gains(speeds: Sequence[float], rested: bool) -> list[float]:

@@ -78,7 +78,7 @@ class TrainStep:
         self.fleet, self.devices = fleet, fleet.devices
         devices = fleet.devices
         self._optimizer, self._options = optimizer, options
-        rest = rest_of(fleet, cadence, options)
+        rest = rest_of(fleet, cadence)
         self._scheduler = LiveScheduler(
             Controller(cadence, options.guard or NoGuard(), rest=rest), len(devices),
             options.hint, options.timeline, worth=LaneWorth(fleet, rest),

@@ -5,10 +5,8 @@ from collections import deque
 from statistics import median
 from typing import Any
 
-from elche_jax.averaging.rules import MeanGradient
 from elche_jax.cadence import Cadence, Rest, RestState, WindowRecord
 from elche_jax.engine.lane import Fleet, Lanes, kinds_of
-from elche_jax.train.options import Options
 
 logger = logging.getLogger("elche_jax")
 
@@ -16,15 +14,11 @@ WINDOWS = 20
 """Steady windows on which the line is based."""
 
 
-def rest_of(fleet: Fleet, cadence: Cadence[Any], options: Options) -> Rest | None:
-    """Return what decides which lanes rest; None if none may.
-
-    All but that of the lead may, with a cadence that allows it, and if a device without work has
-    nothing of its own, see `elche_jax.engine.rule.Rule.rests`.
-    """
-    if not (isinstance(fleet, Lanes) and cadence.rests and options.rule == MeanGradient()):
+def rest_of(fleet: Fleet, cadence: Cadence[Any]) -> Rest | None:
+    """Return what decides which lanes rest; None if the cadence lets none rest."""
+    if not (isinstance(fleet, Lanes) and cadence.rests):
         return None
-    return Rest(tuple(lane.ranks for lane in fleet.lanes if lane is not fleet.lead))
+    return Rest(fleet.ranks)
 
 
 class LaneWorth:
@@ -64,7 +58,9 @@ class LaneWorth:
             if rested and not rests:
                 logger.warning(
                     "elche: %s works again: the job is %.1f %% faster with it.",
-                    named(self._kinds[ranks[0]], ranks), 100 * (1 / after.gain - 1),
+                    # in place of the others the gain is theirs
+                    named(self._kinds[ranks[0]], ranks),
+                    100 * (max(after.gain, 1 / after.gain) - 1),
                 )  # fmt: skip
 
     def observe(self, record: WindowRecord) -> None:

@@ -59,29 +59,39 @@ def test_nothing_is_told_of_alike_devices(caplog):
 # -- lanes that rest
 
 
-REST = Rest(groups=((1,), (2, 3)))
+REST = Rest(groups=((0,), (1,), (2, 3)))
 
 
 def changed(before, after, gain, devices, caplog):
     worth = LaneWorth(lanes_of(devices), REST)
-    first = REST.init()
+    first = REST.init(4)
     with caplog.at_level(logging.WARNING, "elche_jax"):
         worth.changed(
             dataclasses.replace(first, resting=before),
-            dataclasses.replace(first, resting=after, gain=gain, wait=100),
+            dataclasses.replace(first, resting=after, gain=gain, pauses=(100, 100, 100)),
         )
     return caplog.messages
 
 
 def test_a_lane_that_begins_or_ends_to_rest_is_told(twins, caplog):
     devices = [jax.devices("cpu")[0], *twins[:3]]
-    assert changed((False, False), (False, True), 1.25, devices, caplog) == [
+    assert changed((False,) * 3, (False, False, True), 1.25, devices, caplog) == [
         "elche: twin (ranks 2, 3) rests: the other devices train 25.0 % faster without it. It is "
         "tried again after 100 windows."
     ]
     caplog.clear()
-    assert changed((True, False), (False, False), 0.8, devices, caplog) == [
+    assert changed((False, True, False), (False,) * 3, 0.8, devices, caplog) == [
         "elche: twin (rank 1) works again: the job is 25.0 % faster with it."
+    ]
+
+
+def test_a_lane_that_works_in_place_of_another_is_told(twins, caplog):
+    devices = [jax.devices("cpu")[0], *twins[:3]]
+    assert changed((False, True, True), (True, False, False), 1.05, devices, caplog) == [
+        "elche: cpu (rank 0) rests: the other devices train 5.0 % faster without it. It is "
+        "tried again after 100 windows.",
+        "elche: twin (rank 1) works again: the job is 5.0 % faster with it.",
+        "elche: twin (ranks 2, 3) works again: the job is 5.0 % faster with it.",
     ]
 
 
@@ -92,34 +102,43 @@ def test_only_lanes_that_may_rest_are_tried(mixed):
         )
         return train._scheduler._controller.rest
 
-    assert rest().groups == ((1,),) and rest(averaging=elche.MeanGradient()).groups == ((1,),)
-    assert rest(lanes=((0,), (1,), (2,))).groups == ((1,), (2,))
+    assert rest().groups == ((0, 2), (1,))
+    assert rest(averaging=elche.ParameterAveraging()).groups == ((0, 2), (1,))
+    assert rest(lanes=((0,), (1,), (2,))).groups == ((0,), (1,), (2,))
     none = [
         {"devices": mixed[:1]},
         {"devices": [mixed[0], mixed[2]]},
         {"cadence": elche.FixedTotal(8)},
         {"cadence": elche.ElChe(rests=False)},
         {"cadence": elche.Replay([(1, 1, 1)])},
-        {"averaging": elche.MeanGradient(delay=1)},
-        {"averaging": elche.MeanGradient(compression="int8")},
-        {"averaging": elche.ParameterAveraging()},
     ]
     assert [rest(**options) for options in none] == [None] * len(none)
 
 
-def test_a_run_in_which_the_second_lane_rests(mixed, monkeypatch, caplog):
+RULES = [
+    None,
+    elche.MeanGradient(delay=1),
+    elche.MeanGradient(compression="int8"),
+    elche.ParameterAveraging(),
+    elche.DiLoCo(optax.sgd(0.7, momentum=0.9)),
+]
+
+
+@pytest.mark.parametrize("averaging", RULES, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_run_in_which_a_lane_rests(averaging, slow, mixed, monkeypatch, caplog):
     """The clock says that the others are faster without it; what is trained stays exact."""
     measured = WindowPlan.measured
 
     def slowed(plan, busy_ms, wall_ms, **rest):
-        wall_ms = 3.0 * sum(plan.counts) if plan.counts[1] else 1.0 * sum(plan.counts)
+        wall_ms = 3.0 * sum(plan.counts) if plan.counts[slow] else 1.0 * sum(plan.counts)
         busy_ms = tuple(wall_ms * (count > 0) for count in plan.counts)
         return measured(plan, busy_ms, wall_ms, **rest | {"sync_ms": 0.1, "steady": True})
 
     monkeypatch.setattr(WindowPlan, "measured", slowed)
     train = elche.build_train_step(
         lambda params, batch, rng: ((batch["x"] @ params) ** 2).mean(), optax.sgd(0.01),
-        devices=mixed, cadence=elche.ElChe(anchor=1),
+        devices=mixed, cadence=elche.ElChe(anchor=1), averaging=averaging,
     )  # fmt: skip
     state = train.init(np.ones(3, "float32"))
     rows = {"x": np.random.default_rng(0).normal(size=(400, 3)).astype("float32")}
@@ -135,10 +154,10 @@ def test_a_run_in_which_the_second_lane_rests(mixed, monkeypatch, caplog):
     assert any(
         "rests: the other devices train 200.0 % faster without it" in m for m in caplog.messages
     )
-    elche.check_replicas(state)
+    elche.check_replicas(train.common(state))
     again = elche.build_train_step(
         lambda params, batch, rng: ((batch["x"] @ params) ** 2).mean(), optax.sgd(0.01),
-        devices=mixed, cadence=elche.Replay(train.counts_history),
+        devices=mixed, cadence=elche.Replay(train.counts_history), averaging=averaging,
     )  # fmt: skip
     other = again.init(np.ones(3, "float32"))
     with again.windows(rows, 2, epochs=None) as windows:
