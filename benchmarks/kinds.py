@@ -1,13 +1,14 @@
 """Two devices of different kinds in one process, against what they reach without an exchange.
 
-    python benchmarks/kinds.py [--repeats 5] [--out FILE]
+    python benchmarks/kinds.py [--shared] [--model "1 MB"] [--repeats 5] [--out FILE]
 
 A CPU device of JAX and one of the plugin `xla_cpu_pjrt` compute for real, with one thread each.
 In turn in one run: a job on either device alone, both at once in loops of their own without
-exchange (the control), and one job on both. Two processors of a shared core do not add up where
-both multiply matrices: the job then goes on without one of them. They do in the case `latency`,
-whose steps wait for their own results. Beside these, what a user can do without this package:
+exchange (the control), and one job on both. Beside these, what a user can do without this package:
 plain pmap on the faster device.
+
+With `--shared` each device uses all processors, so that two together are no faster than one: the
+job is to be as fast as the faster one alone.
 
 Windows are long (`overhead_target=0.01`), so that what devices wait for each other is a small
 share of them.
@@ -16,7 +17,6 @@ share of them.
 import setup_kinds  # noqa: I001,F401  (first: it sets the devices)
 
 import argparse
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -36,46 +36,31 @@ from measure import Result, against_control, interleave, ratios, result, show, w
 
 import elche_jax as elche
 
-TURN_S = 2.0
-WARM = 80
-"""Windows before the first turn."""
+TURN_S = 4.0
+WARM = 60
+"""Windows before the first turn: speeds are then known, and whether both devices are worth it."""
 BATCH = 64
 MODELS = {
-    "latency": (surrogate_params(), surrogate_loss),
-    "1 MB": (mlp_params(432, 2), mlp_loss),
-    "20 MB": (mlp_params(2200, 2), mlp_loss),
+    "latency": (surrogate_params(), surrogate_loss, 100),
+    "1 MB": (mlp_params(432, 2), mlp_loss, 1000),
+    "20 MB": (mlp_params(2200, 2), mlp_loss, 50),
 }
-RULES = {
-    "mixed": {"cadence": elche.ElChe(overhead_target=0.01)},
-    "mixed, pending=1": {
-        "cadence": elche.ElChe(overhead_target=0.01),
-        "averaging": elche.MeanGradient(delay=1),
-    },
-}
+"""Parameters, loss, and the largest anchor: windows of one to some seconds."""
+RULES = {"mixed": None, "mixed, pending=1": elche.MeanGradient(delay=1)}
 
 
-def both(params, loss) -> list[jax.Device]:
-    """Returns one device of each kind, the faster one first: it leads, and never rests."""
-
-    def rate(device: jax.Device) -> float:
-        return steps_rate(PlainJit(params, device, 50, BATCH, loss=loss), 50, TURN_S)
-
-    devices = [jax.devices("cpu")[0], jax.devices("twin")[0]]
-    rates = interleave({device: partial(rate, device) for device in devices}, 3)
-    return sorted(devices, key=lambda device: -median(rates[device]))
-
-
-def measure(name: str, params, loss, repeats: int) -> list[Result]:
+def measure(name: str, params, loss, longest: int, repeats: int, shared: bool) -> list[Result]:
     """Measures a model: every device alone, the control, and the job on both devices."""
-    devices, data = both(params, loss), examples(2**17)
+    devices, data = [jax.devices("cpu")[0], jax.devices("twin")[0]], examples(2**19)
 
     def job(devices, **options) -> Loop:
         train = elche.build_train_step(loss, OPTIMIZER, devices=devices, **options)
         return Loop(train, params, data, BATCH)
 
-    jobs = {what: job(devices, **options) for what, options in RULES.items()}
+    long = elche.ElChe(overhead_target=0.01, max_anchor=longest)
+    jobs = {what: job(devices, cadence=long, averaging=rule) for what, rule in RULES.items()}
     for one in jobs.values():
-        one.warm(WARM)  # speeds are known, and whether both devices are worth it
+        one.warm(WARM)
     counts = busiest(jobs["mixed"].train)
     solo = {
         what: job([device], cadence=elche.FixedTotal(count))
@@ -91,9 +76,10 @@ def measure(name: str, params, loss, repeats: int) -> list[Result]:
     }
     rates = interleave(with_control(measures, lambda: control.rate(TURN_S)), repeats)
     faster = max((rates[what] for what in solo), key=median)
-    found = [against_control(name, what, rates, what) for what in (*solo, "pmap")] + [
-        against_control(name, what, rates, what, **({"least": 0.95} if what == "mixed" else {}))
-        for what in jobs
+    found = [
+        against_control(name, what, rates, what, **asked)
+        for what in (*solo, "pmap", *jobs)
+        for asked in [{"least": 0.95} if what == "mixed" and not shared else {}]
     ]
     for what, one in jobs.items():
         asked = {"least": 1.0} if what == "mixed" else {}
@@ -113,13 +99,14 @@ def busiest(train: elche.TrainStep) -> tuple[int, ...]:
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shared", action="store_true", help="all processors for each device")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--model", choices=MODELS, action="append")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/kinds.json"))
     arguments = parser.parse_args()
     found = []
     for name in arguments.model or MODELS:
-        found += measure(name, *MODELS[name], arguments.repeats)
+        found += measure(name, *MODELS[name], arguments.repeats, arguments.shared)
     show(found, arguments.out)
 
 

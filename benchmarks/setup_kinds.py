@@ -1,7 +1,11 @@
-"""Single-threaded CPU devices of two clients, one each. Import this before anything uses JAX."""
+"""CPU devices of two clients, one each. Import this before anything uses JAX.
+
+Each has one thread; with the option `--shared` both have as many as there are processors.
+"""
 
 import json
 import os
+import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,9 +19,10 @@ with tempfile.TemporaryDirectory() as folder:
     options = {"cpu_device_count": 1}
     described.write_text(json.dumps({"library_path": str(plugin), "create_options": options}))
     os.environ["PJRT_NAMES_AND_LIBRARY_PATHS"] = f"twin:{described}"
-    # A client makes as many threads as it has devices or may use processors, whichever is more,
-    # and they share the work of a program: each device would use all processors.
-    os.environ["NPROC"] = os.environ["PJRT_NPROC"] = "1"
+    # A client makes as many threads as it has devices or finds processors, whichever is more, and
+    # they share the work of a program.
+    if "--shared" not in sys.argv:
+        os.environ["NPROC"] = os.environ["PJRT_NPROC"] = "1"
 
     import jax
 
