@@ -54,8 +54,7 @@ class ElChe(Proportional[ElCheState]):
             two devices as a list or with a float first: ``(1, 2.3)`` says that device 1 is
             the slow one, ``[1, 2.3]`` and ``(1.0, 2.3)`` that device 1 is the fast one.
         rests: Whether devices of a kind may rest while the others are faster without them, see
-            `Rest`. Used only with devices in several lanes, whose gradients are combined as
-            they are: without ``averaging``, or with a plain ``MeanGradient()``.
+            `Rest`. Used only with devices in several lanes.
 
     Raises:
         TypeError: If an argument is of the wrong type.
