@@ -220,6 +220,43 @@ def test_the_lane_that_leads_may_rest(tx, mixed, ran):
     assert [number for number, at in sorted(ran) if at == 1] == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
+def test_metrics_are_on_one_device_whoever_leads(mixed):
+    total, step = 0.0, elche.build_train_step(
+        plain_loss, optax.adam(1e-2), devices=mixed, cadence=elche.Replay(LEADS), device_loss=True
+    )  # fmt: skip
+    state = step.init(PARAMS)
+    for window in step.windows(rows(LEADS), BATCH):
+        state, metrics = step(state, window)
+        assert {leaf.devices().pop() for leaf in jax.tree.leaves(metrics)} == {mixed[0]}
+        total = total + metrics["loss"]
+    assert np.isfinite(total)
+
+
+def test_a_replaced_leaf_does_not_keep_the_others_from_moving(mixed):
+    """A learning rate that the user sets, on all devices, beside the moments on the lead."""
+
+    def tx():
+        return optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)
+
+    def halved(devices):
+        def each(window, state):
+            new = (
+                np.int32(window.index + 1),
+                {"learning_rate": np.float32(0.01 / (window.index + 1))},
+            )
+            count, rates = elche.replicate(new, devices)  # the first leaves
+            old = state.opt_state
+            new = old._replace(count=count, hyperparams=old.hyperparams | rates)
+            return state.replace(opt_state=new)
+
+        return each
+
+    got = run(mixed, LEADS, rows=rows(LEADS), tx=tx(), each=halved(mixed))
+    devices = jax.devices("cpu")[:1]
+    counts = [(sum(row),) for row in LEADS]
+    assert_trained(got, run(devices, counts, rows=rows(LEADS), tx=tx(), each=halved(devices)))
+
+
 def test_who_leads_follows_from_the_counts_of_a_window_alone(mixed, tmp_path):
     """Kinds round differently: a run that goes on from any checkpoint has the same bits."""
     whole = []

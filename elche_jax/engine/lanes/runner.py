@@ -133,6 +133,8 @@ class LanesRunner(WindowRunner):
                 self.sums.put(carries)
             raise
         (_, new), metrics = window.agreed.result()
+        if leads != lanes.leads[0]:  # a loop that adds them up needs them on one device
+            metrics = jax.device_put(metrics, lanes.lead.devices[0])
         # nothing is kept of a lane with work: it would be memory for a gradient, on the lead
         self._idle = {at: [window.found[rank] for rank in lanes.ranks[at]] for at in without_work}
         results = self._with_resting(dict(zip(working, done, strict=True)), carries, leads)
@@ -169,7 +171,8 @@ class LanesRunner(WindowRunner):
         """Return the state of the lead, and what only it holds, moved there if it is elsewhere."""
         rank, device = self._lanes.ranks[leads][0], self._lanes.lanes[leads].devices[0]
         own, held = entries_of((thin, held), rank)
-        if any(leaf.devices() != {device} for leaf in jax.tree.leaves(held)[:1]):
+        # each leaf: the user may have replaced some of them
+        if any(leaf.devices() != {device} for leaf in jax.tree.leaves(held)):
             held = jax.device_put(held, device)
         return own, held
 
