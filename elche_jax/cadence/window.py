@@ -73,8 +73,9 @@ class Divergence:
 
     @property
     def largest(self) -> float:
-        """The largest distance of the devices that were not left out; NaN if there is none."""
-        return max((d for d in self.distance if not math.isnan(d)), default=math.nan)
+        """The largest distance of the devices that had work and were not left out, or NaN."""
+        distances = zip(self.distance, self.counts, strict=True)
+        return max((d for d, n in distances if n and not math.isnan(d)), default=math.nan)
 
 
 @dataclass(frozen=True, slots=True)

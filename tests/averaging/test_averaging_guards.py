@@ -55,6 +55,12 @@ def test_devices_that_were_left_out_are_not_looked_at():
     assert one.largest == 0.0
 
 
+def test_a_device_without_work_is_not_looked_at():
+    """Its distance is how far the others have moved."""
+    one = Divergence(0, (2, 0, 1), (0.1, 0.9, 0.2), (0.0,) * 3, (0.0,) * 3, (0.5, 0.0, 0.5))
+    assert one.largest == 0.2
+
+
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=9), st.integers(1, 4))
 def test_level_is_a_mean(distances, windows):
     got = elche.LevelGuard(0.2, windows=windows, factor=0.7).verdict(seen(*distances))
