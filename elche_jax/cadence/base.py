@@ -37,7 +37,7 @@ class WindowReport:
             devices, finite and not negative.
         loss: Mean loss of the window, for cadences that follow it (`AdaComm`); or ``None``.
         share: Share of the planned microbatches that the window had, in ``(0, 1]``: below 1 if
-            the end of the data cut it short.
+            the end of the data cut it short. Estimates of speed move by this share.
 
     Raises:
         TypeError: If an entry is not a number, or a count not an integer.

@@ -72,6 +72,7 @@ class Controller:
     def __post_init__(self) -> None:
         check.instance("Controller", "cadence", self.cadence, Cadence)
         check.instance("Controller", "guard", self.guard, Guard)
+        check.instance("Controller", "rest", self.rest, Rest | None, "be a Rest or None")
 
     @cached_property
     def scheduler(self) -> Scheduler:

@@ -100,7 +100,7 @@ class Rest(CheckedFields):
         first: Steady windows before the first trial of a run, at least 1, and after windows have
             grown by a quarter, as they do until the exchange takes a small share of them.
         pause: Steady windows after a trial that changed something, at least 1.
-        longest: Largest pause.
+        longest: Largest pause, at least ``pause``.
         windows: Windows of a block that count, at least 1. One before them does not.
         pairs: Pairs of blocks in a trial, at least 1; an even number cancels drift.
         margin: Smallest gain that counts, at least 0.
@@ -141,6 +141,7 @@ class Rest(CheckedFields):
             rule = "hold at least two groups, none of them empty, and each rank from 0 on once"
             raise ValueError(check.message("Rest", "groups", rule, groups))
         object.__setattr__(self, "groups", groups)
+        check.integer("Rest", "longest", self.longest, low=self.pause)
 
     def init(self, world_size: int) -> RestState:
         """Return the state before the first window: all devices work.
@@ -163,7 +164,13 @@ class Rest(CheckedFields):
         """Return the counts with 0 for devices that rest, or that a trial goes without.
 
         If no work were left, all devices keep theirs.
+
+        Raises:
+            TypeError: If a count is not an integer.
+            ValueError: If there is not one count per device, or one is below 0.
         """
+        counts = check.integers("Rest.plan", "counts", counts, low=0)
+        check.per_device("Rest.plan", "counts", len(counts), sum(map(len, self.groups)))
         left, trial = list(counts), state.trial
         resting = state.resting if trial is None else _with(state, trial.rests)
         for ranks, rests in zip(self.groups, resting, strict=True):
@@ -172,7 +179,15 @@ class Rest(CheckedFields):
         return tuple(left) if any(left) else tuple(counts)
 
     def update(self, state: RestState, record: WindowRecord) -> RestState:
-        """Return the state after a window. Windows whose times say nothing change nothing."""
+        """Return the state after a window. Windows whose times say nothing change nothing.
+
+        Raises:
+            TypeError: If the record is not a `WindowRecord`.
+            ValueError: If it is one of other devices.
+        """
+        where = "Rest.update"
+        check.instance(where, "record", record, WindowRecord)
+        check.per_device(where, "record", len(record.counts), sum(map(len, self.groups)))
         cut_short = record.share < FULL
         if not record.steady or record.cold or record.wall_ms <= 0:
             return state

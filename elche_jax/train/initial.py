@@ -152,6 +152,10 @@ def check_one_copy(where: str, argument: str, tree: PyTree) -> None:
             raise ValueError(check.message(where, argument, "be one copy", got, todo))
 
 
+MOVED = "elche_jax.replicate(jax.tree.map(lambda leaf: leaf[0], state), train.devices)"
+"""Moves a stacked state, of the host or of any devices, onto those of a training step."""
+
+
 def check_place(state: TrainState, fleet: Fleet, cause: BaseException) -> None:
     """Raise if a state is not on the devices of a training step, in this order.
 
@@ -167,7 +171,7 @@ def check_place(state: TrainState, fleet: Fleet, cause: BaseException) -> None:
         rule = f"be on the devices of this training step ({', '.join(names_of(fleet.devices))})"
         rule += ", in this order" + (" and one lane" if devices == list(fleet.devices) else "")
         got = f"leaf {jax.tree_util.keystr(path)} on {', '.join(names_of(devices))}"
-        todo = "Move it: elche_jax.replicate(elche_jax.unreplicate(state), train.devices)."
+        todo = f"Move it: {MOVED}."
         raise ValueError(check.message("train", "state", rule, got, todo)) from cause
 
 
@@ -253,10 +257,11 @@ def check_buffers(state: Any, where: str = "train") -> None:
     if not isinstance(state, TrainState) or not all(
         issubclass(kind, StackedArray) for kind in kinds
     ):
+        on_host = isinstance(state, TrainState)
         raise TypeError(
             f"{where}: state must be a TrainState on the devices (TrainStep.init, or "
             f"replicate(state, train.devices)), got {type(state).__name__}"
-            f"{' with host arrays' if isinstance(state, TrainState) else ''}."
+            f"{f' with host arrays. If these have an axis over devices: {MOVED}' * on_host}."
         )
     if any(leaf.is_deleted() for leaf in arrays):
         name = next(name for name, leaf in _named(state) if leaf.is_deleted())

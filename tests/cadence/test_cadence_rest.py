@@ -13,6 +13,7 @@ from elche_jax.cadence import (
     Replay,
     Rest,
     WindowRecord,
+    WindowReport,
     clamp_counts,
 )
 
@@ -258,12 +259,15 @@ def test_a_trial_that_learns_nothing_ends():
     """An epoch of 0.75 of a plan: with the device at work, every window is cut short."""
     rest = tried((2,))
     job, state, seen = Job(rest), replace(rest.init(3), resting=(True, False)), []
+    told: set[int] = set()
     for number in range(4000):
         counts = rest.plan(state, PLAN)
         counts, share = ((4, 2, 2), 8 / 11) if counts == PLAN else (counts, 1.0)
+        before = state
         state = rest.update(state, replace(job.record(number, counts), share=share))
+        told |= {state.group} if state.gain != before.gain else set()
         seen.append(counts)
-    assert state.resting == (True, False) and state.pauses[0] == 3200
+    assert state.resting == (True, False) and state.pauses[0] == 3200 and 0 not in told
     assert sum(counts[2] > 0 for counts in seen) < 0.1 * len(seen)
 
 
@@ -324,6 +328,7 @@ def test_a_plan_takes_work_only_from_those_at_rest(counts, resting):
         ({"windows": 0}, "Rest: windows must be at least 1, got 0"),
         ({"pairs": 0}, "Rest: pairs must be at least 1, got 0"),
         ({"margin": -0.1}, "Rest: margin must be at least 0, got -0.1"),
+        ({"pause": 100, "longest": 99}, "Rest: longest must be at least 100, got 99"),
     ],
 )
 def test_numbers_out_of_range(changes, message):
@@ -339,6 +344,25 @@ def test_groups_that_are_none(groups):
     rule = "hold at least two groups, none of them empty, and each rank from 0 on once, got "
     with pytest.raises(ValueError, match=re.escape(f"Rest: groups must {rule}{groups}.")):
         Rest(groups)
+
+
+def test_what_is_not_of_these_devices():
+    rest = tried((1,))
+    state, record = rest.init(3), Job(rest).record(0, PLAN)
+    with pytest.raises(TypeError, match=r"^Controller: rest must be a Rest or None, got True"):
+        Controller(ElChe(), rest=True)
+    with pytest.raises(
+        ValueError, match=r"^Rest\.plan: counts must have one entry per device \(3\), got 2"
+    ):
+        rest.plan(state, (1, 2))
+    with pytest.raises(ValueError, match=r"^Rest.plan: counts\[1\] must be at least 0, got -1"):
+        rest.plan(state, (1, -1, 1))
+    with pytest.raises(TypeError, match=r"^Rest\.update: record must be .*WindowRecord, got "):
+        rest.update(state, WindowReport((1.0,), (1,), 0.0))
+    with pytest.raises(
+        ValueError, match=r"^Rest\.update: record must have one entry per device \(3\)"
+    ):
+        rest.update(state, replace(record, counts=(1, 2)))
 
 
 def test_groups_of_other_devices():

@@ -48,6 +48,7 @@ def test_a_state_on_the_host():
         window = next(iterator)
         with pytest.raises(TypeError, match=r"on the devices .* got TrainState with host arrays\."):
             train(state, window)
+        train(elche.replicate(jax.tree.map(lambda leaf: leaf[0], state), train.devices), window)
         with pytest.raises(TypeError, match=r"state must be a TrainState .* got dict\."):
             train({"w": 1}, window)
 
