@@ -175,8 +175,8 @@ class CompileCache:
             self._fill(key, program, build, ahead=1)
             if (error := program.exception()) is not None:
                 logger.warning(
-                    "elche: a program could not be compiled ahead of need (%s: %s); larger windows "
-                    "keep running in several calls.",
+                    "elche: a program could not be compiled ahead of need (%s: %s); windows go on "
+                    "without it where they can.",
                     type(error).__name__,
                     error,
                 )

@@ -8,7 +8,7 @@ import jax
 from jax.extend.backend import backends
 
 from elche_jax import _check as check
-from elche_jax.engine.lane import Fleet, kinds_of, lanes_of
+from elche_jax.engine.lane import Fleet, kinds_of, lanes_of, memory_limit
 
 GIB = 1024**3
 
@@ -194,5 +194,5 @@ def free_bytes(devices: Sequence[jax.Device]) -> int | None:
 
 def _kind(device: jax.Device, kind: str) -> str:
     name = kind.removeprefix("NVIDIA ").removeprefix("GeForce ")
-    limit = (device.memory_stats() or {}).get("bytes_limit")
+    limit = memory_limit(device)
     return f"{name} ({limit / GIB:.1f} GiB)" if limit else name

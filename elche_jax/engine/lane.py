@@ -151,18 +151,22 @@ class Lanes(Fleet):
         return tuple(lane.ranks for lane in self.lanes)
 
     @cached_property
-    def leads(self) -> tuple[int, ...]:
-        """Indices of the lanes in the order in which they lead: accelerators are the faster ones.
+    def lead_order(self) -> tuple[int, ...]:
+        """Indices of the lanes that may lead, in the order in which they do.
 
-        The first device of the lane that leads computes what all devices agree on.
+        The first device of the lane that leads computes what all devices agree on. The first
+        lane of accelerators is the first one, as they are the faster ones; without any, the first
+        lane. The others need as much memory, as what only the lead holds may be large.
         """
-        lanes = range(len(self.lanes))
-        return tuple(sorted(lanes, key=lambda at: self.lanes[at].devices[0].platform == "cpu"))
+        firsts = [lane.devices[0] for lane in self.lanes]
+        order = sorted(range(len(firsts)), key=lambda at: firsts[at].platform == "cpu")
+        least = memory_limit(firsts[order[0]])
+        return tuple(at for at in order if memory_limit(firsts[at]) >= least)
 
     @property
     def lead(self) -> Lane:
-        """The lane that leads unless it rests."""
-        return self.lanes[self.leads[0]]
+        """The lane that leads while it has work."""
+        return self.lanes[self.lead_order[0]]
 
     def mapped(self, fn: PerDevice, donate: tuple[int, ...] = ()) -> "MappedLanes":
         # `Mapped` makes a function object per lane: the key of JAX's caches lacks the kind of the
@@ -275,6 +279,13 @@ def lanes_of(devices: Sequence[jax.Device], keys: Sequence[Hashable] | None = No
         ranks.setdefault((kind, None if keys is None else keys[rank]), []).append(rank)
     lanes = tuple(Lane(tuple(devices[r] for r in rs), tuple(rs)) for rs in ranks.values())
     return lanes[0] if len(lanes) == 1 else Lanes(tuple(devices), lanes)
+
+
+def memory_limit(device: jax.Device) -> int:
+    """Return the bytes that JAX may take on a device; 0 if unknown, as on the host."""
+    if device.platform == "cpu":
+        return 0
+    return int((device.memory_stats() or {}).get("bytes_limit", 0))
 
 
 def kinds_of(devices: Sequence[jax.Device]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import threading
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from models import assert_close, host
 from test_train_lanes import BATCH, PARAMS, all_bytes, assert_trained, plain_loss, run
 
 import elche_jax as elche
+from elche_jax.engine import lane
 from elche_jax.engine.gradient import GradientRule
 from elche_jax.engine.laned import LanedArray, LateArray, LeadArray
 from elche_jax.engine.lanes.window import LanesWindow
@@ -215,7 +217,8 @@ def test_the_lane_that_leads_may_rest(tx, mixed, ran):
     devices = jax.devices("cpu")[:1]
     want = run(devices, [(sum(row),) for row in LEADS], rows=rows(LEADS), tx=tx)
     assert_trained(got, want)
-    assert leads in ([], [mixed[rank] for rank in LED])
+    held = jax.tree.leaves(got[0].opt_state)
+    assert leads == ([mixed[rank] for rank in LED] if held else [])
     assert [number for number, at in sorted(ran) if at == 0] == [0, 1, 4, 5, 6]
     assert [number for number, at in sorted(ran) if at == 1] == [0, 1, 2, 3, 4, 5, 6, 7]
 
@@ -230,6 +233,37 @@ def test_metrics_are_on_one_device_whoever_leads(mixed):
         assert {leaf.devices().pop() for leaf in jax.tree.leaves(metrics)} == {mixed[0]}
         total = total + metrics["loss"]
     assert np.isfinite(total)
+
+
+def test_metrics_are_moved_in_a_lanes_thread(mixed, monkeypatch):
+    """Where a Ctrl-C waits for the end of the window, and the loop gets the new state."""
+    home, where = LanesWindow._home, []
+
+    def noted(self, metrics):
+        where.append(threading.current_thread())
+        return home(self, metrics)
+
+    monkeypatch.setattr(LanesWindow, "_home", noted)
+    run(mixed, LEADS, rows=rows(LEADS))
+    assert len(where) == len(LEADS) and threading.main_thread() not in where
+
+
+def test_a_lane_with_less_memory_does_not_lead(mixed, ran, monkeypatch):
+    """What only the lead holds may not fit: the lead then takes the step without work."""
+    limits = {mixed[0]: 8, mixed[1]: 4, mixed[2]: 8}
+    monkeypatch.setattr(lane, "memory_limit", limits.__getitem__)
+    leads = []
+    got = run(
+        mixed, LEADS, rows=rows(LEADS), each=lambda window, state: leads.append(led(state))
+    )  # fmt: skip
+    assert leads == [mixed[0]] * len(LEADS)
+    assert [number for number, at in sorted(ran) if at == 0] == list(range(len(LEADS)))
+    devices = jax.devices("cpu")[:1]
+    assert_trained(got, run(devices, [(sum(row),) for row in LEADS], rows=rows(LEADS)))
+    limits[mixed[1]] = 9
+    leads.clear()
+    run(mixed, LEADS, rows=rows(LEADS), each=lambda window, state: leads.append(led(state)))
+    assert leads == [mixed[rank] for rank in LED]
 
 
 def test_a_replaced_leaf_does_not_keep_the_others_from_moving(mixed):

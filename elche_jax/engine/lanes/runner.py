@@ -63,7 +63,7 @@ class LanesRunner(WindowRunner):
         """Ready at any time: a lane at rest has nothing to wait for."""
         self._idle: dict[int, list[Contribution]] = {}
         """By lane, what it contributed to a window without work for it, on the lead."""
-        self._led = lanes.leads[0]
+        self._was_led_by = lanes.lead_order[0]
         """Index of the lane that led the last window."""
 
     def watch(self, done: Done, learned: Callable[..., None], failed: Failed) -> LanesClock:
@@ -73,7 +73,7 @@ class LanesRunner(WindowRunner):
 
     def begin(self, calls: Sequence[Call]) -> None:
         """See `FleetRunner.begin`."""
-        lead, *others = self._lanes.leads if self._rule.rests else self._lanes.leads[:1]
+        lead, *others = self._lanes.lead_order if self._rule.rests else self._lanes.lead_order[:1]
         programs = [one for call in calls for one in self._accumulating(call.payload)]
         self._compiled.compile(programs, lead)
         for other in others:
@@ -110,17 +110,17 @@ class LanesRunner(WindowRunner):
     ) -> tuple[TrainState, dict[str, Any], Any]:
         lanes, step, carries = self._lanes, self._step_of(state), self.sums.take()
         without_work = self._without_work(calls)
-        resting = without_work & self._idle.keys()
+        led_by = self._led_by(without_work)
+        resting = without_work & self._idle.keys() - {led_by}
         whole, held = self._rule.split_lead(state)
         thin = self._thin(whole)
-        leads = self._leads(without_work)
-        lead = self._lead_of(thin, held, leads)
-        ending = self._compiled.ending(step % len(self._compiled.parts), leads)
+        lead = self._lead_of(thin, held, led_by)
+        ending = self._compiled.ending(step % len(self._compiled.parts), led_by)
         pending, summed = self._program.pending > 0, self._compiled.summed
-        found = self._begin_resting(resting, launch, leads)
+        found = self._begin_resting(resting, launch, led_by)
         working = [at for at in range(len(lanes.lanes)) if at not in resting]
         window = LanesWindow(
-            lanes, leads, ending, pending, summed, lead, launch, drivers, found, len(working)
+            lanes, led_by, ending, pending, summed, lead, launch, drivers, found, len(working)
         )
         try:
             works = [(at, self._work(at, whole, carries, calls)) for at in working]
@@ -132,12 +132,12 @@ class LanesRunner(WindowRunner):
             if not any(leaf.is_deleted() for leaf in jax.tree.leaves(carries)):
                 self.sums.put(carries)
             raise
-        (_, new), metrics = window.agreed.result()
-        if leads != lanes.leads[0]:  # a loop that adds them up needs them on one device
-            metrics = jax.device_put(metrics, lanes.lead.devices[0])
+        (_, new), _ = window.agreed.result()
         # nothing is kept of a lane with work: it would be memory for a gradient, on the lead
-        self._idle = {at: [window.found[rank] for rank in lanes.ranks[at]] for at in without_work}
-        results = self._with_resting(dict(zip(working, done, strict=True)), carries, leads)
+        self._idle = {
+            at: [window.found[rank] for rank in lanes.ranks[at]] for at in without_work - {led_by}
+        }
+        results = self._with_resting(dict(zip(working, done, strict=True)), carries, led_by)
         # what the programs have not taken over is given up here
         for leaf in jax.tree.leaves((thin, held)):
             leaf.delete()
@@ -150,7 +150,7 @@ class LanesRunner(WindowRunner):
             if not isinstance(launch.watch, LanesClock):
                 raise interrupt  # of a run that was closed, which nobody asks for a next window
             launch.watch.failed(interrupt)  # raised once the loop has the new state
-        return state, metrics, lanes.join([result.token for result in results])
+        return state, window.metrics, lanes.join([result.token for result in results])
 
     def _without_work(self, calls: Sequence[Call]) -> set[int]:
         """Return which lanes could rest: those without a microbatch."""
@@ -159,17 +159,18 @@ class LanesRunner(WindowRunner):
         busy = {rank for call in calls for rank, own in enumerate(call.ranges) if own.count}
         return {at for at, ranks in enumerate(self._lanes.ranks) if busy.isdisjoint(ranks)}
 
-    def _leads(self, without_work: set[int]) -> int:
+    def _led_by(self, without_work: set[int]) -> int:
         """Return the index of the lane that leads: the first one that has work.
 
         It depends on nothing but the counts of the window, and so do the bits of its results:
         kinds round differently.
         """
-        return next(at for at in self._lanes.leads if at not in without_work)
+        order = self._lanes.lead_order
+        return next((at for at in order if at not in without_work), order[0])
 
-    def _lead_of(self, thin: TrainState, held: PyTree, leads: int) -> tuple[TrainState, PyTree]:
+    def _lead_of(self, thin: TrainState, held: PyTree, led_by: int) -> tuple[TrainState, PyTree]:
         """Return the state of the lead, and what only it holds, moved there if it is elsewhere."""
-        rank, device = self._lanes.ranks[leads][0], self._lanes.lanes[leads].devices[0]
+        rank, device = self._lanes.ranks[led_by][0], self._lanes.lanes[led_by].devices[0]
         own, held = entries_of((thin, held), rank)
         # each leaf: the user may have replaced some of them
         if any(leaf.devices() != {device} for leaf in jax.tree.leaves(held)):
@@ -177,17 +178,18 @@ class LanesRunner(WindowRunner):
         return own, held
 
     def _begin_resting(
-        self, resting: set[int], launch: Launch, leads: int
+        self, resting: set[int], launch: Launch, led_by: int
     ) -> dict[int, Contribution]:
         """Tell the clock of lanes at rest; return by rank what they contribute, on the lead."""
-        if leads != self._led:
-            self._idle = jax.device_put(self._idle, self._lanes.lanes[leads].devices[0])
-            self._led = leads
+        idle = {at: self._idle[at] for at in resting}
+        if led_by != self._was_led_by:
+            idle = jax.device_put(idle, self._lanes.lanes[led_by].devices[0])
+        self._was_led_by = led_by
         found: dict[int, Contribution] = {}
-        for at in resting:
+        for at, contributions in idle.items():
             ranks = self._lanes.ranks[at]
             launch(LeadArray(self._nothing, len(ranks)), ranks)
-            found.update(zip(ranks, self._idle[at], strict=True))
+            found.update(zip(ranks, contributions, strict=True))
         return found
 
     def _work(self, at: int, whole: TrainState, carries: PyTree, calls: Sequence[Call]) -> Work:
@@ -200,9 +202,9 @@ class LanesRunner(WindowRunner):
         read = self._program.reads(state)
         return Work(lanes.lanes[at], self._thin(state), read, lanes.part(carries, at), steps)
 
-    def _with_resting(self, done: dict[int, Result], carries: PyTree, leads: int) -> list[Result]:
+    def _with_resting(self, done: dict[int, Result], carries: PyTree, led_by: int) -> list[Result]:
         """Return the results of all lanes in order, with copies of the lead's for those at rest."""
-        lanes, lead = self._lanes, done[leads]
+        lanes, lead = self._lanes, done[led_by]
         row = lead.token.addressable_data(0)
 
         def late(at: int) -> Result:

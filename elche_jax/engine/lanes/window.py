@@ -84,7 +84,7 @@ class LanesWindow:
 
     Attributes:
         lanes: The devices.
-        leads: Index of the lane that leads.
+        led_by: Index of the lane that leads.
         ending: The programs that end the window.
         pending: Whether windows are pending.
         summed: Whether the devices of a lane sum their payloads before these cross.
@@ -97,10 +97,11 @@ class LanesWindow:
         gathered: All contributions in the order of ranks.
         agreed: What the devices agree on, what the lead holds, and the metrics.
         crossed: Done when all lanes have copies of what was agreed.
+        metrics: The metrics, in every window on the same device.
     """
 
     lanes: Lanes
-    leads: int
+    led_by: int
     ending: Ending
     pending: bool
     summed: bool
@@ -112,6 +113,7 @@ class LanesWindow:
     gathered: "Future[list[Contribution]]" = field(default_factory=Future)
     agreed: "Future[tuple[tuple[Agreed, PyTree], dict[str, Any]]]" = field(default_factory=Future)
     crossed: "Future[None]" = field(default_factory=Future)
+    metrics: dict[str, Any] = field(default_factory=dict[str, Any])
     _copied: int = 0
     _lock: Lock = field(default_factory=Lock)
 
@@ -136,7 +138,7 @@ class LanesWindow:
             raise
 
     def _run(self, at: int, work: Work) -> Result:
-        leads, sums, made = at == self.leads, work.sums, None
+        leads, sums, made = at == self.led_by, work.sums, None
         if self.pending:
             made = self._contribute(at, work, sums)
         if leads and self.pending:
@@ -149,17 +151,28 @@ class LanesWindow:
         if leads and not self.agreed.done():
             self._agree()
         _, sent = made
-        (agreed, _), _ = self.agreed.result()
+        (agreed, _), metrics = self.agreed.result()
         mine = self._receive(work.lane, agreed)
         if leads:  # whose program takes the original
             self.crossed.result()
         (state, token), _ = self.ending.adopt[at](work.state, sums, sent, mine)
+        if leads:
+            self.metrics = self._home(metrics)
         return Result(state, mine.trained, sums, token)
+
+    def _home(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Return metrics on the same device in every window: a loop may add them up.
+
+        In a lane's thread: between two clients it waits for them.
+        """
+        if self.led_by == self.lanes.lead_order[0]:
+            return metrics
+        return jax.device_put(metrics, self.lanes.lead.devices[0])
 
     def _contribute(self, at: int, work: Work, sums: PyTree) -> Any:
         """Dispatch the lane's contributions, and send them to the lead as soon as they are made."""
         made, sent = self.ending.contribute[at](work.state, sums)[0]
-        if work.lane.alone and at == self.leads:
+        if work.lane.alone and at == self.led_by:
             self._arrived(work.lane, [entries_of(made, 0)])  # already there
         else:
             self.drivers.move(at, partial(self._send, work.lane, made))
@@ -171,7 +184,7 @@ class LanesWindow:
             rows = [entries_of(made, at) for at in range(lane.world_size)]
             if self.summed:  # the first device has the sum over the lane
                 rows = [rows[0], *map(without_payload, rows[1:])]
-            rows = jax.device_put(rows, self.lanes.lanes[self.leads].devices[0])
+            rows = jax.device_put(rows, self.lanes.lanes[self.led_by].devices[0])
         except BaseException as error:  # raised by the lead, which waits for it
             self.fail(error)
             return
