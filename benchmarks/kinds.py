@@ -45,7 +45,7 @@ MODELS = {
     "1 MB": (mlp_params(432, 2), mlp_loss, 1000),
     "20 MB": (mlp_params(2200, 2), mlp_loss, 50),
 }
-"""Parameters, loss, and the largest anchor: windows of one to some seconds."""
+"""Parameters, loss, and the largest anchor: windows of 0.4 to 2.5 seconds."""
 RULES = {"mixed": None, "mixed, pending=1": elche.MeanGradient(delay=1)}
 
 

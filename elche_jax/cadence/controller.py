@@ -13,7 +13,7 @@ from elche_jax import _check as check
 from elche_jax.cadence.base import HOLD_GROWTH, STABLE, Cadence, Verdict, WindowReport, stronger
 from elche_jax.cadence.guards import HISTORY, Guard, NoGuard, judge
 from elche_jax.cadence.rest import Rest, RestState
-from elche_jax.cadence.scheduler import Scheduler, SchedulerState
+from elche_jax.cadence.scheduler import Scheduler, SchedulerState, longest_as_planned
 from elche_jax.cadence.shift import Shift
 from elche_jax.cadence.window import Divergence, WindowRecord
 
@@ -199,12 +199,7 @@ class Controller:
         The exchange costs less while devices rest. Windows sized by that would be too short for
         all, and change size with every trial.
         """
-        as_planned = (
-            wall * plan / ran
-            for wall, plan, ran in zip(report.wall_ms, planned, report.counts, strict=True)
-            if ran > 0
-        )
-        return 0.75 * self.cadence.overhead_target * max(as_planned)
+        return 0.75 * self.cadence.overhead_target * longest_as_planned(report, planned)
 
 
 def _missed(report: WindowReport, planned: Sequence[int]) -> bool:

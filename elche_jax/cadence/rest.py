@@ -143,6 +143,11 @@ class Rest(CheckedFields):
         object.__setattr__(self, "groups", groups)
         check.integer("Rest", "longest", self.longest, low=self.pause)
 
+    @property
+    def world_size(self) -> int:
+        """Number of devices."""
+        return sum(map(len, self.groups))
+
     def init(self, world_size: int) -> RestState:
         """Return the state before the first window: all devices work.
 
@@ -150,8 +155,7 @@ class Rest(CheckedFields):
             ValueError: If these are not the devices of the groups.
         """
         size = len(self.groups)
-        ranks = sum(map(len, self.groups))
-        if world_size != ranks:
+        if world_size != self.world_size:
             rule = f"have one entry per device ({world_size}) in total"
             raise ValueError(check.message("Rest", "groups", rule, self.groups))
         return RestState((False,) * size, (self.first,) * size, (self.pause,) * size, (0,) * size)
@@ -170,7 +174,7 @@ class Rest(CheckedFields):
             ValueError: If there is not one count per device, or one is below 0.
         """
         counts = check.integers("Rest.plan", "counts", counts, low=0)
-        check.per_device("Rest.plan", "counts", len(counts), sum(map(len, self.groups)))
+        check.per_device("Rest.plan", "counts", len(counts), self.world_size)
         left, trial = list(counts), state.trial
         resting = state.resting if trial is None else _with(state, trial.rests)
         for ranks, rests in zip(self.groups, resting, strict=True):
@@ -187,7 +191,7 @@ class Rest(CheckedFields):
         """
         where = "Rest.update"
         check.instance(where, "record", record, WindowRecord)
-        check.per_device(where, "record", len(record.counts), sum(map(len, self.groups)))
+        check.per_device(where, "record", len(record.counts), self.world_size)
         cut_short = record.share < FULL
         if not record.steady or record.cold or record.wall_ms <= 0:
             return state

@@ -4,7 +4,7 @@ Pure. The controller keeps one `SchedulerState`, calls `Scheduler.plan` before a
 `Scheduler.update` with every report.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -261,6 +261,28 @@ class Scheduler:
         return SchedulerState(**parts)
 
 
+def longest_as_planned(report: WindowReport, planned: Sequence[int]) -> float:
+    """Return the longest busy time that a device with work would have had under another plan.
+
+    Args:
+        report: The measurements.
+        planned: The plan, one entry per device.
+
+    Returns:
+        ``max(wall_ms * planned / counts)`` in milliseconds; 0 if no device had work.
+
+    Examples:
+        >>> longest_as_planned(WindowReport((20.0, 0.0), (2, 0), sync_ms=5.0), (10, 20))
+        100.0
+    """
+    as_planned = (
+        wall * plan / ran
+        for wall, plan, ran in zip(report.wall_ms, planned, report.counts, strict=True)
+        if ran > 0
+    )
+    return max(as_planned, default=0.0)
+
+
 def rescale_sync(report: WindowReport, planned: tuple[int, ...]) -> WindowReport:
     """Return the report with ``sync_ms`` rescaled to another plan.
 
@@ -289,12 +311,7 @@ def rescale_sync(report: WindowReport, planned: tuple[int, ...]) -> WindowReport
     """
     if report.counts == planned:
         return report
-    as_planned = [
-        wall * plan / ran
-        for wall, plan, ran in zip(report.wall_ms, planned, report.counts, strict=True)
-        if ran > 0
-    ]
-    longest = max(as_planned, default=0.0)
+    longest = longest_as_planned(report, planned)
     if longest <= 0:
         return report
     return replace(report, sync_ms=report.sync_ms * max(report.wall_ms) / longest)

@@ -257,11 +257,11 @@ def check_buffers(state: Any, where: str = "train") -> None:
     if not isinstance(state, TrainState) or not all(
         issubclass(kind, StackedArray) for kind in kinds
     ):
-        on_host = isinstance(state, TrainState)
+        on_host = f" with host arrays. If these have an axis over devices: {MOVED}"
         raise TypeError(
             f"{where}: state must be a TrainState on the devices (TrainStep.init, or "
             f"replicate(state, train.devices)), got {type(state).__name__}"
-            f"{f' with host arrays. If these have an axis over devices: {MOVED}' * on_host}."
+            f"{on_host if isinstance(state, TrainState) else ''}."
         )
     if any(leaf.is_deleted() for leaf in arrays):
         name = next(name for name, leaf in _named(state) if leaf.is_deleted())
