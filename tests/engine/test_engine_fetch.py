@@ -76,25 +76,19 @@ def lowered_for(platform, payload):
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
-def test_the_cpu_reads_one_piece_and_copies_rows_accelerators_select_and_gather():
+def test_the_cpu_reads_one_piece_and_accelerators_select():
     pieces = pieces_of([1.0, 2.0], 7)
     assert "_where" not in lowered_for("cpu", pieces)
     assert "_where" in lowered_for("cuda", pieces)
-    rows = Rows({"x": jnp.zeros((10, 2))}, jnp.zeros((4, 3), jnp.int32))
-    assert "stablehlo.gather" not in lowered_for("cpu", rows)
-    assert "stablehlo.gather" in lowered_for("cuda", rows)
 
 
 def test_accelerators_get_the_same_microbatches():
     # their form of it, which the CPU can run as well
     numbers = np.random.default_rng(0).normal(size=7).astype(np.float32)
     pieces, starts = pieces_of(numbers[:5], 7).pieces, [0, 4, 4]
-    rows = Rows({"x": jnp.asarray(numbers)}, jnp.array([[3, 1], [6, 0]], jnp.int32))
     for i in range(5):
         got = fetch._select_piece(jnp.int32(i), starts, pieces)
         np.testing.assert_array_equal(got["x"], numbers[[i, i]])
-    got = fetch._gather(rows.data["x"], rows.index[1])
-    np.testing.assert_array_equal(got, numbers[[6, 0]])
 
 
 def test_payloads_and_orders_are_pytrees():
