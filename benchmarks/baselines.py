@@ -72,12 +72,15 @@ def microbatches(count: int, batch: int, world: int) -> dict:
     return jax.tree.map(lambda a: a.reshape(world, count, batch, *a.shape[1:]), flat)
 
 
-def _accumulate(params, batches, count, loss=mlp_loss, hook=None, rank=0, number=0):
-    """Sums loss and gradients; `hook` is the emulation, `number` the index of the step."""
+def _accumulate(params, batches, count, loss=mlp_loss, hook=None, rank=0, number=0, rows=None):
+    """Sums loss and gradients; `hook` is the emulation, `number` the index of the step.
+
+    With `rows`, `(count, batch)`, `batches` are the examples themselves.
+    """
 
     def body(i, sums):
         loss_sum, grad_sum = sums
-        batch = jax.tree.map(lambda a: a[i], batches)
+        batch = jax.tree.map(lambda a: a[i if rows is None else rows[i]], batches)
         value, grads = jax.value_and_grad(loss)(params, batch, None)
         return loss_sum + value, jax.tree.map(jnp.add, grad_sum, grads)
 
@@ -151,14 +154,16 @@ class PlainJit:
         updates: Steps per call, in a loop on the device.
         stream: Examples that a step reads from the host, in a shuffled order, instead of
             reusing the same ones on the device.
+        resident: Examples that a step reads on the device, in a shuffled order.
     """
 
     def __init__(
         self, params, device, count: int, batch: int, emulate=None, rank: int = 0, loss=mlp_loss,
-        updates: int = 1, stream=None,
+        updates: int = 1, stream=None, resident=None,
     ):  # fmt: skip
         def update(number, params, opt_state, batches):
-            total, grads = _accumulate(params, batches, count, loss, emulate, rank, number)
+            rows, batches = (None, batches) if resident is None else batches
+            total, grads = _accumulate(params, batches, count, loss, emulate, rank, number, rows)
             grads = jax.tree.map(lambda g: g / count, grads)
             return *_apply(params, opt_state, grads), total / count
 
@@ -173,7 +178,11 @@ class PlainJit:
         self._step = jax.jit(step, donate_argnums=(0, 1))
         state = jax.device_put((params, OPTIMIZER.init(params)), device)
         self._params, self._opt = jax.tree.map(jnp.copy, state)  # the step donates them
-        if stream is None:
+        if resident is not None:
+            held = jax.device_put(resident, device)
+            rows = _shuffled(np.arange(len(held["y"]), dtype=np.int32), count, batch)
+            self._batches = ((each, held) for each in rows)
+        elif stream is None:
             one = jax.tree.map(lambda a: a[0], microbatches(count, batch, 1))
             self._batches = repeat(jax.device_put(one, device))
         else:

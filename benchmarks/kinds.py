@@ -4,8 +4,9 @@
 
 A CPU device of JAX and one of the plugin `xla_cpu_pjrt` compute for real, with one thread each.
 In turn in one run: a job on either device alone, both at once in loops of their own without
-exchange (the control), and one job on both. Beside these, what a user can do without this package:
-plain pmap on the faster device.
+exchange (the control), and one job on both. All of these read shuffled examples that lie on the
+device. Beside these, what a user can do without this package: plain pmap on the faster device, on
+the same examples in every step.
 
 With `--shared` each device uses all processors, so that two together are no faster than one: the
 job is to be as fast as the faster one alone.
@@ -68,7 +69,10 @@ def measure(name: str, params, loss, anchor: int, repeats: int, shared: bool) ->
     }
     for one in solo.values():
         one.warm(3)
-    steps = [PlainJit(params, d, n, BATCH, loss=loss) for d, n in zip(devices, counts, strict=True)]
+    steps = [
+        PlainJit(params, device, count, BATCH, loss=loss, resident=data)
+        for device, count in zip(devices, counts, strict=True)
+    ]
     control, fast = Apart(steps, counts), max(range(2), key=counts.__getitem__)
     plain = PlainPmap(params, [devices[fast]], (counts[fast],), BATCH, loss=loss)
     measures = {"pmap": lambda: steps_rate(plain, counts[fast], TURN_S)} | {
