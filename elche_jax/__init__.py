@@ -3,6 +3,7 @@
 import elche_jax as elche
 """
 
+from elche_jax import distributed as distributed
 from elche_jax.adapters.convert import from_flax as from_flax, to_flax as to_flax
 from elche_jax.adapters.head import Head as Head, from_head as from_head
 from elche_jax.adapters.linen import from_linen as from_linen
@@ -76,12 +77,12 @@ from elche_jax.train.evaluate import (
     predict as predict,
 )
 from elche_jax.train.finite import NonFiniteError as NonFiniteError
+from elche_jax.train.in_flight import Window as Window
 from elche_jax.train.learning_rate import (
     learning_rate_factor as learning_rate_factor,
     scale_learning_rate as scale_learning_rate,
     schedule_by_work as schedule_by_work,
 )
-from elche_jax.train.pipeline import Window as Window
 from elche_jax.train.step import TrainStep as TrainStep
 from elche_jax.train.windows import Windows as Windows
 from elche_jax.trainer.callback import Callback as Callback, CallbackContext as CallbackContext

@@ -32,7 +32,7 @@ from elche_jax.data.order import Cursor
 from elche_jax.engine.devices import check_one_process
 from elche_jax.engine.state import TrainState
 from elche_jax.observe.events import CheckpointEvent
-from elche_jax.train.pipeline import Window
+from elche_jax.train.in_flight import Window
 from elche_jax.train.step import TrainStep
 
 logger = logging.getLogger("elche_jax")

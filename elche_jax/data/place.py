@@ -62,6 +62,11 @@ class Stacking(Protocol):
 
     devices: tuple[jax.Device, ...]
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is a single device."""
+        ...
+
     def stack(self, shards: Sequence[jax.Array]) -> Any:
         """Assemble a stacked array from the devices' entries `(1, ...)`."""
         ...
@@ -80,11 +85,13 @@ class Placer:
 
     Args:
         fleet: The devices.
+        ranks: Their ranks in the job; None for all ranks in order.
     """
 
-    def __init__(self, fleet: Stacking):
+    def __init__(self, fleet: Stacking, ranks: Sequence[int] | None = None):
         self._fleet, self._devices = fleet, fleet.devices
-        self._single = len(self._devices) == 1
+        self._ranks = range(len(self._devices)) if ranks is None else ranks
+        self._single = fleet.alone
         self._blanks: dict[tuple[Any, ...], list[Any]] = {}
 
     def pieces(
@@ -159,7 +166,7 @@ class Placer:
             place, valid = partial.microbatch - first, partial.valid
         numbers = [
             (r.count, r.start, int(fresh), place, valid, *totals, rank, 0, r.count)
-            for rank, r in enumerate(ranges)
+            for rank, r in zip(self._ranks, ranges, strict=True)
         ]
         return self.rows(np.array(numbers, np.int32))
 

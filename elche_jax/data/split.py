@@ -9,6 +9,7 @@ microbatches crosses to its device as *pieces* whose lengths are the binary digi
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 def capacity_for(count: int) -> int:
@@ -56,15 +57,18 @@ class Range:
         return starts
 
 
-def split_window(counts: Sequence[int], capacity: int) -> list[tuple[Range, ...]]:
+def split_window(
+    counts: Sequence[int], capacity: int, ranks: Sequence[int] | None = None
+) -> list[tuple[Range, ...]]:
     """Return the chunks of a window, each with a range per device.
 
     Args:
         counts: Microbatches per device.
         capacity: Largest number of microbatches of a device in one call, at least 1.
+        ranks: The devices whose ranges are wanted; None for all.
 
     Returns:
-        For each call, a tuple with one range per device. The ranges of a device are
+        For each call, a tuple with one range per wanted device. The ranges of a device are
         consecutive, and its work is split evenly over the calls: as counts are proportional
         to speeds, the devices then finish each call together, even if the runtime starts a
         call on all of them at once.
@@ -74,13 +78,17 @@ def split_window(counts: Sequence[int], capacity: int) -> list[tuple[Range, ...]
         >>> [[(r.start, r.count) for r in chunk] for chunk in split_window((5, 2), 3)]
         [[(0, 2), (5, 1)], [(2, 3), (6, 1)]]
     """
-    calls = -(-max(counts) // capacity)  # rounded up
-    chunks = []
-    for call in range(calls):
-        first, ranges = 0, []
-        for count in counts:
-            begin, end = count * call // calls, count * (call + 1) // calls
-            ranges.append(Range(first + begin, end - begin))
-            first += count
-        chunks.append(tuple(ranges))
-    return chunks
+    firsts = [0, *accumulate(counts)]
+    wanted = [(firsts[rank], counts[rank]) for rank in ranks or range(len(counts))]
+    calls = -(-max(count for _, count in wanted) // capacity)  # rounded up
+    # devices without work take part in the exchange with those of other processes
+    calls = max(calls, int(any(counts)))
+    return [
+        tuple(
+            Range(
+                first + count * call // calls, count * (call + 1) // calls - count * call // calls
+            )
+            for first, count in wanted
+        )
+        for call in range(calls)
+    ]

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from elche_jax.engine.collectives import broadcast_from
-from elche_jax.engine.exchange import Packing
+from elche_jax.engine.exchange import Packing, packed_psum
+from elche_jax.engine.job import places_of
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.wire import decoded, sum_bfloat16, sum_int8
 
@@ -208,6 +209,59 @@ class LeadAxis:
             value = jnp.where(known, both(value, other, has), jnp.where(has, other, value))
             known |= has
         return value
+
+
+@dataclass(frozen=True)
+class ProcessAxis(LeadAxis):
+    """The devices of several processes: a list on each process's lead, the leads a mapped axis.
+
+    Methods are those of `DeviceAxis`. A process with fewer devices than others has values of no
+    work in place of those it lacks.
+
+    Attributes:
+        ranks: For each process the ranks of its devices, ascending.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+
+    @property
+    def width(self) -> int:
+        """Number of values on each lead."""
+        return max(map(len, self.ranks))
+
+    def rows(self, value: PerDevice) -> Any:
+        rows = jax.lax.all_gather(jnp.stack(value), AXIS, tiled=True)
+        return rows[np.array(places_of(self.ranks, self.width))]
+
+    def mine(self, rows: Any) -> PerDevice:
+        # one row more, of zeros, for what a process lacks
+        rows = jnp.concatenate([rows, jnp.zeros_like(rows[:1])])
+        return list(rows[self._own(self.size)])
+
+    def sums(self, *terms: tuple[PerDevice, PerDevice | None]) -> tuple[PyTree, ...]:
+        return tuple(packed_psum(own, AXIS) for own in super().sums(*terms))
+
+    def decoded_sum(self, sent: PerDevice, weight: PerDevice | None) -> list[Any]:
+        over = DeviceAxis(len(self.ranks)).decoded_sum
+        weights = weight or [None] * len(sent)
+        parts = [over(one, own) for one, own in zip(sent, weights, strict=True)]
+        return jax.tree.map(lambda *leaves: reduce(jnp.add, leaves), *parts)
+
+    def largest(self, leaf: PerDevice, worked: PerDevice) -> Any:
+        own = super().largest(leaf, worked)
+        return DeviceAxis(len(self.ranks)).largest(own, reduce(jnp.logical_or, worked))
+
+    def first(self, leaf: PerDevice, worked: PerDevice) -> Any:
+        none = jnp.iinfo(jnp.int32).max
+        rank = jnp.where(jnp.stack(worked), self._own(none), none).min()
+        here = rank == jax.lax.pmin(rank, AXIS)
+        source = jax.lax.pmin(jnp.where(here, jax.lax.axis_index(AXIS), none), AXIS)
+        return broadcast_from(super().first(leaf, worked), source, AXIS)
+
+    def _own(self, none: int) -> Any:
+        """Return the ranks of this process's devices; ``none`` for those it lacks."""
+        table = [(*own, *[none] * (self.width - len(own))) for own in self.ranks]
+        return jnp.array(table, jnp.int32)[jax.lax.axis_index(AXIS)]
 
 
 Axis = DeviceAxis | HostAxis | LeadAxis

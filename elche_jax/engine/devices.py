@@ -8,7 +8,8 @@ import jax
 from jax.extend.backend import backends
 
 from elche_jax import _check as check
-from elche_jax.engine.lane import Fleet, kinds_of, lanes_of, memory_limit
+from elche_jax.engine.job import Job
+from elche_jax.engine.lane import Fleet, kinds_of, lanes_across, lanes_of, memory_limit
 
 GIB = 1024**3
 
@@ -32,8 +33,30 @@ def select_devices(
     return chosen
 
 
+def select_job(devices: Sequence[jax.Device] | None) -> tuple[jax.Device, ...]:
+    """Return the devices to train on, checked, see `select_devices`: of all processes.
+
+    Raises:
+        ValueError: If devices of this process or another are missing.
+    """
+    chosen = listed(jax.devices() if devices is None else devices, "build_train_step")
+    missing = set(range(jax.process_count())) - {device.process_index for device in chosen}
+    if missing:
+        rule = "hold devices of every process of the job"
+        got = f"none of process {min(missing)}"
+        todo = "All processes pass the same: jax.devices() has the devices of all."
+        raise ValueError(check.message("build_train_step", "devices", rule, got, todo))
+    platforms = {device.platform for device in Job(chosen).leads}
+    if len(platforms) > 1:
+        rule = "have a device of one platform in every process, over which these exchange"
+        raise ValueError(
+            check.message("build_train_step", "devices", rule, " and ".join(sorted(platforms)))
+        )
+    return chosen
+
+
 def check_one_process(where: str) -> None:
-    """Check that the job has one process: devices of others would train separately.
+    """Check that the job has one process, for what would leave the others out.
 
     Args:
         where: The function the user called.
@@ -44,8 +67,8 @@ def check_one_process(where: str) -> None:
     processes = jax.process_count()
     if processes > 1:
         raise ValueError(
-            f"{where}: jax.process_count() must be 1, got {processes}. Devices of several "
-            "processes cannot work together yet: leave out jax.distributed.initialize."
+            f"{where}: jax.process_count() must be 1, got {processes}. Over several processes "
+            "only build_train_step works so far."
         )
 
 
@@ -96,8 +119,9 @@ def fleet_of(where: str, devices: Sequence[jax.Device], lanes: LaneChoice | None
         ValueError: If they are no partition of the ranks, or put devices of several kinds
             together.
     """
+    job = Job(tuple(devices))
     if lanes is None:
-        return lanes_of(devices)
+        return lanes_of(devices) if job.one_process else lanes_across(job)
     kinds, keys = kinds_of(devices), _lane_keys(where, devices, lanes)
     kind_of: dict[Hashable, str] = {}
     for key, kind in zip(keys, kinds, strict=True):
@@ -105,7 +129,7 @@ def fleet_of(where: str, devices: Sequence[jax.Device], lanes: LaneChoice | None
             rule = "keep devices of several kinds apart"
             got = f"{kind_of[key]} and {kind} in one lane"
             raise ValueError(check.message(where, "lanes", rule, got))
-    return lanes_of(devices, keys)
+    return lanes_of(devices, keys) if job.one_process else lanes_across(job, keys)
 
 
 def _lane_keys(where: str, devices: Sequence[jax.Device], lanes: LaneChoice) -> Sequence[Hashable]:
@@ -168,6 +192,8 @@ def summary_of(fleet: Fleet) -> str:
         + (f" x{lane.world_size}" if lane.world_size > 1 else "")
         for lane in lanes
     ]
+    if not fleet.job.one_process:
+        said += f" of {fleet.job.world_size} in {len(fleet.job.ranks_of)} processes"
     return f"elche: {count} {noun}{'s' if count > 1 else ''}{said} | {' | '.join(parts)}"
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend.backend import backends
 from jax.sharding import Sharding
 
+from elche_jax.engine.job import Job
 from elche_jax.engine.laned import LanedArray, LateArray, LeadArray, Stacked, StackedArray
 from elche_jax.engine.mapped import Mapped, PerDevice, stack_shards, stacked_sharding
 from elche_jax.engine.shapes import shapes_of
@@ -37,7 +38,7 @@ class MappedFunction(Protocol):
 
 
 class Fleet(ABC):
-    """The devices of a job, as one lane or several.
+    """The devices of a job in this process, as one lane or several.
 
     Attributes:
         devices: The devices in rank order.
@@ -70,16 +71,21 @@ class Fleet(ABC):
         copies = jax.device_put([tree] * self.world_size, list(self.devices))
         return jax.tree.map(lambda *rows: self.stack(rows), *copies)
 
+    @cached_property
+    def job(self) -> Job:
+        """The devices of all processes."""
+        return Job(self.devices)
+
     @property
     def world_size(self) -> int:
-        """Number of devices."""
+        """Number of devices in this process."""
         return len(self.devices)
 
     @property
     def alone(self) -> bool:
         """Whether there is a single device, whose work and synchronization need no separate
         times."""
-        return self.world_size == 1
+        return self.job.world_size == 1
 
     def clock(self, done: Done, failed: Failed) -> Clock:
         """Return a clock for the windows of a run: threads, or for one device the loop itself.
@@ -134,13 +140,21 @@ class Lane(Fleet):
 class Lanes(Fleet):
     """Devices in several lanes; stacked arrays are `LanedArray`s.
 
+    In a job of several processes, ranks are places among this process's devices.
+
     Attributes:
         devices: The devices in rank order.
         lanes: The lanes, in the order of their first rank.
+        across: The devices of all processes; None if there is one.
     """
 
     devices: tuple[jax.Device, ...]
     lanes: tuple[Lane, ...]
+    across: Job | None = None
+
+    @cached_property
+    def job(self) -> Job:
+        return self.across or Job(self.devices)
 
     def in_lanes(self) -> tuple[Lane, ...]:
         return self.lanes
@@ -272,13 +286,28 @@ def lanes_of(devices: Sequence[jax.Device], keys: Sequence[Hashable] | None = No
         keys: For each device what its lane is to be known by; None for its kind. Devices of
             several kinds are never in one lane.
     """
+    lanes = _grouped(devices, keys)
+    return lanes[0] if len(lanes) == 1 else Lanes(tuple(devices), lanes)
+
+
+def lanes_across(job: Job, keys: Sequence[Hashable] | None = None) -> Lanes:
+    """Group this process's devices of a job into lanes, see `lanes_of`.
+
+    Args:
+        job: The devices of several processes.
+        keys: For each device of the job what its lane is to be known by; None for its kind.
+    """
+    own = keys and [keys[rank] for rank in job.ranks]
+    return Lanes(job.local, _grouped(job.local, own), job)
+
+
+def _grouped(devices: Sequence[jax.Device], keys: Sequence[Hashable] | None) -> tuple[Lane, ...]:
     ranks: dict[Hashable, list[int]] = {}
     for rank, device in enumerate(devices):
         # a mapped program takes devices of one client and platform
         kind: Hashable = (id(device.client), device.platform, device.device_kind)
         ranks.setdefault((kind, None if keys is None else keys[rank]), []).append(rank)
-    lanes = tuple(Lane(tuple(devices[r] for r in rs), tuple(rs)) for rs in ranks.values())
-    return lanes[0] if len(lanes) == 1 else Lanes(tuple(devices), lanes)
+    return tuple(Lane(tuple(devices[r] for r in rs), tuple(rs)) for rs in ranks.values())
 
 
 def memory_limit(device: jax.Device) -> int:

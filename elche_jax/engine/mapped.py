@@ -52,10 +52,15 @@ class Mapped:
 
     def __init__(self, fn: PerDevice, devices: Sequence[jax.Device], donate: tuple[int, ...] = ()):
         self._devices, self._fn = tuple(devices), fn
-        if len(self._devices) > 1:
+        self._sharding: Sharding | None = stacked_sharding(self._devices)
+        if len(self._devices) > 1 and jax.process_count() > 1:
+            # `pmap` takes the shapes of arrays for those of all processes
+            self._jitted: Any = _over_mesh(fn, self._devices, donate)
+        elif len(self._devices) > 1:
             # `pmap` keeps its programs for good unless they are evicted; `jit` lets go of them
             traced = _weakly(self)
-            self._jitted: Any = jax.pmap(
+            self._sharding = None  # it places arguments itself
+            self._jitted = jax.pmap(
                 traced,
                 axis_name=AXIS,
                 devices=self._devices,
@@ -80,8 +85,7 @@ class Mapped:
 
     def lower(self, *args: PyTree) -> jax.stages.Lowered:
         """Trace and lower for such arguments, under the JAX settings of this thread."""
-        device = self._devices[0] if len(self._devices) == 1 else None
-        return self._jitted.lower(*_shapes(args, device))
+        return self._jitted.lower(*_shapes(args, self._sharding))
 
     def finish(self, lowered: jax.stages.Lowered) -> PerDevice:
         """Compile a lowered program; may be called in any thread."""
@@ -114,6 +118,55 @@ def _forget(traced: Callable[..., Any]) -> None:
         evict(traced)
 
 
+class MappedAcross:
+    """A function mapped over one device of each process, which exchange in it.
+
+    Arguments and results are those of this process's device, leaves `(1, ...)`; every process has
+    to call it.
+
+    Args:
+        fn: Function of per-device values, as for `Mapped`.
+        devices: One device of each process.
+    """
+
+    def __init__(self, fn: PerDevice, devices: Sequence[jax.Device]):
+        self._devices, self._sharding = tuple(devices), _mesh_sharding(devices)
+        # `pmap` would convert between arrays of a process and of all of them in every call
+        self._jitted = _over_mesh(fn, self._devices)
+
+    def __call__(self, *args: PyTree) -> tuple[PyTree, PyTree]:
+        """Call the function; it compiles at the first call with these shapes."""
+        return self._run(self._jitted, args)
+
+    def compile(self, *args: PyTree) -> PerDevice:
+        """Compile ahead of time for arguments of these shapes and dtypes, leaves `(1, ...)`."""
+        return self.finish(self.lower(*args))
+
+    def lower(self, *args: PyTree) -> jax.stages.Lowered:
+        """Trace and lower for such arguments, under the JAX settings of this thread."""
+        return self._jitted.lower(
+            *jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(self._over(x), x.dtype, sharding=self._sharding),
+                args,
+            )
+        )
+
+    def finish(self, lowered: jax.stages.Lowered) -> PerDevice:
+        """Compile a lowered program; may be called in any thread."""
+        program = _compiled(lowered, self._devices[0].platform)
+        return lambda *args: self._run(program, args)
+
+    def _run(self, program: Any, args: PyTree) -> tuple[PyTree, PyTree]:
+        whole = jax.tree.map(
+            lambda x: jax.make_array_from_single_device_arrays(self._over(x), self._sharding, [x]),
+            args,
+        )
+        return jax.tree.map(lambda x: x.addressable_data(0), program(*whole))
+
+    def _over(self, own: Any) -> tuple[int, ...]:
+        return (len(self._devices), *own.shape[1:])
+
+
 class PerDeviceJit:
     """A function that each of several devices runs independently, without collectives.
 
@@ -135,12 +188,12 @@ class PerDeviceJit:
             *args: Pytrees of arrays or `jax.ShapeDtypeStruct`, leaves `(1, ...)`.
         """
         device = self._devices[rank]
-        return _compiled(self._jitted.lower(*_shapes(args, device)), device.platform)
+        shapes = _shapes(args, SingleDeviceSharding(device))
+        return _compiled(self._jitted.lower(*shapes), device.platform)
 
 
-def _shapes(tree: PyTree, device: jax.Device | None) -> PyTree:
-    """Return shapes and dtypes, on one device or, if None, as the mapping places them."""
-    sharding = None if device is None else SingleDeviceSharding(device)
+def _shapes(tree: PyTree, sharding: Sharding | None) -> PyTree:
+    """Return shapes and dtypes, placed so or, if None, as the mapping places them."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
@@ -158,6 +211,18 @@ def _compiled(lowered: jax.stages.Lowered, platform: str) -> PerDevice:
         return lowered.compile()
 
 
+def _over_mesh(fn: PerDevice, devices: Sequence[jax.Device], donate: tuple[int, ...] = ()) -> Any:
+    """Map a function over devices by `jit` and `shard_map`, see `Mapped`."""
+    mapped = jax.shard_map(
+        _on_one(fn),
+        mesh=Mesh(np.array(devices), (AXIS,)),
+        in_specs=PartitionSpec(AXIS),
+        out_specs=(PartitionSpec(AXIS), PartitionSpec()),
+        check_vma=False,
+    )
+    return jax.jit(mapped, donate_argnums=donate)
+
+
 def _on_one(fn: PerDevice) -> Callable[..., Any]:
     def on_one(*args: PyTree) -> tuple[PyTree, PyTree]:
         own: Any = jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, (0,)), args)
@@ -171,6 +236,10 @@ def stacked_sharding(devices: Sequence[jax.Device]) -> Sharding:
     """Return the sharding of arrays with one entry per device on the leading axis."""
     if len(devices) == 1:
         return SingleDeviceSharding(devices[0])
+    return _mesh_sharding(devices)
+
+
+def _mesh_sharding(devices: Sequence[jax.Device]) -> NamedSharding:
     return NamedSharding(Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS))
 
 

@@ -118,7 +118,10 @@ def check_replicas(tree: PyTree) -> None:
             keys = {rank: at for at, ranks in enumerate(lanes) for rank in ranks}
             fleet = lanes_of(devices, [keys[rank] for rank in range(len(devices))])
             groups.setdefault(fleet, []).append(i)
-    launched = [(ms, checksums([named[i][1] for i in ms], ds)) for ds, ms in groups.items()]
+    launched = [
+        (ms, checksums(fleet.restack([named[i][1] for i in ms]), fleet))
+        for fleet, ms in groups.items()
+    ]
     # reading waits for the devices, so only after all are launched
     found = [(ms[leaf], rank) for ms, sums in launched for leaf, rank in differing(sums)]
     if found:

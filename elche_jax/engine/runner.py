@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from elche_jax.data.split import Range
 from elche_jax.engine.accumulators import Accumulators
@@ -42,6 +43,19 @@ class Call:
     ranges: tuple[Range, ...]
 
 
+@dataclass
+class Survey:
+    """What the processes of a job tell each other of a window in its exchange.
+
+    Attributes:
+        measure: Returns the rows of this process's devices, see `Measured`, without `own`.
+        found: The rows of all devices, on a device; None before the exchange is dispatched.
+    """
+
+    measure: Callable[[], np.ndarray]
+    found: jax.Array | None = None
+
+
 @dataclass(frozen=True)
 class Launch:
     """The dispatch of a window.
@@ -50,11 +64,13 @@ class Launch:
         watch: Clock of the run; None if the run was closed.
         number: Index of the dispatch in the run.
         at: Start of the dispatch, `time.perf_counter` seconds.
+        survey: What is exchanged of its times; None in a job of one process.
     """
 
     watch: Clock | None
     number: int
     at: float
+    survey: Survey | None = None
 
     def __call__(self, token: Any, ranks: Sequence[int] | None = None) -> None:
         """Pass the clock a token that becomes ready when a device has accumulated.

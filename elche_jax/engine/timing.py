@@ -211,8 +211,13 @@ class Stopwatch(Clock):
         """See `Clock.dropped`."""
         self._collector.drop(window)
 
+    def accumulated(self, window: int) -> tuple[float, ...] | None:
+        """Wait until all devices have accumulated; return when each did, None after a close."""
+        return self._collector.accumulated(window)
+
     def close(self) -> None:
         """End the threads; a window that is still running is not measured. Idempotent."""
+        self._collector.close()
         self._threads.close()
 
 
@@ -278,7 +283,8 @@ class _Collector:
 
     def __init__(self, world_size: int, done: Done):
         self._ranks, self._done = range(world_size), done
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._closed = False
         self._open: dict[int, _Open] = {}
         self._dropped: set[int] = set()
 
@@ -288,6 +294,24 @@ class _Collector:
             self._dropped.add(number)
             self._open.pop(number, None)
             self._report()
+
+    def close(self) -> None:
+        """Let nobody wait any more."""
+        with self._lock:
+            self._closed = True
+            self._lock.notify_all()
+
+    def accumulated(self, number: int) -> tuple[float, ...] | None:
+        """See `Stopwatch.accumulated`."""
+
+        def ends() -> dict[int, float]:
+            window = self._open.get(number)
+            return {} if window is None else window.accumulated
+
+        with self._lock:
+            self._lock.wait_for(lambda: self._closed or len(ends()) == len(self._ranks))
+            found = ends()
+            return None if self._closed else tuple(found[rank] for rank in self._ranks)
 
     def wait(self, rank: int, job: _Job) -> None:
         """Wait for one device, or for all of them, in a thread."""
@@ -303,6 +327,7 @@ class _Collector:
                 window.combined |= seen
             if job.whole or not job.combined:
                 window.accumulated |= seen
+            self._lock.notify_all()
             self._report()
 
     def _report(self) -> None:

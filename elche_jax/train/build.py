@@ -13,13 +13,14 @@ from elche_jax.averaging.rules import AveragingRule, MeanGradient
 from elche_jax.cadence import Cadence, EveryBatch
 from elche_jax.cadence.guards import Guard, NoGuard, TrendGuard
 from elche_jax.config import DDPConfig, Recorder, check_arguments
-from elche_jax.engine.devices import LaneChoice, fleet_of, select_devices, summary_of
+from elche_jax.engine.devices import LaneChoice, fleet_of, select_job, summary_of
 from elche_jax.engine.lane import kinds_of
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.loss import LossFn
 from elche_jax.engine.merge import Merge
 from elche_jax.engine.precision import Precision, first_scale
 from elche_jax.engine.trainable import Trainable
+from elche_jax.train.across import check_across
 from elche_jax.train.averaging import cadence_of, check_averaging, check_together
 from elche_jax.train.finite import MAX_SKIPS, FinitePolicy
 from elche_jax.train.microbatch_split import MicrobatchSplit, checked_split
@@ -204,7 +205,7 @@ def build_train_step(
     if dynamic is not None:
         nonfinite = _with_dynamic_scale(nonfinite)
     finite = FinitePolicy(nonfinite, max_skips)
-    devices = select_devices(devices)
+    devices = select_job(devices)
     fleet, kinds = fleet_of("build_train_step", devices, lanes), kinds_of(devices)
     config = config.for_kinds(kinds)
     cadence = cadence and cadence.for_kinds(kinds)
@@ -219,21 +220,26 @@ def build_train_step(
         rule, exchange, world_size=len(devices), chosen=chosen, nonfinite=nonfinite,
         dynamic_scale=dynamic is not None,
     )  # fmt: skip
+    job = fleet.job
+    check_across(job, rule, exchange)
     if isinstance(rule, AveragingRule):
         cadence = cadence_of(rule, cadence, config, len(devices))
         # fixed windows cannot grow, and only a guard that was asked for may shorten them
         guard = guard or (TrendGuard() if rule.inner_steps is None else NoGuard())
     # before the default is filled in: no hint if the user chose the cadence
-    hint = cadence is None and config.policy == "auto"
+    first = job.at == 0  # the process that records and logs
+    hint = first and cadence is None and config.policy == "auto"
     cadence = cadence or config.cadence_for(len(devices), kinds=len(set(kinds)))
     _warn_of_knobs(config, cadence, len(devices))
     options = Options(
         given["max_grad_norm"], finite, trainable, merge, Precision(given["compute_dtype"], scale),
-        dynamic, rule, len(devices), guard, given["verify_every"], given["timeline"], hint=hint,
-        emulate=emulate, exchange=exchange,
+        dynamic, rule, len(devices), guard, given["verify_every"],
+        given["timeline"] if first else None, hint=hint, emulate=emulate, exchange=exchange,
         split=checked_split("build_train_step", microbatch_split, kinds), device_loss=device_loss,
     )  # fmt: skip
-    logger.info(summary_of(fleet))
+    job.check_same("build_train_step", devices=list(map(str, devices)), cadence=cadence)
+    if first:
+        logger.info(summary_of(fleet))
     return TrainStep(LossFn(loss_fn, has_aux=has_aux), optimizer, fleet, cadence, options)
 
 

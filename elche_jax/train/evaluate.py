@@ -24,9 +24,9 @@ from elche_jax.engine.sweep import (
     inspect_outputs,
 )
 from elche_jax.observe.report import RunReport
+from elche_jax.train.in_flight import Window
 from elche_jax.train.loading import WINDOW_BYTES
 from elche_jax.train.outside import check_outside
-from elche_jax.train.pipeline import Window
 from elche_jax.train.sweep import Sweep
 
 PyTree = Any

@@ -86,12 +86,13 @@ class Feed:
         Returns:
             The number of valid examples, and the program calls.
         """
-        capacity = self.capacity(max(counts))
+        ranks = self.fleet.job.ranks
+        capacity = self.capacity(max(counts[rank] for rank in ranks))
         totals = sum(counts), self._examples(first, sum(counts), reader)
         calls = []
         # each call gets an even share: where a program starts on all devices at once, filling
         # one call after the other made the window 1.4 times as long
-        for ranges in split_window(counts, capacity):
+        for ranges in split_window(counts, capacity, ranks):
             payload: Payload
             if self._resident is None:
                 spec = self._plan.microbatch

@@ -46,6 +46,9 @@ logger = logging.getLogger("elche_jax")
 RECORDS_KEPT = 1024
 """Windows kept in the records, and thus covered by a report."""
 
+KEPT = 16
+"""Windows after which the state is kept, more than are planned ahead."""
+
 HINT_AFTER = 20
 """Steady windows before an imbalance is worth a hint."""
 
@@ -108,6 +111,9 @@ class LiveScheduler:
         self._record_metrics = getattr(timeline, "window_metrics", None)
         self._recorded_verdict = STABLE
         self._where = f"{owner}.cadence_state"
+        # by window, the state after its record: processes plan from the same one
+        self._after: dict[int, ControllerState] = {}
+        self._before = self._state
 
     @property
     def wants_loss(self) -> bool:
@@ -140,9 +146,13 @@ class LiveScheduler:
     @property
     def knows(self) -> bool:
         """Whether plans already follow from measured speeds, or never will."""
+        return self.knows_after(None)
+
+    def knows_after(self, window: int | None) -> bool:
+        """Return `knows` as it was after the record of a window; None for the last one."""
         if self._world_size == 1 or not self.cadence.adaptive:
             return True
-        state = self._state
+        state = self._state_after(window)
         rates = speeds.throughput(state.schedule.cadence, [], self._world_size)
         return state.told or any(rate is not None for rate in rates)
 
@@ -196,7 +206,8 @@ class LiveScheduler:
         # `knows` then looks for speeds in the state, as a saved one may have none
         with self._observing:
             restored = replace(self._state, schedule=state, told=False)
-            self._state = self._controller.begin(restored)
+            self._state = self._before = self._controller.begin(restored)
+            self._after.clear()
 
     def _check_numbers(self, name: str, values: tuple[Any, ...]) -> None:
         where = self._where
@@ -227,12 +238,25 @@ class LiveScheduler:
             self._recorded_verdict = STABLE
             before, seen = self._state, tuple(divergence)
             new = ControllerState(before.schedule, self._world_size, seen, rest=before.rest)
-            self._state = self._controller.begin(new)
+            self._state = self._before = self._controller.begin(new)
+            self._after.clear()
             self._history = array("q", () if history is None else history.ravel().tolist())
 
-    def plan(self, window: int) -> tuple[int, ...]:
-        """Return the counts for a window, regardless of the end of the data."""
-        return self._controller.plan(self._state, window)
+    def plan(self, window: int, after: int | None = None) -> tuple[int, ...]:
+        """Return the counts for a window, regardless of the end of the data.
+
+        Args:
+            window: The window.
+            after: Number of the last window whose record counts; None for all.
+        """
+        return self._controller.plan(self._state_after(after), window)
+
+    def _state_after(self, window: int | None) -> ControllerState:
+        """Return the state after the record of a window, or of the last one before it."""
+        if window is None:
+            return self._state
+        known = [number for number in list(self._after) if number <= window]
+        return self._after[max(known)] if known else self._before
 
     # -- what happens in a run -------------------------------------------------------
 
@@ -298,6 +322,9 @@ class LiveScheduler:
         with self._observing:
             before = self._state
             self._state = state = self._controller.observe(before, record)
+            self._after[record.window] = state
+            if len(self._after) > KEPT:
+                del self._after[min(self._after)]
         return before, state
 
     def _record_changes(

@@ -91,7 +91,7 @@ class Loading:
     def feed(self, plan: DataPlan, runner: FleetRunner, cadence: Cadence[Any]) -> Feed:
         """Return a feed of these data for the programs of a runner."""
         resident = self._place(plan.source) if plan.placement == "resident" else None
-        return Feed(plan, Placer(self._fleet), runner, resident, cadence)
+        return Feed(plan, Placer(self._fleet, self._fleet.job.ranks), runner, resident, cadence)
 
     def release(self) -> None:
         """Drop the data on the devices, and an iterator that has been read."""

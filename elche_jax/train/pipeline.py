@@ -2,26 +2,28 @@
 
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
 
-from elche_jax.cadence import WindowPlan, WindowRecord, clamp_counts
+from elche_jax.cadence import WindowPlan, clamp_counts
 from elche_jax.data.order import Cursor
 from elche_jax.data.reader import Reader
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.host.coordinator import Outcome
-from elche_jax.engine.laned import StackedArray
+from elche_jax.engine.job import Measured
 from elche_jax.engine.replicas import ReplicaMismatch, mismatch
-from elche_jax.engine.runner import Call, FleetRunner, Launch
-from elche_jax.engine.timing import ENDS, Clock, WindowTimes
+from elche_jax.engine.runner import FleetRunner, Launch, Survey
+from elche_jax.engine.timing import ENDS, Clock, Stopwatch, WindowTimes
+from elche_jax.train.across import measured_rows, number_of, record_of, replicas_apart
 from elche_jax.train.divergence import DivergenceReader
 from elche_jax.train.feed import Feed
 from elche_jax.train.finite import FiniteWatch
+from elche_jax.train.in_flight import InFlight, Window
 from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.timing import Timing
 
@@ -37,109 +39,6 @@ LATE = "left out: late"
 
 LOOKAHEAD = 4
 """Windows that may be planned and not yet complete if plans do not depend on reports."""
-
-
-@dataclass(frozen=True, eq=False)
-class Window:
-    """The work between two synchronisations, its data on the devices.
-
-    Attributes:
-        plan: The window in plain numbers.
-        cursor: The position in the data after this window; `windows(cursor=...)` resumes
-            from there.
-    """
-
-    plan: WindowPlan
-    cursor: Cursor
-    calls: tuple[Call, ...] = field(repr=False)
-
-    @property
-    def index(self) -> int:
-        """Number of the window in the run."""
-        return self.plan.window
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the window."""
-        return self.plan.epoch
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Microbatches per device."""
-        return self.plan.counts
-
-    @property
-    def examples(self) -> int:
-        """Valid examples of all devices."""
-        return self.plan.examples
-
-
-@dataclass
-class InFlight:
-    """A window that is being dispatched, or was dispatched and is not complete.
-
-    The loop fills in what the programs return; after that the watcher threads only read it.
-
-    Attributes:
-        plan: The window.
-        requested: When the loop asked for it, in seconds of `time.perf_counter`.
-        launch: Its dispatch.
-        cold: Whether its programs run for the first time.
-        token: Stacked; entry `d` is ready when device `d` is done, and says whether that
-            device's own sums are finite.
-        finite: Whether the window is finite, a bool or one per device; on the devices.
-        sums: Checksums of the state after it, or None.
-        metrics: The window's metrics, on the devices, never donated.
-        steady: Whether nothing was compiled for it.
-        timed: Whether the devices' own times will be known.
-    """
-
-    plan: WindowPlan
-    requested: float
-    launch: Launch
-    cold: bool = False
-    token: Any = None
-    finite: Any = True
-    sums: StackedArray | None = None
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    steady: bool = True
-    timed: bool = True
-
-    def averaged(self, outcome: Outcome) -> "InFlight":
-        """Return the window with what an exchange on the host made of it."""
-        average = outcome.average
-        return replace(
-            self,
-            steady=self.steady and not outcome.late,
-            finite=average.metrics["finite"],
-            token=average.own,
-            # reading the checksum of a device that is behind would wait for it
-            sums=None if outcome.missing or outcome.late else self.sums,
-            metrics=average.metrics,
-        )
-
-    def measured(
-        self, times: WindowTimes, free: Sequence[float], ahead: bool, **known: Any
-    ) -> WindowRecord:
-        """Return the record of the window.
-
-        Args:
-            times: When the devices were done.
-            free: When each device was done with its previous window.
-            ahead: Whether devices went on without waiting for the combine.
-            **known: Further fields of the record.
-        """
-        begun = max(self.requested, *free)
-        ends = times.arrived if ahead else times.combined
-        return self.plan.measured(
-            busy_ms=times.busy_ms(free),
-            wall_ms=1e3 * (max(ends) - begun),
-            sync_ms=times.sync_ms,
-            skew_ms=times.skew_ms,
-            steady=self.steady and self.timed,
-            cold=self.cold,
-            **known,
-        )
 
 
 class Pipeline(Generic[R]):
@@ -190,6 +89,8 @@ class Pipeline(Generic[R]):
         self._start, self._in_flight = start, in_flight
         self._watch, self._divergence, self.runner = watch, divergence, runner
         self._compared, self._timing = compared, timing or Timing(always=True)
+        self._job, self._sync_ms, self._replicas = feed.fleet.job, inf, -1
+        self._ahead = in_flight if scheduler.cadence.adaptive else LOOKAHEAD
         lanes = feed.fleet.in_lanes()
         on_host = [lane.ranks for lane in lanes if lane.devices[0].platform == "cpu"]
         self._remote = len(on_host) < len(lanes)
@@ -198,13 +99,13 @@ class Pipeline(Generic[R]):
         self._lockstep = [] if combines else on_host
         # the lock of everything below, notified of every change
         self._changed = threading.Condition()
-        self._planned = 0
-        self._completed = 0
+        self._open: set[int] = set()  # windows that are planned and not complete
         self._current: int | None = None  # the window handed out and not used yet
         self._requested, self._cold = 0.0, False
         self._dispatches = 0
         self._flights: dict[int, InFlight] = {}  # by number of the dispatch
         self._error: BaseException | None = None
+        self._shared: tuple[int, Exception] | None = None  # an error of all processes, its window
         self.raised = False
         self.trained: int | None = None
         self.closed = False
@@ -218,18 +119,18 @@ class Pipeline(Generic[R]):
     def plan(self, stop: threading.Event) -> Iterator[Window]:
         """Yield the windows of the run, waiting for reports if plans depend on them."""
         cursor = self._start
-        depth = self._in_flight if self._scheduler.cadence.adaptive else LOOKAHEAD
+        depth = self._ahead
         epochs = self._feed.epochs
         while epochs is None or cursor.epoch < epochs:
             reader = self._feed.open_epoch(cursor)
             begun = cursor.microbatch
-            while self._wait(stop, depth):
+            while self._wait(stop, depth, cursor.window):
                 window = self._make(cursor, reader)
                 if window is None:
                     break
                 cursor = window.cursor
                 with self._changed:
-                    self._planned += 1
+                    self._open.add(window.index)
                 yield window
             if stop.is_set():
                 return
@@ -239,15 +140,16 @@ class Pipeline(Generic[R]):
                     f"{cursor.epoch} has none. An iterator can be used for one epoch only."
                 )
             cursor = cursor.next_epoch()
-        self._wait(stop, 1)
+        self._wait(stop, 1, cursor.window)
 
-    def _wait(self, stop: threading.Event, below: int) -> bool:
+    def _wait(self, stop: threading.Event, below: int, window: int) -> bool:
         """Wait until another window may be planned.
 
         Args:
             stop: Set when the thread must end.
             below: Fewer windows than this must be planned and not complete; none at all if
                 the plan depends on times that are not known yet.
+            window: Number of the window.
 
         Returns:
             False if the thread must end.
@@ -255,18 +157,29 @@ class Pipeline(Generic[R]):
         assert self.clock is not None  # Windows sets it before it starts the thread
 
         def may_plan() -> bool:
+            if not self._job.one_process:
+                return min(self._open, default=window) > self._known_at(window, below)
             waits = self._timing.surprised or not self._scheduler.knows
-            return self._planned - self._completed < (1 if waits else below)
+            return len(self._open) < (1 if waits else below)
 
         self.clock.wait(self._changed, lambda: stop.is_set() or self._error or may_plan())
         if self._error is not None:
             raise self._error
         return not stop.is_set()
 
+    def _known_at(self, window: int, ahead: int) -> int:
+        """Return the last window whose record the plan for another one takes into account.
+
+        What a process happens to know when it plans must not matter: all have to plan alike.
+        """
+        last = window - ahead
+        return last if self._scheduler.knows_after(last) else window - 1
+
     def _make(self, cursor: Cursor, reader: Reader) -> Window | None:
         if reader.available(cursor.microbatch, 1) == 0:
             return None
-        asked = self._without_late(self._scheduler.plan(cursor.window))
+        known = None if self._job.one_process else self._known_at(cursor.window, self._ahead)
+        asked = self._without_late(self._scheduler.plan(cursor.window, known))
         available = reader.available(cursor.microbatch, sum(asked))
         counts, share = clamp_counts(asked, available), available / sum(asked)
         examples, calls = self._feed.load(counts, cursor.microbatch, reader)
@@ -296,8 +209,8 @@ class Pipeline(Generic[R]):
         self._requested = time.perf_counter()
         with self._changed:
             if self._current is not None:
+                self._open.discard(self._current)
                 self._current = None
-                self._completed += 1
                 self._changed.notify_all()
         self.check()
 
@@ -322,14 +235,18 @@ class Pipeline(Generic[R]):
                 self._requested, self._cold = time.perf_counter(), True
             # after the first compiles, which must not make the first window unsteady
             misses, at = self._cache.misses, time.perf_counter()
-            launch = Launch(None if self.closed else self.clock, self._dispatches, at)
+            clock = None if self.closed else self.clock
+            survey = Survey(lambda: self._measured(flight, misses))
+            if self._job.one_process:
+                survey = None
+            launch = Launch(clock, self._dispatches, at, survey)
             flight = InFlight(window.plan, self._requested, launch, self._cold)
             yield flight
         except BaseException:
             if launch is not None and launch.watch is not None:
                 launch.watch.dropped(launch.number)
             with self._changed:
-                self._completed += 1
+                self._open.discard(window.index)
                 self._changed.notify_all()
             raise
         flight.steady = self._cache.misses == misses
@@ -345,12 +262,13 @@ class Pipeline(Generic[R]):
             lambda: self._error or self.closed or len(self._flights) < self._in_flight,
         )
         with self._changed:
+            self._raise_shared(window.index - self._in_flight)
             self.check()
             # not before the wait: if it is interrupted, the loop may use the window again
             if self._current == window.index:
                 self._current = None
             else:  # dropped before, and counted as complete
-                self._planned += 1
+                self._open.add(window.index)
         self._dispatches += 1
 
     def _hand_over(self, flight: InFlight) -> None:
@@ -373,6 +291,7 @@ class Pipeline(Generic[R]):
         """Wait until the windows in flight are complete."""
         if self.clock is not None:
             self.clock.wait(self._changed, lambda: self._error or self.closed or not self._flights)
+        self._raise_shared(None)
         self.check()
 
     @property
@@ -385,6 +304,14 @@ class Pipeline(Generic[R]):
         self._check_windows(keep=0)
         if not self.raised:
             self.check()
+
+    def _raise_shared(self, last: int | None) -> None:
+        """Let `check` raise an error that all processes have found, in windows up to the last.
+
+        Each raises it before the same window: one that went on would wait for the others there.
+        """
+        if self._shared is not None and (last is None or self._shared[0] <= last):
+            self.on_error(self._shared[1])
 
     def check(self) -> None:
         """Raise the first exception of a thread."""
@@ -422,11 +349,7 @@ class Pipeline(Generic[R]):
         with self._changed:
             window = self._flights.get(times.window)
             self._completing = times.window  # it is checked here, not again after a close
-        free = ENDS.before(self._feed.fleet.devices, times.arrived)
-        for ranks in self._lockstep:
-            begun = max(free[rank] for rank in ranks)
-            for rank in ranks:
-                free[rank] = min(begun, times.arrived[rank])
+        free = self._free(times.arrived)
         # a device that runs ahead has no synchronisation for its next window to wait for
         ahead, late = (False, ()) if outcome is None else (outcome.ahead, outcome.late)
         ENDS.note(self._feed.fleet.devices, times.arrived if ahead else times.combined)
@@ -444,9 +367,16 @@ class Pipeline(Generic[R]):
             divergence = self._divergence.read(window.plan, metrics)
         if self._scheduler.wants_loss and "loss" in metrics:
             loss = float(np.asarray(metrics["loss"]))
-        record = window.measured(
-            times, free, ahead, left_out=late, divergence=divergence, loss=loss
-        )
+        known: Any = {"left_out": late, "divergence": divergence, "loss": loss}
+        survey = window.launch.survey
+        if survey is None:
+            record = window.measured(times, free, ahead, **known)
+        else:
+            rows = np.asarray(survey.found)
+            record = record_of(window.plan, rows, **known)
+            self._sync_ms, self._replicas = times.sync_ms, -1
+            if (text := replicas_apart(self._job, rows)) is not None:
+                self._found(window.plan.window, ReplicaMismatch(text))
         self._timing.observe(record, window.timed)
         self._scheduler.observe(record)
         self._scheduler.on_metrics(window.plan, metrics)
@@ -454,8 +384,37 @@ class Pipeline(Generic[R]):
         # last: the loop must not go on to the end of the run before all is recorded
         with self._changed:
             self._flights.pop(times.window, None)
-            self._completed += 1
+            self._open.discard(window.plan.window)
             self._changed.notify_all()
+
+    def _free(self, arrived: Sequence[float]) -> list[float]:
+        """Return when each device was done with what it did before this end."""
+        free = ENDS.before(self._feed.fleet.devices, arrived)
+        for ranks in self._lockstep:
+            begun = max(free[rank] for rank in ranks)
+            for rank in ranks:
+                free[rank] = min(begun, arrived[rank])
+        return free
+
+    def _measured(self, flight: InFlight, misses: int) -> np.ndarray:
+        """Return what this process tells of a window in its exchange, in a lane's thread."""
+        clock, number = flight.launch.watch, flight.launch.number
+        nothing = np.zeros((self._feed.fleet.world_size, len(Measured._fields) - 1), np.float32)
+        if not isinstance(clock, Stopwatch):
+            return nothing  # of a run that was closed, which plans no more
+        with self._changed:  # the windows before it have their ends noted
+            self._changed.wait_for(
+                lambda: self._error or self.closed or min(self._flights, default=number) >= number
+            )
+        ends = clock.accumulated(number)
+        if ends is None:
+            return nothing
+        times = WindowTimes(number, flight.launch.at, ends, ends)
+        steady = self._cache.misses == misses
+        return measured_rows(
+            times, self._free(ends), flight.requested, self._sync_ms, steady, flight.cold,
+            self._replicas,
+        )  # fmt: skip
 
     def on_late_times(self, times: WindowTimes, begins: Sequence[float] | None) -> None:
         """Report a window that was complete except for a late device, which is now done too.
@@ -472,15 +431,27 @@ class Pipeline(Generic[R]):
         """Check that a window is finite, and its replicas equal."""
         finite = bool(np.asarray(window.finite).all())
         skipped = self._watch.skipped
-        error: Exception | None = self._watch.observe(window.plan, finite, window.token)
+        survey, own = window.launch.survey, window.token
+        if survey is not None:  # of all processes
+            own = Measured(*np.asarray(survey.found).T).own > 0
+        error: Exception | None = self._watch.observe(window.plan, finite, own)
         if self._watch.skipped > skipped:
             self._scheduler.on_skip(window.plan, self._watch.event)
-        if window.sums is not None and error is None:
+        if error is not None:
+            self._found(window.plan.window, error)
+        elif window.sums is not None:
             where = f"train: after window {window.plan.window}"
             text = mismatch(where, self._compared, self._feed.fleet.devices, window.sums)
-            error = None if text is None else ReplicaMismatch(text)
-        if error is not None:
+            self._replicas = number_of(window.sums)
+            if text is not None:
+                self.on_error(ReplicaMismatch(text))
+
+    def _found(self, window: int, error: Exception) -> None:
+        """Keep an error of a window that every process finds."""
+        if self._job.one_process:
             self.on_error(error)
+        elif self._shared is None:
+            self._shared = window, error
 
     def on_error(self, error: BaseException) -> None:
         """Keep the first exception of a thread, for the loop to raise."""

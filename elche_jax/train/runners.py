@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import optax
 
+from elche_jax.engine.axis import ProcessAxis
 from elche_jax.engine.collective import CollectiveProgram
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.gradient import GradientRule
@@ -164,7 +165,7 @@ class Runners:
     def exchanged_bytes(self, initial: StateSpec) -> tuple[int, int]:
         """Return the bytes that each device exchanges per window (the mean over fragments), and
         the float32 bytes that frozen parameters save."""
-        if self._fleet.world_size == 1:
+        if self._fleet.job.world_size == 1:
             return 0, 0
         rule, one = self.rule(initial), initial.one
 
@@ -186,7 +187,7 @@ class Runners:
             initial: The shapes.
             work: Computes the gradient of a microbatch; None if no gradient is needed.
         """
-        options, size = self._options, self._fleet.world_size
+        options, size = self._options, self._fleet.job.world_size
         if work is None:
             work = Microbatches(self._loss_fn, "scalar", (), "", initial.selection)
         common: Any = {
@@ -206,7 +207,11 @@ class Runners:
         options, emulate = self._options, self._options.emulate
         where = self._fleet, self._cache, initial.shapes
         if options.host is None and isinstance(self._fleet, Lanes):
-            program = LanesProgram(rule, emulate, splits)
+            job = self._fleet.job
+            across = None
+            if not job.one_process:
+                across = ProcessAxis(job.world_size, tuple(job.ranks_of.values()))
+            program = LanesProgram(rule, emulate, splits, across, job.alike)
             return LanesRunner(program, self._fleet, self._cache, initial.shapes)
         rule = rule.in_parts(splits[0])  # all devices are of one kind
         if options.host is None:

@@ -19,7 +19,7 @@ from elche_jax.cadence import (
 from elche_jax.config import Recorder
 from elche_jax.data.order import Cursor
 from elche_jax.engine.compile_cache import CompileCache
-from elche_jax.engine.devices import names_of
+from elche_jax.engine.devices import check_one_process, names_of
 from elche_jax.engine.lane import Fleet, kinds_of
 from elche_jax.engine.loss import LossFn
 from elche_jax.engine.reductions import parameter_averager
@@ -28,9 +28,12 @@ from elche_jax.engine.runner import WindowRunner
 from elche_jax.engine.shapes import difference, shapes_of
 from elche_jax.engine.state import TrainState
 from elche_jax.observe.report import RunReport, make_report
+from elche_jax.train.across import check_same_data, check_same_start
 from elche_jax.train.averaging import check_merge, in_flight
 from elche_jax.train.divergence import divergence_reader
+from elche_jax.train.in_flight import Window
 from elche_jax.train.initial import (
+    as_key,
     check_buffers,
     check_init,
     check_place,
@@ -41,7 +44,7 @@ from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.loading import WINDOW_BYTES, Loading
 from elche_jax.train.options import Options
 from elche_jax.train.outside import check_outside
-from elche_jax.train.pipeline import Pipeline, Window
+from elche_jax.train.pipeline import Pipeline
 from elche_jax.train.resume import (
     adopt,
     join_devices,
@@ -63,8 +66,8 @@ class TrainStep:
     """A training step over several devices; made by `build_train_step`.
 
     Attributes:
-        devices: The devices, in rank order.
-        fleet: The devices, in lanes.
+        devices: The devices of the job, in rank order.
+        fleet: Those of this process, in lanes.
     """
 
     def __init__(
@@ -75,8 +78,8 @@ class TrainStep:
         cadence: Cadence[Any],
         options: Options,
     ):
-        self.fleet, self.devices = fleet, fleet.devices
-        devices = fleet.devices
+        self.fleet, self.devices = fleet, fleet.job.devices
+        devices = self.devices
         self._optimizer, self._options = optimizer, options
         rest = rest_of(fleet, cadence)
         self._scheduler = LiveScheduler(
@@ -204,6 +207,7 @@ class TrainStep:
             self.settle()
         self._runners.release()
         selection, merge = check_init(self._options, params, model_state)
+        check_same_start(self.fleet.job, params, model_state, as_key(rng))
         check_merge(self._options, merge)
         state = initial_state(
             self._optimizer, params, model_state, rng, self.fleet, selection, self._options,
@@ -289,6 +293,7 @@ class TrainStep:
             drop_last=drop_last,
         )  # fmt: skip
         start = plan.start(cursor, self._scheduler.windows)
+        check_same_data(self.fleet.job, plan, start)
         runner = self._runners.get(self._initial, plan)
         feed = self._loading.feed(plan, runner, self._scheduler.cadence)
         pipeline = Pipeline(
@@ -402,6 +407,7 @@ class TrainStep:
         averaging = self._options.averaging
         if averaging is None or self._initial is None:
             return unreplicate(state.params)
+        check_one_process("TrainStep.average")
         if self._average is None:
             self._average = parameter_averager(self.fleet, averaging, self._initial.selection)
         return unreplicate(self._average(state))
@@ -437,9 +443,10 @@ class TrainStep:
 
     def _check_state(self, state: TrainState, where: str) -> None:
         check_buffers(state, where)
-        if state.step.shape != (len(self.devices),):
+        size = self.fleet.world_size
+        if state.step.shape != (size,):
             raise ValueError(
-                f"{where}: state must be replicated over the {len(self.devices)} devices of this "
+                f"{where}: state must be replicated over the {size} devices of this "
                 f"training step, got leaves stacked as {state.step.shape}. Use init, or "
                 "replicate(state, train.devices)."
             )

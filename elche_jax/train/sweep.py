@@ -23,12 +23,13 @@ from elche_jax.engine.state import TrainState
 from elche_jax.engine.sweep import BatchFn, SweepProgram, SweepRunner, Variables
 from elche_jax.observe.report import RunReport, make_report
 from elche_jax.train.finite import FinitePolicy, FiniteWatch
+from elche_jax.train.in_flight import Window
 from elche_jax.train.initial import check_buffers, check_one_copy
 from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.loading import Loading
 from elche_jax.train.outside import check_outside
 from elche_jax.train.parts import check_parts
-from elche_jax.train.pipeline import IN_FLIGHT, Pipeline, Window
+from elche_jax.train.pipeline import IN_FLIGHT, Pipeline
 from elche_jax.train.windows import Windows
 
 PyTree = Any

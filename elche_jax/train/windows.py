@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 from elche_jax.data.prefetch import Prefetch
-from elche_jax.train.pipeline import Pipeline, R, Window
+from elche_jax.train.in_flight import Window
+from elche_jax.train.pipeline import Pipeline, R
 
 
 class Windows(Iterator[Window]):

@@ -16,7 +16,7 @@ WINDOWS = 20
 
 def rest_of(fleet: Fleet, cadence: Cadence[Any]) -> Rest | None:
     """Return what decides which lanes rest; None if the cadence lets none rest."""
-    if not (isinstance(fleet, Lanes) and cadence.rests):
+    if not (isinstance(fleet, Lanes) and cadence.rests and fleet.job.one_process):
         return None
     return Rest(fleet.ranks)
 
@@ -38,7 +38,7 @@ class LaneWorth:
 
     def __init__(self, fleet: Fleet, rest: Rest | None = None):
         kinds = kinds_of(fleet.devices)
-        lanes = fleet.in_lanes() if len(set(kinds)) > 1 else ()
+        lanes = fleet.in_lanes() if len(set(kinds)) > 1 and fleet.job.one_process else ()
         self._lanes = {lane.ranks: kinds[lane.ranks[0]] for lane in lanes}
         self._kinds, self._rest = kinds, rest
         self._records: deque[WindowRecord] = deque(maxlen=WINDOWS)

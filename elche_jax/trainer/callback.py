@@ -6,7 +6,7 @@ from typing import Any
 
 from elche_jax import _check as check
 from elche_jax.engine.state import TrainState
-from elche_jax.train.pipeline import Window
+from elche_jax.train.in_flight import Window
 from elche_jax.train.step import TrainStep
 from elche_jax.trainer.control import Control
 from elche_jax.trainer.epochs import EpochMetrics

@@ -15,7 +15,7 @@ from elche_jax.checkpoint.errors import beside
 from elche_jax.data.order import Cursor
 from elche_jax.engine.replicas import unreplicate
 from elche_jax.train.evaluate import EvalStep
-from elche_jax.train.pipeline import Window
+from elche_jax.train.in_flight import Window
 from elche_jax.train.resume import join_rows
 from elche_jax.train.step import TrainStep
 from elche_jax.trainer.callback import CallbackContext

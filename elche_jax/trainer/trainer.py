@@ -10,6 +10,7 @@ import optax
 from elche_jax import _check as check
 from elche_jax._exit import before_exit
 from elche_jax.config import DDPConfig, check_timeline
+from elche_jax.engine.devices import check_one_process
 from elche_jax.train.build import StepOptions, build_train_step
 from elche_jax.train.evaluate import EvalStep, build_eval_step
 from elche_jax.train.step import TrainStep
@@ -58,6 +59,7 @@ class Trainer:
         config: DDPConfig | None = None,
         **options: Unpack[StepOptions],
     ):
+        check_one_process("Trainer")
         if config is not None:
             check.instance("Trainer", "config", config, DDPConfig)
         config = config or DDPConfig()

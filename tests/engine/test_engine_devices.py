@@ -22,6 +22,7 @@ def fake(kind, platform="gpu", limit_gib=None, used=None):
     """A device that this machine has not got."""
     device = mock.Mock(spec=jax.Device)
     device.platform, device.device_kind, device.client = platform, kind, "one for all"
+    device.process_index = 0
     stats = None if limit_gib is None else {"bytes_limit": int(limit_gib * GIB)}
     if used is not None:
         stats["bytes_in_use"] = used

@@ -90,7 +90,7 @@ def test_what_is_known_is_not_waited_for():
     state = again.init({"w": np.ones(3, "float32")})
     with again.windows(DATA, 4) as windows:
         pipeline = again.pipeline_of(first := next(windows), "test")
-        eventually(lambda: pipeline._planned == 2)
+        eventually(lambda: len(pipeline._open) == 2)
         again(state, first)
 
 

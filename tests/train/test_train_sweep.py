@@ -25,8 +25,9 @@ from elche_jax.engine.timing import Ends, WindowTimes
 from elche_jax.lab import EmulatedSpeeds
 from elche_jax.train.evaluate import _kept_sweep, _Same
 from elche_jax.train.finite import FinitePolicy, FiniteWatch
+from elche_jax.train.in_flight import InFlight
 from elche_jax.train.live_scheduler import LiveScheduler
-from elche_jax.train.pipeline import InFlight, Pipeline
+from elche_jax.train.pipeline import Pipeline
 
 DEVICES = jax.devices()
 DATA = examples(20)
@@ -231,7 +232,7 @@ def test_counts_that_are_none(kind, cadence, message):
 )
 def test_when_a_device_begins_its_next_window(combines, platform, busy, monkeypatch):
     """Two windows dispatched at 0 ms; the devices end them at 2 and 6, and at 8 and 12 ms."""
-    devices = (Mock(platform=platform), Mock(platform=platform))
+    devices = tuple(Mock(platform=platform, process_index=0) for _ in range(2))
     feed = SimpleNamespace(fleet=Lane(devices, (0, 1)))
     scheduler, measured = LiveScheduler(Controller(elche.EveryBatch()), 2, hint=False), []
     monkeypatch.setattr(scheduler, "observe", measured.append)
@@ -240,7 +241,7 @@ def test_when_a_device_begins_its_next_window(combines, platform, busy, monkeypa
     run = Pipeline(feed, scheduler, elche.Cursor(), watch, None, None, combines)
     for number, ends in enumerate([(0.002, 0.006), (0.008, 0.012)]):
         plan = WindowPlan(number, 0, (1, 1), 2)
-        run._flights[number] = InFlight(plan, 0.0, None)
+        run._flights[number] = InFlight(plan, 0.0, Launch(None, number, 0.0))
         run.on_complete(WindowTimes(number, 0.0, ends, ends))
     assert [record.busy_ms for record in measured] == [
         pytest.approx((2.0, 6.0)),

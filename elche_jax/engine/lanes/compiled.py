@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -11,9 +11,10 @@ import numpy as np
 from elche_jax.engine.collective import Carried
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.fetch import CallArgs, Payload
+from elche_jax.engine.job import Measured
 from elche_jax.engine.lane import Lane, Lanes
 from elche_jax.engine.lanes.program import LanesProgram, Sent
-from elche_jax.engine.mapped import Mapped, PerDevice
+from elche_jax.engine.mapped import Mapped, MappedAcross, PerDevice
 from elche_jax.engine.reduce import Contribution
 from elche_jax.engine.rule import Agreed
 from elche_jax.engine.shapes import shapes_of, stacked
@@ -37,7 +38,7 @@ class One:
     """
 
     key: Hashable
-    mapped: Mapped
+    mapped: Mapped | MappedAcross
     shapes: Callable[[], tuple[PyTree, ...]]
 
     def build(self) -> PerDevice:
@@ -51,7 +52,8 @@ class Ending:
 
     Attributes:
         contribute: For each lane, see `LanesProgram.contribute`.
-        agree: For the lead, see `LanesProgram.agree`.
+        agree: For the lead, see `LanesProgram.agree`; `agree_across` in a job of several
+            processes.
         adopt: For each lane, see `LanesProgram.adopt`.
     """
 
@@ -99,12 +101,8 @@ class Programs:
             ]
             for part in self.parts
         ]
-        self._agree = [
-            [
-                Mapped(partial(program.agree, part), lane.devices[:1], donate=(1,))
-                for lane in lanes.lanes
-            ]
-            for part in self.parts
+        self._agree: list[list[Any]] = [
+            [self._on_lead(part, lane) for lane in lanes.lanes] for part in self.parts
         ]
         # what was agreed is donated too, unless it becomes the new parameters as it is
         taken = (0,) if program.rule.takes_agreed else (0, 3)
@@ -115,6 +113,13 @@ class Programs:
             ]
             for part in self.parts
         ]
+
+    def _on_lead(self, part: int, lane: Lane) -> Mapped | MappedAcross:
+        """Map `agree` over the first device of a lane, or over the leads of all processes."""
+        if self._lanes.job.one_process:
+            return Mapped(partial(self._program.agree, part), lane.devices[:1], donate=(1,))
+        # nothing is donated: if another process ends, this one goes on from what it had
+        return MappedAcross(partial(self._program.agree_across, part), self._lanes.job.leads)
 
     def accumulating(self, lane: int, payload: Payload) -> One:
         """Return the program that runs microbatches of such data in a lane."""
@@ -176,13 +181,26 @@ class Programs:
             lambda: (state, carried, self._contributed(part)[1], self._agreed(part)),
         )
         first = [ranks[0] for ranks in self._lanes.ranks]
-        brings = [not self.summed or rank in first for rank in range(self._program.rule.size)]
+        brings = [not self.summed or rank in first for rank in range(self._lanes.job.width)]
+        rows = jax.ShapeDtypeStruct((self._lanes.job.width, len(Measured._fields) - 1), np.float32)
+        measured = () if self._lanes.job.one_process else (rows,)
         agree = One(
             ("lead agree", self._number, lead, part),
             self._agree[part][lead],
-            lambda: stacked((state, self._held, self._gathered(part, brings)), 1),
+            lambda: stacked((state, self._held, self._gathered(part, brings), *measured), 1),
         )
         return contribute, agree, adopt
+
+    @cache  # noqa: B019  # as long as the programs
+    def absent(self, part: int) -> Sequence[Contribution]:
+        """Return contributions on the lead in place of devices that other processes have more."""
+        missing = self._lanes.job.width - self._lanes.world_size
+        made = self._contributed(part)[0]
+        none = jax.tree.map(
+            lambda x: np.zeros((1, *x.shape), x.dtype),
+            without_payload(made) if self.summed else made,
+        )
+        return jax.device_put([none] * missing, self._lanes.lead.devices[0])
 
     def _contributed(self, part: int) -> tuple[Contribution, Sent]:
         """Return the shapes of the results of `LanesProgram.contribute`."""
@@ -196,8 +214,10 @@ class Programs:
 
     def _agreed(self, part: int) -> Agreed:
         """Return the shapes of what crosses to the devices."""
+        # the same whatever the devices are combined over
+        alone = replace(self._program, across=None)
         gathered = self._gathered(part, [True] * self._program.rule.size)
-        agree = partial(self._program.agree, part)
+        agree = partial(alone.agree, part)
         return jax.eval_shape(agree, self._thin, self._held, gathered)[0][0]
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from elche_jax.engine.axis import LeadAxis
+from elche_jax.engine.axis import LeadAxis, ProcessAxis
 from elche_jax.engine.collective import Carried, CollectiveProgram
+from elche_jax.engine.collectives import broadcast_from
 from elche_jax.engine.exchange import packed_psum
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.reduce import Contribution
@@ -32,9 +33,13 @@ class LanesProgram(CollectiveProgram):
 
     Attributes:
         splits: For each lane, in how many parts its devices run a microbatch.
+        across: The devices of the job if it has several processes; else None.
+        alike: Whether the leads of all processes compute the same bits.
     """
 
     splits: tuple[int, ...] = ()
+    across: ProcessAxis | None = None
+    alike: bool = True
 
     def in_lane(self, lane: int) -> CollectiveProgram:
         """Return the functions as the devices of a lane run them."""
@@ -85,7 +90,8 @@ class LanesProgram(CollectiveProgram):
             What the devices agree on and the new value of what the lead holds; the metrics.
         """
         rule, whole = self.rule.thin, self.rule.join_lead(state, held)
-        axis, window = LeadAxis(self.rule.size), state.step - self.pending
+        window = state.step - self.pending
+        axis = self.across or LeadAxis(self.rule.size)
         mean, metrics = self.rule.reduction(state)(axis, contributions, window)
         # the device's own part of a window changes nothing that `agree` reads
         none: Any = None
@@ -95,6 +101,31 @@ class LanesProgram(CollectiveProgram):
             metrics["loss"] = jnp.where(metrics["weight"] > 0, metrics["loss"], jnp.nan)
         agreed = replace(agreed, fine=agreed.fine & mean.sound)
         return rule.split_agreed(agreed), metrics
+
+    def agree_across(
+        self, part: int, state: TrainState, held: PyTree, contributions: list[Contribution],
+        measured: Any,
+    ) -> tuple[tuple[Agreed, PyTree], tuple[dict[str, Any], Any]]:  # fmt: skip
+        """Compute on the leads of all processes what all devices agree on.
+
+        Args:
+            part: Index of the part of the parameters that is exchanged.
+            state: This lead's state at the start of the window.
+            held: What only the leads hold.
+            contributions: Those of this process's devices.
+            measured: For each of them a row of `Measured`, without `own`.
+
+        Returns:
+            What `agree` returns; and the rows of all devices, by rank.
+        """
+        (agreed, held), metrics = self.agree(part, state, held, contributions)
+        if not self.alike:
+            agreed = broadcast_from(agreed, 0, AXIS)
+        rows = [
+            jnp.append(row, one.row[1]) for row, one in zip(measured, contributions, strict=True)
+        ]
+        assert self.across is not None
+        return (agreed, held), (metrics, self.across.rows(rows))
 
     def adopt(
         self, part: int, state: TrainState, carried: Carried, sent: Sent, agreed: Agreed

@@ -73,7 +73,8 @@ class LanesRunner(WindowRunner):
 
     def begin(self, calls: Sequence[Call]) -> None:
         """See `FleetRunner.begin`."""
-        lead, *others = self._lanes.lead_order if self._rule.rests else self._lanes.lead_order[:1]
+        leads = self._lanes.lead_order
+        lead, *others = leads if self._rule.rests and self._lanes.job.one_process else leads[:1]
         programs = [one for call in calls for one in self._accumulating(call.payload)]
         self._compiled.compile(programs, lead)
         for other in others:
@@ -120,8 +121,9 @@ class LanesRunner(WindowRunner):
         found = self._begin_resting(resting, launch, led_by)
         working = [at for at in range(len(lanes.lanes)) if at not in resting]
         window = LanesWindow(
-            lanes, led_by, ending, pending, summed, lead, launch, drivers, found, len(working)
-        )
+            lanes, led_by, ending, pending, summed, lead, launch, drivers, found, len(working),
+            self._compiled.absent(step % len(self._compiled.parts)),
+        )  # fmt: skip
         try:
             works = [(at, self._work(at, whole, carries, calls)) for at in working]
             parts = [drivers.dispatch(at, partial(window.run, at, work)) for at, work in works]
@@ -166,6 +168,8 @@ class LanesRunner(WindowRunner):
         kinds round differently.
         """
         order = self._lanes.lead_order
+        if not self._lanes.job.one_process:  # the others would have to know
+            return order[0]
         return next((at for at in order if at not in without_work), order[0])
 
     def _lead_of(self, thin: TrainState, held: PyTree, led_by: int) -> tuple[TrainState, PyTree]:

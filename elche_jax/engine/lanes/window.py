@@ -29,7 +29,7 @@ from elche_jax.engine.lanes.drivers import Drivers
 from elche_jax.engine.mapped import PerDevice
 from elche_jax.engine.reduce import Contribution
 from elche_jax.engine.rule import Agreed
-from elche_jax.engine.runner import Launch
+from elche_jax.engine.runner import Launch, Survey
 from elche_jax.engine.state import TrainState
 
 PyTree = Any
@@ -94,6 +94,8 @@ class LanesWindow:
         found: The contributions that have arrived, by rank, on the lead; at first those of lanes
             at rest.
         working: Number of lanes that are not at rest.
+        absent: Contributions, on the lead, in place of devices that this process lacks beside
+            others.
         gathered: All contributions in the order of ranks.
         agreed: What the devices agree on, what the lead holds, and the metrics.
         crossed: Done when all lanes have copies of what was agreed.
@@ -110,6 +112,7 @@ class LanesWindow:
     drivers: Drivers
     found: dict[int, Contribution]
     working: int
+    absent: Sequence[Contribution] = ()
     gathered: "Future[list[Contribution]]" = field(default_factory=Future)
     agreed: "Future[tuple[tuple[Agreed, PyTree], dict[str, Any]]]" = field(default_factory=Future)
     crossed: "Future[None]" = field(default_factory=Future)
@@ -207,10 +210,24 @@ class LanesWindow:
 
     def _agree(self) -> None:
         """Dispatch `agree` once all contributions are there, in the lead's thread."""
-        agreed = self.ending.agree(*self.lead, self.gathered.result())
+        contributions = self.gathered.result()
+        if self.launch.survey is None:
+            agreed = self.ending.agree(*self.lead, contributions)
+        else:
+            agreed = self._agree_across(self.launch.survey, contributions)
         with self._lock:
             if not self.agreed.done():
                 self.agreed.set_result(agreed)
+
+    def _agree_across(self, survey: Survey, contributions: Sequence[Contribution]) -> Any:
+        """Dispatch `agree` over the leads of all processes."""
+        rows = survey.measure()
+        rows = np.pad(rows, ((0, len(self.absent)), (0, 0)))
+        measured = jax.device_put(rows[None], self.lanes.lead.devices[0])
+        agreed, (metrics, survey.found) = self.ending.agree(
+            *self.lead, [*contributions, *self.absent], measured
+        )
+        return agreed, metrics
 
     def _accumulate_and_agree(self, at: int, work: Work, sums: PyTree) -> tuple[PyTree, Any]:
         """Run the lead's microbatches, and agree between two pieces of them if that is possible.

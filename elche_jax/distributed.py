@@ -1,0 +1,95 @@
+"""The start of a process of a job: `jax.distributed`, with what this library needs of it."""
+
+import logging
+import os
+from typing import Any
+
+import jax
+
+from elche_jax import _check as check
+
+logger = logging.getLogger("elche_jax")
+
+HEARTBEAT_S = 30
+"""Default number of seconds without a sign of life after which a process counts as gone."""
+
+COUNT, ID = "ELCHE_NUM_PROCESSES", "ELCHE_PROCESS_ID"
+"""Variables in which a launcher says how many processes there are and which one this is; the
+address is in JAX's own, `JAX_COORDINATOR_ADDRESS`."""
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    heartbeat_timeout: int = HEARTBEAT_S,
+    **options: Any,
+) -> None:
+    """Join the job that this process is part of, before JAX is used.
+
+    Without arguments, the job is what the environment says: variables of a launcher
+    (`JAX_COORDINATOR_ADDRESS`, `ELCHE_NUM_PROCESSES` and `ELCHE_PROCESS_ID`), or a cluster that
+    `jax.distributed` knows, such as Slurm, Open MPI or Kubernetes. If it says nothing, the job has
+    this one process, so a script runs unchanged on one process or several.
+
+    Args:
+        coordinator_address: Address and port of process 0, as `"10.0.0.1:1234"`.
+        num_processes: Number of processes, at least 1.
+        process_id: Number of this process, from 0 on.
+        heartbeat_timeout: Seconds after which a process that gives no sign of life counts as gone,
+            at least 1.
+        **options: Further arguments of `jax.distributed.initialize`.
+
+    Raises:
+        RuntimeError: If JAX has been used before, or the job was joined before.
+        TypeError: If a number is none.
+        ValueError: If a number is out of range, or some of the three are missing.
+
+    Examples:
+        >>> import elche_jax as elche
+        >>> elche.distributed.initialize(num_processes=1, process_id=0)  # nobody to join
+    """
+    where = "distributed.initialize"
+    address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    count, number = _given(num_processes, COUNT), _given(process_id, ID)
+    heartbeat_timeout = check.integer(where, "heartbeat_timeout", heartbeat_timeout, low=1)
+    if count is not None:
+        count = check.integer(where, "num_processes", count, low=1)
+    if number is not None:
+        number = check.integer(where, "process_id", number, low=0, high=(count or number + 1) - 1)
+    if count == 1:
+        return
+    known = {"coordinator_address": address, "num_processes": count, "process_id": number}
+    if jax.distributed.is_initialized():
+        raise RuntimeError(
+            f"{where}: it must be called once, this process has joined a job before."
+        )
+    try:
+        jax.distributed.initialize(**known, heartbeat_timeout_seconds=heartbeat_timeout, **options)
+    except ValueError as error:
+        if any(value is not None for value in known.values()):
+            missing = ", ".join(name for name, value in known.items() if value is None)
+            rule, todo = "be given together", "Or leave out all of them: the environment may say."
+            names = "coordinator_address, num_processes, process_id"
+            got = f"none for {missing}" if missing else str(error)
+            raise ValueError(check.message(where, names, rule, got, todo)) from error
+        logger.info("elche: one process, as neither arguments nor environment name others")
+    except RuntimeError as error:
+        if "before" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{where}: it must be called before JAX is used, but a backend is running. Call it "
+            "first thing, before jax.devices() or any array."
+        ) from error
+
+
+def _given(value: int | None, variable: str) -> int | None:
+    """Return a number that was given, or is in a variable of the environment."""
+    if value is not None or variable not in os.environ:
+        return value
+    text = os.environ[variable]
+    if not text.isdigit():
+        rule = "be a whole number"
+        raise ValueError(check.message("distributed.initialize", variable, rule, repr(text)))
+    return int(text)

@@ -1,0 +1,198 @@
+"""The devices of a job, which may have several processes, and what its processes exchange.
+
+Each process runs the windows of its own devices. Once in a window the processes exchange, over one
+device of each, the lead. Everything else that is known of all of them follows from numbers that
+travelled in that exchange, so that all processes plan alike.
+"""
+
+import hashlib
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from elche_jax import _check as check
+from elche_jax.engine.mapped import AXIS, MappedAcross
+
+PyTree = Any
+
+
+class Measured(NamedTuple):
+    """What travels of a device's window beside its contribution: numbers, or columns of devices.
+
+    Times are of the process's own clock, in milliseconds.
+
+    Attributes:
+        busy: Busy time.
+        ready: From when its process was ready for the window until the device was done.
+        idle: How long its process's devices were ready before the loop asked for the window.
+        sync: The smallest wait of its process's devices in the last exchange; infinite if unknown.
+        steady: Whether nothing was compiled for the window.
+        cold: Whether its programs ran for the first time.
+        replicas: A number that says which replicas its process found after the last window that
+            was verified; -1 if there is nothing to compare.
+        own: Whether its own sums are finite; added on the device.
+    """
+
+    busy: Any
+    ready: Any
+    idle: Any
+    sync: Any
+    steady: Any
+    cold: Any
+    replicas: Any
+    own: Any
+
+
+@dataclass(frozen=True)
+class Job:
+    """The devices of a job.
+
+    Attributes:
+        devices: The devices of all processes, in rank order.
+    """
+
+    devices: tuple[jax.Device, ...]
+
+    @cached_property
+    def ranks_of(self) -> Mapping[int, tuple[int, ...]]:
+        """The ranks of each process's devices, by its index, in the order of their first rank."""
+        ranks: dict[int, list[int]] = {}
+        for rank, device in enumerate(self.devices):
+            ranks.setdefault(device.process_index, []).append(rank)
+        return {process: tuple(own) for process, own in ranks.items()}
+
+    @property
+    def world_size(self) -> int:
+        """Number of devices."""
+        return len(self.devices)
+
+    @property
+    def one_process(self) -> bool:
+        """Whether the job has one process."""
+        return len(self.ranks_of) == 1
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of this process's devices."""
+        if self.one_process:  # which may be one of several, with devices of its own
+            return tuple(range(self.world_size))
+        return self.ranks_of[jax.process_index()]
+
+    @cached_property
+    def local(self) -> tuple[jax.Device, ...]:
+        """This process's devices."""
+        return tuple(self.devices[rank] for rank in self.ranks)
+
+    @cached_property
+    def at(self) -> int:
+        """Place of this process among those of the job."""
+        return 0 if self.one_process else list(self.ranks_of).index(jax.process_index())
+
+    @cached_property
+    def width(self) -> int:
+        """The largest number of devices of a process."""
+        return max(map(len, self.ranks_of.values()))
+
+    @cached_property
+    def leads(self) -> tuple[jax.Device, ...]:
+        """The device of each process that exchanges with the others: no CPU, if there is one."""
+        own = [[self.devices[rank] for rank in ranks] for ranks in self.ranks_of.values()]
+        return tuple(min(devices, key=lambda one: one.platform == "cpu") for devices in own)
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether the leads of all processes compute the same bits; all have to ask.
+
+        Hosts of different processors do not: XLA uses the instructions that each has.
+        """
+        if self.one_process:
+            return True
+        lead = self.leads[self.at]
+        own = lead.device_kind, lead.client.platform_version, jax.__version__
+        if lead.platform == "cpu":
+            own += (_processor(),)
+        found = self.gather(_digest(own))
+        return bool((found == found[0]).all())
+
+    @cached_property
+    def _gather(self) -> MappedAcross:
+        return MappedAcross(lambda rows: (None, jax.lax.all_gather(rows, AXIS)), self.leads)
+
+    def gather(self, row: np.ndarray) -> np.ndarray:
+        """Return an array of the host from each process, stacked; all have to call it."""
+        if self.one_process:
+            return row[None]
+        mine = jax.device_put(row[None], self.leads[self.at])
+        return np.asarray(self._gather(mine)[1])
+
+    def check_same(self, where: str, **values: Any) -> None:
+        """Raise unless all processes pass the same; all have to call it with the same names.
+
+        Args:
+            where: The function the user called.
+            **values: What they pass: bytes, or anything that has the same `repr` everywhere.
+
+        Raises:
+            ValueError: If one of them differs; it names the process.
+        """
+        if self.one_process:
+            return
+        found = self.gather(np.stack([_digest(value) for value in values.values()]))
+        processes = list(self.ranks_of)
+        for at, name in enumerate(values):
+            other = np.flatnonzero((found[:, at] != found[0, at]).any(axis=-1))
+            if other.size:
+                rule = "be the same in all processes"
+                got = f"something else in process {processes[other[0]]} than in {processes[0]}"
+                raise ValueError(check.message(where, name, rule, got))
+
+
+def digest_of(tree: PyTree) -> bytes:
+    """Return a digest of the arrays of a pytree, of their names, shapes and dtypes."""
+    found = hashlib.blake2b(digest_size=16)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        array = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+        found.update(f"{jax.tree_util.keystr(path)}{array.shape}{array.dtype}".encode())
+        found.update(array.tobytes())
+    return found.digest()
+
+
+def _processor() -> str:
+    """Return what the host's processor can do, as Linux tells; elsewhere its name."""
+    try:
+        told = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return "".join(next((line for line in told if line.startswith(("flags", "Features"))), ""))
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _digest(value: Any) -> np.ndarray:
+    """Return 64 bits that tell values apart, as two numbers of 32: JAX has no others by default."""
+    data = value if isinstance(value, bytes) else repr(value).encode()
+    return np.frombuffer(hashlib.blake2b(data, digest_size=8).digest(), np.uint32)
+
+
+def places_of(ranks_of: Sequence[Sequence[int]], width: int) -> tuple[int, ...]:
+    """Return for each rank its place in rows gathered over processes, ``width`` for each.
+
+    Examples:
+        >>> places_of([(0, 2), (1,)], width=2)
+        (0, 2, 1)
+    """
+    place = {
+        rank: at * width + own
+        for at, ranks in enumerate(ranks_of)
+        for own, rank in enumerate(ranks)
+    }
+    return tuple(place[rank] for rank in sorted(place))

@@ -1,0 +1,115 @@
+"""A window with its data on the devices, and the same while it is dispatched and runs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from elche_jax.cadence import WindowPlan, WindowRecord
+from elche_jax.data.order import Cursor
+from elche_jax.engine.host.coordinator import Outcome
+from elche_jax.engine.laned import StackedArray
+from elche_jax.engine.runner import Call, Launch
+from elche_jax.engine.timing import WindowTimes
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """The work between two synchronisations, its data on the devices.
+
+    Attributes:
+        plan: The window in plain numbers.
+        cursor: The position in the data after this window; `windows(cursor=...)` resumes
+            from there.
+    """
+
+    plan: WindowPlan
+    cursor: Cursor
+    calls: tuple[Call, ...] = field(repr=False)
+
+    @property
+    def index(self) -> int:
+        """Number of the window in the run."""
+        return self.plan.window
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the window."""
+        return self.plan.epoch
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Microbatches per device."""
+        return self.plan.counts
+
+    @property
+    def examples(self) -> int:
+        """Valid examples of all devices."""
+        return self.plan.examples
+
+
+@dataclass
+class InFlight:
+    """A window that is being dispatched, or was dispatched and is not complete.
+
+    The loop fills in what the programs return; after that the watcher threads only read it.
+
+    Attributes:
+        plan: The window.
+        requested: When the loop asked for it, in seconds of `time.perf_counter`.
+        launch: Its dispatch.
+        cold: Whether its programs run for the first time.
+        token: Stacked; entry `d` is ready when device `d` is done, and says whether that
+            device's own sums are finite.
+        finite: Whether the window is finite, a bool or one per device; on the devices.
+        sums: Checksums of the state after it, or None.
+        metrics: The window's metrics, on the devices, never donated.
+        steady: Whether nothing was compiled for it.
+        timed: Whether the devices' own times will be known.
+    """
+
+    plan: WindowPlan
+    requested: float
+    launch: Launch
+    cold: bool = False
+    token: Any = None
+    finite: Any = True
+    sums: StackedArray | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    steady: bool = True
+    timed: bool = True
+
+    def averaged(self, outcome: Outcome) -> "InFlight":
+        """Return the window with what an exchange on the host made of it."""
+        average = outcome.average
+        return replace(
+            self,
+            steady=self.steady and not outcome.late,
+            finite=average.metrics["finite"],
+            token=average.own,
+            # reading the checksum of a device that is behind would wait for it
+            sums=None if outcome.missing or outcome.late else self.sums,
+            metrics=average.metrics,
+        )
+
+    def measured(
+        self, times: WindowTimes, free: Sequence[float], ahead: bool, **known: Any
+    ) -> WindowRecord:
+        """Return the record of the window.
+
+        Args:
+            times: When the devices were done.
+            free: When each device was done with its previous window.
+            ahead: Whether devices went on without waiting for the combine.
+            **known: Further fields of the record.
+        """
+        begun = max(self.requested, *free)
+        ends = times.arrived if ahead else times.combined
+        return self.plan.measured(
+            busy_ms=times.busy_ms(free),
+            wall_ms=1e3 * (max(ends) - begun),
+            sync_ms=times.sync_ms,
+            skew_ms=times.skew_ms,
+            steady=self.steady and self.timed,
+            cold=self.cold,
+            **known,
+        )

@@ -1,0 +1,159 @@
+"""A process of a job that trains in several ways, and says what it saw."""
+
+import json
+import threading
+
+import elche_jax as elche
+
+if __name__ == "__main__":  # before anything asks for a device
+    elche.distributed.initialize()
+
+import jax  # after it, as what follows
+import numpy as np
+import optax
+from reference import data, loss_fn, params
+
+from elche_jax.lab.emulate import EmulatedSpeeds
+
+ROWS, BATCH = data(150), 4
+OTHER = jax.process_index() == 1
+
+
+class Noted:
+    """A dataset that notes which examples are read for windows, in the thread that reads ahead."""
+
+    def __init__(self):
+        self.read = []
+
+    def __len__(self):
+        return len(ROWS["x"])
+
+    def __getitem__(self, number):
+        if threading.current_thread() is not threading.main_thread():
+            self.read.append(int(number))
+        return {name: row[number] for name, row in ROWS.items()}
+
+
+def build(**options):
+    return elche.build_train_step(loss_fn, optax.adam(1e-2), **options)
+
+
+def run(train, rows=ROWS, state=None, stop=None, **options):
+    """Trains; returns the state, the metrics and the last cursor."""
+    state = train.init(params()) if state is None else state
+    said, cursor = [], None
+    with train.windows(rows, BATCH, **options) as windows:
+        for window in windows:
+            state, metrics = train(state, window)
+            said.append(jax.tree.map(lambda x: np.asarray(x).tolist(), metrics))
+            cursor = window.cursor
+            if len(said) == stop:
+                break
+    return state, said, cursor
+
+
+def bits(state):
+    leaves = jax.tree.leaves((state.params, state.opt_state))
+    return b"".join(np.asarray(leaf).tobytes() for leaf in leaves).hex()
+
+
+def values(state):
+    return {name: np.asarray(leaf).tolist() for name, leaf in state.params.items()}
+
+
+def unequal_devices():
+    noted = Noted()
+    speeds = EmulatedSpeeds([2.0, 2.0, 16.0])
+    train = build(cadence=elche.ElChe(anchor=2), emulate=speeds, device_loss=True)
+    state = train.init(params())
+    misses = []
+    with train.windows(noted, BATCH, epochs=2, seed=5) as windows:
+        for window in windows:
+            state, _ = train(state, window)
+            misses.append(train._cache.misses)
+    elche.check_replicas(state)
+    return {
+        "counts": train.counts_history,
+        "records": [repr(record) for record in train.records],
+        "busy": [record.busy_ms for record in train.records],
+        "read": noted.read,
+        "params": values(state),
+        "misses": [misses[0], misses[-1]],
+        "report": str(train.report()).count("\n"),
+    }
+
+
+def replayed():
+    counts = [(3, 1, 2), (2, 2, 1), (4, 0, 1), (1, 3, 2), (0, 0, 3), (3, 1, 1)]
+    options = {"seed": 3, "epochs": None}
+    first = build(cadence=elche.Replay(counts), device_loss=True)
+    state, said, _ = run(first, stop=6, **options)
+    once = bits(state)
+    second = build(cadence=elche.Replay(counts), device_loss=True)
+    state, _, cursor = run(second, stop=3, **options)
+    state, *_ = run(second, state=state, stop=3, cursor=cursor, **options)
+    return {"once": once, "stopped": bits(state), "metrics": said, "params": values(state)}
+
+
+def raised(fn):
+    try:
+        fn()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def poisoned():
+    """Microbatch 5 of windows of 2, 2 and 2 is the second one of rank 2."""
+    rows = ROWS | {"x": ROWS["x"].copy()}
+    rows["x"][5 * BATCH] = np.nan
+    train = build(cadence=elche.Replay([(2, 2, 2)] * 3))
+    return raised(lambda: run(train, rows, shuffle=False, stop=3, epochs=None))
+
+
+def apart():
+    """The replicas of process 1 are changed after the second window."""
+    train = build(cadence=elche.Replay([(2, 1, 1)] * 6), verify_every=1)
+    state = train.init(params())
+
+    def loop(state):
+        with train.windows(ROWS, BATCH) as windows:
+            for window in windows:
+                state, _ = train(state, window)
+                if window.index == 1 and OTHER:
+                    moved = jax.tree.map(lambda x: np.asarray(x)[0] + 1, state.params)
+                    state = state.replace(params=elche.replicate(moved, list(train.fleet.devices)))
+
+    return raised(lambda: loop(state))
+
+
+def errors():
+    """What each of these raises, here and in the other process."""
+    train = build(cadence=elche.FixedTotal(6))
+    other = {name: leaf + OTHER for name, leaf in params().items()}
+    rows = ROWS | {"y": ROWS["y"] + OTHER}
+    found = {
+        "devices": lambda: build(devices=jax.local_devices()),
+        "cadence": lambda: build(cadence=elche.FixedTotal(6 + OTHER)),
+        "params": lambda: train.init(other),
+        "rng": lambda: train.init(params(), rng=int(OTHER)),
+        "delay": lambda: build(averaging=elche.MeanGradient(delay=1)),
+        "exchange": lambda: build(exchange=elche.HostExchange()),
+        "Trainer": lambda: elche.Trainer(loss_fn, optax.adam(1e-2)),
+        "again": elche.distributed.initialize,
+    }
+    said = {name: raised(call) for name, call in found.items()}
+    train.init(params())
+    said["data"] = raised(lambda: train.windows(rows, BATCH))
+    said["batch_size"] = raised(lambda: train.windows(ROWS, BATCH + OTHER))
+    said["seed"] = raised(lambda: train.windows(ROWS, BATCH, seed=int(OTHER)))
+    local = build(averaging=elche.ParameterAveraging(), cadence=elche.FixedTotal(6))
+    state = local.init(params())
+    said["average"] = raised(lambda: local.average(state))
+    return said
+
+
+SCENES = (unequal_devices, replayed, poisoned, apart, errors)
+
+if __name__ == "__main__":
+    print(json.dumps({scene.__name__: scene() for scene in SCENES}))

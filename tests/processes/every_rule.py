@@ -1,0 +1,35 @@
+"""A process that trains by every rule, and says what became of its devices' parameters."""
+
+import json
+
+import elche_jax as elche
+
+if __name__ == "__main__":  # before anything asks for a device
+    elche.distributed.initialize()
+
+import jax  # after it, as what follows
+from averaged import train_on
+from reference import LEAVES
+from test_averaging_lanes import COUNTS
+from test_averaging_table import TABLE
+
+
+def trained(name):
+    """The parameters of this process's devices after every window, and what was measured."""
+    rule, by_hand = TABLE[name]
+    if by_hand.get("delay"):
+        return None
+    devices = jax.devices()
+    got, metrics, state, train = train_on(rule, COUNTS[len(devices)], devices=devices)
+    elche.check_replicas(train.common(state))
+    return {
+        "params": [{leaf: stacked[leaf].tolist() for leaf in LEAVES} for stacked in got],
+        "finite": all(bool(said["finite"]) for said in metrics) and train.skipped == 0,
+        "loss": [float(said["loss"]) for said in metrics],
+        "records": [repr(record) for record in train.records],
+    }
+
+
+if __name__ == "__main__":
+    ranks = [at for at, d in enumerate(jax.devices()) if d.process_index == jax.process_index()]
+    print(json.dumps({"ranks": ranks, "rules": {name: trained(name) for name in TABLE}}))

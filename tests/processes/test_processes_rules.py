@@ -1,0 +1,57 @@
+"""Every rule over several processes, against NumPy."""
+
+import jobs
+import numpy as np
+import pytest
+from averaged import assert_history
+from exchanged import train as by_hand_in_numpy
+from marks import slow
+from reference import LEAVES
+from test_averaging_lanes import COUNTS
+from test_averaging_table import TABLE, TOLERANCE
+
+FLEETS = [(2, 1), slow((1, 1)), slow((2, 2)), slow((1, 1, 1))]
+RULES = [name for name, (_, by_hand) in TABLE.items() if not by_hand.get("delay")]
+
+
+@pytest.fixture(scope="module", params=FLEETS, ids=lambda fleet: "+".join(map(str, fleet)))
+def job(request):
+    """What the processes say, and the number of devices of each."""
+    return jobs.run("every_rule.py", request.param), request.param
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_over_processes(name, job):
+    said, fleet = job
+    _, by_hand = TABLE[name]
+    counts, outer = COUNTS[sum(fleet)], by_hand.get("outer")
+    want = by_hand_in_numpy(counts, **by_hand | ({"outer": outer()} if outer else {}))
+    rtol, atol = TOLERANCE[by_hand.get("kind")]
+    first, *others = (process["rules"][name] for process in said)
+    for process in said:
+        mine = process["rules"][name]
+        got = [{leaf: np.array(rows[leaf]) for leaf in LEAVES} for rows in mine["params"]]
+        own = [[devices[rank] for rank in process["ranks"]] for devices in want]
+        assert_history(got, own, rtol, atol)
+        moved = np.abs(got[-1]["w"] - got[0]["w"]).max()
+        assert moved > 20 * atol, "the tolerance must be small beside what training moves"
+        assert mine["finite"]
+    for other in others:  # they plan alike because they know the same
+        assert other["loss"] == first["loss"]
+        assert other["records"] == first["records"]
+        assert len(first["records"]) == len(counts)
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if "fragments" not in name])
+def test_replicas_are_bitwise_equal_across_processes(name, job):
+    said, _ = job
+    rows = [process["rules"][name]["params"] for process in said]
+    for windows in zip(*rows, strict=True):
+        for leaf in LEAVES:
+            copies = [copy for own in windows for copy in own[leaf]]
+            assert all(copy == copies[0] for copy in copies)
+
+
+def test_every_rank_is_in_one_process(job):
+    said, fleet = job
+    assert sorted(rank for process in said for rank in process["ranks"]) == list(range(sum(fleet)))

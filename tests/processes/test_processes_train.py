@@ -1,0 +1,145 @@
+"""Training in a job of two processes with two devices and one: what both must know and do alike."""
+
+import re
+
+import jax
+import jobs
+import numpy as np
+import optax
+import pytest
+from reference import data, loss_fn, params
+
+import elche_jax as elche
+
+FLEET = (2, 1)
+
+
+@pytest.fixture(scope="module")
+def said():
+    """What the two processes say, by the names of the scenes."""
+    return jobs.run("behaviour.py", FLEET)
+
+
+def alone(counts, **options):
+    """The parameters that one process has after these counts on as many devices."""
+    train = elche.build_train_step(
+        loss_fn, optax.adam(1e-2), devices=jax.devices()[:3],
+        cadence=elche.Replay([tuple(row) for row in counts]), device_loss=True,
+    )  # fmt: skip
+    state, metrics = train.init(params()), []
+    with train.windows(data(150), 4, epochs=None, **options) as windows:
+        for window in windows:
+            state, now = train(state, window)
+            metrics.append(jax.device_get(now))
+            if len(metrics) == len(counts):
+                break
+    return elche.unreplicate(state.params), metrics
+
+
+def assert_params(got, want):
+    for name, rows in got.items():
+        for row in rows:
+            np.testing.assert_allclose(row, want[name], rtol=1e-5, atol=1e-6)
+
+
+def test_all_processes_plan_alike(said):
+    first, second = (one["unequal_devices"] for one in said)
+    assert first["counts"] == second["counts"]
+    assert first["records"] == second["records"]
+    assert len(first["records"]) == len(first["counts"])
+
+
+def test_speeds_of_another_process_are_learned(said):
+    counts, busy = (said[0]["unequal_devices"][name] for name in ("counts", "busy"))
+    assert counts[0] == [2, 2, 2]
+    fast, _, slow = np.sum(counts[1:], axis=0)
+    assert fast > slow
+    assert all(len(row) == 3 for row in busy)
+
+
+def test_every_example_is_used_once_an_epoch_over_all_processes(said):
+    read = [one["unequal_devices"]["read"] for one in said]
+    assert all(read), "both have work"
+    assert sorted(read[0] + read[1]) == sorted(2 * [*range(600)])
+
+
+def test_processes_train_as_one(said):
+    one = said[0]["unequal_devices"]
+    want, _ = alone(one["counts"], seed=5)
+    for process in said:
+        assert_params(process["unequal_devices"]["params"], want)
+
+
+def test_no_compile_while_counts_change(said):
+    for process in said:
+        first, last = process["unequal_devices"]["misses"]
+        assert first == last > 0
+        counts = process["unequal_devices"]["counts"]
+        assert len(set(map(tuple, counts))) > 2
+
+
+def test_a_replay_and_a_resumed_one_have_the_same_bits(said):
+    for process in said:
+        assert process["replayed"]["once"] == process["replayed"]["stopped"]
+
+
+def test_metrics_are_those_of_all_devices(said):
+    counts = [(3, 1, 2), (2, 2, 1), (4, 0, 1), (1, 3, 2), (0, 0, 3), (3, 1, 1)]
+    want, metrics = alone(counts, seed=3)
+    first, second = (process["replayed"] for process in said)
+    assert repr(first["metrics"]) == repr(second["metrics"])  # NaN, too
+    for got, now in zip(first["metrics"], metrics, strict=True):
+        assert got.keys() == now.keys()
+        for name, value in now.items():
+            np.testing.assert_allclose(got[name], value, rtol=1e-5, atol=1e-6)
+    assert_params(first["params"], want)
+
+
+def test_a_window_that_is_not_finite_is_an_error_everywhere(said):
+    first, second = (process["poisoned"] for process in said)
+    assert first == second
+    assert re.search(
+        r"NonFiniteError: train: .* those of window 0 .* device 2 \(.*\), microbatches 4 to 5",
+        first,
+    )
+
+
+def test_replicas_that_differ_are_found_by_all(said):
+    for process in said:
+        assert process["apart"] == (
+            "ReplicaMismatch: train: all replicas must be bitwise equal, but after the last window "
+            "that was verified those of process 1 differ from those of process 0."
+        )
+
+
+SAME = "must be the same in all processes, got something else in process 1 than in 0."
+ERRORS = {
+    "cadence": f"ValueError: build_train_step: cadence {SAME}",
+    "params": f"ValueError: TrainStep.init: params {SAME}",
+    "rng": f"ValueError: TrainStep.init: rng {SAME}",
+    "data": f"ValueError: windows: data {SAME}",
+    "batch_size": f"ValueError: windows: batch_size {SAME}",
+    "seed": f"ValueError: windows: seed {SAME}",
+    "delay": "ValueError: MeanGradient: delay must be 0 in a job of several processes, here 2, "
+    "got 1.",
+    "exchange": "ValueError: build_train_step: exchange must be None in a job of several "
+    "processes, here 2, got HostExchange(",
+    "Trainer": "ValueError: Trainer: jax.process_count() must be 1, got 2.",
+    "average": "ValueError: TrainStep.average: jax.process_count() must be 1, got 2.",
+    "again": "RuntimeError: distributed.initialize: it must be called once, this process has "
+    "joined a job before.",
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name, said):
+    for process in said:
+        assert process["errors"][name].startswith(ERRORS[name])
+
+
+def test_devices_of_one_process_only(said):
+    for at, process in enumerate(said):
+        assert process["errors"]["devices"].startswith(
+            "ValueError: build_train_step: devices must hold devices of every process of the job, "
+            f"got none of process {1 - at}."
+        )
