@@ -283,7 +283,9 @@ class _Collector:
 
     def __init__(self, world_size: int, done: Done):
         self._ranks, self._done = range(world_size), done
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
+        # apart from the lock, which is held while a window is recorded: no close may wait for it
+        self._arrived = threading.Condition()
         self._closed = False
         self._open: dict[int, _Open] = {}
         self._dropped: set[int] = set()
@@ -297,9 +299,9 @@ class _Collector:
 
     def close(self) -> None:
         """Let nobody wait any more."""
-        with self._lock:
+        with self._arrived:
             self._closed = True
-            self._lock.notify_all()
+            self._arrived.notify_all()
 
     def accumulated(self, number: int) -> tuple[float, ...] | None:
         """See `Stopwatch.accumulated`."""
@@ -308,8 +310,8 @@ class _Collector:
             window = self._open.get(number)
             return {} if window is None else window.accumulated
 
-        with self._lock:
-            self._lock.wait_for(lambda: self._closed or len(ends()) == len(self._ranks))
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._closed or len(ends()) == len(self._ranks))
             found = ends()
             return None if self._closed else tuple(found[rank] for rank in self._ranks)
 
@@ -327,7 +329,8 @@ class _Collector:
                 window.combined |= seen
             if job.whole or not job.combined:
                 window.accumulated |= seen
-            self._lock.notify_all()
+            with self._arrived:
+                self._arrived.notify_all()
             self._report()
 
     def _report(self) -> None:
