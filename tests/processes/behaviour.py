@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from reference import data, loss_fn, params
 
+from elche_jax.engine.job import Job
 from elche_jax.lab.emulate import EmulatedSpeeds
 
 ROWS, BATCH = data(150), 4
@@ -92,7 +93,15 @@ def replayed():
     second = build(cadence=elche.Replay(counts), device_loss=True)
     state, _, cursor = run(second, stop=3, **options)
     state, *_ = run(second, state=state, stop=3, cursor=cursor, **options)
-    return {"once": once, "stopped": bits(state), "metrics": said, "params": values(state)}
+    stopped = bits(state)
+    known, Job.alike = Job.alike, False  # as where processors differ: one lead's bits count
+    third = build(cadence=elche.Replay(counts), device_loss=True)
+    other, again, _ = run(third, stop=6, **options)
+    Job.alike = known
+    return {
+        "once": once, "stopped": stopped, "metrics": said, "params": values(state),
+        "unlike": bits(other), "unlike metrics": again,
+    }  # fmt: skip
 
 
 def raised(fn):

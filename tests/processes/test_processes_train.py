@@ -83,6 +83,13 @@ def test_a_replay_and_a_resumed_one_have_the_same_bits(said):
         assert process["replayed"]["once"] == process["replayed"]["stopped"]
 
 
+def test_one_lead_decides_where_they_are_not_alike(said):
+    for process in said:
+        one = process["replayed"]
+        assert one["unlike"] == one["once"]
+        assert repr(one["unlike metrics"]) == repr(one["metrics"])
+
+
 def test_metrics_are_those_of_all_devices(said):
     counts = [(3, 1, 2), (2, 2, 1), (4, 0, 1), (1, 3, 2), (0, 0, 3), (3, 1, 1)]
     want, metrics = alone(counts, seed=3)

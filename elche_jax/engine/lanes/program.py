@@ -119,8 +119,8 @@ class LanesProgram(CollectiveProgram):
             What `agree` returns; and the rows of all devices, by rank.
         """
         (agreed, held), metrics = self.agree(part, state, held, contributions)
-        if not self.alike:
-            agreed = broadcast_from(agreed, 0, AXIS)
+        if not self.alike:  # metrics, too: guards and cadences read them
+            agreed, metrics = broadcast_from((agreed, metrics), 0, AXIS)
         rows = [
             jnp.append(row, one.row[1]) for row, one in zip(measured, contributions, strict=True)
         ]
