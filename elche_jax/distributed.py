@@ -74,6 +74,8 @@ def initialize(
             names = "coordinator_address, num_processes, process_id"
             got = f"none for {missing}" if missing else str(error)
             raise ValueError(check.message(where, names, rule, got, todo)) from error
+        if "coordinator_address should be defined" not in str(error):
+            raise  # a cluster that says something JAX does not understand
         logger.info("elche: one process, as neither arguments nor environment name others")
     except RuntimeError as error:
         if "before" not in str(error):

@@ -185,7 +185,12 @@ class Stopwatch(Clock):
         # the threads hold the collector, not the stopwatch: dropping that ends them
         self._collector = collector = _Collector(world_size, done)
         self._world_size = world_size
-        self._threads = DeviceThreads("watch", world_size, collector.wait, failed)
+
+        def end(error: BaseException) -> None:
+            collector.close()  # nobody waits for times that do not come
+            failed(error)
+
+        self._threads = DeviceThreads("watch", world_size, collector.wait, end)
 
     def accumulating(
         self, window: int, dispatched: float, token: Any, ranks: Sequence[int] | None = None

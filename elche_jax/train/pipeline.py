@@ -302,6 +302,7 @@ class Pipeline(Generic[R]):
     def settle(self) -> None:
         """Raise an error of the windows that the loop has not seen, before a new run begins."""
         self._check_windows(keep=0)
+        self._raise_shared(None)
         if not self.raised:
             self.check()
 
