@@ -83,12 +83,9 @@ def split_window(
     calls = -(-max(count for _, count in wanted) // capacity)  # rounded up
     # devices without work take part in the exchange with those of other processes
     calls = max(calls, int(any(counts)))
-    return [
-        tuple(
-            Range(
-                first + count * call // calls, count * (call + 1) // calls - count * call // calls
-            )
-            for first, count in wanted
-        )
-        for call in range(calls)
-    ]
+
+    def part(first: int, count: int, call: int) -> Range:
+        begin, end = count * call // calls, count * (call + 1) // calls
+        return Range(first + begin, end - begin)
+
+    return [tuple(part(*own, call) for own in wanted) for call in range(calls)]
