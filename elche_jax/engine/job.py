@@ -6,9 +6,10 @@ travelled in that exchange, so that all processes plan alike.
 """
 
 import hashlib
+import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,8 +36,9 @@ class Measured(NamedTuple):
         sync: The smallest wait of its process's devices in the last exchange; infinite if unknown.
         steady: Whether nothing was compiled for the window.
         cold: Whether its programs ran for the first time.
-        replicas: A number that says which replicas its process found after the last window that
-            was verified; -1 if there is nothing to compare.
+        plan: A number for the plan of the window, see `number_of`.
+        replicas: A number for the replicas its process found after the last window that was
+            verified; -1 if there is nothing to compare, -2 if its own replicas differ.
         own: Whether its own sums are finite; added on the device.
     """
 
@@ -46,6 +48,7 @@ class Measured(NamedTuple):
     sync: Any
     steady: Any
     cold: Any
+    plan: Any
     replicas: Any
     own: Any
 
@@ -110,15 +113,16 @@ class Job:
     def alike(self) -> bool:
         """Whether the leads of all processes compute the same bits; all have to ask.
 
-        Hosts of different processors do not: XLA uses the instructions that each has.
+        Hosts of different processors do not: XLA uses the instructions and the cores that each has.
+        Nor do GPUs: each process chooses the fastest of several kernels by measuring.
         """
         if self.one_process:
             return True
         lead = self.leads[self.at]
-        own = lead.device_kind, lead.client.platform_version, jax.__version__
-        if lead.platform == "cpu":
-            own += (_processor(),)
-        found = self.gather(_digest(own))
+        if lead.platform != "cpu":
+            return False
+        own = lead.client.platform_version, jax.__version__, os.environ.get("XLA_FLAGS")
+        found = self.gather(_digest((*own, os.cpu_count(), _processor())))
         return bool((found == found[0]).all())
 
     @cached_property
@@ -137,7 +141,7 @@ class Job:
 
         Args:
             where: The function the user called.
-            **values: What they pass: bytes, or anything that has the same `repr` everywhere.
+            **values: What they pass, as `settings_of` and `digest_of` return it.
 
         Raises:
             ValueError: If one of them differs; it names the process.
@@ -154,6 +158,32 @@ class Job:
                 raise ValueError(check.message(where, name, rule, got))
 
 
+def settings_of(value: Any) -> Any:
+    """Return what of a user's object can be compared between processes by its `repr`.
+
+    Of a dataclass these are its class and its fields, of other objects the class alone: the
+    `repr` of most holds an address.
+
+    Examples:
+        >>> settings_of([2, None, max])
+        [2, None, 'builtin_function_or_method']
+    """
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return value
+    if isinstance(value, list | tuple):
+        items: list[Any] = list(value)
+        return [settings_of(item) for item in items]
+    name = type(value).__name__
+    if not is_dataclass(value):
+        return name
+    return name, [(one.name, settings_of(getattr(value, one.name))) for one in fields(value)]
+
+
+def number_of(data: bytes) -> int:
+    """Return a number of 24 bits for these bytes, exact in float32."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=3).digest(), "big")
+
+
 def digest_of(tree: PyTree) -> bytes:
     """Return a digest of the arrays of a pytree, of their names, shapes and dtypes."""
     found = hashlib.blake2b(digest_size=16)
@@ -165,12 +195,13 @@ def digest_of(tree: PyTree) -> bytes:
 
 
 def _processor() -> str:
-    """Return what the host's processor can do, as Linux tells; elsewhere its name."""
+    """Return which processor the host has and what it can do, as Linux tells; else its name."""
     try:
         told = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
-    return "".join(next((line for line in told if line.startswith(("flags", "Features"))), ""))
+    names = "model name", "flags", "Features", "CPU part"
+    return "".join(next((line for line in told if line.startswith(name)), "") for name in names)
 
 
 def _is_key(leaf: Any) -> bool:

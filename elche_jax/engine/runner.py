@@ -52,8 +52,14 @@ class Survey:
         found: The rows of all devices, on a device; None before the exchange is dispatched.
     """
 
-    measure: Callable[[], np.ndarray]
+    measure: Callable[[], np.ndarray] | None
     found: jax.Array | None = None
+
+    def take(self) -> np.ndarray:
+        """Measure, once: the function refers to the run, which refers to this."""
+        assert self.measure is not None
+        measure, self.measure = self.measure, None
+        return measure()
 
 
 @dataclass(frozen=True)

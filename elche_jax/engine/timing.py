@@ -220,9 +220,13 @@ class Stopwatch(Clock):
         """Wait until all devices have accumulated; return when each did, None after a close."""
         return self._collector.accumulated(window)
 
+    def release(self) -> None:
+        """Let nobody wait in `accumulated` any more."""
+        self._collector.close()
+
     def close(self) -> None:
         """End the threads; a window that is still running is not measured. Idempotent."""
-        self._collector.close()
+        self.release()
         self._threads.close()
 
 

@@ -4,7 +4,6 @@ A record is made from these numbers alone, so it is the same in every process, a
 that follow from it.
 """
 
-import hashlib
 from collections.abc import Sequence
 from math import inf, isfinite
 from typing import Any
@@ -16,15 +15,19 @@ from elche_jax.averaging.exchange import HostExchange
 from elche_jax.averaging.rules import AveragingRule, MeanGradient
 from elche_jax.cadence import WindowPlan, WindowRecord
 from elche_jax.data.order import Cursor
-from elche_jax.data.source import IterableSource, Source
-from elche_jax.engine.job import Job, Measured, digest_of
+from elche_jax.data.source import IterableSource, MapSource, Source
+from elche_jax.engine.job import Job, Measured, digest_of, number_of
+from elche_jax.engine.replicas import ReplicaMismatch
 from elche_jax.engine.timing import WindowTimes
 from elche_jax.train.spec import DataPlan
 
 PyTree = Any
 
 SAMPLES = 8
-"""Examples by which data are compared between processes, beside their number."""
+"""Examples by which arrays are compared between processes, beside their number."""
+
+UNKNOWN, APART = -1, -2
+"""In place of a number for the replicas: nothing to compare; those of the process itself differ."""
 
 
 def check_across(
@@ -33,13 +36,13 @@ def check_across(
     """Raise for what does not work over several processes yet."""
     if job.one_process:
         return
-    rule_text = f"be {{}} in a job of several processes, here {len(job.ranks_of)}"
-    where = "build_train_step"
+    where = f"in a job of several processes, here {len(job.ranks_of)}"
     if exchange is not None:
-        raise ValueError(check.message(where, "exchange", rule_text.format("None"), exchange))
+        rule_text = f"be None {where}"
+        raise ValueError(check.message("build_train_step", "exchange", rule_text, exchange))
     if rule.delay:
         name = type(rule).__name__
-        raise ValueError(check.message(name, "delay", rule_text.format("0"), rule.delay))
+        raise ValueError(check.message(name, "delay", f"be 0 {where}", rule.delay))
 
 
 def check_same_start(job: Job, params: PyTree, model_state: PyTree, rng: Any) -> None:
@@ -54,8 +57,9 @@ def check_same_start(job: Job, params: PyTree, model_state: PyTree, rng: Any) ->
 def check_same_data(job: Job, plan: DataPlan, start: Cursor) -> None:
     """Raise unless all processes read the same data in the same way.
 
-    Of a source with random access the number of examples and some of them are compared, of an
-    iterable only the shapes: its examples would be used up.
+    Of arrays the number of examples and some of them are compared. Of a map-style dataset it is
+    the number and the shapes, as it may change its examples at random; of an iterable the shapes,
+    as its examples would be used up.
     """
     if not job.one_process:
         job.check_same(
@@ -69,6 +73,8 @@ def _fingerprint(plan: DataPlan) -> Any:
     source: Source = plan.source
     if isinstance(source, IterableSource):
         return plan.microbatch
+    if isinstance(source, MapSource):
+        return source.size, plan.microbatch
     numbers = np.unique(np.linspace(0, source.size - 1, SAMPLES).astype(np.int64))
     return source.size, digest_of(source.rows(numbers))
 
@@ -80,6 +86,7 @@ def measured_rows(
     sync_ms: float,
     steady: bool,
     cold: bool,
+    plan: int,
     replicas: int,
 ) -> np.ndarray:
     """Return what this process tells of a window before its exchange, a row per device.
@@ -91,7 +98,8 @@ def measured_rows(
         sync_ms: The smallest wait of its devices in the last exchange; infinite if unknown.
         steady: Whether nothing was compiled for the window.
         cold: Whether its programs run for the first time.
-        replicas: See `number_of`; -1 for nothing to compare.
+        plan: See `plan_number`.
+        replicas: See `replicas_number`; or `UNKNOWN`, or `APART`.
 
     Returns:
         float32, one column for each field of `Measured` but `own`.
@@ -100,37 +108,57 @@ def measured_rows(
     begun = max(requested, before)
     idle = 1e3 * max(0.0, requested - before) if isfinite(before) else 0.0
     rows = [
-        (busy, 1e3 * (done - begun), idle, sync_ms, steady, cold, replicas)
+        (busy, 1e3 * (done - begun), idle, sync_ms, steady, cold, plan, replicas)
         for busy, done in zip(times.busy_ms(free), times.arrived, strict=True)
     ]
     return np.array(rows, np.float32)
 
 
-def number_of(sums: Any) -> int:
-    """Return a number for the replicas that have these checksums, exact in float32.
+def unmeasured_rows(devices: int, plan: int) -> np.ndarray:
+    """Return the rows of a window of which a process has no times, see `measured_rows`."""
+    return np.array([(0, 0, 0, inf, False, False, plan, UNKNOWN)] * devices, np.float32)
+
+
+def plan_number(plan: WindowPlan) -> int:
+    """Return a number for what of a plan must be the same in all processes."""
+    return number_of(repr((plan.window, plan.epoch, plan.first, plan.counts)).encode())
+
+
+def replicas_number(sums: Any) -> int:
+    """Return a number for the replicas that have these checksums.
 
     Args:
         sums: Checksums of a process's devices, which agree; `(devices, leaves, 2)`.
     """
-    found = hashlib.blake2b(np.asarray(sums)[0].tobytes(), digest_size=3)
-    return int.from_bytes(found.digest(), "big")
+    return number_of(np.asarray(sums)[0].tobytes())
 
 
-def replicas_apart(job: Job, rows: np.ndarray) -> str | None:
-    """Return an error message if processes found different replicas, else None.
+def error_of(job: Job, plan: WindowPlan, rows: np.ndarray) -> Exception | None:
+    """Return an error if the processes planned differently, or have different replicas.
 
     Args:
         job: The processes.
+        plan: The window.
         rows: See `record_of`.
     """
-    found = Measured(*rows.T).replicas
-    of_process = [float(found[ranks[0]]) for ranks in job.ranks_of.values()]
-    processes = list(job.ranks_of)
-    for process, number in zip(processes, of_process, strict=True):
-        if number != of_process[0]:
-            return (
-                "train: all replicas must be bitwise equal, but after the last window that was "
-                f"verified those of process {process} differ from those of process {processes[0]}."
+    told, processes = Measured(*rows.T), list(job.ranks_of)
+    firsts = [ranks[0] for ranks in job.ranks_of.values()]
+    for process, rank in zip(processes, firsts, strict=True):
+        if told.plan[rank] != told.plan[firsts[0]]:
+            return RuntimeError(
+                f"train: all processes must plan the same windows, but process {process} has "
+                f"another plan for its window than process {processes[0]}: here window "
+                f"{plan.window} has counts {plan.counts}. Loops must take the same windows, and a "
+                "cadence or guard of your own must compute the same everywhere."
+            )
+    for process, rank in zip(processes, firsts, strict=True):
+        number, rule = told.replicas[rank], "train: all replicas must be bitwise equal, but"
+        if number == APART:
+            return ReplicaMismatch(f"{rule} after a window those of process {process} differ.")
+        if number != told.replicas[firsts[0]]:
+            return ReplicaMismatch(
+                f"{rule} after the last window that was verified those of process {process} "
+                f"differ from those of process {processes[0]}."
             )
     return None
 

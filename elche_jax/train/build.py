@@ -14,6 +14,7 @@ from elche_jax.cadence import Cadence, EveryBatch
 from elche_jax.cadence.guards import Guard, NoGuard, TrendGuard
 from elche_jax.config import DDPConfig, Recorder, check_arguments
 from elche_jax.engine.devices import LaneChoice, fleet_of, select_job, summary_of
+from elche_jax.engine.job import settings_of
 from elche_jax.engine.lane import kinds_of
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.loss import LossFn
@@ -99,7 +100,7 @@ def build_train_step(
             it reads must not change.
         optimizer: An optax optimizer.
         devices: The devices, of one kind or several, in any order, also of several backends
-            (`jax.devices("cuda") + jax.devices("cpu")`); None for all local devices of the
+            (`jax.devices("cuda") + jax.devices("cpu")`); None for all devices of the
             default backend.
         lanes: Which devices share a program and meet in a collective, before the lanes meet
             on one device: ranks by lane, such as `((0, 1), (2,))`, or a function of a device
@@ -163,7 +164,8 @@ def build_train_step(
 
     Raises:
         TypeError: If `devices` are not devices, or `loss_fn` is not callable.
-        ValueError: If there is no device, a device twice, or several processes; if `lanes` is
+        ValueError: If there is no device, a device twice, or none of some process; if an option
+            that all processes must set alike differs, or works in one process only; if `lanes` is
             no partition of the devices; if something is set in `config`, too; if an option is
             out of range; if it is called inside `jit` or under `jax_disable_jit`.
 
@@ -237,7 +239,10 @@ def build_train_step(
         given["timeline"] if first else None, hint=hint, emulate=emulate, exchange=exchange,
         split=checked_split("build_train_step", microbatch_split, kinds), device_loss=device_loss,
     )  # fmt: skip
-    job.check_same("build_train_step", devices=list(map(str, devices)), cadence=cadence)
+    job.check_same(
+        "build_train_step", devices=list(map(str, devices)), cadence=settings_of(cadence),
+        **options.shared(),
+    )  # fmt: skip
     if first:
         logger.info(summary_of(fleet))
     return TrainStep(LossFn(loss_fn, has_aux=has_aux), optimizer, fleet, cadence, options)

@@ -269,6 +269,8 @@ class LiveScheduler:
             exchange: Bytes that each device exchanges per window.
             frozen: Bytes that frozen parameters save.
         """
+        with self._observing:  # what is known now counts, whatever the windows' numbers
+            self._before, self._after = self._state, {}
         if self.timeline is not None:
             self.timeline.add(
                 RunEvent, devices=tuple(names), cadence=repr(self.cadence), windows=window,

@@ -11,6 +11,7 @@ from elche_jax.averaging.rules import AveragingRule, MeanGradient
 from elche_jax.cadence.guards import Guard
 from elche_jax.config import Recorder
 from elche_jax.engine.host.coordinator import Limits
+from elche_jax.engine.job import settings_of
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.merge import Merge
 from elche_jax.engine.precision import Precision
@@ -57,6 +58,19 @@ class Options:
     exchange: HostExchange | None = None
     split: Mapping[str, int | Literal["auto"]] = field(default_factory=dict)
     device_loss: bool = False
+
+    def shared(self) -> dict[str, Any]:
+        """Return the options that all processes of a job must set alike, by their argument."""
+        return {
+            "averaging": settings_of(self.rule),
+            "nonfinite": settings_of(self.finite),
+            "guard": settings_of(self.guard),
+            "max_grad_norm": self.max_grad_norm,
+            "compute_dtype": settings_of(self.precision),
+            "verify_every": self.verify_every,
+            "device_loss": self.device_loss,
+            "jax_enable_x64": bool(jax.config.read("jax_enable_x64")),
+        }
 
     def finite_watch(self, devices: tuple[jax.Device, ...]) -> FiniteWatch:
         """Return the watch for windows with non-finite values."""

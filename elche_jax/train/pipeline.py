@@ -19,7 +19,16 @@ from elche_jax.engine.job import Measured
 from elche_jax.engine.replicas import ReplicaMismatch, mismatch
 from elche_jax.engine.runner import FleetRunner, Launch, Survey
 from elche_jax.engine.timing import ENDS, Clock, Stopwatch, WindowTimes
-from elche_jax.train.across import measured_rows, number_of, record_of, replicas_apart
+from elche_jax.train.across import (
+    APART,
+    UNKNOWN,
+    error_of,
+    measured_rows,
+    plan_number,
+    record_of,
+    replicas_number,
+    unmeasured_rows,
+)
 from elche_jax.train.divergence import DivergenceReader
 from elche_jax.train.feed import Feed
 from elche_jax.train.finite import FiniteWatch
@@ -89,7 +98,7 @@ class Pipeline(Generic[R]):
         self._start, self._in_flight = start, in_flight
         self._watch, self._divergence, self.runner = watch, divergence, runner
         self._compared, self._timing = compared, timing or Timing(always=True)
-        self._job, self._sync_ms, self._replicas = feed.fleet.job, inf, -1
+        self._job, self._sync_ms, self._replicas = feed.fleet.job, inf, UNKNOWN
         self._ahead = in_flight if scheduler.cadence.adaptive else LOOKAHEAD
         lanes = feed.fleet.in_lanes()
         on_host = [lane.ranks for lane in lanes if lane.devices[0].platform == "cpu"]
@@ -105,7 +114,10 @@ class Pipeline(Generic[R]):
         self._dispatches = 0
         self._flights: dict[int, InFlight] = {}  # by number of the dispatch
         self._error: BaseException | None = None
-        self._shared: tuple[int, Exception] | None = None  # an error of all processes, its window
+        # an error of all processes, and the number of the dispatch in which it was found
+        self._shared: tuple[int, Exception] | None = None
+        self._mismatch: ReplicaMismatch | None = None  # of this process's own devices
+        self._watching: int | None = None  # the thread that records a window
         self.raised = False
         self.trained: int | None = None
         self.closed = False
@@ -262,7 +274,7 @@ class Pipeline(Generic[R]):
             lambda: self._error or self.closed or len(self._flights) < self._in_flight,
         )
         with self._changed:
-            self._raise_shared(window.index - self._in_flight)
+            self._raise_shared(self._dispatches - self._in_flight)
             self.check()
             # not before the wait: if it is interrupted, the loop may use the window again
             if self._current == window.index:
@@ -307,12 +319,14 @@ class Pipeline(Generic[R]):
             self.check()
 
     def _raise_shared(self, last: int | None) -> None:
-        """Let `check` raise an error that all processes have found, in windows up to the last.
+        """Let `check` raise an error that all processes have found, up to a dispatch or any.
 
         Each raises it before the same window: one that went on would wait for the others there.
         """
         if self._shared is not None and (last is None or self._shared[0] <= last):
             self.on_error(self._shared[1])
+        if self._mismatch is not None and last is None:  # no exchange tells the others any more
+            self.on_error(self._mismatch)
 
     def check(self) -> None:
         """Raise the first exception of a thread."""
@@ -321,8 +335,14 @@ class Pipeline(Generic[R]):
             raise self._error
 
     def close(self) -> None:
-        """End the timing; windows in flight go on, unmeasured."""
+        """End the timing; windows in flight go on, unmeasured.
+
+        In a job of several processes their records are waited for, or not all of them would know
+        the same when they plan again.
+        """
         with self._changed:
+            if not self._job.one_process and self._watching != threading.get_ident():
+                self._changed.wait_for(lambda: self._error or not self._flights)
             self.closed = True
             # those of a host exchange are dropped, as they were not averaged
             if self.clock is None or not self.clock.ends_windows:
@@ -350,6 +370,7 @@ class Pipeline(Generic[R]):
         with self._changed:
             window = self._flights.get(times.window)
             self._completing = times.window  # it is checked here, not again after a close
+            self._watching = threading.get_ident()
         free = self._free(times.arrived)
         # a device that runs ahead has no synchronisation for its next window to wait for
         ahead, late = (False, ()) if outcome is None else (outcome.ahead, outcome.late)
@@ -375,9 +396,9 @@ class Pipeline(Generic[R]):
         else:
             rows = np.asarray(survey.found)
             record = record_of(window.plan, rows, **known)
-            self._sync_ms, self._replicas = times.sync_ms, -1
-            if (text := replicas_apart(self._job, rows)) is not None:
-                self._found(window.plan.window, ReplicaMismatch(text))
+            self._sync_ms, self._replicas = times.sync_ms, UNKNOWN
+            if (error := error_of(self._job, window.plan, rows)) is not None:
+                self._found(times.window, self._mismatch or error)
         self._timing.observe(record, window.timed)
         self._scheduler.observe(record)
         self._scheduler.on_metrics(window.plan, metrics)
@@ -400,7 +421,8 @@ class Pipeline(Generic[R]):
     def _measured(self, flight: InFlight, misses: int) -> np.ndarray:
         """Return what this process tells of a window in its exchange, in a lane's thread."""
         clock, number = flight.launch.watch, flight.launch.number
-        nothing = np.zeros((self._feed.fleet.world_size, len(Measured._fields) - 1), np.float32)
+        plan = plan_number(flight.plan)
+        nothing = unmeasured_rows(self._feed.fleet.world_size, plan)
         if not isinstance(clock, Stopwatch):
             return nothing  # of a run that was closed, which plans no more
         with self._changed:  # the windows before it have their ends noted
@@ -414,7 +436,7 @@ class Pipeline(Generic[R]):
         steady = self._cache.misses == misses
         return measured_rows(
             times, self._free(ends), flight.requested, self._sync_ms, steady, flight.cold,
-            self._replicas,
+            plan, self._replicas,
         )  # fmt: skip
 
     def on_late_times(self, times: WindowTimes, begins: Sequence[float] | None) -> None:
@@ -439,20 +461,27 @@ class Pipeline(Generic[R]):
         if self._watch.skipped > skipped:
             self._scheduler.on_skip(window.plan, self._watch.event)
         if error is not None:
-            self._found(window.plan.window, error)
+            self._found(window.launch.number, error)
         elif window.sums is not None:
             where = f"train: after window {window.plan.window}"
             text = mismatch(where, self._compared, self._feed.fleet.devices, window.sums)
-            self._replicas = number_of(window.sums)
+            self._replicas = replicas_number(window.sums)
             if text is not None:
-                self.on_error(ReplicaMismatch(text))
+                self._differ(ReplicaMismatch(text))
 
-    def _found(self, window: int, error: Exception) -> None:
-        """Keep an error of a window that every process finds."""
+    def _differ(self, error: ReplicaMismatch) -> None:
+        """Keep a difference between this process's own devices: the next exchange tells it."""
+        if self._job.one_process:
+            self.on_error(error)
+        else:
+            self._mismatch, self._replicas = error, APART
+
+    def _found(self, number: int, error: Exception) -> None:
+        """Keep an error that every process finds in the window of this dispatch."""
         if self._job.one_process:
             self.on_error(error)
         elif self._shared is None:
-            self._shared = window, error
+            self._shared = number, error
 
     def on_error(self, error: BaseException) -> None:
         """Keep the first exception of a thread, for the loop to raise."""

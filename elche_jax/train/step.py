@@ -193,7 +193,8 @@ class TrainStep:
                 `fold_in(key, i)`, whichever device runs it.
 
         Returns:
-            The state; its leaves are stacked, `(world_size,) + shape`.
+            The state; its leaves are stacked, `(world_size,) + shape`, in a job of several
+            processes with one entry for each device of this one.
 
         Raises:
             TypeError: A trained leaf of `params` is not a float array; `rng` is neither a

@@ -35,8 +35,8 @@ class Noted:
         return {name: row[number] for name, row in ROWS.items()}
 
 
-def build(**options):
-    return elche.build_train_step(loss_fn, optax.adam(1e-2), **options)
+def build(tx=None, **options):
+    return elche.build_train_step(loss_fn, tx or optax.adam(1e-2), **options)
 
 
 def run(train, rows=ROWS, state=None, stop=None, **options):
@@ -95,12 +95,14 @@ def replayed():
     state, *_ = run(second, state=state, stop=3, cursor=cursor, **options)
     stopped = bits(state)
     known, Job.alike = Job.alike, False  # as where processors differ: one lead's bits count
-    third = build(cadence=elche.Replay(counts), device_loss=True)
+    # the other process would move further by itself
+    rate = 1.5e-2 if OTHER else 1e-2
+    third = build(tx=optax.adam(rate), cadence=elche.Replay(counts), device_loss=True)
     other, again, _ = run(third, stop=6, **options)
     Job.alike = known
     return {
         "once": once, "stopped": stopped, "metrics": said, "params": values(state),
-        "unlike": bits(other), "unlike metrics": again,
+        "unlike": values(other), "unlike metrics": again,
     }  # fmt: skip
 
 
@@ -120,20 +122,68 @@ def poisoned():
     return raised(lambda: run(train, rows, shuffle=False, stop=3, epochs=None))
 
 
-def apart():
-    """The replicas of process 1 are changed after the second window."""
-    train = build(cadence=elche.Replay([(2, 1, 1)] * 6), verify_every=1)
-    state = train.init(params())
+def changed(part, change):
+    """What is raised if a part of the state is changed after the second window, and when."""
+    train = build(cadence=elche.Replay([(2, 1, 1)] * 8), verify_every=1)
+    state, trained = train.init(params()), []
 
     def loop(state):
-        with train.windows(ROWS, BATCH) as windows:
+        with train.windows(ROWS, BATCH, epochs=None) as windows:
             for window in windows:
                 state, _ = train(state, window)
-                if window.index == 1 and OTHER:
-                    moved = jax.tree.map(lambda x: np.asarray(x)[0] + 1, state.params)
-                    state = state.replace(params=elche.replicate(moved, list(train.fleet.devices)))
+                trained.append(window.index)
+                if window.index == 1:
+                    rows = jax.tree.map(lambda x: change(np.array(x)), getattr(state, part))
+                    state = state.replace(**{part: jax.tree.map(train.fleet.put, rows)})
 
-    return raised(lambda: loop(state))
+    return [raised(lambda: loop(state)), trained[-1]]
+
+
+def apart():
+    """The parameters of process 1."""
+    return changed("params", lambda rows: rows + np.float32(OTHER))
+
+
+def torn():
+    """The key of the second device of process 0; parameters would be the lead's again."""
+
+    def change(rows):
+        if not OTHER:
+            rows[1] += 1
+        return rows
+
+    return changed("key", change)
+
+
+def ended_early():
+    """Loops that are left at once, without `with`, and that leave out windows."""
+    train = build(cadence=elche.ElChe(anchor=2), emulate=EmulatedSpeeds([1.0, 2.0, 3.0]))
+    state = train.init(params())
+    for number in range(4):
+        for window in train.windows(ROWS, BATCH, seed=number):
+            if window.index % 5 == 2:
+                continue
+            state, _ = train(state, window)
+            if window.index % 4 == 3:
+                break
+    train.settle()
+    return {
+        "counts": train.counts_history,
+        "records": [repr(record) for record in train.records],
+        "windows": int(np.asarray(state.step)[0]),
+    }
+
+
+class Moody(elche.Replay):
+    """A recording that one process reads differently from window 3 on."""
+
+    def counts_at(self, window):
+        return (1, 2, 1) if OTHER and window >= 3 else super().counts_at(window)
+
+
+def planned_apart():
+    train = build(cadence=Moody([(2, 1, 1)] * 10))
+    return raised(lambda: run(train, epochs=None))
 
 
 def errors():
@@ -146,6 +196,8 @@ def errors():
         "cadence": lambda: build(cadence=elche.FixedTotal(6 + OTHER)),
         "params": lambda: train.init(other),
         "rng": lambda: train.init(params(), rng=int(OTHER)),
+        "verify_every": lambda: build(verify_every=1 + OTHER),
+        "nonfinite": lambda: build(nonfinite="skip" if OTHER else "raise"),
         "delay": lambda: build(averaging=elche.MeanGradient(delay=1)),
         "exchange": lambda: build(exchange=elche.HostExchange()),
         "Trainer": lambda: elche.Trainer(loss_fn, optax.adam(1e-2)),
@@ -162,7 +214,9 @@ def errors():
     return said
 
 
-SCENES = (unequal_devices, replayed, poisoned, apart, errors)
+SCENES = (
+    unequal_devices, replayed, poisoned, apart, torn, ended_early, planned_apart, errors,
+)  # fmt: skip
 
 if __name__ == "__main__":
     print(json.dumps({scene.__name__: scene() for scene in SCENES}))

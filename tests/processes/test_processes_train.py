@@ -84,9 +84,11 @@ def test_a_replay_and_a_resumed_one_have_the_same_bits(said):
 
 
 def test_one_lead_decides_where_they_are_not_alike(said):
+    """By itself the second process would have trained with another rate."""
     for process in said:
         one = process["replayed"]
-        assert one["unlike"] == one["once"]
+        for name, (first, *_) in said[0]["replayed"]["params"].items():
+            assert all(row == first for row in one["unlike"][name])
         assert repr(one["unlike metrics"]) == repr(one["metrics"])
 
 
@@ -111,17 +113,45 @@ def test_a_window_that_is_not_finite_is_an_error_everywhere(said):
     )
 
 
-def test_replicas_that_differ_are_found_by_all(said):
+def test_replicas_of_processes_that_differ_are_found_by_all(said):
+    (first, last), (second, others_last) = (process["apart"] for process in said)
+    assert first == second and last == others_last
+    assert first == (
+        "ReplicaMismatch: train: all replicas must be bitwise equal, but after the last window "
+        "that was verified those of process 1 differ from those of process 0."
+    )
+
+
+def test_replicas_of_one_process_that_differ_are_told_the_other(said):
+    (own, last), (other, others_last) = (process["torn"] for process in said)
+    assert last == others_last
+    assert re.match(r"ReplicaMismatch: train: after window 2: .* leaf .key on .* differs", own)
+    assert other == (
+        "ReplicaMismatch: train: all replicas must be bitwise equal, but after a window those of "
+        "process 0 differ."
+    )
+
+
+def test_loops_that_end_early_leave_all_with_the_same_plans(said):
+    first, second = (process["ended_early"] for process in said)
+    assert first == second
+    assert len(first["records"]) == len(first["counts"]) == first["windows"] > 4
+
+
+def test_plans_that_differ_are_an_error_everywhere(said):
     for process in said:
-        assert process["apart"] == (
-            "ReplicaMismatch: train: all replicas must be bitwise equal, but after the last window "
-            "that was verified those of process 1 differ from those of process 0."
+        assert re.match(
+            "RuntimeError: train: all processes must plan the same windows, but process 1 has "
+            r"another plan for its window than process 0: here window 3 has counts \(.*\)\. Loops",
+            process["planned_apart"],
         )
 
 
 SAME = "must be the same in all processes, got something else in process 1 than in 0."
 ERRORS = {
     "cadence": f"ValueError: build_train_step: cadence {SAME}",
+    "verify_every": f"ValueError: build_train_step: verify_every {SAME}",
+    "nonfinite": f"ValueError: build_train_step: nonfinite {SAME}",
     "params": f"ValueError: TrainStep.init: params {SAME}",
     "rng": f"ValueError: TrainStep.init: rng {SAME}",
     "data": f"ValueError: windows: data {SAME}",

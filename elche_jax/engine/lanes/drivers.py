@@ -72,6 +72,7 @@ class LanesClock(Stopwatch):
 
     def close(self) -> None:
         """End the threads; a window that is still running is not measured. Idempotent."""
+        self.release()  # a lane's thread may wait for times
         self.drivers.close()
         super().close()
 

@@ -221,8 +221,7 @@ class LanesWindow:
 
     def _agree_across(self, survey: Survey, contributions: Sequence[Contribution]) -> Any:
         """Dispatch `agree` over the leads of all processes."""
-        rows = survey.measure()
-        rows = np.pad(rows, ((0, len(self.absent)), (0, 0)))
+        rows = np.pad(survey.take(), ((0, len(self.absent)), (0, 0)))
         measured = jax.device_put(rows[None], self.lanes.lead.devices[0])
         agreed, (metrics, survey.found) = self.ending.agree(
             *self.lead, [*contributions, *self.absent], measured
