@@ -248,9 +248,9 @@ class Pipeline(Generic[R]):
             # after the first compiles, which must not make the first window unsteady
             misses, at = self._cache.misses, time.perf_counter()
             clock = None if self.closed else self.clock
-            survey = Survey(lambda: self._measured(flight, misses))
-            if self._job.one_process:
-                survey = None
+            survey = None
+            if not self._job.one_process:
+                survey = Survey(lambda: self._measured(flight, misses))
             launch = Launch(clock, self._dispatches, at, survey)
             flight = InFlight(window.plan, self._requested, launch, self._cold)
             yield flight

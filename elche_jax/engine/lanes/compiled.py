@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -87,6 +87,7 @@ class Programs:
         self._carried: Carried = jax.eval_shape(program.zeros, state)
         self.summed = program.sums_in_lane(state)
         self._sizes = [lane.world_size for lane in lanes.lanes]
+        self._absent: dict[int, Sequence[Contribution]] = {}
         self.parts = range(program.rule.parts)
         # `mapped` makes a function object per lane: the key of JAX's caches lacks the kind of
         # the devices
@@ -191,16 +192,16 @@ class Programs:
         )
         return contribute, agree, adopt
 
-    @cache  # noqa: B019  # as long as the programs
     def absent(self, part: int) -> Sequence[Contribution]:
         """Return contributions on the lead in place of devices that other processes have more."""
-        missing = self._lanes.job.width - self._lanes.world_size
-        made = self._contributed(part)[0]
-        none = jax.tree.map(
-            lambda x: np.zeros((1, *x.shape), x.dtype),
-            without_payload(made) if self.summed else made,
-        )
-        return jax.device_put([none] * missing, self._lanes.lead.devices[0])
+        if part not in self._absent:
+            made = self._contributed(part)[0]
+            if self.summed:
+                made = without_payload(made)
+            none = jax.tree.map(lambda x: np.zeros((1, *x.shape), x.dtype), made)
+            missing = self._lanes.job.width - self._lanes.world_size
+            self._absent[part] = jax.device_put([none] * missing, self._lanes.lead.devices[0])
+        return self._absent[part]
 
     def _contributed(self, part: int) -> tuple[Contribution, Sent]:
         """Return the shapes of the results of `LanesProgram.contribute`."""
