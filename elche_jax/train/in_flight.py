@@ -12,6 +12,12 @@ from elche_jax.engine.runner import Call, Launch
 from elche_jax.engine.timing import WindowTimes
 
 
+class Run:
+    """What the windows of one call of `windows` have in common: their training step knows it."""
+
+    __slots__ = ("__weakref__",)
+
+
 @dataclass(frozen=True, eq=False)
 class Window:
     """The work between two synchronisations, its data on the devices.
@@ -25,6 +31,7 @@ class Window:
     plan: WindowPlan
     cursor: Cursor
     calls: tuple[Call, ...] = field(repr=False)
+    run: Run = field(repr=False)
 
     @property
     def index(self) -> int:

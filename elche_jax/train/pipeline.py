@@ -32,7 +32,7 @@ from elche_jax.train.across import (
 from elche_jax.train.divergence import DivergenceReader
 from elche_jax.train.feed import Feed
 from elche_jax.train.finite import FiniteWatch
-from elche_jax.train.in_flight import InFlight, Window
+from elche_jax.train.in_flight import InFlight, Run, Window
 from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.timing import Timing
 
@@ -128,8 +128,8 @@ class Pipeline(Generic[R]):
 
     # -- the prefetch thread ---------------------------------------------------------
 
-    def plan(self, stop: threading.Event) -> Iterator[Window]:
-        """Yield the windows of the run, waiting for reports if plans depend on them."""
+    def plan(self, stop: threading.Event, run: Run) -> Iterator[Window]:
+        """Yield the windows of a run, waiting for reports if plans depend on them."""
         cursor = self._start
         depth = self._ahead
         epochs = self._feed.epochs
@@ -137,7 +137,7 @@ class Pipeline(Generic[R]):
             reader = self._feed.open_epoch(cursor)
             begun = cursor.microbatch
             while self._wait(stop, depth, cursor.window):
-                window = self._make(cursor, reader)
+                window = self._make(cursor, reader, run)
                 if window is None:
                     break
                 cursor = window.cursor
@@ -187,7 +187,7 @@ class Pipeline(Generic[R]):
         last = window - ahead
         return last if self._scheduler.knows_after(last) else window - 1
 
-    def _make(self, cursor: Cursor, reader: Reader) -> Window | None:
+    def _make(self, cursor: Cursor, reader: Reader, run: Run) -> Window | None:
         if reader.available(cursor.microbatch, 1) == 0:
             return None
         known = None if self._job.one_process else self._known_at(cursor.window, self._ahead)
@@ -198,7 +198,7 @@ class Pipeline(Generic[R]):
         plan = WindowPlan(
             cursor.window, cursor.epoch, counts, examples, first=cursor.microbatch, share=share
         )
-        return Window(plan, cursor.advance(available), calls)
+        return Window(plan, cursor.advance(available), calls, run)
 
     def _without_late(self, counts: tuple[int, ...]) -> tuple[int, ...]:
         """Return the counts without those of late devices, which get no work until they deliver."""

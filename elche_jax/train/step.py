@@ -31,7 +31,7 @@ from elche_jax.observe.report import RunReport, make_report
 from elche_jax.train.across import check_same_data, check_same_start
 from elche_jax.train.averaging import check_merge, in_flight
 from elche_jax.train.divergence import divergence_reader
-from elche_jax.train.in_flight import Window
+from elche_jax.train.in_flight import Run, Window
 from elche_jax.train.initial import (
     as_key,
     check_buffers,
@@ -92,7 +92,7 @@ class TrainStep:
         self._runners = Runners(loss_fn, optimizer, fleet, options, self._cache)
         self._last_pipeline: Pipeline[WindowRunner] | None = None
         # a window that the user keeps must keep its pipeline: it can still be trained
-        self._pipelines: WeakKeyDictionary[Window, Pipeline[WindowRunner]] = WeakKeyDictionary()
+        self._pipelines: WeakKeyDictionary[Run, Pipeline[WindowRunner]] = WeakKeyDictionary()
         self._initial: StateSpec | None = None
         self._bytes = 0, 0  # exchanged per device and window, saved by frozen parameters
         self._loading = Loading(fleet)
@@ -379,9 +379,9 @@ class TrainStep:
         if not isinstance(window, Window):
             rule, got = "come from TrainStep.windows", type(window).__name__
             raise TypeError(check.message(where, "window", rule, got))
-        pipeline = self._pipelines.get(window)
+        pipeline = self._pipelines.get(window.run)
         if pipeline is None:
-            rule, got = "come from this training step's windows", "one of another step's, or a copy"
+            rule, got = "come from this training step's windows", "one of another step's"
             raise ValueError(check.message(where, "window", rule, got))
         return pipeline
 

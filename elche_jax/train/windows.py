@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 from elche_jax.data.prefetch import Prefetch
-from elche_jax.train.in_flight import Window
+from elche_jax.train.in_flight import Run, Window
 from elche_jax.train.pipeline import Pipeline, R
 
 
@@ -15,7 +15,7 @@ class Windows(Iterator[Window]):
 
     Args:
         pipeline: Plans the windows.
-        pipelines: Gets an entry for every window that is handed out; or None.
+        pipelines: Gets the pipeline, for as long as one of its windows is there; or None.
 
     Examples:
         ```python
@@ -28,10 +28,14 @@ class Windows(Iterator[Window]):
     def __init__(
         self,
         pipeline: Pipeline[R],
-        pipelines: MutableMapping[Window, Pipeline[R]] | None = None,
+        pipelines: MutableMapping[Run, Pipeline[R]] | None = None,
     ):
         self._pipeline: Pipeline[Any] = pipeline
-        self._pipelines: MutableMapping[Window, Any] | None = pipelines
+        # An entry per run, none per window: when one goes, a weak mapping runs Python code, in
+        # which a Ctrl-C is lost.
+        run = Run()
+        if pipelines is not None:
+            pipelines[run] = pipeline
         self._stop = threading.Event()
         self._ended = False
         self._prefetch: Prefetch[Window] | None = None
@@ -42,8 +46,8 @@ class Windows(Iterator[Window]):
             _weakly(pipeline.on_error),
         )
         if not clock.inline:
-            self._prefetch = Prefetch(pipeline.plan, pipeline.wake)
-        self._items: Iterator[Window] = self._prefetch or pipeline.plan(self._stop)
+            self._prefetch = Prefetch(lambda stop: pipeline.plan(stop, run), pipeline.wake)
+        self._items: Iterator[Window] = self._prefetch or pipeline.plan(self._stop, run)
         self._finish = weakref.finalize(self, pipeline.close)
 
     def __iter__(self) -> "Windows":
@@ -65,8 +69,6 @@ class Windows(Iterator[Window]):
             self.close()
             raise StopIteration
         self._pipeline.on_handed_out(window)
-        if self._pipelines is not None:
-            self._pipelines[window] = self._pipeline
         return window
 
     def __enter__(self) -> "Windows":

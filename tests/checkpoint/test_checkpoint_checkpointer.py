@@ -15,6 +15,7 @@ from resumed import EVERY, GRADIENTS, PLAIN, Case, content, data, plain_loss, ra
 
 import elche_jax as elche
 from elche_jax.checkpoint.store import Store
+from elche_jax.train.in_flight import Run
 
 CASE = Case(plain_loss, PLAIN)
 TINY = data(16)
@@ -43,9 +44,9 @@ def windows8(train):
     state, found = CASE.init(train), []
     for window in train.windows(TINY, 2):
         state, _ = train(state, window)
-        found.append(dataclasses.replace(window))
+        found.append(dataclasses.replace(window, run=Run()))
         past = Past(window.index, train.pipeline_of(window, "test").runner)
-        train._pipelines[found[-1]] = past
+        train._pipelines[found[-1].run] = past
     return state, found
 
 
