@@ -19,7 +19,7 @@ from elche_jax.engine.collectives import broadcast_from
 from elche_jax.engine.exchange import Packing, packed_psum
 from elche_jax.engine.job import places_of
 from elche_jax.engine.mapped import AXIS
-from elche_jax.engine.wire import decoded, sum_bfloat16, sum_int8
+from elche_jax.engine.wire import Encoded, decoded, sum_bfloat16, sum_int8
 
 PyTree = Any
 PerDevice = Any
@@ -242,10 +242,19 @@ class ProcessAxis(LeadAxis):
         return tuple(packed_psum(own, AXIS) for own in super().sums(*terms))
 
     def decoded_sum(self, sent: PerDevice, weight: PerDevice | None) -> list[Any]:
-        over = DeviceAxis(len(self.ranks)).decoded_sum
-        weights = weight or [None] * len(sent)
-        parts = [over(one, own) for one, own in zip(sent, weights, strict=True)]
-        return jax.tree.map(lambda *leaves: reduce(jnp.add, leaves), *parts)
+        if len(sent) == 1:
+            own = None if weight is None else weight[0]
+            return DeviceAxis(len(self.ranks)).decoded_sum(sent[0], own)
+        if sent[0].scales is None:  # rounded once more: what travels is one sum per process
+            own = super().decoded_sum(sent, weight)
+            return sum_bfloat16(Encoded([x.astype(jnp.bfloat16) for x in own]), None)
+        # all as they were encoded: another rounding would have no error feedback
+        weights = [1.0] * len(sent) if weight is None else weight
+        scales = [one.scales * own for one, own in zip(sent, weights, strict=True)]
+        levels = [level for one in sent for level in one.arrays]
+        parts = sum_int8(Encoded(levels, jnp.concatenate(scales)), None)
+        arrays = len(sent[0].arrays)
+        return [reduce(jnp.add, parts[at::arrays]) for at in range(arrays)]
 
     def largest(self, leaf: PerDevice, worked: PerDevice) -> Any:
         own = super().largest(leaf, worked)
