@@ -27,19 +27,21 @@ PyTree = Any
 class Measured(NamedTuple):
     """What travels of a device's window beside its contribution: numbers, or columns of devices.
 
-    Times are of the process's own clock, in milliseconds.
+    With windows pending, all but `plan` are of the window before. Times are of the process's own
+    clock, in milliseconds.
 
     Attributes:
         busy: Busy time.
         ready: From when its process was ready for the window until the device was done.
         idle: How long its process's devices were ready before the loop asked for the window.
-        sync: The smallest wait of its process's devices in the last exchange; infinite if unknown.
+        sync: The smallest wait of its process's devices in the last exchange that has ended;
+            infinite if unknown.
         steady: Whether nothing was compiled for the window.
         cold: Whether its programs ran for the first time.
         plan: A number for the plan of the window, see `number_of`.
         replicas: A number for the replicas its process found after the last window that was
             verified; -1 if there is nothing to compare, -2 if its own replicas differ.
-        own: Whether its own sums are finite; added on the device.
+        own: Whether its own sums are finite; added on the device unless windows are pending.
     """
 
     busy: Any
@@ -135,6 +137,12 @@ class Job:
             return row[None]
         mine = jax.device_put(row[None], self.leads[self.at])
         return np.asarray(self._gather(mine)[1])
+
+    def gather_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Return rows of all devices, by rank, from those of each process; all have to call it."""
+        padded = np.pad(rows, ((0, self.width - len(rows)), (0, 0)))
+        places = places_of(tuple(self.ranks_of.values()), self.width)
+        return self.gather(padded).reshape(-1, rows.shape[1])[list(places)]
 
     def check_same(self, where: str, **values: Any) -> None:
         """Raise unless all processes pass the same; all have to call it with the same names.

@@ -48,7 +48,7 @@ class Survey:
     """What the processes of a job tell each other of a window in its exchange.
 
     Attributes:
-        measure: Returns the rows of this process's devices, see `Measured`, without `own`.
+        measure: Returns the rows of this process's devices, see `Measured`.
         found: The rows of all devices, on a device; None before the exchange is dispatched.
     """
 

@@ -87,17 +87,32 @@ class Ends:
         self._lock = threading.Lock()
         self._ends: dict[jax.Device, deque[float]] = {}
 
-    def before(self, devices: Sequence[jax.Device], moments: Sequence[float]) -> list[float]:
+    def before(
+        self,
+        devices: Sequence[jax.Device],
+        moments: Sequence[float],
+        lockstep: Sequence[Sequence[int]] = (),
+    ) -> list[float]:
         """Return each device's last end at or before a moment; `-inf` if there is none.
 
         Windows of two steps may be recorded out of order, hence the moments.
+
+        Args:
+            devices: The devices.
+            moments: A moment for each of them.
+            lockstep: Places of devices that begin at once, when the last of them is free.
         """
         with self._lock:
             known = [self._ends.get(device, ()) for device in devices]
-            return [
+            free = [
                 max((end for end in ends if end <= moment), default=-inf)
                 for ends, moment in zip(known, moments, strict=True)
             ]
+        for ranks in lockstep:
+            begun = max(free[rank] for rank in ranks)
+            for rank in ranks:
+                free[rank] = min(begun, moments[rank])
+        return free
 
     def note(self, devices: Sequence[jax.Device], ends: Sequence[float]) -> None:
         """Record the end of a window."""

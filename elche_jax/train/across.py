@@ -40,9 +40,6 @@ def check_across(
     if exchange is not None:
         rule_text = f"be None {where}"
         raise ValueError(check.message("build_train_step", "exchange", rule_text, exchange))
-    if rule.delay:
-        name = type(rule).__name__
-        raise ValueError(check.message(name, "delay", f"be 0 {where}", rule.delay))
 
 
 def check_same_start(job: Job, params: PyTree, model_state: PyTree, rng: Any) -> None:
@@ -86,37 +83,40 @@ def measured_rows(
     sync_ms: float,
     steady: bool,
     cold: bool,
+    own: Sequence[bool],
     plan: int,
     replicas: int,
 ) -> np.ndarray:
-    """Return what this process tells of a window before its exchange, a row per device.
+    """Return what this process tells of a window, a row per device.
 
     Args:
-        times: When its devices were done; the ends of the exchange are not known yet.
+        times: When its devices were done.
         free: When each device was done with its previous window.
         requested: When the loop asked for the window.
         sync_ms: The smallest wait of its devices in the last exchange; infinite if unknown.
         steady: Whether nothing was compiled for the window.
         cold: Whether its programs run for the first time.
+        own: For each device, whether its own sums are finite.
         plan: See `plan_number`.
         replicas: See `replicas_number`; or `UNKNOWN`, or `APART`.
 
     Returns:
-        float32, one column for each field of `Measured` but `own`.
+        float32, one column for each field of `Measured`.
     """
     before = max(free)
     begun = max(requested, before)
     idle = 1e3 * max(0.0, requested - before) if isfinite(before) else 0.0
     rows = [
-        (busy, 1e3 * (done - begun), idle, sync_ms, steady, cold, plan, replicas)
-        for busy, done in zip(times.busy_ms(free), times.arrived, strict=True)
+        (busy, 1e3 * (done - begun), idle, sync_ms, steady, cold, plan, replicas, mine)
+        for busy, done, mine in zip(times.busy_ms(free), times.arrived, own, strict=True)
     ]
     return np.array(rows, np.float32)
 
 
-def unmeasured_rows(devices: int, plan: int) -> np.ndarray:
+def unmeasured_rows(own: Sequence[bool], plan: int, replicas: int = UNKNOWN) -> np.ndarray:
     """Return the rows of a window of which a process has no times, see `measured_rows`."""
-    return np.array([(0, 0, 0, inf, False, False, plan, UNKNOWN)] * devices, np.float32)
+    rows = [(0, 0, 0, inf, False, False, plan, replicas, mine) for mine in own]
+    return np.array(rows, np.float32)
 
 
 def plan_number(plan: WindowPlan) -> int:
@@ -133,8 +133,8 @@ def replicas_number(sums: Any) -> int:
     return number_of(np.asarray(sums)[0].tobytes())
 
 
-def error_of(job: Job, plan: WindowPlan, rows: np.ndarray) -> Exception | None:
-    """Return an error if the processes planned differently, or have different replicas.
+def plans_error(job: Job, plan: WindowPlan, rows: np.ndarray) -> RuntimeError | None:
+    """Return an error if the processes planned differently.
 
     Args:
         job: The processes.
@@ -151,6 +151,13 @@ def error_of(job: Job, plan: WindowPlan, rows: np.ndarray) -> Exception | None:
                 f"{plan.window} has counts {plan.counts}. Loops must take the same windows, and a "
                 "cadence or guard of your own must compute the same everywhere."
             )
+    return None
+
+
+def replicas_error(job: Job, rows: np.ndarray) -> ReplicaMismatch | None:
+    """Return an error if the processes have different replicas; arguments as of `plans_error`."""
+    told, processes = Measured(*rows.T), list(job.ranks_of)
+    firsts = [ranks[0] for ranks in job.ranks_of.values()]
     for process, rank in zip(processes, firsts, strict=True):
         number, rule = told.replicas[rank], "train: all replicas must be bitwise equal, but"
         if number == APART:

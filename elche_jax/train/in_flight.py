@@ -1,8 +1,10 @@
 """A window with its data on the devices, and the same while it is dispatched and runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from elche_jax.cadence import WindowPlan, WindowRecord
 from elche_jax.data.order import Cursor
@@ -10,6 +12,10 @@ from elche_jax.engine.host.coordinator import Outcome
 from elche_jax.engine.laned import StackedArray
 from elche_jax.engine.runner import Call, Launch
 from elche_jax.engine.timing import WindowTimes
+
+Tell = Callable[[int, int], np.ndarray]
+"""Returns what a process tells the others of a window, see `elche_jax.train.across.measured_rows`,
+with the last two arguments of that."""
 
 
 class Run:
@@ -72,6 +78,10 @@ class InFlight:
         metrics: The window's metrics, on the devices, never donated.
         steady: Whether nothing was compiled for it.
         timed: Whether the devices' own times will be known.
+        tells: The window before, which this one's exchange tells the other processes of; None
+            unless windows are pending.
+        tell: What this process tells of it then; None before it is complete.
+        known: What all processes know of it: fields of its record.
     """
 
     plan: WindowPlan
@@ -84,6 +94,9 @@ class InFlight:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     steady: bool = True
     timed: bool = True
+    tells: "InFlight | None" = None
+    tell: Tell | None = None
+    known: Mapping[str, Any] = field(default_factory=dict)
 
     def averaged(self, outcome: Outcome) -> "InFlight":
         """Return the window with what an exchange on the host made of it."""

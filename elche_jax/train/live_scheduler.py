@@ -111,7 +111,7 @@ class LiveScheduler:
         self._record_metrics = getattr(timeline, "window_metrics", None)
         self._recorded_verdict = STABLE
         self._where = f"{owner}.cadence_state"
-        # by window, the state after its record: processes plan from the same one
+        # by window, the state after what became known with it: processes plan from the same one
         self._after: dict[int, ControllerState] = {}
         self._before = self._state
 
@@ -247,7 +247,8 @@ class LiveScheduler:
 
         Args:
             window: The window.
-            after: Number of the last window whose record counts; None for all.
+            after: Number of the last window that counts, with all that became known with it;
+                None for all.
         """
         return self._controller.plan(self._state_after(after), window)
 
@@ -298,10 +299,15 @@ class LiveScheduler:
         if self._record_metrics is not None:
             self._record_metrics(plan.window, plan.epoch, metrics)
 
-    def observe(self, record: WindowRecord) -> None:
-        """Update the state with a completed window, and record it."""
+    def observe(self, record: WindowRecord, at: int | None = None) -> None:
+        """Update the state with a completed window, and record it.
+
+        Args:
+            record: The window.
+            at: Number of the window with which it became known; None for its own.
+        """
         with self._observing:  # held here too: a restart must not come between the two
-            before, state = self._update(record)
+            before, state = self._update(record, at)
             with self._lock:
                 self._records.append(record)
                 if self._hint:
@@ -320,11 +326,13 @@ class LiveScheduler:
         if record.steady:
             self._update(record)
 
-    def _update(self, record: WindowRecord) -> tuple[ControllerState, ControllerState]:
+    def _update(
+        self, record: WindowRecord, at: int | None = None
+    ) -> tuple[ControllerState, ControllerState]:
         with self._observing:
             before = self._state
             self._state = state = self._controller.observe(before, record)
-            self._after[record.window] = state
+            self._after[record.window if at is None else at] = state
             if len(self._after) > KEPT:
                 del self._after[min(self._after)]
         return before, state

@@ -4,13 +4,12 @@ import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from math import inf
 from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
 
-from elche_jax.cadence import WindowPlan, clamp_counts
+from elche_jax.cadence import WindowPlan, WindowRecord, clamp_counts
 from elche_jax.data.order import Cursor
 from elche_jax.data.reader import Reader
 from elche_jax.engine.compile_cache import CompileCache
@@ -19,21 +18,13 @@ from elche_jax.engine.job import Measured
 from elche_jax.engine.replicas import ReplicaMismatch, mismatch
 from elche_jax.engine.runner import FleetRunner, Launch, Survey
 from elche_jax.engine.timing import ENDS, Clock, Stopwatch, WindowTimes
-from elche_jax.train.across import (
-    APART,
-    UNKNOWN,
-    error_of,
-    measured_rows,
-    plan_number,
-    record_of,
-    replicas_number,
-    unmeasured_rows,
-)
+from elche_jax.train.across import plan_number, plans_error, record_of
 from elche_jax.train.divergence import DivergenceReader
 from elche_jax.train.feed import Feed
 from elche_jax.train.finite import FiniteWatch
 from elche_jax.train.in_flight import InFlight, Run, Window
 from elche_jax.train.live_scheduler import LiveScheduler
+from elche_jax.train.telling import Telling
 from elche_jax.train.timing import Timing
 
 PyTree = Any
@@ -78,6 +69,7 @@ class Pipeline(Generic[R]):
         divergence: Reads how far the devices drifted apart; None in gradient mode.
         in_flight: Windows that may be dispatched and not yet complete.
         timing: Decides which windows are timed; None for all.
+        pending: Whether windows are pending in the state between two windows.
     """
 
     def __init__(
@@ -93,12 +85,14 @@ class Pipeline(Generic[R]):
         divergence: DivergenceReader | None = None,
         in_flight: int = IN_FLIGHT,
         timing: Timing | None = None,
+        pending: bool = False,
     ):
         self._feed, self._scheduler, self._cache = feed, scheduler, cache
         self._start, self._in_flight = start, in_flight
         self._watch, self._divergence, self.runner = watch, divergence, runner
         self._compared, self._timing = compared, timing or Timing(always=True)
-        self._job, self._sync_ms, self._replicas = feed.fleet.job, inf, UNKNOWN
+        self._job = feed.fleet.job
+        self._telling = Telling(self._job, feed.fleet.world_size, pending)
         self._ahead = in_flight if scheduler.cadence.adaptive else LOOKAHEAD
         lanes = feed.fleet.in_lanes()
         on_host = [lane.ranks for lane in lanes if lane.devices[0].platform == "cpu"]
@@ -116,7 +110,6 @@ class Pipeline(Generic[R]):
         self._error: BaseException | None = None
         # an error of all processes, and the number of the dispatch in which it was found
         self._shared: tuple[int, Exception] | None = None
-        self._mismatch: ReplicaMismatch | None = None  # of this process's own devices
         self._watching: int | None = None  # the thread that records a window
         self.raised = False
         self.trained: int | None = None
@@ -252,7 +245,8 @@ class Pipeline(Generic[R]):
             if not self._job.one_process:
                 survey = Survey(lambda: self._measured(flight, misses))
             launch = Launch(clock, self._dispatches, at, survey)
-            flight = InFlight(window.plan, self._requested, launch, self._cold)
+            last = self._telling.untold
+            flight = InFlight(window.plan, self._requested, launch, self._cold, tells=last)
             yield flight
         except BaseException:
             if launch is not None and launch.watch is not None:
@@ -288,6 +282,7 @@ class Pipeline(Generic[R]):
         self._cold = False
         self._scheduler.on_dispatch(flight.plan.counts)
         self.trained = flight.plan.window
+        self._telling.dispatched(flight)
         if self._remote and isinstance(flight.finite, jax.Array):
             flight.finite.copy_to_host_async()  # the watcher thread reads it without a wait
         launch = flight.launch
@@ -300,9 +295,10 @@ class Pipeline(Generic[R]):
         self.clock.combining(launch.number, launch.at, flight.token, flight.timed)
 
     def finish(self) -> None:
-        """Wait until the windows in flight are complete."""
+        """Wait until the windows in flight are complete; all processes of a job have to."""
         if self.clock is not None:
             self.clock.wait(self._changed, lambda: self._error or self.closed or not self._flights)
+        self._tell_rest()
         self._raise_shared(None)
         self.check()
 
@@ -314,9 +310,22 @@ class Pipeline(Generic[R]):
     def settle(self) -> None:
         """Raise an error of the windows that the loop has not seen, before a new run begins."""
         self._check_windows(keep=0)
+        self._tell_rest()
         self._raise_shared(None)
         if not self.raised:
             self.check()
+
+    def _tell_rest(self) -> None:
+        """Tell the other processes what no window's exchange tells them; all have to call it."""
+        told, rows = (None, None) if self._error else self._telling.rest()
+        if rows is None:
+            return
+        if (error := self._telling.replicas_error(rows)) is not None:
+            self._found(self._dispatches, error)
+        if told is not None:
+            # the number of the next window: none that is planned already may depend on it
+            at = told.plan.window + 1 if self._current is None else self._current
+            self._record_across(told, rows, at, self._dispatches)
 
     def _raise_shared(self, last: int | None) -> None:
         """Let `check` raise an error that all processes have found, up to a dispatch or any.
@@ -325,8 +334,6 @@ class Pipeline(Generic[R]):
         """
         if self._shared is not None and (last is None or self._shared[0] <= last):
             self.on_error(self._shared[1])
-        if self._mismatch is not None and last is None:  # no exchange tells the others any more
-            self.on_error(self._mismatch)
 
     def check(self) -> None:
         """Raise the first exception of a thread."""
@@ -371,7 +378,7 @@ class Pipeline(Generic[R]):
             window = self._flights.get(times.window)
             self._completing = times.window  # it is checked here, not again after a close
             self._watching = threading.get_ident()
-        free = self._free(times.arrived)
+        free = ENDS.before(self._feed.fleet.devices, times.arrived, self._lockstep)
         # a device that runs ahead has no synchronisation for its next window to wait for
         ahead, late = (False, ()) if outcome is None else (outcome.ahead, outcome.late)
         ENDS.note(self._feed.fleet.devices, times.arrived if ahead else times.combined)
@@ -392,52 +399,49 @@ class Pipeline(Generic[R]):
         known: Any = {"left_out": late, "divergence": divergence, "loss": loss}
         survey = window.launch.survey
         if survey is None:
-            record = window.measured(times, free, ahead, **known)
+            self._record(window, window.measured(times, free, ahead, **known))
+            self._check_finite(window, window.token, times.window)
         else:
             rows = np.asarray(survey.found)
-            record = record_of(window.plan, rows, **known)
-            self._sync_ms, self._replicas = times.sync_ms, UNKNOWN
-            if (error := error_of(self._job, window.plan, rows)) is not None:
-                self._found(times.window, self._mismatch or error)
-        self._timing.observe(record, window.timed)
-        self._scheduler.observe(record)
-        self._scheduler.on_metrics(window.plan, metrics)
-        self._check_window(window)
+            error = plans_error(self._job, window.plan, rows)
+            if (error := error or self._telling.replicas_error(rows)) is not None:
+                self._found(times.window, error)
+            told = self._telling.completed(window, times, free, known)
+            if told is not None:
+                self._record_across(told, rows, window.plan.window, times.window)
+        self._check_replicas(window)
         # last: the loop must not go on to the end of the run before all is recorded
         with self._changed:
             self._flights.pop(times.window, None)
             self._open.discard(window.plan.window)
             self._changed.notify_all()
 
-    def _free(self, arrived: Sequence[float]) -> list[float]:
-        """Return when each device was done with what it did before this end."""
-        free = ENDS.before(self._feed.fleet.devices, arrived)
-        for ranks in self._lockstep:
-            begun = max(free[rank] for rank in ranks)
-            for rank in ranks:
-                free[rank] = min(begun, arrived[rank])
-        return free
+    def _record(self, window: InFlight, record: WindowRecord, at: int | None = None) -> None:
+        self._timing.observe(record, window.timed)
+        self._scheduler.observe(record, at)
+        self._scheduler.on_metrics(window.plan, window.metrics)
+
+    def _record_across(self, told: InFlight, rows: np.ndarray, at: int, number: int) -> None:
+        """Record a window, of which all know these rows since window `at`, dispatch `number`."""
+        if told.tell is not None or not self._telling.of_last:  # else of a run that was closed
+            self._record(told, record_of(told.plan, rows, **told.known), at)
+        self._check_finite(told, Measured(*rows.T).own > 0, number)
 
     def _measured(self, flight: InFlight, misses: int) -> np.ndarray:
         """Return what this process tells of a window in its exchange, in a lane's thread."""
         clock, number = flight.launch.watch, flight.launch.number
         plan = plan_number(flight.plan)
-        nothing = unmeasured_rows(self._feed.fleet.world_size, plan)
-        if not isinstance(clock, Stopwatch):
-            return nothing  # of a run that was closed, which plans no more
         with self._changed:  # the windows before it have their ends noted
             self._changed.wait_for(
                 lambda: self._error or self.closed or min(self._flights, default=number) >= number
             )
-        ends = clock.accumulated(number)
-        if ends is None:
-            return nothing
-        times = WindowTimes(number, flight.launch.at, ends, ends)
-        steady = self._cache.misses == misses
-        return measured_rows(
-            times, self._free(ends), flight.requested, self._sync_ms, steady, flight.cold,
-            plan, self._replicas,
-        )  # fmt: skip
+        if self._telling.of_last:
+            return self._telling.rows_of_last(flight.tells, plan)
+        # no clock, or none that ends: of a run that was closed, which plans no more
+        ends = clock.accumulated(number) if isinstance(clock, Stopwatch) else None
+        times = None if ends is None else WindowTimes(number, flight.launch.at, ends, ends)
+        free = [] if ends is None else ENDS.before(self._feed.fleet.devices, ends, self._lockstep)
+        return self._telling.rows(flight, plan, times, free, self._cache.misses == misses)
 
     def on_late_times(self, times: WindowTimes, begins: Sequence[float] | None) -> None:
         """Report a window that was complete except for a late device, which is now done too.
@@ -451,30 +455,33 @@ class Pipeline(Generic[R]):
             self._scheduler.observe_late(window.measured(times, begins, ahead=False))
 
     def _check_window(self, window: InFlight) -> None:
-        """Check that a window is finite, and its replicas equal."""
-        finite = bool(np.asarray(window.finite).all())
+        """Check a window of a run that was closed, and its replicas."""
+        survey, told = window.launch.survey, self._telling.told_by(window)
+        own = window.token if survey is None else Measured(*np.asarray(survey.found).T).own > 0
+        if told is not None:
+            self._check_finite(told, own, window.launch.number)
+        self._check_replicas(window)
+
+    def _check_finite(self, window: InFlight, own: Any, number: int) -> None:
+        """Check that a window is finite; all know `own`, by rank, since dispatch `number`."""
+        # with windows pending, that of the mean is known in the window that applies it
+        finite = bool(np.asarray(own if self._telling.of_last else window.finite).all())
         skipped = self._watch.skipped
-        survey, own = window.launch.survey, window.token
-        if survey is not None:  # of all processes
-            own = Measured(*np.asarray(survey.found).T).own > 0
         error: Exception | None = self._watch.observe(window.plan, finite, own)
         if self._watch.skipped > skipped:
             self._scheduler.on_skip(window.plan, self._watch.event)
         if error is not None:
-            self._found(window.launch.number, error)
-        elif window.sums is not None:
+            self._found(number, error)
+
+    def _check_replicas(self, window: InFlight) -> None:
+        """Check that a window's replicas are equal, if they were compared."""
+        if window.sums is not None:
             where = f"train: after window {window.plan.window}"
             text = mismatch(where, self._compared, self._feed.fleet.devices, window.sums)
-            self._replicas = replicas_number(window.sums)
-            if text is not None:
-                self._differ(ReplicaMismatch(text))
-
-    def _differ(self, error: ReplicaMismatch) -> None:
-        """Keep a difference between this process's own devices: the next exchange tells it."""
-        if self._job.one_process:
-            self.on_error(error)
-        else:
-            self._mismatch, self._replicas = error, APART
+            error = None if text is None else ReplicaMismatch(text)
+            self._telling.verified(window.sums, error)
+            if error is not None and self._job.one_process:  # else the next exchange tells it
+                self.on_error(error)
 
     def _found(self, number: int, error: Exception) -> None:
         """Keep an error that every process finds in the window of this dispatch."""

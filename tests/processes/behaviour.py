@@ -9,6 +9,7 @@ if __name__ == "__main__":  # before anything asks for a device
     elche.distributed.initialize()
 
 import jax  # after it, as what follows
+import jax.numpy as jnp
 import numpy as np
 import optax
 from reference import data, loss_fn, params
@@ -62,17 +63,19 @@ def values(state):
     return {name: np.asarray(leaf).tolist() for name, leaf in state.params.items()}
 
 
-def unequal_devices():
+def unequal_devices(averaging=None):
     noted = Noted()
     speeds = EmulatedSpeeds([2.0, 2.0, 16.0])
-    train = build(cadence=elche.ElChe(anchor=2), emulate=speeds, device_loss=True)
+    train = build(
+        cadence=elche.ElChe(anchor=2), emulate=speeds, device_loss=True, averaging=averaging
+    )
     state = train.init(params())
     misses = []
     with train.windows(noted, BATCH, epochs=2, seed=5) as windows:
         for window in windows:
             state, _ = train(state, window)
             misses.append(train._cache.misses)
-    elche.check_replicas(state)
+    elche.check_replicas(train.common(state))
     return {
         "counts": train.counts_history,
         "records": [repr(record) for record in train.records],
@@ -114,12 +117,13 @@ def raised(fn):
     return "nothing"
 
 
-def poisoned():
+def poisoned(at=5, windows=3, **options):
     """Microbatch 5 of windows of 2, 2 and 2 is the second one of rank 2."""
     rows = ROWS | {"x": ROWS["x"].copy()}
-    rows["x"][5 * BATCH] = np.nan
-    train = build(cadence=elche.Replay([(2, 2, 2)] * 3))
-    return raised(lambda: run(train, rows, shuffle=False, stop=3, epochs=None))
+    rows["x"][at * BATCH] = np.nan
+    train = build(cadence=elche.Replay([(2, 2, 2)] * windows), **options)
+    said = raised(lambda: run(train, rows, shuffle=False, stop=windows, epochs=None))
+    return [said, train.skipped, train.left_out]
 
 
 def changed(part, change):
@@ -155,9 +159,23 @@ def torn():
     return changed("key", change)
 
 
-def ended_early():
+def apart_at_last():
+    """Parameters of process 1 that are changed before the last window of a loop."""
+
+    class Other:
+        update = staticmethod(lambda grads, state, params: (jax.tree.map(
+            lambda x: x + (state == 2) * OTHER, grads), state + 1))  # fmt: skip
+        init = staticmethod(lambda params: jnp.int32(0))
+
+    tx = optax.GradientTransformation(Other.init, Other.update)
+    train = build(tx=tx, cadence=elche.Replay([(2, 1, 1)] * 3), verify_every=1)
+    return raised(lambda: run(train, stop=3))
+
+
+def ended_early(averaging=None):
     """Loops that are left at once, without `with`, and that leave out windows."""
-    train = build(cadence=elche.ElChe(anchor=2), emulate=EmulatedSpeeds([1.0, 2.0, 3.0]))
+    speeds = EmulatedSpeeds([1.0, 2.0, 3.0])
+    train = build(cadence=elche.ElChe(anchor=2), emulate=speeds, averaging=averaging)
     state = train.init(params())
     for number in range(4):
         for window in train.windows(ROWS, BATCH, seed=number):
@@ -198,7 +216,6 @@ def errors():
         "rng": lambda: train.init(params(), rng=int(OTHER)),
         "verify_every": lambda: build(verify_every=1 + OTHER),
         "nonfinite": lambda: build(nonfinite="skip" if OTHER else "raise"),
-        "delay": lambda: build(averaging=elche.MeanGradient(delay=1)),
         "exchange": lambda: build(exchange=elche.HostExchange()),
         "Trainer": lambda: elche.Trainer(loss_fn, optax.adam(1e-2)),
         "again": elche.distributed.initialize,
@@ -214,9 +231,40 @@ def errors():
     return said
 
 
-SCENES = (
-    unequal_devices, replayed, poisoned, apart, torn, ended_early, planned_apart, errors,
-)  # fmt: skip
+def replayed_pending():
+    """With three windows pending; once stopped, and resumed from the state and the cursor."""
+    counts = [(3, 1, 2), (2, 2, 1), (4, 0, 1), (1, 3, 2), (0, 0, 3), (3, 1, 1), (2, 0, 2)]
+    options = {"seed": 3, "epochs": None}
+    found = {}
+    for name, rule in {"gradient": elche.MeanGradient("int8", 3), "diloco": DILOCO}.items():
+        first, second = (build(cadence=elche.Replay(counts), averaging=rule) for _ in range(2))
+        state, said, _ = run(first, stop=7, **options)
+        part, early, cursor = run(second, stop=4, **options)
+        part, late, _ = run(second, state=part, stop=3, cursor=cursor, **options)
+        found[name] = [bits(state), bits(part), repr(said), repr(early + late)]
+        found[name] += [[list(one.counts) for one in train.records] for train in (first, second)]
+    return found
+
+
+DILOCO = elche.DiLoCo(optax.sgd(0.7, momentum=0.9), delay=3)
+LATE = {"averaging": elche.MeanGradient(delay=1)}
+SCENES = {
+    "unequal_devices": unequal_devices,
+    "unequal_devices, pending": lambda: unequal_devices(elche.MeanGradient(delay=1)),
+    "replayed": replayed,
+    "replayed, pending": replayed_pending,
+    "poisoned": poisoned,
+    "poisoned, pending": lambda: poisoned(**LATE),
+    "poisoned at last": lambda: poisoned(5, 1, **LATE),
+    "skipped, pending": lambda: poisoned(5, 6, nonfinite="skip", averaging=DILOCO),
+    "apart": apart,
+    "apart at last": apart_at_last,
+    "torn": torn,
+    "ended_early": ended_early,
+    "ended_early, pending": lambda: ended_early(elche.MeanGradient(delay=1)),
+    "planned_apart": planned_apart,
+    "errors": errors,
+}
 
 if __name__ == "__main__":
-    print(json.dumps({scene.__name__: scene() for scene in SCENES}))
+    print(json.dumps({name: scene() for name, scene in SCENES.items()}))

@@ -11,7 +11,8 @@ from test_averaging_lanes import COUNTS
 from test_averaging_table import TABLE, TOLERANCE
 
 FLEETS = [(2, 1), slow((1, 1)), slow((2, 2)), slow((1, 1, 1))]
-RULES = [name for name, (_, by_hand) in TABLE.items() if not by_hand.get("delay")]
+APART = [name for name, (_, by_hand) in TABLE.items() if by_hand.get("local") and (
+    by_hand.get("delay") or by_hand.get("parts"))]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=FLEETS, ids=lambda fleet: "+".join(map(str, fleet)))
@@ -20,7 +21,7 @@ def job(request):
     return jobs.run("every_rule.py", request.param), request.param
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", TABLE)
 def test_every_rule_over_processes(name, job):
     said, fleet = job
     _, by_hand = TABLE[name]
@@ -42,7 +43,7 @@ def test_every_rule_over_processes(name, job):
         assert len(first["records"]) == len(counts)
 
 
-@pytest.mark.parametrize("name", [name for name in RULES if "fragments" not in name])
+@pytest.mark.parametrize("name", [name for name in TABLE if name not in APART])
 def test_replicas_are_bitwise_equal_across_processes(name, job):
     said, _ = job
     rows = [process["rules"][name]["params"] for process in said]

@@ -20,11 +20,12 @@ def said():
     return jobs.run("behaviour.py", FLEET)
 
 
-def alone(counts, **options):
+def alone(counts, averaging=None, **options):
     """The parameters that one process has after these counts on as many devices."""
     train = elche.build_train_step(
         loss_fn, optax.adam(1e-2), devices=jax.devices()[:3],
         cadence=elche.Replay([tuple(row) for row in counts]), device_loss=True,
+        averaging=averaging,
     )  # fmt: skip
     state, metrics = train.init(params()), []
     with train.windows(data(150), 4, epochs=None, **options) as windows:
@@ -42,45 +43,63 @@ def assert_params(got, want):
             np.testing.assert_allclose(row, want[name], rtol=1e-5, atol=1e-6)
 
 
-def test_all_processes_plan_alike(said):
-    first, second = (one["unequal_devices"] for one in said)
+UNEQUAL = {"unequal_devices": None, "unequal_devices, pending": elche.MeanGradient(delay=1)}
+
+
+@pytest.mark.parametrize("scene", UNEQUAL)
+def test_all_processes_plan_alike(scene, said):
+    first, second = (one[scene] for one in said)
     assert first["counts"] == second["counts"]
     assert first["records"] == second["records"]
     assert len(first["records"]) == len(first["counts"])
 
 
-def test_speeds_of_another_process_are_learned(said):
-    counts, busy = (said[0]["unequal_devices"][name] for name in ("counts", "busy"))
+@pytest.mark.parametrize("scene", UNEQUAL)
+def test_speeds_of_another_process_are_learned(scene, said):
+    counts, busy = (said[0][scene][name] for name in ("counts", "busy"))
     assert counts[0] == [2, 2, 2]
     fast, _, slow = np.sum(counts[1:], axis=0)
     assert fast > slow
     assert all(len(row) == 3 for row in busy)
 
 
-def test_every_example_is_used_once_an_epoch_over_all_processes(said):
-    read = [one["unequal_devices"]["read"] for one in said]
+@pytest.mark.parametrize("scene", UNEQUAL)
+def test_every_example_is_used_once_an_epoch_over_all_processes(scene, said):
+    read = [one[scene]["read"] for one in said]
     assert all(read), "both have work"
     assert sorted(read[0] + read[1]) == sorted(2 * [*range(600)])
 
 
-def test_processes_train_as_one(said):
-    one = said[0]["unequal_devices"]
-    want, _ = alone(one["counts"], seed=5)
+@pytest.mark.parametrize("scene", UNEQUAL)
+def test_processes_train_as_one(scene, said):
+    one = said[0][scene]
+    want, _ = alone(one["counts"], UNEQUAL[scene], seed=5)
     for process in said:
-        assert_params(process["unequal_devices"]["params"], want)
+        assert_params(process[scene]["params"], want)
 
 
-def test_no_compile_while_counts_change(said):
+@pytest.mark.parametrize("scene", UNEQUAL)
+def test_no_compile_while_counts_change(scene, said):
     for process in said:
-        first, last = process["unequal_devices"]["misses"]
+        first, last = process[scene]["misses"]
         assert first == last > 0
-        counts = process["unequal_devices"]["counts"]
+        counts = process[scene]["counts"]
         assert len(set(map(tuple, counts))) > 2
 
 
 def test_a_replay_and_a_resumed_one_have_the_same_bits(said):
     for process in said:
         assert process["replayed"]["once"] == process["replayed"]["stopped"]
+
+
+@pytest.mark.parametrize("rule", ["gradient", "diloco"])
+def test_what_is_pending_is_resumed_to_the_bit(rule, said):
+    first, second = (process["replayed, pending"][rule] for process in said)
+    for once, stopped, metrics, again, *plans in (first, second):
+        assert once == stopped
+        assert metrics == again
+        assert plans[0] == plans[1] and len(plans[0]) == 7
+    assert first[2:] == second[2:]
 
 
 def test_one_lead_decides_where_they_are_not_alike(said):
@@ -104,13 +123,19 @@ def test_metrics_are_those_of_all_devices(said):
     assert_params(first["params"], want)
 
 
-def test_a_window_that_is_not_finite_is_an_error_everywhere(said):
-    first, second = (process["poisoned"] for process in said)
+@pytest.mark.parametrize("scene", ["poisoned", "poisoned, pending", "poisoned at last"])
+def test_a_window_that_is_not_finite_is_an_error_everywhere(scene, said):
+    first, second = (process[scene] for process in said)
     assert first == second
     assert re.search(
         r"NonFiniteError: train: .* those of window 0 .* device 2 \(.*\), microbatches 4 to 5",
-        first,
+        first[0],
     )
+
+
+def test_a_pending_window_that_is_not_finite_is_counted_once_everywhere(said):
+    for process in said:
+        assert process["skipped, pending"] == ["nothing", 1, [0, 0, 1]]
 
 
 def test_replicas_of_processes_that_differ_are_found_by_all(said):
@@ -120,6 +145,14 @@ def test_replicas_of_processes_that_differ_are_found_by_all(said):
         "ReplicaMismatch: train: all replicas must be bitwise equal, but after the last window "
         "that was verified those of process 1 differ from those of process 0."
     )
+
+
+def test_replicas_of_the_last_window_are_compared_too(said):
+    for process in said:
+        assert process["apart at last"] == (
+            "ReplicaMismatch: train: all replicas must be bitwise equal, but after the last window "
+            "that was verified those of process 1 differ from those of process 0."
+        )
 
 
 def test_replicas_of_one_process_that_differ_are_told_the_other(said):
@@ -132,8 +165,9 @@ def test_replicas_of_one_process_that_differ_are_told_the_other(said):
     )
 
 
-def test_loops_that_end_early_leave_all_with_the_same_plans(said):
-    first, second = (process["ended_early"] for process in said)
+@pytest.mark.parametrize("scene", ["ended_early", "ended_early, pending"])
+def test_loops_that_end_early_leave_all_with_the_same_plans(scene, said):
+    first, second = (process[scene] for process in said)
     assert first == second
     assert len(first["records"]) == len(first["counts"]) == first["windows"] > 4
 
@@ -157,8 +191,6 @@ ERRORS = {
     "data": f"ValueError: windows: data {SAME}",
     "batch_size": f"ValueError: windows: batch_size {SAME}",
     "seed": f"ValueError: windows: seed {SAME}",
-    "delay": "ValueError: MeanGradient: delay must be 0 in a job of several processes, here 2, "
-    "got 1.",
     "exchange": "ValueError: build_train_step: exchange must be None in a job of several "
     "processes, here 2, got HostExchange(",
     "Trainer": "ValueError: Trainer: jax.process_count() must be 1, got 2.",

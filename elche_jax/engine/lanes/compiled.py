@@ -183,7 +183,7 @@ class Programs:
         )
         first = [ranks[0] for ranks in self._lanes.ranks]
         brings = [not self.summed or rank in first for rank in range(self._lanes.job.width)]
-        rows = jax.ShapeDtypeStruct((self._lanes.job.width, len(Measured._fields) - 1), np.float32)
+        rows = jax.ShapeDtypeStruct((self._lanes.job.width, len(Measured._fields)), np.float32)
         measured = () if self._lanes.job.one_process else (rows,)
         agree = One(
             ("lead agree", self._number, lead, part),

@@ -1,5 +1,7 @@
 """Two threads per lane: one dispatches its programs, the other waits for arrays and moves them.
 
+One more, for all lanes, dispatches what they agree on if windows are pending.
+
 A lane has threads of its own because both may block. `jax.device_put` to a device of another
 client waits until the array is computed, and some backends dispatch a program that takes
 donated buffers only once it may run. Neither must delay another lane.
@@ -37,6 +39,7 @@ class Drivers:
         self._dispatching, self._moving = (
             DeviceThreads[_Task[Any]](name, lanes, _work, _raise) for name in ("lane", "move")
         )
+        self._agreeing = DeviceThreads[_Task[Any]]("agree", 1, _work, _raise)
 
     def dispatch(self, lane: int, call: Callable[[], T]) -> "Future[T]":
         """Call a function in the thread that dispatches a lane's programs."""
@@ -46,10 +49,14 @@ class Drivers:
         """Call a function in the thread that waits for a lane's arrays and moves them."""
         return _put(self._moving, lane, call)
 
+    def agree(self, call: Callable[[], T]) -> "Future[T]":
+        """Call a function in the thread that dispatches what the lanes agree on."""
+        return _put(self._agreeing, 0, call)
+
     def close(self) -> None:
         """End the threads. Idempotent."""
-        self._dispatching.close()
-        self._moving.close()
+        for threads in (self._dispatching, self._moving, self._agreeing):
+            threads.close()
 
 
 class LanesClock(Stopwatch):

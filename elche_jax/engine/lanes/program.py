@@ -113,7 +113,8 @@ class LanesProgram(CollectiveProgram):
             state: This lead's state at the start of the window.
             held: What only the leads hold.
             contributions: Those of this process's devices.
-            measured: For each of them a row of `Measured`, without `own`.
+            measured: For each of them a row of `Measured`; with windows pending of the window
+                before, else `own` is added here.
 
         Returns:
             What `agree` returns; and the rows of all devices, by rank.
@@ -121,9 +122,10 @@ class LanesProgram(CollectiveProgram):
         (agreed, held), metrics = self.agree(part, state, held, contributions)
         if not self.alike:  # metrics, too: guards and cadences read them
             agreed, metrics = broadcast_from((agreed, metrics), 0, AXIS)
-        rows = [
-            jnp.append(row, one.row[1]) for row, one in zip(measured, contributions, strict=True)
-        ]
+        rows = list(measured)
+        if not self.pending:
+            pairs = zip(measured, contributions, strict=True)
+            rows = [jnp.append(row[:-1], one.row[1]) for row, one in pairs]
         assert self.across is not None
         return (agreed, held), (metrics, self.across.rows(rows))
 

@@ -5,8 +5,10 @@ In every lane:
     accumulate -> contribute -> (to the lead) -> agree -> (to the lane) -> adopt
 
 With windows pending, `contribute` and the way to the lead come first, of the oldest pending
-window. The lead then runs its microbatches in pieces, and agrees between two of them: in
-one piece, what was agreed would come too late to cross behind the rest of the window.
+window. The lead then runs its microbatches in pieces, and `agree` is dispatched between two of
+them: in one piece, what was agreed would come too late to cross behind the rest of the window. A
+thread of its own dispatches it, as a CPU runs what one thread dispatches one after the other:
+the microbatches would wait for an exchange between processes.
 
 A lane at rest runs nothing; see `LanesRunner`.
 """
@@ -38,7 +40,7 @@ PIECES = 4
 """Pieces in which the lead runs its microbatches if windows are pending."""
 
 AHEAD = 2
-"""Pieces that the lead has dispatched and not completed while it waits for contributions."""
+"""Pieces that the lead has dispatched and not completed until `agree` is dispatched."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class LanesWindow:
         self.launch(token, work.lane.ranks)
         if made is None:
             made = self._contribute(at, work, sums)
-        if leads and not self.agreed.done():
+        if leads and not self.pending:
             self._agree()
         _, sent = made
         (agreed, _), metrics = self.agreed.result()
@@ -209,7 +211,7 @@ class LanesWindow:
         return mine
 
     def _agree(self) -> None:
-        """Dispatch `agree` once all contributions are there, in the lead's thread."""
+        """Dispatch `agree` once all contributions are there."""
         contributions = self.gathered.result()
         if self.launch.survey is None:
             agreed = self.ending.agree(*self.lead, contributions)
@@ -218,6 +220,13 @@ class LanesWindow:
         with self._lock:
             if not self.agreed.done():
                 self.agreed.set_result(agreed)
+
+    def _agree_apart(self) -> None:
+        """Do the same in a thread of its own."""
+        try:
+            self._agree()
+        except BaseException as error:  # raised by the lanes, which wait for it
+            self.fail(error)
 
     def _agree_across(self, survey: Survey, contributions: Sequence[Contribution]) -> Any:
         """Dispatch `agree` over the leads of all processes."""
@@ -231,16 +240,14 @@ class LanesWindow:
     def _accumulate_and_agree(self, at: int, work: Work, sums: PyTree) -> tuple[PyTree, Any]:
         """Run the lead's microbatches, and agree between two pieces of them if that is possible.
 
-        If not, it is left to the caller: the clock must get the token before anybody waits for
-        contributions, or the lead would count that wait as its own work.
+        The lead never waits for contributions alone: it would count that as its own work.
         """
+        self.drivers.agree(self._agree_apart)
         tokens: list[Any] = []
         for piece in _pieces(work):
             if not self.agreed.done() and len(tokens) >= AHEAD:
                 ready = self.drivers.move(at, tokens[-AHEAD].block_until_ready)
-                wait((self.gathered, ready), return_when=FIRST_COMPLETED)
-            if not self.agreed.done() and self.gathered.done():
-                self._agree()
+                wait((self.agreed, ready), return_when=FIRST_COMPLETED)
             sums, token = _accumulate(work, sums, [piece])
             tokens.append(token)
         return sums, tokens[-1]

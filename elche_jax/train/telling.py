@@ -1,0 +1,142 @@
+"""What a process tells the others of its windows, and what of the last one only the next will tell.
+
+Without pending windows the exchange of a window comes after its microbatches, and tells how long
+they took. With windows pending it comes before them, so that it crosses while they run, and tells
+of the window before. What no exchange tells any more, at the end of a loop, is told by itself.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from elche_jax.engine.job import Job
+from elche_jax.engine.replicas import ReplicaMismatch
+from elche_jax.engine.timing import WindowTimes
+from elche_jax.train.across import (
+    APART,
+    UNKNOWN,
+    measured_rows,
+    replicas_error,
+    replicas_number,
+    unmeasured_rows,
+)
+from elche_jax.train.in_flight import InFlight
+
+
+class Telling:
+    """What a process has told the others, and what it has not.
+
+    Attributes:
+        of_last: Whether the exchange of a window tells of the one before.
+        untold: That one; None if there is none.
+        mismatch: A difference between this process's own replicas.
+
+    Args:
+        job: The processes.
+        devices: Number of devices of this process.
+        pending: Whether windows are pending in the state between two windows.
+    """
+
+    def __init__(self, job: Job, devices: int, pending: bool):
+        self._job, self._devices = job, devices
+        self.of_last = pending and not job.one_process
+        self.untold: InFlight | None = None
+        self.mismatch: ReplicaMismatch | None = None
+        self._sync_ms, self._replicas = inf, UNKNOWN
+
+    def dispatched(self, window: InFlight) -> None:
+        """Note that a window was dispatched, which the next one may have to tell of."""
+        if self.of_last:
+            self.untold = window
+
+    def rows_of_last(self, window: InFlight | None, plan: int) -> np.ndarray:
+        """Return what to tell of the window before, None for none, see `Measured`.
+
+        Args:
+            window: The window before.
+            plan: A number for the plan of the window whose exchange tells it.
+        """
+        tell = None if window is None else window.tell
+        if tell is None:
+            own = [True] * self._devices
+            if window is not None:  # of a run that was closed
+                own = np.asarray(window.token).tolist()
+            tell = partial(unmeasured_rows, own)
+        return tell(plan, self._replicas)
+
+    def rows(
+        self, window: InFlight, plan: int, times: WindowTimes | None, free: Sequence[float],
+        steady: bool,
+    ) -> np.ndarray:  # fmt: skip
+        """Return what to tell of a window in its own exchange, see `measured_rows`.
+
+        Args:
+            window: The window.
+            plan: A number for its plan.
+            times: When the devices were done; None if unknown.
+            free: When they were done with what they did before.
+            steady: Whether nothing was compiled for it.
+        """
+        own = [True] * self._devices
+        if times is None:
+            return unmeasured_rows(own, plan)
+        return measured_rows(
+            times, free, window.requested, self._sync_ms, steady, window.cold, own, plan,
+            self._replicas,
+        )  # fmt: skip
+
+    def completed(
+        self, window: InFlight, times: WindowTimes, free: Sequence[float], known: dict[str, Any]
+    ) -> InFlight | None:
+        """Note that a window is complete; return the one that its exchange told of.
+
+        Args:
+            window: The window.
+            times: When the devices were done.
+            free: When they were done with what they did before.
+            known: Further fields of its record, which all processes know.
+        """
+        self._sync_ms, self._replicas, window.known = times.sync_ms, UNKNOWN, known
+        if self.of_last:
+            own = np.asarray(window.token).tolist()
+            window.tell = partial(
+                measured_rows, times, free, window.requested, times.sync_ms, window.steady,
+                window.cold, own,
+            )  # fmt: skip
+        return self.told_by(window)
+
+    def told_by(self, window: InFlight) -> InFlight | None:
+        """Return the window that another one's exchange told of; None if there is none."""
+        if not self.of_last:
+            return window
+        told, window.tells = window.tells, None
+        return told
+
+    def rest(self) -> tuple[InFlight | None, np.ndarray | None]:
+        """Tell what no exchange tells any more; return of which window, and the rows of all.
+
+        There are none if there is nothing to tell. All processes have to call it after the same
+        window.
+        """
+        told, self.untold = self.untold, None
+        if self._job.one_process or (told is None and self._replicas == UNKNOWN):
+            return None, None
+        rows = self._job.gather_rows(self.rows_of_last(told, 0))
+        self._replicas = UNKNOWN
+        return told, rows
+
+    def replicas_error(self, rows: np.ndarray) -> ReplicaMismatch | None:
+        """Return an error if these rows say that replicas differ; this process's own, if any."""
+        error = replicas_error(self._job, rows)
+        return error and (self.mismatch or error)
+
+    def verified(self, sums: Any, error: ReplicaMismatch | None) -> None:
+        """Note the checksums of this process's replicas, and that they differ."""
+        if self._job.one_process:
+            return
+        self._replicas = replicas_number(sums)
+        if error is not None:
+            self.mismatch, self._replicas = error, APART
