@@ -17,7 +17,7 @@ import numpy as np
 
 from elche_jax.engine.collectives import broadcast_from
 from elche_jax.engine.exchange import Packing, packed_psum
-from elche_jax.engine.job import places_of
+from elche_jax.engine.job import Job, places_of
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.wire import Encoded, decoded, sum_bfloat16, sum_int8
 
@@ -154,6 +154,44 @@ class HostAxis:
     @staticmethod
     def _of(leaf: PerDevice, worked: PerDevice) -> list[Any]:
         return [x for x, has in zip(leaf, worked, strict=True) if has] or leaf
+
+
+@dataclass(frozen=True)
+class HostProcessAxis(HostAxis):
+    """The devices of several processes, each with those that have delivered to its host.
+
+    Whatever combines devices is an exchange of the processes, which all of them have to enter.
+
+    Attributes:
+        job: The processes.
+    """
+
+    job: Job
+
+    def rows(self, value: PerDevice) -> Any:
+        found = self.job.gather(super().rows(value))  # (processes, devices, ...)
+        rows = np.zeros_like(found[0])
+        for own, ranks in zip(found, self.job.ranks_of.values(), strict=True):
+            rows[list(ranks)] = own[list(ranks)]
+        return rows
+
+    def sums(self, *terms: tuple[PerDevice, PerDevice | None]) -> tuple[PyTree, ...]:
+        leaves, structure = jax.tree.flatten(super().sums(*terms))
+        flat = self.job.sum(np.concatenate([np.ravel(leaf) for leaf in leaves]))
+        parts = np.split(flat, np.cumsum([np.size(leaf) for leaf in leaves])[:-1])
+        shaped = [part.reshape(np.shape(leaf)) for part, leaf in zip(parts, leaves, strict=True)]
+        return structure.unflatten(shaped)
+
+    def decoded_sum(self, sent: PerDevice, weight: PerDevice | None) -> list[Any]:
+        (total,) = self.sums(([decoded(one) for one in sent], weight))
+        return total
+
+    def largest(self, leaf: PerDevice, worked: PerDevice) -> Any:
+        known = self.rows(worked)
+        return np.maximum.reduce(self.rows(leaf)[known if known.any() else slice(None)])
+
+    def first(self, leaf: PerDevice, worked: PerDevice) -> Any:
+        return self.rows(leaf)[np.argmax(self.rows(worked))]
 
 
 @dataclass(frozen=True)

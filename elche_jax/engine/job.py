@@ -41,6 +41,8 @@ class Measured(NamedTuple):
         plan: A number for the plan of the window, see `number_of`.
         replicas: A number for the replicas its process found after the last window that was
             verified; -1 if there is nothing to compare, -2 if its own replicas differ.
+        left_out: Whether it had work and is not part of the mean, as it is late.
+        late: Whether it has not delivered since, so that it gets no work.
         own: Whether its own sums are finite; added on the device unless windows are pending.
     """
 
@@ -52,6 +54,8 @@ class Measured(NamedTuple):
     cold: Any
     plan: Any
     replicas: Any
+    left_out: Any
+    late: Any
     own: Any
 
 
@@ -137,6 +141,15 @@ class Job:
             return row[None]
         mine = jax.device_put(row[None], self.leads[self.at])
         return np.asarray(self._gather(mine)[1])
+
+    @cached_property
+    def _psum(self) -> MappedAcross:
+        return MappedAcross(lambda row: (None, jax.lax.psum(row, AXIS)), self.leads)
+
+    def sum(self, row: np.ndarray) -> np.ndarray:
+        """Return the sum of an array of the host over processes; all have to call it."""
+        mine = jax.device_put(row[None], self.leads[self.at])
+        return np.asarray(self._psum(mine)[1])
 
     def gather_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return rows of all devices, by rank, from those of each process; all have to call it."""

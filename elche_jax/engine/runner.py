@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from elche_jax.data.split import Range
 from elche_jax.engine.accumulators import Accumulators
@@ -19,6 +18,7 @@ from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.lane import Fleet, MappedFunction
 from elche_jax.engine.shapes import one_of, shapes_of
 from elche_jax.engine.state import TrainState
+from elche_jax.engine.survey import Survey
 from elche_jax.engine.timing import Clock
 
 PyTree = Any
@@ -41,25 +41,6 @@ class Call:
     payload: Payload
     call_args: CallArgs
     ranges: tuple[Range, ...]
-
-
-@dataclass
-class Survey:
-    """What the processes of a job tell each other of a window in its exchange.
-
-    Attributes:
-        measure: Returns the rows of this process's devices, see `Measured`.
-        found: The rows of all devices, on a device; None before the exchange is dispatched.
-    """
-
-    measure: Callable[[], np.ndarray] | None
-    found: jax.Array | None = None
-
-    def take(self) -> np.ndarray:
-        """Measure, once: the function refers to the run, which refers to this."""
-        assert self.measure is not None
-        measure, self.measure = self.measure, None
-        return measure()
 
 
 @dataclass(frozen=True)

@@ -172,6 +172,11 @@ class Clock(Protocol):
         """Forget a window whose dispatch has failed, which may have passed a token."""
         del window
 
+    def accumulated(self, window: int) -> tuple[float, ...] | None:
+        """Wait until all devices have accumulated; return when each did, None after a close."""
+        del window
+        return None
+
     def wait(self, changed: threading.Condition, until: Callable[[], object]) -> None:
         """Wait until a condition holds that the end of a window may bring about.
 
@@ -232,7 +237,7 @@ class Stopwatch(Clock):
         self._collector.drop(window)
 
     def accumulated(self, window: int) -> tuple[float, ...] | None:
-        """Wait until all devices have accumulated; return when each did, None after a close."""
+        """See `Clock.accumulated`."""
         return self._collector.accumulated(window)
 
     def release(self) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 
 from elche_jax import _check as check
 from elche_jax.averaging.exchange import HostExchange
-from elche_jax.averaging.rules import AveragingRule, MeanGradient
 from elche_jax.cadence import WindowPlan, WindowRecord
 from elche_jax.data.order import Cursor
 from elche_jax.data.source import IterableSource, MapSource, Source
@@ -30,16 +29,25 @@ UNKNOWN, APART = -1, -2
 """In place of a number for the replicas: nothing to compare; those of the process itself differ."""
 
 
-def check_across(
-    job: Job, rule: AveragingRule | MeanGradient, exchange: HostExchange | None
-) -> None:
+def check_across(job: Job, exchange: HostExchange | None) -> None:
     """Raise for what does not work over several processes yet."""
     if job.one_process:
         return
     where = f"in a job of several processes, here {len(job.ranks_of)}"
-    if exchange is not None:
-        rule_text = f"be None {where}"
-        raise ValueError(check.message("build_train_step", "exchange", rule_text, exchange))
+    if exchange is not None and exchange.run_ahead:
+        must = f"be False {where}"
+        todo = "Each would know a mean at another time; a rule's delay says when it is applied."
+        raise ValueError(check.message("HostExchange", "run_ahead", must, True, todo))
+
+
+def check_alike(job: Job, exchange: HostExchange | None) -> None:
+    """Raise if the devices would not apply the same mean with the same bits; all have to ask."""
+    if exchange is not None and not job.alike:
+        must = "be None where the processes' devices do not compute the same bits"
+        todo = (
+            "Each would apply the mean by itself, and GPUs or unlike processors round differently."
+        )
+        raise ValueError(check.message("build_train_step", "exchange", must, exchange, todo))
 
 
 def check_same_start(job: Job, params: PyTree, model_state: PyTree, rng: Any) -> None:
@@ -107,7 +115,19 @@ def measured_rows(
     begun = max(requested, before)
     idle = 1e3 * max(0.0, requested - before) if isfinite(before) else 0.0
     rows = [
-        (busy, 1e3 * (done - begun), idle, sync_ms, steady, cold, plan, replicas, mine)
+        (
+            busy,
+            1e3 * (done - begun),
+            idle,
+            sync_ms,
+            steady,
+            cold,
+            plan,
+            replicas,
+            False,
+            False,
+            mine,
+        )
         for busy, done, mine in zip(times.busy_ms(free), times.arrived, own, strict=True)
     ]
     return np.array(rows, np.float32)
@@ -115,7 +135,7 @@ def measured_rows(
 
 def unmeasured_rows(own: Sequence[bool], plan: int, replicas: int = UNKNOWN) -> np.ndarray:
     """Return the rows of a window of which a process has no times, see `measured_rows`."""
-    rows = [(0, 0, 0, inf, False, False, plan, replicas, mine) for mine in own]
+    rows = [(0, 0, 0, inf, False, False, plan, replicas, False, False, mine) for mine in own]
     return np.array(rows, np.float32)
 
 
@@ -158,11 +178,13 @@ def replicas_error(job: Job, rows: np.ndarray) -> ReplicaMismatch | None:
     """Return an error if the processes have different replicas; arguments as of `plans_error`."""
     told, processes = Measured(*rows.T), list(job.ranks_of)
     firsts = [ranks[0] for ranks in job.ranks_of.values()]
+    # one that has a late device does not read the checksums
+    known = [told.replicas[rank] for rank in firsts if told.replicas[rank] != UNKNOWN]
     for process, rank in zip(processes, firsts, strict=True):
         number, rule = told.replicas[rank], "train: all replicas must be bitwise equal, but"
         if number == APART:
             return ReplicaMismatch(f"{rule} after a window those of process {process} differ.")
-        if number != told.replicas[firsts[0]]:
+        if number not in (UNKNOWN, *known[:1]):
             return ReplicaMismatch(
                 f"{rule} after the last window that was verified those of process {process} "
                 f"differ from those of process {processes[0]}."
@@ -198,5 +220,6 @@ def record_of(plan: WindowPlan, rows: np.ndarray, **known: Any) -> WindowRecord:
         skew_ms=float(done.max() - done.min()),
         steady=bool(told.steady.all()),
         cold=bool(told.cold.any()),
+        left_out=tuple(np.flatnonzero(told.left_out).tolist()),
         **known,
     )

@@ -21,7 +21,7 @@ from elche_jax.engine.loss import LossFn
 from elche_jax.engine.merge import Merge
 from elche_jax.engine.precision import Precision, first_scale
 from elche_jax.engine.trainable import Trainable
-from elche_jax.train.across import check_across
+from elche_jax.train.across import check_across, check_alike
 from elche_jax.train.averaging import cadence_of, check_averaging, check_together
 from elche_jax.train.finite import MAX_SKIPS, FinitePolicy
 from elche_jax.train.microbatch_split import MicrobatchSplit, checked_split
@@ -223,7 +223,7 @@ def build_train_step(
         dynamic_scale=dynamic is not None,
     )  # fmt: skip
     job = fleet.job
-    check_across(job, rule, exchange)
+    check_across(job, exchange)
     if isinstance(rule, AveragingRule):
         cadence = cadence_of(rule, cadence, config, len(devices))
         # fixed windows cannot grow, and only a guard that was asked for may shorten them
@@ -243,6 +243,7 @@ def build_train_step(
         "build_train_step", devices=list(map(str, devices)), cadence=settings_of(cadence),
         **options.shared(),
     )  # fmt: skip
+    check_alike(job, exchange)
     if first:
         logger.info(summary_of(fleet))
     return TrainStep(LossFn(loss_fn, has_aux=has_aux), optimizer, fleet, cadence, options)

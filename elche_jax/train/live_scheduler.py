@@ -8,7 +8,7 @@ import logging
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 from statistics import median
@@ -242,15 +242,23 @@ class LiveScheduler:
             self._after.clear()
             self._history = array("q", () if history is None else history.ravel().tolist())
 
-    def plan(self, window: int, after: int | None = None) -> tuple[int, ...]:
+    def plan(
+        self, window: int, after: int | None = None, late: Collection[int] = ()
+    ) -> tuple[int, ...]:
         """Return the counts for a window, regardless of the end of the data.
 
         Args:
             window: The window.
             after: Number of the last window that counts, with all that became known with it;
                 None for all.
+            late: Ranks of late devices, which get no work until they deliver.
         """
-        return self._controller.plan(self._state_after(after), window)
+        counts = self._controller.plan(self._state_after(after), window)
+        if self.cadence.scripted:  # the recording decides
+            return counts
+        left = tuple(0 if rank in late else count for rank, count in enumerate(counts))
+        # counts of 0 only are no plan: then late devices keep theirs
+        return left if any(left) else counts
 
     def _state_after(self, window: int | None) -> ControllerState:
         """Return the state after the record of a window, or of the last one before it."""

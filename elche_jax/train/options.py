@@ -63,6 +63,7 @@ class Options:
         """Return the options that all processes of a job must set alike, by their argument."""
         return {
             "averaging": settings_of(self.rule),
+            "exchange": settings_of(self.exchange),
             "nonfinite": settings_of(self.finite),
             "guard": settings_of(self.guard),
             "max_grad_norm": self.max_grad_norm,

@@ -16,8 +16,9 @@ from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.host.coordinator import Outcome
 from elche_jax.engine.job import Measured
 from elche_jax.engine.replicas import ReplicaMismatch, mismatch
-from elche_jax.engine.runner import FleetRunner, Launch, Survey
-from elche_jax.engine.timing import ENDS, Clock, Stopwatch, WindowTimes
+from elche_jax.engine.runner import FleetRunner, Launch
+from elche_jax.engine.survey import Survey
+from elche_jax.engine.timing import ENDS, Clock, WindowTimes
 from elche_jax.train.across import plan_number, plans_error, record_of
 from elche_jax.train.divergence import DivergenceReader
 from elche_jax.train.feed import Feed
@@ -70,6 +71,7 @@ class Pipeline(Generic[R]):
         in_flight: Windows that may be dispatched and not yet complete.
         timing: Decides which windows are timed; None for all.
         pending: Whether windows are pending in the state between two windows.
+        verifies: Whether replicas are compared.
     """
 
     def __init__(
@@ -86,13 +88,14 @@ class Pipeline(Generic[R]):
         in_flight: int = IN_FLIGHT,
         timing: Timing | None = None,
         pending: bool = False,
+        verifies: bool = False,
     ):
         self._feed, self._scheduler, self._cache = feed, scheduler, cache
         self._start, self._in_flight = start, in_flight
         self._watch, self._divergence, self.runner = watch, divergence, runner
         self._compared, self._timing = compared, timing or Timing(always=True)
         self._job = feed.fleet.job
-        self._telling = Telling(self._job, feed.fleet.world_size, pending)
+        self._telling = Telling(self._job, feed.fleet.world_size, pending, verifies)
         self._ahead = in_flight if scheduler.cadence.adaptive else LOOKAHEAD
         lanes = feed.fleet.in_lanes()
         on_host = [lane.ranks for lane in lanes if lane.devices[0].platform == "cpu"]
@@ -184,7 +187,8 @@ class Pipeline(Generic[R]):
         if reader.available(cursor.microbatch, 1) == 0:
             return None
         known = None if self._job.one_process else self._known_at(cursor.window, self._ahead)
-        asked = self._without_late(self._scheduler.plan(cursor.window, known))
+        late = self.late if known is None else self._telling.late_after(known)
+        asked = self._scheduler.plan(cursor.window, known, late)
         available = reader.available(cursor.microbatch, sum(asked))
         counts, share = clamp_counts(asked, available), available / sum(asked)
         examples, calls = self._feed.load(counts, cursor.microbatch, reader)
@@ -192,15 +196,6 @@ class Pipeline(Generic[R]):
             cursor.window, cursor.epoch, counts, examples, first=cursor.microbatch, share=share
         )
         return Window(plan, cursor.advance(available), calls, run)
-
-    def _without_late(self, counts: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the counts without those of late devices, which get no work until they deliver."""
-        if self._scheduler.cadence.scripted:  # the recording decides
-            return counts
-        late = self.late
-        left = tuple(0 if rank in late else count for rank, count in enumerate(counts))
-        # counts of 0 only are no plan: then late devices keep theirs
-        return left if any(left) else counts
 
     def wake(self) -> None:
         """Make every waiting thread check its condition again."""
@@ -245,8 +240,8 @@ class Pipeline(Generic[R]):
             if not self._job.one_process:
                 survey = Survey(lambda: self._measured(flight, misses))
             launch = Launch(clock, self._dispatches, at, survey)
-            last = self._telling.untold
-            flight = InFlight(window.plan, self._requested, launch, self._cold, tells=last)
+            flight = InFlight(window.plan, self._requested, launch, self._cold)
+            flight.tells = self._telling.untold
             yield flight
         except BaseException:
             if launch is not None and launch.watch is not None:
@@ -384,8 +379,11 @@ class Pipeline(Generic[R]):
         ENDS.note(self._feed.fleet.devices, times.arrived if ahead else times.combined)
         if window is None:  # the run was closed
             return
+        survey = window.launch.survey
         if outcome is not None:
-            if outcome.will_be_known:
+            if survey is not None:  # of all processes
+                late = self._telling.averaged(window.plan.window, survey.found)
+            elif outcome.will_be_known:
                 self._without_times[times.window] = window
             if late:
                 self._scheduler.on_skip(window.plan, LATE)
@@ -396,10 +394,9 @@ class Pipeline(Generic[R]):
             divergence = self._divergence.read(window.plan, metrics)
         if self._scheduler.wants_loss and "loss" in metrics:
             loss = float(np.asarray(metrics["loss"]))
-        known: Any = {"left_out": late, "divergence": divergence, "loss": loss}
-        survey = window.launch.survey
+        known: Any = {"divergence": divergence, "loss": loss}
         if survey is None:
-            self._record(window, window.measured(times, free, ahead, **known))
+            self._record(window, window.measured(times, free, ahead, left_out=late, **known))
             self._check_finite(window, window.token, times.window)
         else:
             rows = np.asarray(survey.found)
@@ -407,7 +404,7 @@ class Pipeline(Generic[R]):
             if (error := error or self._telling.replicas_error(rows)) is not None:
                 self._found(times.window, error)
             told = self._telling.completed(window, times, free, known)
-            if told is not None:
+            if told:
                 self._record_across(told, rows, window.plan.window, times.window)
         self._check_replicas(window)
         # last: the loop must not go on to the end of the run before all is recorded
@@ -438,9 +435,10 @@ class Pipeline(Generic[R]):
         if self._telling.of_last:
             return self._telling.rows_of_last(flight.tells, plan)
         # no clock, or none that ends: of a run that was closed, which plans no more
-        ends = clock.accumulated(number) if isinstance(clock, Stopwatch) else None
-        times = None if ends is None else WindowTimes(number, flight.launch.at, ends, ends)
-        free = [] if ends is None else ENDS.before(self._feed.fleet.devices, ends, self._lockstep)
+        if clock is None or (ends := clock.accumulated(number)) is None:
+            return self._telling.rows_of_last(None, plan)
+        times = WindowTimes(number, flight.launch.at, ends, ends)
+        free = ENDS.before(self._feed.fleet.devices, ends, self._lockstep)
         return self._telling.rows(flight, plan, times, free, self._cache.misses == misses)
 
     def on_late_times(self, times: WindowTimes, begins: Sequence[float] | None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from elche_jax.engine.job import Job
+from elche_jax.engine.job import Job, Measured
 from elche_jax.engine.replicas import ReplicaMismatch
 from elche_jax.engine.timing import WindowTimes
 from elche_jax.train.across import (
@@ -24,6 +24,9 @@ from elche_jax.train.across import (
     unmeasured_rows,
 )
 from elche_jax.train.in_flight import InFlight
+
+KEPT = 16
+"""Windows of which it is kept which devices were late, more than are planned ahead."""
 
 
 class Telling:
@@ -38,17 +41,44 @@ class Telling:
         job: The processes.
         devices: Number of devices of this process.
         pending: Whether windows are pending in the state between two windows.
+        verifies: Whether replicas are compared.
     """
 
-    def __init__(self, job: Job, devices: int, pending: bool):
+    def __init__(self, job: Job, devices: int, pending: bool, verifies: bool):
         self._job, self._devices = job, devices
         self.of_last = pending and not job.one_process
         self.untold: InFlight | None = None
         self.mismatch: ReplicaMismatch | None = None
         self._sync_ms, self._replicas = inf, UNKNOWN
+        # not whether there is a number: one with a late device has none
+        self._verifies, self._owes = verifies and not job.one_process, False
+        # by window, the ranks that were late when it was averaged
+        self._late: dict[int, frozenset[int]] = {}
+
+    def late_after(self, window: int) -> frozenset[int]:
+        """Return the ranks that were late at the average of a window, or the last one before."""
+        known = [number for number in list(self._late) if number <= window]
+        return self._late[max(known)] if known else frozenset()
+
+    def averaged(self, window: int, rows: np.ndarray) -> tuple[int, ...]:
+        """Note which ranks were late when a window was averaged on the host.
+
+        Args:
+            window: Its number.
+            rows: See `Measured`.
+
+        Returns:
+            Those that had work in it and are not part of the mean.
+        """
+        told = Measured(*rows.T)
+        self._late[window] = frozenset(np.flatnonzero(told.late).tolist())
+        if len(self._late) > KEPT:
+            del self._late[min(self._late)]
+        return tuple(np.flatnonzero(told.left_out).tolist())
 
     def dispatched(self, window: InFlight) -> None:
         """Note that a window was dispatched, which the next one may have to tell of."""
+        self._owes = self.of_last or self._verifies
         if self.of_last:
             self.untold = window
 
@@ -68,7 +98,7 @@ class Telling:
         return tell(plan, self._replicas)
 
     def rows(
-        self, window: InFlight, plan: int, times: WindowTimes | None, free: Sequence[float],
+        self, window: InFlight, plan: int, times: WindowTimes, free: Sequence[float],
         steady: bool,
     ) -> np.ndarray:  # fmt: skip
         """Return what to tell of a window in its own exchange, see `measured_rows`.
@@ -76,13 +106,11 @@ class Telling:
         Args:
             window: The window.
             plan: A number for its plan.
-            times: When the devices were done; None if unknown.
+            times: When the devices were done.
             free: When they were done with what they did before.
             steady: Whether nothing was compiled for it.
         """
         own = [True] * self._devices
-        if times is None:
-            return unmeasured_rows(own, plan)
         return measured_rows(
             times, free, window.requested, self._sync_ms, steady, window.cold, own, plan,
             self._replicas,
@@ -121,8 +149,9 @@ class Telling:
         There are none if there is nothing to tell. All processes have to call it after the same
         window.
         """
-        told, self.untold = self.untold, None
-        if self._job.one_process or (told is None and self._replicas == UNKNOWN):
+        told, owes = self.untold, self._owes
+        self.untold, self._owes = None, False
+        if not owes:
             return None, None
         rows = self._job.gather_rows(self.rows_of_last(told, 0))
         self._replicas = UNKNOWN

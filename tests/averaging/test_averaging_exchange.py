@@ -259,7 +259,7 @@ def test_what_was_delivered_bounds_but_the_average_does_not(setup):
     """`max_batch_diff` is of deliveries: a window that is being averaged does not count."""
     averaging = threading.Event()
 
-    def slow(deliveries, window):
+    def slow(deliveries, window, told):
         assert averaging.wait(30)
         return AVERAGE(deliveries, window)
 
@@ -380,7 +380,7 @@ def test_the_last_reference_ends_the_threads():
 
 @pytest.mark.parametrize("where", ["average", "device"])
 def test_an_exception_in_a_thread(setup, where):
-    def broken(deliveries, window):
+    def broken(deliveries, window, told):
         raise ArithmeticError("no average")
 
     one = setup(2, broken if where == "average" else AVERAGE, ahead=False)

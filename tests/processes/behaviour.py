@@ -63,12 +63,11 @@ def values(state):
     return {name: np.asarray(leaf).tolist() for name, leaf in state.params.items()}
 
 
-def unequal_devices(averaging=None):
+def unequal_devices(**options):
     noted = Noted()
     speeds = EmulatedSpeeds([2.0, 2.0, 16.0])
-    train = build(
-        cadence=elche.ElChe(anchor=2), emulate=speeds, device_loss=True, averaging=averaging
-    )
+    options = {"cadence": elche.ElChe(anchor=2)} | options
+    train = build(emulate=speeds, device_loss=True, **options)
     state = train.init(params())
     misses = []
     with train.windows(noted, BATCH, epochs=2, seed=5) as windows:
@@ -192,6 +191,22 @@ def ended_early(averaging=None):
     }
 
 
+def late():
+    """The second device of process 0 takes longer than the others wait."""
+    train = build(
+        cadence=elche.FixedTotal(6), emulate=EmulatedSpeeds([2.0, 400.0, 2.0]),
+        exchange=elche.HostExchange(timeout=0.2), verify_every=1,
+    )  # fmt: skip
+    state, said, _ = run(train, stop=40, epochs=None)
+    return {
+        "counts": train.counts_history,
+        "records": [repr(record) for record in train.records],
+        "left_out": train.left_out,
+        "params": values(state),
+        "loss": repr([one["loss"] for one in said]),
+    }
+
+
 class Moody(elche.Replay):
     """A recording that one process reads differently from window 3 on."""
 
@@ -199,9 +214,33 @@ class Moody(elche.Replay):
         return (1, 2, 1) if OTHER and window >= 3 else super().counts_at(window)
 
 
+def kept_for_later(**options):
+    """Windows that are trained once their loop was closed; the first one is not finite."""
+    rows = ROWS | {"x": ROWS["x"].copy()}
+    rows["x"][5 * BATCH] = np.nan
+    train = build(cadence=elche.Replay([(2, 2, 2)] * 6), nonfinite="skip", **options)
+    state = train.init(params())
+    windows = train.windows(rows, BATCH, shuffle=False, epochs=None)
+    kept = [next(windows) for _ in range(2)]
+    windows.close()
+    for window in kept:
+        state, _ = train(state, window)
+    train.settle()
+    return [train.skipped, values(state)]
+
+
 def planned_apart():
     train = build(cadence=Moody([(2, 1, 1)] * 10))
     return raised(lambda: run(train, epochs=None))
+
+
+def unlike(call):
+    """Where processors differ."""
+    known, Job.alike = Job.alike, False
+    try:
+        return call()
+    finally:
+        Job.alike = known
 
 
 def errors():
@@ -216,7 +255,10 @@ def errors():
         "rng": lambda: train.init(params(), rng=int(OTHER)),
         "verify_every": lambda: build(verify_every=1 + OTHER),
         "nonfinite": lambda: build(nonfinite="skip" if OTHER else "raise"),
-        "exchange": lambda: build(exchange=elche.HostExchange()),
+        "exchange": lambda: build(exchange=elche.HostExchange(timeout=5.0 + OTHER)),
+        "bits": lambda: unlike(lambda: build(exchange=elche.HostExchange())),
+        "run_ahead": lambda: build(exchange=elche.HostExchange(run_ahead=True)),
+        "async": lambda: build(config=elche.DDPConfig(policy="async", exchange="host")),
         "Trainer": lambda: elche.Trainer(loss_fn, optax.adam(1e-2)),
         "again": elche.distributed.initialize,
     }
@@ -250,7 +292,12 @@ DILOCO = elche.DiLoCo(optax.sgd(0.7, momentum=0.9), delay=3)
 LATE = {"averaging": elche.MeanGradient(delay=1)}
 SCENES = {
     "unequal_devices": unequal_devices,
-    "unequal_devices, pending": lambda: unequal_devices(elche.MeanGradient(delay=1)),
+    "unequal_devices, pending": lambda: unequal_devices(**LATE),
+    "unequal_devices, async": lambda: unequal_devices(
+        cadence=None, config=elche.DDPConfig(policy="async", anchor=2)
+    ),
+    "unequal_devices, host": lambda: unequal_devices(exchange=elche.HostExchange()),
+    "late": late,
     "replayed": replayed,
     "replayed, pending": replayed_pending,
     "poisoned": poisoned,
@@ -261,7 +308,11 @@ SCENES = {
     "apart at last": apart_at_last,
     "torn": torn,
     "ended_early": ended_early,
-    "ended_early, pending": lambda: ended_early(elche.MeanGradient(delay=1)),
+    "ended_early, pending": lambda: ended_early(**LATE),
+    "poisoned, host": lambda: poisoned(exchange=elche.HostExchange()),
+    "kept": kept_for_later,
+    "kept, pending": lambda: kept_for_later(**LATE),
+    "kept, host": lambda: kept_for_later(exchange=elche.HostExchange()),
     "planned_apart": planned_apart,
     "errors": errors,
 }

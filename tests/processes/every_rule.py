@@ -14,11 +14,13 @@ from test_averaging_lanes import COUNTS
 from test_averaging_table import TABLE
 
 
-def trained(name):
+def trained(name, exchange):
     """The parameters of this process's devices after every window, and what was measured."""
     rule, _ = TABLE[name]
     devices = jax.devices()
-    got, metrics, state, train = train_on(rule, COUNTS[len(devices)], devices=devices)
+    got, metrics, state, train = train_on(
+        rule, COUNTS[len(devices)], devices=devices, config=elche.DDPConfig(exchange=exchange)
+    )
     elche.check_replicas(train.common(state))
     return {
         "params": [{leaf: stacked[leaf].tolist() for leaf in LEAVES} for stacked in got],
@@ -30,4 +32,5 @@ def trained(name):
 
 if __name__ == "__main__":
     ranks = [at for at, d in enumerate(jax.devices()) if d.process_index == jax.process_index()]
-    print(json.dumps({"ranks": ranks, "rules": {name: trained(name) for name in TABLE}}))
+    found = {where: {name: trained(name, where) for name in TABLE} for where in ("device", "host")}
+    print(json.dumps({"ranks": ranks, **found}))

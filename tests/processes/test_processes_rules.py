@@ -21,16 +21,17 @@ def job(request):
     return jobs.run("every_rule.py", request.param), request.param
 
 
+@pytest.mark.parametrize("exchange", ["device", "host"])
 @pytest.mark.parametrize("name", TABLE)
-def test_every_rule_over_processes(name, job):
+def test_every_rule_over_processes(name, exchange, job):
     said, fleet = job
     _, by_hand = TABLE[name]
     counts, outer = COUNTS[sum(fleet)], by_hand.get("outer")
     want = by_hand_in_numpy(counts, **by_hand | ({"outer": outer()} if outer else {}))
     rtol, atol = TOLERANCE[by_hand.get("kind")]
-    first, *others = (process["rules"][name] for process in said)
+    first, *others = (process[exchange][name] for process in said)
     for process in said:
-        mine = process["rules"][name]
+        mine = process[exchange][name]
         got = [{leaf: np.array(rows[leaf]) for leaf in LEAVES} for rows in mine["params"]]
         own = [[devices[rank] for rank in process["ranks"]] for devices in want]
         assert_history(got, own, rtol, atol)
@@ -44,9 +45,10 @@ def test_every_rule_over_processes(name, job):
 
 
 @pytest.mark.parametrize("name", [name for name in TABLE if name not in APART])
-def test_replicas_are_bitwise_equal_across_processes(name, job):
+@pytest.mark.parametrize("exchange", ["device", "host"])
+def test_replicas_are_bitwise_equal_across_processes(exchange, name, job):
     said, _ = job
-    rows = [process["rules"][name]["params"] for process in said]
+    rows = [process[exchange][name]["params"] for process in said]
     for windows in zip(*rows, strict=True):
         for leaf in LEAVES:
             copies = [copy for own in windows for copy in own[leaf]]

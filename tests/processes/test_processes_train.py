@@ -43,7 +43,12 @@ def assert_params(got, want):
             np.testing.assert_allclose(row, want[name], rtol=1e-5, atol=1e-6)
 
 
-UNEQUAL = {"unequal_devices": None, "unequal_devices, pending": elche.MeanGradient(delay=1)}
+UNEQUAL = {
+    "unequal_devices": None,
+    "unequal_devices, pending": elche.MeanGradient(delay=1),
+    "unequal_devices, async": elche.MeanGradient(delay=1),
+    "unequal_devices, host": None,
+}
 
 
 @pytest.mark.parametrize("scene", UNEQUAL)
@@ -123,7 +128,9 @@ def test_metrics_are_those_of_all_devices(said):
     assert_params(first["params"], want)
 
 
-@pytest.mark.parametrize("scene", ["poisoned", "poisoned, pending", "poisoned at last"])
+@pytest.mark.parametrize(
+    "scene", ["poisoned", "poisoned, pending", "poisoned at last", "poisoned, host"]
+)
 def test_a_window_that_is_not_finite_is_an_error_everywhere(scene, said):
     first, second = (process[scene] for process in said)
     assert first == second
@@ -165,11 +172,34 @@ def test_replicas_of_one_process_that_differ_are_told_the_other(said):
     )
 
 
+def assert_replicas(*processes):
+    """The devices of all processes have the same bits."""
+    for name, (copy, *_) in processes[0].items():
+        assert all(row == copy for own in processes for row in own[name])
+
+
+def test_a_late_device_is_left_out_by_all(said):
+    first, second = (process["late"] for process in said)
+    for name in ("counts", "records", "left_out", "loss"):
+        assert first[name] == second[name]
+    assert_replicas(first["params"], second["params"])
+    assert first["left_out"][1] > 0 == first["left_out"][0] == first["left_out"][2]
+    assert [0] in [row[1:2] for row in first["counts"]], "it gets no work while it is late"
+    assert any("left_out=(1,)" in record for record in first["records"])
+
+
 @pytest.mark.parametrize("scene", ["ended_early", "ended_early, pending"])
 def test_loops_that_end_early_leave_all_with_the_same_plans(scene, said):
     first, second = (process[scene] for process in said)
     assert first == second
     assert len(first["records"]) == len(first["counts"]) == first["windows"] > 4
+
+
+@pytest.mark.parametrize("scene", ["kept", "kept, pending", "kept, host"])
+def test_windows_of_a_closed_loop_are_checked_by_all(scene, said):
+    first, second = (process[scene] for process in said)
+    assert first[0] == second[0] == 1
+    assert_replicas(first[1], second[1])
 
 
 def test_plans_that_differ_are_an_error_everywhere(said):
@@ -191,8 +221,12 @@ ERRORS = {
     "data": f"ValueError: windows: data {SAME}",
     "batch_size": f"ValueError: windows: batch_size {SAME}",
     "seed": f"ValueError: windows: seed {SAME}",
-    "exchange": "ValueError: build_train_step: exchange must be None in a job of several "
-    "processes, here 2, got HostExchange(",
+    "exchange": f"ValueError: build_train_step: exchange {SAME}",
+    "bits": "ValueError: build_train_step: exchange must be None where the processes' devices do "
+    "not compute the same bits, got HostExchange(",
+    "run_ahead": "ValueError: HostExchange: run_ahead must be False in a job of several processes, "
+    "here 2, got True. Each would know a mean at another time; a rule's delay says when it is",
+    "async": "ValueError: HostExchange: run_ahead must be False in a job of several processes, h",
     "Trainer": "ValueError: Trainer: jax.process_count() must be 1, got 2.",
     "average": "ValueError: TrainStep.average: jax.process_count() must be 1, got 2.",
     "again": "RuntimeError: distributed.initialize: it must be called once, this process has "

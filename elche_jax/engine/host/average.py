@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from elche_jax.engine.axis import HostAxis
+from elche_jax.engine.axis import HostAxis, HostProcessAxis
 from elche_jax.engine.host.program import Delivery
+from elche_jax.engine.job import Job, Measured
 from elche_jax.engine.reduce import Mean, Reduction
 
 
@@ -21,11 +22,14 @@ class Average:
         mean: The mean, to be sent to the devices.
         metrics: Metrics of the window; per-device ones have shape `(devices,)`.
         own: For every device, whether its delivery was finite; True if it delivered nothing.
+        rows: What the processes of a job tell each other, see `Measured`, by rank; None if there
+            is one.
     """
 
     mean: Mean
     metrics: dict[str, Any]
     own: np.ndarray
+    rows: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -34,29 +38,44 @@ class HostAverage:
 
     Attributes:
         reduction: The reduction of contributions to a mean.
+        job: The processes, which average the same windows in one order; None for one.
     """
 
     reduction: Reduction
+    job: Job | None = None
 
-    def __call__(self, deliveries: Sequence[Delivery | None], window: int) -> Average:
+    def __call__(
+        self, deliveries: Sequence[Delivery | None], window: int, told: np.ndarray | None = None
+    ) -> Average:
         """Average the deliveries of one window.
 
         Args:
-            deliveries: By rank, at least one; None for a device that is late.
+            deliveries: By rank, at least one; None for a device that is late. Those of this
+                process.
             window: Index of the window, for an exponent that is a schedule.
+            told: What this process tells the others, a row per device; None if there is one.
         """
         there = {rank: one for rank, one in enumerate(deliveries) if one is not None}
         # NumPy: on the CPU backend a program waits for those dispatched to its device before it, so
         # the average of a window would wait for the next window's steps
-        axis = HostAxis(len(deliveries), tuple(there))
+        axis = self._axis(len(deliveries), tuple(there))
         contributions = [one.contribution for one in there.values()]
         # values that are not finite are detected and reported later
         with _on_cpu(), np.errstate(all="ignore"):
             mean, metrics = self.reduction(axis, contributions, window)
         own = np.array([one is None or bool(one.contribution.row[1]) for one in deliveries])
-        finite = metrics["finite"] and all(one.finite for one in there.values())
-        metrics["finite"] = np.bool_(finite)
-        return Average(mean, metrics, own)
+        lost = axis.rows([not one.finite for one in there.values()])
+        metrics["finite"] = np.bool_(metrics["finite"] and not lost.any())
+        if self.job is None or told is None:
+            return Average(mean, metrics, own)
+        Measured(*told.T).own[:] = own
+        return Average(mean, metrics, own, self.job.gather_rows(told))
+
+    def _axis(self, devices: int, there: tuple[int, ...]) -> HostAxis:
+        if self.job is None:
+            return HostAxis(devices, there)
+        ranks = tuple(self.job.ranks[at] for at in there)
+        return HostProcessAxis(self.job.world_size, ranks, self.job)
 
 
 def _on_cpu() -> contextlib.AbstractContextManager[Any]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from elche_jax._waiting import interruptible
 from elche_jax.engine.host.average import Average
 from elche_jax.engine.host.program import Delivery
+from elche_jax.engine.survey import Survey
 from elche_jax.engine.timing import Failed, WindowTimes
 
 
@@ -88,6 +89,7 @@ class OpenWindow:
         step: Index of the window in the training state.
         absent: Ranks of the devices that got no programs.
         ahead: Whether the loop continues before the window is closed.
+        survey: What the processes of a job tell each other of it; None if there is one.
         got: Deliveries so far.
         ends: When the device was done; None if unknown.
         begins: When the device began.
@@ -109,6 +111,7 @@ class OpenWindow:
     step: int
     absent: frozenset[int]
     ahead: bool
+    survey: Survey | None = None
     got: list[Delivery | None] = field(init=False)
     ends: list[float | None] = field(init=False)
     begins: list[float] = field(init=False)
@@ -239,6 +242,11 @@ class Coordinator:
             if number in self.windows:
                 self.windows[number].registered = True
         self._report(number)
+
+    def accumulated(self, number: int) -> tuple[float, ...]:
+        """Return when each device had delivered to a window whose average is being computed."""
+        with self.changed:
+            return _times(self.windows[number]).arrived
 
     def abandon(self, number: int) -> None:
         """Never report a window."""

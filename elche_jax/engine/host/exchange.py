@@ -7,16 +7,19 @@ from functools import partial
 from typing import Any, ClassVar
 
 import jax
+import numpy as np
 
 from elche_jax.engine.host.average import Average
 from elche_jax.engine.host.coordinator import Coordinator, OpenWindow, Outcome
 from elche_jax.engine.host.program import Delivery
 from elche_jax.engine.host.session import Session
+from elche_jax.engine.job import Measured
 from elche_jax.engine.loop import Seconds
+from elche_jax.engine.survey import Survey
 from elche_jax.engine.threads import DeviceThreads
 from elche_jax.engine.timing import Clock
 
-Averaging = Callable[[Sequence[Delivery | None], int], Average]
+Averaging = Callable[[Sequence[Delivery | None], int, np.ndarray | None], Average]
 Left = Callable[[Session, list[tuple[int, Outcome]]], None]
 
 
@@ -87,6 +90,10 @@ class LiveExchange(Clock):
         """Register a window: from now on `done` may be called with it."""
         self.coordinator.register(window)
 
+    def accumulated(self, window: int) -> tuple[float, ...]:
+        """See `Clock.accumulated`."""
+        return self.coordinator.accumulated(window)
+
     def close(self) -> None:
         """End the threads; windows still on the devices are not averaged. Idempotent."""
         session, self.session = self.session, None  # do not keep the state alive
@@ -130,8 +137,23 @@ def _average(coordinator: Coordinator, averaging: Averaging) -> None:
     while (found := coordinator.next_complete()) is not None:
         window, deliveries = found
         try:
-            coordinator.close(window, averaging(deliveries, window.step))
-            del found, window, deliveries  # hold no arrays while waiting
+            told = None if window.survey is None else _told(coordinator, window, window.survey)
+            average = averaging(deliveries, window.step, told)
+            if window.survey is not None:
+                window.survey.found = average.rows
+            coordinator.close(window, average)
+            del average, found, window, deliveries  # hold no arrays while waiting
         except BaseException as error:  # handed to the loop, which raises it
             coordinator.failed(error)
             return
+
+
+def _told(coordinator: Coordinator, window: OpenWindow, survey: Survey) -> np.ndarray:
+    """Return what this process tells the others of a window whose average is being computed."""
+    told = survey.take()
+    rows = Measured(*told.T)
+    rows.left_out[list(window.late)] = True
+    rows.steady[:] *= not window.late
+    with coordinator.changed:
+        rows.late[list(coordinator.late)] = True
+    return told

@@ -88,6 +88,9 @@ class HostRunner(WindowRunner):
         self.limits, self.state = limits, state
         self.replicated = program.rule.common
         self._program, self._seconds = program, seconds
+        if seconds is not None and not fleet.job.one_process:  # which number devices of the job
+            ranks = fleet.job.ranks
+            self._seconds = lambda step, at, count: seconds(step, ranks[at], count)
         selection = program.rule.work.selection
         self._split, self._join = selection.split, selection.join
         devices = fleet.devices
@@ -99,7 +102,9 @@ class HostRunner(WindowRunner):
         )
         one = one_of(state)
         carried = jax.eval_shape(program.zeros, one)
-        self._averaging = HostAverage(program.rule.reduction(one))
+        self._averaging = HostAverage(
+            program.rule.reduction(one), None if fleet.job.one_process else fleet.job
+        )
         thin = self._thin(one)
 
         def reduced(part: int, state: TrainState, carried: PyTree) -> Any:
@@ -112,7 +117,7 @@ class HostRunner(WindowRunner):
         means = [mean for _, mean, _ in made]
         # the metrics before the first average
         self._no_metrics: dict[str, Any] = {
-            name: np.full((len(self),) * len(like.shape), np.nan, np.float32)
+            name: np.full((fleet.job.world_size,) * len(like.shape), np.nan, np.float32)
             for name, like in metrics.items()
         }
         self._no_metrics["finite"] = np.bool_(True)
@@ -195,7 +200,8 @@ class HostRunner(WindowRunner):
             # a device that is back has the state of the others at the last window, see `_restore`
             session.absent = set(coordinator.admit(counts))
             at, absent = time.perf_counter(), frozenset(session.absent)
-            window = OpenWindow(launch.number, at, counts, session.step, absent, ahead)
+            step, survey = session.step, launch.survey
+            window = OpenWindow(launch.number, at, counts, step, absent, ahead, survey)
             # with a delay, averages are applied exactly that late (below), the same in every run
             if self.limits.delay is None:
                 due, session.due = session.due, deque()
@@ -249,7 +255,8 @@ class HostRunner(WindowRunner):
 
     def _begin(self, state: TrainState) -> Session:
         """Begin a new session; work that was never averaged goes with the next delivery."""
-        state = jax.tree.map(self._on_devices, state)
+        # over lanes, one device may hold what all have
+        state = self.fleet.restack(jax.tree.map(self._on_devices, state))
         ranks = range(len(self))
         thin, frozen = self._thin(state), (self._split(state.params)[1], state.key)
         parts = [entries_of(thin, rank) for rank in ranks]

@@ -31,8 +31,9 @@ from elche_jax.engine.lanes.drivers import Drivers
 from elche_jax.engine.mapped import PerDevice
 from elche_jax.engine.reduce import Contribution
 from elche_jax.engine.rule import Agreed
-from elche_jax.engine.runner import Launch, Survey
+from elche_jax.engine.runner import Launch
 from elche_jax.engine.state import TrainState
+from elche_jax.engine.survey import Survey
 
 PyTree = Any
 

@@ -1,0 +1,26 @@
+"""What the processes of a job tell each other of a window."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass
+class Survey:
+    """What the processes of a job tell each other of a window in its exchange.
+
+    Attributes:
+        measure: Returns the rows of this process's devices, see `Measured`.
+        found: The rows of all devices, on a device or the host; None before the exchange.
+    """
+
+    measure: Callable[[], np.ndarray] | None
+    found: Any = None
+
+    def take(self) -> np.ndarray:
+        """Measure, once: the function refers to the run, which refers to this."""
+        assert self.measure is not None
+        measure, self.measure = self.measure, None
+        return measure()
