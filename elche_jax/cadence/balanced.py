@@ -1,13 +1,13 @@
 """Balanced: a constant total, split by throughput that is re-measured every N windows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from elche_jax import _check as check
 from elche_jax.cadence.apportion import shard_sizes
-from elche_jax.cadence.base import ConstantTotal, State, Verdict, WindowReport
+from elche_jax.cadence.base import ConstantTotal, State, Verdict, WindowReport, entries_of
 from elche_jax.cadence.estimate import FloatArray, Times, as_array, as_times, measured_ms, smoothed
 from elche_jax.cadence.hint import SpeedHint, checked_hint, hinted_speeds, speeds_of_kinds
 
@@ -135,6 +135,22 @@ class Balanced(ConstantTotal[BalancedState]):
         following = windows + self.rebalance_every if calibrated else self.calibration_windows
         counts = shard_sizes(ratios, self.total)
         return replace(state, counts=counts, ratios=ratios, next_rebalance=following)
+
+    def without(self, state: BalancedState, ranks: Collection[int]) -> BalancedState:
+        """Return the state for the devices that are left, which share out the same total.
+
+        Args:
+            state: The current state; it is not modified.
+            ranks: Ranks of the devices that are lost, not all of them.
+
+        Examples:
+            >>> cadence = Balanced(total=8, speed_hint=[1.0, 1.0, 3.0])
+            >>> cadence.without(cadence.init(3), [0]).counts
+            (2, 6)
+        """
+        left = entries_of(state, [rank for rank in range(len(state.counts)) if rank not in ranks])
+        ratios = _ratios(np.array(left.ratios) / max(left.ratios), self.min_ratio)
+        return replace(left, counts=shard_sizes(ratios, self.total), ratios=ratios)
 
 
 def _ratios(speed: FloatArray, min_ratio: float) -> tuple[float, ...]:

@@ -9,8 +9,8 @@ replayed.
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, ClassVar, Final, Generic, Literal, Protocol, Self, TypeVar, cast, get_args
 
@@ -338,6 +338,24 @@ class Cadence(ABC, Generic[S]):
         """
         return state
 
+    def without(self, state: S, ranks: Collection[int]) -> S:
+        """Return the state for the devices that are left when some are lost.
+
+        By default the entries of the others are kept if ``estimates`` is set, with counts as
+        `replan` returns them; otherwise the cadence begins anew.
+
+        Args:
+            state: The current state; it is not modified.
+            ranks: Ranks of the devices that are lost, not all of them.
+
+        Examples:
+            >>> from elche_jax.cadence import ElChe, ElCheState
+            >>> ElChe().without(ElCheState(10, (10, 20, 40), (4.0, 2.0, 1.0), True), [0]).counts
+            (10, 20)
+        """
+        left = [rank for rank in range(len(state.counts)) if rank not in ranks]
+        return self.replan(entries_of(state, left)) if self.estimates else self.init(len(left))
+
     def anchor_of(self, state: S) -> int | None:
         """Return the anchor of a state; ``None`` for a rule without one."""
         del state
@@ -349,6 +367,23 @@ class Cadence(ABC, Generic[S]):
     def _unwritten(self, hook: str, flag: str) -> NotImplementedError:
         rule = f"be defined if {flag} is True"
         return NotImplementedError(check.message(type(self).__name__, hook, rule, "none"))
+
+
+def entries_of(state: S, ranks: Sequence[int]) -> S:
+    """Return a state with the entries of some devices, in every field that has one for each.
+
+    Examples:
+        >>> from elche_jax.cadence import FixedTotalState
+        >>> entries_of(FixedTotalState((5, 3), (3.0, None)), [0])
+        FixedTotalState(counts=(5,), ms_per_batch=(3.0,))
+    """
+    size = len(state.counts)
+    kept = {
+        name: tuple(value[rank] for rank in ranks)
+        for name, value in vars(state).items()
+        if isinstance(value, tuple) and len(value) == size
+    }
+    return replace(cast(Any, state), **kept)
 
 
 HOOKS: Final = [

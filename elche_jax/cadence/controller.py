@@ -3,11 +3,11 @@
 The training loop and `advise` drive the same object, so that predictions match real runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import isfinite
-from typing import Any
+from typing import Any, TypeVar
 
 from elche_jax import _check as check
 from elche_jax.cadence.base import HOLD_GROWTH, STABLE, Cadence, Verdict, WindowReport, stronger
@@ -16,6 +16,8 @@ from elche_jax.cadence.rest import Rest, RestState
 from elche_jax.cadence.scheduler import Scheduler, SchedulerState, longest_as_planned
 from elche_jax.cadence.shift import Shift
 from elche_jax.cadence.window import Divergence, WindowRecord
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class ControllerState:
         owed: The strictest verdict since the cadence was last updated.
         told: Whether the cadence was updated with a window's times.
         rest: Which devices rest; None if none may.
+        lost: Ranks of devices that are no longer there, ascending: they get no work, and the
+            schedule has no entries for them.
     """
 
     schedule: SchedulerState
@@ -39,6 +43,22 @@ class ControllerState:
     owed: Verdict = STABLE
     told: bool = False
     rest: RestState | None = None
+    lost: tuple[int, ...] = ()
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """Ranks of the devices that are there."""
+        return tuple(rank for rank in range(self.world_size) if rank not in self.lost)
+
+    def spread(self, values: Sequence[T], nothing: T) -> tuple[T, ...]:
+        """Return one value per device, ``nothing`` for those that are lost.
+
+        Args:
+            values: One value for each device that is there.
+            nothing: The value of the others.
+        """
+        known = dict(zip(self.left, values, strict=True))
+        return tuple(known.get(rank, nothing) for rank in range(self.world_size))
 
 
 @dataclass(frozen=True)
@@ -106,10 +126,39 @@ class Controller:
             ValueError: If the cadence's counts are invalid, or a replay has no such window.
         """
         counts = self.scheduler.plan(state.schedule, window)
-        counts = self.checked(state, counts, window)
+        counts = state.spread(self.checked(state, counts, window), 0)
         if self.rest is None or state.rest is None or self.cadence.scripted:
             return counts
         return self.rest.plan(state.rest, counts)
+
+    def without(self, state: ControllerState, ranks: Collection[int]) -> ControllerState:
+        """Return the state after the loss of devices, which get no work any more.
+
+        Args:
+            state: The current state; it is not modified.
+            ranks: Ranks of the devices, of which some may be lost already.
+
+        Raises:
+            ValueError: If no device is left, or the cadence follows a recording.
+
+        Examples:
+            >>> from elche_jax.cadence import FixedTotal
+            >>> controller = Controller(FixedTotal(6))
+            >>> controller.plan(controller.without(controller.init(3), [1]), window=7)
+            (3, 0, 3)
+        """
+        ranks = set(ranks) - set(state.lost)
+        left = [rank for rank in state.left if rank not in ranks]
+        if not left:
+            raise ValueError(check.message("Controller.without", "ranks", "leave a device", "all"))
+        if self.cadence.scripted:
+            rule, got = "be of devices that a recording does without", sorted(ranks)
+            raise ValueError(check.message("Controller.without", "ranks", rule, got))
+        # the schedule knows only of those that were there
+        at = [place for place, rank in enumerate(state.left) if rank in ranks]
+        schedule = self.scheduler.without(state.schedule, at)
+        lost = tuple(sorted({*state.lost, *ranks}))
+        return replace(state, schedule=schedule, lost=lost, divergence=(), told=False)
 
     def begin(self, state: ControllerState) -> ControllerState:
         """Return the state at the start of a new run."""
@@ -126,7 +175,7 @@ class Controller:
             TypeError: If a count is not an integer.
             ValueError: If the counts are not valid for these devices.
         """
-        devices = state.world_size
+        devices = len(state.left)
         counts = check.integers(type(self.cadence).__name__, "counts", counts)
         if len(counts) != devices or min(counts) < 0 or max(counts) == 0:
             rule = f"have one entry per device ({devices}), none below 0 and not all 0"
@@ -155,6 +204,8 @@ class Controller:
         if self.rest is not None and state.rest is not None and not self.cadence.scripted:
             rest = self.rest.update(state.rest, record)
             state = replace(state, rest=rest)
+        if state.lost:
+            record = record.of(state.left)
         if record.divergence is not None:
             divergence = (*state.divergence[1 - HISTORY :], record.divergence)
             verdict = judge(self.guard, divergence)

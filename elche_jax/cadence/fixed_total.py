@@ -1,5 +1,6 @@
 """FixedTotal: a constant global batch size, in the best integer split."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -7,7 +8,7 @@ from numpy.typing import NDArray
 
 from elche_jax.cadence.apportion import split
 from elche_jax.cadence.base import ConstantTotal, State, Verdict, WindowReport
-from elche_jax.cadence.estimate import FloatArray, Times, as_times, update_ms
+from elche_jax.cadence.estimate import FloatArray, Times, as_array, as_times, update_ms
 
 MIN_GAIN = 0.02
 """Share of a window's time that another split must save to replace the current one."""
@@ -101,6 +102,22 @@ class FixedTotal(ConstantTotal[FixedTotalState]):
         counts[np.flatnonzero(unknown)[: self.total]] = 1
         counts[known] = split(self.total - int(counts.sum()), ms[known])
         return counts
+
+    def without(self, state: FixedTotalState, ranks: Collection[int]) -> FixedTotalState:
+        """Return the state for the devices that are left, which share out the same total.
+
+        Args:
+            state: The current state; it is not modified.
+            ranks: Ranks of the devices that are lost, not all of them.
+
+        Examples:
+            >>> FixedTotal(6).without(FixedTotalState((1, 2, 3), (6.0, 3.0, 2.0)), [2]).counts
+            (2, 4)
+        """
+        left = super().without(state, ranks)
+        if None in left.ms_per_batch:
+            return self.init(len(left.counts))
+        return replace(left, counts=tuple(split(self.total, as_array(left.ms_per_batch)).tolist()))
 
     def recalibrate(self, state: FixedTotalState) -> FixedTotalState:
         """Return the state with the time estimates forgotten; the counts stay.

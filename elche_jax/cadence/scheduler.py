@@ -4,7 +4,7 @@ Pure. The controller keeps one `SchedulerState`, calls `Scheduler.plan` before a
 `Scheduler.update` with every report.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -203,6 +203,23 @@ class Scheduler:
             cadence, agreed = self.cadence.replan(cadence), 0
         settled = state.settled or measured_plan
         return SchedulerState(cadence, shift, state.shifts + shifted, settled, agreed)
+
+    def without(self, state: SchedulerState, ranks: Collection[int]) -> SchedulerState:
+        """Return the state for the devices that are left when some are lost.
+
+        Args:
+            state: The current state; it is not modified.
+            ranks: Ranks of the devices that are lost, not all of them.
+
+        Examples:
+            >>> from elche_jax.cadence import EveryBatch
+            >>> scheduler = Scheduler(EveryBatch())
+            >>> scheduler.without(scheduler.init(3), [1]).counts
+            (1, 1)
+        """
+        cadence = self._checked("without", self.cadence.without(state.cadence, ranks))
+        shift = self.shift and self.shift.init(len(cadence.counts))
+        return replace(state, cadence=cadence, shift=shift, agreed=0)
 
     def _checked(self, method: str, state: Any) -> Any:
         """Return a state made by the cadence, after checking that it has the attributes needed."""

@@ -5,7 +5,8 @@ the results of `advise` are derived from these.
 """
 
 import math
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 
@@ -140,3 +141,15 @@ class WindowRecord(WindowMeasurement):
     left_out: tuple[int, ...] = ()
     divergence: Divergence | None = None
     loss: float | None = None
+
+    def of(self, ranks: Sequence[int]) -> "WindowRecord":
+        """Return the record as a cadence for some of the devices sees it.
+
+        Args:
+            ranks: Ranks of these devices.
+        """
+        counts, busy = (
+            tuple(values[rank] for rank in ranks if values)
+            for values in (self.counts, self.busy_ms)
+        )
+        return replace(self, counts=counts, busy_ms=busy)

@@ -91,6 +91,28 @@ def test_any_report_leads_to_a_sound_plan(name, windows):
 
 
 @every_cadence
+@laws
+@given(windows=windows, lost=st.sets(st.integers(0, 2), min_size=1, max_size=2))
+def test_the_devices_that_are_left_have_a_sound_plan(name, windows, lost):
+    cadence = CADENCES[name]
+    if cadence.scripted:
+        return  # a recording needs its devices, see `Controller.without`
+    state = cadence.init(3)
+    for wall_ms, counts, sync_ms, verdict in windows:
+        state = cadence.update(state, WindowReport(wall_ms, counts, sync_ms, 1.0), verdict)
+    before, left = copy.deepcopy(state), 3 - len(lost)
+    state = cadence.without(state, lost)
+    for wall_ms, counts, sync_ms, verdict in [(None, None, None, None), *windows]:
+        if counts is not None:
+            report = WindowReport(wall_ms[:left], counts[:left], sync_ms, 1.0)
+            state = cadence.update(state, report, verdict)
+        assert len(state.counts) == left and min(state.counts) >= 0
+        assert sum(state.counts) == CONSTANT_TOTAL.get(name, sum(state.counts)) > 0
+        assert type(state).from_dict(json.loads(json.dumps(state.to_dict()))) == state
+    assert cadence.without(before, lost) == cadence.without(copy.deepcopy(before), lost)
+
+
+@every_cadence
 def test_config_and_state_are_frozen_and_comparable(name):
     cadence = CADENCES[name]
     state = cadence.init(3)

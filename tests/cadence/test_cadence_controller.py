@@ -276,3 +276,35 @@ def test_what_is_none():
     )
     with pytest.raises(TypeError, match=r"^Heard: counts\[0\] must be an integer, got 2\.5"):
         fractions.plan(state, 0)
+
+
+# -- devices that are lost
+
+
+def test_all_devices_cannot_be_lost():
+    controller = Controller(ElChe())
+    state = controller.without(controller.init(3), [0, 2])
+    assert state.left == (1,) and controller.plan(state, 0) == (0, 10, 0)
+    with pytest.raises(ValueError, match=r"^Controller.without: ranks must leave a device, got"):
+        controller.without(state, [1])
+
+
+def test_a_recording_needs_its_devices():
+    controller = Controller(Replay([(1, 2, 3)] * 2))
+    rule = r"^Controller.without: ranks must be of devices that a recording does without, got \[2\]"
+    with pytest.raises(ValueError, match=rule):
+        controller.without(controller.init(3), [2])
+
+
+def test_losing_some_at_once_or_one_by_one_is_the_same():
+    controller = Controller(FixedTotal(9))
+    state = controller.init(4)
+    for window in range(3):
+        counts = controller.plan(state, window)
+        busy = tuple(ms * n for ms, n in zip((1.0, 2.0, 3.0, 4.0), counts, strict=True))
+        state = controller.observe(
+            state, WindowRecord(window, 0, counts, 72, busy, max(busy), 0.1, 0.0, True)
+        )
+    once = controller.without(state, [0, 3])
+    assert once == controller.without(controller.without(state, [3]), [0, 3])
+    assert controller.plan(once, 3) == (0, 6, 3, 0)
