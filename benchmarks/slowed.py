@@ -1,0 +1,67 @@
+"""Processes on processors of their own, of which some run at a share of the speed."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+PERIOD_US = 10_000
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+@contextmanager
+def started(command: list[str], core: int, group: Path | None = None, **options) -> Iterator:
+    """Starts a program on one processor, in a control group or none; ends it."""
+    begin = partial(_place, core, group)
+    with subprocess.Popen(
+        [sys.executable, *command], preexec_fn=begin, text=True, bufsize=1, **options
+    ) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def _place(core: int, group: Path | None) -> None:
+    os.sched_setaffinity(0, {core})
+    if group is not None:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+
+
+@contextmanager
+def slowed(core: int, parts: int) -> Iterator[Path | None]:
+    """Gives processes on a processor one of so many parts of it.
+
+    By the quota of a control group, version 1 or 2, where this may be set. Yields the group; or
+    None, and as many busy neighbours as are needed take the rest of the processor.
+    """
+    with suppress(OSError), ExitStack() as stack:
+        group = stack.enter_context(_group(parts))
+        yield group
+        return
+    with ExitStack() as stack:
+        for _ in range(parts - 1):
+            stack.enter_context(started(["-c", "while True: pass"], core))
+        yield None
+
+
+@contextmanager
+def _group(parts: int) -> Iterator[Path]:
+    one = (CGROUPS / "cpu").is_dir()  # version 1
+    group = (CGROUPS / "cpu" if one else CGROUPS) / f"elche-{os.getpid()}"
+    group.mkdir()
+    try:
+        quota = PERIOD_US // parts
+        if one:
+            (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (group / "cpu.cfs_quota_us").write_text(str(quota))
+        else:
+            (group / "cpu.max").write_text(f"{quota} {PERIOD_US}")
+        yield group
+    finally:
+        for line in (group / "cgroup.procs").read_text().split():
+            (group.parent / "cgroup.procs").write_text(line)
+        group.rmdir()
