@@ -4,6 +4,7 @@ import elche_jax as elche
 """
 
 from elche_jax import distributed as distributed
+from elche_jax._processes import ProcessLostError as ProcessLostError
 from elche_jax.adapters.convert import from_flax as from_flax, to_flax as to_flax
 from elche_jax.adapters.head import Head as Head, from_head as from_head
 from elche_jax.adapters.linen import from_linen as from_linen

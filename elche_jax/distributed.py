@@ -2,16 +2,26 @@
 
 import logging
 import os
+import sys
+import threading
 from typing import Any
 
 import jax
 
 from elche_jax import _check as check
+from elche_jax._exit import before_exit
+from elche_jax._processes import PROCESSES
 
 logger = logging.getLogger("elche_jax")
 
 HEARTBEAT_S = 30
 """Default number of seconds without a sign of life after which a process counts as gone."""
+
+LIMIT = "--xla_cpu_collective_timeout_seconds"
+"""XLA's flag for the seconds that a collective on CPUs may take."""
+
+LEAVE_S = 300
+"""Seconds that a process which has ended its work waits for the others."""
 
 COUNT, ID = "ELCHE_NUM_PROCESSES", "ELCHE_PROCESS_ID"
 """Variables in which a launcher says how many processes there are and which one this is; the
@@ -24,6 +34,8 @@ def initialize(
     process_id: int | None = None,
     *,
     heartbeat_timeout: int = HEARTBEAT_S,
+    exchange_timeout: int = 60,
+    recoverable: bool = True,
     **options: Any,
 ) -> None:
     """Join the job that this process is part of, before JAX is used.
@@ -39,11 +51,15 @@ def initialize(
         process_id: Number of this process, from 0 on.
         heartbeat_timeout: Seconds after which a process that gives no sign of life counts as gone,
             at least 1.
+        exchange_timeout: Seconds that one exchange may take on the devices, at least 1. If a
+            process ends in the middle of one, the others may wait that long. On CPUs only.
+        recoverable: Whether the others go on if a process ends, except for process 0. If not,
+            JAX ends them.
         **options: Further arguments of `jax.distributed.initialize`.
 
     Raises:
         RuntimeError: If JAX has been used before, or the job was joined before.
-        TypeError: If a number is none.
+        TypeError: If a number is none, or `recoverable` no bool.
         ValueError: If a number is out of range, or some of the three are missing.
 
     Examples:
@@ -54,6 +70,8 @@ def initialize(
     address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     count, number = _given(num_processes, COUNT), _given(process_id, ID)
     heartbeat_timeout = check.integer(where, "heartbeat_timeout", heartbeat_timeout, low=1)
+    exchange_timeout = check.integer(where, "exchange_timeout", exchange_timeout, low=1)
+    check.instance(where, "recoverable", recoverable, bool)
     if count is not None:
         count = check.integer(where, "num_processes", count, low=1)
     if number is not None:
@@ -65,6 +83,8 @@ def initialize(
         raise RuntimeError(
             f"{where}: it must be called once, this process has joined a job before."
         )
+    _limit_collectives(exchange_timeout)
+    jax.config.update("jax_enable_recoverability", recoverable)
     try:
         jax.distributed.initialize(**known, heartbeat_timeout_seconds=heartbeat_timeout, **options)
     except ValueError as error:
@@ -84,6 +104,33 @@ def initialize(
             f"{where}: it must be called before JAX is used, but a backend is running. Call it "
             "first thing, before jax.devices() or any array."
         ) from error
+    else:
+        if recoverable:
+            before_exit(_leave, last=True)
+
+
+def _limit_collectives(seconds: int) -> None:
+    """Let collectives on CPUs fail after some time, unless the environment says when.
+
+    If a process ends in the middle of one, some of the others notice, and some would wait in it for
+    those for half an hour. XLA reads this when the first backend starts; as an option of a program
+    it has no effect.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if LIMIT not in flags:
+        # in front: XLA does not read on behind a word that is no flag
+        os.environ["XLA_FLAGS"] = f"{LIMIT}={seconds} {flags}".strip()
+
+
+def _leave() -> None:
+    """Wait for the other processes, unless this one has failed: the first one has the coordinator.
+
+    JAX itself waits only in a job that is not recoverable.
+    """
+    if getattr(sys, "last_value", None) is None:
+        waiting = threading.Thread(target=PROCESSES.leave, name="elche-leave", daemon=True)
+        waiting.start()
+        waiting.join(LEAVE_S)
 
 
 def _given(value: int | None, variable: str) -> int | None:

@@ -257,7 +257,8 @@ class ProcessAxis(LeadAxis):
     work in place of those it lacks.
 
     Attributes:
-        ranks: For each process the ranks of its devices, ascending.
+        ranks: For each process that is there the ranks of its devices, ascending. Rows of other
+            devices are 0.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -269,7 +270,10 @@ class ProcessAxis(LeadAxis):
 
     def rows(self, value: PerDevice) -> Any:
         rows = jax.lax.all_gather(jnp.stack(value), AXIS, tiled=True)
-        return rows[np.array(places_of(self.ranks, self.width))]
+        places = places_of(self.ranks, self.width, self.size)
+        if max(places) == len(rows):  # devices that are lost
+            rows = jnp.concatenate([rows, jnp.zeros_like(rows[:1])])
+        return rows[np.array(places)]
 
     def mine(self, rows: Any) -> PerDevice:
         # one row more, of zeros, for what a process lacks

@@ -9,6 +9,7 @@ import hashlib
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from elche_jax import _check as check
+from elche_jax._processes import PROCESSES, ExchangeLost
 from elche_jax.engine.mapped import AXIS, MappedAcross
 
 PyTree = Any
@@ -60,6 +62,58 @@ class Measured(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Members:
+    """The processes of a job that are there.
+
+    Attributes:
+        devices: The devices of all processes, in rank order.
+        gone: Indices of the processes that have ended.
+    """
+
+    devices: tuple[jax.Device, ...]
+    gone: frozenset[int] = frozenset()
+
+    @cached_property
+    def ranks_of(self) -> Mapping[int, tuple[int, ...]]:
+        """The ranks of each process's devices, by its index, in the order of their first rank."""
+        ranks: dict[int, list[int]] = {}
+        for rank, device in enumerate(self.devices):
+            if device.process_index not in self.gone:
+                ranks.setdefault(device.process_index, []).append(rank)
+        return {process: tuple(own) for process, own in ranks.items()}
+
+    @cached_property
+    def left(self) -> tuple[int, ...]:
+        """The ranks of the devices that are there, ascending."""
+        return tuple(sorted(rank for ranks in self.ranks_of.values() for rank in ranks))
+
+    @cached_property
+    def lost(self) -> tuple[int, ...]:
+        """The ranks of the other devices, ascending."""
+        return tuple(rank for rank in range(len(self.devices)) if rank not in self.left)
+
+    @cached_property
+    def width(self) -> int:
+        """The largest number of devices of a process."""
+        return max(map(len, self.ranks_of.values()))
+
+    @cached_property
+    def leads(self) -> tuple[jax.Device, ...]:
+        """The device of each process that exchanges with the others: no CPU, if there is one."""
+        own = [[self.devices[rank] for rank in ranks] for ranks in self.ranks_of.values()]
+        return tuple(min(devices, key=lambda one: one.platform == "cpu") for devices in own)
+
+    @cached_property
+    def _gather(self) -> MappedAcross:
+        return MappedAcross(lambda rows: (None, jax.lax.all_gather(rows, AXIS)), self.leads)
+
+    def gathered(self, row: np.ndarray) -> np.ndarray:
+        """Return an array of the host from each process, stacked; all have to call it."""
+        lead = next(one for one in self.leads if one.process_index == jax.process_index())
+        return np.asarray(self._gather(jax.device_put(row[None], lead))[1])
+
+
+@dataclass(frozen=True)
 class Job:
     """The devices of a job.
 
@@ -69,23 +123,32 @@ class Job:
 
     devices: tuple[jax.Device, ...]
 
+    @property
+    def members(self) -> Members:
+        """The processes that are there."""
+        gone = PROCESSES.gone
+        if self._known.gone != gone:
+            self.__dict__["_known"] = Members(self.devices, gone)
+        return self._known
+
     @cached_property
+    def _known(self) -> Members:
+        return Members(self.devices)
+
+    @property
     def ranks_of(self) -> Mapping[int, tuple[int, ...]]:
-        """The ranks of each process's devices, by its index, in the order of their first rank."""
-        ranks: dict[int, list[int]] = {}
-        for rank, device in enumerate(self.devices):
-            ranks.setdefault(device.process_index, []).append(rank)
-        return {process: tuple(own) for process, own in ranks.items()}
+        """The ranks of the devices of each process that is there, see `Members`."""
+        return self.members.ranks_of
 
     @property
     def world_size(self) -> int:
         """Number of devices."""
         return len(self.devices)
 
-    @property
+    @cached_property
     def one_process(self) -> bool:
-        """Whether the job has one process."""
-        return len(self.ranks_of) == 1
+        """Whether the job has one process, from the start."""
+        return len({device.process_index for device in self.devices}) == 1
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -99,21 +162,15 @@ class Job:
         """This process's devices."""
         return tuple(self.devices[rank] for rank in self.ranks)
 
-    @cached_property
+    @property
     def at(self) -> int:
-        """Place of this process among those of the job."""
+        """Place of this process among those that are there."""
         return 0 if self.one_process else list(self.ranks_of).index(jax.process_index())
 
-    @cached_property
-    def width(self) -> int:
-        """The largest number of devices of a process."""
-        return max(map(len, self.ranks_of.values()))
-
-    @cached_property
+    @property
     def leads(self) -> tuple[jax.Device, ...]:
-        """The device of each process that exchanges with the others: no CPU, if there is one."""
-        own = [[self.devices[rank] for rank in ranks] for ranks in self.ranks_of.values()]
-        return tuple(min(devices, key=lambda one: one.platform == "cpu") for devices in own)
+        """The device of each process that exchanges with the others, see `Members`."""
+        return self.members.leads
 
     @cached_property
     def alike(self) -> bool:
@@ -131,16 +188,16 @@ class Job:
         found = self.gather(_digest((*own, os.cpu_count(), _processor())))
         return bool((found == found[0]).all())
 
-    @cached_property
-    def _gather(self) -> MappedAcross:
-        return MappedAcross(lambda rows: (None, jax.lax.all_gather(rows, AXIS)), self.leads)
-
     def gather(self, row: np.ndarray) -> np.ndarray:
-        """Return an array of the host from each process, stacked; all have to call it."""
+        """Return an array of the host from each process that is there, stacked.
+
+        All have to call it.
+        """
         if self.one_process:
             return row[None]
-        mine = jax.device_put(row[None], self.leads[self.at])
-        return np.asarray(self._gather(mine)[1])
+        while True:  # until no process ends meanwhile
+            with suppress(ExchangeLost):
+                return PROCESSES.together(self.leads, lambda: self.members.gathered(row))
 
     @cached_property
     def _psum(self) -> MappedAcross:
@@ -152,10 +209,15 @@ class Job:
         return np.asarray(self._psum(mine)[1])
 
     def gather_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Return rows of all devices, by rank, from those of each process; all have to call it."""
-        padded = np.pad(rows, ((0, self.width - len(rows)), (0, 0)))
-        places = places_of(tuple(self.ranks_of.values()), self.width)
-        return self.gather(padded).reshape(-1, rows.shape[1])[list(places)]
+        """Return rows of all devices, by rank, from those of each process; all have to call it.
+
+        Those of devices that are lost are 0.
+        """
+        width = Members(self.devices).width  # it must not change while a process ends
+        found = self.gather(np.pad(rows, ((0, width - len(rows)), (0, 0))))
+        places = places_of(tuple(self.ranks_of.values()), width, self.world_size)
+        flat = found.reshape(-1, rows.shape[1])
+        return np.concatenate([flat, np.zeros_like(flat[:1])])[list(places)]
 
     def check_same(self, where: str, **values: Any) -> None:
         """Raise unless all processes pass the same; all have to call it with the same names.
@@ -235,16 +297,18 @@ def _digest(value: Any) -> np.ndarray:
     return np.frombuffer(hashlib.blake2b(data, digest_size=8).digest(), np.uint32)
 
 
-def places_of(ranks_of: Sequence[Sequence[int]], width: int) -> tuple[int, ...]:
+def places_of(ranks_of: Sequence[Sequence[int]], width: int, size: int) -> tuple[int, ...]:
     """Return for each rank its place in rows gathered over processes, ``width`` for each.
 
+    A rank of none of them has the place after all rows.
+
     Examples:
-        >>> places_of([(0, 2), (1,)], width=2)
-        (0, 2, 1)
+        >>> places_of([(0, 3), (1,)], width=2, size=4)
+        (0, 2, 4, 1)
     """
     place = {
         rank: at * width + own
         for at, ranks in enumerate(ranks_of)
         for own, rank in enumerate(ranks)
     }
-    return tuple(place[rank] for rank in sorted(place))
+    return tuple(place.get(rank, width * len(ranks_of)) for rank in range(size))

@@ -192,7 +192,9 @@ def replicas_error(job: Job, rows: np.ndarray) -> ReplicaMismatch | None:
     return None
 
 
-def record_of(plan: WindowPlan, rows: np.ndarray, **known: Any) -> WindowRecord:
+def record_of(
+    plan: WindowPlan, rows: np.ndarray, left: Sequence[int], **known: Any
+) -> WindowRecord:
     """Return the record of a window from the rows of all devices.
 
     With `r[d]` the time from the end of the last window, of whichever process, until device `d`
@@ -207,14 +209,16 @@ def record_of(plan: WindowPlan, rows: np.ndarray, **known: Any) -> WindowRecord:
     Args:
         plan: The window.
         rows: For each device of the job a row of `Measured`, `(devices, fields)`.
+        left: Ranks of the devices that are there.
         **known: Further fields of the record.
     """
-    told = Measured(*np.asarray(rows, np.float64).T)
+    rows = np.asarray(rows, np.float64)
+    told = Measured(*rows[list(left)].T)
     done = told.idle - told.idle.min() + told.ready
     sync = float(told.sync.min())
     sync = 0.0 if sync == inf else sync
     return plan.measured(
-        busy_ms=tuple(told.busy.tolist()),
+        busy_ms=tuple(Measured(*rows.T).busy.tolist()),
         wall_ms=float(done.max()) + sync,
         sync_ms=sync,
         skew_ms=float(done.max() - done.min()),

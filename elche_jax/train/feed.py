@@ -1,5 +1,6 @@
 """Loads the data of windows, and places them on the devices."""
 
+from threading import Lock
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from elche_jax.cadence import Cadence
 from elche_jax.data.order import Cursor
 from elche_jax.data.place import Placer
 from elche_jax.data.reader import IndexedReader, Reader, open_epoch
+from elche_jax.data.source import IterableSource
 from elche_jax.data.split import capacity_for, piece_lengths, split_window
 from elche_jax.engine.fetch import CallArgs, Payload, Pieces, Rows
 from elche_jax.engine.runner import Call, FleetRunner
@@ -57,8 +59,15 @@ class Feed:
         # kept by the runner, so that a later call of `windows` compiles nothing anew
         self._capacities = runner.capacities.setdefault(layout, set())
         self._largest = self._largest_capacity()
+        # the loop loads a window again if a process is lost, while windows are read ahead
+        self._lock = Lock()
         self.fleet = runner.fleet
         self.epochs = plan.epochs
+
+    @property
+    def rereads(self) -> bool:
+        """Whether a window's data can be read a second time."""
+        return not isinstance(self._plan.source, IterableSource)
 
     def open_epoch(self, cursor: Cursor) -> Reader:
         """Return a reader of the cursor's epoch that starts at its microbatch."""
@@ -86,6 +95,12 @@ class Feed:
         Returns:
             The number of valid examples, and the program calls.
         """
+        with self._lock:
+            return self._load(counts, first, reader)
+
+    def _load(
+        self, counts: tuple[int, ...], first: int, reader: Reader
+    ) -> tuple[int, tuple[Call, ...]]:
         ranks = self.fleet.job.ranks
         capacity = self.capacity(max(counts[rank] for rank in ranks))
         totals = sum(counts), self._examples(first, sum(counts), reader)

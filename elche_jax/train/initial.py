@@ -21,7 +21,7 @@ from elche_jax.engine.loss import describe
 from elche_jax.engine.merge import MergeRules, resolve_merge
 from elche_jax.engine.replicas import hold_over, is_key, is_stacked, replicate_over
 from elche_jax.engine.returned import named_leaves
-from elche_jax.engine.shapes import difference
+from elche_jax.engine.shapes import difference, shapes_of
 from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
 from elche_jax.engine.trainable import Selection, select_trainable
 from elche_jax.train.options import Options
@@ -156,7 +156,26 @@ MOVED = "elche_jax.replicate(jax.tree.map(lambda leaf: leaf[0], state), train.de
 """Moves a stacked state, of the host or of any devices, onto those of a training step."""
 
 
-def check_place(state: TrainState, fleet: Fleet, cause: BaseException) -> None:
+def explain(state: TrainState, like: TrainState, fleet: Fleet, cause: BaseException) -> None:
+    """Raise what is wrong with a state with which a window failed, if anything is.
+
+    Args:
+        state: The state.
+        like: The shapes of the one that `init` made.
+        fleet: The devices of the training step.
+        cause: The error.
+    """
+    differs = difference(shapes_of(state), like)
+    if differs:
+        raise ValueError(
+            "train: state must have the shapes of the one that TrainStep.init made "
+            f"last, got another: {differs}. Was it made for another model or optimizer?"
+        ) from cause
+    if isinstance(cause, Exception):
+        _check_place(state, fleet, cause)
+
+
+def _check_place(state: TrainState, fleet: Fleet, cause: BaseException) -> None:
     """Raise if a state is not on the devices of a training step, in this order.
 
     States of other lanes are taken over lanes, but not in one lane.

@@ -141,7 +141,16 @@ class LiveScheduler:
     @property
     def throughput(self) -> tuple[float | None, ...]:
         """Microbatches per second of each device, see `elche_jax.train.speeds.throughput`."""
-        return speeds.throughput(self.state.cadence, self.records, self._world_size)
+        state = self._state
+        rates = speeds.throughput(state.schedule.cadence, *self._of(state))
+        return state.spread(rates, None)
+
+    def _of(self, state: ControllerState) -> tuple[list[WindowRecord], int]:
+        """Return the records as the cadence sees them, and the number of its devices."""
+        records = self.records
+        if state.lost:
+            records = [record.of(state.left) for record in records]
+        return records, len(state.left)
 
     @property
     def knows(self) -> bool:
@@ -153,14 +162,17 @@ class LiveScheduler:
         if self._world_size == 1 or not self.cadence.adaptive:
             return True
         state = self._state_after(window)
-        rates = speeds.throughput(state.schedule.cadence, [], self._world_size)
+        rates = speeds.throughput(state.schedule.cadence, [], len(state.left))
         return state.told or any(rate is not None for rate in rates)
 
     @property
     def ratios(self) -> tuple[float, ...]:
         """Share of the work that each device should get, see `elche_jax.train.speeds.ratios`."""
-        counts = self._controller.checked(self._state, self.counts, self.windows)
-        return speeds.ratios(self.state.cadence, self.records, counts)
+        state, planned = self._state, self.counts
+        planned = [planned[rank] for rank in state.left]
+        counts = self._controller.checked(state, planned, self.windows)
+        records, _ = self._of(state)
+        return state.spread(speeds.ratios(state.schedule.cadence, records, counts), 0.0)
 
     @property
     def state(self) -> SchedulerState:
@@ -211,9 +223,10 @@ class LiveScheduler:
 
     def _check_numbers(self, name: str, values: tuple[Any, ...]) -> None:
         where = self._where
-        if len(values) != self._world_size:
+        devices = len(self._state.left)
+        if len(values) != devices:
             raise ValueError(
-                f"{where}: {name} must have one entry per device ({self._world_size}), got "
+                f"{where}: {name} must have one entry per device ({devices}), got "
                 f"{len(values)}. Speeds of other devices say nothing about these; begin without."
             )
         low = None if name == "runs" else 0  # the sign of `runs` is a direction
@@ -237,7 +250,9 @@ class LiveScheduler:
             # a new run keeps the speeds, but not the verdict on the previous one
             self._recorded_verdict = STABLE
             before, seen = self._state, tuple(divergence)
-            new = ControllerState(before.schedule, self._world_size, seen, rest=before.rest)
+            new = ControllerState(
+                before.schedule, self._world_size, seen, rest=before.rest, lost=before.lost
+            )
             self._state = self._before = self._controller.begin(new)
             self._after.clear()
             self._history = array("q", () if history is None else history.ravel().tolist())
@@ -291,6 +306,16 @@ class LiveScheduler:
         """Record that a program was compiled; its key begins with its name."""
         if self.timeline is not None:
             self.timeline.add(CompileEvent, program=key[0], seconds=seconds, ahead=ahead)
+
+    def on_lost(self, ranks: Sequence[int]) -> None:
+        """Plan without devices from now on; what follows from earlier windows stays as it is."""
+        with self._observing:
+            self._state = self._controller.without(self._state, ranks)
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Ranks of the devices that plans do without."""
+        return self._state.lost
 
     def on_dispatch(self, counts: tuple[int, ...]) -> None:
         """Add the counts of a dispatched window to the history."""

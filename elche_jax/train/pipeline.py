@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import jax
 import numpy as np
 
+from elche_jax._processes import ExchangeLost
 from elche_jax.cadence import WindowPlan, WindowRecord, clamp_counts
 from elche_jax.data.order import Cursor
 from elche_jax.data.reader import Reader
@@ -25,6 +26,8 @@ from elche_jax.train.feed import Feed
 from elche_jax.train.finite import FiniteWatch
 from elche_jax.train.in_flight import InFlight, Run, Window
 from elche_jax.train.live_scheduler import LiveScheduler
+from elche_jax.train.lost import TakeOver
+from elche_jax.train.run_errors import RunErrors
 from elche_jax.train.telling import Telling
 from elche_jax.train.timing import Timing
 
@@ -56,7 +59,7 @@ class Pipeline(Generic[R]):
         clock: Times the windows; set by `Windows`.
         closed: Whether the run was closed; windows dispatched after that are not timed.
         trained: Number of the window dispatched last, or None.
-        raised: Whether the loop has seen the error of a thread.
+        errors: The errors of the threads.
 
     Args:
         feed: Loads and places windows.
@@ -95,6 +98,7 @@ class Pipeline(Generic[R]):
         self._watch, self._divergence, self.runner = watch, divergence, runner
         self._compared, self._timing = compared, timing or Timing(always=True)
         self._job = feed.fleet.job
+        self._take_over = TakeOver(feed, scheduler, pending)
         self._telling = Telling(self._job, feed.fleet.world_size, pending, verifies)
         self._ahead = in_flight if scheduler.cadence.adaptive else LOOKAHEAD
         lanes = feed.fleet.in_lanes()
@@ -110,11 +114,8 @@ class Pipeline(Generic[R]):
         self._requested, self._cold = 0.0, False
         self._dispatches = 0
         self._flights: dict[int, InFlight] = {}  # by number of the dispatch
-        self._error: BaseException | None = None
-        # an error of all processes, and the number of the dispatch in which it was found
-        self._shared: tuple[int, Exception] | None = None
+        self.errors = RunErrors(self._changed, self._job)
         self._watching: int | None = None  # the thread that records a window
-        self.raised = False
         self.trained: int | None = None
         self.closed = False
         self._unchecked: list[InFlight] = []  # in flight when the run was closed, or later
@@ -170,9 +171,9 @@ class Pipeline(Generic[R]):
             waits = self._timing.surprised or not self._scheduler.knows
             return len(self._open) < (1 if waits else below)
 
-        self.clock.wait(self._changed, lambda: stop.is_set() or self._error or may_plan())
-        if self._error is not None:
-            raise self._error
+        self.clock.wait(self._changed, lambda: stop.is_set() or self.errors.first or may_plan())
+        if self.errors.first is not None:
+            raise self.errors.first
         return not stop.is_set()
 
     def _known_at(self, window: int, ahead: int) -> int:
@@ -212,11 +213,26 @@ class Pipeline(Generic[R]):
                 self._open.discard(self._current)
                 self._current = None
                 self._changed.notify_all()
-        self.check()
+        self.errors.check()
 
     def on_handed_out(self, window: Window) -> None:
         """Note that the loop has got a window."""
         self._current = window.index
+
+    def present(self, window: Window) -> Window:
+        """Return a window without work for devices that are lost, see `TakeOver.present`."""
+        return self._take_over.present(window, self._wait_for_records)
+
+    @property
+    def _over(self) -> bool:
+        """Whether nobody may wait for a window any more."""
+        return self.closed or self.errors.first is not None
+
+    def _wait_for_records(self) -> None:
+        """Wait until every window dispatched so far is recorded, as in all processes."""
+        if self.clock is not None:
+            self.clock.wait(self._changed, lambda: self._over or not self._flights)
+        self.errors.check()
 
     @contextmanager
     def dispatch(self, window: Window) -> Generator[InFlight]:
@@ -243,15 +259,19 @@ class Pipeline(Generic[R]):
             flight = InFlight(window.plan, self._requested, launch, self._cold)
             flight.tells = self._telling.untold
             yield flight
-        except BaseException:
+        except BaseException as error:
             if launch is not None and launch.watch is not None:
                 launch.watch.dropped(launch.number)
-            with self._changed:
-                self._open.discard(window.index)
-                self._changed.notify_all()
+            if not isinstance(error, ExchangeLost):  # after which the window is run again
+                self._discard(window)
             raise
         flight.steady = self._cache.misses == misses
         self._hand_over(flight)
+
+    def _discard(self, window: Window) -> None:
+        with self._changed:
+            self._open.discard(window.index)
+            self._changed.notify_all()
 
     def _admit(self, window: Window) -> None:
         """Wait until a window may be dispatched, and take it."""
@@ -260,11 +280,11 @@ class Pipeline(Generic[R]):
         assert self.clock is not None  # set before any window is handed out
         self.clock.wait(
             self._changed,
-            lambda: self._error or self.closed or len(self._flights) < self._in_flight,
+            lambda: self._over or len(self._flights) < self._in_flight,
         )
         with self._changed:
-            self._raise_shared(self._dispatches - self._in_flight)
-            self.check()
+            self.errors.release(self._dispatches - self._in_flight)
+            self.errors.check()
             # not before the wait: if it is interrupted, the loop may use the window again
             if self._current == window.index:
                 self._current = None
@@ -291,11 +311,10 @@ class Pipeline(Generic[R]):
 
     def finish(self) -> None:
         """Wait until the windows in flight are complete; all processes of a job have to."""
-        if self.clock is not None:
-            self.clock.wait(self._changed, lambda: self._error or self.closed or not self._flights)
+        self._wait_for_records()
         self._tell_rest()
-        self._raise_shared(None)
-        self.check()
+        self.errors.release(None)
+        self.errors.check()
 
     @property
     def late(self) -> frozenset[int]:
@@ -306,35 +325,21 @@ class Pipeline(Generic[R]):
         """Raise an error of the windows that the loop has not seen, before a new run begins."""
         self._check_windows(keep=0)
         self._tell_rest()
-        self._raise_shared(None)
-        if not self.raised:
-            self.check()
+        self.errors.release(None)
+        if not self.errors.raised:
+            self.errors.check()
 
     def _tell_rest(self) -> None:
         """Tell the other processes what no window's exchange tells them; all have to call it."""
-        told, rows = (None, None) if self._error else self._telling.rest()
+        told, rows = (None, None) if self.errors.first else self._telling.rest()
         if rows is None:
             return
         if (error := self._telling.replicas_error(rows)) is not None:
-            self._found(self._dispatches, error)
+            self.errors.found(self._dispatches, error)
         if told is not None:
             # the number of the next window: none that is planned already may depend on it
             at = told.plan.window + 1 if self._current is None else self._current
             self._record_across(told, rows, at, self._dispatches)
-
-    def _raise_shared(self, last: int | None) -> None:
-        """Let `check` raise an error that all processes have found, up to a dispatch or any.
-
-        Each raises it before the same window: one that went on would wait for the others there.
-        """
-        if self._shared is not None and (last is None or self._shared[0] <= last):
-            self.on_error(self._shared[1])
-
-    def check(self) -> None:
-        """Raise the first exception of a thread."""
-        if self._error is not None:
-            self.raised = True
-            raise self._error
 
     def close(self) -> None:
         """End the timing; windows in flight go on, unmeasured.
@@ -344,7 +349,7 @@ class Pipeline(Generic[R]):
         """
         with self._changed:
             if not self._job.one_process and self._watching != threading.get_ident():
-                self._changed.wait_for(lambda: self._error or not self._flights)
+                self._changed.wait_for(lambda: self.errors.first or not self._flights)
             self.closed = True
             # those of a host exchange are dropped, as they were not averaged
             if self.clock is None or not self.clock.ends_windows:
@@ -402,7 +407,7 @@ class Pipeline(Generic[R]):
             rows = np.asarray(survey.found)
             error = plans_error(self._job, window.plan, rows)
             if (error := error or self._telling.replicas_error(rows)) is not None:
-                self._found(times.window, error)
+                self.errors.found(times.window, error)
             told = self._telling.completed(window, times, free, known)
             if told:
                 self._record_across(told, rows, window.plan.window, times.window)
@@ -421,8 +426,15 @@ class Pipeline(Generic[R]):
     def _record_across(self, told: InFlight, rows: np.ndarray, at: int, number: int) -> None:
         """Record a window, of which all know these rows since window `at`, dispatch `number`."""
         if told.tell is not None or not self._telling.of_last:  # else of a run that was closed
-            self._record(told, record_of(told.plan, rows, **told.known), at)
-        self._check_finite(told, Measured(*rows.T).own > 0, number)
+            left = self._job.members.left
+            self._record(told, record_of(told.plan, rows, left, **told.known), at)
+        self._check_finite(told, self._own(rows), number)
+
+    def _own(self, rows: np.ndarray) -> np.ndarray:
+        """Return by rank whether a device's own sums were finite; True for those that are lost."""
+        own = Measured(*rows.T).own > 0
+        own[list(self._job.members.lost)] = True
+        return own
 
     def _measured(self, flight: InFlight, misses: int) -> np.ndarray:
         """Return what this process tells of a window in its exchange, in a lane's thread."""
@@ -430,7 +442,9 @@ class Pipeline(Generic[R]):
         plan = plan_number(flight.plan)
         with self._changed:  # the windows before it have their ends noted
             self._changed.wait_for(
-                lambda: self._error or self.closed or min(self._flights, default=number) >= number
+                lambda: (
+                    self.errors.first or self.closed or min(self._flights, default=number) >= number
+                )
             )
         if self._telling.of_last:
             return self._telling.rows_of_last(flight.tells, plan)
@@ -455,7 +469,7 @@ class Pipeline(Generic[R]):
     def _check_window(self, window: InFlight) -> None:
         """Check a window of a run that was closed, and its replicas."""
         survey, told = window.launch.survey, self._telling.told_by(window)
-        own = window.token if survey is None else Measured(*np.asarray(survey.found).T).own > 0
+        own = window.token if survey is None else self._own(np.asarray(survey.found))
         if told is not None:
             self._check_finite(told, own, window.launch.number)
         self._check_replicas(window)
@@ -469,7 +483,7 @@ class Pipeline(Generic[R]):
         if self._watch.skipped > skipped:
             self._scheduler.on_skip(window.plan, self._watch.event)
         if error is not None:
-            self._found(number, error)
+            self.errors.found(number, error)
 
     def _check_replicas(self, window: InFlight) -> None:
         """Check that a window's replicas are equal, if they were compared."""
@@ -479,18 +493,4 @@ class Pipeline(Generic[R]):
             error = None if text is None else ReplicaMismatch(text)
             self._telling.verified(window.sums, error)
             if error is not None and self._job.one_process:  # else the next exchange tells it
-                self.on_error(error)
-
-    def _found(self, number: int, error: Exception) -> None:
-        """Keep an error that every process finds in the window of this dispatch."""
-        if self._job.one_process:
-            self.on_error(error)
-        elif self._shared is None:
-            self._shared = number, error
-
-    def on_error(self, error: BaseException) -> None:
-        """Keep the first exception of a thread, for the loop to raise."""
-        with self._changed:
-            if self._error is None:
-                self._error = error
-            self._changed.notify_all()
+                self.errors.keep(error)

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import optax
 
-from elche_jax.engine.axis import ProcessAxis
 from elche_jax.engine.collective import CollectiveProgram
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.gradient import GradientRule
@@ -207,11 +206,7 @@ class Runners:
         options, emulate = self._options, self._options.emulate
         where = self._fleet, self._cache, initial.shapes
         if options.host is None and isinstance(self._fleet, Lanes):
-            job = self._fleet.job
-            across = None
-            if not job.one_process:
-                across = ProcessAxis(job.world_size, tuple(job.ranks_of.values()))
-            program = LanesProgram(rule, emulate, splits, across, job.alike)
+            program = LanesProgram(rule, emulate, splits, alike=self._fleet.job.alike)
             return LanesRunner(program, self._fleet, self._cache, initial.shapes)
         rule = rule.in_parts(splits[0])  # all devices are of one kind
         if options.host is None:

@@ -1,6 +1,7 @@
 """`TrainStep`: the training step that the user's loop calls."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -8,6 +9,7 @@ import jax
 import optax
 
 from elche_jax import _check as check
+from elche_jax._processes import ExchangeLost
 from elche_jax.cadence import (
     Cadence,
     Controller,
@@ -25,7 +27,7 @@ from elche_jax.engine.loss import LossFn
 from elche_jax.engine.reductions import parameter_averager
 from elche_jax.engine.replicas import unreplicate
 from elche_jax.engine.runner import WindowRunner
-from elche_jax.engine.shapes import difference, shapes_of
+from elche_jax.engine.shapes import shapes_of
 from elche_jax.engine.state import TrainState
 from elche_jax.observe.report import RunReport, make_report
 from elche_jax.train.across import check_same_data, check_same_start
@@ -36,7 +38,7 @@ from elche_jax.train.initial import (
     as_key,
     check_buffers,
     check_init,
-    check_place,
+    explain,
     initial_state,
     key_impl_of,
 )
@@ -332,10 +334,25 @@ class TrainStep:
             ValueError: A leaf of `state` was donated to an earlier call or is in it twice,
                 or the state is another model's; `window` is another training step's.
             NonFiniteError: An earlier window's gradient was not finite.
+            ProcessLostError: Another process of the job has ended, and the job cannot go on.
         """
         check_outside("train")
         pipeline = self.pipeline_of(window, "train")
         self._check_state(state, "train")
+        trained = None
+        while trained is None:
+            window = pipeline.present(window)
+            # if an exchange is lost, the state is as before the window, which is run again
+            with suppress(ExchangeLost):
+                trained = self._train(pipeline, state, window)
+        # a Ctrl-C in a host callback would be swallowed by the runtime, so it is raised here
+        if self._options.emulate is not None:
+            self._options.emulate.settle()
+        return trained
+
+    def _train(
+        self, pipeline: Pipeline[WindowRunner], state: TrainState, window: Window
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         runner = pipeline.runner
         with pipeline.dispatch(window) as flight:
             timed = self._timing.timed(self._scheduler.windows, window.counts)
@@ -347,23 +364,12 @@ class TrainStep:
                 )
             except BaseException as error:
                 # only after a failure: the loop would pay for every leaf in every window
-                differs = difference(shapes_of(state), runner.state)
-                if differs:
-                    raise ValueError(
-                        "train: state must have the shapes of the one that TrainStep.init made "
-                        f"last, got another: {differs}. Was it made for another model or optimizer?"
-                    ) from error
-                if isinstance(error, Exception):
-                    check_place(state, self.fleet, error)
+                explain(state, runner.state, self.fleet, error)
                 raise
             if not pipeline.late:  # reading the sums would wait for the late device
                 flight.sums = self._replica_check.launch(window.index, state, runner.replicated)
             # if windows are pending, the metrics are those of an earlier one
-            pending = self._options.pending
-            flight.finite = flight.token if pending else flight.metrics["finite"]
-        # a Ctrl-C in a host callback would be swallowed by the runtime, so it is raised here
-        if self._options.emulate is not None:
-            self._options.emulate.settle()
+            flight.finite = flight.token if self._options.pending else flight.metrics["finite"]
         return state, dict(flight.metrics)  # a copy: the watcher thread reads the original
 
     def pipeline_of(self, window: Window, where: str) -> Pipeline[WindowRunner]:

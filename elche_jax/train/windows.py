@@ -43,7 +43,7 @@ class Windows(Iterator[Window]):
         pipeline.clock = clock = pipeline.runner.watch(
             _weakly(pipeline.on_complete),
             _weakly(pipeline.on_late_times),
-            _weakly(pipeline.on_error),
+            _weakly(pipeline.errors.keep),
         )
         if not clock.inline:
             self._prefetch = Prefetch(lambda stop: pipeline.plan(stop, run), pipeline.wake)
@@ -62,7 +62,7 @@ class Windows(Iterator[Window]):
             if window is None:
                 self._pipeline.finish()
         except BaseException:
-            self._pipeline.raised = True  # any error of a thread reaches the loop here
+            self._pipeline.errors.raised = True  # any error of a thread reaches the loop here
             self.close()
             raise
         if window is None:

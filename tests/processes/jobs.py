@@ -1,6 +1,7 @@
 """Jobs of several processes that tests start, and what their programs have in common."""
 
 import json
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -14,17 +15,32 @@ LIMIT = 240
 """Seconds after which the processes of a job are killed."""
 
 
-def run(program: str, devices: Sequence[int], *arguments: object) -> list:
+def run(
+    program: str, devices: Sequence[int], *arguments: object, killed: Sequence[int] = ()
+) -> list:
     """Runs a program of this folder in one process per entry of `devices`, to their end.
 
     Args:
         program: Name of the file.
         devices: CPU devices of each process.
         arguments: Its arguments.
+        killed: Processes that kill themselves.
 
     Returns:
-        For each process what it printed last, read as JSON.
+        For each process what it printed last, read as JSON; None for those that were killed.
     """
+    said = []
+    for at, (code, out, err) in enumerate(outcomes(program, devices, *arguments)):
+        want = -signal.SIGKILL if at in killed else 0
+        assert code == want, f"{at}: {code}\n{out[-2000:]}\n{err}"
+        said.append(None if at in killed else json.loads(out.strip().splitlines()[-1]))
+    return said
+
+
+def outcomes(
+    program: str, devices: Sequence[int], *arguments: object
+) -> list[tuple[int, str, str]]:
+    """Runs a program as `run` does; returns each process's exit code and what it printed."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -48,9 +64,7 @@ def run(program: str, devices: Sequence[int], *arguments: object) -> list:
         # all at once: one whose pipe is full would keep the others waiting
         with ThreadPoolExecutor(len(processes)) as pool:
             said = list(pool.map(lambda process: process.communicate(), processes))
-        for process, (out, err) in zip(processes, said, strict=True):
-            assert process.returncode == 0, f"{out}\n{err}"
-    return [json.loads(out.strip().splitlines()[-1]) for out, _ in said]
+        return [(one.returncode, *texts) for one, texts in zip(processes, said, strict=True)]
 
 
 TESTS = Path(__file__).parents[1]

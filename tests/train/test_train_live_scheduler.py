@@ -296,3 +296,43 @@ def test_only_a_cadence_that_does_not_balance_is_worth_a_hint(cadence, hints, ca
     for window in range(HINT_AFTER):
         scheduler.observe(record((1, 1), (5.0, 30.0), window=window))
     assert len(caplog.records) == hints
+
+
+# -- devices that are lost
+
+
+@pytest.mark.parametrize("cadence", [elche.ElChe(anchor=4), elche.FixedTotal(12), EveryBatch()])
+def test_without_a_device_the_others_keep_their_speeds(cadence):
+    scheduler = scheduler_of(cadence, 3)
+    feed(scheduler, (4.0, 2.0, 1.0), windows=4)
+    total, speeds = sum(scheduler.counts), scheduler.throughput
+    scheduler.on_lost([1])
+    assert scheduler.lost == (1,)
+    assert scheduler.counts[1] == 0 and len(scheduler.counts) == 3
+    assert scheduler.throughput == (speeds[0], None, speeds[2])
+    assert scheduler.ratios == pytest.approx((0.2, 0.0, 0.8))
+    if isinstance(cadence, elche.FixedTotal):
+        assert sum(scheduler.counts) == total
+    counts = scheduler.counts
+    busy = [4.0 * counts[0], 0.0, counts[2]]
+    scheduler.observe(record(counts, busy, window=4))  # a record of all, with nothing of the lost
+    assert scheduler.counts[1] == 0
+    assert len(scheduler.state.counts) == 2
+    scheduler.restart()
+    assert scheduler.lost == (1,), "a new run has the same devices"
+    scheduler.on_lost([0])
+    assert scheduler.counts[:2] == (0, 0) and scheduler.counts[2] > 0
+
+
+def test_what_follows_from_windows_before_the_loss_stays():
+    """A process that plans late must plan as those that planned before they knew."""
+    scheduler = scheduler_of(elche.ElChe(anchor=4), 3)
+    for window in range(3):
+        counts = scheduler.counts
+        scheduler.observe(record(counts, [4.0 * counts[0], counts[1], counts[2]], window=window))
+    before = scheduler.plan(4, after=2)
+    scheduler.on_lost([0])
+    assert scheduler.plan(4, after=2) == before and before[0] > 0
+    counts = scheduler.counts
+    scheduler.observe(record(counts, [0.0, counts[1], counts[2]], window=3))
+    assert scheduler.plan(5, after=3)[0] == 0

@@ -8,10 +8,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from elche_jax._processes import ProcessLostError
 from elche_jax.engine.axis import HostAxis, HostProcessAxis
 from elche_jax.engine.host.program import Delivery
 from elche_jax.engine.job import Job, Measured
 from elche_jax.engine.reduce import Mean, Reduction
+
+LOST = (
+    "train: a process ended, and an exchange on the host does not go on without it. Start the job "
+    "again, with resume='auto' to go on from its last checkpoint."
+)
+"""The message for a loss of a process: what it had delivered is not in the mean any more."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,10 @@ class HostAverage:
         if self.job is None or told is None:
             return Average(mean, metrics, own)
         Measured(*told.T).own[:] = own
-        return Average(mean, metrics, own, self.job.gather_rows(told))
+        rows = self.job.gather_rows(told)
+        if self.job.members.lost:
+            raise ProcessLostError(LOST)
+        return Average(mean, metrics, own, rows)
 
     def _axis(self, devices: int, there: tuple[int, ...]) -> HostAxis:
         if self.job is None:

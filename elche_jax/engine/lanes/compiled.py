@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from elche_jax.engine.axis import ProcessAxis
 from elche_jax.engine.collective import Carried
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.fetch import CallArgs, Payload
-from elche_jax.engine.job import Measured
+from elche_jax.engine.job import Measured, Members
 from elche_jax.engine.lane import Lane, Lanes
 from elche_jax.engine.lanes.program import LanesProgram, Sent
 from elche_jax.engine.mapped import Mapped, MappedAcross, PerDevice
@@ -87,7 +88,7 @@ class Programs:
         self._carried: Carried = jax.eval_shape(program.zeros, state)
         self.summed = program.sums_in_lane(state)
         self._sizes = [lane.world_size for lane in lanes.lanes]
-        self._absent: dict[int, Sequence[Contribution]] = {}
+        self._absent: dict[tuple[int, int], Sequence[Contribution]] = {}
         self.parts = range(program.rule.parts)
         # `mapped` makes a function object per lane: the key of JAX's caches lacks the kind of
         # the devices
@@ -102,9 +103,7 @@ class Programs:
             ]
             for part in self.parts
         ]
-        self._agree: list[list[Any]] = [
-            [self._on_lead(part, lane) for lane in lanes.lanes] for part in self.parts
-        ]
+        self._agree: dict[Hashable, Mapped | MappedAcross] = {}
         # what was agreed is donated too, unless it becomes the new parameters as it is
         taken = (0,) if program.rule.takes_agreed else (0, 3)
         self._adopt = [
@@ -115,12 +114,25 @@ class Programs:
             for part in self.parts
         ]
 
-    def _on_lead(self, part: int, lane: Lane) -> Mapped | MappedAcross:
+    def _on_lead(self, part: int, lead: int) -> Mapped | MappedAcross:
         """Map `agree` over the first device of a lane, or over the leads of all processes."""
-        if self._lanes.job.one_process:
-            return Mapped(partial(self._program.agree, part), lane.devices[:1], donate=(1,))
+        job = self._lanes.job
+        key = part, lead, job.members.gone
+        if key not in self._agree:
+            self._agree[key] = (
+                self._in_process(part, lead) if job.one_process else self._across(part, job.members)
+            )
+        return self._agree[key]
+
+    def _in_process(self, part: int, lead: int) -> Mapped:
+        devices = self._lanes.lanes[lead].devices[:1]
+        return Mapped(partial(self._program.agree, part), devices, donate=(1,))
+
+    def _across(self, part: int, members: Members) -> MappedAcross:
+        axis = ProcessAxis(self._program.rule.size, tuple(members.ranks_of.values()))
+        program = replace(self._program, across=axis)
         # nothing is donated: if another process ends, this one goes on from what it had
-        return MappedAcross(partial(self._program.agree_across, part), self._lanes.job.leads)
+        return MappedAcross(partial(program.agree_across, part), members.leads)
 
     def accumulating(self, lane: int, payload: Payload) -> One:
         """Return the program that runs microbatches of such data in a lane."""
@@ -182,26 +194,28 @@ class Programs:
             lambda: (state, carried, self._contributed(part)[1], self._agreed(part)),
         )
         first = [ranks[0] for ranks in self._lanes.ranks]
-        brings = [not self.summed or rank in first for rank in range(self._lanes.job.width)]
-        rows = jax.ShapeDtypeStruct((self._lanes.job.width, len(Measured._fields)), np.float32)
+        members = self._lanes.job.members
+        brings = [not self.summed or rank in first for rank in range(members.width)]
+        rows = jax.ShapeDtypeStruct((members.width, len(Measured._fields)), np.float32)
         measured = () if self._lanes.job.one_process else (rows,)
         agree = One(
-            ("lead agree", self._number, lead, part),
-            self._agree[part][lead],
+            ("lead agree", self._number, lead, part, members.gone),
+            self._on_lead(part, lead),
             lambda: stacked((state, self._held, self._gathered(part, brings), *measured), 1),
         )
         return contribute, agree, adopt
 
     def absent(self, part: int) -> Sequence[Contribution]:
         """Return contributions on the lead in place of devices that other processes have more."""
-        if part not in self._absent:
+        missing = self._lanes.job.members.width - self._lanes.world_size
+        if (part, missing) not in self._absent:
             made = self._contributed(part)[0]
             if self.summed:
                 made = without_payload(made)
             none = jax.tree.map(lambda x: np.zeros((1, *x.shape), x.dtype), made)
-            missing = self._lanes.job.width - self._lanes.world_size
-            self._absent[part] = jax.device_put([none] * missing, self._lanes.lead.devices[0])
-        return self._absent[part]
+            absent = jax.device_put([none] * missing, self._lanes.lead.devices[0])
+            self._absent[part, missing] = absent
+        return self._absent[part, missing]
 
     def _contributed(self, part: int) -> tuple[Contribution, Sent]:
         """Return the shapes of the results of `LanesProgram.contribute`."""
@@ -216,9 +230,8 @@ class Programs:
     def _agreed(self, part: int) -> Agreed:
         """Return the shapes of what crosses to the devices."""
         # the same whatever the devices are combined over
-        alone = replace(self._program, across=None)
         gathered = self._gathered(part, [True] * self._program.rule.size)
-        agree = partial(alone.agree, part)
+        agree = partial(self._program.agree, part)
         return jax.eval_shape(agree, self._thin, self._held, gathered)[0][0]
 
 

@@ -33,7 +33,7 @@ class LanesProgram(CollectiveProgram):
 
     Attributes:
         splits: For each lane, in how many parts its devices run a microbatch.
-        across: The devices of the job if it has several processes; else None.
+        across: The devices of all processes, for `agree_across`; else None.
         alike: Whether the leads of all processes compute the same bits.
     """
 

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from elche_jax._processes import PROCESSES
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.lane import Lane, Lanes
 from elche_jax.engine.laned import entries_of
@@ -233,9 +234,13 @@ class LanesWindow:
         """Dispatch `agree` over the leads of all processes."""
         rows = np.pad(survey.take(), ((0, len(self.absent)), (0, 0)))
         measured = jax.device_put(rows[None], self.lanes.lead.devices[0])
-        agreed, (metrics, survey.found) = self.ending.agree(
-            *self.lead, [*contributions, *self.absent], measured
-        )
+
+        def exchange() -> Any:
+            found = self.ending.agree(*self.lead, [*contributions, *self.absent], measured)
+            # a result that does not come must be known before the states take part in anything
+            return jax.block_until_ready(found) if PROCESSES.recoverable else found
+
+        agreed, (metrics, survey.found) = PROCESSES.together(self.lanes.job.leads, exchange)
         return agreed, metrics
 
     def _accumulate_and_agree(self, at: int, work: Work, sums: PyTree) -> tuple[PyTree, Any]:

@@ -1,0 +1,52 @@
+"""The errors of a run: found in threads, raised in the loop, in all processes before one window."""
+
+import threading
+
+from elche_jax.engine.job import Job
+
+
+class RunErrors:
+    """The first error of a run.
+
+    Attributes:
+        first: The error that the loop is to raise; None if there is none.
+        raised: Whether the loop has seen it.
+
+    Args:
+        changed: Notified of every change.
+        job: The processes.
+    """
+
+    def __init__(self, changed: threading.Condition, job: Job):
+        self._changed, self._job = changed, job
+        self.first: BaseException | None = None
+        self.raised = False
+        # an error of all processes, and the number of the dispatch in which it was found
+        self._shared: tuple[int, Exception] | None = None
+
+    def keep(self, error: BaseException) -> None:
+        """Keep the first exception of a thread, for the loop to raise."""
+        with self._changed:
+            self.first = self.first or error
+            self._changed.notify_all()
+
+    def found(self, number: int, error: Exception) -> None:
+        """Keep an error that every process finds in the window of this dispatch."""
+        if self._job.one_process:
+            self.keep(error)
+        elif self._shared is None:
+            self._shared = number, error
+
+    def release(self, last: int | None) -> None:
+        """Let `check` raise an error that all processes have found, up to a dispatch or any.
+
+        Each raises it before the same window: one that went on would wait for the others there.
+        """
+        if self._shared is not None and (last is None or self._shared[0] <= last):
+            self.keep(self._shared[1])
+
+    def check(self) -> None:
+        """Raise the error."""
+        if self.first is not None:
+            self.raised = True
+            raise self.first

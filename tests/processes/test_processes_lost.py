@@ -1,0 +1,137 @@
+"""Jobs in which a process ends in the middle: the others go on without its devices."""
+
+import json
+
+import jax
+import jobs
+import numpy as np
+import optax
+import pytest
+from losing import BATCH, EPOCHS, ROWS, RULES
+from marks import slow
+from reference import loss_fn, params
+
+import elche_jax as elche
+
+ELCHE, TOTAL = ("ElChe", 3), ("FixedTotal", 8)
+SIZE = len(ROWS["x"]) // BATCH
+"""Microbatches of an epoch."""
+
+
+def run(fleet, rule, cadence, **dying):
+    """What the processes say that are left; `dying` says how the others end, by their number."""
+    how = {int(name[1:]): moment for name, moment in dying.items()}
+    lost = [*how]
+    said = jobs.run("losing.py", fleet, json.dumps((rule, cadence, how)), killed=lost)
+    return [one for at, one in enumerate(said) if at not in lost]
+
+
+def alone(rule, counts):
+    """The parameters of every device after these counts, in one process."""
+    train = elche.build_train_step(
+        loss_fn, optax.adam(1e-2), devices=jax.devices()[: len(counts[0])],
+        averaging=RULES[rule], cadence=elche.Replay([tuple(row) for row in counts]),
+    )  # fmt: skip
+    state = train.init(params())
+    with train.windows(ROWS, BATCH, epochs=EPOCHS) as windows:
+        for window in windows:
+            state, _ = train(state, window)
+    return {name: np.asarray(leaf) for name, leaf in state.params.items()}
+
+
+def check(said, fleet, rule, lost):
+    """What must hold whatever the moment was."""
+    first, *others = said
+    ranks = [at for at, process in enumerate(np.repeat(np.arange(len(fleet)), fleet))
+             if process not in lost]  # fmt: skip
+    gone = sorted(set(range(sum(fleet))) - set(ranks))
+    for other in others:
+        for name in ("counts", "records", "weights", "next"):
+            assert other[name] == first[name], name
+    # every microbatch once an epoch
+    for epoch in range(EPOCHS):
+        plans = [plan[1:] for plan in first["plans"] if plan[0] == epoch]
+        assert [at for at, _ in plans] == [0, *np.cumsum([size for _, size in plans])[:-1]]
+        assert sum(size for _, size in plans) == SIZE
+    counts = np.array(first["counts"])
+    assert not counts[-1][gone].any()
+    assert first["weights"] == counts.sum(axis=1).tolist()
+    want, at = alone(rule, first["counts"]), 0
+    for process in said:
+        for name, rows in process["params"].items():
+            own = want[name][ranks[at : at + len(rows)]]
+            np.testing.assert_allclose(np.array(rows), own, rtol=1e-4, atol=1e-5)
+        at += len(process["params"]["w"])
+    assert at == len(ranks)
+    return counts
+
+
+MOMENTS = {
+    "between its window and the exchange": ("exchange", 7),
+    "in the middle of a window": ("contribute", 8),
+    "as it compiles": ("compile", 3),
+    "in the first exchange": ("exchange", 1),
+    "as it reads data": ("read", 100),
+}
+
+
+@pytest.mark.parametrize("moment", [next(iter(MOMENTS)), *map(slow, [*MOMENTS][1:])])
+def test_the_others_go_on(moment):
+    fleet = (1, 1, 1)
+    said = run(fleet, "mean gradient", TOTAL, p2=MOMENTS[moment])
+    counts = check(said, fleet, "mean gradient", [2])
+    assert (counts[0][2] == 0) == (moment in ("as it compiles", "in the first exchange"))
+    assert sum(said[0]["next"]) == 8, "the total is that of the cadence"
+    assert said[0]["throughput"][2] is None
+
+
+@pytest.mark.parametrize("rule", [slow(rule) for rule in RULES])
+def test_every_rule(rule):
+    fleet = (2, 1, 1)
+    check(run(fleet, rule, ELCHE, p1=("exchange", 6)), fleet, rule, [1])
+
+
+@pytest.mark.slow
+def test_two_that_end_one_after_the_other():
+    fleet = (1, 2, 1)
+    said = run(fleet, "mean gradient", TOTAL, p1=("exchange", 4), p2=("exchange", 9))
+    check(said, fleet, "mean gradient", [1, 2])
+
+
+LOST = "train: process 1 (device 1) ended before window 2 was complete; 1 of 2 devices are left. "
+CANNOT = {
+    "a recording": (("Replay", [(2, 2)] * 9), None, LOST + "A recording needs all devices."),
+    "an iterable": (
+        ELCHE, "iterable", LOST + "The data of a window must be read again, which an iterable "
+        "cannot. Resume from a checkpoint.",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CANNOT)
+def test_what_cannot_go_on_is_an_error(name):
+    cadence, data, message = CANNOT[name]
+    job = json.dumps(("mean gradient", cadence, {1: ("exchange", 3)}, data))
+    said, _ = jobs.run("losing.py", (1, 1), job, killed=[1])
+    assert said == {"error": message, "processes": [1]}
+
+
+@pytest.mark.slow
+def test_the_job_ends_with_its_first_process():
+    """JAX's coordinator is in it. The others say so, or JAX does, which ends them."""
+    job = json.dumps(("mean gradient", ELCHE, {0: ("exchange", 3)}))
+    _, *others = jobs.outcomes("losing.py", (1, 1, 1), job)
+    for code, _, err in others:
+        assert code != 0
+        assert "process 0, which holds JAX's coordinator, ended" in err or (
+            "the JAX distributed service detected fatal errors" in err
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_at_a_random_moment(seed):
+    fleet = (1, 1, 1)
+    said = run(fleet, "mean gradient", TOTAL, p2=("time", seed))
+    check(said, fleet, "mean gradient", [2])
