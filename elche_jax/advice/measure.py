@@ -18,7 +18,7 @@ from elche_jax.cadence import Cadence, ElChe, EveryBatch, FixedTotal, WindowReco
 from elche_jax.cadence.window_time import MAX_COUNT
 from elche_jax.config import CADENCE_KNOBS, DDPConfig
 from elche_jax.data.source import IterableSource, as_source
-from elche_jax.engine.devices import names_of, select_devices
+from elche_jax.engine.devices import check_one_process, listed, names_of
 from elche_jax.engine.loop import LoopHook
 from elche_jax.observe.report import ms_per_batch
 from elche_jax.train.build import build_train_step
@@ -36,6 +36,12 @@ GROWTH = 8
 
 LEAST = 5
 """Smallest number of windows per measurement, however long they take."""
+
+
+ELSEWHERE = (
+    "It measures devices alone, so call it in a process by itself on each host; in a job, "
+    "train.report() tells the speeds."
+)
 
 
 def advise(
@@ -147,7 +153,8 @@ def advise(
         rule, got = "be readable several times", f"an iterator ({type(data).__name__})"
         todo = "Pass an object whose __iter__ starts anew."
         raise TypeError(check.message("advise", "data", rule, got, todo))
-    chosen = select_devices(devices, "advise")
+    chosen = listed(devices, "advise")
+    check_one_process("advise", ELSEWHERE)
     options = _measurable(options)
 
     window = WindowTime(1e3 * seconds / WINDOWS, least=1)

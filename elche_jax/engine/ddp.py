@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from elche_jax import _check as check
-from elche_jax.engine.devices import select_devices
-from elche_jax.engine.lane import lanes_of
+from elche_jax.engine.devices import fleet_of, select_job
 from elche_jax.engine.loss import describe
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.reductions import broadcaster, weighted_averager
@@ -28,11 +27,15 @@ PyTree = Any
 
 
 class DDP:
-    """Collectives over the devices of one machine, for a user-written loop.
+    """Collectives over the devices of a job, for a user-written loop.
 
     All trees are *stacked*: leaves `(world_size,) + shape`, entry `d` on device `d`, as
     `replicate` makes them and `jax.pmap` takes and returns them. Subtrees that are None or
     `optax.MaskedNode()`, such as frozen parameters, are skipped.
+
+    In a job of several processes, trees have an entry for each device of this process, leaves
+    `(len(ranks),) + shape`, and all processes make the same calls: reductions and times are those
+    of all devices of the job.
 
     Wait for a result once per step (`jax.block_until_ready`): several CPU devices in one
     process deadlock when a loop dispatches dozens of collectives ahead of them.
@@ -41,18 +44,18 @@ class DDP:
     kind. With `timed`, a cadence decides how much work each device does.
 
     Attributes:
-        devices: The devices, in rank order.
+        devices: The devices of the job, in rank order.
         world_size: Their number.
+        ranks: The ranks of this process's devices, all of them if there is one process.
         axis_name: Pass this axis name to your own `jax.pmap`: its outputs then have the same
             sharding as the results here, so that no program compiles twice.
 
     Args:
-        devices: At least two devices, of any kinds; None for all local devices.
+        devices: At least two devices, of any kinds; None for all devices of the job.
 
     Raises:
         TypeError: If `devices` is not a sequence of devices.
-        ValueError: If there are fewer than two devices, or duplicates, or if the job has
-            several processes.
+        ValueError: If there are fewer than two devices, duplicates, or none of some process.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -66,26 +69,27 @@ class DDP:
     """
 
     def __init__(self, devices: Sequence[jax.Device] | None = None):
-        self.devices = select_devices(devices, "DDP")
+        self.devices = select_job(devices, "DDP")
         self.world_size, self.axis_name = len(self.devices), AXIS
         if self.world_size < 2:
             rule, todo = "hold at least two devices", "A single device needs no exchange."
             raise ValueError(check.message("DDP", "devices", rule, self.world_size, todo))
-        self.fleet = lanes_of(self.devices)
+        self.fleet = fleet_of("DDP", self.devices)
+        self.ranks = self.fleet.job.ranks
         self._broadcast, self._mean = broadcaster(self.fleet), weighted_averager(self.fleet)
-        self._watches = Watches(self.devices)
+        self._watches = Watches(self.fleet)
 
     @classmethod
     def wrap(
         cls, replicas: Sequence[PyTree], devices: Sequence[jax.Device] | None = None
     ) -> "tuple[DDP, PyTree]":
-        """Stack existing replicas, one per device.
+        """Stack existing replicas, one per device of this process.
 
         The replicas are not synchronized; call `sync_params` for that.
 
         Args:
             replicas: One pytree of arrays per device, equal in structure, shapes and dtypes.
-            devices: The devices; None for all local devices.
+            devices: The devices; None for all devices of the job.
 
         Returns:
             The `DDP`, and the stacked pytree.
@@ -104,7 +108,7 @@ class DDP:
         """
         ddp = cls(devices)
         replicas = check.items("DDP.wrap", "replicas", replicas, "pytrees")
-        check.per_device("DDP.wrap", "replicas", len(replicas), ddp.world_size)
+        check.per_device("DDP.wrap", "replicas", len(replicas), len(ddp.ranks))
         for rank, replica in enumerate(replicas[1:], start=1):
             differs = difference(*jax.tree.map(_as_array, (replica, replicas[0])))
             if differs:
@@ -124,7 +128,8 @@ class DDP:
         """Map a function of one device's values over the devices, of whatever kinds.
 
         With devices of one kind this is `jax.pmap`, and `fn` may use collectives over
-        `axis_name`. Devices of several kinds have a program each kind, and no axis in common.
+        `axis_name`. Devices of several kinds have a program each kind, and no axis in common, nor
+        have those of several processes.
 
         Args:
             fn: Function of pytrees of arrays, one device's, without the leading axis. It is
@@ -133,9 +138,10 @@ class DDP:
 
         Returns:
             A function of stacked pytrees that returns the stacked result. Arguments may be
-            arrays of the host; those that differ by device, such as ranks or counts, are
-            arrays `(world_size,)`. A call raises ValueError if a leaf is not stacked, if there
-            is none, or if `fn` uses a named axis over devices of several kinds.
+            arrays of the host; those that differ by device are arrays with one entry for each of
+            `ranks`, such as `np.array(counts)[list(ddp.ranks)]`. A call raises ValueError if a
+            leaf is not stacked, if there is none, or if `fn` uses a named axis over devices of
+            several kinds or processes.
 
         Raises:
             TypeError: If `fn` is not callable, or a position not an integer.
@@ -174,6 +180,10 @@ class DDP:
         block or the end of its previous window if that is later, and those of the
         synchronization, the shortest wait of any device. It is that of a training step.
 
+        In a job of several processes the end of the block exchanges the times of all devices, so
+        that the report is the same everywhere. No process leaves the block before the others have
+        ended it.
+
         Whatever the host does in the block counts, too, so prepare the data before it. A block in
         which a program is compiled, such as the first, is not measured: its times are 0, which
         cadences ignore. A cadence that follows the loss wants
@@ -183,7 +193,7 @@ class DDP:
         raises.
 
         Args:
-            counts: Microbatches of each device in this window, at least 0 each.
+            counts: Microbatches of each device of the job in this window, at least 0 each.
 
         Returns:
             The context; its target is the clock, an `elche_jax.engine.timed.WindowTimer`.
@@ -273,7 +283,8 @@ class DDP:
 
         Args:
             grads: Stacked pytree of float arrays, for instance `(loss, grads)`.
-            batch_counts: One number per device, at least 0, not all 0. A device with count 0
+            batch_counts: One number per device of the job, as a cadence plans them, at least 0,
+                not all 0; the same in all processes. A device with count 0
                 contributes nothing, even if its gradients are NaN.
 
         Returns:
@@ -313,16 +324,16 @@ class DDP:
                     f"DDP.{name}: every leaf of grads must be a float array, leaf "
                     f"{jax.tree_util.keystr(path) or 'grads'} is {describe(leaf)}."
                 )
-        return self._mean(grads, weights)
+        return self._mean(grads, weights[list(self.ranks)])
 
     def _check(
         self, name: str, tree: PyTree, todo: str = "Make it with replicate, or in a pmap."
     ) -> None:
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            if np.shape(leaf)[:1] != (self.world_size,) or not hasattr(leaf, "dtype"):
+            if np.shape(leaf)[:1] != (len(self.ranks),) or not hasattr(leaf, "dtype"):
                 raise ValueError(
                     f"DDP.{name}: every leaf must be stacked, with one entry per device "
-                    f"({self.world_size}), leaf {jax.tree_util.keystr(path) or 'tree'} is "
+                    f"({len(self.ranks)}), leaf {jax.tree_util.keystr(path) or 'tree'} is "
                     f"{describe(leaf)}. {todo}"
                 )
 

@@ -14,10 +14,51 @@ from elche_jax.engine.lane import Fleet, kinds_of, lanes_across, lanes_of, memor
 GIB = 1024**3
 
 
-def select_devices(
+def select_job(
     devices: Sequence[jax.Device] | None, where: str = "build_train_step"
 ) -> tuple[jax.Device, ...]:
-    """Return the devices to compute on, checked.
+    """Return the devices of a job, of all processes, checked.
+
+    Args:
+        devices: The user's choice; None for all devices of all processes.
+        where: The function the user called.
+
+    Raises:
+        TypeError, ValueError: See `listed`.
+        ValueError: If devices of this process or another are missing.
+    """
+    chosen = listed(jax.devices() if devices is None else devices, where)
+    missing = set(range(jax.process_count())) - {device.process_index for device in chosen}
+    if missing:
+        rule = "hold devices of every process of the job"
+        got = f"none of process {min(missing)}"
+        todo = "All processes pass the same: jax.devices() has the devices of all."
+        raise ValueError(check.message(where, "devices", rule, got, todo))
+    platforms = {device.platform for device in Job(chosen).leads}
+    if len(platforms) > 1:
+        rule = "have a device of one platform in every process, over which these exchange"
+        got = " and ".join(sorted(platforms))
+        raise ValueError(check.message(where, "devices", rule, got))
+    return chosen
+
+
+def check_one_process(where: str, todo: str = "It does not work over several yet.") -> None:
+    """Check that the job has one process, for what would leave the others out.
+
+    Args:
+        where: The function the user called.
+        todo: What to do instead.
+
+    Raises:
+        ValueError: If `jax.distributed` was initialized with several processes.
+    """
+    processes = jax.process_count()
+    if processes > 1:
+        raise ValueError(check.message(where, "jax.process_count()", "be 1", processes, todo))
+
+
+def listed(devices: Sequence[jax.Device] | None, where: str) -> tuple[jax.Device, ...]:
+    """Return devices of any process as a tuple, checked.
 
     Args:
         devices: The user's choice; None for all local devices.
@@ -25,55 +66,8 @@ def select_devices(
 
     Raises:
         TypeError: If `devices` is not a sequence, or an entry is not a `jax.Device`.
-        ValueError: If it is empty or holds duplicates, if a device's backend is gone, or the
-            job has several processes.
+        ValueError: If it is empty or holds duplicates, or if a device's backend is gone.
     """
-    chosen = listed(devices, where)
-    check_one_process(where)
-    return chosen
-
-
-def select_job(devices: Sequence[jax.Device] | None) -> tuple[jax.Device, ...]:
-    """Return the devices to train on, checked, see `select_devices`: of all processes.
-
-    Raises:
-        ValueError: If devices of this process or another are missing.
-    """
-    chosen = listed(jax.devices() if devices is None else devices, "build_train_step")
-    missing = set(range(jax.process_count())) - {device.process_index for device in chosen}
-    if missing:
-        rule = "hold devices of every process of the job"
-        got = f"none of process {min(missing)}"
-        todo = "All processes pass the same: jax.devices() has the devices of all."
-        raise ValueError(check.message("build_train_step", "devices", rule, got, todo))
-    platforms = {device.platform for device in Job(chosen).leads}
-    if len(platforms) > 1:
-        rule = "have a device of one platform in every process, over which these exchange"
-        raise ValueError(
-            check.message("build_train_step", "devices", rule, " and ".join(sorted(platforms)))
-        )
-    return chosen
-
-
-def check_one_process(where: str) -> None:
-    """Check that the job has one process, for what would leave the others out.
-
-    Args:
-        where: The function the user called.
-
-    Raises:
-        ValueError: If `jax.distributed` was initialized with several processes.
-    """
-    processes = jax.process_count()
-    if processes > 1:
-        raise ValueError(
-            f"{where}: jax.process_count() must be 1, got {processes}. Over several processes "
-            "only build_train_step works so far."
-        )
-
-
-def listed(devices: Sequence[jax.Device] | None, where: str) -> tuple[jax.Device, ...]:
-    """Return the devices as a tuple, checked as in `select_devices`, of any process."""
     chosen = jax.local_devices() if devices is None else devices
     if not isinstance(chosen, Iterable):
         raise TypeError(

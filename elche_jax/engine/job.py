@@ -7,11 +7,12 @@ travelled in that exchange, so that all processes plan alike.
 
 import hashlib
 import os
+import pickle
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from elche_jax import _check as check
-from elche_jax._processes import PROCESSES, ExchangeLost
+from elche_jax._processes import PROCESSES, ExchangeLost, ProcessLostError
 from elche_jax.engine.mapped import AXIS, MappedAcross
 
 PyTree = Any
+
+PIECE = 2**20
+"""Bytes that a process sends at once, so that the leads need no more memory than some of them."""
 
 
 class Measured(NamedTuple):
@@ -103,14 +107,10 @@ class Members:
         own = [[self.devices[rank] for rank in ranks] for ranks in self.ranks_of.values()]
         return tuple(min(devices, key=lambda one: one.platform == "cpu") for devices in own)
 
-    @cached_property
-    def _gather(self) -> MappedAcross:
-        return MappedAcross(lambda rows: (None, jax.lax.all_gather(rows, AXIS)), self.leads)
-
     def gathered(self, row: np.ndarray) -> np.ndarray:
         """Return an array of the host from each process, stacked; all have to call it."""
         lead = next(one for one in self.leads if one.process_index == jax.process_index())
-        return np.asarray(self._gather(jax.device_put(row[None], lead))[1])
+        return np.asarray(_gatherer(self.leads)(jax.device_put(row[None], lead))[1])
 
 
 @dataclass(frozen=True)
@@ -219,6 +219,47 @@ class Job:
         flat = found.reshape(-1, rows.shape[1])
         return np.concatenate([flat, np.zeros_like(flat[:1])])[list(places)]
 
+    def exchange(self, value: Any) -> list[Any]:
+        """Return what each process passes, in their order; all have to call it.
+
+        Args:
+            value: Anything that can be pickled, of any size.
+
+        Raises:
+            ProcessLostError: In all that are left, if a process has ended.
+        """
+        if self.one_process:
+            return [value]
+        mine = pickle.dumps(value)
+        told = self._gather_of_all(np.array(divmod(len(mine), 2**32), np.uint32))
+        sizes = [(int(high) << 32) + int(low) for high, low in told]
+        # a power of two: few programs are compiled
+        step = min(PIECE, 1 << (max(sizes) - 1).bit_length())
+        parts = [bytearray() for _ in sizes]
+        for begin in range(0, max(sizes), step):
+            row = np.zeros(step, np.uint8)
+            own = np.frombuffer(mine[begin : begin + step], np.uint8)
+            row[: own.size] = own
+            for part, size, got in zip(parts, sizes, self._gather_of_all(row), strict=True):
+                part += got[: max(0, size - begin)].tobytes()
+        return [pickle.loads(part) for part in parts]
+
+    def _gather_of_all(self, row: np.ndarray) -> np.ndarray:
+        """Return what `gather` does, if all processes are there."""
+        found, gone = self.gather(row), sorted(self.members.gone)
+        if gone:
+            raise ProcessLostError(
+                f"process {gone[0]} of the job has ended. Training goes on without it, if it can; "
+                "evaluation, predict and what is done by hand need all processes.", gone,
+            )  # fmt: skip
+        return found
+
+    def by_rank(self, told: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+        """Return what each process tells of its devices, in rank order."""
+        flat = [x for own in told for x in own]
+        ranks = [rank for own in self.ranks_of.values() for rank in own]
+        return tuple(x for _, x in sorted(zip(ranks, flat, strict=True), key=lambda one: one[0]))
+
     def check_same(self, where: str, **values: Any) -> None:
         """Raise unless all processes pass the same; all have to call it with the same names.
 
@@ -231,9 +272,18 @@ class Job:
         """
         if self.one_process:
             return
-        found = self.gather(np.stack([_digest(value) for value in values.values()]))
+        self.compare(where, list(values), self.gather(digests_of(values)))
+
+    def compare(self, where: str, names: Sequence[str], found: np.ndarray) -> None:
+        """Raise unless the digests of all processes are equal, see `check_same`.
+
+        Args:
+            where: The function the user called.
+            names: Names of the values.
+            found: For each process its `digests_of` them.
+        """
         processes = list(self.ranks_of)
-        for at, name in enumerate(values):
+        for at, name in enumerate(names):
             other = np.flatnonzero((found[:, at] != found[0, at]).any(axis=-1))
             if other.size:
                 rule = "be the same in all processes"
@@ -275,6 +325,17 @@ def digest_of(tree: PyTree) -> bytes:
         found.update(f"{jax.tree_util.keystr(path)}{array.shape}{array.dtype}".encode())
         found.update(array.tobytes())
     return found.digest()
+
+
+@lru_cache(maxsize=4)
+def _gatherer(leads: tuple[jax.Device, ...]) -> MappedAcross:
+    """Return the program of `Job.gather`: it is compiled once, however many jobs are made."""
+    return MappedAcross(lambda rows: (None, jax.lax.all_gather(rows, AXIS)), leads)
+
+
+def digests_of(values: Mapping[str, Any]) -> np.ndarray:
+    """Return a digest of each value, `(values, 2)`."""
+    return np.stack([_digest(value) for value in values.values()])
 
 
 def _processor() -> str:

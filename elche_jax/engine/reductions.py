@@ -1,7 +1,7 @@
 """Reductions of stacked pytrees over the devices of a fleet, outside of training windows.
 
 In one lane these are collectives. Several lanes meet on the lead: each brings its sum there, and
-the result is copied to all devices.
+the result is copied to all devices. So do those of several processes, whose leads then exchange.
 """
 
 from collections.abc import Callable
@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from elche_jax.averaging.rules import AveragingRule
-from elche_jax.engine.axis import DeviceAxis, LeadAxis
+from elche_jax.engine.axis import DeviceAxis, LeadAxis, ProcessAxis
 from elche_jax.engine.collectives import broadcast_from, weighted_mean, weighted_terms
 from elche_jax.engine.exchange import packed_psum
 from elche_jax.engine.lane import Fleet, Lane, Lanes
 from elche_jax.engine.laned import entries_of
 from elche_jax.engine.local import average
-from elche_jax.engine.mapped import AXIS, Mapped
+from elche_jax.engine.mapped import AXIS, Mapped, MappedAcross, PerDevice
 from elche_jax.engine.state import TrainState, with_averaging
 from elche_jax.engine.trainable import Selection
 
@@ -31,7 +31,16 @@ def broadcaster(fleet: Fleet) -> Callable[[PyTree], PyTree]:
     if not isinstance(fleet, Lanes):
         mapped = fleet.mapped(lambda tree: (broadcast_from(tree, 0, AXIS), None))
         return lambda tree: mapped(tree)[0]
-    return lambda tree: _scatter(fleet, entries_of(fleet.place(tree), 0))
+    if fleet.job.one_process:
+        return lambda tree: _scatter(fleet, entries_of(fleet.place(tree), 0))
+    # the first process has the first device
+    across = MappedAcross(lambda tree: (broadcast_from(tree, 0, AXIS), None), fleet.job.leads)
+    lead = fleet.lead.devices[0]
+
+    def broadcast(tree: PyTree) -> PyTree:
+        return _scatter(fleet, across(jax.device_put(entries_of(fleet.place(tree), 0), lead))[0])
+
+    return broadcast
 
 
 def weighted_averager(fleet: Fleet) -> Callable[[PyTree, np.ndarray], PyTree]:
@@ -46,13 +55,13 @@ def weighted_averager(fleet: Fleet) -> Callable[[PyTree, np.ndarray], PyTree]:
 
     def mean(like: PyTree, parts: list[tuple[PyTree, Any]]) -> tuple[PyTree, None]:
         trees, weights = zip(*parts, strict=True)
-        total = sum(weights)
-        summed = jax.tree.map(lambda *own: sum(own) / total, *trees)
-        return jax.tree.map(lambda s, leaf: s.astype(leaf.dtype), summed, like), None
+        own = jax.tree.map(lambda *lanes: sum(lanes), *trees), sum(weights)
+        summed, total = own if fleet.job.one_process else packed_psum(own, AXIS)
+        return jax.tree.map(lambda s, leaf: (s / total).astype(leaf.dtype), summed, like), None
 
     sums = [lane.mapped(partial(lane_sum, lane)) for lane in fleet.lanes]
     lead = fleet.lead.devices[0]
-    means = Mapped(mean, [lead])
+    means = _on_leads(fleet, mean)
 
     def averager(tree: PyTree, weights: np.ndarray) -> PyTree:
         tree = fleet.place(tree)
@@ -80,14 +89,31 @@ def parameter_averager(
         axis = DeviceAxis(size)
         mapped = fleet.mapped(lambda state: (average(averaging, selection, axis, state), None))
         return lambda state: mapped(of(state))[0]
-    lead, everyone = fleet.lead.devices[0], LeadAxis(size)
-    means = Mapped(lambda states: (average(averaging, selection, everyone, states), None), [lead])
+    lead, job = fleet.lead.devices[0], fleet.job
+    everyone = LeadAxis(size)
+    if not job.one_process:
+        everyone = ProcessAxis(job.world_size, tuple(job.ranks_of.values()))
+    means = _on_leads(fleet, lambda states: (average(averaging, selection, everyone, states), None))
 
     def averager(state: TrainState) -> PyTree:
         rows = [entries_of(of(state), rank) for rank in range(size)]
+        rows += rows[:1] * (job.members.width - size)  # in place of what other processes have more
         return means(jax.device_put(rows, lead))[0]
 
     return averager
+
+
+def _on_leads(fleet: Lanes, fn: PerDevice) -> Mapped | MappedAcross:
+    """Map a function over the lead of each process; if they are not alike, the first one's counts.
+
+    In a job of several processes, all have to call it.
+    """
+    job = fleet.job
+    if job.one_process:
+        return Mapped(fn, fleet.lead.devices[:1])
+    if job.alike:
+        return MappedAcross(fn, job.leads)
+    return MappedAcross(lambda *args: (broadcast_from(fn(*args)[0], 0, AXIS), None), job.leads)
 
 
 def _scatter(lanes: Lanes, tree: PyTree) -> PyTree:

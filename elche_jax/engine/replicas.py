@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from elche_jax import _check as check
 from elche_jax.engine.checksum import checksums, differing
 from elche_jax.engine.devices import listed
+from elche_jax.engine.job import Job
 from elche_jax.engine.lane import Fleet, Lanes, lanes_of
 from elche_jax.engine.laned import LanedArray, LeadArray, Stacked, StackedArray
+from elche_jax.engine.talk import Talk
 
 PyTree = Any
 
@@ -96,18 +99,49 @@ def check_replicas(tree: PyTree) -> None:
     The devices compute checksums (see `elche_jax.engine.checksum`), in which a change within
     one element always shows. Only a leaf that differs is fetched.
 
+    In a job of several processes, all have to call it with their copies. They are compared over
+    all processes, and an error is raised in each of them.
+
     Args:
         tree: Pytree of stacked arrays, for instance a `TrainState`.
 
     Raises:
         ReplicaMismatch: If a copy differs from the first device's; the message names the
-            first such leaf, the device, and how many elements differ.
+            first such leaf, the device, and how many elements differ; or the process whose
+            copies differ from those of the first one.
         ValueError: If a leaf is not stacked.
+        RuntimeError: If another process has raised an error.
 
     Examples:
         >>> import jax, numpy as np
         >>> from elche_jax import check_replicas, replicate
         >>> check_replicas(replicate({"w": np.ones(3)}, jax.devices()))
+    """
+    job = Job(tuple(jax.devices()))
+    with Talk(job, "check_replicas") as talk:
+        told = talk.tell(_copies(tree))
+    for process, (text, _) in zip(job.ranks_of, told, strict=True):
+        if text is not None:
+            raise ReplicaMismatch(text if job.one_process else f"{text} In process {process}.")
+    _, known = told[0]
+    for process, (_, copies) in zip(job.ranks_of, told, strict=True):
+        if [name for name, *_ in copies] != [name for name, *_ in known]:
+            rule, got = "have the same leaves in all processes", f"others in process {process}"
+            raise ValueError(check.message("check_replicas", "tree", rule, got))
+        for (name, device, own), (_, first, sums) in zip(copies, known, strict=True):
+            if own != sums:
+                raise ReplicaMismatch(
+                    f"check_replicas: all replicas must be bitwise equal, but leaf {name} on "
+                    f"{device} of process {process} differs from {first} of process "
+                    f"{next(iter(job.ranks_of))}."
+                )
+
+
+def _copies(tree: PyTree) -> tuple[str | None, list[tuple[str, str, bytes]]]:
+    """Compare this process's copies of a pytree.
+
+    Returns:
+        Where they differ, or None; and for each leaf its name, first device and checksum.
     """
     named = jax.tree_util.tree_flatten_with_path(tree)[0]
     groups: dict[Fleet, list[int]] = {}
@@ -126,7 +160,13 @@ def check_replicas(tree: PyTree) -> None:
     found = [(ms[leaf], rank) for ms, sums in launched for leaf, rank in differing(sums)]
     if found:
         leaf, rank = min(found)
-        raise ReplicaMismatch(_difference(*named[leaf], rank))
+        return _difference(*named[leaf], rank), []
+    firsts: dict[int, bytes] = {}
+    for ms, sums in launched:
+        firsts |= {i: row.tobytes() for i, row in zip(ms, np.asarray(sums)[0], strict=True)}
+    return None, [
+        (_name(named[i][0]), str(devices_of(named[i][1])[0]), firsts[i]) for i in sorted(firsts)
+    ]
 
 
 def mismatch(where: str, tree: PyTree, devices: Sequence[jax.Device], sums: Any) -> str | None:

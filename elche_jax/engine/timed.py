@@ -15,6 +15,7 @@ import jax
 
 from elche_jax import _check as check
 from elche_jax.cadence import WindowReport
+from elche_jax.engine.lane import Fleet
 from elche_jax.engine.laned import Stacked
 from elche_jax.engine.loss import describe
 from elche_jax.engine.timing import ENDS, Stopwatch, WindowTimes
@@ -36,9 +37,9 @@ class WindowTimer:
         compiled: Whether a program was compiled in the block, so that its times mean nothing.
     """
 
-    def __init__(self, devices: Sequence[jax.Device], counts: Sequence[int], watch: "_Watch"):
+    def __init__(self, fleet: Fleet, counts: Sequence[int], watch: "_Watch"):
         self.compiled = False
-        self._devices, self._counts = devices, tuple(counts)
+        self._job, self._devices, self._counts = fleet.job, fleet.devices, tuple(counts)
         self._watch: _Watch | None = watch
         """Until the end of the block: a report that is kept keeps no threads."""
         self._marked: list[_Named] = []
@@ -128,7 +129,10 @@ class WindowTimer:
         self._refuse_any_donated()
         free = ENDS.before(self._devices, times.arrived)
         ENDS.note(self._devices, times.combined)
-        busy, sync = times.busy_ms(free), times.sync_ms
+        # the processes leave the block together, with the same report
+        told = self._job.exchange((times.busy_ms(free), times.sync_ms, self.compiled))
+        own, syncs, compiled = zip(*told, strict=True)
+        busy, sync, self.compiled = self._job.by_rank(own), min(syncs), any(compiled)
         if self.compiled:
             busy, sync = (0.0,) * len(busy), 0.0
         # a device whose thread is late may seem to have ended before it began
@@ -218,19 +222,19 @@ class Watches:
     """The threads of a `DDP`'s clocks; they end when this is dropped.
 
     Args:
-        devices: The devices.
+        fleet: The devices of this process, in lanes.
     """
 
-    def __init__(self, devices: Sequence[jax.Device]):
-        self._devices = devices
+    def __init__(self, fleet: Fleet):
+        self._fleet = fleet
         # threads are kept, as starting and ending them takes milliseconds
         self._idle: list[_Watch] = []
 
     @contextmanager
     def timed(self, counts: Sequence[int]) -> Generator[WindowTimer, None, None]:
         """Return the context of a window, see `DDP.timed`."""
-        watch = self._idle.pop() if self._idle else _Watch(len(self._devices))
-        timer = WindowTimer(self._devices, counts, watch)
+        watch = self._idle.pop() if self._idle else _Watch(self._fleet.world_size)
+        timer = WindowTimer(self._fleet, counts, watch)
         try:
             with _compiling(timer):
                 yield timer

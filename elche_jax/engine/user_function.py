@@ -11,10 +11,10 @@ from elche_jax.engine.traced import no_named_axis
 
 PyTree = Any
 
-NO_AXIS = (
-    "as devices of several kinds have none in common",
+NO_AXIS = "as devices of several {} have none in common"
+INSTEAD = (
     "Exchange outside of it, with DDP.weighted_all_reduce_gradients, and pass ranks as "
-    "np.arange(world_size).",
+    "np.array(ddp.ranks)."
 )
 
 
@@ -30,18 +30,19 @@ def user_function(
     def over_lanes(*args: PyTree) -> PyTree:
         placed = fleet.place(args)
         if (key := signature(placed)) not in known:
-            _refuse_axes(fn, placed)
+            _refuse_axes(fleet, fn, placed)
             known.add(key)
         return mapped(*placed)[0]
 
     return over_lanes
 
 
-def _refuse_axes(fn: Callable[..., PyTree], args: PyTree) -> None:
+def _refuse_axes(fleet: Lanes, fn: Callable[..., PyTree], args: PyTree) -> None:
     """Check that a function uses no named axis.
 
     Mapped over a lane of several devices it would find one, and exchange within the lane only.
     """
     one = one_of(args)
-    with no_named_axis("DDP.map: fn", NO_AXIS):
+    several = "kinds" if fleet.job.one_process else "processes"
+    with no_named_axis("DDP.map: fn", (NO_AXIS.format(several), INSTEAD)):
         jax.eval_shape(lambda *own: fn(*own), *one)  # not `fn`, whose trace JAX may know

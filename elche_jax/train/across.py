@@ -68,13 +68,14 @@ def check_same_data(job: Job, plan: DataPlan, start: Cursor) -> None:
     """
     if not job.one_process:
         job.check_same(
-            "windows", data=_fingerprint(plan), batch_size=plan.batch_size, epochs=plan.epochs,
+            "windows", data=fingerprint(plan), batch_size=plan.batch_size, epochs=plan.epochs,
             seed=plan.seed, shuffle=plan.shuffle, drop_last=plan.drop_last,
             mask_key=plan.mask_key, cursor=start,
         )  # fmt: skip
 
 
-def _fingerprint(plan: DataPlan) -> Any:
+def fingerprint(plan: DataPlan) -> Any:
+    """Return what of the data can be compared between processes, see `check_same_data`."""
     source: Source = plan.source
     if isinstance(source, IterableSource):
         return plan.microbatch

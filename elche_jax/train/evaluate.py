@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from functools import lru_cache, partial
+from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import jax
@@ -12,7 +13,8 @@ import numpy as np
 from elche_jax.cadence import Cadence, WindowRecord
 from elche_jax.cadence.scheduler import SchedulerState
 from elche_jax.data.split import piece_lengths
-from elche_jax.engine.devices import select_devices
+from elche_jax.engine.devices import select_job
+from elche_jax.engine.laned import StackedArray
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.loss import SMALLEST_WEIGHT
 from elche_jax.engine.sweep import (
@@ -30,6 +32,8 @@ from elche_jax.train.outside import check_outside
 from elche_jax.train.sweep import Sweep
 
 PyTree = Any
+Sums = dict[str, tuple[Any, Any]]
+"""By the name of a metric the sums of weighted values and of weights, in float64."""
 
 
 class EvalStep:
@@ -85,6 +89,9 @@ class EvalStep:
 
             metric = sum of w * value / sum of w
 
+        In a job of several processes, all call it with the same arguments and get the same
+        result, to the bit. Each reads the examples of its own devices.
+
         Args:
             params: Parameters, a pytree of arrays; or a `TrainState` on these devices,
                 whose replicas and model state are used as they are.
@@ -103,21 +110,20 @@ class EvalStep:
             TypeError: `metric_fn` returns something that is not a metric; `data` has an
                 unsupported form.
             ValueError: Empty data; a scalar metric for data whose last microbatch is
-                smaller; a `TrainState` on other devices.
+                smaller; a `TrainState` on other devices; processes that pass different
+                parameters or data.
+            RuntimeError: Another process of the job has raised an error.
         """
-        sums: dict[str, tuple[Any, Any]] = {}
+        sums: Sums = {}
         sweep = self._sweep.results(
-            params, model_state, data, batch_size=batch_size, mask_key=mask_key,
+            _sums, params, model_state, data, batch_size=batch_size, mask_key=mask_key,
             placement=placement, window_bytes=window_bytes,
         )  # fmt: skip
         # closed here: a traceback would keep a suspended generator, with its threads and data
         with closing(sweep):
-            for _, calls in sweep:
-                for results in calls:
-                    for name, parts in results.items():
-                        total, weight = (np.asarray(part, np.float64).sum(axis=0) for part in parts)
-                        before = sums.get(name, (0.0, 0.0))
-                        sums[name] = (before[0] + total, before[1] + weight)
+            for processes in sweep:
+                for found in chain(*processes):
+                    _add(sums, found)
         return {name: _mean(total, weight) for name, (total, weight) in sums.items()}
 
 
@@ -140,7 +146,7 @@ def build_eval_step(
             `metric_fn(params, model_state, batch)`. Returns a dict: an array with one
             entry per example, a scalar (the mean over the microbatch), or
             `Weighted(value, weight)` with scalars or vectors, for example per token.
-        devices: The devices; None for all local devices.
+        devices: The devices; None for all devices of the job.
         cadence: Decides how many microbatches each device gets; None for windows of a
             tenth of a second (`elche_jax.cadence.WindowTime`).
         emulate: Slows devices down on purpose, see `elche_jax.lab`; its schedule sees the
@@ -151,7 +157,7 @@ def build_eval_step(
 
     Raises:
         TypeError: `metric_fn` is not callable, or `devices` are not devices.
-        ValueError: `devices` is empty or has duplicates; the job has several processes.
+        ValueError: `devices` is empty, has duplicates, or has none of some process.
 
     Examples:
         >>> import jax, numpy as np
@@ -168,7 +174,7 @@ def build_eval_step(
         raise TypeError(
             f"build_eval_step: metric_fn must be callable, got {type(metric_fn).__name__}."
         )
-    chosen = select_devices(devices, "build_eval_step")
+    chosen = select_job(devices, "build_eval_step")
 
     def make(fn: BatchFn, variables: Variables, batch: PyTree, ragged: bool) -> tuple[Score, int]:
         return Score(*inspect_metrics(fn, variables, batch, ragged), emulate), 0
@@ -198,6 +204,9 @@ def predict(
     was changed or reads a global that was. A function already wrapped in `jax.jit` is not
     traced again, so changes to it go unnoticed.
 
+    In a job of several processes, all call it with the same arguments. Each reads the examples of
+    its own devices, and the outputs are sent to all.
+
     Data are not kept, with one exception: if a call fails after it has read the first
     microbatch of an iterator, the next call starts with that microbatch.
 
@@ -210,19 +219,21 @@ def predict(
         batch_size: Examples per microbatch; None for an iterable.
         model_state: Model state, if `params` are parameters.
         mask_key: Adds the mask of valid examples to every microbatch under this name.
-        devices: The devices; None for all local devices.
+        devices: The devices; None for all devices of the job.
         cadence: As in `build_eval_step`.
         placement: As in `TrainStep.windows`.
         window_bytes: As in `TrainStep.windows`; also limits the outputs of one program call.
         emulate: Slows devices down on purpose, see `elche_jax.lab`.
 
     Returns:
-        NumPy arrays, leaves `(examples, ...)`.
+        NumPy arrays, leaves `(examples, ...)`; in every process those of all examples.
 
     Raises:
         TypeError: `apply_fn` is not callable, or an output does not have one entry per
             example; `data` has an unsupported form.
-        ValueError: Empty data; a `TrainState` on other devices; several processes.
+        ValueError: Empty data; a `TrainState` on other devices; processes that pass different
+            parameters or data.
+        RuntimeError: Another process of the job has raised an error.
 
     Examples:
         >>> import jax, numpy as np
@@ -236,20 +247,26 @@ def predict(
     check_outside("predict")
     if not callable(apply_fn):
         raise TypeError(f"predict: apply_fn must be callable, got {type(apply_fn).__name__}.")
-    chosen = select_devices(devices, "predict")
+    chosen = select_job(devices, "predict")
     sweep = _kept_sweep(_Same(apply_fn), chosen, _Same(cadence), _Same(emulate))
-    results = sweep.results(
-        params, model_state, data, batch_size=batch_size, mask_key=mask_key, placement=placement,
-        window_bytes=window_bytes,
-    )  # fmt: skip
     blocks: list[list[np.ndarray]] = []
     structure = None
+
+    def read(window: Window, calls: list[PyTree]) -> tuple[int, list[Part]]:
+        nonlocal structure
+        structure = jax.tree.structure(calls[0][0])
+        return window.examples, _parts(window, calls)
+
+    results = sweep.results(
+        read, params, model_state, data, batch_size=batch_size, mask_key=mask_key,
+        placement=placement, window_bytes=window_bytes,
+    )  # fmt: skip
     try:
         with closing(results):  # see EvalStep
-            for window, calls in results:
-                rows = _rows(window, calls, len(sweep.devices))
-                structure = jax.tree.structure(rows)
-                blocks.append(jax.tree.leaves(rows))
+            for processes in results:
+                for told in zip(*processes, strict=True):  # a window, in all of them
+                    examples, _ = told[0]
+                    blocks.append(_joined(examples, [part for _, own in told for part in own]))
     finally:
         # the sweep is cached beyond this call; the caller's data must not be
         sweep.release()
@@ -296,34 +313,63 @@ def _kept_sweep(
     return Sweep("predict", apply_fn.value, make, devices, cadence.value, emulate.value)
 
 
-def _rows(window: Window, calls: list[PyTree], world_size: int) -> PyTree:
-    """Return a window's outputs, `(examples, ...)`, in the order of the data.
+Part = tuple[int, list[np.ndarray]]
+"""Where in a window a piece begins, and its leaves, `(microbatches, batch, ...)`."""
+
+
+def _parts(window: Window, calls: list[PyTree]) -> list[Part]:
+    """Fetch the pieces of a window's outputs that this process's devices hold.
 
     Each call returned one stacked array per piece length; `pieces()` says where in the window
     the pieces of a device begin.
     """
-    parts: list[tuple[int, PyTree]] = []
+    parts: list[Part] = []
     for call, pieces in zip(window.calls, calls, strict=True):
         capacity = call.payload.capacity(stacked=True)
-        for rank in range(world_size):
-            starts = call.ranges[rank].pieces()
+        for place, own in enumerate(call.ranges):
+            starts = own.pieces()
             for length, piece in zip(piece_lengths(capacity), pieces, strict=True):
                 if length in starts:
-                    parts.append((starts[length], jax.tree.map(partial(_row, rank), piece)))
-    parts.sort(key=lambda part: part[0])
+                    rows = [_row(place, leaf) for leaf in jax.tree.leaves(piece)]
+                    parts.append((starts[length], rows))
+    return parts
+
+
+def _joined(examples: int, parts: list[Part]) -> list[np.ndarray]:
+    """Return the leaves of a window's outputs, `(examples, ...)`, in the order of the data."""
+    parts = sorted(parts, key=lambda part: part[0])
 
     def join(*leaves: np.ndarray) -> np.ndarray:
         # not reshape(-1, ...), which fails if another axis has length zero
         flat = [leaf.reshape(len(leaf) * leaf.shape[1], *leaf.shape[2:]) for leaf in leaves]
-        rows = np.concatenate(flat)
-        return rows[: window.examples]
+        return np.concatenate(flat)[:examples]
 
-    return jax.tree.map(join, *(part for _, part in parts))
+    return [join(*leaves) for leaves in zip(*(leaves for _, leaves in parts), strict=True)]
 
 
-def _row(rank: int, leaf: jax.Array) -> np.ndarray:
+def _row(rank: int, leaf: StackedArray) -> np.ndarray:
     """Fetch one device's entry of a stacked array, and no other."""
     return np.asarray(leaf.addressable_data(rank))[0]
+
+
+def _sums(window: Window, calls: list[PyTree]) -> Sums:
+    """Return the sums over the calls of a window and this process's devices."""
+    del window
+    sums: Sums = {}
+    for results in calls:
+        parts = {
+            name: tuple(np.asarray(part, np.float64).sum(axis=0) for part in both)
+            for name, both in results.items()
+        }
+        _add(sums, parts)
+    return sums
+
+
+def _add(sums: Sums, found: Mapping[str, Any]) -> None:
+    """Add weighted sums, by the name of the metric."""
+    for name, (total, weight) in found.items():
+        before = sums.get(name, (0.0, 0.0))
+        sums[name] = (before[0] + total, before[1] + weight)
 
 
 def _mean(total: Any, weight: Any) -> Any:

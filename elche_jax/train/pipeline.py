@@ -100,6 +100,8 @@ class Pipeline(Generic[R]):
         self._job = feed.fleet.job
         self._take_over = TakeOver(feed, scheduler, pending)
         self._telling = Telling(self._job, feed.fleet.world_size, pending, verifies)
+        # whether windows end in an exchange with other processes, in which times travel
+        self._surveys = combines and not self._job.one_process
         self._ahead = in_flight if scheduler.cadence.adaptive else LOOKAHEAD
         lanes = feed.fleet.in_lanes()
         on_host = [lane.ranks for lane in lanes if lane.devices[0].platform == "cpu"]
@@ -165,16 +167,20 @@ class Pipeline(Generic[R]):
         """
         assert self.clock is not None  # Windows sets it before it starts the thread
 
-        def may_plan() -> bool:
-            if not self._job.one_process:
-                return min(self._open, default=window) > self._known_at(window, below)
-            waits = self._timing.surprised or not self._scheduler.knows
-            return len(self._open) < (1 if waits else below)
-
-        self.clock.wait(self._changed, lambda: stop.is_set() or self.errors.first or may_plan())
+        self.clock.wait(
+            self._changed,
+            lambda: stop.is_set() or self.errors.first or self._may_plan(window, below),
+        )
         if self.errors.first is not None:
             raise self.errors.first
         return not stop.is_set()
+
+    def _may_plan(self, window: int, below: int) -> bool:
+        """Return whether a window may be planned, see `_wait`."""
+        if not self._job.one_process:
+            return min(self._open, default=window) > self._known_at(window, below)
+        waits = self._timing.surprised or not self._scheduler.knows
+        return len(self._open) < (1 if waits else below)
 
     def _known_at(self, window: int, ahead: int) -> int:
         """Return the last window whose record the plan for another one takes into account.
@@ -253,7 +259,7 @@ class Pipeline(Generic[R]):
             misses, at = self._cache.misses, time.perf_counter()
             clock = None if self.closed else self.clock
             survey = None
-            if not self._job.one_process:
+            if self._surveys:
                 survey = Survey(lambda: self._measured(flight, misses))
             launch = Launch(clock, self._dispatches, at, survey)
             flight = InFlight(window.plan, self._requested, launch, self._cold)
@@ -428,9 +434,9 @@ class Pipeline(Generic[R]):
         if told.tell is not None or not self._telling.of_last:  # else of a run that was closed
             left = self._job.members.left
             self._record(told, record_of(told.plan, rows, left, **told.known), at)
-        self._check_finite(told, self._own(rows), number)
+        self._check_finite(told, self._finite_by_rank(rows), number)
 
-    def _own(self, rows: np.ndarray) -> np.ndarray:
+    def _finite_by_rank(self, rows: np.ndarray) -> np.ndarray:
         """Return by rank whether a device's own sums were finite; True for those that are lost."""
         own = Measured(*rows.T).own > 0
         own[list(self._job.members.lost)] = True
@@ -469,7 +475,7 @@ class Pipeline(Generic[R]):
     def _check_window(self, window: InFlight) -> None:
         """Check a window of a run that was closed, and its replicas."""
         survey, told = window.launch.survey, self._telling.told_by(window)
-        own = window.token if survey is None else self._own(np.asarray(survey.found))
+        own = window.token if survey is None else self._finite_by_rank(np.asarray(survey.found))
         if told is not None:
             self._check_finite(told, own, window.launch.number)
         self._check_replicas(window)

@@ -21,7 +21,7 @@ from elche_jax.cadence import (
 from elche_jax.config import Recorder
 from elche_jax.data.order import Cursor
 from elche_jax.engine.compile_cache import CompileCache
-from elche_jax.engine.devices import check_one_process, names_of
+from elche_jax.engine.devices import names_of
 from elche_jax.engine.lane import Fleet, kinds_of
 from elche_jax.engine.loss import LossFn
 from elche_jax.engine.reductions import parameter_averager
@@ -398,7 +398,7 @@ class TrainStep:
         If all copies are equal, as in gradient mode, it is `unreplicate(state.params)`. They
         differ with `DiLoCo(fragments=...)`, `delay=k` or devices that run ahead: arrays are
         then averaged by the steps since their last exchange. All devices take part, including
-        late ones.
+        late ones. In a job of several processes, all have to call it.
 
         Args:
             state: A state of this training step; it is not donated.
@@ -415,7 +415,6 @@ class TrainStep:
         averaging = self._options.averaging
         if averaging is None or self._initial is None:
             return unreplicate(state.params)
-        check_one_process("TrainStep.average")
         if self._average is None:
             self._average = parameter_averager(self.fleet, averaging, self._initial.selection)
         return unreplicate(self._average(state))

@@ -1,27 +1,31 @@
 """Evaluation and inference on all devices, in proportion to their speeds.
 
 A sweep reads the data once, in order, in windows whose counts follow the measured speeds.
-The devices do not synchronise; the host puts their results together.
+The devices do not synchronise; the host puts their results together. In a job of several processes
+each runs its own devices, and times and results are exchanged after some of the windows.
 """
 
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from elche_jax.cadence import Cadence, Controller, FixedTotal, WindowTime
 from elche_jax.data.order import Cursor
 from elche_jax.engine.compile_cache import CompileCache
-from elche_jax.engine.devices import names_of
-from elche_jax.engine.lane import kinds_of, lanes_of
+from elche_jax.engine.devices import fleet_of, names_of
+from elche_jax.engine.job import digest_of, settings_of
+from elche_jax.engine.lane import kinds_of
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.replicas import devices_of, replicate_over
 from elche_jax.engine.shapes import one_of, shapes_of, signature
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.sweep import BatchFn, SweepProgram, SweepRunner, Variables
+from elche_jax.engine.talk import Talk
 from elche_jax.observe.report import RunReport, make_report
+from elche_jax.train.across import fingerprint
 from elche_jax.train.finite import FinitePolicy, FiniteWatch
 from elche_jax.train.in_flight import Window
 from elche_jax.train.initial import check_buffers, check_one_copy
@@ -29,10 +33,13 @@ from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.loading import Loading
 from elche_jax.train.outside import check_outside
 from elche_jax.train.parts import check_parts
-from elche_jax.train.pipeline import IN_FLIGHT, Pipeline
+from elche_jax.train.pipeline import IN_FLIGHT
+from elche_jax.train.spec import DataPlan
+from elche_jax.train.sweep_pipeline import SweepPipeline
 from elche_jax.train.windows import Windows
 
 PyTree = Any
+T = TypeVar("T")
 
 ONE_DEVICE = 16
 """Microbatches per window with a single device, which has no speeds to balance."""
@@ -49,7 +56,8 @@ class Sweep:
     """Runs a function of microbatches over data.
 
     Attributes:
-        devices: The devices, in rank order.
+        devices: The devices of the job, in rank order.
+        fleet: Those of this process, in lanes.
         scheduler: Plans and records of the last sweep.
 
     Args:
@@ -81,10 +89,10 @@ class Sweep:
         self.scheduler = LiveScheduler(
             Controller(cadence), len(self.devices), hint=False, owner="EvalStep"
         )
-        self._fleet = lanes_of(self.devices)
+        self.fleet = fleet_of(where, self.devices)
         self._cache = CompileCache()
         self._runners: dict[Any, tuple[SweepProgram, SweepRunner]] = {}
-        self._loading = Loading(self._fleet)
+        self._loading = Loading(self.fleet)
 
     def release(self) -> None:
         """Free the data kept on the devices."""
@@ -97,33 +105,79 @@ class Sweep:
         return make_report(self.scheduler.records, names, self.scheduler.counts, stats)
 
     def results(
-        self, params: PyTree, model_state: PyTree, data: Any, **reading: Any
-    ) -> Generator[tuple[Window, list[PyTree]]]:
-        """Run over the data once, and yield every window with the results of its calls.
+        self,
+        read: Callable[[Window, list[PyTree]], T],
+        params: PyTree,
+        model_state: PyTree,
+        data: Any,
+        **reading: Any,
+    ) -> Generator[list[list[T]]]:
+        """Run over the data once, and yield what is read of the results.
 
         Args:
+            read: Given a window and the results of its calls, stacked arrays on the devices of
+                this process, returns what all processes are to know.
             params: Parameters, or a `TrainState` on these devices.
             model_state: The model state, or None.
             data: The user's data.
             **reading: How the data are read, see `Loading.open`.
 
         Yields:
-            A window, and stacked arrays on the devices, which may still be computed.
+            For each process what it read of the next windows, the same ones in all.
         """
         check_outside(self._where)
-        variables = self._variables(params, model_state)
-        pipeline = self._open(variables, data, reading)
+        with Talk(self.fleet.job, self._where) as talk:
+            variables = self._variables(params, model_state)
+            plan = self._loading.open(self._where, data, **reading)
+            pipeline = self._open(variables, plan)
+            self._check_same(talk, params, model_state, plan)
+            yield from self._rounds(talk, pipeline, variables, read)
+
+    def _check_same(self, talk: Talk, params: PyTree, model_state: PyTree, plan: DataPlan) -> None:
+        """Raise unless all processes run the same over the same data."""
+        if self.fleet.job.one_process:
+            return
+        # states are compared while they are trained
+        given = None if isinstance(params, TrainState) else digest_of((params, model_state))
+        talk.check_same(
+            devices=list(map(str, self.devices)), cadence=settings_of(self.scheduler.cadence),
+            cadence_state=self.scheduler.state.to_dict(), params=given, data=fingerprint(plan),
+            batch_size=plan.batch_size, mask_key=plan.mask_key,
+        )  # fmt: skip
+
+    def _rounds(
+        self,
+        talk: Talk,
+        pipeline: SweepPipeline,
+        variables: Variables,
+        read: Callable[[Window, list[PyTree]], T],
+    ) -> Generator[list[list[T]]]:
         pending: deque[tuple[Window, list[PyTree]]] = deque()
+        found: list[T] = []
         with Windows(pipeline) as windows:
             for window in windows:
                 pending.append((window, self._dispatch(pipeline, variables, window)))
+                last = pipeline.ends_round(window.index)
                 # reading results waits for them: keep the devices busy meanwhile
-                if len(pending) > IN_FLIGHT:
-                    yield pending.popleft()
-        yield from pending
+                while len(pending) > (0 if last else IN_FLIGHT):
+                    found.append(read(*pending.popleft()))
+                if found and (last or self.fleet.job.one_process):
+                    yield self._told(talk, pipeline, found)
+                    found = []
+        found += [read(*one) for one in pending]
+        if found:
+            yield self._told(talk, pipeline, found)
+
+    def _told(self, talk: Talk, pipeline: SweepPipeline, found: list[T]) -> list[list[T]]:
+        """Tell the other processes what is read of the last windows, and their times."""
+        if self.fleet.job.one_process:
+            return [found]
+        told = talk.tell((found, pipeline.own_records()))
+        pipeline.tell([records for _, records in told])
+        return [values for values, _ in told]
 
     def _dispatch(
-        self, pipeline: Pipeline[SweepRunner], variables: Variables, window: Window
+        self, pipeline: SweepPipeline, variables: Variables, window: Window
     ) -> list[PyTree]:
         with pipeline.dispatch(window) as flight:
             outs = [pipeline.runner.run(variables, call) for call in window.calls]
@@ -134,10 +188,7 @@ class Sweep:
             self._emulate.settle()
         return [results for results, _ in outs]
 
-    def _open(
-        self, variables: Variables, data: Any, reading: dict[str, Any]
-    ) -> Pipeline[SweepRunner]:
-        plan = self._loading.open(self._where, data, **reading)
+    def _open(self, variables: Variables, plan: DataPlan) -> SweepPipeline:
         fn = BatchFn(self._fn, variables.model_state is not None, plan.mask_key)
         shapes = shapes_of(variables)
         # the function itself is not in the key: it is always the same, and may be unhashable
@@ -150,14 +201,16 @@ class Sweep:
             self._runners.clear()
             self._cache.clear()
         if key not in self._runners:
-            runner = SweepRunner(program, self._fleet, self._cache, shapes)
+            runner = SweepRunner(program, self.fleet, self._cache, shapes)
             self._runners[key] = program, runner
         _, runner = self._runners[key]
         plan = replace(plan, row_bytes=row_bytes)
         feed = self._loading.feed(plan, runner, self.scheduler.cadence)
         self.scheduler.restart()
         watch = FiniteWatch(FinitePolicy("ignore"), self.devices)
-        return Pipeline(feed, self.scheduler, Cursor(), watch, runner, self._cache, combines=False)
+        return SweepPipeline(
+            feed, self.scheduler, Cursor(), watch, runner, self._cache, combines=False
+        )
 
     def _variables(self, params: PyTree, model_state: PyTree) -> Variables:
         """Return stacked parameters and model state: those of a training state, or copies."""
@@ -165,7 +218,7 @@ class Sweep:
             check_one_copy(self._where, "params", params)
             check_one_copy(self._where, "model_state", model_state)
             variables = Variables(params, model_state)
-            return replicate_over(self._fleet, variables)
+            return replicate_over(self.fleet, variables)
         if model_state is not None:
             raise ValueError(
                 f"{self._where}: model_state must be left out with a TrainState, which has its "
@@ -178,11 +231,11 @@ class Sweep:
                 "Pass its params, and its model_state."
             )
         holders = devices_of(params.step)
-        if holders != self.devices:
+        if holders != self.fleet.devices:
             raise ValueError(
                 f"{self._where}: a TrainState must be on the devices of the evaluation "
-                f"({', '.join(map(str, self.devices))}), got one on "
+                f"({', '.join(map(str, self.fleet.devices))}), got one on "
                 f"{', '.join(map(str, holders))}. Pass devices=train.devices, or "
                 "unreplicate(state.params)."
             )
-        return self._fleet.restack(Variables(params.params, params.model_state))
+        return self.fleet.restack(Variables(params.params, params.model_state))

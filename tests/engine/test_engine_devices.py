@@ -13,7 +13,7 @@ from elche_jax.engine.devices import (
     GIB,
     device_summary,
     free_bytes,
-    select_devices,
+    select_job,
 )
 from elche_jax.engine.lane import Lane, Lanes, lanes_of
 
@@ -31,13 +31,13 @@ def fake(kind, platform="gpu", limit_gib=None, used=None):
 
 
 def test_none_stands_for_all_local_devices():
-    assert select_devices(None) == tuple(jax.local_devices())
+    assert select_job(None) == tuple(jax.local_devices())
 
 
 def test_the_order_is_the_users():
     backwards = jax.devices()[::-1]
-    assert select_devices(backwards) == tuple(backwards)
-    assert select_devices(iter(backwards)) == tuple(backwards)
+    assert select_job(backwards) == tuple(backwards)
+    assert select_job(iter(backwards)) == tuple(backwards)
 
 
 def test_no_device_is_an_error():
@@ -45,7 +45,7 @@ def test_no_device_is_an_error():
         ValueError,
         match=r"^build_train_step: devices must hold at least one device, got none\.$",
     ):
-        select_devices([])
+        select_job([])
 
 
 @pytest.mark.parametrize("devices", [[0, 1], ["cpu:0"], "cpu"])
@@ -56,7 +56,7 @@ def test_what_is_no_device_is_an_error(devices):
         match=r"^build_train_step: devices must be jax.Device objects \(see "
         rf"jax.local_devices\(\)\), got {kind}\.$",
     ):
-        select_devices(devices)
+        select_job(devices)
 
 
 @pytest.mark.parametrize("one", [4, fake("A100")])
@@ -66,7 +66,7 @@ def test_what_is_no_sequence_is_an_error(one):
         match=r"^build_train_step: devices must be a sequence of jax.Device objects, got "
         rf"{type(one).__name__}\. Write \[device\] for one\.$",
     ):
-        select_devices(one)
+        select_job(one)
 
 
 def test_a_device_twice_is_an_error():
@@ -76,7 +76,7 @@ def test_a_device_twice_is_an_error():
         match=r"^build_train_step: no device may appear twice in devices, got "
         rf"{second} 2 times\.$",
     ):
-        select_devices([first, second, second])
+        select_job([first, second, second])
 
 
 def test_errors_name_the_function_that_was_called():

@@ -267,9 +267,6 @@ def errors():
     said["data"] = raised(lambda: train.windows(rows, BATCH))
     said["batch_size"] = raised(lambda: train.windows(ROWS, BATCH + OTHER))
     said["seed"] = raised(lambda: train.windows(ROWS, BATCH, seed=int(OTHER)))
-    local = build(averaging=elche.ParameterAveraging(), cadence=elche.FixedTotal(6))
-    state = local.init(params())
-    said["average"] = raised(lambda: local.average(state))
     return said
 
 

@@ -376,7 +376,7 @@ def test_an_interrupt_while_results_are_read(kind, world, monkeypatch):
 
     with monkeypatch.context() as patched:
         if kind is Predicted:
-            patched.setattr("elche_jax.train.evaluate._rows", interrupted)
+            patched.setattr("elche_jax.train.evaluate._parts", interrupted)
         else:
             patched.setattr("elche_jax.train.evaluate.np.asarray", interrupted)
         with pytest.raises(KeyboardInterrupt) as caught:
@@ -403,7 +403,7 @@ def test_an_interrupt_that_came_while_a_device_was_emulated(kind, world):
 def test_results_that_are_dropped_half_way_end_the_threads(kind, world):
     call = kind(x_of, world, elche.EveryBatch())
     how = {"batch_size": 2, "mask_key": None, "placement": "stream", "window_bytes": 2**20}
-    results = call.sweep.results(None, None, DATA, **how)
+    results = call.sweep.results(lambda *_: None, None, None, DATA, **how)
     assert threads() == []
     next(results)
     assert bool(threads()) == (world > 1)

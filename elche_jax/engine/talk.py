@@ -1,0 +1,61 @@
+"""What the processes of a job tell each other between collectives, errors included."""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from elche_jax.engine.job import Job, digests_of
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """What a process tells in place of a value if it cannot go on."""
+
+    error: str
+
+
+class Talk(AbstractContextManager["Talk"]):
+    """What the processes of a job tell each other while each does its own work.
+
+    All make the same calls. Where one raises in the context, it says so in place of what it would
+    have told next, and the others raise there, too: nobody is left waiting.
+
+    Args:
+        job: The processes.
+        where: The function the user called, for messages.
+    """
+
+    def __init__(self, job: Job, where: str):
+        self._job, self._where, self._ended = job, where, False
+
+    def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
+        # a Ctrl-C ends the process, and a loop that is left early is left in all of them
+        if isinstance(error, Exception) and not self._ended and not self._job.one_process:
+            self._job.exchange(_Failed(f"{type(error).__name__}: {error}"))
+
+    def tell(self, value: Any) -> list[Any]:
+        """Return what each process passes, in their order.
+
+        Raises:
+            RuntimeError: If a process has failed.
+        """
+        self._ended = True  # should it fail, for example as a process is gone
+        told = self._job.exchange(value)
+        for process, one in zip(self._job.ranks_of, told, strict=True):
+            if isinstance(one, _Failed):
+                raise RuntimeError(
+                    f"{self._where}: every process must get through it, but process {process} "
+                    f"raised {one.error}"
+                )
+        self._ended = False
+        return told
+
+    def check_same(self, **values: Any) -> None:
+        """Raise unless all processes pass the same, see `Job.check_same`."""
+        if not self._job.one_process:
+            found = np.stack(self.tell(digests_of(values)))
+            self._ended = True  # if they differ, all find it
+            self._job.compare(self._where, list(values), found)
+            self._ended = False
