@@ -6,6 +6,7 @@ that are there have its result, or none uses it.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TypeVar
@@ -49,6 +50,7 @@ class Processes:
         self.gone: frozenset[int] = frozenset()
         # one device of each process, always the same: JAX compares what it finds with these
         self._asked: Sequence[jax.Device] = ()
+        self._one_at_a_time = threading.Lock()
 
     @property
     def recoverable(self) -> bool:
@@ -70,6 +72,10 @@ class Processes:
         if not self.recoverable:
             return exchange()
         self._asked = self._asked or tuple(leads)
+        with self._one_at_a_time:
+            return self._together(exchange)
+
+    def _together(self, exchange: Callable[[], T]) -> T:
         try:
             # All are there. A process waits here for one that is late, so the exchange itself is
             # short, and one that has ended is noticed before the others depend on it.

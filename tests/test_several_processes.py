@@ -18,17 +18,11 @@ def loss_fn(params, batch, rng):
 
 
 TX = optax.sgd(0.1)
-YET = "It does not work over several yet."
 ENTRIES = {
-    "Trainer": (lambda: elche.Trainer(loss_fn, TX), YET),
     "advise": (
         lambda: elche.advise(loss_fn, TX, PARAMS, DATA, 4),
         "It measures devices alone, so call it in a process by itself on each host; in a job, "
         "train.report() tells the speeds.",
-    ),
-    "Checkpointer": (
-        lambda: elche.Checkpointer(None, elche.Checkpoints("/dev/null/no")),
-        YET,
     ),
 }
 

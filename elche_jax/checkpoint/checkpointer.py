@@ -1,6 +1,7 @@
 """`Checkpointer`: saves a run during training and restores it."""
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from elche_jax._waiting import interruptible
 from elche_jax.checkpoint.errors import beside
 from elche_jax.checkpoint.lock import lock
 from elche_jax.checkpoint.options import RESUME, Checkpoints
+from elche_jax.checkpoint.reading import read_by_first
 from elche_jax.checkpoint.snapshot import (
     Snapshot,
     difference,
@@ -29,7 +31,6 @@ from elche_jax.checkpoint.snapshot import (
 )
 from elche_jax.checkpoint.store import Saved, Store
 from elche_jax.data.order import Cursor
-from elche_jax.engine.devices import check_one_process
 from elche_jax.engine.state import TrainState
 from elche_jax.observe.events import CheckpointEvent
 from elche_jax.train.in_flight import Window
@@ -80,16 +81,19 @@ class Checkpointer:
     `save(..., force=True)` yourself at the end of an epoch. Close it with `with` or `close`: a
     checkpoint still being written when the program ends may be lost.
 
+    In a job of several processes all make one and call its methods alike. The first process writes
+    and reads the folder, which the others need not see; errors are raised by all.
+
     Attributes:
         written: Number of windows in the newest checkpoint that this object has written; None
-            before the first.
+            before the first. In a job of several processes it changes some windows after.
 
     Args:
         train: The training step.
         checkpoints: Where and when to save; its folder must be set.
 
     Raises:
-        ValueError: There is no folder, or the job has several processes.
+        ValueError: There is no folder.
         RuntimeError: Another process, or another `Checkpointer`, uses the folder.
         OSError: The folder cannot be created, with `on_error="now"`; otherwise training runs
             without checkpoints, and `close` raises `CheckpointError`.
@@ -118,7 +122,6 @@ class Checkpointer:
     """
 
     def __init__(self, train: TrainStep, checkpoints: Checkpoints):
-        check_one_process("Checkpointer")
         check.instance("Checkpointer", "train", train, TrainStep)
         check.instance("Checkpointer", "checkpoints", checkpoints, Checkpoints)
         folder = checkpoints.path
@@ -127,24 +130,34 @@ class Checkpointer:
             rule = "be a path"
             raise ValueError(check.message("Checkpoints", "folder", rule, None, todo))
         self._train, self._checkpoints, self._folder = train, checkpoints, folder.absolute()
+        self._job = train.fleet.job
         self.written: int | None = None
+        self._written: int | None = None  # by the thread; the others know it later
+        self._lost = False  # whether the thread could not write
         self._thread: threading.Thread | None = None
         self._done = threading.Event()  # set at the end of the thread
-        self._error: BaseException | None = None
+        self._error: BaseException | None = None  # of the thread, or of opening the folder
+        self._shared: BaseException | None = None  # the same, once all processes know it
+        self._closed = False
         self._step: int | None = None
         self._last = time.monotonic()
         self._lock: IO[str] | None = None
-        self._created = [path for path in (self._folder, *self._folder.parents) if not exists(path)]
+        self._created: list[Path] = []
         self._unwanted: list[Path] = []  # created folders to remove again in `close`
-        self._store = self._open()
+        self._store: Store | None = None  # of the first process
+        self._opened = self._job.by_first(self._open)
 
-    def _open(self) -> Store | None:
-        """Open the folder; return None if that fails and training shall run without checkpoints."""
-        asked = self._checkpoints
+    def _open(self) -> bool:
+        """Open the folder; return False if it fails and training shall run without checkpoints."""
+        asked, parents = self._checkpoints, (self._folder, *self._folder.parents)
+        self._created = [path for path in parents if not exists(path)]
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock = lock(self._folder)  # before anything in it is changed
-            return Store(self._folder, asked.keep_last, asked.keep_best, asked.mode, asked.monitor)
+            self._store = Store(
+                self._folder, asked.keep_last, asked.keep_best, asked.mode, asked.monitor
+            )
+            return True
         except OSError as error:
             if self._lock is not None:
                 self._lock.close()
@@ -152,7 +165,7 @@ class Checkpointer:
                 raise
             logger.warning("elche: no checkpoints will be written: %s", _describe(error))
             self._error = error
-            return None
+            return False
 
     def restore(self, state: TrainState, resume: str = "auto") -> tuple[TrainState, Cursor | None]:
         """Restore the newest intact checkpoint.
@@ -179,6 +192,17 @@ class Checkpointer:
     def restore_all(self, state: TrainState, resume: str = "auto") -> Restored:
         """Restore like `restore`, and return the saved notes, too."""
         check.one_of("Checkpointer.restore", "resume", resume, RESUME)
+        saved = read_by_first(self._job, lambda: self._newest(resume))
+        if saved is None:
+            return Restored(state, None, {})
+        notes, state = saved.notes, self._state(state, saved)
+        self._train.restore_run(notes["run"] | {"counts": saved.leaves[COUNTS]})
+        self._step = saved.step
+        logger.info("elche: resumed after window %d from %s.", saved.step, self._folder)
+        return Restored(state, Cursor.from_dict(notes["cursor"]), notes["notes"])
+
+    def _newest(self, resume: str) -> Saved | None:
+        """Read the newest checkpoint, in the first process."""
         folder, store = self._folder, self._store
         if resume == "never":
             if store is not None and store.steps:
@@ -187,18 +211,12 @@ class Checkpointer:
                     f"after {store.steps[-1]} windows. Pass resume='auto' to go on, or another "
                     "folder."
                 )
-            return Restored(state, None, {})
+            return None
         saved = None if store is None else store.newest()
-        if saved is None:
-            if resume == "must":
-                self._unwanted = self._created
-                raise none_there(folder)
-            return Restored(state, None, {})
-        notes, state = saved.notes, self._state(state, saved)
-        self._train.restore_run(notes["run"] | {"counts": saved.leaves[COUNTS]})
-        self._step = saved.step
-        logger.info("elche: resumed after window %d from %s.", saved.step, folder)
-        return Restored(state, Cursor.from_dict(notes["cursor"]), notes["notes"])
+        if saved is None and resume == "must":
+            self._unwanted = self._created
+            raise none_there(folder)
+        return saved
 
     def best(self, state: TrainState) -> TrainState:
         """Return the state of the checkpoint with the best score, see `Checkpoints.keep_best`.
@@ -212,20 +230,50 @@ class Checkpointer:
             ValueError: No checkpoint has a score, or it is of another model.
             DamagedCheckpoint: The checkpoint is damaged.
         """
-        ranked = [] if self._store is None else self._store.ranked
-        if self._store is None or not ranked:
-            raise ValueError(
-                f"checkpoints: {self._folder} must hold a checkpoint with a score of "
-                f"{self._checkpoints.monitor!r}, got none. Train with keep_best and an evaluation."
-            )
-        return self._state(state, self._store.read(ranked[0]))
+
+        def read() -> Saved:
+            ranked = [] if self._store is None else self._store.ranked
+            if self._store is None or not ranked:
+                raise ValueError(
+                    f"checkpoints: {self._folder} must hold a checkpoint with a score of "
+                    f"{self._checkpoints.monitor!r}, got none. Train with keep_best and an "
+                    "evaluation."
+                )
+            return self._store.read(ranked[0])
+
+        saved = read_by_first(self._job, read)
+        assert saved is not None
+        return self._state(state, saved)
 
     def due(self, window: Window) -> bool:
-        """Return whether a checkpoint is due by number of windows or by time."""
+        """Return whether a checkpoint is due by number of windows or by time.
+
+        In a job of several processes the time is that of the first one, which tells the others: a
+        checkpoint is then due three windows later.
+
+        Raises:
+            CheckpointError: As `save`.
+        """
+        wishes = self._train.pipeline_of(window, "Checkpointer.due").wishes
         every, seconds = self._checkpoints.every_windows, self._checkpoints.every_seconds
+        if self._job.first:
+            if seconds is not None and time.monotonic() - self._last >= seconds:
+                wishes.add("save")
+            if self._thread is not None and self._done.is_set():
+                wishes.add("lost" if self._lost else "wrote")
+        agreed = wishes.agreed
+        if "wrote" in agreed or "lost" in agreed:
+            self._join()
+            if "lost" in agreed:
+                self.wait()  # for the reason
+            else:
+                self.written = self._step
+            wishes.clear("wrote")
+            wishes.clear("lost")
+        self.check()
         if every is not None and (window.index + 1) % every == 0:
             return True
-        return seconds is not None and time.monotonic() - self._last >= seconds
+        return "save" in wishes.agreed
 
     def save(
         self,
@@ -258,31 +306,30 @@ class Checkpointer:
             ValueError: The folder already has a checkpoint of this window or a later one, as
                 `restore` was not called; or another window was trained since.
         """
-        self.check()
         pipeline = self._train.pipeline_of(window, "Checkpointer.save")
+        due = self.due(window)
         if pipeline.trained != window.index:
             rule = f"be the one that was trained last ({pipeline.trained})"
             todo = "Save before the next window is trained."
             raise ValueError(check.message("Checkpointer.save", "window", rule, window.index, todo))
         step = window.index + 1
-        store = self._store
-        if store is None or not (force or self.due(window)) or self._step == step:
+        if not self._opened or not (force or due) or self._step == step:
             return False
         # one checkpoint at a time, which bounds the memory for copies
         self.wait()
         self.check()
-        if store.steps and store.steps[-1] >= step:
-            raise ValueError(
-                f"checkpoints: {self._folder} must hold no checkpoint of a later window than the "
-                f"one to be saved ({step}), got one after {store.steps[-1]}. Call restore before "
-                "the loop and pass its cursor, or take another folder."
-            )
         pipeline.finish()
+        self._job.by_first(lambda: self._check_free(step))
         self._step, self._last = step, time.monotonic()
+        pipeline.wishes.clear("save")
         # copied before this returns: the next window donates the state's buffers
-        snapshot, known = take(state, self._train.common(state)), self._train.run_to_dict()
-        job = (store, window, snapshot, known, score, notes)
+        snapshot = take(state, self._train.common(state), self._job)
+        if self._store is None:  # the first process writes
+            return True
+        known = self._train.run_to_dict()
+        job = (self._store, window, snapshot, known, score, notes)
         thread = threading.Thread(target=self._write, args=job, name="elche-checkpoint")
+        self._lost = False
         self._done.clear()
         thread.start()
         self._thread = thread
@@ -290,8 +337,32 @@ class Checkpointer:
         self._forget = before_exit(thread.join)
         return True
 
+    def _check_free(self, step: int) -> None:
+        """Check that a checkpoint may be written, in the first process."""
+        assert self._store is not None
+        if self._store.steps and self._store.steps[-1] >= step:
+            raise ValueError(
+                f"checkpoints: {self._folder} must hold no checkpoint of a later window than the "
+                f"one to be saved ({step}), got one after {self._store.steps[-1]}. Call restore "
+                "before the loop and pass its cursor, or take another folder."
+            )
+
     def wait(self) -> None:
-        """Wait until the last checkpoint is on disk or has failed."""
+        """Wait until the last checkpoint is on disk or has failed; all processes call it."""
+        self._join()
+        if self._job.one_process:
+            self.written = self._written
+        else:
+            self.written, self._step, text = self._job.by_first(self._outcome)
+            self._shared = None if text is None else self._error or RuntimeError(text)
+
+    def _outcome(self) -> tuple[int | None, int | None, str | None]:
+        """Return what the other processes have to know of the last checkpoint."""
+        error = self._error
+        return self._written, self._step, None if error is None else _describe(error)
+
+    def _join(self) -> None:
+        """Wait for the thread."""
         if self._thread is not None:
             # not Thread.join: on Python 3.11 an interrupted join marks the thread as ended
             with interruptible():
@@ -306,18 +377,24 @@ class Checkpointer:
         Raises:
             CheckpointError: A checkpoint could not be written.
         """
-        if self._error is not None and self._checkpoints.on_error == "now":
+        if self._checkpoints.on_error == "now":
             self._raise()
 
     def close(self) -> None:
         """Wait for the last checkpoint and release the folder.
 
+        In a job of several processes all have to call it, unless an error is being raised.
+
         Raises:
             CheckpointError: A checkpoint could not be written.
         """
         try:
-            self.wait()
+            if sys.exc_info()[1] is None and not self._closed:
+                self.wait()
+            else:  # the others may not get here
+                self._join()
         finally:
+            self._closed = True
             if self._unwanted and self.written is None:
                 with suppress(OSError):  # the folder is no longer empty
                     (self._folder / ".lock").unlink(missing_ok=True)
@@ -327,8 +404,7 @@ class Checkpointer:
                 self._store.close()
             if self._lock is not None:
                 self._lock.close()
-        if self._error is not None:
-            self._raise()
+        self._raise()
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -338,10 +414,13 @@ class Checkpointer:
             self.close()
 
     def _raise(self) -> None:
-        error, self._error = self._error, None
-        assert error is not None
+        error = self._error if self._job.one_process else self._shared
+        if error is None:
+            return
+        self._error = self._shared = None
+        what = _describe(error) if self._job.first else str(error)
         raise CheckpointError(
-            f"checkpoints: {self._folder} must take checkpoints, but {_describe(error)}"
+            f"checkpoints: {self._folder} must take checkpoints, but {what}"
         ) from error
 
     def _write(
@@ -366,9 +445,11 @@ class Checkpointer:
                     "not logged.", step, _describe(error),
                 )  # fmt: skip
             # no step: a window whose checkpoint failed may be saved again
-            self._error, self._step = self._error or error, None
+            self._error, self._step, self._lost = self._error or error, None, True
         else:
-            self.written = step
+            self._written = step
+            if self._job.one_process:
+                self.written = step
             if self._train.timeline is not None:
                 self._train.timeline.add(
                     CheckpointEvent, window=window.index, epoch=window.epoch,

@@ -1,7 +1,7 @@
 """Copies of a training state from the devices to the host and back."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from elche_jax.checkpoint.leaves import LeafSpec, names_of
+from elche_jax.engine.job import Job
 from elche_jax.engine.lane import Fleet
 from elche_jax.engine.laned import LeadArray, StackedArray
 from elche_jax.engine.replicas import raw, with_type_of
@@ -24,21 +25,26 @@ class Snapshot:
     Attributes:
         names: Names of the leaves.
         copies: For each leaf, one array `(1, ...)`, or one per device if their values differ.
+        gathered: Arrays of the host with a row per device, in a job of several processes, in place
+            of the copies of leaves whose values differ.
     """
 
     names: list[str]
     copies: list[list[jax.Array]]
+    gathered: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def own(self) -> frozenset[str]:
         """Names of the leaves of which each device has its own value."""
         pairs = zip(self.names, self.copies, strict=True)
-        return frozenset(name for name, copies in pairs if len(copies) > 1)
+        return frozenset(name for name, copies in pairs if len(copies) > 1) | {*self.gathered}
 
     def fetch(self) -> dict[str, np.ndarray]:
         """Return the arrays by name, on the host; wait for the devices."""
-        leaves = {}
+        leaves = dict(self.gathered)
         for name, copies in zip(self.names, self.copies, strict=True):
+            if name in leaves:
+                continue
             rows = [np.asarray(copy) for copy in copies]
             leaves[name] = rows[0][0] if len(rows) == 1 else np.concatenate(rows)
         return leaves
@@ -49,20 +55,32 @@ def _copies(arrays: list[jax.Array]) -> list[jax.Array]:
     return [jnp.copy(array) for array in arrays]
 
 
-def take(state: TrainState, common: TrainState) -> Snapshot:
+def take(state: TrainState, common: TrainState, job: Job) -> Snapshot:
     """Copy a state on the devices, so that training may reuse its buffers.
+
+    In a job of several processes all have to call it: what differs by device is moved to the first
+    process's host, in parts. The others get no copies.
 
     Args:
         state: The stacked state.
         common: The replicated part of the state, copied from the first device only.
+        job: The devices of all processes.
 
     Returns:
-        The copies; nothing is waited for.
+        The copies. With one process nothing is waited for.
     """
     names, own = names_of(state), own_names(state, common)
     copies: list[list[jax.Array]] = [[] for _ in names]
+    gathered: dict[str, np.ndarray] = {}
+    if not job.one_process:
+        pairs = zip(names, _raw(state), strict=True)
+        gathered = job.rows_at_first({name: np.asarray(x) for name, x in pairs if name in own})
+        if not job.first:
+            return Snapshot(names, copies)
     held: dict[jax.Device, list[tuple[int, int, jax.Array]]] = {}
     for at, (name, array) in enumerate(zip(names, _raw(state), strict=True)):
+        if name in gathered:
+            continue
         shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
         for place, shard in enumerate(shards[: None if name in own else 1]):
             held.setdefault(shard.device, []).append((at, place, shard.data))
@@ -71,7 +89,7 @@ def take(state: TrainState, common: TrainState) -> Snapshot:
         made = _copies([row for *_, row in rows])
         for (at, place, _), copy in zip(rows, made, strict=True):
             copies[at][place] = copy
-    return Snapshot(names, copies)
+    return Snapshot(names, copies, gathered)
 
 
 def difference(like: TrainState, specs: Mapping[str, LeafSpec]) -> str:
@@ -128,18 +146,19 @@ def repeated(leaf: np.ndarray, world_size: int) -> np.ndarray:
 
 
 def put(like: TrainState, rows: TrainState, fleet: Fleet) -> TrainState:
-    """Place rows of host arrays, `(world_size, ...)`, on devices like an existing state."""
+    """Place rows of host arrays, `(world_size, ...)`, on this process's devices like a state."""
+    places = list(zip(fleet.job.ranks, fleet.devices, strict=True))
 
     def place(leaf: StackedArray, array: np.ndarray) -> StackedArray:
         if isinstance(leaf, LeadArray):
             (device,) = leaf.row.devices()
             row = jax.device_put(np.array(array[0])[None], device)
-            return with_type_of(leaf, LeadArray(row, len(array)))
+            return with_type_of(leaf, LeadArray(row, fleet.world_size))
         shards = [
             jax.device_put(
                 np.array(array[rank])[None], device
             )  # copied: the CPU backend aliases host memory
-            for rank, device in enumerate(fleet.devices)
+            for rank, device in places
         ]
         return with_type_of(leaf, fleet.stack(shards))
 

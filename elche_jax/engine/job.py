@@ -5,26 +5,23 @@ device of each, the lead. Everything else that is known of all of them follows f
 travelled in that exchange, so that all processes plan alike.
 """
 
-import hashlib
-import os
 import pickle
-import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from elche_jax import _check as check
 from elche_jax._processes import PROCESSES, ExchangeLost, ProcessLostError
+from elche_jax.engine.digests import digest_of_host, digests_of
 from elche_jax.engine.mapped import AXIS, MappedAcross
 
 PyTree = Any
+T = TypeVar("T")
 
 PIECE = 2**20
 """Bytes that a process sends at once, so that the leads need no more memory than some of them."""
@@ -49,6 +46,7 @@ class Measured(NamedTuple):
             verified; -1 if there is nothing to compare, -2 if its own replicas differ.
         left_out: Whether it had work and is not part of the mean, as it is late.
         late: Whether it has not delivered since, so that it gets no work.
+        wishes: What its process wants all to do, see `elche_jax.train.wishes`.
         own: Whether its own sums are finite; added on the device unless windows are pending.
     """
 
@@ -62,6 +60,7 @@ class Measured(NamedTuple):
     replicas: Any
     left_out: Any
     late: Any
+    wishes: Any
     own: Any
 
 
@@ -109,8 +108,17 @@ class Members:
 
     def gathered(self, row: np.ndarray) -> np.ndarray:
         """Return an array of the host from each process, stacked; all have to call it."""
+        return np.asarray(_gatherer(self.leads)(self._on_lead(row))[1])
+
+    def summed(self, row: np.ndarray) -> np.ndarray:
+        """Return the sum of an array of the host over processes; all have to call it."""
+        return np.asarray(_summer(self.leads)(self._on_lead(row))[1])
+
+    def _on_lead(self, row: np.ndarray) -> jax.Array:
+        if not PROCESSES.recoverable:  # else no exchange is on its way: each was waited for
+            MappedAcross.settle()  # of a window, after an error in it
         lead = next(one for one in self.leads if one.process_index == jax.process_index())
-        return np.asarray(_gatherer(self.leads)(jax.device_put(row[None], lead))[1])
+        return jax.device_put(row[None], lead)
 
 
 @dataclass(frozen=True)
@@ -184,8 +192,7 @@ class Job:
         lead = self.leads[self.at]
         if lead.platform != "cpu":
             return False
-        own = lead.client.platform_version, jax.__version__, os.environ.get("XLA_FLAGS")
-        found = self.gather(_digest((*own, os.cpu_count(), _processor())))
+        found = self.gather(digest_of_host(lead))
         return bool((found == found[0]).all())
 
     def gather(self, row: np.ndarray) -> np.ndarray:
@@ -199,14 +206,11 @@ class Job:
             with suppress(ExchangeLost):
                 return PROCESSES.together(self.leads, lambda: self.members.gathered(row))
 
-    @cached_property
-    def _psum(self) -> MappedAcross:
-        return MappedAcross(lambda row: (None, jax.lax.psum(row, AXIS)), self.leads)
-
     def sum(self, row: np.ndarray) -> np.ndarray:
         """Return the sum of an array of the host over processes; all have to call it."""
-        mine = jax.device_put(row[None], self.leads[self.at])
-        return np.asarray(self._psum(mine)[1])
+        while True:  # until no process ends meanwhile
+            with suppress(ExchangeLost):
+                return PROCESSES.together(self.leads, lambda: self.members.summed(row))
 
     def gather_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return rows of all devices, by rank, from those of each process; all have to call it.
@@ -220,45 +224,167 @@ class Job:
         return np.concatenate([flat, np.zeros_like(flat[:1])])[list(places)]
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return what each process passes, in their order; all have to call it.
+        """Return what each process that is there passes, in their order; all have to call it.
 
         Args:
             value: Anything that can be pickled, of any size.
-
-        Raises:
-            ProcessLostError: In all that are left, if a process has ended.
         """
         if self.one_process:
             return [value]
-        mine = pickle.dumps(value)
-        told = self._gather_of_all(np.array(divmod(len(mine), 2**32), np.uint32))
+        mine, found = pickle.dumps(value), None
+        while found is None:  # until no process ends meanwhile
+            found = self._exchanged(mine, self.members)
+        return [pickle.loads(part) for part in found]
+
+    def _exchanged(self, mine: bytes, members: Members) -> list[bytearray] | None:
+        """Return the bytes of each process; None if one has ended meanwhile."""
+        told = self.gather(np.array(divmod(len(mine), 2**32), np.uint32))
         sizes = [(int(high) << 32) + int(low) for high, low in told]
         # a power of two: few programs are compiled
-        step = min(PIECE, 1 << (max(sizes) - 1).bit_length())
+        step = min(PIECE, _rounded(max(sizes)))
         parts = [bytearray() for _ in sizes]
         for begin in range(0, max(sizes), step):
             row = np.zeros(step, np.uint8)
             own = np.frombuffer(mine[begin : begin + step], np.uint8)
             row[: own.size] = own
-            for part, size, got in zip(parts, sizes, self._gather_of_all(row), strict=True):
-                part += got[: max(0, size - begin)].tobytes()
-        return [pickle.loads(part) for part in parts]
+            got = self.gather(row)
+            if self.members is not members:
+                return None
+            for part, size, new in zip(parts, sizes, got, strict=True):
+                part += new[: max(0, size - begin)].tobytes()
+        return parts
 
-    def _gather_of_all(self, row: np.ndarray) -> np.ndarray:
-        """Return what `gather` does, if all processes are there."""
-        found, gone = self.gather(row), sorted(self.members.gone)
+    def check_all(self) -> None:
+        """Raise if a process has ended, where its devices have to take part.
+
+        Raises:
+            ProcessLostError: If one has.
+        """
+        gone = sorted(self.members.gone)
         if gone:
             raise ProcessLostError(
                 f"process {gone[0]} of the job has ended. Training goes on without it, if it can; "
                 "evaluation, predict and what is done by hand need all processes.", gone,
             )  # fmt: skip
-        return found
 
     def by_rank(self, told: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
         """Return what each process tells of its devices, in rank order."""
+        self.check_all()
         flat = [x for own in told for x in own]
         ranks = [rank for own in self.ranks_of.values() for rank in own]
         return tuple(x for _, x in sorted(zip(ranks, flat, strict=True), key=lambda one: one[0]))
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first process, which writes the files of the job."""
+        return self.at == 0
+
+    def by_first(self, call: Callable[[], T]) -> T:
+        """Call a function in the first process; all return its result or raise its error.
+
+        All have to call it. Results and errors are pickled.
+        """
+        if self.one_process:
+            return call()
+        result: Any = None
+        error: Exception | None = None
+        if self.first:
+            try:
+                result = call()
+            except Exception as found:  # the others must not wait for a result
+                error = found
+        told = self.exchange(_sendable(result, error) if self.first else None)[0]
+        if error is not None:
+            raise error
+        if self.first:
+            return result
+        result, error = told
+        if error is not None:
+            raise error
+        return result
+
+    def from_first(self, array: np.ndarray | None, shape: Sequence[int], dtype: Any) -> np.ndarray:
+        """Return an array of the host of the first process; all have to call it.
+
+        Args:
+            array: The array; not read in other processes.
+            shape: Its shape.
+            dtype: Its dtype.
+        """
+        if self.one_process or self.first:
+            assert array is not None
+            found = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        else:
+            found = np.zeros(int(np.prod(shape)) * np.dtype(dtype).itemsize, np.uint8)
+        if self.one_process:
+            return found.view(dtype).reshape(shape)
+        for begin in range(0, found.size, PIECE):
+            part = found[begin : begin + PIECE]
+            row = np.zeros(_rounded(part.size), np.uint8)
+            row[: part.size] = part if self.first else 0
+            total = self.sum(row)
+            if not self.first:  # zeros are added to the first one's
+                part[:] = total[: part.size]
+        return found.view(dtype).reshape(shape)
+
+    def rows_at_first(self, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return arrays with a row per device of the job in the first process; others get none.
+
+        All have to call it.
+
+        Args:
+            rows: Arrays with a row for each device of this process, by the same names everywhere.
+        """
+        flat = [
+            np.ascontiguousarray(array).reshape(len(self.ranks), -1).view(np.uint8)
+            for array in rows.values()
+        ]
+        if not flat:
+            return {}
+        own = np.concatenate(flat, axis=1)  # one stream, as small arrays cost what large ones do
+        width = Members(self.devices).width  # it must not change while a process ends
+        whole = np.zeros((self.world_size if self.first else 0, own.shape[1]), np.uint8)
+        step = max(1, PIECE // width)
+        for begin in range(0, own.shape[1], step):
+            part = own[:, begin : begin + step]
+            row = np.zeros((width, _rounded(part.shape[1])), np.uint8)
+            row[: len(part), : part.shape[1]] = part
+            found = self.gather(row)
+            if self.first:
+                # a device that is lost gets what the first one has
+                ranks = list(self.ranks_of.values())
+                places = np.array(places_of(ranks, width, self.world_size))
+                places[places == width * len(ranks)] = 0
+                found = found.reshape(-1, row.shape[1])[places]
+                whole[:, begin : begin + step] = found[:, : part.shape[1]]
+        if not self.first:
+            return {}
+        ends = np.cumsum([one.shape[1] for one in flat])
+        columns = np.split(whole, ends[:-1], axis=1)
+        return {
+            name: np.ascontiguousarray(column)
+            .view(array.dtype)
+            .reshape(self.world_size, *array.shape[1:])
+            for (name, array), column in zip(rows.items(), columns, strict=True)
+        }
+
+    def raise_alike(self, where: str, own: Exception | None) -> None:
+        """Raise an error that some processes have, in all of them; all have to call it.
+
+        A process with an error raises its own, the others say what the first such one says.
+
+        Args:
+            where: The function the user called.
+            own: The error of this process, or None.
+        """
+        if own is not None and self.one_process:
+            raise own
+        said = self.exchange(None if own is None else f"{type(own).__name__}: {own}")
+        if own is not None:
+            raise own
+        for process, text in zip(self.ranks_of, said, strict=True):
+            if text is not None:
+                raise RuntimeError(f"{where}: process {process} raised {text}")
 
     def check_same(self, where: str, **values: Any) -> None:
         """Raise unless all processes pass the same; all have to call it with the same names.
@@ -291,71 +417,29 @@ class Job:
                 raise ValueError(check.message(where, name, rule, got))
 
 
-def settings_of(value: Any) -> Any:
-    """Return what of a user's object can be compared between processes by its `repr`.
-
-    Of a dataclass these are its class and its fields, of other objects the class alone: the
-    `repr` of most holds an address.
-
-    Examples:
-        >>> settings_of([2, None, max])
-        [2, None, 'builtin_function_or_method']
-    """
-    if value is None or isinstance(value, bool | int | float | str | bytes):
-        return value
-    if isinstance(value, list | tuple):
-        items: list[Any] = list(value)
-        return [settings_of(item) for item in items]
-    name = type(value).__name__
-    if not is_dataclass(value):
-        return name
-    return name, [(one.name, settings_of(getattr(value, one.name))) for one in fields(value)]
-
-
-def number_of(data: bytes) -> int:
-    """Return a number of 24 bits for these bytes, exact in float32."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=3).digest(), "big")
-
-
-def digest_of(tree: PyTree) -> bytes:
-    """Return a digest of the arrays of a pytree, of their names, shapes and dtypes."""
-    found = hashlib.blake2b(digest_size=16)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        array = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
-        found.update(f"{jax.tree_util.keystr(path)}{array.shape}{array.dtype}".encode())
-        found.update(array.tobytes())
-    return found.digest()
-
-
 @lru_cache(maxsize=4)
 def _gatherer(leads: tuple[jax.Device, ...]) -> MappedAcross:
     """Return the program of `Job.gather`: it is compiled once, however many jobs are made."""
     return MappedAcross(lambda rows: (None, jax.lax.all_gather(rows, AXIS)), leads)
 
 
-def digests_of(values: Mapping[str, Any]) -> np.ndarray:
-    """Return a digest of each value, `(values, 2)`."""
-    return np.stack([_digest(value) for value in values.values()])
+@lru_cache(maxsize=4)
+def _summer(leads: tuple[jax.Device, ...]) -> MappedAcross:
+    """Return the program of `Job.sum`."""
+    return MappedAcross(lambda row: (None, jax.lax.psum(row, AXIS)), leads)
 
 
-def _processor() -> str:
-    """Return which processor the host has and what it can do, as Linux tells; else its name."""
+def _rounded(size: int) -> int:
+    """Return the next power of two: each length is a program of its own."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def _sendable(result: Any, error: Exception | None) -> tuple[Any, Exception | None]:
     try:
-        told = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = "model name", "flags", "Features", "CPU part"
-    return "".join(next((line for line in told if line.startswith(name)), "") for name in names)
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _digest(value: Any) -> np.ndarray:
-    """Return 64 bits that tell values apart, as two numbers of 32: JAX has no others by default."""
-    data = value if isinstance(value, bytes) else repr(value).encode()
-    return np.frombuffer(hashlib.blake2b(data, digest_size=8).digest(), np.uint32)
+        pickle.loads(pickle.dumps((result, error)))  # some errors do not come back
+        return result, error
+    except Exception:
+        return None, RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def places_of(ranks_of: Sequence[Sequence[int]], width: int, size: int) -> tuple[int, ...]:

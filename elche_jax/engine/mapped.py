@@ -129,6 +129,8 @@ class MappedAcross:
         devices: One device of each process.
     """
 
+    _last: jax.Array | None = None  # a small part of what was launched last, of any object
+
     def __init__(self, fn: PerDevice, devices: Sequence[jax.Device]):
         self._devices, self._sharding = tuple(devices), _mesh_sharding(devices)
         # `pmap` would convert between arrays of a process and of all of them in every call
@@ -161,7 +163,15 @@ class MappedAcross:
             lambda x: jax.make_array_from_single_device_arrays(self._over(x), self._sharding, [x]),
             args,
         )
-        return jax.tree.map(lambda x: x.addressable_data(0), program(*whole))
+        results = jax.tree.map(lambda x: x.addressable_data(0), program(*whole))
+        MappedAcross._last = min(jax.tree.leaves(results), key=lambda leaf: leaf.nbytes)
+        return results
+
+    @staticmethod
+    def settle() -> None:
+        """Wait for what was launched last: programs without common data may run in any order."""
+        if MappedAcross._last is not None and not MappedAcross._last.is_deleted():
+            MappedAcross._last.block_until_ready()
 
     def _over(self, own: Any) -> tuple[int, ...]:
         return (len(self._devices), *own.shape[1:])

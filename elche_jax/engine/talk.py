@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from elche_jax.engine.job import Job, digests_of
+from elche_jax.engine.digests import digests_of
+from elche_jax.engine.job import Job
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,11 @@ class Talk(AbstractContextManager["Talk"]):
 
         Raises:
             RuntimeError: If a process has failed.
+            ProcessLostError: If one has ended.
         """
         self._ended = True  # should it fail, for example as a process is gone
         told = self._job.exchange(value)
+        self._job.check_all()
         for process, one in zip(self._job.ranks_of, told, strict=True):
             if isinstance(one, _Failed):
                 raise RuntimeError(

@@ -15,7 +15,8 @@ from elche_jax.averaging.exchange import HostExchange
 from elche_jax.cadence import WindowPlan, WindowRecord
 from elche_jax.data.order import Cursor
 from elche_jax.data.source import IterableSource, MapSource, Source
-from elche_jax.engine.job import Job, Measured, digest_of, number_of
+from elche_jax.engine.digests import digest_of, number_of
+from elche_jax.engine.job import Job, Measured
 from elche_jax.engine.replicas import ReplicaMismatch
 from elche_jax.engine.timing import WindowTimes
 from elche_jax.train.spec import DataPlan
@@ -24,6 +25,9 @@ PyTree = Any
 
 SAMPLES = 8
 """Examples by which arrays are compared between processes, beside their number."""
+
+NOTHING = False, False, 0
+"""Of a device that is in time, in a process that wants nothing: `left_out`, `late` and `wishes`."""
 
 UNKNOWN, APART = -1, -2
 """In place of a number for the replicas: nothing to compare; those of the process itself differ."""
@@ -116,19 +120,7 @@ def measured_rows(
     begun = max(requested, before)
     idle = 1e3 * max(0.0, requested - before) if isfinite(before) else 0.0
     rows = [
-        (
-            busy,
-            1e3 * (done - begun),
-            idle,
-            sync_ms,
-            steady,
-            cold,
-            plan,
-            replicas,
-            False,
-            False,
-            mine,
-        )
+        (busy, 1e3 * (done - begun), idle, sync_ms, steady, cold, plan, replicas, *NOTHING, mine)
         for busy, done, mine in zip(times.busy_ms(free), times.arrived, own, strict=True)
     ]
     return np.array(rows, np.float32)
@@ -136,8 +128,15 @@ def measured_rows(
 
 def unmeasured_rows(own: Sequence[bool], plan: int, replicas: int = UNKNOWN) -> np.ndarray:
     """Return the rows of a window of which a process has no times, see `measured_rows`."""
-    rows = [(0, 0, 0, inf, False, False, plan, replicas, False, False, mine) for mine in own]
+    rows = [(0, 0, 0, inf, False, False, plan, replicas, *NOTHING, mine) for mine in own]
     return np.array(rows, np.float32)
+
+
+def finite_by_rank(rows: np.ndarray, lost: Sequence[int]) -> np.ndarray:
+    """Return by rank whether a device's own sums were finite; True for devices that are lost."""
+    own = Measured(*rows.T).own > 0
+    own[list(lost)] = True
+    return own
 
 
 def plan_number(plan: WindowPlan) -> int:

@@ -14,7 +14,7 @@ from elche_jax.cadence import Cadence, EveryBatch
 from elche_jax.cadence.guards import Guard, NoGuard, TrendGuard
 from elche_jax.config import DDPConfig, Recorder, check_arguments
 from elche_jax.engine.devices import LaneChoice, fleet_of, select_job, summary_of
-from elche_jax.engine.job import settings_of
+from elche_jax.engine.digests import settings_of
 from elche_jax.engine.lane import kinds_of
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.loss import LossFn
@@ -230,13 +230,16 @@ def build_train_step(
         guard = guard or (TrendGuard() if rule.inner_steps is None else NoGuard())
     # before the default is filled in: no hint if the user chose the cadence
     first = job.at == 0  # the process that records and logs
+    # that of a `Trainer` sums up the run in all of them
+    everywhere = getattr(given["timeline"], "everywhere", False)
     hint = first and cadence is None and config.policy == "auto"
     cadence = cadence or config.cadence_for(len(devices), kinds=len(set(kinds)))
     _warn_of_knobs(config, cadence, len(devices))
     options = Options(
         given["max_grad_norm"], finite, trainable, merge, Precision(given["compute_dtype"], scale),
         dynamic, rule, len(devices), guard, given["verify_every"],
-        given["timeline"] if first else None, hint=hint, emulate=emulate, exchange=exchange,
+        given["timeline"] if first or everywhere else None, hint=hint, emulate=emulate,
+        exchange=exchange,
         split=checked_split("build_train_step", microbatch_split, kinds), device_loss=device_loss,
     )  # fmt: skip
     job.check_same(

@@ -20,7 +20,7 @@ from elche_jax.engine.replicas import ReplicaMismatch, mismatch
 from elche_jax.engine.runner import FleetRunner, Launch
 from elche_jax.engine.survey import Survey
 from elche_jax.engine.timing import ENDS, Clock, WindowTimes
-from elche_jax.train.across import plan_number, plans_error, record_of
+from elche_jax.train.across import finite_by_rank, plan_number, plans_error, record_of
 from elche_jax.train.divergence import DivergenceReader
 from elche_jax.train.feed import Feed
 from elche_jax.train.finite import FiniteWatch
@@ -30,6 +30,7 @@ from elche_jax.train.lost import TakeOver
 from elche_jax.train.run_errors import RunErrors
 from elche_jax.train.telling import Telling
 from elche_jax.train.timing import Timing
+from elche_jax.train.wishes import Wishes
 
 PyTree = Any
 R = TypeVar("R", bound=FleetRunner)
@@ -60,6 +61,7 @@ class Pipeline(Generic[R]):
         closed: Whether the run was closed; windows dispatched after that are not timed.
         trained: Number of the window dispatched last, or None.
         errors: The errors of the threads.
+        wishes: What processes ask of each other.
 
     Args:
         feed: Loads and places windows.
@@ -102,6 +104,7 @@ class Pipeline(Generic[R]):
         self._telling = Telling(self._job, feed.fleet.world_size, pending, verifies)
         # whether windows end in an exchange with other processes, in which times travel
         self._surveys = combines and not self._job.one_process
+        self.wishes = Wishes(self._job.one_process, in_flight)
         self._ahead = in_flight if scheduler.cadence.adaptive else LOOKAHEAD
         lanes = feed.fleet.in_lanes()
         on_host = [lane.ranks for lane in lanes if lane.devices[0].platform == "cpu"]
@@ -268,16 +271,13 @@ class Pipeline(Generic[R]):
         except BaseException as error:
             if launch is not None and launch.watch is not None:
                 launch.watch.dropped(launch.number)
-            if not isinstance(error, ExchangeLost):  # after which the window is run again
-                self._discard(window)
+            with self._changed:
+                if not isinstance(error, ExchangeLost):  # after which the window is run again
+                    self._open.discard(window.index)
+                self._changed.notify_all()
             raise
         flight.steady = self._cache.misses == misses
         self._hand_over(flight)
-
-    def _discard(self, window: Window) -> None:
-        with self._changed:
-            self._open.discard(window.index)
-            self._changed.notify_all()
 
     def _admit(self, window: Window) -> None:
         """Wait until a window may be dispatched, and take it."""
@@ -290,13 +290,13 @@ class Pipeline(Generic[R]):
         )
         with self._changed:
             self.errors.release(self._dispatches - self._in_flight)
-            self.errors.check()
             # not before the wait: if it is interrupted, the loop may use the window again
             if self._current == window.index:
                 self._current = None
             else:  # dropped before, and counted as complete
                 self._open.add(window.index)
         self._dispatches += 1
+        self.wishes.dispatches = self._dispatches
 
     def _hand_over(self, flight: InFlight) -> None:
         """Hand a dispatched window to the watcher threads."""
@@ -320,7 +320,6 @@ class Pipeline(Generic[R]):
         self._wait_for_records()
         self._tell_rest()
         self.errors.release(None)
-        self.errors.check()
 
     @property
     def late(self) -> frozenset[int]:
@@ -331,9 +330,8 @@ class Pipeline(Generic[R]):
         """Raise an error of the windows that the loop has not seen, before a new run begins."""
         self._check_windows(keep=0)
         self._tell_rest()
-        self.errors.release(None)
         if not self.errors.raised:
-            self.errors.check()
+            self.errors.release(None)
 
     def _tell_rest(self) -> None:
         """Tell the other processes what no window's exchange tells them; all have to call it."""
@@ -411,6 +409,7 @@ class Pipeline(Generic[R]):
             self._check_finite(window, window.token, times.window)
         else:
             rows = np.asarray(survey.found)
+            self.wishes.found(times.window, Measured(*rows.T).wishes)
             error = plans_error(self._job, window.plan, rows)
             if (error := error or self._telling.replicas_error(rows)) is not None:
                 self.errors.found(times.window, error)
@@ -434,32 +433,21 @@ class Pipeline(Generic[R]):
         if told.tell is not None or not self._telling.of_last:  # else of a run that was closed
             left = self._job.members.left
             self._record(told, record_of(told.plan, rows, left, **told.known), at)
-        self._check_finite(told, self._finite_by_rank(rows), number)
-
-    def _finite_by_rank(self, rows: np.ndarray) -> np.ndarray:
-        """Return by rank whether a device's own sums were finite; True for those that are lost."""
-        own = Measured(*rows.T).own > 0
-        own[list(self._job.members.lost)] = True
-        return own
+        self._check_finite(told, finite_by_rank(rows, self._job.members.lost), number)
 
     def _measured(self, flight: InFlight, misses: int) -> np.ndarray:
-        """Return what this process tells of a window in its exchange, in a lane's thread."""
-        clock, number = flight.launch.watch, flight.launch.number
-        plan = plan_number(flight.plan)
+        """Return what this process tells in the exchange of a window, in a lane's thread."""
+        number = flight.launch.number
         with self._changed:  # the windows before it have their ends noted
             self._changed.wait_for(
-                lambda: (
-                    self.errors.first or self.closed or min(self._flights, default=number) >= number
-                )
+                lambda: self._over or min(self._flights, default=number) >= number
             )
-        if self._telling.of_last:
-            return self._telling.rows_of_last(flight.tells, plan)
-        # no clock, or none that ends: of a run that was closed, which plans no more
-        if clock is None or (ends := clock.accumulated(number)) is None:
-            return self._telling.rows_of_last(None, plan)
-        times = WindowTimes(number, flight.launch.at, ends, ends)
-        free = ENDS.before(self._feed.fleet.devices, ends, self._lockstep)
-        return self._telling.rows(flight, plan, times, free, self._cache.misses == misses)
+        rows = self._telling.survey(
+            flight, plan_number(flight.plan), self._feed.fleet, self._lockstep,
+            lambda: self._cache.misses == misses,
+        )  # fmt: skip
+        Measured(*rows.T).wishes[:] = self.wishes.own
+        return rows
 
     def on_late_times(self, times: WindowTimes, begins: Sequence[float] | None) -> None:
         """Report a window that was complete except for a late device, which is now done too.
@@ -475,7 +463,11 @@ class Pipeline(Generic[R]):
     def _check_window(self, window: InFlight) -> None:
         """Check a window of a run that was closed, and its replicas."""
         survey, told = window.launch.survey, self._telling.told_by(window)
-        own = window.token if survey is None else self._finite_by_rank(np.asarray(survey.found))
+        own = (
+            window.token
+            if survey is None
+            else finite_by_rank(np.asarray(survey.found), self._job.members.lost)
+        )
         if told is not None:
             self._check_finite(told, own, window.launch.number)
         self._check_replicas(window)

@@ -38,12 +38,16 @@ class RunErrors:
             self._shared = number, error
 
     def release(self, last: int | None) -> None:
-        """Let `check` raise an error that all processes have found, up to a dispatch or any.
+        """Raise an error of a thread, or one that all processes have found up to a dispatch.
 
         Each raises it before the same window: one that went on would wait for the others there.
+
+        Args:
+            last: Number of the dispatch; None for any.
         """
         if self._shared is not None and (last is None or self._shared[0] <= last):
             self.keep(self._shared[1])
+        self.check()
 
     def check(self) -> None:
         """Raise the error."""

@@ -16,7 +16,7 @@ from elche_jax.cadence import Cadence, Controller, FixedTotal, WindowTime
 from elche_jax.data.order import Cursor
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import fleet_of, names_of
-from elche_jax.engine.job import digest_of, settings_of
+from elche_jax.engine.digests import digest_of, settings_of
 from elche_jax.engine.lane import kinds_of
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.replicas import devices_of, replicate_over

@@ -5,7 +5,7 @@ they took. With windows pending it comes before them, so that it crosses while t
 of the window before. What no exchange tells any more, at the end of a loop, is told by itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 from typing import Any
@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from elche_jax.engine.job import Job, Measured
+from elche_jax.engine.lane import Fleet
 from elche_jax.engine.replicas import ReplicaMismatch
-from elche_jax.engine.timing import WindowTimes
+from elche_jax.engine.timing import ENDS, WindowTimes
 from elche_jax.train.across import (
     APART,
     UNKNOWN,
@@ -96,6 +97,29 @@ class Telling:
                 own = np.asarray(window.token).tolist()
             tell = partial(unmeasured_rows, own)
         return tell(plan, self._replicas)
+
+    def survey(
+        self, window: InFlight, plan: int, fleet: Fleet, lockstep: Sequence[Sequence[int]],
+        steady: Callable[[], bool],
+    ) -> np.ndarray:  # fmt: skip
+        """Return what to tell in the exchange of a window; waits until its devices are done.
+
+        Args:
+            window: The window.
+            plan: A number for its plan.
+            fleet: The devices of this process.
+            lockstep: Ranks that begin a program at the same time, see `Ends.before`.
+            steady: Returns whether nothing was compiled for it.
+        """
+        launch = window.launch
+        if self.of_last:
+            return self.rows_of_last(window.tells, plan)
+        # no clock, or none that ends: of a run that was closed, which plans no more
+        if launch.watch is None or (ends := launch.watch.accumulated(launch.number)) is None:
+            return self.rows_of_last(None, plan)
+        times = WindowTimes(launch.number, launch.at, ends, ends)
+        free = ENDS.before(fleet.devices, ends, lockstep)
+        return self.rows(window, plan, times, free, steady())
 
     def rows(
         self, window: InFlight, plan: int, times: WindowTimes, free: Sequence[float],

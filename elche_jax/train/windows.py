@@ -81,6 +81,16 @@ class Windows(Iterator[Window]):
         finally:
             self.close()
 
+    def agreed(self, wish: str | None) -> frozenset[str]:
+        """Ask something of all processes; return what all know by now that one of them asks.
+
+        Args:
+            wish: One of `elche_jax.train.wishes.NAMES`; None to ask nothing more.
+        """
+        if wish is not None:
+            self._pipeline.wishes.add(wish)
+        return self._pipeline.wishes.agreed
+
     def drain(self) -> None:
         """Wait until the windows dispatched so far are complete.
 

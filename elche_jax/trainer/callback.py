@@ -33,15 +33,20 @@ class CallbackContext:
     _control: Control
 
     def stop(self) -> None:
-        """Stop the run before its next window, with a final checkpoint if checkpoints are on."""
+        """Stop the run before its next window, with a final checkpoint if checkpoints are on.
+
+        In a job of several processes one suffices: all stop once it has told the others, three
+        windows later.
+        """
         self._control.stop("callback")
 
 
 class Callback:
     """Base class for callbacks: subclass it and override the hooks you need.
 
-    All hooks run on the thread of the training loop. An exception ends the run: threads are
-    stopped, files are closed, and `Trainer.fit` or `Handle.join` raises it.
+    All hooks run on the thread of the training loop, in a job of several processes in each of them.
+    An exception ends the run: threads are stopped, files are closed, and `Trainer.fit` or
+    `Handle.join` raises it.
 
     Raises:
         TypeError: A subclass defines an unknown `on_...` method, which would never be called.

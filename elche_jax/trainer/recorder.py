@@ -20,6 +20,7 @@ from elche_jax.config import Recorder
 from elche_jax.data.order import Cursor
 from elche_jax.data.source import as_source
 from elche_jax.engine.devices import device_summary, names_of
+from elche_jax.engine.job import Job
 from elche_jax.observe.events import EpochEvent, EvaluationEvent, LossEvent
 from elche_jax.observe.page import write_page
 from elche_jax.observe.progress import Progress
@@ -44,6 +45,12 @@ class RunRecorder:
         own: The timeline of the trainer's configuration, or None.
     """
 
+    everywhere = True
+    """It belongs to each process of a job: see `build_train_step`."""
+
+    error: Exception | None = None
+    """What an output or a callback raised in a job of several processes."""
+
     def __init__(self, own: Recorder | None):
         self._own: list[Recorder] = [] if own is None else [own]
         self._timelines = self._own  # and that of the run's folder during a run
@@ -51,21 +58,25 @@ class RunRecorder:
         # a deque needs no lock: watcher threads append, the loop pops
         self._metrics: deque[tuple[int, int, Mapping[str, Any]]] = deque()
 
+    def forget_own(self) -> None:
+        """Record nothing in the user's timeline, which is that of the first process."""
+        self._own.clear()
+
     @contextmanager
-    def run(self, plan: FitPlan, world_size: int) -> Generator[None]:
-        """Open the outputs of a run, and close them at its end."""
+    def run(self, plan: FitPlan, job: Job) -> Generator[None]:
+        """Open the outputs of a run in the first process, and close them at its end."""
         self.history: tuple[EpochMetrics, ...] = ()
         self.sums: EpochSums | None = None  # of the current epoch
-        self._devices = DeviceSums(world_size)
+        self._devices = DeviceSums(job.world_size)
+        self._job, self.error = job, None
         self._log, self._before = EpochSums(0), 0
-        self._writers: list[Writer] = list(plan.writers)
+        self._writers: list[Writer] = list(plan.writers) if job.first else []
         self._progress: Progress | None = None
         timelines = self._own
         with ExitStack() as self._stack:
-            if plan.folder is not None:
-                _prepare(plan.folder, plan.resume)
-                timelines = [*self._own, self._stack.enter_context(_timeline(plan.folder))]
-                self._writers.append(self._stack.enter_context(Table(plan.folder / "metrics.csv")))
+            opened: list[Recorder] = []
+            job.by_first(lambda: self._open(plan, opened))
+            timelines = [*self._own, *opened]
             self._plan, self._timelines = plan, timelines
             try:
                 yield
@@ -74,6 +85,25 @@ class RunRecorder:
                 # they hold arrays on the devices
                 self._metrics.clear()
 
+    def _open(self, plan: FitPlan, timelines: list[Recorder]) -> None:
+        if plan.folder is not None:
+            _prepare(plan.folder, plan.resume)
+            timelines.append(self._stack.enter_context(_timeline(plan.folder)))
+            self._writers.append(self._stack.enter_context(Table(plan.folder / "metrics.csv")))
+
+    @contextmanager
+    def failing(self) -> Generator[None]:
+        """Keep an error of the block in a job of several processes, until all can raise.
+
+        They would wait in the next window for a process that raised at once.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self._job.one_process:
+                raise
+            self.error = self.error or error
+
     def begin(self, plan: FitPlan, devices: Sequence[jax.Device]) -> None:
         """Start the progress display, once all arguments have been checked."""
         size = getattr(as_source(plan.data), "size", None)
@@ -81,7 +111,7 @@ class RunRecorder:
         if size is not None and plan.batch_size is not None:
             missing = 0 if plan.drop_last else -size % plan.batch_size
             self._per_epoch = (size + missing) // plan.batch_size
-        if plan.progress:
+        if plan.progress and self._job.first:
             total = self._per_epoch * plan.epochs if self._per_epoch and plan.epochs else None
             progress = Progress(total, plan.epochs, names_of(devices))
             progress.line(device_summary(devices))
@@ -133,7 +163,8 @@ class RunRecorder:
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Pass values to the writers; `step` is the number of windows so far."""
         for writer in self._writers:
-            writer.scalars(step, values)
+            with self.failing():
+                writer.scalars(step, values)
 
     def show(self, cursor: Cursor) -> None:
         """Show the progress; `cursor` is the current place in the data."""

@@ -31,6 +31,9 @@ PyTree = Any
 REFRESH_S = 0.1
 """Seconds between two updates of the metrics and the progress display."""
 
+REASONS = ("max_seconds", "callback", "stop", "interrupt", "exit")
+"""Why a process may ask all to stop; the first one counts if several do."""
+
 MAX_PENDING = 64
 """Windows whose metrics may wait for an update; they occupy device memory until then."""
 
@@ -68,17 +71,29 @@ class Session:
         self._saver: Checkpointer | None = None
         self._announced: int | None = None
         self._trained = False
+        self._stopped = "epochs"
+        self._job = train.fleet.job
 
     def run(self) -> FitResult:
         """Train to the end, or until something stops the run."""
         self._begun = time.perf_counter()
+        result: FitResult | None = None
+        closing: Exception | None = None
         try:
-            with ExitStack() as stack:
-                with self._open(stack) as self._windows:
-                    self._work()
-                result = self._result()
+            try:
+                with ExitStack() as stack:
+                    with self._open(stack) as self._windows:
+                        self._work()
+                    result = self._result()
+            except Exception as error:
+                if not self._trained:
+                    raise
+                closing = error
+            self._job.raise_alike("Trainer.fit", closing)
+            assert result is not None
             if self._plan.folder is not None:
-                write_report(self._plan.folder)
+                folder = self._plan.folder
+                self._job.by_first(lambda: write_report(folder))
         except BaseException as error:
             with beside(error):  # raises pending errors of the last windows
                 self._train.settle()
@@ -101,9 +116,13 @@ class Session:
     def _open(self, stack: ExitStack) -> Any:
         plan, train = self._plan, self._train
         folder = plan.saving and plan.saving.path
-        if plan.resume == "must" and folder is not None and not exists(folder):
-            raise none_there(folder)  # before any file is created
-        stack.enter_context(self._recorder.run(plan, train.world_size))
+
+        def check_there() -> None:
+            if plan.resume == "must" and folder is not None and not exists(folder):
+                raise none_there(folder)  # before any file is created
+
+        self._job.by_first(check_there)
+        stack.enter_context(self._recorder.run(plan, self._job))
         self._state = train.init(plan.params, model_state=plan.model_state, rng=plan.rng)
         if plan.saving is not None:
             self._saver = stack.enter_context(Checkpointer(train, plan.saving))
@@ -134,6 +153,8 @@ class Session:
                 return
             self._train_one(window)
         self._between(None)
+        if self._job.one_process:  # too late for the others to know
+            self._stopped = self._control.reason or self._stopped
 
     def _train_one(self, window: Window) -> None:
         sums = self._recorder.sums = self._recorder.sums or EpochSums(window.epoch)
@@ -163,15 +184,29 @@ class Session:
             self._clock = time.perf_counter()  # start of an epoch
 
     def _stopping(self) -> bool:
-        plan, stop = self._plan, self._control.stop
-        if self._watching.over:
-            stop("early_stopping")
-        if plan.max_windows is not None and self._cursor.window >= plan.max_windows:
-            stop("max_windows")
+        """Return whether to stop before the next window: what all processes know decides."""
+        plan, wish = self._plan, self._control.reason
         limit = plan.max_seconds if self._window is not None else None  # always train one window
-        if limit is not None and time.perf_counter() - self._begun >= limit:
-            stop("max_seconds")
-        return self._control.reason is not None
+        if wish is None and limit is not None and time.perf_counter() - self._begun >= limit:
+            wish = "max_seconds"
+        agreed = self._windows.agreed(wish)
+        if self._recorder.error is not None:
+            agreed = self._windows.agreed("failed")
+        if "failed" in agreed:
+            self._raise_failure()
+        reasons = [reason for reason in REASONS if reason in agreed]
+        if not reasons and self._watching.over:
+            reasons = ["early_stopping"]
+        if not reasons and plan.max_windows is not None and self._cursor.window >= plan.max_windows:
+            reasons = ["max_windows"]
+        if reasons:
+            self._stopped = reasons[0]
+        return bool(reasons)
+
+    def _raise_failure(self) -> None:
+        """Raise what a callback or an output raised in some process, in all of them."""
+        self._drain()
+        self._job.raise_alike("Trainer.fit", self._recorder.error)
 
     def _end(self) -> None:
         """Save and report the last windows, and wait for the last checkpoint."""
@@ -182,6 +217,7 @@ class Session:
         if self._saver is not None:
             self._saver.wait()
             self._announce()
+        self._raise_failure()
 
     # -- epochs, evaluations, checkpoints -------------------------------------------------
 
@@ -190,6 +226,8 @@ class Session:
         self._drain()
         sums, evaluation = self._recorder.sums, self._plan.evaluation
         assert sums is not None
+        seconds = sums.seconds
+        sums.seconds = self._job.by_first(lambda: seconds)  # the history is the same everywhere
         if whole and _due(evaluation and evaluation.every_epochs, sums.epoch):
             self._evaluate()
         metrics = self._recorder.end_epoch(self._cursor, whole)
@@ -221,8 +259,8 @@ class Session:
     def _save(self, force: bool) -> None:
         if self._saver is None or self._window is None:
             return
-        self._saver.check()
-        if force or self._saver.due(self._window):
+        due = self._saver.due(self._window)
+        if force or due:
             self._drain()
             score = self._watching.score(self._cursor.window)
             # taken now: the thread that writes them runs beside the next windows
@@ -275,7 +313,8 @@ class Session:
             self._control,
         )
         for callback in self._plan.callbacks:
-            getattr(callback, name)(context, *arguments)
+            with self._recorder.failing():
+                getattr(callback, name)(context, *arguments)
 
     # -- resume ----------------------------------------------------------------------------
 
@@ -325,7 +364,7 @@ class Session:
             params=self._train.average(self._state),
             model_state=self._one_model_state(),
             history=self._recorder.history,
-            stopped=self._control.reason or "epochs",
+            stopped=self._stopped,
             windows=self._cursor.window,
             seconds=time.perf_counter() - self._begun,
             report=self._train.report(),

@@ -10,7 +10,6 @@ import optax
 from elche_jax import _check as check
 from elche_jax._exit import before_exit
 from elche_jax.config import DDPConfig, check_timeline
-from elche_jax.engine.devices import check_one_process
 from elche_jax.train.build import StepOptions, build_train_step
 from elche_jax.train.evaluate import EvalStep, build_eval_step
 from elche_jax.train.step import TrainStep
@@ -27,6 +26,9 @@ PyTree = Any
 
 class Trainer:
     """Train a model: loop, evaluation, checkpoints, logging and progress display.
+
+    In a job of several processes all call `fit` alike. The first process writes all files and
+    shows the progress; callbacks run in all of them.
 
     Args:
         loss_fn: As in `build_train_step`.
@@ -59,7 +61,6 @@ class Trainer:
         config: DDPConfig | None = None,
         **options: Unpack[StepOptions],
     ):
-        check_one_process("Trainer")
         if config is not None:
             check.instance("Trainer", "config", config, DDPConfig)
         config = config or DDPConfig()
@@ -71,6 +72,8 @@ class Trainer:
             loss_fn, optimizer, config=replace(config, timeline=None),
             **options | {"timeline": self._recorder},
         )  # fmt: skip
+        if not self._train.fleet.job.first:
+            self._recorder.forget_own()
         self._emulate = options.get("emulate")
         self._evaluation: tuple[Callable[..., Any], EvalStep] | None = None
         self._busy = threading.Lock()

@@ -16,6 +16,7 @@ from resumed import EVERY, GRADIENTS, PLAIN, Case, content, data, plain_loss, ra
 import elche_jax as elche
 from elche_jax.checkpoint.store import Store
 from elche_jax.train.in_flight import Run
+from elche_jax.train.wishes import Wishes
 
 CASE = Case(plain_loss, PLAIN)
 TINY = data(16)
@@ -33,6 +34,7 @@ class Past:
 
     trained: int
     runner: object
+    wishes: Wishes = dataclasses.field(default_factory=lambda: Wishes(True, 2))
 
     def finish(self):
         pass

@@ -259,7 +259,6 @@ def errors():
         "bits": lambda: unlike(lambda: build(exchange=elche.HostExchange())),
         "run_ahead": lambda: build(exchange=elche.HostExchange(run_ahead=True)),
         "async": lambda: build(config=elche.DDPConfig(policy="async", exchange="host")),
-        "Trainer": lambda: elche.Trainer(loss_fn, optax.adam(1e-2)),
         "again": elche.distributed.initialize,
     }
     said = {name: raised(call) for name, call in found.items()}

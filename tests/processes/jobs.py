@@ -4,9 +4,9 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import children
@@ -15,32 +15,15 @@ LIMIT = 240
 """Seconds after which the processes of a job are killed."""
 
 
-def run(
-    program: str, devices: Sequence[int], *arguments: object, killed: Sequence[int] = ()
-) -> list:
-    """Runs a program of this folder in one process per entry of `devices`, to their end.
+@contextmanager
+def started(program: str, devices: Sequence[int], *arguments: object) -> Iterator[list]:
+    """Starts a program of this folder in one process per entry of `devices`; kills them at the end.
 
     Args:
         program: Name of the file.
         devices: CPU devices of each process.
         arguments: Its arguments.
-        killed: Processes that kill themselves.
-
-    Returns:
-        For each process what it printed last, read as JSON; None for those that were killed.
     """
-    said = []
-    for at, (code, out, err) in enumerate(outcomes(program, devices, *arguments)):
-        want = -signal.SIGKILL if at in killed else 0
-        assert code == want, f"{at}: {code}\n{out[-2000:]}\n{err}"
-        said.append(None if at in killed else json.loads(out.strip().splitlines()[-1]))
-    return said
-
-
-def outcomes(
-    program: str, devices: Sequence[int], *arguments: object
-) -> list[tuple[int, str, str]]:
-    """Runs a program as `run` does; returns each process's exit code and what it printed."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -61,10 +44,38 @@ def outcomes(
             )
             for at, count in enumerate(devices)
         ]  # fmt: skip
+        yield processes
+
+
+def outcomes(program: str, devices: Sequence[int], *arguments: object) -> list:
+    """Runs a program to its end, see `started`; returns exit codes and what was printed."""
+    with started(program, devices, *arguments) as processes:
         # all at once: one whose pipe is full would keep the others waiting
         with ThreadPoolExecutor(len(processes)) as pool:
             said = list(pool.map(lambda process: process.communicate(), processes))
         return [(one.returncode, *texts) for one, texts in zip(processes, said, strict=True)]
+
+
+def run(
+    program: str, devices: Sequence[int], *arguments: object, killed: Sequence[int] = ()
+) -> list:
+    """Runs a program to its end, see `started`.
+
+    Args:
+        program: Name of the file.
+        devices: CPU devices of each process.
+        arguments: Its arguments.
+        killed: Processes that kill themselves.
+
+    Returns:
+        For each process what it printed last, read as JSON; None for those that were killed.
+    """
+    said = []
+    for at, (code, out, err) in enumerate(outcomes(program, devices, *arguments)):
+        want = -signal.SIGKILL if at in killed else 0
+        assert code == want, f"{at}: {code}\n{out[-2000:]}\n{err}"
+        said.append(None if at in killed else json.loads(out.strip().splitlines()[-1]))
+    return said
 
 
 TESTS = Path(__file__).parents[1]

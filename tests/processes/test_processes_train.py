@@ -227,7 +227,6 @@ ERRORS = {
     "run_ahead": "ValueError: HostExchange: run_ahead must be False in a job of several processes, "
     "here 2, got True. Each would know a mean at another time; a rule's delay says when it is",
     "async": "ValueError: HostExchange: run_ahead must be False in a job of several processes, h",
-    "Trainer": "ValueError: Trainer: jax.process_count() must be 1, got 2.",
     "again": "RuntimeError: distributed.initialize: it must be called once, this process has "
     "joined a job before.",
 }

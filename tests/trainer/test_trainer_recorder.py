@@ -2,6 +2,7 @@
 
 import threading
 
+import jax
 import numpy as np
 import pytest
 from fitting import DATA, PARAMS, trainer
@@ -9,6 +10,7 @@ from marks import slow
 
 import elche_jax as elche
 from elche_jax.cadence.window import WindowRecord
+from elche_jax.engine.job import Job
 from elche_jax.observe import events
 from elche_jax.observe.timeline import Timeline
 from elche_jax.trainer import session
@@ -58,7 +60,7 @@ def test_a_run_is_recorded_by_both_timelines_and_a_users_loop_by_its_own(tmp_pat
     def metrics(loss):
         return {"loss": np.float32(loss), "weight": np.float32(1), "finite": np.bool_(True)}
 
-    with recorder.run(FitPlan(PARAMS, DATA, 8, run_dir=tmp_path), world_size=2):
+    with recorder.run(FitPlan(PARAMS, DATA, 8, run_dir=tmp_path), Job(tuple(jax.devices()[:2]))):
         recorder.window(record(0))
         recorder.window_metrics(0, 0, metrics(1.0))
         recorder.window_metrics(1, 0, metrics(np.nan))  # a skip tells of it

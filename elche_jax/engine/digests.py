@@ -1,0 +1,82 @@
+"""Digests, by which processes compare what they have without sending it."""
+
+import hashlib
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PyTree = Any
+
+
+def settings_of(value: Any) -> Any:
+    """Return what of a user's object can be compared between processes by its `repr`.
+
+    Of a dataclass these are its class and its fields, of other objects the class alone: the
+    `repr` of most holds an address.
+
+    Examples:
+        >>> settings_of([2, None, max])
+        [2, None, 'builtin_function_or_method']
+    """
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return value
+    if isinstance(value, list | tuple):
+        items: list[Any] = list(value)
+        return [settings_of(item) for item in items]
+    name = type(value).__name__
+    if not is_dataclass(value):
+        return name
+    return name, [(one.name, settings_of(getattr(value, one.name))) for one in fields(value)]
+
+
+def number_of(data: bytes) -> int:
+    """Return a number of 24 bits for these bytes, exact in float32."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=3).digest(), "big")
+
+
+def digest_of(tree: PyTree) -> bytes:
+    """Return a digest of the arrays of a pytree, of their names, shapes and dtypes."""
+    found = hashlib.blake2b(digest_size=16)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        array = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+        found.update(f"{jax.tree_util.keystr(path)}{array.shape}{array.dtype}".encode())
+        found.update(array.tobytes())
+    return found.digest()
+
+
+def digests_of(values: Mapping[str, Any]) -> np.ndarray:
+    """Return a digest of each value, `(values, 2)`."""
+    return np.stack([_digest(value) for value in values.values()])
+
+
+def digest_of_host(device: jax.Device) -> np.ndarray:
+    """Return a digest of what decides on the bits that a CPU device of this host computes."""
+    own = device.client.platform_version, jax.__version__, os.environ.get("XLA_FLAGS")
+    return _digest((*own, os.cpu_count(), _processor()))
+
+
+def _processor() -> str:
+    """Return which processor the host has and what it can do, as Linux tells; else its name."""
+    try:
+        told = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = "model name", "flags", "Features", "CPU part"
+    return "".join(next((line for line in told if line.startswith(name)), "") for name in names)
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _digest(value: Any) -> np.ndarray:
+    """Return 64 bits that tell values apart, as two numbers of 32: JAX has no others by default."""
+    data = value if isinstance(value, bytes) else repr(value).encode()
+    return np.frombuffer(hashlib.blake2b(data, digest_size=8).digest(), np.uint32)

@@ -1,0 +1,155 @@
+"""A process of a job that trains with `Trainer`, and says what it saw."""
+
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import elche_jax as elche
+
+if __name__ == "__main__":  # before anything asks for a device
+    elche.distributed.initialize()
+
+import jax  # after it, as what follows
+import numpy as np
+import optax
+from reference import data, loss_fn, params
+
+ROWS, BATCH = data(60), 4
+FIRST, OTHER = jax.process_index() == 0, jax.process_index() == 1
+
+
+def trainer(**options):
+    options = {"cadence": elche.FixedTotal(6)} | options
+    return elche.Trainer(loss_fn, optax.adam(1e-2), **options)
+
+
+def fit(made, epochs=2, **options):
+    return made.fit(params(), ROWS, BATCH, epochs, **{"progress": False} | options)
+
+
+def history(result):
+    """What the processes must know alike; NaN is equal to itself in a text."""
+    return [repr(asdict(epoch)) for epoch in result.history]
+
+
+class Steps(elche.Callback):
+    """Notes what it is called with, and does something in a window."""
+
+    def __init__(self, window=None, do=None):
+        self.window, self.do, self.seen, self.written = window, do, [], []
+
+    def on_window(self, context):
+        self.seen.append(context.window.index)
+        if context.window.index == self.window:
+            self.do(context)
+
+    def on_checkpoint(self, context, step):
+        self.written.append([step, context.window.index])
+
+
+class Broken:
+    """A writer that cannot write."""
+
+    def scalars(self, step, values):
+        raise OSError("the writer is broken")
+
+    def close(self):
+        pass
+
+
+def raised(fn):
+    try:
+        fn()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def whole(folder):
+    """A run with all outputs, and the same with a stop after the first epoch."""
+    steps, timeline = Steps(), elche.Timeline()
+    own = folder / "run" if FIRST else folder / "elsewhere"  # hosts need not share it
+    result = fit(
+        trainer(timeline=timeline), run_dir=own, callbacks=[steps], log_every=4,
+        early_stopping=elche.EarlyStopping(patience=9),
+    )  # fmt: skip
+    fit(trainer(), epochs=1, run_dir=own.with_name("half" if FIRST else "nothing"))
+    again = fit(trainer(), run_dir=own.with_name("half" if FIRST else "nothing"), resume="must")
+    return {
+        "history": history(result), "losses": [epoch.loss for epoch in result.history],
+        "params": {name: np.asarray(leaf).tolist() for name, leaf in result.params.items()},
+        "seen": steps.seen, "written": steps.written, "stopped": result.stopped,
+        "files": sorted(str(file.relative_to(own)) for file in own.rglob("*.*")),
+        "own timeline": len(timeline.events),
+        "again": [epoch.loss for epoch in again.history],
+        "again, params": {n: np.asarray(leaf).tolist() for n, leaf in again.params.items()},
+    }  # fmt: skip
+
+
+def stopped(folder):
+    """Who stops a run, why, and after how many windows; only one process asks for it."""
+    found = {}
+    limits = {"max_seconds": 1e-6 if OTHER else 1e6, "max_windows": None}
+    result = fit(trainer(), epochs=None, **limits)
+    found["max_seconds"] = [result.stopped, result.windows]
+    result = fit(trainer(), epochs=None, max_windows=7)
+    found["max_windows"] = [result.stopped, result.windows]
+    steps = Steps(3, lambda context: context.stop() if FIRST else None)
+    result = fit(trainer(), epochs=None, callbacks=[steps])
+    found["callback"] = [result.stopped, result.windows]
+    handle = trainer().start(params(), ROWS, BATCH, None, progress=False)
+    if OTHER:
+        next(handle.metrics())
+        handle.stop()
+    result = handle.join()
+    found["stop"] = [result.stopped, result.windows, history(result)]
+    rule = elche.EarlyStopping(patience=1, min_delta=1e9)
+    result = fit(trainer(), epochs=9, early_stopping=rule)
+    found["early_stopping"] = [result.stopped, result.windows]
+    return found
+
+
+def interrupted(folder):
+    """How a run ends if one process gets Ctrl-C, with a checkpoint of its last window."""
+
+    def interrupt(context):
+        if OTHER:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    saving = elche.Checkpoints(folder / "interrupted")
+    try:
+        steps = Steps(3, interrupt)
+        result = fit(trainer(), epochs=None, callbacks=[steps], checkpoints=saving)
+        return [result.stopped, result.windows]
+    except KeyboardInterrupt:
+        return ["KeyboardInterrupt", steps.seen[-1] + 1]
+
+
+def broken(folder):
+    """What is raised, and after how many windows, if something of one process fails."""
+    found = {}
+
+    def fail(context):
+        if OTHER:
+            raise RuntimeError("the callback is broken")
+
+    steps = Steps(2, fail)
+    found["callback"] = raised(lambda: fit(trainer(), epochs=None, callbacks=[steps]))
+    found["windows"] = steps.seen[-1]
+    writers = [Broken()]
+    found["writer"] = raised(lambda: fit(trainer(), writers=writers))
+    place = folder / ("file/run" if FIRST else "run2")
+    if FIRST:
+        (folder / "file").touch()
+    found["run_dir"] = raised(lambda: fit(trainer(), run_dir=place))
+    found["must"] = raised(lambda: fit(trainer(), run_dir=folder / "new", resume="must"))
+    return found
+
+
+SCENES = (whole, stopped, interrupted, broken)
+
+if __name__ == "__main__":
+    print(json.dumps({scene.__name__: scene(Path(sys.argv[1])) for scene in SCENES}))

@@ -1,0 +1,229 @@
+"""A process of a job that saves, stops and resumes, and says what it saw."""
+
+import json
+import shutil
+import sys
+import threading
+from pathlib import Path
+
+import elche_jax as elche
+
+if __name__ == "__main__":  # before anything asks for a device
+    elche.distributed.initialize()
+
+import jax  # after it, as what follows
+import numpy as np
+import optax
+from reference import data, loss_fn, params
+
+from elche_jax.checkpoint.store import Store
+
+BATCH, EXAMPLES, STOP, LAST = 4, 240, 3, 6
+ROWS = {name: rows[:EXAMPLES] for name, rows in data(80).items()}
+COUNTS = [(3, 1, 2), (2, 2, 1), (4, 0, 1), (1, 3, 2), (0, 0, 3), (3, 1, 1)]
+RULES = {
+    "mean": elche.MeanGradient(),
+    "local": elche.ParameterAveraging(optimizer_state="keep"),
+    "diloco": elche.DiLoCo(optax.sgd(0.7, momentum=0.9, nesterov=True)),
+}
+FIRST = jax.process_index() == 0
+OTHER = jax.process_index() == 1
+
+
+def build(rule="mean", **options):
+    cadence = options.pop("cadence", None) or elche.Replay(COUNTS)
+    return elche.build_train_step(
+        loss_fn, optax.adam(1e-2), averaging=RULES[rule], cadence=cadence, **options
+    )
+
+
+def run(train, folder, last, resume="auto", rows=ROWS, **when):
+    """Trains to a window, from a checkpoint if there is one, and saves there."""
+    state = train.init(params())
+    with elche.Checkpointer(train, elche.Checkpoints(folder, **when)) as saver:
+        state, cursor = saver.restore(state, resume)
+        with train.windows(rows, BATCH, epochs=None, cursor=cursor, seed=3) as windows:
+            for window in windows:
+                state, _ = train(state, window)
+                if window.index + 1 == last:
+                    saver.save(state, window, force=True)
+                    break
+                saver.save(state, window)
+    return state, cursor
+
+
+def raised(fn):
+    try:
+        fn()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def said_of(train, state):
+    """The bits of the state of this process's devices, its values, and what the run knows."""
+    ranks = train.fleet.job.ranks
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+    return {
+        "ranks": list(ranks),
+        "bits": [b"".join(leaf[at].tobytes() for leaf in leaves).hex() for at in range(len(ranks))],
+        "params": {name: np.asarray(leaf)[0].tolist() for name, leaf in state.params.items()},
+        "counts": train.counts_history,
+        "skipped": train.skipped,
+    }
+
+
+def straight(folder):
+    """Each rule without a stop; with one after half of the windows, which stays in the folder."""
+    said = {}
+    for rule in RULES:
+        train = build(rule)
+        state, _ = run(train, folder / f"once-{rule}", LAST)
+        run(build(rule), folder / rule, STOP)
+        resumed = build(rule)
+        # a copy, as what resumes it later shall find the half
+        if FIRST:
+            shutil.copytree(folder / rule, folder / f"{rule}-2")
+        resumed_state, cursor = run(resumed, folder / f"{rule}-2", LAST, "must")
+        said[rule] = {
+            "once": said_of(train, state),
+            "stopped": said_of(resumed, resumed_state),
+            "cursor": cursor.window,
+        }
+    return said
+
+
+def resumed(folder):
+    """What each rule's half of a run becomes in this job."""
+    said = {}
+    for rule in RULES:
+        train = build(rule)
+        state, _ = run(train, folder / rule, LAST, "must")
+        said[rule] = said_of(train, state)
+    return said
+
+
+class Noted:
+    """A dataset that notes which examples are read for windows, in the thread that reads ahead."""
+
+    def __init__(self):
+        self.read = []
+
+    def __len__(self):
+        return EXAMPLES
+
+    def __getitem__(self, number):
+        if threading.current_thread() is not threading.main_thread():
+            self.read.append(int(number))
+        return {name: row[number] for name, row in ROWS.items()}
+
+
+def coverage(folder):
+    """Which examples the windows of an epoch use that is stopped and resumed in the middle."""
+    used = []
+    for last in (STOP, None):
+        train, noted = build(cadence=elche.FixedTotal(6)), Noted()
+        state = train.init(params())
+        where = folder / "coverage"
+        ends = []
+        with elche.Checkpointer(train, elche.Checkpoints(where)) as saver:
+            state, cursor = saver.restore(state)
+            with train.windows(noted, BATCH, cursor=cursor, seed=3) as windows:
+                for window in windows:
+                    state, _ = train(state, window)
+                    ends.append([window.counts, window.index])
+                    if window.index + 1 == last:
+                        saver.save(state, window, force=True)
+                        break
+        # read ahead, and not trained before the stop
+        mine = sum(counts[rank] for counts, _ in ends for rank in train.fleet.job.ranks)
+        used += noted.read[: mine * BATCH]
+    return used
+
+
+def timed(folder):
+    """Windows after which the first process saved, as only its clock said so."""
+    train = build(cadence=elche.FixedTotal(3))
+    state, saved, written = train.init(params()), [], []
+    when = elche.Checkpoints(folder / "timed", every_seconds=1e-3 if FIRST else 1e6)
+    with elche.Checkpointer(train, when) as saver, train.windows(ROWS, BATCH) as windows:
+        for window in windows:
+            state, _ = train(state, window)
+            if saver.save(state, window):
+                saved.append(window.index)
+            written.append(saver.written)
+    return [saved, written]
+
+
+def full(folder):
+    """What is raised, and after which window, if the disk of the first process is full."""
+
+    def save(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    said, known = {}, Store.save
+    Store.save = save
+    for when in ("now", "end"):
+        train, trained = build(cadence=elche.FixedTotal(3)), []
+
+        def loop(train=train, trained=trained, when=when):
+            state = train.init(params())
+            asked = elche.Checkpoints(folder / when, every_windows=5, on_error=when)
+            with elche.Checkpointer(train, asked) as saver, train.windows(ROWS, BATCH) as windows:
+                for window in windows:
+                    state, _ = train(state, window)
+                    trained.append(window.index)
+                    saver.save(state, window)
+
+        said[when] = [raised(loop), trained[-1]]
+    Store.save = known
+    return said
+
+
+def errors(folder):
+    """What each of these raises."""
+    train = build()
+    state = train.init(params())
+    nowhere = folder / ("file/folder" if FIRST else "fine")
+    if FIRST:
+        (folder / "file").touch()
+
+    def restore(resume, name):
+        with elche.Checkpointer(train, elche.Checkpoints(folder / name)) as saver:
+            saver.restore(state, resume)
+
+    return {
+        "must": raised(lambda: restore("must", "none")),
+        "never": raised(lambda: restore("never", "mean")),
+        "later": raised(lambda: later(folder)),
+        "folder": raised(lambda: elche.Checkpointer(train, elche.Checkpoints(nowhere))),
+        "best": raised(lambda: elche.Checkpointer(
+            train, elche.Checkpoints(folder / "best")).best(state)),
+    }  # fmt: skip
+
+
+def later(folder):
+    """Saves over a checkpoint of a later window."""
+    train = build()
+    state = train.init(params())
+    where = elche.Checkpoints(folder / "once-mean")
+    with elche.Checkpointer(train, where) as saver, train.windows(ROWS, BATCH) as windows:
+        for window in windows:
+            state, _ = train(state, window)
+            saver.save(state, window, force=True)
+
+
+SCENES = (straight, coverage, timed, full, errors)
+
+if __name__ == "__main__":
+    phase, place = sys.argv[1], Path(sys.argv[2])
+    if phase == "half":
+        for rule in RULES:
+            run(build(rule), place / rule, STOP)
+        print("{}")
+    elif phase == "endless":
+        run(build(cadence=elche.FixedTotal(3)), place, None, every_windows=1)
+    elif phase == "straight":
+        print(json.dumps({scene.__name__: scene(place) for scene in SCENES}))
+    else:
+        print(json.dumps({"resumed": resumed(place)}))

@@ -1,0 +1,84 @@
+"""`Trainer` in a job of two processes: one history, one end, and the files of the first."""
+
+import jobs
+import numpy as np
+import pytest
+
+FLEET = (2, 1)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """What the two processes say, by the names of the scenes, and their folder."""
+    folder = tmp_path_factory.mktemp("trainer")
+    return jobs.run("fitting_jobs.py", FLEET, folder), folder
+
+
+def test_all_processes_have_the_same_history(job):
+    first, second = (process["whole"] for process in job[0])
+    assert first["history"] == second["history"] and len(first["history"]) == 2
+    assert first["losses"][1] < first["losses"][0]
+    assert first["params"] == second["params"]
+    assert first["stopped"] == second["stopped"] == "epochs"
+
+
+def test_the_first_process_writes_all_files(job):
+    (first, second), folder = (process["whole"] for process in job[0]), job[1]
+    assert {"metrics.csv", "report.html", "timeline.jsonl", "checkpoints/.lock"} <= {
+        *first["files"]
+    }
+    assert first["own timeline"] > 20
+    assert second["files"] == [] and second["own timeline"] == 0
+    assert not (folder / "nothing").exists()
+    header, *rows = (folder / "run" / "metrics.csv").read_text().splitlines()
+    assert "loss" in header and len(rows) >= 2 + 20 // 4
+
+
+def test_callbacks_run_in_all_processes_alike(job):
+    for process in job[0]:
+        assert process["whole"]["seen"] == list(range(20))
+        assert process["whole"]["written"] == job[0][0]["whole"]["written"]
+        assert [step for step, _ in process["whole"]["written"]] == [10, 20]
+
+
+def test_a_run_that_was_stopped_goes_on(job):
+    for process in job[0]:
+        whole = process["whole"]
+        # counts follow times, so only rounding differs
+        np.testing.assert_allclose(whole["again"], whole["losses"], rtol=1e-5)
+        for name, values in whole["params"].items():
+            np.testing.assert_allclose(whole["again, params"][name], values, rtol=1e-5)
+
+
+def test_one_process_stops_all(job):
+    first, second = (process["stopped"] for process in job[0])
+    assert first == second
+    for reason in ("max_seconds", "max_windows", "callback", "stop", "early_stopping"):
+        assert first[reason][0] == reason
+    assert first["max_windows"][1] == 7
+    # asked after window 3, told in window 4, known to all once window 6 is dispatched
+    assert first["callback"][1] == 7
+    assert first["stop"][1] >= 10 and len(first["stop"][2]) >= 1
+
+
+def test_an_interrupt_of_one_process_ends_all_with_a_checkpoint(job):
+    first, second = (process["interrupted"] for process in job[0])
+    assert [first[0], second[0]] == ["interrupt", "KeyboardInterrupt"]
+    assert first[1] == second[1] == 7
+    assert (job[1] / "interrupted" / "7").is_dir()
+
+
+def test_what_fails_in_one_process_is_an_error_in_all(job):
+    (first, second), folder = (process["broken"] for process in job[0]), job[1]
+    text = "RuntimeError: the callback is broken"
+    assert first["callback"] == f"RuntimeError: Trainer.fit: process 1 raised {text}"
+    assert second["callback"] == text
+    assert first["windows"] == second["windows"] < 9
+    assert first["writer"] == "OSError: the writer is broken"
+    assert second["writer"] == f"RuntimeError: Trainer.fit: process 0 raised {first['writer']}"
+    for name, want in {
+        "run_dir": "ValueError: Trainer.fit: run_dir must be a folder that can be made, got ",
+        "must": f"ValueError: checkpoints: {folder}/new/checkpoints must hold a whole checkpoint",
+    }.items():
+        assert first[name] == second[name]
+        assert first[name].startswith(want)
