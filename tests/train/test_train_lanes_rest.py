@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import threading
+from functools import cache
 
 import jax
 import numpy as np
@@ -34,7 +35,9 @@ def train(devices, **options):
     return run(devices, RESTS, rows=rows(), **options)
 
 
+@cache
 def one_device(**options):
+    """The same microbatches on one device, once for all tests with these options."""
     devices = jax.devices("cpu")[:1]
     return run(devices, [(sum(row),) for row in RESTS], rows=rows(), **options)
 
