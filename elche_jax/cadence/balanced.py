@@ -105,6 +105,7 @@ class Balanced(ConstantTotal[BalancedState]):
 
     def _first(self, world_size: int) -> BalancedState:
         where = "Balanced.init"
+        # 1 / world_size may be written in decimals, rounded up: 0.33333333334
         if self.min_ratio * world_size > 1 + 1e-9:
             rule = f"be at most 1 / world_size ({world_size} devices)"
             todo = "Lower min_ratio."

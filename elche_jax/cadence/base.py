@@ -274,6 +274,7 @@ class Cadence(ABC, Generic[S]):
     estimates: ClassVar[bool] = False
     uses_loss: ClassVar[bool] = False
     counts_windows: ClassVar[bool] = False
+    # these two are no class variables, as they are arguments of `ElChe`
     overhead_target: float = 0.0
     rests: bool = False
 

@@ -250,6 +250,7 @@ class Controller:
         The exchange costs less while devices rest. Windows sized by that would be too short for
         all, and change size with every trial.
         """
+        # between half the target and the target, where `ElChe` leaves the anchor
         return 0.75 * self.cadence.overhead_target * longest_as_planned(report, planned)
 
 

@@ -96,6 +96,7 @@ class FixedTotal(ConstantTotal[FixedTotalState]):
     ) -> NDArray[np.int64]:
         """Return the split to run until every device has been measured."""
         known = ~unknown
+        # with work in the plan, and yet not measured: the end of the data cut the window short
         if (now[unknown] > 0).all() or not known.any():
             return now
         counts = np.zeros_like(now)

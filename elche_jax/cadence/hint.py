@@ -135,6 +135,7 @@ def hinted_speeds(where: str, hint: SpeedHint | None, world_size: int) -> tuple[
         rule = "be one speed per device where the kinds of the devices are not known"
         todo = "build_train_step knows them; or call cadence.for_kinds."
         raise ValueError(check.message(where, "speed_hint", rule, dict(hint), todo))
+    # checked speeds are floats, so that an int in front is a rank
     if len(hint) != 2 or not isinstance(hint[0], int):
         check.per_device(where, "speed_hint", len(hint), world_size)
         return tuple(hint)

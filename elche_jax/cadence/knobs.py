@@ -34,6 +34,8 @@ class CheckedFields:
             bounds = _bounds(type(self), field.name)
             unset = field.default is None and getattr(self, field.name) is None
             if bounds and not unset:
+                # types, not their names: in a file that postpones annotations, integers would
+                # become floats
                 rule = check.integer if field.type in (int, int | None) else check.real
                 keep_checked(self, field.name, rule, **bounds)
 

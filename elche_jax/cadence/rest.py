@@ -125,6 +125,7 @@ class Rest(CheckedFields):
     """
 
     groups: tuple[tuple[int, ...], ...]
+    # after 10, tried at first, the exchange still took half of a window: all seemed indispensable
     first: int = field(default=20, metadata={"low": 1})
     pause: int = field(default=100, metadata={"low": 1})
     longest: int = field(default=3200, metadata={"low": 1})
@@ -180,6 +181,7 @@ class Rest(CheckedFields):
         for ranks, rests in zip(self.groups, resting, strict=True):
             for rank in ranks if rests else ():
                 left[rank] = 0
+        # a cadence may have nothing for the others, and a window needs some work
         return tuple(left) if any(left) else tuple(counts)
 
     def update(self, state: RestState, record: WindowRecord) -> RestState:
@@ -211,6 +213,7 @@ class Rest(CheckedFields):
             return state
         work = [sum(record.counts[rank] for rank in ranks) for ranks in self.groups]
         due = [group for group, wait in enumerate(state.waits) if not wait]
+        # by trials first, else the group with the least work would go before the others every time
         group = min(due, key=lambda group: (state.trials[group], work[group]))
         return replace(state, group=group, trial=Trial(not state.resting[group]))
 
@@ -220,6 +223,7 @@ class Rest(CheckedFields):
 
     def _ignored(self, state: RestState, trial: Trial) -> RestState:
         """Count a window that says nothing; too many of them end the trial without a result."""
+        # in epochs shorter than a plan every window is cut short: a trial would never end
         if trial.ignored < PATIENCE * (self.windows + 1):
             return replace(state, trial=replace(trial, ignored=trial.ignored + 1))
         return self._paused(state, min(2 * state.pauses[state.group], self.longest))
@@ -234,8 +238,10 @@ class Rest(CheckedFields):
         speeds = (*trial.speeds, median(block[1:]))
         gains = _gains(speeds, rested)
         kept = [gain if rested else 1 / gain for gain in gains]  # above 1: better as before
+        # every pair must agree: a clear one that was disturbed must not overrule the others
         settles = len(speeds) % 2 == 0 and min(kept) > 1 and kept[-1] > CLEAR
         if len(gains) == self.pairs or settles:
+            # a median, as a checkpoint that is written or another process disturbs one pair
             return self._decided(state, trial, median(gains))
         # off on, on off, off on, ...: two blocks in a row are alike
         rests = not trial.rests if len(speeds) % 2 else trial.rests
@@ -246,7 +252,7 @@ class Rest(CheckedFields):
         rests = gain > 1 + self.margin or (rested and gain >= 1 - self.margin)
         state = replace(state, gain=gain)
         if rests == rested:
-            # what a trial loses in the windows of the worse half
+            # what a trial loses in the windows of the worse half; the groups' trials add up
             lost = trial.other * (1 - min(gain, 1 / gain)) * len(self.groups)
             pause = max(2 * state.pauses[group], round(lost / SHARE))
             return self._paused(state, min(pause, self.longest))
@@ -269,6 +275,7 @@ def _with(state: RestState, rests: bool) -> tuple[bool, ...]:
     """Return which groups rest if the one that is tried rests or works: never all."""
     resting = [*state.resting[: state.group], rests, *state.resting[state.group + 1 :]]
     if all(resting):
+        # in place of all others: of two groups every choice is then one trial away
         resting = [group == state.group for group in range(len(resting))]
     return tuple(resting)
 

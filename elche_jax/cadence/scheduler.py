@@ -13,6 +13,7 @@ from elche_jax.cadence.base import STABLE, Cadence, State, Verdict, WindowReport
 from elche_jax.cadence.estimate import measured_ms
 from elche_jax.cadence.shift import Shift, ShiftState
 
+# after 8 reports: errors below 10 % shrink by a tenth with each, so less than half is left
 REPLAN_AFTER = 8
 """Number of reports of one plan after which its counts are fitted to the estimates."""
 
@@ -193,6 +194,7 @@ class Scheduler:
             shift, shifted = self.shift.update(shift, before.ms_per_batch, measured)
         of_plan = report.counts == planned
         measured_plan = of_plan and None not in before.ms_per_batch
+        # the second: a fleet of 5, 5, 10 and 20 ms kept counts of (40, 37, 20, 10) without it
         if shifted or (measured_plan and not state.settled):
             before = self.cadence.recalibrate(before)  # the report is then taken as is
         rescaled = rescale_sync(report, planned)

@@ -56,6 +56,7 @@ class Shift(CheckedFields):
     """
 
     threshold: float = field(default=0.10, metadata={"above": 0})
+    # Not 1: a single odd window, as after a pause, must not forget good estimates.
     confirm: int = field(default=2, metadata={"low": 1})
 
     def init(self, world_size: int) -> ShiftState:
@@ -117,6 +118,7 @@ class Shift(CheckedFields):
         runs = np.where(np.isnan(off), old, np.where(old * side > 0, old + side, side))
         shifted = bool((np.abs(runs) >= self.confirm).any())
         if shifted:
+            # Of all devices, as a shift of one makes the cadence forget the estimates of all.
             runs = np.zeros_like(runs)
         return ShiftState(tuple(runs.astype(np.int64).tolist())), shifted
 
@@ -127,6 +129,7 @@ def _checked_times(
     where = "Shift.update"
     entries = check.items(where, argument, times, "numbers or None")
     for rank, entry in enumerate(entries):
+        # Not a float, which may be NaN here: `check.real` refuses that.
         if entry is not None and type(entry) is not float:
             check.real(where, f"{argument}[{rank}]", entry)
     array = as_array(entries)

@@ -76,6 +76,8 @@ class Divergence:
     def largest(self) -> float:
         """The largest distance of the devices that had work and were not left out, or NaN."""
         distances = zip(self.distance, self.counts, strict=True)
+        # a device without work is as far from the average as the others have moved: a guard would
+        # shorten windows because it rests
         return max((d for d, n in distances if n and not math.isnan(d)), default=math.nan)
 
 

@@ -54,6 +54,7 @@ class WindowTime(CheckedCadence[WindowTimeState]):
     state_type = WindowTimeState
 
     window_ms: float = field(default=100.0, metadata={"above": 0})
+    # with 1 a device of 1.4 times the speed would get as many as the slowest
     least: int = field(default=4, metadata={"low": 1, "high": MAX_COUNT})
 
     def _first(self, world_size: int) -> WindowTimeState:

@@ -35,6 +35,7 @@ def as_arrays(item: PyTree) -> PyTree:
             "data: an example or a microbatch must be an array, or a dict or tuple of them, got a "
             "list of numbers. Return numpy.asarray(it) for one array, a tuple for several."
         )
+    # JAX takes a list for a node of the tree, and each of its numbers for a leaf
     return jax.tree_util.tree_map_with_path(_as_array, item, is_leaf=_is_numbers)
 
 

@@ -105,6 +105,7 @@ class Cursor(CheckedFields):
             rule = f"have the keys {sorted(FIELDS)}"
             raise ValueError(message("Cursor.from_dict", "fields", rule, sorted(fields)))
         reading, numbers = fields.get("reading"), {name: fields[name] for name in FIELDS}
+        # as in checkpoints of earlier versions
         if reading is None:
             return cls(**numbers)
         known = [field.name for field in _fields(Reading)]

@@ -139,6 +139,7 @@ class Placer:
     ) -> Any:
         """Return the example numbers of one call, `(world_size, capacity, batch)`, int32."""
         width = reader.index(first, 0).shape[1]
+        # 0 where a device has less work: any example will do, as it is not read
         numbers = np.zeros((len(ranges), capacity, width), np.int32)
         for rank, share in enumerate(ranges):
             numbers[rank, : share.count] = reader.index(first + share.start, share.count)

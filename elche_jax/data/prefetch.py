@@ -42,6 +42,7 @@ class Prefetch(Generic[Item]):
     ):
         ready: _Ready = queue.Queue(maxsize=depth)
         stop = threading.Event()
+        # a daemon, as a source that is stuck must not keep the process from ending
         thread = threading.Thread(
             target=_run, args=(make, ready, stop), name="elche-prefetch", daemon=True
         )
@@ -82,6 +83,7 @@ def _run(
     try:
         for item in make(stop):
             if not stop.is_set():
+                # may wait until `close` makes room, hence the second look
                 ready.put((item, None))
             if stop.is_set():
                 return

@@ -18,6 +18,7 @@ from elche_jax.data.order import epoch_order
 from elche_jax.data.source import ArraySource, IterableSource, MapSource, stack
 
 PyTree = Any
+# not None, which an iterator may yield by mistake: no end, but an error
 _END = object()
 
 
@@ -139,6 +140,7 @@ class IterableReader:
                 f"microbatch {number} has {size}."
             )
         if size < self._batch_size:
+            # remembered even if it is dropped: in the middle of an epoch it is an error
             self._short = Partial(number, size)
             if self._drop_last:
                 return

@@ -42,6 +42,8 @@ def stack(examples: Iterable[PyTree], numbers: Sequence[int]) -> PyTree:
         leaves = [np.asarray(leaf) for leaf in leaves]
         if structure is None:
             structure = found
+            # copied even if there is one: a dataset may reuse its buffer, and a device may
+            # read the block in place
             rows = [np.empty((len(numbers), *leaf.shape), leaf.dtype) for leaf in leaves]
         if found != structure:
             raise ValueError(
@@ -110,6 +112,7 @@ class MapSource:
 
     def rows(self, index: NDArray[np.int64]) -> PyTree:
         """Return the examples at `index`, stacked; leaves `(len(index), ...)`."""
+        # ints of Python's, as NumPy's are no instances of int, which a dataset may ask for
         numbers = index.tolist()
         # a generator, as the end of a map would hide a StopIteration of the dataset's own
         return stack((self.example(number) for number in numbers), numbers)
@@ -149,6 +152,7 @@ class IterableSource:
         if self._peeked is None:
             yield from self.iterable
             return
+        # forgotten first, so that the next epoch begins anew even if this one is broken off
         (first, rest), self._peeked = self._peeked, None
         yield first
         yield from rest

@@ -50,6 +50,7 @@ class Range:
             {8: 100, 4: 108, 1: 112}
         """
         starts, at = {}, self.start
+        # longest first: `Pieces.fetch` computes the starts anew on the device, by this order
         for length in piece_lengths(self.count):
             if self.count & length:
                 starts[length] = at
@@ -85,6 +86,7 @@ def split_window(
     calls = max(calls, int(any(counts)))
 
     def part(first: int, count: int, call: int) -> Range:
+        # filled one after the other, calls made such a window 1.4 times as long
         begin, end = count * call // calls, count * (call + 1) // calls
         return Range(first + begin, end - begin)
 
