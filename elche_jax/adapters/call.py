@@ -56,6 +56,7 @@ class Call:
         switch = self._kwargs[train]
         if isinstance(found, Mapping):
             return (), {**found, **switch}
+        # a copy, as the caller may add `rngs` to it
         return (found if isinstance(found, tuple) else (found,)), dict(switch)
 
     def _inputs(self, batch: Any) -> Any:

@@ -82,6 +82,7 @@ def to_flax(
         averaging=None, loss_scale=None
     )  # not converted, and not stacked like the rest
     one = unreplicate(one) if jnp.ndim(state.step) else one
+    # by shapes: no second optimizer state is computed to compare with
     differs = difference(jax.eval_shape(tx.init, one.params), one.opt_state)
     if differs:
         rule = "be the optimizer that the state was made with"

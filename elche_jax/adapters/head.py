@@ -146,6 +146,7 @@ class HeadModel(Model):
                 rule, got = f"have an attribute {name} to write to", type(head).__name__
                 raise TypeError(check.message("Model.write_back", "head", rule, got))
         if dataclasses.is_dataclass(head) and not isinstance(head, type):
+            # it may be frozen, so that no attribute can be set
             return dataclasses.replace(head, **fields)
         new = copy.copy(head)
         for name, value in fields.items():
@@ -234,6 +235,7 @@ def from_head(
 
         made = NnxModel("from_head", module, loss, inputs, param_type, train_kwargs, eval_kwargs)
         return HeadModel(obj, _NnxForm(made), made.run, loss)
+    # asked first: a Linen module has both methods, too, and raises when `variables` is read
     is_module = isinstance(obj, nn.Module) or is_nnx(obj)
     if is_module or not all(callable(getattr(obj, n, None)) for n in ("variables", "apply")):
         rule = "have .module, a flax module, and .params, or the methods variables and apply"

@@ -97,6 +97,7 @@ class LinenModel(Model):
             raise TypeError(check.message(self._where, "model_state", rule, describe(model_state)))
         args, kwargs = self._call.arguments(batch, train)
         state = unfreeze(dict(model_state or {}))
+        # not what the module sows beside its state, which would change the state's structure
         changing = [name for name in state if train and in_filter(self._mutable, name)]
         keys = self._keys(rng) if train else {}
         variables = {"params": params, **state}
@@ -106,6 +107,7 @@ class LinenModel(Model):
             )
         except _MISSING as error:
             rule = "hold what the module asks for, as model.init makes them"
+            # Flax ends its messages with a link to its page about the error
             got = f"{type(error).__name__}: {str(error).split(' (https')[0].rstrip('.')}"
             todo = "Was train.init given both?"
             where = "params and model_state"

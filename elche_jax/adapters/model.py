@@ -114,6 +114,7 @@ def keep_structure(where: str, old: PyTree, new: PyTree) -> PyTree:
             got = f"none for leaf {name}"
         rule = "keep its leaves, shapes and dtypes in a step of the module"
         raise TypeError(check.message(where, "model_state", rule, got, todo))
+    # by name, as the module may return its state in another order or container
     after = named_leaves(new)
     return jax.tree.structure(old).unflatten([after[name] for name in named_leaves(old)])
 
@@ -125,6 +126,7 @@ def described(module: Any) -> str:
 
 def copied(tree: PyTree) -> PyTree:
     """Copy all arrays of a pytree."""
+    # `asarray` would share buffers, which a loop of one's own may donate
     return jax.tree.map(jnp.array, tree)
 
 

@@ -57,6 +57,7 @@ class NnxModel(Model):
         self._module = module
         self._call = Call(where, module, inputs, train_kwargs, eval_kwargs)
         self._is_param = _predicate(where, "param_type", param_type)
+        # the mode is part of a module's graph, and `train` and `eval` write it into the module
         training, evaluating = nnx.clone(module), nnx.clone(module)
         training.train()
         evaluating.eval()
@@ -146,7 +147,9 @@ class NnxModel(Model):
 
     def _slot(self, path: tuple[Any, ...], variable: Any, value: Any) -> Slot:
         kind = self._kind(path, variable)
+        # copies, as the module's own arrays are the user's, who may donate them
         own = jax.tree.map(jnp.copy, value) if kind in ("random", "fixed") else None
+        # strings, as JAX cannot sort the keys of a dict in which a list's numbers are beside names
         return Slot(path, tuple(map(str, path)), kind, variable, own)
 
     def _kind(self, path: tuple[Any, ...], variable: Any) -> Kind:
@@ -173,6 +176,7 @@ class NnxModel(Model):
         if self._rngs is not None and train:
             kwargs.setdefault("rngs", nnx.Rngs(rng))
         elif self._rngs is not None and self._rngs.default is inspect.Parameter.empty:
+            # evaluation has no key, and the call cannot do without the argument
             kwargs.setdefault("rngs", None)
         values = self._found("params", params, "Start with model.params.")
         todo = "Start with train.init(model.params, model_state=model.model_state)."
@@ -181,6 +185,7 @@ class NnxModel(Model):
             values |= {slot.names: _reseeded(slot, rng) for slot in self._of_kind("random")}
         module = nnx.merge(self._graphs[train], self._state(values))
         outputs = module(*args, **kwargs)
+        # with variables that the call has added, so that `keep_structure` can name them
         return outputs, self._read("model_state", module) if train else None
 
     def _given(self, where: str, params: PyTree, model_state: PyTree) -> dict[Any, Any]:
@@ -253,6 +258,7 @@ def _reseeded(slot: Slot, rng: Any) -> Any:
     # derived from the path, not an index, so that other layers do not change it; crc32, as
     # Python's hash differs between processes
     key = jax.random.fold_in(rng, zlib.crc32("/".join(slot.names).encode()))
+    # a stream of layers made by `nnx.vmap` holds a key for each of them
     return jax.random.split(key, slot.value.shape) if slot.value.shape else key
 
 

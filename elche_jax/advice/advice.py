@@ -85,6 +85,7 @@ class Advice:
         optimizer steps cost more than 2 % of the throughput, `FixedTotal` with as many
         microbatches per step as `ElChe` would choose.
         """
+        # not a tuple: of two ints it would be (slow_rank, ratio)
         counts = list(self.best.counts)
         if counts == [1]:
             return "elche.EveryBatch()"
@@ -114,6 +115,7 @@ class Advice:
     def _plan_rows(self) -> list[str]:
         plans = [self.plain]
         for more in (self.fixed_total, self.elche):
+            # on one device the cadences may come to the same plan, which is shown once
             if len(self.devices) > 1 or more.counts not in [other.counts for other in plans]:
                 plans.append(more)
         if self.best.ranks != self.elche.ranks:

@@ -157,6 +157,7 @@ def advise(
     check_one_process("advise", ELSEWHERE)
     options = _measurable(options)
 
+    # least=1: by default a device of 200 ms would make windows of 800 ms, of which 2 s hold two
     window = WindowTime(1e3 * seconds / WINDOWS, least=1)
 
     def run(
@@ -254,6 +255,7 @@ def _separable(short: Sequence[WindowRecord], long: Sequence[WindowRecord], coun
     step then takes nearly all of the time, and the rest is noise.
     """
     full, many = _full_windows(long)
+    # the last two: an epoch, or a window at all, has no more
     return many >= 1.5 * _full_windows(short)[1] or full < count or count * GROWTH > MAX_COUNT
 
 

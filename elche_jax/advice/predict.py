@@ -270,6 +270,8 @@ def best_plan(
     fewer = {tuple(sorted(fastest[:size])) for size in world if size}
     if len(world) > 1:
         fewer |= {tuple(other for other in world if other != rank) for rank in world}
+    # sorted, as a set has no order of its own; of equal plans `max` returns the first one, so that
+    # no device is left out for nothing
     plans = [plan(name, cadence, speeds, batch_size, ranks, epoch) for ranks in sorted(fewer)]
     return max([all_devices, *plans], key=lambda plan: plan.examples_per_s)
 

@@ -31,6 +31,7 @@ def assign_fragments(sizes: Sequence[int], fragments: int) -> tuple[tuple[int, .
     parts: list[list[int]] = [[] for _ in range(fragments)]
     loads = [0] * fragments
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        # by length, too, so that arrays without elements leave no part empty
         lightest = min(range(fragments), key=lambda p: (loads[p], len(parts[p])))
         parts[lightest].append(i)
         loads[lightest] += sizes[i]

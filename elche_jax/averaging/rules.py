@@ -94,10 +94,13 @@ class AveragingRule:
         if callable(power):
             power = _scheduled(power, work)
         elif power in (0.0, 1.0):
+            # exact, while logarithms round
             return work.steps if power else xp.ones_like(work.steps)
         # in logarithms, as a power of a count may overflow a float
         logs = xp.where(work.worked, power * xp.log(xp.maximum(work.steps, 1.0)), -xp.inf)
         highest = logs.max()
+        # -inf if no device worked; the last term makes an infinite power NaN, so that
+        # the window is not finite
         return xp.exp(logs - xp.where(xp.isfinite(highest), highest, 0)) + 0 * power
 
 
@@ -267,6 +270,7 @@ class MeanGradient:
 
 def changed(rule: MeanGradient | AveragingRule, **knobs: Any) -> MeanGradient | AveragingRule:
     """Return a copy of a rule of any class with some attributes changed."""
+    # not by `dataclasses.replace`: a rule of one's own need not be a dataclass
     rule = copy(rule)
     for name, value in knobs.items():
         object.__setattr__(rule, name, value)

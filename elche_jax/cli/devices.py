@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _describe(rank: int, device: jax.Device) -> dict[str, Any]:
-    stats = device.memory_stats() or {}
+    stats = device.memory_stats() or {}  # None on a CPU
     free = free_bytes([device])
     limit = stats.get("bytes_limit")
     return {

@@ -49,6 +49,7 @@ def load_target(target: str) -> dict[str, Any]:
 
 
 def _load_module(name: str) -> ModuleType:
+    # as `python -m` does; the path of an installed command begins with the command's folder
     sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(name)
@@ -62,6 +63,7 @@ def _load_file(place: str) -> ModuleType:
     path = Path(os.path.expanduser(place))
     if not path.is_file():
         raise CommandError(f"{path} must be a file, there is none")
+    # as `python path/to/file.py` does
     sys.path.insert(0, str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None  # always so for a name ending in .py

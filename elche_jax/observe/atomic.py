@@ -43,6 +43,7 @@ def replacing(path: str | PathLike[str]) -> Generator[BinaryIO, None, None]:
         return
     file.parent.mkdir(parents=True, exist_ok=True)
     # One temporary file per thread, so that concurrent writers of `path` do not mix.
+    # Not by `tempfile`, whose files none but the owner may read.
     temporary = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         with temporary.open("wb") as new:

@@ -137,6 +137,7 @@ class WindowEvent(WindowMeasurement, Event):
     at: float
 
     def validate(self) -> Self:
+        # Not `super()`: `slots=True` makes a new class, and that would look for the old one.
         Event.validate(self)
         devices = len(self.counts)
         if self.busy_ms or devices > 1:  # a single device may leave it empty

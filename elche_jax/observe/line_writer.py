@@ -42,6 +42,7 @@ class LineWriter(threading.Thread):
     """
 
     def __init__(self, file: FileIO, owner: object, to_line: Callable[[Any], bytes]):
+        # A daemon, as a file that blocks the thread must not keep the process from ending.
         super().__init__(name="elche-timeline", daemon=True)
         self._file, self._title, self._to_line = file, repr(owner), to_line
         self._items: deque[Any] = deque()
@@ -53,6 +54,7 @@ class LineWriter(threading.Thread):
         self._changed = threading.Condition()
         self.start()
         _writers.add(self)
+        # Not at exit: `_finish_all` first waits for the lines that are left.
         weakref.finalize(owner, self._end).atexit = False
 
     def put(self, item: Any) -> bool:

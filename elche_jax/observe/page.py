@@ -80,6 +80,7 @@ def write_page(run: Run, path: str | PathLike[str], title: str | None = None) ->
     # In one pass, so that placeholders in the inserted text are left alone.
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _read_part("page.html"))
     with replacing(path) as file:
+        # Names of files that are no UTF-8 hold lone surrogates, which cannot be encoded.
         file.write(page.encode("utf-8", "backslashreplace"))
     return path
 

@@ -19,6 +19,7 @@ def given_path(where: str, argument: str, value: str | PathLike[str]) -> Path:
         >>> "~" in str(given_path("Timeline", "path", "~/run.jsonl"))
         False
     """
+    # `Path.expanduser` raises RuntimeError for an unknown user.
     return Path(os.path.expanduser(check.path(where, argument, value)))
 
 
@@ -30,6 +31,7 @@ def given_file(where: str, argument: str, value: str | PathLike[str], example: s
         ValueError: It is empty, contains a null byte, or is a folder.
     """
     path = given_path(where, argument, value)
+    # In Python 3.11 `Path.is_dir` raises OSError for a name that is too long.
     if os.path.isdir(path):
         todo = f"Name a file in it, such as {path / example}."
         raise ValueError(check.message(where, argument, "be a file", f"the folder {path}", todo))

@@ -180,10 +180,12 @@ class Progress:
 
     def _print(self, text: str) -> None:
         if self._bar is not None:
+            # As it is: for rich "[/x]" would be the end of a style, and an error.
             self._bar.console.print(text, markup=False, soft_wrap=True)
             return
         stream = cast(TextIO, self._stream)
         encoding = getattr(stream, "encoding", None) or "utf-8"
+        # A stream that lacks a letter, such as one of ASCII, must not end the display.
         stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
         stream.flush()
 

@@ -161,6 +161,7 @@ def device_reports(
 def _known_ms(records: Sequence[WindowMeasurement]) -> list[float]:
     """Return milliseconds per microbatch of the devices that were measured."""
     ranks = range(len(records[0].counts)) if records else ()
+    # Without 0, too, as of a clock that is too coarse: speeds are 1 / ms.
     return [ms for rank in ranks if (ms := ms_per_batch(records, rank))]
 
 

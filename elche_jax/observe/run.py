@@ -230,6 +230,7 @@ def _append(run: Run, events: Sequence[Event]) -> Run:
     # The first windows may begin before 0, as times are as long as measured: shift the clock.
     zero = run.seconds - min(0.0, places[0][0] if places else 0.0)
     place = iter(places)
+    # Steps that take turns, as of a generator and its critic, are told apart by their devices.
     newest: dict[int, int] = {}  # the segment on this clock, by number of devices
     others: list[Event] = []
     reported: dict[int, float] = {}  # the time of each window's report

@@ -36,6 +36,7 @@ KEEP = 10_000
 """Events that a timeline keeps in memory by default."""
 
 _values: Final = attrgetter(*(field.name for field in fields(WindowMeasurement)))
+# `json.dumps` with an option would make an encoder for every line.
 _encode: Final = json.JSONEncoder(allow_nan=False).encode
 _BEGIN: Final = b'{"event": "'
 _LATER: Final = {"run": {"exchange_bytes": 0, "frozen_bytes": 0}}
@@ -281,6 +282,7 @@ def _from_line(where: str, path: Path, name: str, line: bytes) -> Event:
         values: Any = json.loads(line)
         event = values.pop("event")
         return EVENTS[event](**_LATER.get(event, {}) | values).validate()
+    # The last one: JSON that is nested thousands of times.
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         got = f"{line[:60]!r} ({type(error).__name__}: {error})"
         argument, rule = f"{name} of {path}", "be an event of a timeline"

@@ -180,6 +180,7 @@ class CSVWriter(_FileWriter):
 
 def _as_text(name: str) -> str:
     """Return a name as a cell that no spreadsheet interprets as a formula."""
+    # Also behind apostrophes of its own, so that `_as_name` returns every name as it was.
     return f"'{name}" if name.lstrip("'").startswith(FORMULA) else name
 
 
@@ -208,6 +209,7 @@ def _read(path: Path) -> tuple[list[str], list[tuple[int, list[str]]]]:
     try:
         return _parsed(content)
     except (ValueError, csv.Error) as error:
+        # Another program's file stays where it is; only a table of ours is renamed.
         if not content.startswith((b"step,", b"step\n")):
             rule, got = f"be a table with a first column {STEP!r}", f"{content[:60]!r}"
             todo = "Give another path, or move that file away."
