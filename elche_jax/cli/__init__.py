@@ -12,11 +12,11 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn, TextIO
 
 import elche_jax
-from elche_jax.cli import advise, demo, devices, report, trace
+from elche_jax.cli import advise, demo, devices, launch, report, trace
 from elche_jax.cli.errors import CommandError, UsageError
 
 PROGRAM = "elche-jax"
-COMMANDS = (devices, demo, advise, report, trace)
+COMMANDS = (devices, demo, advise, launch, report, trace)
 
 
 OK, FAILED, USAGE = 0, 1, 2
