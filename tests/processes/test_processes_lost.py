@@ -135,3 +135,16 @@ def test_at_a_random_moment(seed):
     fleet = (1, 1, 1)
     said = run(fleet, "mean gradient", TOTAL, p2=("time", seed))
     check(said, fleet, "mean gradient", [2])
+
+
+@pytest.mark.parametrize("rule", ["mean gradient", *map(slow, ["averaging", "diloco"])])
+def test_a_trainer_goes_on_and_saves(rule, tmp_path):
+    first, second, _ = jobs.run("losing_trainer.py", (1, 1, 1), rule, tmp_path, "dies", killed=[2])
+    assert first["history"] == second["history"] and len(first["history"]) == 2
+    assert first["params"] == second["params"] and first["stopped"] == "epochs"
+    steps = sorted(int(path.name) for path in (tmp_path / "saved").iterdir() if path.name.isdigit())
+    assert steps == [3, 6, 9, 10, 12, 15, 18, 20]  # 10 and 20 at the end of an epoch
+    # the last checkpoint is whole, also for a job of another size: nothing is left to train
+    (again,) = jobs.run("losing_trainer.py", (3,), rule, tmp_path, "lives")
+    for name, values in first["params"].items():
+        np.testing.assert_allclose(again["params"][name], values, rtol=1e-6)

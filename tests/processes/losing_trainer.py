@@ -1,0 +1,39 @@
+"""A process of a job whose last one ends while a `Trainer` trains and saves."""
+
+import json
+import sys
+from pathlib import Path
+
+import elche_jax as elche
+
+if __name__ == "__main__":  # before anything asks for a device
+    elche.distributed.initialize(heartbeat_timeout=3, exchange_timeout=5)
+
+import jax  # after it, as what follows
+import numpy as np
+from fitting_jobs import fit, history, trainer
+from losing import OUTER, die_in
+
+from elche_jax.engine.lanes.window import LanesWindow
+
+RULES = {
+    "mean gradient": None,
+    "averaging": elche.ParameterAveraging(optimizer_state="keep"),
+    "diloco": elche.DiLoCo(outer=OUTER),
+}
+
+
+def main(rule, folder, dies):
+    if jax.process_index() == jax.process_count() - 1 and dies:
+        die_in(LanesWindow, "_agree_across", 5)
+    saving = elche.Checkpoints(Path(folder) / "saved", every_windows=3, keep_last=99)
+    result = fit(trainer(averaging=RULES[rule]), checkpoints=saving, resume="auto")
+    params = elche.unreplicate(result.state.params)
+    print(json.dumps({
+        "history": history(result), "loss": result.loss, "stopped": str(result.stopped),
+        "params": {name: np.asarray(leaf).tolist() for name, leaf in params.items()},
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3] == "dies")
