@@ -226,10 +226,11 @@ class Session:
         self._drain()
         sums, evaluation = self._recorder.sums, self._plan.evaluation
         assert sums is not None
-        seconds = sums.seconds
-        sums.seconds = self._job.by_first(lambda: seconds)  # the history is the same everywhere
         if whole and _due(evaluation and evaluation.every_epochs, sums.epoch):
             self._evaluate()
+        # after it, as it waits once more; the history is the same everywhere
+        seconds = sums.seconds
+        sums.seconds = self._job.by_first(lambda: seconds)
         metrics = self._recorder.end_epoch(self._cursor, whole)
         if whole:
             self._watching.epoch(self._cursor.window, {"loss": metrics.loss, **metrics.metrics})

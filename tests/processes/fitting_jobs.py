@@ -149,7 +149,30 @@ def broken(folder):
     return found
 
 
-SCENES = (whole, stopped, interrupted, broken)
+def evaluated(folder):
+    """A run that is evaluated, which ends by that, and keeps the best of what it saves."""
+
+    def metric_fn(params, batch):
+        guess = batch["x"] @ params["w"] + params["b"] + params["v"].sum()
+        return {"error": (guess - batch["y"]) ** 2}
+
+    result = fit(
+        trainer(), epochs=3, evaluation=elche.Evaluation(metric_fn, held_out(), batch_size=8),
+        checkpoints=elche.Checkpoints(folder / "best", keep_last=1, keep_best=1, monitor="error"),
+        early_stopping=elche.EarlyStopping("error", patience=1, min_delta=1e9),
+    )  # fmt: skip
+    return {
+        "history": history(result), "stopped": result.stopped,
+        "errors": [epoch.evaluation["error"] for epoch in result.history],
+        "params": {name: np.asarray(leaf).tolist() for name, leaf in result.params.items()},
+    }  # fmt: skip
+
+
+def held_out():
+    return {name: rows[:50] for name, rows in ROWS.items()}
+
+
+SCENES = (whole, stopped, interrupted, broken, evaluated)
 
 if __name__ == "__main__":
     print(json.dumps({scene.__name__: scene(Path(sys.argv[1])) for scene in SCENES}))

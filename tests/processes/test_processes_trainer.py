@@ -3,6 +3,7 @@
 import jobs
 import numpy as np
 import pytest
+import reference
 
 FLEET = (2, 1)
 
@@ -82,3 +83,15 @@ def test_what_fails_in_one_process_is_an_error_in_all(job):
     }.items():
         assert first[name] == second[name]
         assert first[name].startswith(want)
+
+
+def test_an_evaluation_is_of_all_processes(job):
+    (first, second), folder = (process["evaluated"] for process in job[0]), job[1]
+    assert first["history"] == second["history"] and first["stopped"] == "early_stopping"
+    rows = {name: leaf[:50] for name, leaf in reference.data(60).items()}
+    p = {name: np.asarray(leaf, np.float64) for name, leaf in first["params"].items()}
+    guess = rows["x"] @ p["w"] + p["b"] + p["v"].sum()
+    want = ((guess - rows["y"]) ** 2).mean()
+    np.testing.assert_allclose(first["errors"][-1], want, rtol=1e-5)
+    saved = [path.name for path in (folder / "best").iterdir() if path.name.isdigit()]
+    assert saved, "the newest checkpoint, which is also the best"
