@@ -23,6 +23,12 @@ NO_COORDINATOR = (
 )
 
 
+REPLACED = (
+    "train: a process of the job ended and another one took its place, which cannot join. Start "
+    "the job again, with resume='auto' to go on from its last checkpoint."
+)
+
+
 class ProcessLostError(RuntimeError):
     """A process of the job has ended, and the job cannot go on without it.
 
@@ -97,7 +103,10 @@ class Processes:
                     raise ExchangeLost
                 result = run()
         except (multihost_utils.ProcessFailureError, ExchangeLost) as error:
-            self.gone |= before - _processes_of(multihost_utils.live_devices.devices or ())
+            gone = before - _processes_of(multihost_utils.live_devices.devices or ())
+            if not gone:  # else it would be tried again for ever
+                raise ProcessLostError(REPLACED) from error
+            self.gone |= gone
             raise ExchangeLost from error
         return result
 

@@ -131,6 +131,8 @@ def _leave() -> None:
         waiting = threading.Thread(target=PROCESSES.leave, name="elche-leave", daemon=True)
         waiting.start()
         waiting.join(LEAVE_S)
+        if waiting.is_alive():
+            logger.warning("elche: this process ends while others still work, after %d s", LEAVE_S)
 
 
 def _given(value: int | None, variable: str) -> int | None:

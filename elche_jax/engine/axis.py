@@ -292,7 +292,11 @@ class ProcessAxis(LeadAxis):
             return sum_bfloat16(Encoded([x.astype(jnp.bfloat16) for x in own]), None)
         # all as they were encoded: another rounding would have no error feedback
         weights = [1.0] * len(sent) if weight is None else weight
-        scales = [one.scales * own for one, own in zip(sent, weights, strict=True)]
+        # not 0 * NaN
+        scales = [
+            jnp.where(jnp.asarray(own) > 0, one.scales * own, 0)
+            for one, own in zip(sent, weights, strict=True)
+        ]
         levels = [level for one in sent for level in one.arrays]
         parts = sum_int8(Encoded(levels, jnp.concatenate(scales)), None)
         arrays = len(sent[0].arrays)

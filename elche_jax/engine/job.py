@@ -248,7 +248,7 @@ class Job:
             own = np.frombuffer(mine[begin : begin + step], np.uint8)
             row[: own.size] = own
             got = self.gather(row)
-            if self.members is not members:
+            if self.members.gone != members.gone:
                 return None
             for part, size, new in zip(parts, sizes, got, strict=True):
                 part += new[: max(0, size - begin)].tobytes()
@@ -276,8 +276,17 @@ class Job:
 
     @property
     def first(self) -> bool:
-        """Whether this is the first process, which writes the files of the job."""
-        return self.at == 0
+        """Whether this is the process of the first device, which writes the files of the job."""
+        return self.one_process or self.devices[0].process_index == jax.process_index()
+
+    def _check_first(self) -> None:
+        """Raise if the first process has ended."""
+        first = self.devices[0].process_index
+        if first in self.members.gone:
+            raise ProcessLostError(
+                f"process {first} of the job, which reads and writes its files, has ended. Start "
+                "the job again, with resume='auto' to go on from its last checkpoint.", [first],
+            )  # fmt: skip
 
     def by_first(self, call: Callable[[], T]) -> T:
         """Call a function in the first process; all return its result or raise its error.
@@ -294,6 +303,7 @@ class Job:
             except Exception as found:  # the others must not wait for a result
                 error = found
         told = self.exchange(_sendable(result, error) if self.first else None)[0]
+        self._check_first()
         if error is not None:
             raise error
         if self.first:
@@ -323,6 +333,7 @@ class Job:
             row = np.zeros(_rounded(part.size), np.uint8)
             row[: part.size] = part if self.first else 0
             total = self.sum(row)
+            self._check_first()
             if not self.first:  # zeros are added to the first one's
                 part[:] = total[: part.size]
         return found.view(dtype).reshape(shape)
@@ -342,7 +353,7 @@ class Job:
         if not flat:
             return {}
         own = np.concatenate(flat, axis=1)  # one stream, as small arrays cost what large ones do
-        width = Members(self.devices).width  # it must not change while a process ends
+        width, gone = Members(self.devices).width, self.members.gone
         whole = np.zeros((self.world_size if self.first else 0, own.shape[1]), np.uint8)
         step = max(1, PIECE // width)
         for begin in range(0, own.shape[1], step):
@@ -350,6 +361,8 @@ class Job:
             row = np.zeros((width, _rounded(part.shape[1])), np.uint8)
             row[: len(part), : part.shape[1]] = part
             found = self.gather(row)
+            if self.members.gone != gone:  # again: no row may be half one device's, half another's
+                return self.rows_at_first(rows)
             if self.first:
                 # a device that is lost gets what the first one has
                 ranks = list(self.ranks_of.values())
