@@ -27,6 +27,7 @@ RULES = {
     "averaging": elche.ParameterAveraging(optimizer_state="keep"),
     "diloco": elche.DiLoCo(outer=OUTER),
     "int8": elche.ParameterAveraging(compression="int8"),
+    "pending": elche.MeanGradient(delay=1),
 }
 
 
@@ -90,7 +91,7 @@ def main(rule, cadence, dying, data=None):
     )
     state, said = train.init(params()), []
     begin_to_die(how, number)
-    rows = rows_of(data or how, number)
+    rows = rows_of("iterable" if data == "iterable" else how, number)
     batch, epochs = (None, 1) if data == "iterable" else (BATCH, EPOCHS)
     with train.windows(rows, batch, epochs=epochs) as windows:
         for window in windows:
@@ -99,6 +100,9 @@ def main(rule, cadence, dying, data=None):
             state, metrics = train(state, window)
             said.append(metrics)
     elche.check_replicas(train.common(state))
+    if data == "evaluation":
+        metric = elche.build_eval_step(lambda params, batch: {"x": batch["x"].sum(-1)})
+        metric(elche.unreplicate(state.params), ROWS, BATCH)
     leaves = jax.tree.leaves(state.params)
     print(json.dumps({
         "counts": train.counts_history,
