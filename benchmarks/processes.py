@@ -62,7 +62,7 @@ class Job:
         """Returns microbatches per ms: of every process if they train apart, else of the job."""
         for child in self._children:
             child.stdin.write(json.dumps([seconds, self._steps]) + "\n")
-        said = [json.loads(child.stdout.readline()) for child in self._children]
+        said = [_answer(child) for child in self._children]
         took, steps, _ = said[0]
         self._steps = 1 if self._apart else max(2, round(steps * seconds / took))
         return [done / (1e3 * took) for took, _, done in (said if self._apart else said[:1])]
@@ -70,6 +70,15 @@ class Job:
     def rate(self) -> float:
         """Returns microbatches per ms of all processes."""
         return sum(self.rates())
+
+
+def _answer(child) -> list[float]:
+    """Reads what a process says of its turn; gloo prints lines of its own."""
+    while (line := child.stdout.readline()).startswith("[Gloo]"):
+        pass
+    if not line:
+        raise SystemExit(f"a process ended with {child.wait()}: {' '.join(map(str, child.args))}")
+    return json.loads(line)
 
 
 def measure(model: str, repeats: int) -> list[Result]:
