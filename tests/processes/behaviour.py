@@ -1,7 +1,6 @@
 """A process of a job that trains in several ways, and says what it saw."""
 
 import json
-import threading
 
 import elche_jax as elche
 
@@ -13,27 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from reference import data, loss_fn, params
+from scenes import Noted, raised
 
 from elche_jax.engine.job import Job
 from elche_jax.lab.emulate import EmulatedSpeeds
 
 ROWS, BATCH = data(150), 4
 OTHER = jax.process_index() == 1
-
-
-class Noted:
-    """A dataset that notes which examples are read for windows, in the thread that reads ahead."""
-
-    def __init__(self):
-        self.read = []
-
-    def __len__(self):
-        return len(ROWS["x"])
-
-    def __getitem__(self, number):
-        if threading.current_thread() is not threading.main_thread():
-            self.read.append(int(number))
-        return {name: row[number] for name, row in ROWS.items()}
 
 
 def build(tx=None, **options):
@@ -64,7 +49,7 @@ def values(state):
 
 
 def unequal_devices(**options):
-    noted = Noted()
+    noted = Noted(ROWS)
     speeds = EmulatedSpeeds([2.0, 2.0, 16.0])
     options = {"cadence": elche.ElChe(anchor=2)} | options
     train = build(emulate=speeds, device_loss=True, **options)
@@ -106,14 +91,6 @@ def replayed():
         "once": once, "stopped": stopped, "metrics": said, "params": values(state),
         "unlike": values(other), "unlike metrics": again,
     }  # fmt: skip
-
-
-def raised(fn):
-    try:
-        fn()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def poisoned(at=5, windows=3, **options):

@@ -1,7 +1,6 @@
 """A process of a job that evaluates, predicts and reduces by hand, and says what it saw."""
 
 import json
-import threading
 
 import elche_jax as elche
 
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from reference import data, loss_fn, params
+from scenes import Noted, raised
 
 from elche_jax.engine.job import Job
 from elche_jax.lab.emulate import EmulatedSpeeds
@@ -26,21 +26,6 @@ ROWS = {
 }
 W = {"w": np.array([0.3, -0.2, 0.5], "float32")}
 STATE = {"scale": np.float32(3)}
-
-
-class Noted:
-    """A dataset that notes which examples are read for windows, in the thread that reads ahead."""
-
-    def __init__(self):
-        self.read = []
-
-    def __len__(self):
-        return SIZE
-
-    def __getitem__(self, number):
-        if threading.current_thread() is not threading.main_thread():
-            self.read.append(int(number))
-        return {name: row[number] for name, row in ROWS.items()}
 
 
 def metric_fn(params, batch):
@@ -66,16 +51,8 @@ def plain(tree):
     return jax.tree.map(lambda x: np.asarray(x, np.float64).tolist(), tree)
 
 
-def raised(fn):
-    try:
-        fn()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 def evaluated():
-    noted = Noted()
+    noted = Noted(ROWS)
     slow = EmulatedSpeeds([1.0, 1.0, 8.0])
     evaluate = elche.build_eval_step(metric_fn, emulate=slow if len(jax.devices()) == 3 else None)
     first = evaluate(W, noted, BATCH)
@@ -99,7 +76,7 @@ def evaluated():
 
 
 def predicted():
-    noted = Noted()
+    noted = Noted(ROWS)
     out = elche.predict(apply_fn, W, noted, BATCH)
     few = elche.predict(apply_fn, W, {name: row[:2] for name, row in ROWS.items()}, BATCH)
     small = elche.predict(apply_fn, W, ROWS, BATCH, window_bytes=3 * 4 * 4 * BATCH)
@@ -136,8 +113,8 @@ def failing():
     other = {"w": W["w"] + OTHER}
     found = {
         "metric_fn": lambda: elche.build_eval_step(faulty_fn)(W, ROWS, BATCH),
-        "data": lambda: evaluate(W, Faulty(), BATCH),
-        "predict": lambda: elche.predict(apply_fn, W, Faulty(), BATCH),
+        "data": lambda: evaluate(W, Faulty(ROWS), BATCH),
+        "predict": lambda: elche.predict(apply_fn, W, Faulty(ROWS), BATCH),
         "params": lambda: evaluate(other, ROWS, BATCH),
         "batch_size": lambda: evaluate(W, ROWS, BATCH + OTHER),
         "rows": lambda: evaluate(W, {name: row[AT:] for name, row in ROWS.items()}, BATCH),

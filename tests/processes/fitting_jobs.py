@@ -16,6 +16,7 @@ import jax  # after it, as what follows
 import numpy as np
 import optax
 from reference import data, loss_fn, params
+from scenes import raised
 
 ROWS, BATCH = data(60), 4
 FIRST, OTHER = jax.process_index() == 0, jax.process_index() == 1
@@ -58,14 +59,6 @@ class Broken:
 
     def close(self):
         pass
-
-
-def raised(fn):
-    try:
-        fn()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def whole(folder):

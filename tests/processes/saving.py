@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-import threading
 from pathlib import Path
 
 import elche_jax as elche
@@ -15,6 +14,7 @@ import jax  # after it, as what follows
 import numpy as np
 import optax
 from reference import data, loss_fn, params
+from scenes import Noted, raised
 
 from elche_jax.checkpoint.store import Store
 
@@ -50,14 +50,6 @@ def run(train, folder, last, resume="auto", rows=ROWS, **when):
                     break
                 saver.save(state, window)
     return state, cursor
-
-
-def raised(fn):
-    try:
-        fn()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def said_of(train, state):
@@ -103,26 +95,11 @@ def resumed(folder):
     return said
 
 
-class Noted:
-    """A dataset that notes which examples are read for windows, in the thread that reads ahead."""
-
-    def __init__(self):
-        self.read = []
-
-    def __len__(self):
-        return EXAMPLES
-
-    def __getitem__(self, number):
-        if threading.current_thread() is not threading.main_thread():
-            self.read.append(int(number))
-        return {name: row[number] for name, row in ROWS.items()}
-
-
 def coverage(folder):
     """Which examples the windows of an epoch use that is stopped and resumed in the middle."""
     used = []
     for last in (STOP, None):
-        train, noted = build(cadence=elche.FixedTotal(6)), Noted()
+        train, noted = build(cadence=elche.FixedTotal(6)), Noted(ROWS)
         state = train.init(params())
         where = folder / "coverage"
         ends = []

@@ -1,0 +1,31 @@
+"""What the scenes of several programs have in common."""
+
+import threading
+
+
+class Noted:
+    """A dataset that notes which examples are read for windows, in the thread that reads ahead.
+
+    Args:
+        rows: The examples, arrays by name.
+    """
+
+    def __init__(self, rows):
+        self.rows, self.read = rows, []
+
+    def __len__(self):
+        return len(next(iter(self.rows.values())))
+
+    def __getitem__(self, number):
+        if threading.current_thread() is not threading.main_thread():
+            self.read.append(int(number))
+        return {name: row[number] for name, row in self.rows.items()}
+
+
+def raised(fn):
+    """What a call raises, as text."""
+    try:
+        fn()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
