@@ -1,4 +1,4 @@
-"""What `import elche_jax` costs over `import jax, flax, optax`.
+"""What loading all of `elche_jax` costs over `import jax, flax, optax`.
 
     python benchmarks/import_time.py [--repeats 7]
 
@@ -19,7 +19,7 @@ sys.path.insert(0, sys.argv[1])
 begun = time.perf_counter()
 import flax, jax, optax
 before = time.perf_counter()
-import elche_jax
+from elche_jax import *
 print(1e3 * (before - begun), 1e3 * (time.perf_counter() - before))
 """
 

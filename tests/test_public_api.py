@@ -5,22 +5,25 @@ import sys
 from pathlib import Path
 
 import children
+import pytest
 
 import elche_jax as elche
 
 ROOT = Path(__file__).parents[1]
-PUBLIC = sorted(name for name in vars(elche) if not name.startswith("_"))
+PUBLIC = elche.__all__
 MODULES = {name for name in PUBLIC if inspect.ismodule(getattr(elche, name))}
 NAMES = [name for name in PUBLIC if name not in MODULES]
 CLASSES = [name for name in NAMES if inspect.isclass(getattr(elche, name))]
 
 SILENT = """
 import logging, os, signal, sys, threading
+import elche_jax
+assert not {"jax", "numpy"} & set(sys.modules)  # each name is loaded when it is used first
 import flax, jax, optax
 environment, threads = dict(os.environ), set(threading.enumerate())
 handlers, hook = logging.getLogger().handlers[:], sys.excepthook
 interrupt = signal.getsignal(signal.SIGINT)
-import elche_jax
+from elche_jax import *
 assert dict(os.environ) == environment
 assert set(threading.enumerate()) == threads
 assert logging.getLogger().handlers == handlers
@@ -35,6 +38,14 @@ assert len(jax.devices("cpu")) == 3
 def test_import_has_no_side_effects(tmp_path):
     done = children.run(sys.executable, "-c", SILENT, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_names_and_modules_are_found_when_they_are_used():
+    assert set(elche.__all__) <= set(dir(elche))
+    assert elche.lab.__name__ == "elche_jax.lab"
+    for name in ("nothing", "_nothing"):
+        with pytest.raises(AttributeError, match=f"'elche_jax' has no attribute '{name}'"):
+            getattr(elche, name)
 
 
 def test_the_names_of_the_design():
