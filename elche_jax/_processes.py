@@ -14,6 +14,8 @@ from typing import TypeVar
 import jax
 from jax.experimental import multihost_utils
 
+from elche_jax import _progress
+
 T = TypeVar("T")
 logger = logging.getLogger("elche_jax")
 
@@ -37,7 +39,7 @@ class ProcessLostError(RuntimeError):
     """
 
     def __init__(self, message: str, processes: Sequence[int] = ()):
-        super().__init__(message)
+        super().__init__(" ".join([message, *_progress.told()]))
         self.processes = tuple(processes)
 
 
@@ -75,11 +77,12 @@ class Processes:
                 it was is in `gone`.
             ProcessLostError: If it was process 0.
         """
-        if not self.recoverable:
-            return exchange()
-        self._asked = self._asked or tuple(leads)
-        with self._one_at_a_time:
-            return self._together(exchange)
+        with _progress.phase("exchange"):
+            if not self.recoverable:
+                return exchange()
+            self._asked = self._asked or tuple(leads)
+            with self._one_at_a_time:
+                return self._together(exchange)
 
     def _together(self, exchange: Callable[[], T]) -> T:
         try:
@@ -103,6 +106,7 @@ class Processes:
                     raise ExchangeLost
                 result = run()
         except (multihost_utils.ProcessFailureError, ExchangeLost) as error:
+            _progress.log_told()
             gone = before - _processes_of(multihost_utils.live_devices.devices or ())
             if not gone:  # else it would be tried again for ever
                 raise ProcessLostError(REPLACED) from error
@@ -126,7 +130,7 @@ class Processes:
     def _wait(self) -> None:
         # a process that has ended is no matter any more
         ended, asked = multihost_utils.ProcessFailureError, list(self._asked)
-        with suppress(ended), multihost_utils.live_devices(asked):
+        with _progress.phase("leave"), suppress(ended), multihost_utils.live_devices(asked):
             pass
 
 

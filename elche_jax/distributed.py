@@ -3,12 +3,14 @@
 import logging
 import os
 import sys
+import tempfile
 import threading
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from elche_jax import _check as check
+from elche_jax import _check as check, _progress
 from elche_jax._exit import before_exit
 from elche_jax._processes import PROCESSES
 
@@ -85,8 +87,11 @@ def initialize(
         )
     _limit_collectives(exchange_timeout)
     jax.config.update("jax_enable_recoverability", recoverable)
+    _progress.joined(number or 0, several=True)
+    options["heartbeat_timeout_seconds"] = heartbeat_timeout
     try:
-        jax.distributed.initialize(**known, heartbeat_timeout_seconds=heartbeat_timeout, **options)
+        with _progress.phase("connect"):
+            jax.distributed.initialize(**known, **options)
     except ValueError as error:
         if any(value is not None for value in known.values()):
             missing = ", ".join(name for name, value in known.items() if value is None)
@@ -96,6 +101,7 @@ def initialize(
             raise ValueError(check.message(where, names, rule, got, todo)) from error
         if "coordinator_address should be defined" not in str(error):
             raise  # a cluster that says something JAX does not understand
+        _progress.joined(0, several=False)
         logger.info("elche: one process, as neither arguments nor environment name others")
     except RuntimeError as error:
         if "before" not in str(error):
@@ -107,6 +113,52 @@ def initialize(
     else:
         if recoverable:
             before_exit(_leave, last=True)
+
+
+def watch(timeout: float) -> None:
+    """Let a watchdog outside of this process end it if it makes no progress.
+
+    For processes that `elche-jax launch` has not started, as by Slurm or over ssh; under `elche-jax
+    launch --timeout` this does nothing, as that watches them. The watchdog is a process of its own,
+    without JAX. It sees the phases of this process, and also that it is stopped; it says on stderr
+    which one did not end, and kills this process and those that it has started. It ends with it.
+
+    Call it before `initialize`, in which it then notices a process that is stopped.
+
+    Args:
+        timeout: Seconds that a window, or reading its data, may take, above 0. A compile, a
+            restore, a checkpoint, the first window, its data, and what a loop does between two
+            windows may take twenty times as long. While this process waits for others, it is not
+            ended: their own watchdogs end these.
+
+    Raises:
+        RuntimeError: If it was called before, or the system is Windows.
+        TypeError: If `timeout` is no number.
+        ValueError: If it is out of range.
+
+    Examples:
+        >>> import elche_jax as elche
+        >>> elche.distributed.watch(timeout=-1)
+        Traceback (most recent call last):
+        ...
+        ValueError: distributed.watch: timeout must be above 0, got -1.
+    """
+    where = "distributed.watch"
+    timeout = check.real(where, "timeout", timeout, above=0)
+    if os.name != "posix":
+        raise RuntimeError(f"{where}: it needs the sessions of POSIX, which Windows lacks.")
+    if os.environ.get(_progress.VARIABLE) and _progress.watched():
+        logger.info("elche: the launcher watches this process, %s does nothing", where)
+        return
+    if _progress.watched():
+        raise RuntimeError(f"{where}: it must be called once, this process is watched already.")
+    from elche_jax.launch.program import start
+    from elche_jax.launch.watcher import BOARD
+
+    folder = Path(tempfile.mkdtemp(prefix="elche-watch-"))
+    _progress.write_to(_progress.Board.create(folder / BOARD))
+    _progress.joined(0, several=False)
+    start("watcher", folder, timeout)
 
 
 def _limit_collectives(seconds: int) -> None:

@@ -18,18 +18,21 @@ BELOW = {
     "_check": set(),
     "_exit": set(),
     "_lazy": set(),
+    "_progress": set(),
     "_waiting": set(),
     "cadence": {"_check"},
-    "_processes": set(),
-    "distributed": {"_check", "_exit", "_processes"},
+    "launch": {"_progress"},
+    "_processes": {"_progress"},
+    "distributed": {"_check", "_exit", "_processes", "_progress", "launch"},
     "observe": {"_check", "cadence"},
     "config": {"_check", "averaging", "cadence"},
     "data": {"_check", "_waiting", "cadence"},
     "averaging": {"_check"},
-    "engine": {"_check", "_processes", "_waiting", "averaging", "cadence", "data"},
+    "engine": {"_check", "_processes", "_progress", "_waiting", "averaging", "cadence", "data"},
     "train": {
         "_check",
         "_processes",
+        "_progress",
         "_waiting",
         "averaging",
         "cadence",
@@ -56,7 +59,7 @@ PRIVATE = {
     ("engine/mapped.py", "_cached_shard_map"): "what it keeps; without it programs stay",
     ("_exit.py", "_register_atexit"): "`atexit` is later than the end of pools of threads",
 }
-NO_JAX = ("__init__", "_lazy", "cadence", "observe", "_check", "config")
+NO_JAX = ("__init__", "_lazy", "_progress", "launch", "cadence", "observe", "_check", "config")
 JAX = {"jax", "jaxlib", "flax", "optax"}
 
 

@@ -13,7 +13,7 @@ from typing import IO, Any, NamedTuple
 
 import jax
 
-from elche_jax import _check as check
+from elche_jax import _check as check, _progress
 from elche_jax._exit import before_exit
 from elche_jax._waiting import interruptible
 from elche_jax.checkpoint.errors import beside
@@ -192,10 +192,11 @@ class Checkpointer:
     def restore_all(self, state: TrainState, resume: str = "auto") -> Restored:
         """Restore like `restore`, and return the saved notes, too."""
         check.one_of("Checkpointer.restore", "resume", resume, RESUME)
-        saved = read_by_first(self._job, lambda: self._newest(resume))
-        if saved is None:
-            return Restored(state, None, {})
-        notes, state = saved.notes, self._state(state, saved)
+        with _progress.phase("restore"):
+            saved = read_by_first(self._job, lambda: self._newest(resume))
+            if saved is None:
+                return Restored(state, None, {})
+            notes, state = saved.notes, self._state(state, saved)
         self._train.restore_run(notes["run"] | {"counts": saved.leaves[COUNTS]})
         self._step = saved.step
         logger.info("elche: resumed after window %d from %s.", saved.step, self._folder)
@@ -241,9 +242,10 @@ class Checkpointer:
                 )
             return self._store.read(ranked[0])
 
-        saved = read_by_first(self._job, read)
-        assert saved is not None
-        return self._state(state, saved)
+        with _progress.phase("restore"):
+            saved = read_by_first(self._job, read)
+            assert saved is not None
+            return self._state(state, saved)
 
     def due(self, window: Window) -> bool:
         """Return whether a checkpoint is due by number of windows or by time.
@@ -437,7 +439,8 @@ class Checkpointer:
                 "notes": {} if more is None else dict(more()),
             }
             leaves = snapshot.fetch() | {COUNTS: run["counts"]}
-            size = store.save(step, leaves, snapshot.own, notes, score)
+            with _progress.phase("checkpoint", window.index):
+                size = store.save(step, leaves, snapshot.own, notes, score)
         except BaseException as error:  # raised later by `check` or `close`
             if self._error is None:  # log once: on a full disk all of them fail
                 logger.warning(

@@ -9,14 +9,15 @@ import sys
 import traceback
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NoReturn, TextIO
+from importlib import import_module
+from typing import Any, NoReturn, TextIO
 
 import elche_jax
-from elche_jax.cli import advise, demo, devices, launch, report, trace
 from elche_jax.cli.errors import CommandError, UsageError
 
 PROGRAM = "elche-jax"
-COMMANDS = (devices, demo, advise, launch, report, trace)
+COMMANDS = ("devices", "demo", "advise", "launch", "report", "trace")
+"""Each is a module of this package, loaded if it is asked for: most load JAX, `launch` does not."""
 
 
 OK, FAILED, USAGE = 0, 1, 2
@@ -32,8 +33,17 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE, f"{self.prog}: {message} ({self.prog} --help shows how)\n")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
+def command_of(name: str) -> Any:
+    """Return the module of a command."""
+    return import_module(f"elche_jax.cli.{name}")
+
+
+def make_parser(asked: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Return the parser of the command that is asked for, of all commands if it is none of them.
+
+    Args:
+        asked: The arguments.
+    """
     parser = Parser(
         prog=PROGRAM,
         description="Data-parallel training at the sum of the devices' speeds.",
@@ -42,9 +52,10 @@ def make_parser() -> argparse.ArgumentParser:
     version = f"{PROGRAM} {elche_jax.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in COMMANDS:
+    for name in asked[:1] if asked and asked[0] in COMMANDS else COMMANDS:
+        command = command_of(name)
         own = commands.add_parser(
-            command.NAME,
+            name,
             help=command.HELP,
             description=f"{command.HELP[0].upper()}{command.HELP[1:]}.",
             epilog=command.EPILOG,
@@ -80,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     options = argparse.Namespace(debug=False, prog=PROGRAM)
     try:
-        make_parser().parse_args(argv, options)
+        asked = sys.argv[1:] if argv is None else argv
+        make_parser(asked).parse_args(asked, options)
         code = options.run(options)
         sys.stdout.flush()
         return code

@@ -13,7 +13,6 @@ from elche_jax.cli.models import MODELS
 from elche_jax.cli.target import load_target
 from elche_jax.lab import EmulatedSpeeds
 
-NAME = "advise"
 HELP = "measure the devices on a model, and say which cadence and which of them are worth it"
 EPILOG = """\
 TARGET is module:function or path/to/file.py:function. The function takes no arguments and

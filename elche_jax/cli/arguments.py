@@ -5,11 +5,12 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-import jax
+from typing import TYPE_CHECKING, Any
 
 from elche_jax.cli.errors import UsageError
+
+if TYPE_CHECKING:
+    import jax
 
 
 def _number(kind: Callable[[str], float], rule: str, holds: Callable[[float], bool]) -> Any:
@@ -80,12 +81,16 @@ def make_cpu_devices(number: int | None) -> None:
     changes neither.
     """
     if number is not None:
+        import jax
+
         jax.config.update("jax_num_cpu_devices", number)
         jax.config.update("jax_platforms", "cpu")
 
 
-def chosen_devices(options: argparse.Namespace) -> list[jax.Device]:
+def chosen_devices(options: argparse.Namespace) -> "list[jax.Device]":
     """Return the devices that the arguments select; starts the backend."""
+    import jax
+
     available = jax.local_devices()
     ranks: Sequence[int] = range(len(available)) if options.devices is None else options.devices
     if len(set(ranks)) < len(ranks):

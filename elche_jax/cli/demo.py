@@ -14,7 +14,6 @@ from elche_jax.cli import arguments, table
 from elche_jax.cli.models import cross_entropy
 from elche_jax.lab import EmulatedSpeeds
 
-NAME = "demo"
 HELP = "train on four emulated devices of 5, 5, 10 and 20 ms: equal counts against ElChe"
 EPILOG = """\
 Trains a small Flax model on synthetic data twice, on the same number of examples. The

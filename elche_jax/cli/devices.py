@@ -12,7 +12,6 @@ from elche_jax.cli.probe import probe
 from elche_jax.engine.devices import device_summary, free_bytes
 from elche_jax.observe.report import counted
 
-NAME = "devices"
 HELP = "show the devices, and probe how fast each is alone and with all others busy"
 EPILOG = """\
 The probe multiplies float32 matrices and adds to a large array, on each device alone and

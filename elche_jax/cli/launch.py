@@ -1,55 +1,87 @@
-"""`elche-jax launch`: the processes of a job on this machine."""
+"""`elche-jax launch`: start the processes of a job on this machine."""
 
 import argparse
 import os
-import shutil
 import sys
+from pathlib import Path
 
 from elche_jax.cli import arguments
-from elche_jax.cli.errors import UsageError
-from elche_jax.cli.group import Group
+from elche_jax.cli.errors import CommandError, UsageError
 
-NAME = "launch"
-HELP = "run a script in several processes on this machine, as one job"
+HELP = "start the processes of a job on this machine, watch them, and end all of them"
 EPILOG = """\
-Every process gets the variables that elche.distributed.initialize() reads. Lines of output begin
-with the number of the process. Ctrl-C, SIGTERM and the failure of one process end all, with
-whatever they have started. The exit code is that of the first process that failed; 128 plus the
-signal if it was ended by one.
+The script calls elche.distributed.initialize(), without arguments, before it uses JAX.
 
 example:
-  elche-jax launch -n 4 train.py --epochs 10
-  elche-jax launch -n 2 --cpu-devices 2 -m package.train
+  elche-jax launch -n 2 --cpu-devices 2 train.py --epochs 3
+  elche-jax launch -n 4 --timeout 60 -m package.train
+  elche-jax launch -n 2 --num-processes 4 --first-id 2 --coordinator 10.0.0.1:1234 train.py
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "-n", "--processes", type=arguments.count, required=True, metavar="N",
-        help="number of processes",
+        help="processes to start here",
     )  # fmt: skip
-    parser.add_argument(
-        "--cpu-devices", type=arguments.count, metavar="K",
-        help="create K virtual CPU devices in each process",
+    add("--cpu-devices", type=arguments.count, metavar="N", help="virtual CPU devices of each")
+    add(
+        "--timeout", type=arguments.duration, metavar="SECONDS",
+        help="kill a process whose window, or the reading of its data, takes longer, or whose "
+        "compile, restore or start takes twenty times as long (never)",
     )  # fmt: skip
-    parser.add_argument(
+    add(
         "--on-failure", choices=("end", "continue"), default="end",
-        help="end all processes if one fails (default), or let the others continue",
+        help="what becomes of the others when one fails (end)",
     )  # fmt: skip
-    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module")
-    parser.add_argument("script", metavar="SCRIPT", type=arguments.words)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
+    add(
+        "--grace", type=arguments.duration, default=10.0, metavar="SECONDS",
+        help="how long processes have to end themselves before they are killed (10)",
+    )  # fmt: skip
+    group = parser.add_argument_group("several hosts, with a launch on each")
+    group.add_argument(
+        "--num-processes", type=arguments.count, metavar="N", help="processes of all hosts"
+    )
+    group.add_argument(
+        "--first-id", type=int, metavar="ID", help="number of the first process here"
+    )
+    group.add_argument(
+        "--coordinator", type=arguments.words, metavar="HOST:PORT", help="where process 0 listens"
+    )
+    add("-m", action="store_true", dest="module", help="run a module, not a file")
+    add("script", metavar="SCRIPT", help="the script, or with -m the module")
+    add("args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    if not options.module and not os.path.isfile(options.script):
-        raise UsageError(f"SCRIPT must be a file, got {options.script!r}; a module needs -m")
-    python = sys.executable or shutil.which("python3") or "python3"
-    script = ["-m", options.script] if options.module else [options.script]
-    own = {"PYTHONUNBUFFERED": "1"}
-    if options.cpu_devices is not None:
-        own |= {"JAX_NUM_CPU_DEVICES": str(options.cpu_devices), "JAX_PLATFORMS": "cpu"}
-    group = Group([python, *script, *options.arguments], options.processes, own)
-    return group.run(ends_together=options.on_failure == "end")
+    if os.name != "posix":
+        raise CommandError("launch needs the signals and sessions of POSIX, which Windows lacks")
+    from elche_jax.launch.launcher import Asked, launch
+
+    if not options.module and not Path(options.script).is_file():
+        raise UsageError(f"SCRIPT must be a file, got {options.script}")
+    hosts = options.num_processes, options.first_id, options.coordinator
+    if None in hosts and hosts != (None, None, None):
+        raise UsageError("--num-processes, --first-id and --coordinator must be given together")
+    total, first = options.num_processes or options.processes, options.first_id or 0
+    if not 0 <= first <= total - options.processes:
+        raise UsageError(
+            f"--first-id must be at least 0 and at most --num-processes minus -n "
+            f"({total - options.processes}), got {first}"
+        )
+    program = ["-m"] if options.module else []
+    asked = Asked(
+        command=[sys.executable, *program, options.script, *options.args],
+        processes=options.processes,
+        total=total,
+        first=first,
+        coordinator=options.coordinator,
+        cpu_devices=options.cpu_devices,
+        go_on=options.on_failure == "continue",
+        timeout=options.timeout,
+        grace=options.grace,
+    )
+    return launch(asked)

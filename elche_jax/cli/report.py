@@ -12,7 +12,6 @@ from elche_jax.observe.page import write_page
 from elche_jax.observe.run import Run, read_run
 from elche_jax.observe.timeline import TIMELINE
 
-NAME = "report"
 HELP = "make an HTML page of a run: times, counts, busy shares, losses"
 EPILOG = """\
 RUN is the folder of a run (Trainer.fit(run_dir=...)) or a timeline (elche.Timeline(path)).

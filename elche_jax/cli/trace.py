@@ -6,7 +6,6 @@ from elche_jax.cli import arguments
 from elche_jax.cli.report import load, output_of
 from elche_jax.observe.trace import write_trace
 
-NAME = "trace"
 HELP = "make a trace of a run for ui.perfetto.dev and similar viewers"
 EPILOG = """\
 RUN is the folder of a run (Trainer.fit(run_dir=...)) or a timeline (elche.Timeline(path)).

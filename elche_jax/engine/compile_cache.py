@@ -8,6 +8,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
+from elche_jax import _progress
 from elche_jax._waiting import interruptible
 
 logger = logging.getLogger("elche_jax")
@@ -184,7 +185,8 @@ class CompileCache:
     def _fill(self, key: Hashable, program: "Future[Any]", build: Build, ahead: int = 0) -> None:
         start, built, error = time.perf_counter(), None, None
         try:
-            built = build()
+            with _progress.phase("compile"):
+                built = build()
         except BaseException as raised:  # raised by `get`
             error, ahead = raised, 0
         seconds = time.perf_counter() - start

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Protocol
 
 import jax
 
+from elche_jax import _progress
 from elche_jax._waiting import interruptible
 from elche_jax.engine.threads import DeviceThreads
 
@@ -280,7 +281,8 @@ class LoopClock(Clock):
         del changed  # no other thread changes anything
         while self._open and not until():
             window, dispatched, token = self._open.popleft()
-            token.block_until_ready()
+            with _progress.phase("window"):
+                token.block_until_ready()
             self._done(WindowTimes(window, dispatched, None, (time.perf_counter(),)))
 
     def close(self) -> None:
@@ -346,7 +348,8 @@ class _Collector:
 
     def wait(self, rank: int, job: _Job) -> None:
         """Wait for one device, or for all of them, in a thread."""
-        job.token.block_until_ready()
+        with _progress.phase("exchange" if job.combined and not job.whole else "window"):
+            job.token.block_until_ready()
         # before the lock, which another thread may hold while it reports a window
         now = time.perf_counter()
         with self._lock:  # held in `_done`, too, so that windows are reported in order

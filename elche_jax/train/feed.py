@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from elche_jax import _progress
 from elche_jax.cadence import Cadence
 from elche_jax.data.order import Cursor
 from elche_jax.data.place import Placer
@@ -72,15 +73,16 @@ class Feed:
     def open_epoch(self, cursor: Cursor) -> Reader:
         """Return a reader of the cursor's epoch that starts at its microbatch."""
         plan = self._plan
-        return open_epoch(
-            plan.source,
-            plan.batch_size,
-            seed=plan.seed,
-            epoch=cursor.epoch,
-            start=cursor.microbatch,
-            shuffle=plan.shuffle,
-            drop_last=plan.drop_last,
-        )
+        with _progress.phase("data", cursor.window):
+            return open_epoch(
+                plan.source,
+                plan.batch_size,
+                seed=plan.seed,
+                epoch=cursor.epoch,
+                start=cursor.microbatch,
+                shuffle=plan.shuffle,
+                drop_last=plan.drop_last,
+            )
 
     def load(
         self, counts: tuple[int, ...], first: int, reader: Reader

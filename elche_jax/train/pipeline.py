@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import jax
 import numpy as np
 
+from elche_jax import _progress
 from elche_jax._processes import ExchangeLost
 from elche_jax.cadence import WindowPlan, WindowRecord, clamp_counts
 from elche_jax.data.order import Cursor
@@ -127,6 +128,7 @@ class Pipeline(Generic[R]):
         self._without_times: dict[int, InFlight] = {}  # complete, except for a late device
         self._completing: int | None = None
         self.clock: Clock | None = None
+        _progress.opened(start.window, self._job.ranks, jax.process_index())
 
     # -- the prefetch thread ---------------------------------------------------------
 
@@ -139,7 +141,8 @@ class Pipeline(Generic[R]):
             reader = self._feed.open_epoch(cursor)
             begun = cursor.microbatch
             while self._wait(stop, depth, cursor.window):
-                window = self._make(cursor, reader, run)
+                with _progress.phase("data", cursor.window):
+                    window = self._make(cursor, reader, run)
                 if window is None:
                     break
                 cursor = window.cursor
@@ -267,7 +270,8 @@ class Pipeline(Generic[R]):
             launch = Launch(clock, self._dispatches, at, survey)
             flight = InFlight(window.plan, self._requested, launch, self._cold)
             flight.tells = self._telling.untold
-            yield flight
+            with _progress.phase("window", window.index):
+                yield flight
         except BaseException as error:
             if launch is not None and launch.watch is not None:
                 launch.watch.dropped(launch.number)
@@ -351,6 +355,7 @@ class Pipeline(Generic[R]):
         In a job of several processes their records are waited for, or not all of them would know
         the same when they plan again.
         """
+        _progress.closed()
         with self._changed:
             if not self._job.one_process and self._watching != threading.get_ident():
                 self._changed.wait_for(lambda: self.errors.first or not self._flights)
@@ -417,6 +422,7 @@ class Pipeline(Generic[R]):
             if told:
                 self._record_across(told, rows, window.plan.window, times.window)
         self._check_replicas(window)
+        _progress.completed(window.plan.window)
         # last: the loop must not go on to the end of the run before all is recorded
         with self._changed:
             self._flights.pop(times.window, None)

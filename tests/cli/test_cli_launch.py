@@ -1,166 +1,297 @@
-"""`elche-jax launch`: what the processes are told, what they print, and that all of them end."""
+"""`elche-jax launch` with real processes: what they print, how they end, and that none is left."""
 
 import os
+import re
 import signal
 import sys
-import time
+from collections import Counter
+from pathlib import Path
 
 import children
 import pytest
-from marks import slow
+from waits import eventually
 
-FAST = "import os, sys, time; me = int(os.environ['ELCHE_PROCESS_ID'])\n"
+from elche_jax.cli import main
+from elche_jax.launch.output import LONGEST, Lines
 
-
-def launch(tmp_path, program, *options, count=2):
-    """Starts a program in processes."""
-    script = tmp_path / "program.py"
-    script.write_text(FAST + program, encoding="utf-8")
-    return children.started(
-        sys.executable,
-        "-m",
-        "elche_jax",
-        "launch",
-        "-n",
-        count,
-        *options,
-        script,
-        "an argument",
-        errors="replace",
-    )
-
-
-def ended(tmp_path, program, *options, count=2):
-    """Runs a program in processes to their end: the exit code, and lines of stdout and stderr."""
-    with launch(tmp_path, program, *options, count=count) as child:
-        out, err = child.communicate(timeout=60)
-    return child.returncode, out.splitlines(), err.splitlines()
+COMMAND = [sys.executable, "-W", "error", "-m", "elche_jax", "launch"]
+HEAD = """
+import os, signal, subprocess, sys, time
+me = int(os.environ["ELCHE_PROCESS_ID"])
+out, err = sys.stdout.buffer, sys.stderr.buffer
+"""
+FAMILY = """
+idle = "import time; print('up', flush=True); time.sleep(600)"
+relatives = [subprocess.Popen([sys.executable, "-c", idle], stdout=subprocess.PIPE,
+                              start_new_session=apart) for apart in (False, True)]
+for one in relatives:
+    one.stdout.readline()
+print("pids", os.getpid(), *(one.pid for one in relatives))
+"""
+"""With a child in the same session, and one that has its own."""
 
 
-def gone(pid):
-    """Waits until a process has ended, and been waited for or taken over."""
-    for _ in range(600):
-        try:
-            with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
-                if stat.read().rsplit(")", 1)[1].split()[0] == "Z":
-                    return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.05)
-    return False
+@pytest.fixture
+def launched(tmp_path):
+    """Writes a script; gives what starts it in some processes."""
+
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+
+    def launched(script, *options, arguments=(), **how):
+        (tmp_path / "script.py").write_text(HEAD + script)
+        program = "script" if "-m" in options else "script.py"
+        return children.started(
+            *COMMAND, *options, program, *arguments, cwd=tmp_path, limit=60,
+            env={"TMPDIR": str(temporary)}, **how,
+        )  # fmt: skip
+
+    yield launched
+    assert not [*temporary.iterdir()], "a folder of the launcher is left"
 
 
-def test_what_processes_are_told_and_print(tmp_path):
-    code, out, err = ended(
-        tmp_path,
-        "names = 'ELCHE_NUM_PROCESSES', 'JAX_NUM_CPU_DEVICES', 'JAX_PLATFORMS'\n"
-        "print(*[os.environ[name] for name in names], sys.argv[1:])\n"
-        "print(os.environ['JAX_COORDINATOR_ADDRESS'].split(':')[0], file=sys.stderr)\n"
-        "sys.stdout.buffer.write(b'\\xff' + b'x' * 70000 + b'\\nno end')\n",
-        "--cpu-devices", "3", count=3,
-    )  # fmt: skip
+def outcome(process):
+    out, err = process.communicate()
+    return process.returncode, out, err
+
+
+def lives(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def family(process, size):
+    """The numbers of all processes of a job, as they have printed them."""
+    pids = []
+    while len(pids) < 3 * size:
+        pids += [int(pid) for pid in process.stdout.readline().split("pids")[1].split()]
+    assert all(map(lives, pids))
+    return pids
+
+
+def gone(pids):
+    return not any(map(lives, pids))
+
+
+SAYS = """
+names = "JAX_COORDINATOR_ADDRESS ELCHE_NUM_PROCESSES JAX_NUM_CPU_DEVICES JAX_PLATFORMS".split()
+print(*(os.environ.get(name) for name in names), *sys.argv[1:])
+print("open", me, end="", file=sys.stderr)
+sys.exit(me and 2 + me)
+"""
+
+
+def test_processes_get_their_numbers_and_their_lines_a_prefix(launched):
+    with launched(SAYS, "-n", "3", "--cpu-devices", "2", arguments=("-n", "--debug")) as process:
+        code, out, err = outcome(process)
+    assert code in (3, 4)
+    addresses = re.findall(r"^\[\d\] localhost:(\d+) 3 2 cpu -n --debug$", out, re.MULTILINE)
+    assert len(addresses) >= code - 2 and len(set(addresses)) == 1
+    assert re.search(rf"^\[{code - 2}\] open {code - 2}$", err, re.MULTILINE), "it got an end"
+    says = rf"elche-jax launch: process {code - 2} ended with exit code {code}"
+    assert re.search(rf"^{says}(, the others are ended)?$", err, re.MULTILINE)
+
+
+def test_a_module_on_one_of_several_hosts(launched):
+    hosts = ["--num-processes", "12", "--first-id", "9", "--coordinator", "10.0.0.1:7"]
+    script = SAYS.replace("me and 2 + me", "0")
+    with launched(script, "-n", "2", *hosts, "-m", arguments=["-m"]) as process:
+        code, out, _ = outcome(process)
+    rest = "10.0.0.1:7 12 None cpu -m"
+    assert (code, sorted(out.splitlines())) == (0, [f"[ 9] {rest}", f"[10] {rest}"])
+
+
+MIXED = """
+for number in range(300):
+    for stream in out, err:
+        line = b"%d %d " % (me, number) + bytes([97 + me]) * (number * 37)
+        stream.write(line[:3]); stream.flush(); stream.write(line[3:] + b"\\n"); stream.flush()
+out.write(b"\\xff\\x00\\r\\x1b garbage\\n" + b"x" * 3_000_000)
+"""
+
+
+def test_lines_are_never_mixed(launched):
+    with launched(MIXED, "-n", "3", text=False) as process:
+        code, out, err = outcome(process)
     assert code == 0
-    for at in range(3):
-        own = [line.removeprefix(f"[{at}] ") for line in out if line.startswith(f"[{at}] ")]
-        assert own[0] == "3 3 cpu ['an argument']"
-        assert own[-1] == "no end"
-        assert sum(line.count("x") for line in own[1:-1]) == 70000
-    assert sorted(err) == [f"[{at}] localhost" for at in range(3)]
+    for said in (out, err):
+        lines = Counter(line for line in said.split(b"\n") if len(line) < 100_000)
+        for me in range(3):
+            for number in range(300):
+                text = b"[%d] %d %d " % (me, me, number) + bytes([97 + me]) * (number * 37)
+                assert lines[text] == 1
+    for me in range(3):
+        assert b"[%d] \xff\x00\r\x1b garbage\n" % me in out
+        long = re.findall(rb"^\[%d\] (x+)$" % me, out, re.MULTILINE)
+        assert sum(map(len, long)) == 3_000_000, "in parts, each a line"
 
 
-def test_the_first_failure_ends_all(tmp_path):
-    code, _, err = ended(tmp_path, "time.sleep(60 if me else 0); sys.exit(7)")
-    assert code == 7
-    assert "elche-jax launch: process 0 ended with exit code 7" in err
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+def test_lines_are_the_same_however_they_are_read(size):
+    data, lines = b"one\n\ntwo\rthree\nfour", Lines(b"> ")
+    parts = [lines.add(data[at : at + size]) for at in range(0, len(data), size)]
+    assert b"".join(parts) + lines.rest() == b"> one\n> \n> two\rthree\n> four\n"
+    assert lines.rest() == b""
+    assert lines.add(bytes(LONGEST + 1)) == b"> " + bytes(LONGEST + 1) + b"\n"
 
 
-def test_a_signal_is_named(tmp_path):
-    code, _, err = ended(tmp_path, "os.kill(os.getpid(), 9) if me else time.sleep(60)")
-    assert code == 128 + 9
-    assert "elche-jax launch: process 1 ended with SIGKILL" in err
+def test_a_failure_ends_all_with_their_children(launched):
+    fails = (
+        FAMILY
+        + """
+if me == 1:
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGSEGV)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+time.sleep(600)
+"""
+    )
+    with launched(fails, "-n", "2", "--grace", "0.3") as process:
+        pids = family(process, 2)
+        code, _, err = outcome(process)
+        assert code == 128 + signal.SIGSEGV
+        assert gone(pids)
+    assert "elche-jax launch: process 1 ended with SIGSEGV, the others are ended" in err
 
 
-def test_the_others_may_continue(tmp_path):
-    program = "sys.exit(3) if me else (time.sleep(1), print('went on'))"
-    code, out, err = ended(tmp_path, program, "--on-failure", "continue")
-    assert (code, out) == (0, ["[0] went on"])
-    assert "elche-jax launch: process 1 ended with exit code 3" in err
+def test_what_a_process_leaves_behind_is_ended_with_success(launched):
+    with launched(FAMILY, "-n", "2") as process:
+        code, out, _ = outcome(process)
+    pids = [int(pid) for line in out.splitlines() for pid in line.split("pids")[1].split()]
+    assert (code, len(pids), gone(pids)) == (0, 6, True)
 
 
-STUBBORN = (
-    "import signal, subprocess\n"
-    "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-    "other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'])\n"
-    "print(os.getpid(), other.pid)\n"
-    "time.sleep(300)\n"
-)
-
-
-def pids(child, count=2):
-    """The processes and what they have started, as they print it."""
-    found = []
-    for _ in range(count):
-        found += map(int, child.stdout.readline().split("] ")[1].split())
-    return found
+POLITE = f"""
+def end(*_):
+    os.write(1, b"interrupted\\n")
+    os._exit(0)
+signal.signal(signal.SIGINT, end)
+{FAMILY}
+time.sleep(600)
+"""
 
 
 @pytest.mark.parametrize(
-    ("number", "times", "code"),
-    [(signal.SIGTERM, 1, 143), slow(signal.SIGINT, 1, 130), (signal.SIGINT, 2, 130)],
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
 )
-def test_signals_end_all_that_was_started(number, times, code, tmp_path):
-    with launch(tmp_path, STUBBORN) as child:
-        found = pids(child)
-        for _ in range(times):
-            child.send_signal(number)
-            time.sleep(0.2)
-        assert child.wait(60) == code
-        assert all(map(gone, found))
+def test_a_signal_ends_all(launched, number, code):
+    with launched(POLITE, "-n", "2", "--grace", "30") as process:
+        pids = family(process, 2)
+        process.send_signal(number)
+        got, out, _ = outcome(process)
+        assert (got, gone(pids)) == (code, True)
+    asked = sorted(out.splitlines())
+    assert asked == (["[0] interrupted", "[1] interrupted"] if number == signal.SIGINT else [])
 
 
-def test_killing_the_launcher_ends_its_processes(tmp_path):
-    with launch(tmp_path, STUBBORN) as child:
-        found = pids(child)
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait(60)
-        # what these have started is left to them: they had no moment to end it
-        assert gone(found[0]) and gone(found[2])
-        for pid in (found[1], found[3]):
-            os.kill(pid, signal.SIGKILL)
+STUBBORN = (
+    """
+def refuse(number, frame):
+    os.write(1, b"refused %s\\n" % signal.Signals(number).name.encode())
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, refuse)
+"""
+    + FAMILY
+    + """
+while True:
+    time.sleep(600)
+"""
+)
+
+
+def test_every_further_ctrl_c_is_the_next_step(launched):
+    with launched(STUBBORN, "-n", "1", "--grace", "600") as process:
+        pids = family(process, 1)
+        for name in ("SIGINT", "SIGTERM"):
+            process.send_signal(signal.SIGINT)
+            assert process.stdout.readline() == f"[0] refused {name}\n"
+        process.send_signal(signal.SIGINT)
+        assert outcome(process)[0] == 130
+        assert gone(pids)
+
+
+def test_what_refuses_is_killed_after_a_while(launched):
+    with launched(STUBBORN, "-n", "1", "--grace", "0.1") as process:
+        pids = family(process, 1)
+        os.kill(pids[0], signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        assert outcome(process)[0] == 130
+        assert gone(pids)
+
+
+def test_all_end_if_the_launcher_is_killed(launched, tmp_path):
+    with launched(STUBBORN, "-n", "2") as process:
+        pids = family(process, 2)
+        process.kill()
+        process.wait()
+        eventually(lambda: gone(pids))
+        eventually(lambda: not [*(tmp_path / "tmp").iterdir()])
+
+
+def test_all_end_if_nobody_reads(launched):
+    with launched(STUBBORN + "    print('more')\n", "-n", "2", "--grace", "0.2") as process:
+        pids = family(process, 2)
+        process.stdout.close()
+        for pid in pids[::3]:
+            os.kill(pid, signal.SIGINT)
+        assert process.wait() == 141
+        assert gone(pids)
+
+
+def test_a_reader_that_is_slow_does_not_keep_it_from_ending(launched):
+    floods = FAMILY + "while True:\n    print('x' * 1000)\n"
+    with launched(floods, "-n", "1", "--grace", "0.2") as process:
+        pids = family(process, 1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 143, "what nobody reads is dropped after a while"
+        assert gone(pids)
+
+
+def test_the_others_may_go_on(launched):
+    text = """
+if me == 1:
+    sys.exit(7)
+time.sleep(0.3)
+print("done", me)
+sys.exit(me)
+"""
+    with launched(text, "-n", "3", "--on-failure", "continue") as process:
+        code, out, err = outcome(process)
+    assert (code, sorted(out.splitlines())) == (0, ["[0] done 0", "[2] done 2"])
+    assert "elche-jax launch: process 1 ended with exit code 7, the others go on" in err
+    with launched("sys.exit(5 - me)", "-n", "2", "--on-failure", "continue") as process:
+        assert outcome(process)[0] == 5, "that of process 0"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["-n", "0", "a.py"], "argument -n/--processes: must be an integer of at least 1, got '0'"),
-        (["-n", "2", "no.py"], "SCRIPT must be a file, got 'no.py'; a module needs -m"),
-        (["a.py"], "the following arguments are required: -n/--processes"),
+        ("-n 0 here.py", "argument -n/--processes: must be an integer of at least 1, got '0'"),
+        ("-n 2", "the following arguments are required: SCRIPT"),
+        ("-n 2 nowhere.py", "SCRIPT must be a file, got nowhere.py"),
+        ("-n 2 --timeout 0 here.py", "argument --timeout: must be a number above 0, got '0'"),
+        ("-n 2 --on-failure wait here.py", "invalid choice: 'wait'"),
+        (
+            "-n 2 --first-id 1 here.py",
+            "--num-processes, --first-id and --coordinator must be given together",
+        ),
+        (
+            "-n 2 --num-processes 3 --first-id 2 --coordinator a:1 here.py",
+            "--first-id must be at least 0 and at most --num-processes minus -n (1), got 2",
+        ),
     ],
 )
-def test_wrong_usage(options, message, capsys):
-    from elche_jax.cli import main
+def test_usage(options, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.py").touch()
+    assert main(["launch", *options.split()]) == 2
+    assert re.match(f"elche-jax launch: .*{re.escape(message)}", capsys.readouterr().err)
 
-    assert main(["launch", *options]) == 2
-    assert message in capsys.readouterr().err
 
-
-@pytest.mark.slow
-def test_two_jobs_at_once_train(tmp_path):
-    program = (
-        "import elche_jax as elche; elche.distributed.initialize()\n"
-        "import jax, numpy as np, optax\n"
-        "x = np.ones((64, 2), 'float32')\n"
-        "loss = lambda params, batch, rng: ((batch['x'] @ params['w'] - 1) ** 2).mean()\n"
-        "train = elche.build_train_step(loss, optax.sgd(0.1))\n"
-        "state = train.init({'w': np.zeros(2, 'float32')})\n"
-        "for window in train.windows({'x': x}, 8, epochs=2):\n"
-        "    state, metrics = train(state, window)\n"
-        "print(train.world_size, float(metrics['loss']) < 1)\n"
-    )
-    options = "--cpu-devices", "2"
-    with launch(tmp_path, program, *options) as one, launch(tmp_path, program, *options) as other:
-        for child in (one, other):
-            out, err = child.communicate(timeout=120)
-            assert child.returncode == 0, err
-            lines = [line for line in out.splitlines() if "Gloo" not in line]
-            assert sorted(lines) == ["[0] 4 True", "[1] 4 True"]
+def test_it_loads_no_jax():
+    program = "import sys; from elche_jax.cli import main; main(['launch', 'x', '-n', '1'])"
+    check = "assert not {'jax', 'numpy'} & set(sys.modules)"
+    assert children.run(sys.executable, "-c", f"{program}; {check}").returncode == 0

@@ -12,7 +12,7 @@ from elche_jax import cli
 from elche_jax.cli import arguments, main, table
 
 ROOT = Path(__file__).parents[2]
-NAMES = [command.NAME for command in cli.COMMANDS]
+NAMES = cli.COMMANDS
 
 
 @pytest.fixture

@@ -1,0 +1,277 @@
+"""What this process is doing, noted where a watchdog outside of it can read it.
+
+The library notes the phases of its work here. If nobody watches, a note does nothing. Else it is
+a few words of a file that both have in memory: no call can block, and the watchdog can read it
+while this process is stopped or stuck. Nothing is decided here, see `elche_jax.launch.judge`.
+"""
+
+import logging
+import mmap
+import os
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+from typing import NamedTuple, Self
+
+logger = logging.getLogger("elche_jax")
+
+VARIABLE = "ELCHE_PROGRESS"
+"""Where a launcher says which file this is."""
+
+TOLD = "told"
+"""Name of the file, in the same folder, in which a launcher says what it did."""
+
+KINDS = ("", "connect", "compile", "restore", "checkpoint", "data", "window", "exchange", "leave")
+"""The phases that are noted, by the numbers that are written for them."""
+
+_SIZE = 4096
+_PID, _NOTES, _FIRST, _WINDOW, _RUNS, _TOLD, _PROCESS, _SEVERAL = range(8)
+_RANKS, _SLOTS, _SLOT, _COUNT = slice(64, 192), 32, 4, 64
+# words of 8 bytes: those above, then `_COUNT` phases of `_SLOT` words each
+_CODES = {kind: code for code, kind in enumerate(KINDS)}
+
+
+class Phase(NamedTuple):
+    """A phase in which a process is.
+
+    Attributes:
+        kind: One of `KINDS`.
+        window: Number of the window, -1 if it is that of the process.
+        begun: Tells phases apart.
+    """
+
+    kind: str
+    window: int = -1
+    begun: int = 0
+
+
+class Noted(NamedTuple):
+    """What a process has noted.
+
+    Attributes:
+        pid: Its number; 0 if it has not begun.
+        notes: A number that changes with every note.
+        first: The first window of its run.
+        window: The first window that is not complete.
+        running: Whether its loop is in the middle of a run.
+        process: Its index in the job.
+        several: Whether the job has several processes.
+        ranks: The ranks of its devices, as text.
+        phases: The phases in which it is.
+    """
+
+    pid: int = 0
+    notes: int = 0
+    first: int = 0
+    window: int = 0
+    running: bool = False
+    process: int = 0
+    several: bool = False
+    ranks: str = ""
+    phases: tuple[Phase, ...] = ()
+
+
+class Board:
+    """The file with the notes of one process, mapped into memory.
+
+    Args:
+        path: The file, see `create`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        with self.path.open("r+b") as file:
+            self._bytes = mmap.mmap(file.fileno(), _SIZE)
+        self._words = memoryview(self._bytes).cast("q")
+        self._free = list(range(_SLOTS, _SLOTS + _SLOT * _COUNT, _SLOT))
+        self._read = 0
+
+    @classmethod
+    def create(cls, path: Path) -> Self:
+        """Return a board that nobody has written to."""
+        path.write_bytes(bytes(_SIZE))
+        return cls(path)
+
+    # -- the process that writes -----------------------------------------------------
+
+    def claim(self) -> bool:
+        """Take the board for this process, as long as it lives.
+
+        Processes that it starts inherit the variable, and must not write.
+        """
+        import fcntl  # POSIX, as a launcher is
+
+        lock = os.open(self.path, os.O_RDWR)  # until the process ends
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            return False
+        self._words[_PID] = os.getpid()
+        return True
+
+    def begin(self, kind: str, window: int) -> int:
+        """Note that a phase begins; return its place."""
+        if self._words[_TOLD] != self._read:
+            self._read = self._words[_TOLD]
+            log_told()
+        at, words = self._free.pop(), self._words  # atomic: threads note, too
+        words[at + 1], words[at + 2] = window, time.monotonic_ns()
+        words[at] = _CODES[kind]  # last: from now on it counts
+        words[_NOTES] += 1
+        return at
+
+    def end(self, at: int) -> None:
+        """Note that a phase has ended."""
+        self._words[at] = 0
+        self._words[_NOTES] += 1
+        self._free.append(at)
+
+    def joined(self, process: int, several: bool) -> None:
+        """See the function of this name."""
+        self._words[_PROCESS], self._words[_SEVERAL] = process, several
+        self._words[_NOTES] += 1
+
+    def opened(self, window: int, ranks: Sequence[int], process: int) -> None:
+        """See the function of this name."""
+        self._words[_PROCESS] = process
+        self._bytes[_RANKS] = _named(ranks).encode()[:128].ljust(128, b"\0")
+        self._words[_FIRST] = self._words[_WINDOW] = window
+        self._words[_RUNS] += 1
+
+    def closed(self) -> None:
+        """See the function of this name."""
+        self._words[_RUNS] -= 1
+
+    def completed(self, window: int) -> None:
+        """See the function of this name."""
+        self._words[_WINDOW] = window + 1
+
+    # -- the process that reads ------------------------------------------------------
+
+    def read(self) -> Noted:
+        """Return what is noted at this moment."""
+        words = self._words
+        phases: list[Phase] = []
+        for at in range(_SLOTS, _SLOTS + _SLOT * _COUNT, _SLOT):
+            code, window, begun, again = (*words[at : at + 3], words[at])
+            if code and code == again:
+                phases.append(Phase(KINDS[code], window, begun))
+        ranks = self._bytes[_RANKS].rstrip(b"\0").decode()
+        return Noted(
+            words[_PID], words[_NOTES], words[_FIRST], words[_WINDOW], words[_RUNS] > 0,
+            words[_PROCESS], bool(words[_SEVERAL]), ranks, tuple(phases),
+        )  # fmt: skip
+
+    def tell(self) -> None:
+        """Let the process read what was told, with its next note."""
+        self._words[_TOLD] += 1
+
+
+class _Noting(AbstractContextManager[None]):
+    __slots__ = ("_at", "_board", "_kind", "_window")
+
+    def __init__(self, board: Board, kind: str, window: int):
+        self._board, self._kind, self._window = board, kind, window
+
+    def __enter__(self) -> None:
+        self._at = self._board.begin(self._kind, self._window)
+
+    def __exit__(self, *_: object) -> None:
+        self._board.end(self._at)
+
+
+_board: Board | None = None
+_logged = 0
+_NOTHING = nullcontext()
+
+
+def phase(kind: str, window: int = -1) -> AbstractContextManager[None]:
+    """Note that this thread is in a phase of the process's work.
+
+    Args:
+        kind: One of `KINDS`.
+        window: Number of the window; -1 for the first one that is not complete.
+
+    Examples:
+        >>> with phase("data", 17):
+        ...     pass
+    """
+    return _NOTHING if _board is None else _Noting(_board, kind, window)
+
+
+def completed(window: int) -> None:
+    """Note that a window is complete."""
+    if _board is not None:
+        _board.completed(window)
+
+
+def joined(process: int, several: bool) -> None:
+    """Note the index of this process in its job, and whether that has others."""
+    if _board is not None:
+        _board.joined(process, several)
+
+
+def opened(window: int, ranks: Sequence[int], process: int) -> None:
+    """Note that a run begins with a window, on devices of these ranks."""
+    if _board is not None:
+        _board.opened(window, ranks, process)
+
+
+def closed() -> None:
+    """Note that a run has ended."""
+    if _board is not None:
+        _board.closed()
+
+
+def watched() -> bool:
+    """Return whether a watchdog reads the notes."""
+    return _board is not None
+
+
+def write_to(board: Board) -> bool:
+    """Note everything on a board from now on; return whether it is this process's own."""
+    global _board
+    if not board.claim():
+        return False
+    _board = board
+    os.register_at_fork(after_in_child=_forget)
+    return True
+
+
+def told() -> list[str]:
+    """Return what the watchdog has done to processes of the job, a line each."""
+    if _board is not None:
+        with suppress(OSError):
+            return (_board.path.parent / TOLD).read_text("utf-8").splitlines()
+    return []
+
+
+def log_told() -> None:
+    """Log what the watchdog has done since the last call."""
+    global _logged
+    lines = told()
+    new, _logged = lines[_logged:], len(lines)
+    for line in new:
+        logger.warning("elche: %s", line)
+
+
+def _named(ranks: Iterable[int]) -> str:
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+def _forget() -> None:
+    global _board
+    _board = None
+
+
+def _begin() -> None:
+    path = os.environ.get(VARIABLE)
+    if path:
+        with suppress(OSError):  # the launcher has ended, and ends this process
+            write_to(Board(path))
+
+
+_begin()

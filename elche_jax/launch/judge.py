@@ -1,0 +1,190 @@
+"""Which process of a job is stuck: what they note and how much time has passed in, verdicts out."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from elche_jax._progress import Noted, Phase
+
+MORE = 20
+"""How many times longer than a window the phases may last that are not part of every window."""
+
+WAITS = {"connect", "leave", "exchange"}
+"""Phases in which a process waits for others."""
+
+LONG = {"start-up", "connect", "leave", "compile", "restore", "checkpoint", "loop"}
+"""Phases with a limit of `MORE` timeouts, as have those of the first window. `"start-up"` is before
+the first note. In `"loop"` a process is in the middle of a run and in none of the others."""
+
+STOPPED = "stopped"
+"""A process that a signal has stopped: it is in no phase of its own."""
+
+PAUSED_BY = {"data": LONG, "window": LONG | WAITS, "restore": WAITS}
+"""What makes the time of a phase not count: it waits for what is under way beside it."""
+
+
+Since = Mapping[Phase, float]
+"""Seconds that a process has been seen in each of its phases."""
+
+
+class Seen(NamedTuple):
+    """A process as it was seen.
+
+    Attributes:
+        noted: What it has noted.
+        state: Its state, a letter as in `ps`.
+    """
+
+    noted: Noted
+    state: str = "S"
+
+
+class Stuck(NamedTuple):
+    """A process that makes no progress, or with `process=None` a collective in which all wait.
+
+    Attributes:
+        process: Its number.
+        ranks: The ranks of its devices, as text.
+        seconds: How long it has been in the phase.
+        window: The window in which it is; None if in none.
+        kind: The phase.
+        stopped: Whether a signal has stopped it.
+    """
+
+    process: int | None
+    ranks: str
+    seconds: float
+    window: int | None
+    kind: str
+    stopped: bool = False
+
+    def __str__(self) -> str:
+        """Return what becomes of it, as one line.
+
+        Examples:
+            >>> print(Stuck(1, "ranks 2 and 3", 30.2, 17, "data"))
+            process 1 (ranks 2 and 3) made no progress for 30 s in window 17, phase "data": killed
+        """
+        where = "" if self.window is None else f" in window {self.window}"
+        where += f'{"," if where else " in"} phase "{self.kind}"'
+        if self.process is None:
+            return f"all processes waited for each other for {self.seconds:.0f} s{where}: killed"
+        ranks = f" ({self.ranks})" if self.ranks else ""
+        stopped = ", stopped by a signal" if self.stopped else ""
+        return (
+            f"process {self.process}{ranks} made no progress for {self.seconds:.0f} s{where}"
+            f"{stopped}: killed"
+        )
+
+
+@dataclass(frozen=True)
+class Judge:
+    """How long every process has been in each of its phases, and when that is too long.
+
+    Time counts as it is seen to pass, while the process could have gone on: a watchdog that was
+    itself asleep blames nobody.
+
+    Attributes:
+        timeout: Seconds that a window or reading its data may take.
+        processes: Number of processes of the job. Only while all are seen it is known that all
+            wait: for one that has ended the others wait as long as JAX's own timeouts say.
+        since: What has been seen of each process.
+
+    Examples:
+        >>> reads = Noted(notes=1, running=True, ranks="rank 0", phases=(Phase("data", 4),))
+        >>> judge, stuck = Judge(timeout=30.0).observe({0: Seen(reads)}, elapsed=1.0)
+        >>> judge, stuck = judge.observe({0: Seen(reads)}, elapsed=31.0)
+        >>> print(*stuck)
+        process 0 (rank 0) made no progress for 31 s in window 4, phase "data": killed
+    """
+
+    timeout: float
+    processes: int = 1
+    since: Mapping[int, Since] = field(default_factory=dict[int, Since])
+
+    def observe(self, seen: Mapping[int, Seen], elapsed: float) -> tuple["Judge", list[Stuck]]:
+        """Return the judge that has seen the processes once more, and what is stuck.
+
+        Args:
+            seen: The processes that live, by number.
+            elapsed: Seconds since they were seen before.
+        """
+        since = {
+            process: _since(self.since.get(process, {}), one, elapsed)
+            for process, one in seen.items()
+        }
+        found = (self._stuck(process, one, since[process]) for process, one in seen.items())
+        stuck = [one for one in found if one is not None]
+        alone = len(seen) == 1 and not any(one.noted.several for one in seen.values())
+        if not stuck and len(seen) == self.processes and (len(seen) > 1 or alone):
+            stuck = self._all_wait(seen, since)
+        return replace(self, since=since), stuck
+
+    def _stuck(self, process: int, seen: Seen, since: Since) -> Stuck | None:
+        """Return whether a process is itself stuck."""
+        for phase, seconds in since.items():
+            if phase.kind not in WAITS and seconds > self._limit(phase, seen.noted):
+                stopped = phase.kind == STOPPED
+                if stopped:  # in which phase is it then?
+                    phase = max(since, key=lambda one: (one != phase, since[one]))
+                kind = "none" if phase.kind == STOPPED else phase.kind
+                window = _window(phase, seen.noted)
+                return Stuck(process, seen.noted.ranks, seconds, window, kind, stopped)
+        return None
+
+    def _all_wait(self, seen: Mapping[int, Seen], since: Mapping[int, Since]) -> list[Stuck]:
+        """Return whether every process waits for others: then nobody will come."""
+        found: dict[int, Stuck] = {}
+        for process, own in since.items():
+            noted = seen[process].noted
+            for phase, seconds in own.items():
+                if phase.kind in WAITS and seconds > self._limit(phase, noted):
+                    window = _window(phase, noted)
+                    found[process] = Stuck(process, noted.ranks, seconds, window, phase.kind)
+        if not found or len(found) < len(seen):
+            return []
+        if len(found) == 1:  # its devices wait for each other
+            return [*found.values()]
+        last = min(found.values(), key=lambda one: one.seconds)
+        return [last._replace(process=None, ranks="")]
+
+    def _limit(self, phase: Phase, noted: Noted) -> float:
+        """Return how many seconds a phase may last."""
+        first = _window(phase, noted) == noted.first
+        return self.timeout * (MORE if phase.kind in LONG or first else 1)
+
+
+def _since(before: Since, seen: Seen, elapsed: float) -> Since:
+    """Return how long a process has been in its phases."""
+    phases = _phases(seen)
+    kinds = {phase.kind for phase in phases}
+
+    def paused(phase: Phase) -> bool:
+        if seen.state == "t":  # in a debugger
+            return True
+        stopped = STOPPED in kinds and phase.kind != STOPPED
+        return stopped or not kinds.isdisjoint(PAUSED_BY.get(phase.kind, ()))
+
+    # not yet when it is seen for the first time
+    return {
+        phase: before[phase] + (0.0 if paused(phase) else elapsed) if phase in before else 0.0
+        for phase in phases
+    }
+
+
+def _phases(seen: Seen) -> list[Phase]:
+    """Return the phases of a process, with those that it does not note itself."""
+    noted, phases = seen.noted, [*seen.noted.phases]
+    if not noted.notes:
+        phases.append(Phase("start-up"))
+    elif noted.running and not phases:
+        phases.append(Phase("loop", begun=noted.notes))
+    if seen.state == "T":
+        phases.append(Phase(STOPPED))
+    return phases
+
+
+def _window(phase: Phase, noted: Noted) -> int | None:
+    if phase.window >= 0:
+        return phase.window
+    return noted.window if noted.running else None

@@ -1,0 +1,65 @@
+"""Processes of this machine as `/proc` shows them: who carries a mark, who descends from whom."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+PROC = Path("/proc")
+
+PATIENCE_S = 5.0
+"""Seconds after which a process that SIGKILL does not end, as a disk hangs, is left alone."""
+
+
+def end_marked(mark: str) -> None:
+    """Kill all processes that have a variable in their environment, and what they start meanwhile.
+
+    A process inherits the variable whatever session and parent it has given itself.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while (left := [*_marked(mark)]) and time.monotonic() < deadline:
+        for pid in left:
+            kill(pid)
+        time.sleep(0.01)
+
+
+def kill(pid: int) -> None:
+    """Send SIGKILL to a process, which may have ended."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _marked(mark: str) -> Iterator[int]:
+    found = f"\0{mark}=".encode()
+    for pid in _pids():
+        with suppress(OSError):  # it has ended, or is another user's
+            if found in b"\0" + (PROC / str(pid) / "environ").read_bytes():
+                yield pid
+
+
+def _pids() -> Iterator[int]:
+    if PROC.is_dir():
+        yield from (int(name) for name in os.listdir(PROC) if name.isdigit())
+
+
+def state_of(pid: int) -> str:
+    """Return the state of a process, a letter as in `ps`; empty if it has ended or is unknown."""
+    return (_stat(pid) or [""])[0]
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes that a process has started, and those that these have."""
+    parents = {child: int(stat[1]) for child in _pids() if (stat := _stat(child))}
+    found = [pid]
+    for parent in found:
+        found += [child for child, own in parents.items() if own == parent]
+    return found[1:]
+
+
+def _stat(pid: int) -> list[str]:
+    with suppress(OSError):
+        # behind the name of the program, in which anything may be
+        return (PROC / str(pid) / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+    return []

@@ -1,0 +1,119 @@
+"""What processes print, passed on line by line: no line is mixed with another one."""
+
+import os
+import selectors
+from collections import deque
+
+LONGEST = 1 << 20
+"""Bytes after which a line without an end is passed on in parts."""
+
+QUEUED = 1 << 20
+"""Bytes that may wait for the reader of the output before no more is read from processes."""
+
+PART = 4096
+"""Bytes that a pipe which is ready takes without blocking, POSIX's `PIPE_BUF` on Linux."""
+
+
+class Lines:
+    """The lines of one stream of bytes, each with a prefix.
+
+    Args:
+        prefix: What they begin with.
+
+    Examples:
+        >>> lines = Lines(b"[0] ")
+        >>> lines.add(b"one\\ntw")
+        b'[0] one\\n'
+        >>> lines.add(b"o") + lines.rest()
+        b'[0] two\\n'
+    """
+
+    def __init__(self, prefix: bytes):
+        self._prefix, self._open = prefix, bytearray()
+
+    def add(self, data: bytes) -> bytes:
+        """Add what was read; return the lines that are complete."""
+        whole, end, rest = data.rpartition(b"\n")
+        if not end:
+            self._open += data
+            return self._taken() if len(self._open) > LONGEST else b""
+        first, *others = whole.split(b"\n")
+        self._open += first
+        lines = self._taken() + b"".join(self._line(line) for line in others)
+        self._open += rest
+        return lines
+
+    def rest(self) -> bytes:
+        """Return the last line if it has no end; it gets one."""
+        return self._taken() if self._open else b""
+
+    def _taken(self) -> bytes:
+        line = self._line(self._open)
+        self._open.clear()
+        return line
+
+    def _line(self, line: bytes | bytearray) -> bytes:
+        return b"%b%b\n" % (self._prefix, line)
+
+
+class Output:
+    """Writes whole lines to stdout and stderr, in the order in which they came, without blocking.
+
+    Args:
+        selector: Told which stream is waited for.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector):
+        self._selector = selector
+        self._waiting: deque[tuple[int, memoryview]] = deque()
+        self._size = 0
+        self._registered: int | None = None
+
+    @property
+    def full(self) -> bool:
+        """Whether the reader is behind, and processes have to wait for it."""
+        return self._size > QUEUED
+
+    @property
+    def empty(self) -> bool:
+        """Whether everything is written."""
+        return not self._waiting
+
+    def put(self, stream: int, lines: bytes) -> None:
+        """Write lines to a file descriptor once it is ready."""
+        if lines:
+            self._waiting.append((stream, memoryview(lines)))
+            self._size += len(lines)
+            self._watch()
+
+    def write(self) -> None:
+        """Write a part; the stream is ready.
+
+        Raises:
+            BrokenPipeError: If nobody reads any more.
+        """
+        stream, lines = self._waiting[0]
+        done = os.write(stream, lines[:PART])
+        self._size -= done
+        if done < len(lines):
+            self._waiting[0] = stream, lines[done:]
+        else:
+            self._waiting.popleft()
+            self._watch()
+
+    def drop(self) -> None:
+        """Forget what nobody reads."""
+        self._waiting.clear()
+        self._size = 0
+        self._watch()
+
+    def _watch(self) -> None:
+        """Wait for the stream that is next, and for no other one."""
+        stream = self._waiting[0][0] if self._waiting else None
+        if stream == self._registered:
+            return
+        if self._registered is not None:
+            self._selector.unregister(self._registered)
+        if stream is not None:
+            self._selector.register(stream, selectors.EVENT_WRITE, self.write)
+        self._registered = stream

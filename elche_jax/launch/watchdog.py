@@ -1,0 +1,58 @@
+"""Watches processes from outside, by the files in which they note what they do."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from elche_jax._progress import TOLD, Board
+from elche_jax.launch.judge import Judge, Seen, Stuck
+from elche_jax.launch.marked import state_of
+
+PARTS = 20
+"""Into how many looks a timeout is divided."""
+
+SHORTEST_S, LONGEST_S = 0.02, 1.0
+"""Between two looks."""
+
+
+class Watchdog:
+    """Looks at processes now and then, and says which are stuck.
+
+    Attributes:
+        every: Seconds between two looks.
+
+    Args:
+        boards: Where each process notes what it does, by its number.
+        timeout: Seconds that a window may take, see `Judge`.
+        processes: Number of processes of the job, if it is known to have several.
+    """
+
+    def __init__(self, boards: Mapping[int, Board], timeout: float, processes: int = 1):
+        self._boards, self._judge = boards, Judge(timeout, processes)
+        self.every = min(max(timeout / PARTS, SHORTEST_S), LONGEST_S)
+        self._looked = 0.0
+
+    def look(self, alive: Mapping[int, int], now: float) -> list[Stuck]:
+        """Return what is stuck.
+
+        Args:
+            alive: For the processes that live the number by which the system knows them.
+            now: Seconds of any clock.
+        """
+        elapsed = now - self._looked
+        if elapsed < self.every:
+            return []
+        self._looked = now
+        seen: dict[int, Seen] = {}
+        for process, pid in alive.items():
+            noted = self._boards[process].read()
+            seen[process] = Seen(noted, state_of(noted.pid or pid))
+        # whatever was longer than two looks, this process was asleep
+        self._judge, stuck = self._judge.observe(seen, min(elapsed, 2 * self.every))
+        return stuck
+
+    def tell(self, folder: Path, line: str, alive: Collection[int]) -> None:
+        """Leave a line where the processes that live find it."""
+        with (folder / TOLD).open("a", encoding="utf-8") as file:
+            print(line, file=file)
+        for process in alive:
+            self._boards[process].tell()

@@ -1,0 +1,38 @@
+"""The program that watches the process which has started it: `watcher PARENT FOLDER TIMEOUT`.
+
+It ends with that process, whatever the end is.
+"""
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from elche_jax._progress import Board
+from elche_jax.launch.marked import descendants, kill
+from elche_jax.launch.watchdog import Watchdog
+
+BOARD = "board"
+"""Name of the file in the folder."""
+
+EVERY_S = 0.1
+
+
+def main(watched: int, folder: Path, timeout: float) -> None:
+    """Watch a process until it ends; end it if it makes no progress."""
+    board = Board(folder / BOARD)
+    watchdog = Watchdog({0: board}, timeout)
+    while os.getppid() == watched:
+        for stuck in watchdog.look({0: watched}, time.monotonic()):
+            stuck = stuck._replace(process=board.read().process)
+            print(f"elche-jax watch: {stuck}", file=sys.stderr, flush=True)
+            for pid in [*descendants(watched), watched]:
+                if pid != os.getpid():
+                    kill(pid)
+        time.sleep(min(EVERY_S, watchdog.every))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]))

@@ -1,0 +1,279 @@
+"""What a process notes of its work, how a watchdog reads it, and whom it holds to be stuck."""
+
+import os
+import sys
+import threading
+from dataclasses import replace
+
+import children
+import pytest
+
+from elche_jax import _progress, distributed
+from elche_jax._progress import Board, Noted, Phase
+from elche_jax.launch.judge import MORE, Judge, Seen
+
+T = 30.0
+"""The timeout of the judges here."""
+
+
+@pytest.fixture
+def board(tmp_path, monkeypatch):
+    """A board on which this process notes what it does."""
+    board = Board.create(tmp_path / "0")
+    monkeypatch.setattr(_progress, "_board", board)
+    return board
+
+
+def test_nothing_is_noted_if_nobody_watches():
+    assert not _progress.watched()
+    with _progress.phase("data", 3) as noted:
+        assert noted is None
+    _progress.joined(1, several=True)
+    _progress.opened(3, [0], 1)
+    _progress.completed(3)
+    _progress.closed()
+    assert _progress.told() == []
+
+
+def test_phases_of_several_threads(board, tmp_path):
+    others = Board(tmp_path / "0")  # as another process has it
+    inside, go_on = threading.Barrier(4), threading.Event()
+
+    def work(kind):
+        with _progress.phase(kind, 7):
+            inside.wait()
+            go_on.wait()
+
+    threads = [threading.Thread(target=work, args=(kind,)) for kind in ("data", "data", "compile")]
+    for thread in threads:
+        thread.start()
+    inside.wait()
+    _progress.joined(2, several=True)
+    _progress.opened(5, [4, 6], 2)
+    phases = others.read().phases
+    assert sorted((one.kind, one.window) for one in phases) == [
+        ("compile", 7), ("data", 7), ("data", 7),
+    ]  # fmt: skip
+    assert len(set(phases)) == 3
+    noted = others.read()
+    assert (noted.process, noted.several, noted.ranks) == (2, True, "ranks 4 and 6")
+    assert (noted.running, noted.first, noted.window) == (True, 5, 5)
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    _progress.completed(5)
+    _progress.closed()
+    after = others.read()
+    assert (after.phases, after.running, after.window) == ((), False, 6)
+    assert after.notes > noted.notes
+
+
+def test_a_phase_ends_with_an_error_and_its_place_is_free_again(board):
+    for _ in range(1000):
+        with pytest.raises(KeyError), _progress.phase("window"):
+            assert [one.kind for one in board.read().phases] == ["window"]
+            raise KeyError
+    assert board.read().phases == ()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"), [([3], "rank 3"), ([0, 1], "ranks 0 and 1"), ([0, 1, 5], "ranks 0, 1 and 5")]
+)
+def test_ranks(board, ranks, text):
+    _progress.opened(0, ranks, 0)
+    assert board.read().ranks == text
+    _progress.closed()
+
+
+def test_very_many_ranks_are_cut(board):
+    _progress.opened(0, range(500), 0)
+    assert board.read().ranks.startswith("ranks 0, 1, 2, ")
+    _progress.closed()
+
+
+def test_what_was_told_is_logged_once_with_the_next_note(board, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(_progress, "_logged", 0)
+    for line in ("process 1 was killed", "process 2 was killed"):
+        with (tmp_path / "told").open("a") as file:
+            print(line, file=file)
+        board.tell()
+        for _ in range(3):
+            with _progress.phase("data"):
+                pass
+    assert [record.message for record in caplog.records] == [
+        "elche: process 1 was killed", "elche: process 2 was killed",
+    ]  # fmt: skip
+    assert _progress.told() == ["process 1 was killed", "process 2 was killed"]
+
+
+WRITES = """
+import os, sys
+from elche_jax import _progress
+print(_progress.watched())
+with _progress.phase("data", 3):
+    if sys.argv[1:]:
+        import subprocess
+        subprocess.run([sys.executable, "-c", sys.argv[1]], check=True)
+        if not os.fork():
+            with _progress.phase("compile"):
+                os._exit(0)
+        os.wait()
+        os.kill(os.getpid(), 9)
+"""
+
+
+def test_only_the_process_itself_notes(tmp_path):
+    """Not those that it starts, which inherit the variable or the memory; and notes outlive it."""
+    board = Board.create(tmp_path / "0")
+    done = children.run(
+        sys.executable, "-c", WRITES, WRITES, env={_progress.VARIABLE: str(board.path)}
+    )
+    assert (done.returncode, done.stdout.split(), done.stderr) == (-9, ["True", "False"], "")
+    assert [one.kind for one in board.read().phases] == ["data"]
+    assert board.read().pid
+
+
+# -- the judge: what is noted, its state and how much time has passed
+
+
+def noted(*kinds, window=9, first=0, **more):
+    phases = tuple(Phase(kind, begun=at + 1) for at, kind in enumerate(kinds))
+    one = Noted(notes=1, running=True, window=window, first=first, several=True, phases=phases)
+    return one._replace(**more)
+
+
+def stuck_after(timeline, processes=2):
+    """When a judge blames whom: the timeline has (seconds, what is seen of each process)."""
+    judge, now = Judge(T, processes), 0.0
+    for seconds, seen in timeline:
+        seen = {
+            at: one if isinstance(one, Seen) else Seen(one)
+            for at, one in enumerate(seen)
+            if one is not None
+        }
+        for _ in range(int(seconds)):
+            judge, stuck = judge.observe(seen, 1.0)
+            now += 1
+            if stuck:
+                return now, stuck[0]
+    return None
+
+
+WAITS = noted("exchange", "window")
+LIMITS = [
+    ("data", 1), ("window", 1), ("compile", MORE), ("restore", MORE), ("checkpoint", MORE),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "limit"), LIMITS)
+def test_the_one_that_is_stuck_is_blamed_not_those_that_wait(kind, limit):
+    when, stuck = stuck_after([(10 * MORE * T, [WAITS, noted(kind)])])
+    assert (stuck.process, stuck.kind, stuck.window) == (1, kind, 9)
+    assert limit * T < when <= limit * T + 2
+
+
+@pytest.mark.parametrize(("kind", "limit"), LIMITS)
+def test_no_process_is_blamed_up_to_its_limit(kind, limit):
+    assert stuck_after([(limit * T, [WAITS, noted(kind)])]) is None
+
+
+def test_ten_times_the_timeout_is_no_hang():
+    for kind in ("compile", "restore"):
+        assert stuck_after([(10 * T, [WAITS, noted(kind, "window", "data")])]) is None
+    assert stuck_after([(10 * T, [WAITS, Noted()])]) is None, "start-up"
+    for kind in ("data", "window", "exchange"):
+        first = noted(kind, window=4, first=4)
+        assert stuck_after([(10 * T, [noted("exchange", window=4, first=4), first])]) is None
+
+
+@pytest.mark.parametrize("one", [Noted(), noted()])
+def test_start_up_and_the_loop_are_no_notes_of_their_own(one):
+    when, stuck = stuck_after([(100 * T, [WAITS, one])])
+    assert (stuck.process, stuck.kind) == (1, "loop" if one.running else "start-up")
+    assert when > MORE * T
+
+
+def test_outside_of_a_run_a_process_may_do_what_it_wants():
+    assert stuck_after([(1000 * T, [WAITS, noted(running=False)])]) is None
+
+
+def test_progress_is_a_phase_that_is_another_one():
+    timeline = [
+        (0.9 * T, [WAITS, noted(phases=(Phase("data", begun=at),))]) for at in range(1, 100)
+    ]
+    assert stuck_after(timeline) is None
+    timeline = [(0.9 * T, [WAITS, noted(notes=at)]) for at in range(1, 100)]
+    assert stuck_after(timeline) is None
+
+
+def test_time_in_which_a_process_could_not_go_on_does_not_count():
+    work = noted(phases=WAITS.phases[1:])  # the same phase without the exchange
+    assert stuck_after([(0.9 * T, [work]), (100 * T, [WAITS]), (0.1 * T, [work])], 4) is None
+    assert stuck_after([(0.9 * T, [work]), (10 * T, [noted("window", "compile")])], 1) is None
+    assert stuck_after([(1000 * T, [Seen(work, "t")])], 1) is None, "in a debugger"
+    assert stuck_after([(0.9 * T, [work]), (10 * T, [WAITS]), (0.2 * T, [work])], 4)[0]
+
+
+@pytest.mark.parametrize("one", [noted("compile"), noted(), Noted(), WAITS])
+def test_a_process_that_is_stopped(one):
+    when, stuck = stuck_after([(10 * T, [WAITS, Seen(one, "T")])])
+    assert (stuck.process, stuck.stopped, T < when <= T + 2) == (1, True, True)
+
+
+def test_a_collective_in_which_all_wait():
+    when, stuck = stuck_after([(T, [WAITS, noted("compile")]), (10 * T, [WAITS, WAITS])])
+    assert (stuck.process, stuck.kind, stuck.window) == (None, "exchange", 9)
+    assert 2 * T < when <= 2 * T + 2
+    assert str(stuck) == (
+        'all processes waited for each other for 31 s in window 9, phase "exchange": killed'
+    )
+
+
+def test_not_all_wait():
+    assert stuck_after([(1000 * T, [WAITS, WAITS])], processes=3) is None, "some on another host"
+    assert stuck_after([(1000 * T, [WAITS, None])]) is None, "one has ended"
+    assert stuck_after([(1000 * T, [WAITS])], processes=1) is None, "its own watchdog knows no more"
+    alone = WAITS._replace(several=False)
+    assert stuck_after([(1000 * T, [alone])], processes=1)[1].process == 0, "its own devices"
+
+
+def test_a_watchdog_that_was_asleep_blames_nobody():
+    judge, _ = Judge(T).observe({0: Seen(noted("data"))}, 1.0)
+    _, stuck = judge.observe({0: Seen(noted(phases=(Phase("data", begun=77),)))}, 1000 * T)
+    assert stuck == []
+
+
+def test_what_is_said():
+    judge = replace(Judge(T), since={3: {Phase("restore"): MORE * T}})
+    seen = Seen(noted(running=False, phases=(Phase("restore"),)))
+    _, (stuck,) = judge.observe({3: seen}, 1.0)
+    assert str(stuck) == 'process 3 made no progress for 601 s in phase "restore": killed'
+    told = stuck._replace(ranks="rank 4", window=2, stopped=True)
+    assert str(told) == (
+        'process 3 (rank 4) made no progress for 601 s in window 2, phase "restore", stopped by a '
+        "signal: killed"
+    )
+
+
+# -- watch
+
+
+@pytest.mark.parametrize(
+    ("timeout", "error", "message"),
+    [
+        (0, ValueError, "distributed.watch: timeout must be above 0, got 0"),
+        ("soon", TypeError, "distributed.watch: timeout must be a number, got 'soon'"),
+    ],
+)
+def test_a_timeout_that_is_none(timeout, error, message):
+    with pytest.raises(error, match=message):
+        distributed.watch(timeout)
+
+
+def test_a_process_that_is_watched(board, monkeypatch, caplog):
+    with pytest.raises(RuntimeError, match=r"distributed\.watch: it must be called once"):
+        distributed.watch(30)
+    monkeypatch.setenv(_progress.VARIABLE, os.fspath(board.path))
+    caplog.set_level("INFO")
+    distributed.watch(30)
+    assert "the launcher watches this process, distributed.watch does nothing" in caplog.text
