@@ -12,6 +12,9 @@ from elche_jax.observe.report import counted
 ADDITIVE = 0.95
 """Share of the sum of their solo speeds below which devices compete for some resource."""
 
+OUTER: dict[str, Any] = {"learning_rate": 0.7, "momentum": 0.9, "nesterov": True}
+"""The outer optimizer of `DiLoCo`, as in the paper."""
+
 
 @dataclass(frozen=True)
 class DeviceAdvice:
@@ -64,6 +67,8 @@ class Advice:
         additive: The ratio of that sum to the sum of the solo speeds; below 1 if devices
             compete for some resource.
         epoch: Microbatches of an epoch, which no window exceeds; None if unknown.
+        local_steps: All devices of a job with a slow link under `ElChe` and `DiLoCo` with int8;
+            None if the link is not slow, or there is none.
     """
 
     batch_size: int
@@ -76,6 +81,12 @@ class Advice:
     limit_examples_per_s: float
     additive: float
     epoch: int | None = None
+    local_steps: Plan | None = None
+
+    @property
+    def sync_share(self) -> float:
+        """Share of the windows of `ElChe` that the synchronisation takes."""
+        return self.sync_ms / self.elche.window_ms
 
     @property
     def cadence(self) -> str:
@@ -120,6 +131,8 @@ class Advice:
                 plans.append(more)
         if self.best.ranks != self.elche.ranks:
             plans.append(self.best)
+        if self.local_steps is not None:
+            plans.append(self.local_steps)
         title = f"{'predicted':<18}{'window':>14}{'':>10}{'examples/s':>12}{'of the limit':>14}"
         return [f"{title}  counts"] + [
             f"{plan.name:<18}{plan.window_ms:>11.1f} ms{'':>10}{plan.examples_per_s:>12,.0f}"
@@ -153,7 +166,21 @@ class Advice:
                 f"Leave device{'s' if len(left) > 1 else ''} {_joined(left)} out: {costs} more "
                 f"(exchange, speed of the others) than {gives}."
             )
-        return [*rows, *self._epoch_note(), f"cadence={self.cadence}"]
+        return [*rows, *self._link_note(), *self._epoch_note(), f"cadence={self.cadence}"]
+
+    def _link_note(self) -> list[str]:
+        if self.local_steps is None:
+            return []
+        rows = [f"The link is slow: exchanges take {self.sync_share:.0%} of the windows of ElChe."]
+        more = self.local_steps.examples_per_s / self.elche.examples_per_s
+        if more < 1 + SIGNIFICANT:
+            return rows
+        outer = ", ".join(f"{name}={value}" for name, value in OUTER.items())
+        return [
+            *rows,
+            f"DiLoCo with int8, whose devices step between exchanges, is {more:.2f} times as fast:",
+            f'averaging=elche.DiLoCo(outer=optax.sgd({outer}), compression="int8")',
+        ]
 
     def _summary_of_one(self) -> list[str]:
         rows = ["One device: nothing to exchange, nothing to share out."]

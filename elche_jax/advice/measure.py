@@ -1,25 +1,29 @@
 """`advise`: measures each device alone and all together, with the user's own training step."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from itertools import islice
+from math import ceil
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
 
 from elche_jax import _check as check
-from elche_jax.advice.advice import Advice, make_advice
+from elche_jax.advice.advice import OUTER, Advice, make_advice
 from elche_jax.advice.of_rank import OfRank
-from elche_jax.advice.predict import Speeds
+from elche_jax.advice.predict import Speeds, plan
+from elche_jax.averaging.rules import AveragingRule, DiLoCo
 from elche_jax.cadence import Cadence, ElChe, EveryBatch, FixedTotal, WindowRecord, WindowTime
 from elche_jax.cadence.window_time import MAX_COUNT
 from elche_jax.config import CADENCE_KNOBS, DDPConfig
 from elche_jax.data.source import IterableSource, as_source
-from elche_jax.engine.devices import check_one_process, listed, names_of
+from elche_jax.engine.devices import apart, names_of, select_job
+from elche_jax.engine.job import Job
 from elche_jax.engine.loop import LoopHook
+from elche_jax.engine.talk import Talk
 from elche_jax.observe.report import ms_per_batch
 from elche_jax.train.build import build_train_step
 
@@ -36,12 +40,6 @@ GROWTH = 8
 
 LEAST = 5
 """Smallest number of windows per measurement, however long they take."""
-
-
-ELSEWHERE = (
-    "It measures devices alone, so call it in a process by itself on each host; in a job, "
-    "train.report() tells the speeds."
-)
 
 
 def advise(
@@ -104,7 +102,7 @@ def advise(
         data: As in `TrainStep.windows`, except for iterators, as it is read several times. At
             least one microbatch per device, preferably hundreds.
         batch_size: Examples per microbatch; None for an iterable of microbatches.
-        devices: The devices; None for all local ones.
+        devices: The devices; None for all devices of all processes.
         model_state: As in `TrainStep.init`.
         rng: As in `TrainStep.init`.
         has_aux: As in `build_train_step`.
@@ -126,10 +124,10 @@ def advise(
 
     Raises:
         TypeError: If `data` is an iterator, or an argument is of the wrong type.
-        ValueError: If there is too little data for every device to get some, there are several
-            processes, an argument is out of range, or `cadence`, `averaging` or a `config` with
-            averaging is given.
+        ValueError: If there is too little data for every device to get some, an argument is out
+            of range, or `cadence`, `averaging` or a `config` with averaging is given.
         NonFiniteError: If the loss is not finite.
+        RuntimeError: If another process of the job raised an error.
 
     Examples:
         >>> import jax, numpy as np, optax
@@ -153,59 +151,97 @@ def advise(
         rule, got = "be readable several times", f"an iterator ({type(data).__name__})"
         todo = "Pass an object whose __iter__ starts anew."
         raise TypeError(check.message("advise", "data", rule, got, todo))
-    chosen = listed(devices, "advise")
-    check_one_process("advise", ELSEWHERE)
+    chosen = select_job(devices, "advise")
     options = _measurable(options)
 
     # least=1: by default a device of 200 ms would make windows of 800 ms, of which 2 s hold two
     window = WindowTime(1e3 * seconds / WINDOWS, least=1)
 
     def run(
-        devices: Sequence[jax.Device], cadence: Cadence[Any], hook: LoopHook | None, seconds: float
+        devices: Sequence[jax.Device],
+        cadence: Cadence[Any],
+        hook: LoopHook | None,
+        seconds: float,
+        averaging: AveragingRule | None = None,
     ) -> list[WindowRecord]:
         """Train for some seconds and return the steady windows after the warm-up."""
         train = build_train_step(
             loss_fn, optimizer, devices=devices, cadence=cadence, has_aux=has_aux, emulate=hook,
-            **options,
+            averaging=averaging, **options,
         )  # fmt: skip
         state = train.init(params, model_state=model_state, rng=rng)
-        begun = time.perf_counter()
-        with train.windows(data, batch_size, epochs=None) as windows:
-            for window in windows:
-                state, _ = train(state, window)
-                # a record appears when its window has finished, some windows later
-                steady = sum(record.steady for record in train.records)
-                if steady <= WARM:
-                    begun = time.perf_counter()
-                elif steady >= WARM + LEAST and time.perf_counter() - begun >= seconds:
-                    break
-        # leaving `windows` waits for the windows in flight, which belong to the records
-        return [record for record in train.records if record.steady][WARM:]
+        ended, more = list[WindowRecord](), WARM + LEAST
+        while more:
+            with train.windows(data, batch_size, epochs=None) as windows:
+                for window in islice(windows, more):
+                    state, _ = train(state, window)
+            # all have ended now: every process has the same records, and measures as long
+            ended = _steady(train.records)
+            more = _missing(ended, 1e3 * seconds)
+        return ended
 
-    def alone(rank: int) -> tuple[list[WindowRecord], list[WindowRecord]]:
+    def alone(rank: int) -> "_Alone":
         hook = None if emulate is None else OfRank(emulate, rank)
         measured = partial(run, [chosen[rank]], hook=hook, seconds=seconds / 2)
         short = measured(EveryBatch())
         # as long as the windows of all devices; one microbatch has been measured already
         count = max(2, min(MAX_COUNT, round(window.window_ms / _full_windows(short)[1])))
-        while True:
-            long = measured(FixedTotal(count))
-            if _separable(short, long, count):
-                return short, long
+        while not _separable(short, long := measured(FixedTotal(count)), count):
             count *= GROWTH
+        return _Alone(*alone_ms(short, long), round(short[0].examples / sum(short[0].counts)))
 
-    together_ms, sync_ms = (), 0.0
-    if len(chosen) > 1:
-        together_ms, sync_ms = team_ms(run(chosen, window, emulate, seconds))
-    pairs = [alone(rank) for rank in range(len(chosen))]
-    solo, step = zip(*[alone_ms(*pair) for pair in pairs], strict=True)
-    first = pairs[0][0][0]
-    size = batch_size or round(first.examples / sum(first.counts))
-    speeds = Speeds(solo, together_ms or solo, sync_ms, step)
-    names = names_of(chosen)
-    source = as_source(data)
+    together = team_ms(run(chosen, window, emulate, seconds)) if len(chosen) > 1 else None
+    found = _in_turns(Job(chosen), alone)
+    solo_ms, step_ms = (tuple(getattr(one, name) for one in found) for name in _Alone._fields[:2])
+    speeds = Speeds(solo_ms, *(together or (solo_ms, 0.0)), step_ms)
+    size, source = batch_size or found[0].examples, as_source(data)
     epoch = None if isinstance(source, IterableSource) else source.size // size
-    return make_advice(names, speeds, size, cadence, total, epoch)
+    advice = make_advice(names_of(chosen), speeds, size, cadence, total, epoch)
+    if Job(chosen).one_process or advice.sync_share <= overhead_target:
+        return advice
+    rule = DiLoCo(outer=optax.sgd(**OUTER), compression="int8")
+    rare = Speeds(solo_ms, *team_ms(run(chosen, window, emulate, seconds, rule)))
+    return replace(advice, local_steps=plan("DiLoCo, int8", cadence, rare, size, epoch=epoch))
+
+
+class _Alone(NamedTuple):
+    """What is measured of a device alone, and the examples of its microbatches."""
+
+    solo_ms: float
+    step_ms: float
+    examples: int
+
+
+def _in_turns(job: Job, alone: Callable[[int], _Alone]) -> list[_Alone]:
+    """Measure each device alone in its process, one after the other: they may share a host.
+
+    Args:
+        job: The devices.
+        alone: Measures the device of a rank.
+
+    Returns:
+        What was measured of each, in rank order; the same in every process.
+    """
+    found: dict[int, _Alone] = {}
+    with Talk(job, "advise") as talk, apart():
+        for ranks in job.ranks_of.values():
+            mine = {rank: alone(rank) for rank in ranks if rank in job.ranks}
+            for told in talk.tell(mine):
+                found |= told
+    return [found[rank] for rank in range(job.world_size)]
+
+
+def _missing(steady: Sequence[WindowRecord], least_ms: float) -> int:
+    """Return about how many windows are missing to `LEAST` and to a length; 0 if none are."""
+    if len(steady) < LEAST:
+        return LEAST - len(steady)
+    taken = sum(record.wall_ms for record in steady)
+    return 0 if taken >= least_ms else ceil((least_ms - taken) * len(steady) / taken)
+
+
+def _steady(records: Sequence[WindowRecord]) -> list[WindowRecord]:
+    """Return the steady windows after the warm-up."""
+    return [record for record in records if record.steady][WARM:]
 
 
 def alone_ms(short: Sequence[WindowRecord], long: Sequence[WindowRecord]) -> tuple[float, float]:

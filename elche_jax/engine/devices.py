@@ -2,7 +2,9 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import jax
 from jax.extend.backend import backends
@@ -12,6 +14,21 @@ from elche_jax.engine.job import Job
 from elche_jax.engine.lane import Fleet, kinds_of, lanes_across, lanes_of, memory_limit
 
 GIB = 1024**3
+
+_apart = ContextVar("_apart", default=False)
+
+
+@contextmanager
+def apart() -> Generator[None]:
+    """Let the steps built in the context have devices of this process only.
+
+    They train by themselves, whatever the other processes of the job do meanwhile.
+    """
+    before = _apart.set(True)
+    try:
+        yield
+    finally:
+        _apart.reset(before)
 
 
 def select_job(
@@ -29,7 +46,7 @@ def select_job(
     """
     chosen = listed(jax.devices() if devices is None else devices, where)
     missing = set(range(jax.process_count())) - {device.process_index for device in chosen}
-    if missing:
+    if missing and not _apart.get():
         rule = "hold devices of every process of the job"
         got = f"none of process {min(missing)}"
         todo = "All processes pass the same: jax.devices() has the devices of all."
@@ -40,21 +57,6 @@ def select_job(
         got = " and ".join(sorted(platforms))
         raise ValueError(check.message(where, "devices", rule, got))
     return chosen
-
-
-def check_one_process(where: str, todo: str = "It does not work over several yet.") -> None:
-    """Check that the job has one process, for what would leave the others out.
-
-    Args:
-        where: The function the user called.
-        todo: What to do instead.
-
-    Raises:
-        ValueError: If `jax.distributed` was initialized with several processes.
-    """
-    processes = jax.process_count()
-    if processes > 1:
-        raise ValueError(check.message(where, "jax.process_count()", "be 1", processes, todo))
 
 
 def listed(devices: Sequence[jax.Device] | None, where: str) -> tuple[jax.Device, ...]:

@@ -78,7 +78,7 @@ class Built:
 
     def __init__(self, devices, cadence, emulate, records):
         self.devices, self.cadence, self.emulate = devices, cadence, emulate
-        self.counts, self._all, self.records = (6, 2), records, []
+        self.counts, self._to_come, self.records = (6, 2), iter(records), []
 
     def init(self, params, *, model_state, rng):
         assert (params is PARAMS, model_state, rng) == (True, "state", 7)
@@ -88,7 +88,7 @@ class Built:
         return self
 
     def __enter__(self):
-        return iter(self._all)
+        return self._to_come
 
     def __exit__(self, *exception):
         return None
@@ -109,8 +109,8 @@ def test_records_become_advice(monkeypatch):
     walls = {(0, 1): 8.0, (0, 2): 13.0, (1, 1): 16.0, (1, 2): 20.0, (1, 16): 76.0}
     built = []
 
-    def build(loss, optimizer, *, devices, cadence, has_aux, emulate, merge):
-        assert (loss is loss_fn, has_aux, merge) == (True, True, "mean")
+    def build(loss, optimizer, *, devices, cadence, has_aux, emulate, averaging, merge):
+        assert (loss is loss_fn, has_aux, averaging, merge) == (True, True, None, "mean")
         everyone = len(devices) == 2
         if everyone:
             records = team

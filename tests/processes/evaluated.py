@@ -121,7 +121,6 @@ def failing():
         "empty": lambda: evaluate(W, {name: row[:0] for name, row in ROWS.items()}, BATCH),
         "devices": lambda: elche.build_eval_step(metric_fn, devices=jax.local_devices()),
         "DDP": lambda: elche.DDP(jax.local_devices()),
-        "advise": lambda: elche.advise(loss_fn, optax.sgd(0.1), params(), data(8), 4),
         "good": lambda: evaluate(W, ROWS, BATCH),
     }
     return {name: raised(call) for name, call in found.items()}

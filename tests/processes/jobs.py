@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import children
 
@@ -15,15 +16,26 @@ LIMIT = 240
 """Seconds after which the processes of a job are killed."""
 
 
+class Host(NamedTuple):
+    """Where a process runs: how a command begins there, and the address of the host."""
+
+    command: Sequence[str] = ()
+    address: str = "localhost"
+
+
 @contextmanager
-def started(program: str, devices: Sequence[int], *arguments: object) -> Iterator[list]:
+def started(
+    program: str, devices: Sequence[int], *arguments: object, hosts: Sequence[Host] = ()
+) -> Iterator[list]:
     """Starts a program of this folder in one process per entry of `devices`; kills them at the end.
 
     Args:
         program: Name of the file.
         devices: CPU devices of each process.
         arguments: Its arguments.
+        hosts: Where each process runs; on this host if there are none.
     """
+    hosts = hosts or [Host()] * len(devices)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -32,9 +44,9 @@ def started(program: str, devices: Sequence[int], *arguments: object) -> Iterato
         processes = [
             stack.enter_context(
                 children.started(
-                    sys.executable, path, *arguments, limit=LIMIT,
+                    *hosts[at].command, sys.executable, path, *arguments, limit=LIMIT,
                     env={
-                        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+                        "JAX_COORDINATOR_ADDRESS": f"{hosts[0].address}:{port}",
                         "ELCHE_NUM_PROCESSES": str(len(devices)),
                         "ELCHE_PROCESS_ID": str(at),
                         "JAX_NUM_CPU_DEVICES": str(count),
@@ -47,9 +59,11 @@ def started(program: str, devices: Sequence[int], *arguments: object) -> Iterato
         yield processes
 
 
-def outcomes(program: str, devices: Sequence[int], *arguments: object) -> list:
+def outcomes(
+    program: str, devices: Sequence[int], *arguments: object, hosts: Sequence[Host] = ()
+) -> list:
     """Runs a program to its end, see `started`; returns exit codes and what was printed."""
-    with started(program, devices, *arguments) as processes:
+    with started(program, devices, *arguments, hosts=hosts) as processes:
         # all at once: one whose pipe is full would keep the others waiting
         with ThreadPoolExecutor(len(processes)) as pool:
             said = list(pool.map(lambda process: process.communicate(), processes))
@@ -57,7 +71,11 @@ def outcomes(program: str, devices: Sequence[int], *arguments: object) -> list:
 
 
 def run(
-    program: str, devices: Sequence[int], *arguments: object, killed: Sequence[int] = ()
+    program: str,
+    devices: Sequence[int],
+    *arguments: object,
+    killed: Sequence[int] = (),
+    hosts: Sequence[Host] = (),
 ) -> list:
     """Runs a program to its end, see `started`.
 
@@ -66,12 +84,13 @@ def run(
         devices: CPU devices of each process.
         arguments: Its arguments.
         killed: Processes that kill themselves.
+        hosts: See `started`.
 
     Returns:
         For each process what it printed last, read as JSON; None for those that were killed.
     """
     said = []
-    for at, (code, out, err) in enumerate(outcomes(program, devices, *arguments)):
+    for at, (code, out, err) in enumerate(outcomes(program, devices, *arguments, hosts=hosts)):
         want = -signal.SIGKILL if at in killed else 0
         assert code == want, f"{at}: {code}\n{out[-2000:]}\n{err}"
         said.append(None if at in killed else json.loads(out.strip().splitlines()[-1]))

@@ -1,0 +1,105 @@
+"""`advise` in a job, and training over a link that is slow."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import children
+import jobs
+import pytest
+
+MBIT = 5
+"""Of the slow link, per second."""
+
+
+def answers(devices, width, ms, what="advice", **options):
+    return jobs.run("advising.py", devices, json.dumps([width, ms, what]), **options)
+
+
+def test_all_processes_get_the_advice_of_the_job():
+    one, other = answers([2, 1], 4, [4.0, 4.0, 12.0])
+    assert one == other
+    advice = one["advice"]
+    together = [device["together_ms"] for device in advice["devices"]]
+    # emulated devices take at least this long; alone, the times of steps are taken off
+    assert all(ms >= least for ms, least in zip(together, [4.0, 4.0, 12.0], strict=True)), together
+    assert all(device["solo_ms"] > 0 for device in advice["devices"])
+    fast, also, slow = advice["elche"]["counts"]
+    assert slow < min(fast, also)
+    assert advice["batch_size"] == 4 and advice["epoch"] == 1024
+    assert advice["local_steps"] is None and "link" not in one["text"]
+
+
+@pytest.mark.slow  # errors of a process are told by what evaluation tells them with
+def test_what_one_process_cannot_read_is_an_error_in_all():
+    one, other = answers([1, 1], 4, [1.0, 1.0], what="error")
+    assert other == "OSError: the disk is gone"
+    assert "process 1" in one and "the disk is gone" in one, one
+
+
+@contextmanager
+def two_hosts(mbit: int) -> Iterator[list[jobs.Host]]:
+    """Two hosts, as far as the network is concerned, with a slow link in between."""
+    tools = [shutil.which(name) for name in ("ip", "tc", "unshare")]
+    if os.geteuid() != 0 or None in tools:
+        pytest.skip("network namespaces need root, and the programs ip, tc and unshare")
+    names = [f"elche-{os.getpid()}-{at}" for at in range(2)]
+    addresses = [f"10.77.{os.getpid() % 250}.{at + 1}" for at in range(2)]
+    hosts = "".join(f"{address} {name}\n" for address, name in zip(addresses, names, strict=True))
+    with ExitStack() as stack:
+        for name in names:
+            if children.run("ip", "netns", "add", name).returncode:
+                pytest.skip("this system grants no network namespaces")
+            stack.callback(children.run, "ip", "netns", "del", name)
+            own = f"/etc/netns/{name}"
+            os.makedirs(own)
+            stack.callback(shutil.rmtree, own)
+            with open(f"{own}/hosts", "w") as file:  # shown as /etc/hosts by `ip netns exec`
+                file.write(f"127.0.0.1 localhost\n{hosts}")
+        first, second = names
+        commands = [
+            f"ip link add link0 netns {first} type veth peer name link0 netns {second}",
+            *(
+                command
+                for name, address in zip(names, addresses, strict=True)
+                for command in (
+                    f"ip -n {name} link set lo up",
+                    f"ip -n {name} addr add {address}/24 dev link0",
+                    f"ip -n {name} link set link0 up",
+                    f"tc -n {name} qdisc add dev link0 root tbf rate {mbit}mbit burst 32k "
+                    "latency 1s",
+                )
+            ),
+        ]
+        for command in commands:
+            done = children.run(*command.split())
+            assert done.returncode == 0, (command, done.stderr)
+        # gloo asks for the address of the host's name
+        named = 'hostname "$0" && exec "$@"'
+        yield [
+            jobs.Host(
+                ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", named, name], address
+            )
+            for name, address in zip(names, addresses, strict=True)
+        ]
+
+
+@pytest.mark.slow  # about a minute: every exchange crosses the slow link
+def test_over_a_slow_link_windows_grow_and_advice_is_diloco_with_int8():
+    width, ms = 10_000, [1.0, 2.0]
+    with two_hosts(MBIT) as hosts:
+        one, other = answers([1, 1], width, ms, what="train", hosts=hosts)
+    assert one == other
+    advice = one["advice"]
+    sent = 4 * 8 * width  # bytes of the gradient, of which the bucket lets 32 kB pass at once
+    least_ms = (sent - 2 * 32_768) / (1e3 * MBIT / 8)
+    assert advice["sync_ms"] >= least_ms
+    assert one["share"] > 0.1, one["text"]  # although its windows are as long as they may be
+    assert min(advice["elche"]["counts"]) == 200
+    assert advice["local_steps"]["examples_per_s"] > advice["elche"]["examples_per_s"]
+    assert "The link is slow: exchanges take" in one["text"]
+    assert "averaging=elche.DiLoCo(outer=optax.sgd(learning_rate=0.7" in one["text"]
+    assert 'compression="int8")' in one["text"]
+    assert min(one["counts"][-1]) > 20  # the anchor, 2, follows the time of the exchange
