@@ -8,46 +8,63 @@ as many as there is time for.
 import json
 import sys
 import time
+from typing import NamedTuple
 
 import jax
 
 import elche_jax as elche
 
-BATCH, EACH, TOTAL = 64, 100, 800
-"""Examples of a microbatch; microbatches of a hand-written step, and of a window of FixedTotal."""
+BATCH, EXAMPLES = 64, 2**20
 
 
-def solo(params, loss, data):
+class Sizes(NamedTuple):
+    """Width of a model's two layers; microbatches of a step and of a window of FixedTotal."""
+
+    width: int
+    each: int
+    total: int
+
+
+MODELS = {"1 MB": Sizes(432, 100, 4000), "20 MB": Sizes(2200, 40, 400)}
+
+
+def solo(sizes):
     """A hand-written jit loop on this process's device alone."""
-    from baselines import PlainJit
 
-    step = PlainJit(params, jax.local_devices()[0], EACH, BATCH, loss=loss, resident=data)
-    return step, lambda: EACH
+    def make(params, loss, data):
+        from baselines import PlainJit
+
+        device = jax.local_devices()[0]
+        step = PlainJit(params, device, sizes.each, BATCH, loss=loss, resident=data)
+        return step, lambda: sizes.each
+
+    return make
 
 
-def pmap(params, loss, data):
-    """Plain pmap over all processes: every device has the same share."""
-    import optax
-    from baselines import AXIS, OPTIMIZER, _accumulate, _apply, microbatches
+def pmap(each):
+    """Plain pmap over all processes: every device has the same share of a step."""
 
-    def step(params, opt_state, batches):
-        value, grads = _accumulate(params, batches, EACH, loss)
-        grads = jax.tree.map(lambda g: jax.lax.pmean(g, AXIS) / EACH, grads)
-        params, opt_state = _apply(params, opt_state, grads)
-        return params, opt_state, jax.lax.pmean(value, AXIS)
+    def make(params, loss, data):
+        from baselines import AXIS, OPTIMIZER, _accumulate, _apply, microbatches
 
-    mapped = jax.pmap(step, axis_name=AXIS, donate_argnums=(0, 1))
-    state = jax.tree.map(lambda x: jax.numpy.asarray(x)[None], (params, OPTIMIZER.init(params)))
-    batches = microbatches(EACH, BATCH, 1)
-    assert isinstance(OPTIMIZER, optax.GradientTransformation)
-    held = [state]
+        def step(params, opt_state, batches):
+            value, grads = _accumulate(params, batches, each, loss)
+            grads = jax.tree.map(lambda g: jax.lax.pmean(g, AXIS) / each, grads)
+            params, opt_state = _apply(params, opt_state, grads)
+            return params, opt_state, jax.lax.pmean(value, AXIS)
 
-    def run():
-        *new, value = mapped(*held[0], batches)
-        held[0] = new
-        return value
+        mapped = jax.pmap(step, axis_name=AXIS, donate_argnums=(0, 1))
+        state = params, OPTIMIZER.init(params)
+        held = [jax.tree.map(lambda x: jax.numpy.asarray(x)[None], state)]
+        batches = microbatches(each, BATCH, 1)
 
-    return run, lambda: EACH * jax.device_count()
+        def run():
+            *held[0], value = mapped(*held[0], batches)
+            return value
+
+        return run, lambda: each * jax.device_count()
+
+    return make
 
 
 def elche_job(cadence):
@@ -73,9 +90,12 @@ def elche_job(cadence):
 
 MODES = {
     "solo": solo,
-    "pmap": pmap,
-    "ElChe": elche_job(elche.ElChe(anchor=100, max_anchor=1000, overhead_target=0.02)),
-    "FixedTotal": elche_job(elche.FixedTotal(TOTAL)),
+    "pmap": lambda sizes: pmap(1),
+    "pmap, accumulating": lambda sizes: pmap(sizes.each),
+    "ElChe": lambda sizes: elche_job(
+        elche.ElChe(anchor=sizes.each, max_anchor=10 * sizes.each, overhead_target=0.02)
+    ),
+    "FixedTotal": lambda sizes: elche_job(elche.FixedTotal(sizes.total)),
 }
 
 
@@ -85,8 +105,9 @@ def main(mode: str, model: str) -> None:
         elche.distributed.initialize()
     from baselines import examples, mlp_loss, mlp_params
 
-    params = {"1 MB": mlp_params(432, 2), "20 MB": mlp_params(2200, 2)}[model]
-    run, microbatches = MODES[mode](params, mlp_loss, examples(2**17))
+    sizes = MODELS[model]
+    make = MODES[mode](sizes)
+    run, microbatches = make(mlp_params(sizes.width, 2), mlp_loss, examples(EXAMPLES))
     for line in sys.stdin:
         seconds, steps = json.loads(line)
         begun, done, taken, before = time.perf_counter(), 0, 0, None

@@ -4,8 +4,8 @@
 
 Each has a CPU device with one thread on a processor of its own; the second has a third of it. In
 turns in one run: both at once in loops of their own without exchange (the control: their sum is the
-limit), plain pmap with equal shares, and this library. With torch installed, DDP over gloo with the
-same model, as a share of the sum of its own loops.
+limit), plain pmap with equal shares, one microbatch or many a step, and this library. With torch
+installed, DDP over gloo with the same model, as a share of the sum of its own loops.
 """
 
 import argparse
@@ -21,7 +21,8 @@ from statistics import median
 from measure import Result, interleave, ratios, result, show
 from slowed import slowed, started
 
-TURN_S, SLOWER = 8.0, 3
+TURN_S, SLOWER = 12.0, 3
+SYSTEMS = ("pmap", "pmap, accumulating", "ElChe", "FixedTotal")
 HERE = Path(__file__).parent
 
 
@@ -83,7 +84,7 @@ def _answer(child) -> list[float]:
 
 def measure(model: str, repeats: int) -> list[Result]:
     """Measures a model."""
-    systems = {"control": "solo", "pmap": "pmap", "ElChe": "ElChe", "FixedTotal": "FixedTotal"}
+    systems = {"control": "solo"} | {name: name for name in SYSTEMS}
     jobs: dict[str, Job] = {}
     with ExitStack() as stack:
         group = stack.enter_context(slowed(core=1, parts=SLOWER))
@@ -103,7 +104,7 @@ def measure(model: str, repeats: int) -> list[Result]:
     found = [
         result(model, f"{name}, of the sum of solo speeds", ratios(rates[name], rates["control"]),
                **asked.get(name, {}))
-        for name in ("pmap", "ElChe", "FixedTotal")
+        for name in SYSTEMS
     ]  # fmt: skip
     for name in asked:
         found.append(

@@ -58,8 +58,10 @@ def _group(parts: int) -> Iterator[Path]:
         if one:
             (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
             (group / "cpu.cfs_quota_us").write_text(str(quota))
+            (group / "cpu.shares").write_text(str(2**18))  # others do not take what it may use
         else:
             (group / "cpu.max").write_text(f"{quota} {PERIOD_US}")
+            (group / "cpu.weight").write_text("10000")
         yield group
     finally:
         for line in (group / "cgroup.procs").read_text().split():
