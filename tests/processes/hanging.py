@@ -61,6 +61,15 @@ def compiles_slowly():
     CompileCache._fill = filled
 
 
+def stopped_after(seconds):
+    """Stops this process in some seconds, if it is still there."""
+    if seconds:
+        print("hangs", flush=True)
+        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGSTOP))
+        timer.daemon = True
+        timer.start()
+
+
 class Rows:
     """A dataset that hangs when its first example is read, or a later one."""
 
@@ -87,12 +96,14 @@ def main():
         state, _ = checkpointer.restore(state)
     hanging_in(Processes, "_together", "exchange", 12)
     hanging_in(lanes_window, "_accumulate", "window", 9)
+    begin, seconds = MOMENTS.get("any", (0, 0))
     for window in train.windows(Rows(), BATCH, epochs=3):
+        if window.index == begin:
+            stopped_after(seconds)
         if window.index == 4:
             hang("loop")
             if "stop" in MOMENTS:
-                print("hangs", flush=True)
-                threading.Timer(MOMENTS["stop"], os.kill, (os.getpid(), signal.SIGSTOP)).start()
+                stopped_after(MOMENTS["stop"])
                 time.sleep(2 * MOMENTS["stop"])
         state, _ = train(state, window)
     print("trained", sum(map(sum, train.counts_history)), flush=True)

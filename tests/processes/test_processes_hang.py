@@ -1,6 +1,7 @@
 """Jobs in which a process hangs: the watchdog outside of it names it and kills it alone."""
 
 import json
+import random
 import re
 import signal
 import sys
@@ -62,6 +63,22 @@ def test_who_is_stuck_is_named_and_killed(moment, tmp_path):
     ((who, where),) = lines
     assert re.fullmatch(r"process 0( \(ranks 0 and 1\))? made", who)
     assert re.fullmatch(f"{said}: killed", where)
+
+
+@pytest.mark.slow  # one of ten moments that are known is tested by `make test`
+@pytest.mark.parametrize("seed", range(10))
+def test_stopped_at_a_random_moment(seed, tmp_path):
+    chance = random.Random(seed)  # from the first window on, whose programs are compiled, or later
+    moment = [0, chance.uniform(0, 1.5)] if seed < 3 else [3, chance.uniform(0, 0.5)]
+    done = launched(tmp_path, 1, {"1": {"any": moment}}, "--on-failure", "continue")
+    assert done.returncode == 0, done.stderr
+    assert "[0] trained 450\n" in done.stdout
+    found = re.findall(r"^elche-jax launch: (.* no progress .*)$", done.stderr, re.MULTILINE)
+    if "[1] trained 450\n" in done.stdout and not found:
+        return  # it had ended before
+    (line,) = found
+    assert line.startswith("process 1 (ranks 2 and 3) made no progress for "), line
+    assert line.endswith("stopped by a signal: killed"), line
 
 
 @pytest.mark.slow
