@@ -52,12 +52,14 @@ class Launch:
         number: Index of the dispatch in the run.
         at: Start of the dispatch, `time.perf_counter` seconds.
         survey: What is exchanged of its times; None in a job of one process.
+        timed: Whether the clock times it.
     """
 
     watch: Clock | None
     number: int
     at: float
     survey: Survey | None = None
+    timed: bool = True
 
     def __call__(self, token: Any, ranks: Sequence[int] | None = None) -> None:
         """Pass the clock a token that becomes ready when a device has accumulated.
@@ -66,7 +68,7 @@ class Launch:
             token: The token, stacked.
             ranks: Ranks of its entries; None for all devices.
         """
-        if self.watch is not None:
+        if self.watch is not None and self.timed:
             self.watch.accumulating(self.number, self.at, token, ranks)
 
 
@@ -184,6 +186,15 @@ class WindowRunner(FleetRunner):
     @abstractmethod
     def release(self) -> None:
         """Free what is kept on the devices between windows; the next window allocates it."""
+
+    def put_back(
+        self, state: TrainState, windows: int, microbatches: int, examples: int
+    ) -> TrainState:
+        """Return a state in which nothing is pending, see `without_pending`.
+
+        Called only where windows are pending in the states of a job of several processes.
+        """
+        raise NotImplementedError
 
 
 class Runner(WindowRunner):

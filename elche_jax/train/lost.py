@@ -1,14 +1,24 @@
 """What becomes of windows when a process of the job ends: the devices that are left take over."""
 
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from elche_jax._processes import ProcessLostError
-from elche_jax.cadence import apportion
+import numpy as np
+
+from elche_jax._processes import ExchangeLost, ProcessLostError
+from elche_jax.cadence import WindowPlan, apportion
 from elche_jax.data.order import Cursor
 from elche_jax.engine.job import Members
+from elche_jax.engine.runner import Call, Launch, WindowRunner
+from elche_jax.engine.state import TrainState
+from elche_jax.engine.survey import Survey
+from elche_jax.engine.timing import Clock
+from elche_jax.train.across import plan_number, plans_error, unmeasured_rows
 from elche_jax.train.feed import Feed
+from elche_jax.train.finite_check import FiniteCheck
 from elche_jax.train.in_flight import Window
 from elche_jax.train.live_scheduler import LiveScheduler
 
@@ -22,53 +32,144 @@ class TakeOver:
     those that were planned before, keep their ranges: every example is used once, and all
     processes go on alike. Later windows are planned for the devices that are left.
 
+    Windows that were pending lack what the lost devices had computed for them. They are put back,
+    and run again from the last mean: what the others had computed is dropped, too.
+
     Args:
         feed: Loads windows.
         scheduler: Plans them.
-        pending: Whether windows are pending in the state between two windows.
+        finite: Checks windows that run again.
+        pending: Number of windows that are pending in the state between two windows.
     """
 
-    def __init__(self, feed: Feed, scheduler: LiveScheduler, pending: bool):
+    def __init__(self, feed: Feed, scheduler: LiveScheduler, finite: FiniteCheck, pending: int):
         self._feed, self._scheduler, self._job = feed, scheduler, feed.fleet.job
-        self._pending = pending
+        self._finite, self._pending = finite, pending
+        self._plans: deque[WindowPlan] = deque(maxlen=pending)  # of those in the state
 
-    def present(self, window: Window, recorded: Callable[[], None]) -> Window:
-        """Return a window without work for devices that are lost.
+    def dispatched(self, plan: WindowPlan) -> None:
+        """Note that a window was dispatched."""
+        self._plans.append(plan)
+
+    def present(
+        self, state: TrainState, window: Window, runner: WindowRunner, clock: Clock | None,
+        recorded: Callable[[], None],
+    ) -> tuple[TrainState, Window]:  # fmt: skip
+        """Return a state and a window for the devices that are left.
 
         Args:
+            state: The state before the window; given up if windows run again.
             window: A window that is to be dispatched. If a process was lost since the last one,
                 it is the same window in all processes.
+            runner: Runs windows.
+            clock: The clock of the run, whose threads run them; None if it was closed.
             recorded: Waits until all windows before it are recorded.
 
         Raises:
-            ProcessLostError: If its data cannot be read again, a recording is replayed, or windows
-                are pending.
+            ProcessLostError: If its data cannot be read again, or a recording is replayed.
         """
+        while self._lose(window.index, recorded):
+            if self._pending:
+                plans = self._unfinished(state, window.index)
+                state = self._run_again(state, plans, runner, clock, recorded)
         members = self._job.members
-        if len(self._scheduler.lost) < len(members.lost):
-            self._lose(members, window, recorded)
         if not any(window.counts[rank] for rank in members.lost):
-            return window
-        plan, counts = window.plan, taken_over(window.counts, members.lost)
+            return state, window
+        plan, calls = self._shared_out(window.plan)
+        return state, replace(window, plan=plan, calls=calls)
+
+    def _shared_out(self, plan: WindowPlan) -> tuple[WindowPlan, tuple[Call, ...]]:
+        """Return a window's plan without work for devices that are lost, and its data."""
+        counts, lost = plan.counts, self._job.members.lost
+        if any(counts[rank] for rank in lost):
+            counts = taken_over(counts, lost)
         reader = self._feed.open_epoch(Cursor(plan.epoch, plan.first, plan.window))
         examples, calls = self._feed.load(counts, plan.first, reader)
-        return replace(window, plan=replace(plan, counts=counts, examples=examples), calls=calls)
+        return replace(plan, counts=counts, examples=examples), calls
 
-    def _lose(self, members: Members, window: Window, recorded: Callable[[], None]) -> None:
+    def _lose(self, window: int, recorded: Callable[[], None]) -> bool:
+        """Plan without devices that were lost since the last window; return whether any was."""
+        members = self._job.members
         ranks = [rank for rank in members.lost if rank not in self._scheduler.lost]
-        processes = sorted({members.devices[rank].process_index for rank in ranks})
-        said = lost_message(members, processes, ranks, window.index)
+        if not ranks:
+            return False
+        said, processes = _said(members, ranks, window)
         if self._scheduler.cadence.scripted:
             raise ProcessLostError(f"{said} A recording needs all devices.", processes)
         if not self._feed.rereads:
             rule = "The data of a window must be read again, which an iterable cannot."
             raise ProcessLostError(f"{said} {rule} Resume from a checkpoint.", processes)
-        if self._pending:
-            rule = "What they had computed for pending windows is lost with them."
-            raise ProcessLostError(f"{said} {rule} Resume from a checkpoint.", processes)
         logger.warning("elche: %s", said)
         recorded()
         self._scheduler.on_lost(ranks)
+        return True
+
+    def _unfinished(self, state: TrainState, window: int) -> list[WindowPlan]:
+        """Return the windows that are pending in a state, oldest first."""
+        there = min(self._pending, int(np.asarray(state.step)[0]))
+        if there > len(self._plans):
+            members = self._job.members
+            said, processes = _said(members, members.lost, window)
+            rule = (
+                "Windows pending since before this call of windows would have to run again, and "
+                "their data are closed."
+            )
+            raise ProcessLostError(f"{said} {rule} Resume from a checkpoint.", processes)
+        return list(self._plans)[len(self._plans) - there :]
+
+    def _run_again(
+        self, state: TrainState, plans: Sequence[WindowPlan], runner: WindowRunner,
+        clock: Clock | None, recorded: Callable[[], None],
+    ) -> TrainState:  # fmt: skip
+        """Run the windows again that are pending in a state; return the state after them.
+
+        They were dispatched, and their times are known: this is neither recorded nor measured.
+        """
+        todo, done, own = deque(plans), list[WindowPlan](), list[np.ndarray]()
+        state = _put_back(runner, state, plans)
+        while todo:
+            plan, calls = self._shared_out(todo[0])
+            # what it tells of itself is whether its devices are finite: below
+            rows = unmeasured_rows([True] * self._feed.fleet.world_size, plan_number(plan))
+            survey = Survey(lambda rows=rows: rows)
+            launch = Launch(clock, 0, time.perf_counter(), survey, timed=False)
+            try:
+                state, _, token = runner.run(state, calls, launch)
+            except ExchangeLost:  # another process ended
+                state = _put_back(runner, state, done)
+                todo, done, own = deque([*done, *todo]), [], []
+                self._lose(plan.window, recorded)
+                continue
+            if (error := plans_error(self._job, plan, np.asarray(survey.found))) is not None:
+                raise error
+            todo.popleft()
+            done.append(plan)
+            own.append(np.asarray(token))
+        self._check_finite(done, own)
+        self._plans.extend(done)
+        return state
+
+    def _check_finite(self, plans: Sequence[WindowPlan], own: Sequence[np.ndarray]) -> None:
+        """Check windows that ran again; `own` are those of this process's devices."""
+        if not plans:
+            return
+        rows, lost = self._job.gather_rows(np.stack(own, 1).astype(np.float32)), self._job.members
+        for plan, column in zip(plans, rows.T, strict=True):
+            fine = column > 0
+            fine[list(lost.lost)] = True
+            self._finite(plan, bool(fine.all()), fine, 0)
+
+
+def _put_back(runner: WindowRunner, state: TrainState, plans: Sequence[WindowPlan]) -> TrainState:
+    """Return a state before windows that are pending in it."""
+    microbatches, examples = sum(sum(p.counts) for p in plans), sum(p.examples for p in plans)
+    return runner.put_back(state, len(plans), microbatches, examples)
+
+
+def _said(members: Members, ranks: Sequence[int], window: int) -> tuple[str, list[int]]:
+    """Return the message that processes with devices of these ranks were lost, and which."""
+    processes = sorted({members.devices[rank].process_index for rank in ranks})
+    return lost_message(members, processes, ranks, window), processes
 
 
 def lost_message(

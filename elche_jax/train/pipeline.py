@@ -18,13 +18,15 @@ from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.host.coordinator import Outcome
 from elche_jax.engine.job import Measured
 from elche_jax.engine.replicas import ReplicaMismatch, mismatch
-from elche_jax.engine.runner import FleetRunner, Launch
+from elche_jax.engine.runner import FleetRunner, Launch, WindowRunner
+from elche_jax.engine.state import TrainState
 from elche_jax.engine.survey import Survey
 from elche_jax.engine.timing import ENDS, Clock, WindowTimes
 from elche_jax.train.across import finite_by_rank, plan_number, plans_error, record_of
 from elche_jax.train.divergence import DivergenceReader
 from elche_jax.train.feed import Feed
 from elche_jax.train.finite import FiniteWatch
+from elche_jax.train.finite_check import FiniteCheck
 from elche_jax.train.in_flight import InFlight, Run, Window
 from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.lost import TakeOver
@@ -76,7 +78,7 @@ class Pipeline(Generic[R]):
         divergence: Reads how far the devices drifted apart; None in gradient mode.
         in_flight: Windows that may be dispatched and not yet complete.
         timing: Decides which windows are timed; None for all.
-        pending: Whether windows are pending in the state between two windows.
+        pending: Number of windows that are pending in the state between two windows.
         verifies: Whether replicas are compared.
     """
 
@@ -93,7 +95,7 @@ class Pipeline(Generic[R]):
         divergence: DivergenceReader | None = None,
         in_flight: int = IN_FLIGHT,
         timing: Timing | None = None,
-        pending: bool = False,
+        pending: int = 0,
         verifies: bool = False,
     ):
         self._feed, self._scheduler, self._cache = feed, scheduler, cache
@@ -101,8 +103,7 @@ class Pipeline(Generic[R]):
         self._watch, self._divergence, self.runner = watch, divergence, runner
         self._compared, self._timing = compared, timing or Timing(always=True)
         self._job = feed.fleet.job
-        self._take_over = TakeOver(feed, scheduler, pending)
-        self._telling = Telling(self._job, feed.fleet.world_size, pending, verifies)
+        self._telling = Telling(self._job, feed.fleet.world_size, pending > 0, verifies)
         # whether windows end in an exchange with other processes, in which times travel
         self._surveys = combines and not self._job.one_process
         self.wishes = Wishes(self._job.one_process, in_flight)
@@ -121,6 +122,8 @@ class Pipeline(Generic[R]):
         self._dispatches = 0
         self._flights: dict[int, InFlight] = {}  # by number of the dispatch
         self.errors = RunErrors(self._changed, self._job)
+        self._finite = FiniteCheck(watch, scheduler, self.errors)
+        self._take_over = TakeOver(feed, scheduler, self._finite, pending)
         self._watching: int | None = None  # the thread that records a window
         self.trained: int | None = None
         self.closed = False
@@ -231,9 +234,12 @@ class Pipeline(Generic[R]):
         """Note that the loop has got a window."""
         self._current = window.index
 
-    def present(self, window: Window) -> Window:
-        """Return a window without work for devices that are lost, see `TakeOver.present`."""
-        return self._take_over.present(window, self._wait_for_records)
+    def present(
+        self, state: TrainState, window: Window, runner: WindowRunner
+    ) -> tuple[TrainState, Window]:
+        """Return what goes on without devices that are lost, see `TakeOver.present`."""
+        clock = None if self.closed else self.clock
+        return self._take_over.present(state, window, runner, clock, self._wait_for_records)
 
     @property
     def _over(self) -> bool:
@@ -308,6 +314,7 @@ class Pipeline(Generic[R]):
         self._scheduler.on_dispatch(flight.plan.counts)
         self.trained = flight.plan.window
         self._telling.dispatched(flight)
+        self._take_over.dispatched(flight.plan)
         if self._remote and isinstance(flight.finite, jax.Array):
             flight.finite.copy_to_host_async()  # the watcher thread reads it without a wait
         launch = flight.launch
@@ -469,11 +476,9 @@ class Pipeline(Generic[R]):
     def _check_window(self, window: InFlight) -> None:
         """Check a window of a run that was closed, and its replicas."""
         survey, told = window.launch.survey, self._telling.told_by(window)
-        own = (
-            window.token
-            if survey is None
-            else finite_by_rank(np.asarray(survey.found), self._job.members.lost)
-        )
+        own = window.token
+        if survey is not None:
+            own = finite_by_rank(np.asarray(survey.found), self._job.members.lost)
         if told is not None:
             self._check_finite(told, own, window.launch.number)
         self._check_replicas(window)
@@ -482,12 +487,7 @@ class Pipeline(Generic[R]):
         """Check that a window is finite; all know `own`, by rank, since dispatch `number`."""
         # with windows pending, that of the mean is known in the window that applies it
         finite = bool(np.asarray(own if self._telling.of_last else window.finite).all())
-        skipped = self._watch.skipped
-        error: Exception | None = self._watch.observe(window.plan, finite, own)
-        if self._watch.skipped > skipped:
-            self._scheduler.on_skip(window.plan, self._watch.event)
-        if error is not None:
-            self.errors.found(number, error)
+        self._finite(window.plan, finite, own, number)
 
     def _check_replicas(self, window: InFlight) -> None:
         """Check that a window's replicas are equal, if they were compared."""

@@ -303,7 +303,7 @@ class TrainStep:
             feed, self._scheduler, start, self._watch, runner, self._cache,
             divergence=self._divergence, in_flight=in_flight(self._options),
             compared=runner.replicated(runner.state), timing=self._timing,
-            pending=self._options.pending > 0, verifies=self._options.verify_every is not None,
+            pending=self._options.pending, verifies=self._options.verify_every is not None,
         )  # fmt: skip
         self._last_pipeline = pipeline
         self._scheduler.on_start(names_of(self.devices), start.window, *self._bytes)
@@ -341,7 +341,7 @@ class TrainStep:
         self._check_state(state, "train")
         trained = None
         while trained is None:
-            window = pipeline.present(window)
+            state, window = pipeline.present(state, window, pipeline.runner)
             # if an exchange is lost, the state is as before the window, which is run again
             with suppress(ExchangeLost):
                 trained = self._train(pipeline, state, window)

@@ -35,25 +35,37 @@ class Device:
 
 def train(
     counts, *, local=False, outer=None, parts=(LEAVES,), kind=None, delay=0, optimizer_state="keep",
-    weigh=None,
+    weigh=None, rows=None, lost=None,
 ):  # fmt: skip
     """Every device's parameters after every window.
 
-    `local` are local steps, else the mean gradient; `weigh(steps, losses)` weighs devices.
+    `local` are local steps, else the mean gradient; `weigh(steps, losses)` weighs devices. `rows`
+    are read again and again. `lost` says by window whose devices ended in it: the counts in which
+    the pending windows before it run again, from the last mean.
     """
-    rows, world = data(), len(counts[0])
+    rows, world = rows or data(), len(counts[0])
+    size, again, lost = len(rows["x"]) // BATCH, [], dict(lost or {})
     wide = {n: np.asarray(leaf, np.float64) for n, leaf in params().items()}
     base = {n: leaf.copy() for n, leaf in wide.items()}
     devices = [Device(wide) for _ in range(world)]
     since = np.zeros((len(parts), world))
-    at, history = 0, []
-    for window, each in enumerate(counts):
+    at, history, window = 0, [], 0
+    while window < len(counts):
+        if window in lost:
+            again = lost.pop(window)
+            window -= len(again)
+            at -= sum(map(sum, again))
+            for device in devices:
+                device.pending.clear()
+                if local:
+                    device.own = {n: leaf.copy() for n, leaf in base.items()}
+        each = again.pop(0) if again else counts[window]
         names, losses = parts[window % len(parts)], np.zeros(world)
         for rank, (device, count) in enumerate(zip(devices, each, strict=True)):
             begun = {n: leaf.copy() for n, leaf in device.own.items()}
             sums = {n: np.zeros_like(leaf) for n, leaf in wide.items()}
             for _ in range(count):
-                piece = slice(at * BATCH, (at + 1) * BATCH)
+                piece = slice(at % size * BATCH, (at % size + 1) * BATCH)
                 x, y = rows["x"][piece].astype(np.float64), rows["y"][piece].astype(np.float64)
                 mine = device.own
                 error = x @ mine["w"] + mine["b"] + mine["v"].sum() - y
@@ -82,7 +94,9 @@ def train(
                     mean = sum(a * d.trace[name] for a, d in zip(raw, devices, strict=True))
                     for device in devices:
                         device.trace[name] = mean / raw.sum()
+        del history[window:]
         history.append([{n: leaf.copy() for n, leaf in d.own.items()} for d in devices])
+        window += 1
     return history
 
 

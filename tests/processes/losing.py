@@ -27,7 +27,6 @@ RULES = {
     "averaging": elche.ParameterAveraging(optimizer_state="keep"),
     "diloco": elche.DiLoCo(outer=OUTER),
     "int8": elche.ParameterAveraging(compression="int8"),
-    "pending": elche.MeanGradient(delay=1),
 }
 
 

@@ -85,7 +85,7 @@ def test_the_others_go_on(moment):
     assert said[0]["throughput"][2] is None
 
 
-@pytest.mark.parametrize("rule", [slow(rule) for rule in RULES if rule != "pending"])
+@pytest.mark.parametrize("rule", [slow(rule) for rule in RULES])
 def test_every_rule(rule):
     fleet = (2, 1, 1)
     check(run(fleet, rule, ELCHE, p1=("exchange", 6)), fleet, rule, [1])
@@ -102,10 +102,6 @@ LOST = "train: process 1 (device 1) ended before window 2 was complete; 1 of 2 d
 RULE = "mean gradient"
 CANNOT = {
     "a recording": (RULE, ("Replay", [(2, 2)] * 9), None, LOST + "A recording needs all devices."),
-    "pending windows": (
-        "pending", ELCHE, None, LOST + "What they had computed for pending windows is lost with "
-        "them. Resume from a checkpoint.",
-    ),
     "an evaluation": (
         RULE, ELCHE, "evaluation", "process 1 of the job has ended. Training goes on without it, "
         "if it can; evaluation, predict and what is done by hand need all processes.",

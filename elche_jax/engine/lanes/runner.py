@@ -19,6 +19,7 @@ from elche_jax.engine.lanes.compiled import One, Programs
 from elche_jax.engine.lanes.drivers import Drivers, LanesClock
 from elche_jax.engine.lanes.program import LanesProgram
 from elche_jax.engine.lanes.window import LanesWindow, Result, Work
+from elche_jax.engine.put_back import without_pending
 from elche_jax.engine.reduce import Contribution
 from elche_jax.engine.rule import Rule
 from elche_jax.engine.runner import Call, Launch, Program, WindowRunner
@@ -92,6 +93,13 @@ class LanesRunner(WindowRunner):
         """See `WindowRunner.release`."""
         self.sums.release()
         self._idle.clear()
+
+    def put_back(
+        self, state: TrainState, windows: int, microbatches: int, examples: int
+    ) -> TrainState:
+        """See `WindowRunner.put_back`."""
+        self.release()  # the sums of pending windows go with their updates
+        return without_pending(self._rule, self.fleet, state, windows, microbatches, examples)
 
     def run(
         self, state: TrainState, calls: Sequence[Call], launch: Launch, fused: bool = False

@@ -1,0 +1,85 @@
+"""A process of a job in which one ends while windows are pending; the others say what they did."""
+
+import json
+import logging
+import re
+import sys
+
+import elche_jax as elche
+
+if __name__ == "__main__":  # before anything asks for a device
+    elche.distributed.initialize(heartbeat_timeout=3, exchange_timeout=5)
+
+import jax  # after it, as what follows
+import jax.numpy as jnp
+import numpy as np
+from averaged import TX
+from losing import begin_to_die
+from reference import BATCH, data, loss_fn, params
+from test_averaging_table import TABLE
+
+ROWS, EPOCHS = data(90), 2
+ROWS["at"] = np.arange(len(ROWS["x"]), dtype="float32") // BATCH
+
+
+def loss_and_place(p, batch, rng):
+    """The loss, and which microbatch it is of."""
+    return loss_fn(p, batch, rng), {"at": batch["at"][0]}
+
+
+def bad_later(p, batch, rng):
+    """The same, not finite for a microbatch of window 2 once parameters have moved."""
+    moved = jnp.any(p["w"] != params()["w"]) & (batch["at"][0] == 20)
+    return loss_fn(p, batch, rng) * jnp.where(moved, jnp.nan, 1.0), {"at": batch["at"][0]}
+
+
+class Ended(logging.Handler):
+    """Notes which process ended, and before which window."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def emit(self, record):
+        said = r"process (\d+) .* ended before window (\d+) was complete"
+        if found := re.search(said, record.getMessage()):
+            self.seen.append([int(number) for number in found.groups()])
+
+
+def main(rule, cadence, dying, how_else=None):
+    how, number = dying.get(str(jax.process_index()), (None, None))
+    train = elche.build_train_step(
+        bad_later if how_else == "not finite later" else loss_and_place, TX, has_aux=True,
+        averaging=TABLE[rule][0],
+        cadence=getattr(elche, cadence[0])(*cadence[1:]),
+    )  # fmt: skip
+    state, said, ended = train.init(params()), [], Ended()
+    logging.getLogger("elche_jax").addHandler(ended)
+    begin_to_die(how, number)
+    if how_else == "two loops":
+        with train.windows({name: rows[:96] for name, rows in ROWS.items()}, BATCH) as windows:
+            for window in windows:  # three and more
+                state, _ = train(state, window)
+    with train.windows(ROWS, BATCH, epochs=EPOCHS, shuffle=False) as windows:
+        for window in windows:
+            state, metrics = train(state, window)
+            said.append(metrics)
+    elche.check_replicas(train.common(state))
+    print(json.dumps({
+        "counts": train.counts_history,
+        "records": [repr(one) for one in train.records],
+        "weight": [float(one["weight"]) for one in said],
+        "at": [float(one["at"]) for one in said],
+        "finite": [bool(one["finite"]) for one in said],
+        "params": {name: np.asarray(leaf).tolist() for name, leaf in state.params.items()},
+        "ended": ended.seen,
+        "seen": [int(np.asarray(leaf)[0]) for leaf in (state.microbatches, state.step)],
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    try:
+        main(*json.loads(sys.argv[1]))
+    except (elche.ProcessLostError, elche.NonFiniteError) as error:
+        processes = getattr(error, "processes", ())
+        print(json.dumps({"error": str(error), "processes": processes}))

@@ -1,0 +1,119 @@
+"""Jobs in which a process ends while windows are pending, against NumPy."""
+
+import json
+
+import jobs
+import numpy as np
+import pytest
+from exchanged import train as by_hand_in_numpy
+from losing_pending import EPOCHS, ROWS
+from marks import slow
+from reference import BATCH, LEAVES
+from test_averaging_table import TABLE, TOLERANCE
+
+from elche_jax.train.lost import taken_over
+
+ELCHE, TOTAL = ("ElChe", 3), ("FixedTotal", 8)
+SIZE = EPOCHS * len(ROWS["x"]) // BATCH
+"""Microbatches of the run."""
+
+
+def run(fleet, rule, cadence, **dying):
+    """What the processes say that are left; `dying` says how the others end, by their number."""
+    how = {int(name[1:]): moment for name, moment in dying.items()}
+    said = jobs.run("losing_pending.py", fleet, json.dumps((rule, cadence, how)), killed=[*how])
+    return {at: one for at, one in enumerate(said) if at not in how}
+
+
+def check(said, fleet, rule):
+    """What must hold: no microbatch is left out or used twice, and all is as by hand."""
+    _, by_hand = TABLE[rule]
+    delay, outer = by_hand["delay"], by_hand.get("outer")
+    first, *others = said.values()
+    for other in others:
+        for name in ("counts", "records", "weight", "at", "finite", "ended", "seen"):
+            assert str(other[name]) == str(first[name]), name  # NaN is equal to itself
+    counts = np.array(first["counts"])
+    sizes = counts.sum(axis=1)
+    assert sizes.sum() == SIZE and first["seen"] == [SIZE, len(counts)]
+    # a window's metrics are told `delay` windows later, and are of all its microbatches
+    places = np.split(np.arange(SIZE) % (SIZE // EPOCHS), np.cumsum(sizes)[:-1])
+    assert first["weight"] == [0] * delay + sizes[:-delay].tolist()
+    np.testing.assert_allclose(first["at"][delay:], [own.mean() for own in places[:-delay]], 1e-6)
+    assert all(first["finite"])
+    # as by hand, where pending windows run again, shared out among those that are left
+    ranks = np.split(np.arange(sum(fleet)), np.cumsum(fleet)[:-1])
+    lost, gone, shared = {}, [], list(map(tuple, first["counts"]))
+    window = 0
+    for process, at in first["ended"]:
+        gone += ranks[process].tolist()
+        window = max(window, at)  # one may end as windows run again
+        again = range(max(0, window - delay), window)
+        for at in again:
+            shared[at] = taken_over(shared[at], gone)
+        lost[window] = [shared[at] for at in again]
+    by_hand |= {"outer": outer()} if outer else {}
+    want = by_hand_in_numpy(first["counts"], rows=ROWS, lost=lost, **by_hand)[-1]
+    rtol, atol = TOLERANCE[by_hand.get("kind")]
+    for process, one in said.items():
+        for name in LEAVES:
+            mine = [want[rank][name] for rank in ranks[process]]
+            np.testing.assert_allclose(one["params"][name], mine, rtol=rtol, atol=atol)
+    assert sorted({*said, *(process for process, _ in first["ended"])}) == [*range(len(fleet))]
+    return first["ended"]
+
+
+MOMENTS = {
+    "between its window and the exchange": ("exchange", 7),
+    "in the middle of a window": ("contribute", 8),
+    "in the first exchange": ("exchange", 1),
+    "in the second exchange": ("exchange", 2),
+    "in the second epoch": ("exchange", 14),
+}
+ONE, THREE = "mean gradient, one pending", "mean gradient, three pending"
+
+
+@pytest.mark.parametrize("moment", [next(iter(MOMENTS)), *map(slow, [*MOMENTS][1:])])
+def test_the_others_run_pending_windows_again(moment):
+    fleet = (1, 1, 1)
+    check(run(fleet, THREE, TOTAL, p2=MOMENTS[moment]), fleet, THREE)
+
+
+RULES = [name for name, (_, by_hand) in TABLE.items() if by_hand.get("delay")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_with_pending_windows(rule):
+    fleet = (2, 1, 1)
+    check(run(fleet, rule, ELCHE, p1=("exchange", 4)), fleet, rule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("second", [9, 8, 6])
+def test_two_that_end_one_after_the_other(second):
+    """The second one in a later window, in that of the first, and as windows run again."""
+    fleet = (1, 2, 1)
+    said = run(fleet, THREE, TOTAL, p1=("exchange", 4), p2=("exchange", second))
+    assert check(said, fleet, THREE) == [[1, 3], [2, {9: 4, 8: 3, 6: 1}[second]]]
+
+
+LOST = "train: process 1 (device 1) ended before window {} was complete; 1 of 2 devices are left. "
+
+
+@pytest.mark.slow
+def test_windows_that_an_earlier_loop_left_pending_are_an_error():
+    job = json.dumps((THREE, TOTAL, {1: ("exchange", 5)}, "two loops"))
+    said, _ = jobs.run("losing_pending.py", (1, 1), job, killed=[1])
+    assert said == {"processes": [1], "error": LOST.format(4) + (
+        "Windows pending since before this call of windows would have to run again, and their data "
+        "are closed. Resume from a checkpoint."
+    )}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_window_that_is_not_finite_as_it_runs_again_is_an_error():
+    job = json.dumps((THREE, TOTAL, {1: ("exchange", 5)}, "not finite later"))
+    said, _ = jobs.run("losing_pending.py", (1, 1), job, killed=[1])
+    assert said["error"].startswith("train: loss, gradient, weight (not negative), update")
+    assert "those of window 2 (epoch 0, counts (8, 0)) were not: device 0" in said["error"]
