@@ -18,6 +18,8 @@ import optax
 from reference import data, loss_fn, params
 
 from elche_jax.engine.compile_cache import CompileCache
+from elche_jax.engine.host.average import HostAverage
+from elche_jax.engine.job import Job
 from elche_jax.engine.lanes.window import LanesWindow
 
 ROWS, BATCH, EPOCHS = data(150), 4, 3
@@ -27,6 +29,7 @@ RULES = {
     "averaging": elche.ParameterAveraging(optimizer_state="keep"),
     "diloco": elche.DiLoCo(outer=OUTER),
     "int8": elche.ParameterAveraging(compression="int8"),
+    "pending": elche.MeanGradient(delay=1),
 }
 
 
@@ -68,6 +71,10 @@ def begin_to_die(how, number):
     """Lets this process end in a moment of a window."""
     if how == "exchange":
         die_in(LanesWindow, "_agree_across", number)
+    elif how == "average":
+        die_in(HostAverage, "__call__", number)
+    elif how == "one of its exchanges":
+        die_in(Job, "gather", number)
     elif how == "contribute":
         die_in(LanesWindow, "_contribute", number)
     elif how == "compile":
@@ -82,12 +89,13 @@ def rows_of(how, number):
     return Rows(number if how == "read" else None)
 
 
-def main(rule, cadence, dying, data=None):
+def main(rule, cadence, dying, data=None, exchange=None):
     how, number = dying.get(str(jax.process_index()), (None, None))
     cadence = getattr(elche, cadence[0])(*cadence[1:])
     train = elche.build_train_step(
-        loss_fn, optax.adam(1e-2), averaging=RULES[rule], cadence=cadence
-    )
+        loss_fn, optax.adam(1e-2), averaging=RULES[rule], cadence=cadence,
+        exchange=elche.HostExchange() if exchange == "host" else None,
+    )  # fmt: skip
     state, said = train.init(params()), []
     begin_to_die(how, number)
     rows = rows_of("iterable" if data == "iterable" else how, number)

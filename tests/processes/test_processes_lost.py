@@ -12,17 +12,18 @@ from marks import slow
 from reference import loss_fn, params
 
 import elche_jax as elche
+from elche_jax.engine.host.average import LOST as LOST_ON_HOST
 
 ELCHE, TOTAL = ("ElChe", 3), ("FixedTotal", 8)
 SIZE = len(ROWS["x"]) // BATCH
 """Microbatches of an epoch."""
 
 
-def run(fleet, rule, cadence, **dying):
+def run(fleet, rule, cadence, exchange=None, **dying):
     """What the processes say that are left; `dying` says how the others end, by their number."""
     how = {int(name[1:]): moment for name, moment in dying.items()}
-    lost = [*how]
-    said = jobs.run("losing.py", fleet, json.dumps((rule, cadence, how)), killed=lost)
+    lost, job = [*how], json.dumps((rule, cadence, how, None, exchange))
+    said = jobs.run("losing.py", fleet, job, killed=lost)
     return [one for at, one in enumerate(said) if at not in lost]
 
 
@@ -85,10 +86,23 @@ def test_the_others_go_on(moment):
     assert said[0]["throughput"][2] is None
 
 
-@pytest.mark.parametrize("rule", [slow(rule) for rule in RULES])
+@pytest.mark.parametrize("rule", [slow(rule) for rule in RULES if rule != "pending"])
 def test_every_rule(rule):
     fleet = (2, 1, 1)
     check(run(fleet, rule, ELCHE, p1=("exchange", 6)), fleet, rule, [1])
+
+
+@pytest.mark.parametrize("rule", ["mean gradient", *map(slow, ["averaging", "diloco", "int8"])])
+def test_the_others_go_on_with_an_exchange_on_the_host(rule):
+    fleet = (2, 1, 1)
+    check(run(fleet, rule, TOTAL, "host", p1=("average", 7)), fleet, rule, [1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 11, 12, 13])
+def test_in_any_of_the_exchanges_of_a_window_on_the_host(number):
+    fleet, rule = (1, 1, 1), "averaging"
+    check(run(fleet, rule, TOTAL, "host", p2=("one of its exchanges", number)), fleet, rule, [2])
 
 
 @pytest.mark.slow
@@ -101,6 +115,7 @@ def test_two_that_end_one_after_the_other():
 LOST = "train: process 1 (device 1) ended before window 2 was complete; 1 of 2 devices are left. "
 RULE = "mean gradient"
 CANNOT = {
+    "pending windows on the host": ("pending", ELCHE, "host", LOST_ON_HOST),
     "a recording": (RULE, ("Replay", [(2, 2)] * 9), None, LOST + "A recording needs all devices."),
     "an evaluation": (
         RULE, ELCHE, "evaluation", "process 1 of the job has ended. Training goes on without it, "
@@ -117,7 +132,9 @@ CANNOT = {
 @pytest.mark.parametrize("name", CANNOT)
 def test_what_cannot_go_on_is_an_error(name):
     rule, cadence, data, message = CANNOT[name]
-    job = json.dumps((rule, cadence, {1: ("exchange", 3)}, data))
+    exchange = data if data == "host" else None
+    moment = "average" if exchange else "exchange"
+    job = json.dumps((rule, cadence, {1: (moment, 3)}, data, exchange))
     said, _ = jobs.run("losing.py", (1, 1), job, killed=[1])
     assert said == {"error": message, "processes": [1]}
 

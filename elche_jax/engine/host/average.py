@@ -8,17 +8,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from elche_jax._processes import ProcessLostError
+from elche_jax._processes import ExchangeLost, ProcessLostError
 from elche_jax.engine.axis import HostAxis, HostProcessAxis
 from elche_jax.engine.host.program import Delivery
 from elche_jax.engine.job import Job, Measured
 from elche_jax.engine.reduce import Mean, Reduction
 
 LOST = (
-    "train: a process ended, and an exchange on the host does not go on without it. Start the job "
-    "again, with resume='auto' to go on from its last checkpoint."
+    "train: a process ended, and an exchange on the host with windows pending (delay) does not go "
+    "on without it. Start the job again, with resume='auto' to go on from its last checkpoint."
 )
-"""The message for a loss of a process: what it had delivered is not in the mean any more."""
+"""The message for a loss of a process whose deliveries to pending windows are in no mean yet."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,12 @@ class HostAverage:
     Attributes:
         reduction: The reduction of contributions to a mean.
         job: The processes, which average the same windows in one order; None for one.
+        ahead: Whether devices continue while a window is averaged.
     """
 
     reduction: Reduction
     job: Job | None = None
+    ahead: bool = False
 
     def __call__(
         self, deliveries: Sequence[Delivery | None], window: int, told: np.ndarray | None = None
@@ -61,7 +63,13 @@ class HostAverage:
                 process.
             window: Index of the window, for an exponent that is a schedule.
             told: What this process tells the others, a row per device; None if there is one.
+
+        Raises:
+            ExchangeLost: In all processes that are there, if one of the others has ended: what it
+                had delivered may be in a part of the sums.
+            ProcessLostError: The same, if devices have continued.
         """
+        gone = None if self.job is None else self.job.members.gone
         there = {rank: one for rank, one in enumerate(deliveries) if one is not None}
         # NumPy: on the CPU backend a program waits for those dispatched to its device before it, so
         # the average of a window would wait for the next window's steps
@@ -77,8 +85,10 @@ class HostAverage:
             return Average(mean, metrics, own)
         Measured(*told.T).own[:] = own
         rows = self.job.gather_rows(told)
-        if self.job.members.lost:
-            raise ProcessLostError(LOST)
+        if self.ahead and self.job.members.gone:
+            raise ProcessLostError(LOST, sorted(self.job.members.gone))
+        if self.job.members.gone != gone:
+            raise ExchangeLost
         return Average(mean, metrics, own, rows)
 
     def _axis(self, devices: int, there: tuple[int, ...]) -> HostAxis:

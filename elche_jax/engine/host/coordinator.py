@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from elche_jax._processes import ExchangeLost
 from elche_jax._waiting import interruptible
 from elche_jax.engine.host.average import Average
 from elche_jax.engine.host.program import Delivery
@@ -103,6 +104,7 @@ class OpenWindow:
         closing: Whether averaging has begun: deliveries from now on are too late.
         claimed: Whether a thread reports it or has done so, or it was abandoned.
         reported: Whether reporting has finished.
+        lost: Whether it has no average, as a process of the job has ended.
     """
 
     number: int
@@ -125,6 +127,7 @@ class OpenWindow:
     closing: bool = False
     claimed: bool = False
     reported: bool = False
+    lost: bool = False
 
     def __post_init__(self) -> None:
         n = len(self.counts)
@@ -212,10 +215,16 @@ class Coordinator:
             self.changed.notify_all()
 
     def outcome(self, number: int) -> Outcome:
-        """Wait until a window is closed."""
+        """Wait until a window is closed.
+
+        Raises:
+            ExchangeLost: If it never will be, as a process of the job has ended.
+        """
         with interruptible(), self.changed:
             window = self.windows[number]
-            self._until(lambda: window.average is not None)
+            self._until(lambda: window.average is not None or window.lost)
+            if window.lost:
+                raise ExchangeLost
             return self._outcome(window)
 
     def closed(self) -> list[tuple[int, Outcome]]:
@@ -252,7 +261,7 @@ class Coordinator:
         """Never report a window."""
         with self.changed:
             window = self.windows.get(number)
-            if window is not None and window.average is not None:
+            if window is not None and (window.average is not None or window.lost):
                 del self.windows[number]
             elif window is not None:  # `close` removes it
                 window.claimed = True
@@ -327,7 +336,8 @@ class Coordinator:
         """Wait until the oldest open window has all its deliveries; None when stopped."""
         with self.changed:
             while not self.stop.is_set():
-                window = next((w for w in self.windows.values() if w.average is None), None)
+                open_ = (w for w in self.windows.values() if w.average is None and not w.lost)
+                window = next(open_, None)
                 left = None
                 # no device is late before the first delivery: there would be nothing to average
                 if window is not None and any(window.got):
@@ -359,6 +369,14 @@ class Coordinator:
                 del self.windows[window.number]
             self.changed.notify_all()
         self._report(window.number)
+
+    def lose(self, window: OpenWindow) -> None:
+        """Note that a window has no average, as a process of the job has ended."""
+        with self.changed:
+            window.lost, window.got = True, []
+            if window.claimed:
+                del self.windows[window.number]
+            self.changed.notify_all()
 
     def failed(self, error: BaseException) -> None:
         """Record an exception raised in a thread."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
+from elche_jax._processes import ExchangeLost
 from elche_jax.engine.host.average import Average
 from elche_jax.engine.host.coordinator import Coordinator, OpenWindow, Outcome
 from elche_jax.engine.host.program import Delivery
@@ -143,6 +144,9 @@ def _average(coordinator: Coordinator, averaging: Averaging) -> None:
                 window.survey.found = average.rows
             coordinator.close(window, average)
             del average, found, window, deliveries  # hold no arrays while waiting
+        except ExchangeLost:  # the loop runs the window again
+            coordinator.lose(found[0])
+            del found, window, deliveries
         except BaseException as error:  # handed to the loop, which raises it
             coordinator.failed(error)
             return

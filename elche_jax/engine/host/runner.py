@@ -103,7 +103,7 @@ class HostRunner(WindowRunner):
         one = one_of(state)
         carried = jax.eval_shape(program.zeros, one)
         self._averaging = HostAverage(
-            program.rule.reduction(one), None if fleet.job.one_process else fleet.job
+            program.rule.reduction(one), None if fleet.job.one_process else fleet.job, limits.ahead
         )
         thin = self._thin(one)
 
