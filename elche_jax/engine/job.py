@@ -263,16 +263,21 @@ class Job:
         gone = sorted(self.members.gone)
         if gone:
             raise ProcessLostError(
-                f"process {gone[0]} of the job has ended. Training goes on without it, if it can; "
-                "evaluation, predict and what is done by hand need all processes.", gone,
+                f"process {gone[0]} of the job has ended. Training, evaluation and predict go on "
+                "without it, if they can; what is timed by hand needs all processes.", gone,
             )  # fmt: skip
 
-    def by_rank(self, told: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-        """Return what each process tells of its devices, in rank order."""
-        self.check_all()
+    def by_rank(self, told: Sequence[Sequence[Any]], lost: Any) -> tuple[Any, ...]:
+        """Return what each process that is there tells of its devices, in rank order.
+
+        Args:
+            told: For each process a value for each of its devices.
+            lost: In place of that of a device that is lost.
+        """
         flat = [x for own in told for x in own]
         ranks = [rank for own in self.ranks_of.values() for rank in own]
-        return tuple(x for _, x in sorted(zip(ranks, flat, strict=True), key=lambda one: one[0]))
+        known = dict(zip(ranks, flat, strict=True))
+        return tuple(known.get(rank, lost) for rank in range(self.world_size))
 
     @property
     def first(self) -> bool:

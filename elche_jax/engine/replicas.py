@@ -118,7 +118,7 @@ def check_replicas(tree: PyTree) -> None:
         >>> check_replicas(replicate({"w": np.ones(3)}, jax.devices()))
     """
     job = Job(tuple(jax.devices()))
-    with Talk(job, "check_replicas", everyone=False) as talk:
+    with Talk(job, "check_replicas") as talk:
         told = talk.tell(_copies(tree))
     for process, (text, _) in zip(job.ranks_of, told, strict=True):
         if text is not None:

@@ -26,11 +26,10 @@ class Talk(AbstractContextManager["Talk"]):
     Args:
         job: The processes.
         where: The function the user called, for messages.
-        everyone: Whether it needs all processes, or does with those that are there.
     """
 
-    def __init__(self, job: Job, where: str, everyone: bool = True):
-        self._job, self._where, self._ended, self._everyone = job, where, False, everyone
+    def __init__(self, job: Job, where: str):
+        self._job, self._where, self._ended = job, where, False
 
     def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
         # a Ctrl-C ends the process, and a loop that is left early is left in all of them
@@ -38,16 +37,13 @@ class Talk(AbstractContextManager["Talk"]):
             self._job.exchange(_Failed(f"{type(error).__name__}: {error}"))
 
     def tell(self, value: Any) -> list[Any]:
-        """Return what each process passes, in their order.
+        """Return what each process that is there passes, in their order.
 
         Raises:
             RuntimeError: If a process has failed.
-            ProcessLostError: If one has ended that is needed.
         """
         self._ended = True  # should it fail, for example as a process is gone
         told = self._job.exchange(value)
-        if self._everyone:
-            self._job.check_all()
         for process, one in zip(self._job.ranks_of, told, strict=True):
             if isinstance(one, _Failed):
                 raise RuntimeError(

@@ -132,7 +132,8 @@ class WindowTimer:
         # the processes leave the block together, with the same report
         told = self._job.exchange((times.busy_ms(free), times.sync_ms, self.compiled))
         own, syncs, compiled = zip(*told, strict=True)
-        busy, sync, self.compiled = self._job.by_rank(own), min(syncs), any(compiled)
+        self._job.check_all()
+        busy, sync, self.compiled = self._job.by_rank(own, 0.0), min(syncs), any(compiled)
         if self.compiled:
             busy, sync = (0.0,) * len(busy), 0.0
         # a device whose thread is late may seem to have ended before it began

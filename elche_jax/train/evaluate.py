@@ -113,6 +113,7 @@ class EvalStep:
                 smaller; a `TrainState` on other devices; processes that pass different
                 parameters or data.
             RuntimeError: Another process of the job has raised an error.
+            ProcessLostError: One has ended, and the data cannot be read again.
         """
         sums: Sums = {}
         sweep = self._sweep.results(
@@ -234,6 +235,7 @@ def predict(
         ValueError: Empty data; a `TrainState` on other devices; processes that pass different
             parameters or data.
         RuntimeError: Another process of the job has raised an error.
+        ProcessLostError: One has ended, and the data cannot be read again.
 
     Examples:
         >>> import jax, numpy as np

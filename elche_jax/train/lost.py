@@ -68,17 +68,17 @@ class TakeOver:
         Raises:
             ProcessLostError: If its data cannot be read again, or a recording is replayed.
         """
-        while self._lose(window.index, recorded):
+        while self.lose(window.index, recorded):
             if self._pending:
                 plans = self._unfinished(state, window.index)
                 state = self._run_again(state, plans, runner, clock, recorded)
         members = self._job.members
         if not any(window.counts[rank] for rank in members.lost):
             return state, window
-        plan, calls = self._shared_out(window.plan)
+        plan, calls = self.shared_out(window.plan)
         return state, replace(window, plan=plan, calls=calls)
 
-    def _shared_out(self, plan: WindowPlan) -> tuple[WindowPlan, tuple[Call, ...]]:
+    def shared_out(self, plan: WindowPlan) -> tuple[WindowPlan, tuple[Call, ...]]:
         """Return a window's plan without work for devices that are lost, and its data."""
         counts, lost = plan.counts, self._job.members.lost
         if any(counts[rank] for rank in lost):
@@ -87,16 +87,28 @@ class TakeOver:
         examples, calls = self._feed.load(counts, plan.first, reader)
         return replace(plan, counts=counts, examples=examples), calls
 
-    def _lose(self, window: int, recorded: Callable[[], None]) -> bool:
-        """Plan without devices that were lost since the last window; return whether any was."""
+    def lose(
+        self, window: int, recorded: Callable[[], None], where: str = "train", again: bool = True
+    ) -> bool:
+        """Plan without devices that were lost since the last call; return whether any was.
+
+        Args:
+            window: Number of the window that was not complete, for the message.
+            recorded: Waits until all windows before it are recorded.
+            where: The function the user called, for messages.
+            again: Whether data have to be read again.
+
+        Raises:
+            ProcessLostError: If they cannot, or a recording is replayed.
+        """
         members = self._job.members
         ranks = [rank for rank in members.lost if rank not in self._scheduler.lost]
         if not ranks:
             return False
-        said, processes = _said(members, ranks, window)
+        said, processes = _said(members, ranks, window, where)
         if self._scheduler.cadence.scripted:
             raise ProcessLostError(f"{said} A recording needs all devices.", processes)
-        if not self._feed.rereads:
+        if again and not self._feed.rereads:
             rule = "The data of a window must be read again, which an iterable cannot."
             raise ProcessLostError(f"{said} {rule} Resume from a checkpoint.", processes)
         logger.warning("elche: %s", said)
@@ -128,7 +140,7 @@ class TakeOver:
         todo, done, own = deque(plans), list[WindowPlan](), list[np.ndarray]()
         state = _put_back(runner, state, plans)
         while todo:
-            plan, calls = self._shared_out(todo[0])
+            plan, calls = self.shared_out(todo[0])
             # what it tells of itself is whether its devices are finite: below
             rows = unmeasured_rows([True] * self._feed.fleet.world_size, plan_number(plan))
             survey = Survey(lambda rows=rows: rows)
@@ -138,7 +150,7 @@ class TakeOver:
             except ExchangeLost:  # another process ended
                 state = _put_back(runner, state, done)
                 todo, done, own = deque([*done, *todo]), [], []
-                self._lose(plan.window, recorded)
+                self.lose(plan.window, recorded)
                 continue
             if (error := plans_error(self._job, plan, np.asarray(survey.found))) is not None:
                 raise error
@@ -166,14 +178,16 @@ def _put_back(runner: WindowRunner, state: TrainState, plans: Sequence[WindowPla
     return runner.put_back(state, len(plans), microbatches, examples)
 
 
-def _said(members: Members, ranks: Sequence[int], window: int) -> tuple[str, list[int]]:
+def _said(
+    members: Members, ranks: Sequence[int], window: int, where: str = "train"
+) -> tuple[str, list[int]]:
     """Return the message that processes with devices of these ranks were lost, and which."""
     processes = sorted({members.devices[rank].process_index for rank in ranks})
-    return lost_message(members, processes, ranks, window), processes
+    return lost_message(members, processes, ranks, window, where), processes
 
 
 def lost_message(
-    members: Members, processes: Sequence[int], ranks: Sequence[int], window: int
+    members: Members, processes: Sequence[int], ranks: Sequence[int], window: int, where: str
 ) -> str:
     """Return which processes were lost, for messages.
 
@@ -181,12 +195,13 @@ def lost_message(
         members: Those that are left.
         processes: Indices of those that were lost.
         ranks: Ranks of their devices.
-        window: Number of the window that was to be trained.
+        window: Number of the window that was to run.
+        where: The function the user called.
     """
     several, names = len(processes) > 1, ", ".join(map(str, processes))
     of_devices = "devices" if len(ranks) > 1 else "device"
     return (
-        f"train: process{'es' if several else ''} {names} ({of_devices} "
+        f"{where}: process{'es' if several else ''} {names} ({of_devices} "
         f"{', '.join(map(str, ranks))}) ended before window {window} was complete; "
         f"{len(members.left)} of {len(members.devices)} devices are left."
     )

@@ -131,6 +131,7 @@ class Sweep:
             plan = self._loading.open(self._where, data, **reading)
             pipeline = self._open(variables, plan)
             self._check_same(talk, params, model_state, plan)
+            pipeline.begin(self._where)
             yield from self._rounds(talk, pipeline, variables, read)
 
     def _check_same(self, talk: Talk, params: PyTree, model_state: PyTree, plan: DataPlan) -> None:
@@ -154,25 +155,45 @@ class Sweep:
     ) -> Generator[list[list[T]]]:
         pending: deque[tuple[Window, list[PyTree]]] = deque()
         found: list[T] = []
+        ran: list[Window] = []  # since all have told each other, without their data
+
+        def again() -> list[T]:
+            windows = map(pipeline.again, ran)
+            return [read(window, _results(pipeline, variables, window)) for window in windows]
+
         with Windows(pipeline) as windows:
             for window in windows:
                 pending.append((window, self._dispatch(pipeline, variables, window)))
+                ran.append(replace(window, calls=()))
                 last = pipeline.ends_round(window.index)
                 # reading results waits for them: keep the devices busy meanwhile
                 while len(pending) > (0 if last else IN_FLIGHT):
                     found.append(read(*pending.popleft()))
                 if found and (last or self.fleet.job.one_process):
-                    yield self._told(talk, pipeline, found)
-                    found = []
+                    yield self._told(talk, pipeline, found, again)
+                    found, ran = [], []
         found += [read(*one) for one in pending]
         if found:
-            yield self._told(talk, pipeline, found)
+            yield self._told(talk, pipeline, found, again)
 
-    def _told(self, talk: Talk, pipeline: SweepPipeline, found: list[T]) -> list[list[T]]:
-        """Tell the other processes what is read of the last windows, and their times."""
+    def _told(
+        self, talk: Talk, pipeline: SweepPipeline, found: list[T], again: Callable[[], list[T]]
+    ) -> list[list[T]]:
+        """Tell the other processes what is read of the last windows, and their times.
+
+        Args:
+            talk: Tells them.
+            pipeline: The windows.
+            found: What is read.
+            again: Runs these windows again without work for devices that are lost.
+        """
         if self.fleet.job.one_process:
             return [found]
-        told = talk.tell((found, pipeline.own_records()))
+        records = pipeline.own_records()
+        told = talk.tell((found, records))
+        # what a process had read that ended meanwhile is lost with it
+        while pipeline.lose(self._where):
+            told = talk.tell((again(), records))
         pipeline.tell([records for _, records in told])
         return [values for values, _ in told]
 
@@ -239,3 +260,8 @@ class Sweep:
                 "unreplicate(state.params)."
             )
         return self.fleet.restack(Variables(params.params, params.model_state))
+
+
+def _results(pipeline: SweepPipeline, variables: Variables, window: Window) -> list[PyTree]:
+    """Run a window that is not measured; return the results of its calls."""
+    return [pipeline.runner.run(variables, call)[0] for call in window.calls]

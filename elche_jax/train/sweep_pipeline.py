@@ -6,7 +6,7 @@ from dataclasses import replace
 from elche_jax.cadence import WindowRecord
 from elche_jax.engine.job import Job
 from elche_jax.engine.sweep import SweepRunner
-from elche_jax.train.in_flight import InFlight
+from elche_jax.train.in_flight import InFlight, Window
 from elche_jax.train.pipeline import Pipeline
 
 
@@ -29,6 +29,20 @@ class SweepPipeline(Pipeline[SweepRunner]):
         """Wait for the windows so far; return the records that the other processes lack."""
         self.finish()
         return self._own
+
+    def begin(self, where: str) -> None:
+        """Plan without devices that are lost; `where` is the function the user called."""
+        if self._take_over.lose(0, self._wait_for_records, where, again=False):
+            self._scheduler.restart()
+
+    def lose(self, where: str) -> bool:
+        """Plan without devices that were lost; return whether any was, see `TakeOver.lose`."""
+        return self._take_over.lose(self._told + 1, self._wait_for_records, where)
+
+    def again(self, window: Window) -> Window:
+        """Return a window with its data, without work for devices that are lost."""
+        plan, calls = self._take_over.shared_out(window.plan)
+        return replace(window, plan=plan, calls=calls)
 
     def tell(self, told: Sequence[Sequence[WindowRecord]]) -> None:
         """Take what `own_records` returned in each process."""
@@ -72,7 +86,7 @@ def joined_record(job: Job, told: Sequence[WindowRecord]) -> WindowRecord:
     """Return the record of a window of a sweep from that of each process's devices."""
     return replace(
         told[0],
-        busy_ms=job.by_rank([record.busy_ms for record in told]),
+        busy_ms=job.by_rank([record.busy_ms for record in told], 0.0),
         wall_ms=max(record.wall_ms for record in told),
         sync_ms=min(record.sync_ms for record in told),
         skew_ms=max(record.skew_ms for record in told),

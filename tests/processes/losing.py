@@ -107,9 +107,6 @@ def main(rule, cadence, dying, data=None, exchange=None):
             state, metrics = train(state, window)
             said.append(metrics)
     elche.check_replicas(train.common(state))
-    if data == "evaluation":
-        metric = elche.build_eval_step(lambda params, batch: {"x": batch["x"].sum(-1)})
-        metric(elche.unreplicate(state.params), ROWS, BATCH)
     leaves = jax.tree.leaves(state.params)
     print(json.dumps({
         "counts": train.counts_history,

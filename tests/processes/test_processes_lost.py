@@ -117,10 +117,6 @@ RULE = "mean gradient"
 CANNOT = {
     "pending windows on the host": ("pending", ELCHE, "host", LOST_ON_HOST),
     "a recording": (RULE, ("Replay", [(2, 2)] * 9), None, LOST + "A recording needs all devices."),
-    "an evaluation": (
-        RULE, ELCHE, "evaluation", "process 1 of the job has ended. Training goes on without it, "
-        "if it can; evaluation, predict and what is done by hand need all processes.",
-    ),
     "an iterable": (
         RULE, ELCHE, "iterable", LOST + "The data of a window must be read again, which an "
         "iterable cannot. Resume from a checkpoint.",
