@@ -6,15 +6,17 @@ that are there have its result, or none uses it.
 """
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax.experimental import multihost_utils
 
 from elche_jax import _progress
+from elche_jax._exit import before_exit
 
 T = TypeVar("T")
 logger = logging.getLogger("elche_jax")
@@ -29,6 +31,18 @@ REPLACED = (
     "train: a process of the job ended and another one took its place, which cannot join. Start "
     "the job again, with resume='auto' to go on from its last checkpoint."
 )
+
+
+RAISED = (
+    "train: every process of the job must get through its loop, but process {} raised {}. Start "
+    "the job again, with resume='auto' to go on from its last checkpoint."
+)
+
+REASON = "elche_jax/raised/{}"
+"""Key under which a process tells the others why it leaves, by its index."""
+
+MOST = 1000
+"""Characters of an error that are told."""
 
 
 class ProcessLostError(RuntimeError):
@@ -59,6 +73,16 @@ class Processes:
         # one device of each process, always the same: JAX compares what it finds with these
         self._asked: Sequence[jax.Device] = ()
         self._one_at_a_time = threading.Lock()
+        self._raised: str | None = None
+
+    def raised(self, error: BaseException | None) -> None:
+        """Note the error with which a loop of this process was left; None as another one begins.
+
+        If the process leaves the job with it, the others are told.
+        """
+        if not isinstance(error, ExchangeLost):
+            # not the error itself, which would keep the arrays of its frames alive
+            self._raised = None if error is None else _said(error)
 
     @property
     def recoverable(self) -> bool:
@@ -75,12 +99,14 @@ class Processes:
         Raises:
             ExchangeLost: In all processes that are there, if one of the others has ended. Which
                 it was is in `gone`.
-            ProcessLostError: If it was process 0.
+            ProcessLostError: If it was process 0, or one that left with an error.
         """
         with _progress.phase("exchange"):
             if not self.recoverable:
                 return exchange()
-            self._asked = self._asked or tuple(leads)
+            if not self._asked:
+                self._asked = tuple(leads)
+                before_exit(self._leave_with_error)
             with self._one_at_a_time:
                 return self._together(exchange)
 
@@ -111,31 +137,73 @@ class Processes:
             if not gone:  # else it would be tried again for ever
                 raise ProcessLostError(REPLACED) from error
             self.gone |= gone
+            for process in sorted(gone):
+                if (why := _reason_of(process)) is not None:
+                    said = RAISED.format(process, why.removesuffix("."))
+                    raise ProcessLostError(said, (process,)) from error
             raise ExchangeLost from error
         return result
 
     def leave(self) -> None:
-        """Leave the job when all other processes that are there do, or have ended.
+        """Leave the job; process 0 when all others have left, or have ended.
 
-        The coordinator is in process 0, which leaves last: the others would be ended with it.
+        The coordinator is in process 0: the others would be ended with it. The others leave at
+        once. One that still needs them notices in its next exchange.
         """
+        with _progress.phase("leave"):
+            if jax.process_index() == 0:
+                self._wait()
+            elif self._raised is not None:
+                _tell_reason(self._raised)
+            jax.distributed.shutdown()
+
+    def _wait(self) -> None:
         if not self._asked:
             first = {device.process_index: device for device in reversed(jax.devices())}
             self._asked = tuple(first.values())
-        self._wait()
-        if jax.process_index() == 0:
-            self._wait()  # until there is nobody to wait for
-        jax.distributed.shutdown()
-
-    def _wait(self) -> None:
         # a process that has ended is no matter any more
         ended, asked = multihost_utils.ProcessFailureError, list(self._asked)
-        with _progress.phase("leave"), suppress(ended), multihost_utils.live_devices(asked):
+        with suppress(ended), multihost_utils.live_devices(asked):
             pass
+
+    def _leave_with_error(self) -> None:
+        """Leave the job at once if an error ends this process: the others must not wait for it.
+
+        With process 0 the coordinator ends, which they notice by themselves.
+        """
+        error = getattr(sys, "last_value", None)
+        if error is not None and jax.process_index() != 0:
+            _tell_reason(_said(error))
+            jax.distributed.shutdown()
 
 
 def _processes_of(devices: Iterable[jax.Device]) -> set[int]:
     return {device.process_index for device in devices}
+
+
+def _client() -> Any:
+    """Return the client of JAX's coordinator; None after the end of the job."""
+    distributed = sys.modules.get("jax._src.distributed")  # the store of keys has no public name
+    return getattr(getattr(distributed, "global_state", None), "client", None)
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:MOST]
+
+
+def _tell_reason(why: str) -> None:
+    """Tell the others why this process leaves the job."""
+    with suppress(jax.errors.JaxRuntimeError):  # it is gone: there is nobody to tell
+        if (client := _client()) is not None:
+            client.key_value_set(REASON.format(jax.process_index()), why)
+
+
+def _reason_of(process: int) -> str | None:
+    """Return why a process has left the job; None if it did not tell."""
+    with suppress(jax.errors.JaxRuntimeError):  # there is no such key
+        if (client := _client()) is not None:
+            return client.key_value_try_get(REASON.format(process))
+    return None
 
 
 PROCESSES = Processes()

@@ -9,7 +9,7 @@ import jax
 import optax
 
 from elche_jax import _check as check
-from elche_jax._processes import ExchangeLost
+from elche_jax._processes import PROCESSES, ExchangeLost
 from elche_jax.cadence import (
     Cadence,
     Controller,
@@ -364,6 +364,7 @@ class TrainStep:
                 )
             except BaseException as error:
                 # only after a failure: the loop would pay for every leaf in every window
+                PROCESSES.raised(error)
                 explain(state, runner.state, self.fleet, error)
                 raise
             if not pipeline.late:  # reading the sums would wait for the late device

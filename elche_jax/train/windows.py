@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
+from elche_jax._processes import PROCESSES
 from elche_jax.data.prefetch import Prefetch
 from elche_jax.train.in_flight import Run, Window
 from elche_jax.train.pipeline import Pipeline, R
@@ -31,6 +32,7 @@ class Windows(Iterator[Window]):
         pipelines: MutableMapping[Run, Pipeline[R]] | None = None,
     ):
         self._pipeline: Pipeline[Any] = pipeline
+        PROCESSES.raised(None)  # an earlier error has not ended this process
         # An entry per run, none per window: when one goes, a weak mapping runs Python code, in
         # which a Ctrl-C is lost.
         run = Run()
@@ -61,8 +63,9 @@ class Windows(Iterator[Window]):
             window = next(self._items, None)
             if window is None:
                 self._pipeline.finish()
-        except BaseException:
+        except BaseException as error:
             self._pipeline.errors.raised = True  # any error of a thread reaches the loop here
+            PROCESSES.raised(error)
             self.close()
             raise
         if window is None:
@@ -74,10 +77,12 @@ class Windows(Iterator[Window]):
     def __enter__(self) -> "Windows":
         return self
 
-    def __exit__(self, kind: Any, *exception: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
         try:
-            if kind is None:
+            if error is None:
                 self._pipeline.finish()
+            elif not isinstance(error, GeneratorExit):
+                PROCESSES.raised(error)
         finally:
             self.close()
 

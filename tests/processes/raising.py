@@ -1,0 +1,62 @@
+"""A process of a job in which one raises or leaves in the middle; the others say what they saw."""
+
+import json
+import sys
+
+import elche_jax as elche
+
+if __name__ == "__main__":  # before anything asks for a device
+    # so long that a test which waits for one of them is killed
+    elche.distributed.initialize(heartbeat_timeout=600, exchange_timeout=600)
+
+import jax  # after it, as what follows
+import optax
+from reference import BATCH, data, loss_fn, params
+from scenes import Noted
+
+ROWS = data(90)
+
+
+class Faulty(Noted):
+    """A dataset that a process cannot read to its end."""
+
+    def __getitem__(self, number):
+        if len(self.read) == 9 * BATCH:
+            raise OSError("the disk is gone")
+        return super().__getitem__(number)
+
+
+def faulty_loss(p, batch, rng):
+    raise KeyError("no such name")
+
+
+def main(how):
+    last = jax.process_index() == jax.process_count() - 1
+    cadence = elche.FixedTotal(8)
+    rows = Faulty(ROWS) if last and how.startswith("data") else Noted(ROWS)
+    loss = faulty_loss if last and how == "loss" else loss_fn
+    train = elche.build_train_step(loss, optax.sgd(0.1), cadence=cadence)
+    state = train.init(params())
+    with train.windows(rows, BATCH, epochs=2) as windows:
+        for window in windows:
+            if last and window.index == 5:
+                if how == "own code":
+                    raise ValueError("a mistake")
+                if how == "exit":
+                    sys.exit(3)
+                if how == "step":
+                    state = elche.unreplicate(state)
+            state, _ = train(state, window)
+    print(json.dumps({"counts": train.counts_history, "examples": sum(
+        one.examples for one in train.records)}))  # fmt: skip
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1])
+    except elche.ProcessLostError as error:
+        print(json.dumps({"error": str(error), "processes": error.processes}))
+    except OSError:
+        if sys.argv[1] == "data":
+            raise
+        sys.exit(1)  # as a script does that reports an error in its own way

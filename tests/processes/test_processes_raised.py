@@ -1,0 +1,32 @@
+"""Jobs in which one process raises in its loop: the others are told, at once."""
+
+import json
+
+import jobs
+import pytest
+from marks import slow
+
+HOW = {
+    "data": (1, "OSError: the disk is gone"),
+    "own code": (1, "ValueError: a mistake"),
+    "data, then sys.exit": (1, "OSError: the disk is gone"),
+    "exit": (3, "SystemExit: 3"),
+    "loss": (1, "KeyError: 'no such name'"),
+    "step": (1, "ValueError: train: state must be replicated over the 1 devices"),
+}
+
+
+@pytest.mark.parametrize("how", [next(iter(HOW)), *map(slow, [*HOW][1:])])
+def test_an_error_of_one_process_reaches_the_others(how):
+    code, error = HOW[how]
+    *others, (left, _, _) = jobs.outcomes("raising.py", (1, 1, 1), how)
+    assert left == code
+    for ended, out, err in others:  # and not after the timeouts, which are longer than a test
+        assert ended == 0, err
+        said = json.loads(out.strip().splitlines()[-1])
+        assert said["processes"] == [2]
+        rule = "train: every process of the job must get through its loop, but process 2 raised "
+        assert said["error"].startswith(rule + error)
+        assert said["error"].endswith(
+            "Start the job again, with resume='auto' to go on from its last checkpoint."
+        )
