@@ -1,6 +1,6 @@
 """Copies of a training state from the devices to the host and back."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,9 @@ from elche_jax.engine.replicas import raw, with_type_of
 from elche_jax.engine.state import TrainState
 
 PyTree = Any
+
+WORK = tuple(f"averaging/{name}" for name in ("steps", "error", "pending"))
+"""How the names of leaves begin that say what a device has not exchanged yet."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ def take(state: TrainState, common: TrainState, job: Job) -> Snapshot:
         gathered = job.rows_at_first({name: np.asarray(x) for name, x in pairs if name in own})
         if not job.first:
             return Snapshot(names, copies)
+        _forget_work(gathered, job.members.lost)
     held: dict[jax.Device, list[tuple[int, int, jax.Array]]] = {}
     for at, (name, array) in enumerate(zip(names, _raw(state), strict=True)):
         if name in gathered:
@@ -90,6 +94,21 @@ def take(state: TrainState, common: TrainState, job: Job) -> Snapshot:
         for (at, place, _), copy in zip(rows, made, strict=True):
             copies[at][place] = copy
     return Snapshot(names, copies, gathered)
+
+
+def _forget_work(gathered: Mapping[str, np.ndarray], lost: Sequence[int]) -> None:
+    """Let devices that are lost have no part in what the others still exchange.
+
+    Their rows are copies of the first device's. A run that resumes with as many devices would count
+    its steps, its rounding errors and its updates of pending windows once more for each of them.
+
+    Args:
+        gathered: Arrays with a row per device, by the name of the leaf; changed.
+        lost: Ranks of these devices.
+    """
+    for name, rows in gathered.items():
+        if name.startswith(WORK):
+            rows[list(lost)] = name.endswith("/own")
 
 
 def difference(like: TrainState, specs: Mapping[str, LeafSpec]) -> str:

@@ -20,6 +20,8 @@ RULES = {
     "mean gradient": None,
     "averaging": elche.ParameterAveraging(optimizer_state="keep"),
     "diloco": elche.DiLoCo(outer=OUTER),
+    "int8, one pending": elche.MeanGradient("int8", delay=1),
+    "fragments": elche.DiLoCo(outer=OUTER, fragments=2),
 }
 
 
@@ -28,9 +30,14 @@ def main(rule, folder, dies):
         die_in(LanesWindow, "_agree_across", 5)
     saving = elche.Checkpoints(Path(folder) / "saved", every_windows=3, keep_last=99)
     result = fit(trainer(averaging=RULES[rule]), checkpoints=saving, resume="auto")
+    kept = result.state.averaging
+    pending = () if kept is None else [(one.progress, one.steps) for one in kept.pending]
+    work = [] if kept is None else jax.tree.leaves((kept.steps, kept.error, pending))
     params = elche.unreplicate(result.state.params)
     print(json.dumps({
         "history": history(result), "loss": result.loss, "stopped": str(result.stopped),
+        # whether each device has something that it has not exchanged yet
+        "work": [[bool(np.any(row)) for row in np.asarray(leaf)] for leaf in work],
         "params": {name: np.asarray(leaf).tolist() for name, leaf in params.items()},
     }))  # fmt: skip
 

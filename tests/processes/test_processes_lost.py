@@ -162,7 +162,23 @@ def test_a_trainer_goes_on_and_saves(rule, tmp_path):
     assert first["params"] == second["params"] and first["stopped"] == "epochs"
     steps = sorted(int(path.name) for path in (tmp_path / "saved").iterdir() if path.name.isdigit())
     assert steps == [3, 6, 9, 10, 12, 15, 18, 20]  # 10 and 20 at the end of an epoch
+    resumed(rule, first, tmp_path)
+
+
+def resumed(rule, first, tmp_path):
+    """What one process with three devices gets of the last checkpoint, in which none is missing."""
     # the last checkpoint is whole, also for a job of another size: nothing is left to train
     (again,) = jobs.run("losing_trainer.py", (3,), rule, tmp_path, "lives")
     for name, values in first["params"].items():
         np.testing.assert_allclose(again["params"][name], values, rtol=1e-6)
+    return again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["int8, one pending", "fragments"])
+def test_a_checkpoint_has_no_work_of_a_lost_device(rule, tmp_path):
+    """It would be the first device's, and count twice."""
+    first, *_ = jobs.run("losing_trainer.py", (1, 1, 1), rule, tmp_path, "dies", killed=[2])
+    again = resumed(rule, first, tmp_path)
+    assert any(first for first, *_ in again["work"])
+    assert not any(lost for *_, lost in again["work"])
