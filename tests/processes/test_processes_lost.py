@@ -182,3 +182,14 @@ def test_a_checkpoint_has_no_work_of_a_lost_device(rule, tmp_path):
     again = resumed(rule, first, tmp_path)
     assert any(first for first, *_ in again["work"])
     assert not any(lost for *_, lost in again["work"])
+
+
+@pytest.mark.slow
+def test_the_process_of_the_first_device_ends():
+    """It need not be that of the coordinator, if devices are named in another order."""
+    *said, _ = jobs.run("losing_first.py", (1, 1, 1), killed=[2])
+    error = (
+        "ProcessLostError: process 2 of the job, which reads and writes its files, has ended. "
+        "Start the job again, with resume='auto' to go on from its last checkpoint."
+    )
+    assert said == [[error] * 2] * 2
