@@ -37,6 +37,11 @@ def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_soon(seed):
+    """Ends this process at a moment that depends on a number."""
+    threading.Timer(random.Random(seed).uniform(0.0, 0.01), die).start()
+
+
 def die_in(owner, name, number):
     """Ends this process when a method is called for the so-manyth time."""
     method, calls = getattr(owner, name), []
@@ -103,7 +108,7 @@ def main(rule, cadence, dying, data=None, exchange=None):
     with train.windows(rows, batch, epochs=epochs) as windows:
         for window in windows:
             if how == "time" and window.index == 2 + 4 * number:
-                threading.Timer(random.Random(number).uniform(0.0, 0.01), die).start()
+                die_soon(number)
             state, metrics = train(state, window)
             said.append(metrics)
     elche.check_replicas(train.common(state))

@@ -14,7 +14,7 @@ import jax  # after it, as what follows
 import jax.numpy as jnp
 import numpy as np
 from averaged import TX
-from losing import begin_to_die
+from losing import begin_to_die, die_soon
 from reference import BATCH, data, loss_fn, params
 from test_averaging_table import TABLE
 
@@ -62,6 +62,8 @@ def main(rule, cadence, dying, how_else=None):
                 state, _ = train(state, window)
     with train.windows(ROWS, BATCH, epochs=EPOCHS, shuffle=False) as windows:
         for window in windows:
+            if how == "time" and window.index == 1 + 3 * number:
+                die_soon(number)
             state, metrics = train(state, window)
             said.append(metrics)
     elche.check_replicas(train.common(state))
