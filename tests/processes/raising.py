@@ -30,16 +30,16 @@ def faulty_loss(p, batch, rng):
     raise KeyError("no such name")
 
 
-def main(how):
-    last = jax.process_index() == jax.process_count() - 1
+def main(how, who):
+    raises = jax.process_index() == who
     cadence = elche.FixedTotal(8)
-    rows = Faulty(ROWS) if last and how.startswith("data") else Noted(ROWS)
-    loss = faulty_loss if last and how == "loss" else loss_fn
+    rows = Faulty(ROWS) if raises and how.startswith("data") else Noted(ROWS)
+    loss = faulty_loss if raises and how == "loss" else loss_fn
     train = elche.build_train_step(loss, optax.sgd(0.1), cadence=cadence)
     state = train.init(params())
     with train.windows(rows, BATCH, epochs=2) as windows:
         for window in windows:
-            if last and window.index == 5:
+            if raises and window.index == 5:
                 if how == "own code":
                     raise ValueError("a mistake")
                 if how == "exit":
@@ -53,7 +53,7 @@ def main(how):
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1])
+        main(sys.argv[1], int(sys.argv[2]))
     except elche.ProcessLostError as error:
         print(json.dumps({"error": str(error), "processes": error.processes}))
     except OSError:

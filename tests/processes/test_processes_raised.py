@@ -19,7 +19,7 @@ HOW = {
 @pytest.mark.parametrize("how", [next(iter(HOW)), *map(slow, [*HOW][1:])])
 def test_an_error_of_one_process_reaches_the_others(how):
     code, error = HOW[how]
-    *others, (left, _, _) = jobs.outcomes("raising.py", (1, 1, 1), how)
+    *others, (left, _, _) = jobs.outcomes("raising.py", (1, 1, 1), how, 2)
     assert left == code
     for ended, out, err in others:  # and not after the timeouts, which are longer than a test
         assert ended == 0, err
@@ -29,4 +29,15 @@ def test_an_error_of_one_process_reaches_the_others(how):
         assert said["error"].startswith(rule + error)
         assert said["error"].endswith(
             "Start the job again, with resume='auto' to go on from its last checkpoint."
+        )
+
+
+@pytest.mark.slow
+def test_an_error_of_the_first_process_ends_the_job():
+    """JAX's coordinator ends with it. The others say so, or JAX does, which ends them."""
+    (code, _, said), *others = jobs.outcomes("raising.py", (1, 1, 1), "own code", 0)
+    assert code == 1 and "ValueError: a mistake" in said
+    for _, out, err in others:
+        assert "process 0, which holds JAX's coordinator, ended" in out + err or (
+            "the JAX distributed service detected fatal errors" in err
         )
