@@ -11,7 +11,7 @@ if __name__ == "__main__":  # before anything asks for a device
 
 import jax  # after it, as what follows
 import numpy as np
-from fitting_jobs import fit, history, trainer
+from fitting_jobs import BATCH, ROWS, fit, history, trainer
 from losing import OUTER, die_in
 
 from elche_jax.engine.lanes.window import LanesWindow
@@ -25,17 +25,25 @@ RULES = {
 }
 
 
+def metric_fn(p, batch):
+    return {"error": batch["x"] @ p["w"] + p["b"] + p["v"].sum() - batch["y"]}
+
+
 def main(rule, folder, dies):
     if jax.process_index() == jax.process_count() - 1 and dies:
         die_in(LanesWindow, "_agree_across", 5)
     saving = elche.Checkpoints(Path(folder) / "saved", every_windows=3, keep_last=99)
-    result = fit(trainer(averaging=RULES[rule]), checkpoints=saving, resume="auto")
+    result = fit(
+        trainer(averaging=RULES[rule]), checkpoints=saving, resume="auto",
+        evaluation=elche.Evaluation(metric_fn, ROWS, BATCH),
+    )  # fmt: skip
     kept = result.state.averaging
     pending = () if kept is None else [(one.progress, one.steps) for one in kept.pending]
     work = [] if kept is None else jax.tree.leaves((kept.steps, kept.error, pending))
     params = elche.unreplicate(result.state.params)
     print(json.dumps({
         "history": history(result), "loss": result.loss, "stopped": str(result.stopped),
+        "metrics": result.history[-1].evaluation if result.history else {},
         # whether each device has something that it has not exchanged yet
         "work": [[bool(np.any(row)) for row in np.asarray(leaf)] for leaf in work],
         "params": {name: np.asarray(leaf).tolist() for name, leaf in params.items()},

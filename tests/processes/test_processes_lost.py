@@ -2,6 +2,7 @@
 
 import json
 
+import fitting_jobs
 import jax
 import jobs
 import numpy as np
@@ -162,6 +163,9 @@ def test_a_trainer_goes_on_and_saves(rule, tmp_path):
     assert first["params"] == second["params"] and first["stopped"] == "epochs"
     steps = sorted(int(path.name) for path in (tmp_path / "saved").iterdir() if path.name.isdigit())
     assert steps == [3, 6, 9, 10, 12, 15, 18, 20]  # 10 and 20 at the end of an epoch
+    p, rows = {name: np.array(leaf) for name, leaf in first["params"].items()}, fitting_jobs.ROWS
+    error = rows["x"] @ p["w"] + p["b"] + p["v"].sum() - rows["y"]
+    np.testing.assert_allclose(first["metrics"]["error"], error.mean(), rtol=1e-4, atol=1e-6)
     resumed(rule, first, tmp_path)
 
 
