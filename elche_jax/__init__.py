@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from elche_jax import distributed as distributed
-    from elche_jax._processes import ProcessLostError as ProcessLostError
+    from elche_jax._processes import (
+        ProcessLostError as ProcessLostError,
+        RestartRequested as RestartRequested,
+    )
     from elche_jax.adapters.convert import from_flax as from_flax, to_flax as to_flax
     from elche_jax.adapters.head import Head as Head, from_head as from_head
     from elche_jax.adapters.linen import from_linen as from_linen
@@ -51,10 +54,8 @@ if TYPE_CHECKING:
         nudge_down as nudge_down,
         shard_sizes as shard_sizes,
     )
-    from elche_jax.checkpoint.checkpointer import (
-        Checkpointer as Checkpointer,
-        CheckpointError as CheckpointError,
-    )
+    from elche_jax.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from elche_jax.checkpoint.errors import CheckpointError as CheckpointError
     from elche_jax.checkpoint.options import Checkpoints as Checkpoints
     from elche_jax.config import DDPConfig as DDPConfig
     from elche_jax.data.order import Cursor as Cursor

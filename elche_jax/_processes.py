@@ -57,6 +57,21 @@ class ProcessLostError(RuntimeError):
         self.processes = tuple(processes)
 
 
+class RestartRequested(SystemExit):
+    """This process has saved a checkpoint, as it was asked to, and is to be started again.
+
+    Raised by `Checkpointer.save` and `Trainer.fit` in all processes of the job after the same
+    window. If nothing catches it, the process ends with exit code 75, without a traceback.
+
+    Attributes:
+        windows: Number of windows in the checkpoint.
+    """
+
+    def __init__(self, windows: int):
+        super().__init__(_progress.AGAIN)
+        self.windows = windows
+
+
 class ExchangeLost(Exception):
     """An exchange that had no result, as a process had ended; the others have noted it."""
 

@@ -22,12 +22,15 @@ VARIABLE = "ELCHE_PROGRESS"
 TOLD = "told"
 """Name of the file, in the same folder, in which a launcher says what it did."""
 
+AGAIN = 75
+"""Exit code of a process that has saved and wants to be started again (`EX_TEMPFAIL`)."""
+
 KINDS = ("", "connect", "compile", "restore", "checkpoint", "data", "window", "exchange", "leave")
 """The phases that are noted, by the numbers that are written for them."""
 
 _SIZE = 4096
 _PID, _NOTES, _FIRST, _WINDOW, _RUNS, _TOLD, _PROCESS, _SEVERAL = range(8)
-_RANKS, _SLOTS, _SLOT, _COUNT = slice(64, 192), 32, 4, 64
+_RANKS, _ASKED, _WATCHED, _SLOTS, _SLOT, _COUNT = slice(64, 192), 24, 25, 32, 4, 64
 # words of 8 bytes: those above, then `_COUNT` phases of `_SLOT` words each
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
 
@@ -88,10 +91,17 @@ class Board:
         self._read = 0
 
     @classmethod
-    def create(cls, path: Path) -> Self:
-        """Return a board that nobody has written to."""
+    def create(cls, path: Path, watched: bool = True) -> Self:
+        """Return a board that nobody has written to.
+
+        Args:
+            path: The file.
+            watched: Whether a watchdog reads it.
+        """
         path.write_bytes(bytes(_SIZE))
-        return cls(path)
+        board = cls(path)
+        board._words[_WATCHED] = watched
+        return board
 
     # -- the process that writes -----------------------------------------------------
 
@@ -148,6 +158,16 @@ class Board:
         """See the function of this name."""
         self._words[_WINDOW] = window + 1
 
+    @property
+    def watched(self) -> bool:
+        """Whether a watchdog reads it."""
+        return self._words[_WATCHED] != 0
+
+    @property
+    def asked(self) -> bool:
+        """Whether the process was asked to save and to end."""
+        return self._words[_ASKED] != 0
+
     # -- the process that reads ------------------------------------------------------
 
     def read(self) -> Noted:
@@ -168,6 +188,10 @@ class Board:
         """Let the process read what was told, with its next note."""
         self._words[_TOLD] += 1
 
+    def ask(self) -> None:
+        """Ask the process to save and to end, so that it can be started again."""
+        self._words[_ASKED] = 1
+
 
 class _Noting(AbstractContextManager[None]):
     __slots__ = ("_at", "_board", "_kind", "_window")
@@ -184,6 +208,7 @@ class _Noting(AbstractContextManager[None]):
 
 _board: Board | None = None
 _logged = 0
+_asked = False
 _NOTHING = nullcontext()
 
 
@@ -225,9 +250,25 @@ def closed() -> None:
         _board.closed()
 
 
+def ask() -> None:
+    """Let `asked` be true in this process; may be called in a signal handler."""
+    global _asked
+    _asked = True
+
+
+def asked() -> bool:
+    """Return whether this process was asked to save and to end, by a launcher or by itself."""
+    return _asked or (_board is not None and _board.asked)
+
+
+def noting() -> bool:
+    """Return whether a launcher or a watchdog reads the notes."""
+    return _board is not None
+
+
 def watched() -> bool:
     """Return whether a watchdog reads the notes."""
-    return _board is not None
+    return _board is not None and _board.watched
 
 
 def write_to(board: Board) -> bool:

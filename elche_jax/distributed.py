@@ -161,6 +161,24 @@ def watch(timeout: float) -> None:
     start("watcher", folder, timeout)
 
 
+def request_restart() -> None:
+    """Let the job save a checkpoint and end with exit code 75, to be started again.
+
+    All processes do so after the same window, a few later: `Checkpointer.save` and `Trainer.fit`
+    write a checkpoint whether or not it is due, and raise `RestartRequested`. One process that
+    calls this is enough. A loop that does not save goes on.
+
+    It only sets a flag, so it may be called in a handler of a signal: of the one by which Slurm or
+    Kubernetes says that the time of this job is over. `elche-jax launch --elastic` asks by itself.
+
+    Examples:
+        ```python
+        signal.signal(signal.SIGUSR1, lambda *_: elche.distributed.request_restart())
+        ```
+    """
+    _progress.ask()
+
+
 def _limit_collectives(seconds: int) -> None:
     """Let collectives on CPUs fail after some time, unless the environment says when.
 

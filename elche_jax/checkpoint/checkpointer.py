@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from os.path import exists  # unlike Path.exists, accepts any name
 from pathlib import Path
-from textwrap import shorten
 from typing import IO, Any, NamedTuple
 
 import jax
 
 from elche_jax import _check as check, _progress
 from elche_jax._exit import before_exit
+from elche_jax._processes import RestartRequested
 from elche_jax._waiting import interruptible
-from elche_jax.checkpoint.errors import beside
+from elche_jax.checkpoint.errors import CheckpointError, beside, described, none_there
 from elche_jax.checkpoint.lock import lock
 from elche_jax.checkpoint.options import RESUME, Checkpoints
 from elche_jax.checkpoint.reading import read_by_first
@@ -42,16 +42,6 @@ COUNTS = "counts_history"
 """Name under which the counts are saved next to the leaves of the state."""
 
 Notes = Callable[[], Mapping[str, Any]]
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written.
-
-    Attributes:
-        result: The result of `Trainer.fit`, if the error is raised after training has finished.
-    """
-
-    result: Any = None
 
 
 class Restored(NamedTuple):
@@ -163,7 +153,7 @@ class Checkpointer:
                 self._lock.close()
             if asked.on_error == "now":
                 raise
-            logger.warning("elche: no checkpoints will be written: %s", _describe(error))
+            logger.warning("elche: no checkpoints will be written: %s", described(error))
             self._error = error
             return False
 
@@ -251,13 +241,15 @@ class Checkpointer:
         """Return whether a checkpoint is due by number of windows or by time.
 
         In a job of several processes the time is that of the first one, which tells the others: a
-        checkpoint is then due three windows later.
+        checkpoint is then due three windows later. So it is if a process is asked to start again.
 
         Raises:
             CheckpointError: As `save`.
         """
         wishes = self._train.pipeline_of(window, "Checkpointer.due").wishes
         every, seconds = self._checkpoints.every_windows, self._checkpoints.every_seconds
+        if _progress.asked():
+            wishes.add("again")
         if self._job.first:
             if seconds is not None and time.monotonic() - self._last >= seconds:
                 wishes.add("save")
@@ -275,7 +267,7 @@ class Checkpointer:
         self.check()
         if every is not None and (window.index + 1) % every == 0:
             return True
-        return "save" in wishes.agreed
+        return not wishes.agreed.isdisjoint({"save", "again"})
 
     def save(
         self,
@@ -303,6 +295,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: An earlier one could not be written, with `on_error="now"`.
+            RestartRequested: This one is written, and the job was asked to start again.
             NonFiniteError, ReplicaMismatch: Raised by a window in flight.
             TypeError: `window` is not a window.
             ValueError: The folder already has a checkpoint of this window or a later one, as
@@ -326,10 +319,19 @@ class Checkpointer:
         pipeline.wishes.clear("save")
         # copied before this returns: the next window donates the state's buffers
         snapshot = take(state, self._train.common(state), self._job)
-        if self._store is None:  # the first process writes
-            return True
-        known = self._train.run_to_dict()
-        job = (self._store, window, snapshot, known, score, notes)
+        if self._store is not None:  # the first process writes
+            known = self._train.run_to_dict()
+            self._begin((self._store, window, snapshot, known, score, notes))
+        if "again" in pipeline.wishes.agreed:
+            self.wait()
+            self.check()
+            if self.written == step:
+                raise RestartRequested(step)
+            pipeline.wishes.clear("again")  # it will be asked for again: the run is not lost
+        return True
+
+    def _begin(self, job: tuple[Any, ...]) -> None:
+        """Begin to write a checkpoint; `job` has the arguments of `_write`."""
         thread = threading.Thread(target=self._write, args=job, name="elche-checkpoint")
         self._lost = False
         self._done.clear()
@@ -337,7 +339,6 @@ class Checkpointer:
         self._thread = thread
         # before Python closes its thread pools, one of which orbax needs
         self._forget = before_exit(thread.join)
-        return True
 
     def _check_free(self, step: int) -> None:
         """Check that a checkpoint may be written, in the first process."""
@@ -361,7 +362,7 @@ class Checkpointer:
     def _outcome(self) -> tuple[int | None, int | None, str | None]:
         """Return what the other processes have to know of the last checkpoint."""
         error = self._error
-        return self._written, self._step, None if error is None else _describe(error)
+        return self._written, self._step, None if error is None else described(error)
 
     def _join(self) -> None:
         """Wait for the thread."""
@@ -420,7 +421,7 @@ class Checkpointer:
         if error is None:
             return
         self._error = self._shared = None
-        what = _describe(error) if self._job.first else str(error)
+        what = described(error) if self._job.first else str(error)
         raise CheckpointError(
             f"checkpoints: {self._folder} must take checkpoints, but {what}"
         ) from error
@@ -445,7 +446,7 @@ class Checkpointer:
             if self._error is None:  # log once: on a full disk all of them fail
                 logger.warning(
                     "elche: the checkpoint of window %d was not written: %s. Later failures are "
-                    "not logged.", step, _describe(error),
+                    "not logged.", step, described(error),
                 )  # fmt: skip
             # no step: a window whose checkpoint failed may be saved again
             self._error, self._step, self._lost = self._error or error, None, True
@@ -480,15 +481,3 @@ class Checkpointer:
         if moved:
             rows = jax.tree.map(lambda leaf: repeated(leaf, train.world_size), rows)
         return put(state, rows, train.fleet)
-
-
-def _describe(error: BaseException) -> str:
-    return shorten(f"{type(error).__name__}: {error}", 300)
-
-
-def none_there(folder: Path) -> ValueError:
-    """Return the error for `resume="must"` without a checkpoint."""
-    return ValueError(
-        f"checkpoints: {folder} must hold a whole checkpoint with resume='must', got none. Pass "
-        "resume='auto' to start."
-    )

@@ -1,7 +1,33 @@
-"""Errors during the handling of another error."""
+"""Errors of checkpoints, and errors during the handling of another error."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written.
+
+    Attributes:
+        result: The result of `Trainer.fit`, if the error is raised after training has finished.
+    """
+
+    result: Any = None
+
+
+def none_there(folder: Path) -> ValueError:
+    """Return the error for `resume="must"` without a checkpoint."""
+    return ValueError(
+        f"checkpoints: {folder} must hold a whole checkpoint with resume='must', got none. Pass "
+        "resume='auto' to start."
+    )
+
+
+def described(error: BaseException) -> str:
+    """Return an error on one line."""
+    return shorten(f"{type(error).__name__}: {error}", 300)
 
 
 @contextmanager

@@ -6,9 +6,11 @@ import numpy as np
 
 NAMES: tuple[str, ...] = (
     "save", "wrote", "lost", "failed", "max_seconds", "callback", "stop", "interrupt", "exit",
+    "again",
 )  # fmt: skip
 """What may be asked: a checkpoint; to note that the last one is written, or is not; to raise what
-a process has raised; and to stop, for one of several reasons."""
+a process has raised; to stop, for one of several reasons; and to end, so that the job can be
+started again."""
 
 
 class Wishes:

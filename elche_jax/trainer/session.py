@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from elche_jax import _check as check
-from elche_jax.checkpoint.checkpointer import Checkpointer, none_there
-from elche_jax.checkpoint.errors import beside
+from elche_jax.checkpoint.checkpointer import Checkpointer
+from elche_jax.checkpoint.errors import beside, none_there
 from elche_jax.data.order import Cursor
 from elche_jax.engine.replicas import unreplicate
 from elche_jax.train.evaluate import EvalStep

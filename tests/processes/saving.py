@@ -16,6 +16,7 @@ import optax
 from reference import data, loss_fn, params
 from scenes import Noted, raised
 
+from elche_jax import _progress
 from elche_jax.checkpoint.store import Store
 
 BATCH, EXAMPLES, STOP, LAST = 4, 240, 3, 6
@@ -190,7 +191,24 @@ def later(folder):
             saver.save(state, window, force=True)
 
 
-SCENES = (straight, coverage, timed, full, errors)
+def again(folder):
+    """After which window all end if one is asked to start again, and what it has saved."""
+    train, trained = build(cadence=elche.FixedTotal(3)), []
+    state = train.init(params())
+    try:
+        with elche.Checkpointer(train, elche.Checkpoints(folder / "again")) as saver:
+            for window in train.windows(ROWS, BATCH):
+                state, _ = train(state, window)
+                trained.append(window.index)
+                if OTHER and window.index == 2:
+                    elche.distributed.request_restart()
+                saver.save(state, window)
+    except elche.RestartRequested as ended:
+        _progress._asked = False  # what follows is not asked
+        return [trained[-1], ended.windows, ended.code, saver.written]
+
+
+SCENES = (straight, coverage, timed, full, errors, again)
 
 if __name__ == "__main__":
     phase, place = sys.argv[1], Path(sys.argv[2])

@@ -94,6 +94,11 @@ def test_the_clock_of_the_first_process_decides_for_all(job):
     assert saved[0] + 1 in written, "all know what is on disk"
 
 
+def test_all_end_where_one_is_asked_to_start_again(job):
+    # told in window 3, known to all two windows later, after which all have saved
+    assert [process["again"] for process in job[0]] == [[5, 6, 75, 6]] * 2
+
+
 def test_a_full_disk_of_the_first_process_is_an_error_everywhere(job):
     said, folder = job
     full = "OSError: [Errno 28] No space left on device"

@@ -23,6 +23,7 @@ from fitting import (
 from marks import slow
 
 import elche_jax as elche
+from elche_jax import _progress
 
 EVALUATION = elche.Evaluation(metric_fn, HELD_OUT, 16)
 TIMES = ("seconds", "examples_per_s", "throughput", "busy")
@@ -95,6 +96,37 @@ class Refuse(elche.Callback):
     def on_evaluation(self, context, results):
         if context.history:
             raise Halt
+
+
+@pytest.mark.parametrize("background", [False, slow(True)])
+def test_a_run_that_is_asked_to_start_again(background, tmp_path, monkeypatch):
+    """In the middle of an epoch: it ends without a report, and goes on as if nothing had been."""
+    whole = trainer().fit(PARAMS, DATA, 8, 3, progress=False)
+    monkeypatch.setattr(_progress, "_asked", False)
+    asks = steps_that(8, elche.distributed.request_restart)
+    run = {"run_dir": tmp_path / "run", "resume": "auto", "progress": False}
+    with pytest.raises(elche.RestartRequested) as ended:
+        if background:
+            trainer().start(PARAMS, DATA, 8, 3, callbacks=[asks], **run).join()
+        else:
+            trainer().fit(PARAMS, DATA, 8, 3, callbacks=[asks], **run)
+    assert ended.value.windows == 9
+    assert not (tmp_path / "run" / "report.html").exists(), "the run is not over"
+    monkeypatch.setattr(_progress, "_asked", False)
+    last = trainer().fit(PARAMS, DATA, 8, 3, **run)
+    assert same_bits(last.state, whole.state) and told(last.history) == told(whole.history)
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def steps_that(window, do):
+    """A callback that does something in a window."""
+
+    class Does(elche.Callback):
+        def on_window(self, context):
+            if context.window.index == window:
+                do()
+
+    return Does()
 
 
 def test_more_epochs_than_before(tmp_path):
