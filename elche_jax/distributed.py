@@ -132,7 +132,8 @@ def watch(timeout: float) -> None:
             ended: their own watchdogs end these.
 
     Raises:
-        RuntimeError: If it was called before, or the system is Windows.
+        RuntimeError: If it was called before, the system is Windows, or `elche-jax launch
+            --elastic` has started this process without `--timeout`.
         TypeError: If `timeout` is no number.
         ValueError: If it is out of range.
 
@@ -152,6 +153,11 @@ def watch(timeout: float) -> None:
         return
     if _progress.watched():
         raise RuntimeError(f"{where}: it must be called once, this process is watched already.")
+    if _progress.noting():
+        raise RuntimeError(
+            f"{where}: under `elche-jax launch --elastic` the launcher must watch, but it got no "
+            f"--timeout. Pass it --timeout {timeout:g}."
+        )
     from elche_jax.launch.program import start
     from elche_jax.launch.watcher import BOARD
 

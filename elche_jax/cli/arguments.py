@@ -29,6 +29,7 @@ def _number(kind: Callable[[str], float], rule: str, holds: Callable[[float], bo
 
 
 count = _number(int, "an integer of at least 1", lambda value: value >= 1)
+number = _number(int, "an integer of at least 0", lambda value: value >= 0)
 rank = _number(int, "integers of at least 0", lambda value: value >= 0)
 duration = _number(float, "a number above 0", lambda value: 0 < value < math.inf)
 

@@ -4,9 +4,13 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from elche_jax.cli import arguments
 from elche_jax.cli.errors import CommandError, UsageError
+
+if TYPE_CHECKING:
+    from elche_jax.launch.elastic import Elastic
 
 HELP = "start the processes of a job on this machine, watch them, and end all of them"
 EPILOG = """\
@@ -15,6 +19,7 @@ The script calls elche.distributed.initialize(), without arguments, before it us
 example:
   elche-jax launch -n 2 --cpu-devices 2 train.py --epochs 3
   elche-jax launch -n 4 --timeout 60 -m package.train
+  elche-jax launch -n 3 --elastic 2:4 --number-file number.txt train.py
   elche-jax launch -n 2 --num-processes 4 --first-id 2 --coordinator 10.0.0.1:1234 train.py
 """
 
@@ -35,6 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--on-failure", choices=("end", "continue"), default="end",
         help="what becomes of the others when one fails (end)",
+    )  # fmt: skip
+    add(
+        "--elastic", type=_bounds, metavar="MIN:MAX",
+        help="start all again from the last window when one fails or another number is wanted, "
+        "with MIN to MAX processes",
+    )  # fmt: skip
+    add(
+        "--max-restarts", type=arguments.number, metavar="K",
+        help="how many times to start again after a failure (3)",
+    )  # fmt: skip
+    add(
+        "--number-file", type=arguments.path, metavar="FILE",
+        help="holds the number of processes that are wanted; read again and again",
     )  # fmt: skip
     add(
         "--grace", type=arguments.duration, default=10.0, metavar="SECONDS",
@@ -59,7 +77,8 @@ def run(options: argparse.Namespace) -> int:
     """Run the command."""
     if os.name != "posix":
         raise CommandError("launch needs the signals and sessions of POSIX, which Windows lacks")
-    from elche_jax.launch.launcher import Asked, launch
+    from elche_jax.launch.generation import Asked
+    from elche_jax.launch.launcher import launch
 
     if not options.module and not Path(options.script).is_file():
         raise UsageError(f"SCRIPT must be a file, got {options.script}")
@@ -72,6 +91,7 @@ def run(options: argparse.Namespace) -> int:
             f"--first-id must be at least 0 and at most --num-processes minus -n "
             f"({total - options.processes}), got {first}"
         )
+    elastic = _elastic(options)
     program = ["-m"] if options.module else []
     asked = Asked(
         command=[sys.executable, *program, options.script, *options.args],
@@ -83,5 +103,45 @@ def run(options: argparse.Namespace) -> int:
         go_on=options.on_failure == "continue",
         timeout=options.timeout,
         grace=options.grace,
+        elastic=elastic,
+        number_file=options.number_file,
     )
     return launch(asked)
+
+
+def _elastic(options: argparse.Namespace) -> "Elastic | None":
+    """Return how many processes generations have, None for one generation."""
+    from elche_jax.launch.elastic import RESTARTS, Elastic
+
+    if options.elastic is None:
+        for name in ("max_restarts", "number_file"):
+            if getattr(options, name) is not None:
+                raise UsageError(f"--{name.replace('_', '-')} must be given with --elastic")
+        return None
+    low, high = options.elastic
+    if not low <= options.processes <= high:
+        raise UsageError(
+            f"-n must be from {low} to {high} with --elastic {low}:{high}, got {options.processes}"
+        )
+    if options.num_processes is not None:
+        raise UsageError("--elastic must be given without --num-processes: it is for one machine")
+    if options.on_failure == "continue":
+        raise UsageError(
+            "--elastic must be given without --on-failure: it says what becomes of the others"
+        )
+    restarts = RESTARTS if options.max_restarts is None else options.max_restarts
+    return Elastic(low, high, options.processes, restarts)
+
+
+def _bounds(text: str) -> tuple[int, int]:
+    """Return the two numbers of MIN:MAX, or of one number alone."""
+    low, _, high = text.partition(":")
+    try:
+        bounds = arguments.count(low), arguments.count(high or low)
+    except argparse.ArgumentTypeError:
+        bounds = 1, 0
+    if bounds[0] > bounds[1]:
+        raise argparse.ArgumentTypeError(
+            f"must be MIN:MAX, two integers of at least 1 in ascending order, got {text!r}"
+        )
+    return bounds

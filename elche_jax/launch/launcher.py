@@ -1,92 +1,54 @@
-"""Starts the processes of a job, passes on what they print, and ends all of them."""
+"""Starts the processes of a job, again if need be, passes on what they print, and ends all."""
 
 import os
 import secrets
 import selectors
 import shutil
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-from elche_jax._progress import VARIABLE, Board
-from elche_jax.launch.child import Child
+from elche_jax.launch.elastic import Elastic, Ended, Outcome, parsed
+from elche_jax.launch.generation import Asked, Generation, say
 from elche_jax.launch.marked import end_marked, kill
 from elche_jax.launch.output import Output
 from elche_jax.launch.program import start
-from elche_jax.launch.watchdog import Watchdog
-
-NAME = "elche-jax launch"
-STEPS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-"""How processes are asked to end, one after the other."""
 
 ENDING = {signal.SIGINT: 0, signal.SIGTERM: 1, signal.SIGHUP: 1}
 """Signals that end the launcher, and with which step it begins."""
 
-DEFAULTS = {
-    "PYTHONUNBUFFERED": "1",
-    # else JAX's service takes SIGTERM for a notice, and the process does not end
-    "JAX_ENABLE_PREEMPTION_SERVICE": "0",
-}
-"""Variables that processes have unless the environment says something else."""
-
 BROKEN_PIPE = 141
 
-
-@dataclass(frozen=True)
-class Asked:
-    """What is to be launched.
-
-    Attributes:
-        command: The program and its arguments.
-        processes: How many are started here.
-        total: How many the job has.
-        first: Number of the first one here.
-        coordinator: Address of process 0; None for a free port of this machine.
-        cpu_devices: Virtual CPU devices of each; None for the devices there are.
-        go_on: Whether the others go on when one fails.
-        timeout: Seconds that a window may take; None for no watchdog.
-        grace: Seconds between two steps of ending processes.
-    """
-
-    command: Sequence[str]
-    processes: int
-    total: int
-    first: int = 0
-    coordinator: str | None = None
-    cpu_devices: int | None = None
-    go_on: bool = False
-    timeout: float | None = None
-    grace: float = 10.0
+READ_S = 0.5
+"""Between two looks at the file that says how many processes are wanted."""
 
 
 def launch(asked: Asked) -> int:
     """Run a job to its end; return its exit code.
 
-    It is that of the first failure, 128 plus the number of the signal that ended it. Whatever the
-    end is, nothing that was started is left.
+    It is that of the first failure, 128 plus the number of the signal that ended it; of an elastic
+    job that of the first failure in its last generation. Whatever the end is, nothing that was
+    started is left.
     """
     with ExitStack() as stack:
         selector = stack.enter_context(selectors.PollSelector())
         signals = stack.enter_context(_signals(selector))
         output = Output(selector)
         folder, mark = stack.enter_context(_guarded())
-        launcher = _Launcher(asked, selector, output, signals, folder)
-        try:
-            launcher.start(stack, mark)
-            launcher.run()
-        finally:
-            launcher.close(mark)
+        launcher = _Launcher(asked, selector, output, signals, folder, mark)
+        if asked.elastic is None:
+            launcher.run(range(asked.processes), asked.total)
+        else:
+            launcher.run_elastic(asked.elastic)
         launcher.flush()
         return launcher.code
 
 
 class _Launcher:
-    """The processes of a job.
+    """The generations of a job, of which there is one at a time.
 
     Attributes:
         code: The exit code so far.
@@ -99,69 +61,64 @@ class _Launcher:
         output: Output,
         signals: list[int],
         folder: Path,
+        mark: str,
     ):
         self._asked, self._selector, self._output = asked, selector, output
-        self._signals, self._folder = signals, folder
-        self._children: list[Child] = []
-        self._alive: dict[int, Child] = {}
-        self._step: int | None = None  # of ending all, and when the next one is due
+        self._signals, self._folder, self._mark = signals, folder, mark
+        self._number = 0  # of the generation
+        self._generation: Generation | None = None
+        self._elastic: Elastic | None = None
+        self._text = ""  # of the file with a number, and when it is read again
         self._due = 0.0
-        self._watchdog: Watchdog | None = None
-        self._killed: set[int] = set()  # by it
         self.code = 0
         self._failed = self._signalled = False
 
-    def start(self, stack: ExitStack, mark: str) -> None:
-        """Start the processes."""
-        asked = self._asked
-        address = asked.coordinator or f"localhost:{stack.enter_context(_free_port())}"
-        common = os.environ | {
-            "JAX_COORDINATOR_ADDRESS": address,
-            "ELCHE_NUM_PROCESSES": str(asked.total),
-            mark: "1",
-        }
-        for name, value in DEFAULTS.items():
-            common.setdefault(name, value)
-        common.pop(VARIABLE, None)
-        if asked.cpu_devices is not None:
-            common |= {"JAX_NUM_CPU_DEVICES": str(asked.cpu_devices), "JAX_PLATFORMS": "cpu"}
-        numbers = range(asked.first, asked.first + asked.processes)
-        width = len(str(numbers[-1]))
-        if asked.timeout is not None:
-            boards = {at: Board.create(self._folder / str(at)) for at in numbers}
-            self._watchdog = Watchdog(boards, asked.timeout, asked.total)
-        for at in numbers:
-            own = {"ELCHE_PROCESS_ID": str(at)}
-            if asked.timeout is not None:
-                own[VARIABLE] = str(self._folder / str(at))
-            prefix = f"[{at:{width}}] ".encode()
-            child = Child(at, asked.command, common | own, prefix, self._output, self._selector)
-            self._children.append(child)
-            self._alive[at] = child
+    def run_elastic(self, elastic: Elastic) -> None:
+        """Run one generation after the other, until the job has ended."""
+        self._elastic = elastic
+        self._look()
+        while True:
+            elastic = self._elastic
+            places = elastic.places
+            several = "es" if len(places) > 1 else ""
+            fewer = f" ({elastic.wanted} wanted)" if len(places) < elastic.wanted else ""
+            text = f"generation {self._number + 1}: {len(places)} process{several}{fewer}"
+            self._say(f"{text}, resuming" if self._number else text)
+            outcome = self.run(places, len(places))
+            if self._failed:  # a signal, or nobody reads
+                return
+            following = self._elastic.after(outcome)
+            if isinstance(following, Ended):
+                self._failed, self.code = following.code != 0, following.code
+                if following.why:
+                    self._say(following.why)
+                return
+            self._elastic = following
 
-    def run(self) -> None:
-        """Wait until all processes have ended."""
-        while self._alive:
-            for child in self._children:
-                child.read(not self._output.full)
-            self._select(self._wait_s())
-            self._take_signals()
-            for child in [*self._alive.values()]:
-                if (code := child.ended()) is not None:
-                    del self._alive[child.number]
-                    self._on_end(child, code)
-            if self._step is not None and time.monotonic() >= self._due:
-                self._end(self._step + 1)
-            if self._watchdog is not None and self._step is None:
-                self._look(self._watchdog)
-
-    def close(self, mark: str) -> None:
-        """End what is left, grandchildren in sessions of their own included."""
-        for child in self._alive.values():
-            child.signal(signal.SIGKILL)
-        end_marked(mark)
-        for child in self._children:
-            child.close()
+    def run(self, places: Sequence[int], total: int) -> Outcome:
+        """Run a generation to its end; return how it ended."""
+        self._number += 1
+        folder = self._folder / str(self._number)
+        folder.mkdir()
+        try:
+            self._generation = generation = Generation(
+                self._asked, places, total, self._selector, self._output, folder, self._mark
+            )
+            while not generation.over:
+                generation.read()
+                self._select(self._wait_s(generation))
+                self._take_signals()
+                generation.go_on()
+                if self._look():
+                    generation.ask()
+        finally:
+            # what they left behind, in sessions of its own included, and then their output
+            end_marked(self._mark)
+            if self._generation is not None:
+                self._generation.close()
+        self._failed, self.code = generation.failed, generation.code
+        self._generation = None
+        return generation.outcome
 
     def flush(self) -> None:
         """Write what is not written yet; if a signal ends all, only for a while."""
@@ -183,10 +140,12 @@ class _Launcher:
             self._output.drop()
             self._stop(BROKEN_PIPE, 1)
 
-    def _wait_s(self) -> float | None:
-        if self._step is not None:
-            return max(0.0, self._due - time.monotonic()) if self._step < len(STEPS) - 1 else None
-        return None if self._watchdog is None else self._watchdog.every
+    def _wait_s(self, generation: Generation) -> float | None:
+        seconds = generation.wait_s()
+        if self._asked.number_file is None:
+            return seconds
+        left = max(0.0, self._due - time.monotonic())
+        return left if seconds is None else min(seconds, left)
 
     def _take_signals(self) -> None:
         while self._signals:
@@ -196,47 +155,39 @@ class _Launcher:
                 self._stop(128 + number, ENDING[signal.Signals(number)])
 
     def _stop(self, code: int, step: int) -> None:
-        """End all with an exit code, or hurry if they are being ended."""
-        if not self._failed:
+        if self._generation is not None:
+            self._generation.stop(code, step)
+        elif not self._failed:
             self._failed, self.code = True, code
-        self._end(step if self._step is None else max(step, self._step + 1))
 
-    def _end(self, step: int) -> None:
-        self._step = min(step, len(STEPS) - 1)
-        self._due = time.monotonic() + self._asked.grace
-        for child in reversed(self._alive.values()):  # the coordinator last: the others need it
-            child.signal(STEPS[self._step])
-
-    def _on_end(self, child: Child, code: int) -> None:
-        """Take note of the end of a process."""
-        asked = self._asked
-        if asked.go_on and child.number == asked.first and self._step is None:
-            self.code = code
-        if not code or self._step is not None:
-            return
-        how = f"exit code {code}"
-        if code > 128 and code - 128 in set(signal.Signals):
-            how = signal.Signals(code - 128).name
-        if asked.go_on:
-            self._say(f"process {child.number} ended with {how}, the others go on")
-        else:
-            others = ", the others are ended" if self._alive else ""
-            self._say(f"process {child.number} ended with {how}{others}")
-            self._stop(code, 1)
-
-    def _look(self, watchdog: Watchdog) -> None:
-        alive = {n: child.pid for n, child in self._alive.items() if n not in self._killed}
-        for stuck in watchdog.look(alive, time.monotonic()):
-            ended = [*alive] if stuck.process is None else [stuck.process]
-            line = f"{NAME}: {stuck}"
-            self._output.put(2, f"{line}\n".encode())
-            watchdog.tell(self._folder, line, alive.keys() - set(ended))
-            self._killed.update(ended)
-            for number in ended:
-                self._alive[number].signal(signal.SIGKILL)
+    def _look(self) -> bool:
+        """Read how many processes are wanted; return whether that is another number than before."""
+        path, elastic = self._asked.number_file, self._elastic
+        if path is None or elastic is None or time.monotonic() < self._due:
+            return False
+        self._due = time.monotonic() + READ_S
+        try:
+            text = path.read_text("utf-8", "replace").strip()
+        except OSError:  # not there yet, or being replaced
+            return False
+        if text == self._text:
+            return False
+        self._text, number = text, parsed(text, elastic)
+        if number is None:
+            bounds = f"{elastic.low} to {elastic.high}"
+            self._say(
+                f"{path} must hold a number from {bounds}, got {text[:50]!r}; {elastic.wanted} "
+                "stays wanted"
+            )
+            return False
+        if number == elastic.wanted:
+            return False
+        self._elastic = elastic.resized(number)
+        self._say(f"{number} processes are wanted ({path})")
+        return True
 
     def _say(self, text: str) -> None:
-        self._output.put(2, f"{NAME}: {text}\n".encode())
+        say(self._output, text)
 
 
 @contextmanager
@@ -277,15 +228,3 @@ def _guarded() -> Generator[tuple[Path, str]]:
             os.waitpid(guard, 0)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _free_port() -> Generator[int]:
-    """Give a port that no other launcher takes meanwhile.
-
-    It is bound, but nobody listens: the coordinator may bind it, too, as it also allows others to.
-    """
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        reserved.bind(("", 0))
-        yield reserved.getsockname()[1]

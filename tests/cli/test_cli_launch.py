@@ -96,7 +96,7 @@ def test_processes_get_their_numbers_and_their_lines_a_prefix(launched):
 
 def test_a_module_on_one_of_several_hosts(launched):
     hosts = ["--num-processes", "12", "--first-id", "9", "--coordinator", "10.0.0.1:7"]
-    script = SAYS.replace("me and 2 + me", "0")
+    script = SAYS.replace("me and 2 + me", 'int(os.environ["ELCHE_LOCAL_ID"]) != me - 9')
     with launched(script, "-n", "2", *hosts, "-m", arguments=["-m"]) as process:
         code, out, _ = outcome(process)
     rest = "10.0.0.1:7 12 None cpu -m"

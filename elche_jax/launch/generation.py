@@ -1,0 +1,268 @@
+"""The processes that run a job together, from their start to their end."""
+
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from elche_jax._progress import AGAIN, VARIABLE, Board
+from elche_jax.launch.child import Child
+from elche_jax.launch.elastic import Elastic, Failure, Outcome
+from elche_jax.launch.output import Output
+from elche_jax.launch.watchdog import Watchdog
+
+NAME = "elche-jax launch"
+STEPS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+"""How processes are asked to end, one after the other."""
+
+DEFAULTS = {
+    "PYTHONUNBUFFERED": "1",
+    # else JAX's service takes SIGTERM for a notice, and the process does not end
+    "JAX_ENABLE_PREEMPTION_SERVICE": "0",
+}
+"""Variables that processes have unless the environment says something else."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be launched.
+
+    Attributes:
+        command: The program and its arguments.
+        processes: How many are started here.
+        total: How many the job has.
+        first: Number of the first one here.
+        coordinator: Address of process 0; None for a free port of this machine.
+        cpu_devices: Virtual CPU devices of each; None for the devices there are.
+        go_on: Whether the others go on when one fails.
+        timeout: Seconds that a window may take; None for no watchdog.
+        grace: Seconds between two steps of ending processes.
+        elastic: How many processes there may be; None for one generation.
+        number_file: Says how many are wanted; or None.
+    """
+
+    command: Sequence[str]
+    processes: int
+    total: int
+    first: int = 0
+    coordinator: str | None = None
+    cpu_devices: int | None = None
+    go_on: bool = False
+    timeout: float | None = None
+    grace: float = 10.0
+    elastic: Elastic | None = None
+    number_file: Path | None = None
+
+
+class Generation:
+    """The processes of a job that are started here.
+
+    Attributes:
+        code: The exit code so far.
+        failed: Whether `code` is that of a failure or of what ended all.
+
+    Args:
+        asked: What is launched.
+        places: The places of the processes on this machine, in the order of their numbers.
+        total: How many processes the job has.
+        selector: Waits for what they print.
+        output: Where that goes.
+        folder: Where they note what they do; it must be new.
+        mark: A variable of all their environments.
+    """
+
+    def __init__(
+        self,
+        asked: Asked,
+        places: Sequence[int],
+        total: int,
+        selector: selectors.BaseSelector,
+        output: Output,
+        folder: Path,
+        mark: str,
+    ):
+        self._asked, self._output, self._folder = asked, output, folder
+        self._stack = ExitStack()
+        self._children: list[Child] = []
+        self._alive: dict[int, Child] = {}
+        self._step: int | None = None  # of ending all, and when the next one is due
+        self._due = 0.0
+        self._boards: dict[int, Board] = {}
+        self._watchdog: Watchdog | None = None
+        self._killed: set[int] = set()  # by it
+        self.code = 0
+        self.failed = False
+        self._first_code = 0
+        self._failures: list[Failure] = []
+        self._asked_to_end = False
+        try:
+            self._start(places, total, selector, mark)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(
+        self, places: Sequence[int], total: int, selector: selectors.BaseSelector, mark: str
+    ) -> None:
+        asked = self._asked
+        address = asked.coordinator
+        if address is None:
+            address = f"localhost:{self._stack.enter_context(_free_port())}"
+        common = os.environ | {
+            "JAX_COORDINATOR_ADDRESS": address,
+            "ELCHE_NUM_PROCESSES": str(total),
+            mark: "1",
+        }
+        for name, value in DEFAULTS.items():
+            common.setdefault(name, value)
+        common.pop(VARIABLE, None)
+        if asked.cpu_devices is not None:
+            common |= {"JAX_NUM_CPU_DEVICES": str(asked.cpu_devices), "JAX_PLATFORMS": "cpu"}
+        self._place_of = dict(enumerate(places, asked.first))
+        width = len(str(max(self._place_of)))
+        watched = asked.timeout is not None
+        if watched or asked.elastic is not None:
+            self._boards = {
+                at: Board.create(self._folder / str(at), watched) for at in self._place_of
+            }
+        if asked.timeout is not None:
+            self._watchdog = Watchdog(self._boards, asked.timeout, total)
+        for at, place in self._place_of.items():
+            own = {"ELCHE_PROCESS_ID": str(at), "ELCHE_LOCAL_ID": str(place)}
+            if at in self._boards:
+                own[VARIABLE] = str(self._boards[at].path)
+            prefix = f"[{at:{width}}] ".encode()
+            child = Child(at, asked.command, common | own, prefix, self._output, selector)
+            self._children.append(child)
+            self._alive[at] = child
+
+    @property
+    def over(self) -> bool:
+        """Whether all processes have ended."""
+        return not self._alive
+
+    @property
+    def outcome(self) -> Outcome:
+        """How it has ended."""
+        return Outcome(self._first_code, self._failures, self._progress, self._asked_to_end)
+
+    @property
+    def _progress(self) -> bool:
+        """Whether a process has completed a window."""
+        noted = [board.read() for board in self._boards.values()]
+        return any(one.window > one.first for one in noted)
+
+    def read(self) -> None:
+        """Read what the processes print, unless too much of it waits to be written."""
+        for child in self._children:
+            child.read(not self._output.full)
+
+    def wait_s(self) -> float | None:
+        """Return for how many seconds nothing is to be done unless something happens."""
+        if self._step is not None:
+            return max(0.0, self._due - time.monotonic()) if self._step < len(STEPS) - 1 else None
+        return None if self._watchdog is None else self._watchdog.every
+
+    def go_on(self) -> None:
+        """Take note of processes that have ended, and end those that are to end."""
+        for child in [*self._alive.values()]:
+            if (code := child.ended()) is not None:
+                del self._alive[child.number]
+                self._on_end(child, code)
+        if self._step is not None and time.monotonic() >= self._due:
+            self._end(self._step + 1)
+        if self._watchdog is not None and self._step is None:
+            self._look(self._watchdog)
+
+    def ask(self) -> None:
+        """Ask the processes to save and to end."""
+        self._asked_to_end = True
+        for at in self._alive:
+            self._boards[at].ask()
+
+    def stop(self, code: int, step: int) -> None:
+        """End all with an exit code, or hurry if they are being ended."""
+        if not self.failed:
+            self.failed, self.code = True, code
+        self._end(step if self._step is None else max(step, self._step + 1))
+
+    def close(self) -> None:
+        """End what is left of the processes and their groups."""
+        for child in self._alive.values():
+            child.signal(signal.SIGKILL)
+        for child in self._children:
+            child.close()
+        self._stack.close()
+
+    def _end(self, step: int) -> None:
+        self._step = min(step, len(STEPS) - 1)
+        self._due = time.monotonic() + self._asked.grace
+        for child in reversed(self._alive.values()):  # the coordinator last: the others need it
+            child.signal(STEPS[self._step])
+
+    def _on_end(self, child: Child, code: int) -> None:
+        """Take note of the end of a process."""
+        asked, number = self._asked, child.number
+        if number == asked.first and self._step is None:
+            self._first_code = code
+            if asked.go_on:
+                self.code = code
+        if not code or self._step is not None or (asked.elastic and code == AGAIN):
+            return
+        how = f"exit code {code}"
+        if code > 128 and code - 128 in set(signal.Signals):
+            how = signal.Signals(code - 128).name
+        said = f"process {number} ended with {how}"
+        if asked.elastic is not None:
+            self._failures.append(Failure(number, self._place_of[number], code))
+            self._without(number, said)
+        elif asked.go_on:
+            say(self._output, f"{said}, the others go on")
+        else:
+            say(self._output, f"{said}{', the others are ended' if self._alive else ''}")
+            self.stop(code, 1)
+
+    def _without(self, number: int, said: str) -> None:
+        """Let the others save, after the end of a process, or end them if they cannot."""
+        if not self._alive or 0 not in (number, *self._alive):
+            say(self._output, said)  # it was the last one, or the first has done its work
+        elif number == 0 or not self._progress:
+            # the coordinator has gone, or there is nothing to save
+            self._first_code = self._first_code or self._failures[0].code
+            say(self._output, f"{said}, the others are ended")
+            self._end(1)
+        else:
+            say(self._output, f"{said}, the others go on without it until they have saved")
+            self.ask()
+
+    def _look(self, watchdog: Watchdog) -> None:
+        alive = {n: child.pid for n, child in self._alive.items() if n not in self._killed}
+        for stuck in watchdog.look(alive, time.monotonic()):
+            ended = [*alive] if stuck.process is None else [stuck.process]
+            say(self._output, str(stuck))
+            watchdog.tell(self._folder, f"{NAME}: {stuck}", alive.keys() - set(ended))
+            self._killed.update(ended)
+            for number in ended:
+                self._alive[number].signal(signal.SIGKILL)
+
+
+def say(output: Output, text: str) -> None:
+    """Print a line of the launcher."""
+    output.put(2, f"{NAME}: {text}\n".encode())
+
+
+@contextmanager
+def _free_port() -> Generator[int]:
+    """Give a port that no other launcher takes meanwhile.
+
+    It is bound, but nobody listens: the coordinator may bind it, too, as it also allows others to.
+    """
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(("", 0))
+        yield reserved.getsockname()[1]

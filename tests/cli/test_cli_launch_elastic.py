@@ -1,0 +1,280 @@
+"""`elche-jax launch --elastic` with processes without JAX: which generation follows which."""
+
+import re
+import signal
+import sys
+from pathlib import Path
+
+import children
+import pytest
+from waits import eventually
+
+from elche_jax._progress import AGAIN
+from elche_jax.cli import main
+from elche_jax.launch.elastic import Elastic, Ended, Failure, Outcome, parsed
+
+COMMAND = [sys.executable, "-W", "error", "-m", "elche_jax", "launch"]
+HEAD = """
+import os, signal, subprocess, sys, threading, time
+from pathlib import Path
+from elche_jax import _progress
+me, place = int(os.environ["ELCHE_PROCESS_ID"]), int(os.environ["ELCHE_LOCAL_ID"])
+size, here = int(os.environ["ELCHE_NUM_PROCESSES"]), Path(".")
+generation = len([*here.glob(f"started-{me}-*")]) + 1
+(here / f"started-{me}-{generation}").touch()
+
+def train():
+    _progress.opened(7, [me], me)
+    _progress.completed(7)
+    (here / f"trained-{me}-{generation}").touch()
+
+def wait_for_all():
+    while len([*here.glob(f"trained-*-{generation}")]) < size:
+        time.sleep(0.01)
+
+def leave():
+    while not _progress.asked():
+        time.sleep(0.01)
+    sys.exit(75)
+"""
+SAID = "elche-jax launch: "
+
+
+@pytest.fixture
+def launched(tmp_path):
+    """Writes a script; gives what starts it."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+
+    def launched(script, *options):
+        (tmp_path / "script.py").write_text(HEAD + script)
+        return children.started(
+            *COMMAND, *options, "script.py", cwd=tmp_path, limit=60, env={"TMPDIR": str(temporary)}
+        )
+
+    yield launched
+    assert not [*temporary.iterdir()], "a folder of the launcher is left"
+
+
+def outcome(process):
+    """The exit code, what the processes printed, and what the launcher said."""
+    out, err = process.communicate()
+    said = [line[len(SAID) :] for line in err.splitlines() if line.startswith(SAID)]
+    return process.returncode, sorted(out.splitlines()), said
+
+
+LOSES = """
+train()
+wait_for_all()
+if me == 1 and generation == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if generation == 1:
+    leave()
+print("done", size)
+"""
+
+
+def test_the_others_save_when_one_is_lost_and_all_come_back(launched):
+    with launched(LOSES, "-n", "3", "--elastic", "2:3") as process:
+        code, out, said = outcome(process)
+    assert (code, out) == (0, [f"[{me}] done 3" for me in range(3)])
+    assert said == [
+        "generation 1: 3 processes",
+        "process 1 ended with SIGKILL, the others go on without it until they have saved",
+        "generation 2: 3 processes, resuming",
+    ]
+
+
+FAILS = """
+train()
+wait_for_all()
+if me == {me}:
+    sys.exit(4 + generation)
+leave() if {leaves} else time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("me", "goes_on"), [(1, True), (0, False)])
+def test_restarts_are_counted(me, goes_on, launched):
+    script = FAILS.format(me=me, leaves=goes_on)
+    with launched(script, "-n", "2", "--elastic", "1:2", "--max-restarts", "1") as process:
+        code, _, said = outcome(process)
+    rest = "go on without it until they have saved" if goes_on else "are ended"
+    assert code == 6, "of the first failure in the last generation"
+    assert said == [
+        "generation 1: 2 processes",
+        f"process {me} ended with exit code 5, the others {rest}",
+        "generation 2: 2 processes, resuming",
+        f"process {me} ended with exit code 6, the others {rest}",
+        f"all restarts are used (--max-restarts): process {me} ended with exit code 6",
+    ]
+
+
+BROKEN = """
+if place in {broken}:
+    sys.exit(9)
+if {low} < size or 0 in {broken}:
+    time.sleep(600)
+print("done", place)
+"""
+
+
+def test_a_place_at_which_none_can_run_is_left_out(launched):
+    script = BROKEN.format(broken=[1], low=2)
+    with launched(script, "-n", "3", "--elastic", "2:3") as process:
+        code, out, said = outcome(process)
+    assert (code, out) == (0, ["[0] done 0", "[1] done 2"])
+    assert said == [
+        "generation 1: 3 processes",
+        "process 1 ended with exit code 9, the others are ended",
+        "generation 2: 2 processes (3 wanted), resuming",
+    ]
+
+
+def test_too_few_can_run(launched):
+    script = BROKEN.format(broken=[0, 1, 2], low=2)
+    with launched(script, "-n", "2", "--elastic", "2:2") as process:
+        code, _, said = outcome(process)
+    assert code == 9
+    assert re.fullmatch(
+        r"1 process could run, but 2 must \(--elastic\): process [01] ended with exit code 9",
+        said[-1],
+    )
+
+
+NUMBER = """
+train()
+while size != 3:
+    leave()
+print("done", size)
+"""
+
+
+def test_another_number_is_wanted(launched, tmp_path):
+    number = tmp_path / "number"
+    number.write_text("1")  # goes before -n
+    options = "-n", "2", "--elastic", "1:3", "--number-file", "number", "--max-restarts", "0"
+    with launched(NUMBER, *options) as process:
+        said = []
+
+        def says(text):
+            while not any(text in line for line in said):
+                said.append(process.stderr.readline())
+
+        says("generation 1: 1 process\n")
+        for bad in ("4", "two"):
+            number.write_text(bad)
+            says(f"number must hold a number from 1 to 3, got '{bad}'; 1 stays wanted")
+        number.unlink()
+        number.write_text(" 3\n")
+        says("3 processes are wanted (number)")
+        says("generation 2: 3 processes, resuming")
+        code, out, _ = outcome(process)
+    assert (code, out) == (0, [f"[{me}] done 3" for me in range(3)])
+    assert len([line for line in said if line.startswith(SAID)]) == 6, "each is said once"
+
+
+LEAVES = """
+from elche_jax.launch.marked import state_of
+idle = "import time; time.sleep(600)"
+if generation == 1:
+    child = subprocess.Popen([sys.executable, "-c", idle], start_new_session=True)
+    Path("child").write_text(str(child.pid))
+    sys.exit(75)
+print("gone" if state_of(int(Path("child").read_text())) in ("", "Z", "X") else "lives")
+"""
+
+
+def test_what_a_generation_leaves_behind_is_ended_before_the_next_one(launched):
+    with launched(LEAVES, "-n", "1", "--elastic", "1") as process:
+        code, out, said = outcome(process)
+    assert (code, out) == (0, ["[0] gone"])
+    assert said == ["generation 1: 1 process", "generation 2: 1 process, resuming"]
+
+
+def test_a_job_that_asks_by_itself_again_and_again(launched):
+    with launched("sys.exit(75)", "-n", "1", "--elastic", "1:1", "--max-restarts", "2") as process:
+        code, _, said = outcome(process)
+    assert code == AGAIN
+    assert said[2:] == [
+        "generation 3: 1 process, resuming",
+        "all restarts are used (--max-restarts): process 0 ended with exit code 75",
+    ]
+
+
+def test_ctrl_c_ends_the_job_in_any_generation(launched, tmp_path):
+    script = "sys.exit(75) if generation == 1 else time.sleep(600)"
+    with launched(script, "-n", "2", "--elastic", "1:2") as process:
+        eventually(lambda: len([*tmp_path.glob("started-*-2")]) == 2)
+        process.send_signal(signal.SIGINT)
+        code, _, said = outcome(process)
+    assert code == 130
+    assert said[-1] == "generation 2: 2 processes, resuming"
+
+
+def test_the_watchdog_must_be_that_of_the_launcher(launched):
+    script = "import elche_jax as elche\nelche.distributed.watch(2.5)"
+    with launched(script, "-n", "1", "--elastic", "1:1", "--max-restarts", "0") as process:
+        _, err = process.communicate()
+    assert (
+        "RuntimeError: distributed.watch: under `elche-jax launch --elastic` the launcher must "
+        "watch, but it got no --timeout. Pass it --timeout 2.5." in err
+    )
+
+
+THREE = Elastic(low=2, high=4, wanted=3, restarts=1)
+LOST = Failure(1, place=1, code=137)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "places", "restarts"),
+    [
+        (Outcome(AGAIN, asked=True), (0, 1, 2), 1),  # another number is wanted
+        (Outcome(AGAIN, [LOST], asked=True), (0, 1, 2), 0),
+        (Outcome(1, [LOST, Failure(0, 0, 1)]), (0, 1, 2), 0),  # it began, and will have saved
+        (Outcome(137, [LOST], progress=False), (0, 2, 3), 0),
+        (Outcome(AGAIN), (0, 1, 2), 0),  # by itself
+    ],
+)
+def test_what_follows(outcome, places, restarts):
+    following = THREE.after(outcome)
+    assert (following.places, following.restarts) == (places, restarts)
+    assert following.resized(4).places == (0, 1, 2, 3), "all places are tried again"
+
+
+def test_when_nothing_follows():
+    assert THREE.after(Outcome(0, [LOST])) == Ended(0), "process 0 has done its work"
+    last = THREE.after(Outcome(AGAIN))
+    assert last.after(Outcome(3, [Failure(0, 0, 3)])).code == 3
+    assert last.after(Outcome(AGAIN, asked=True)) == last, "what was wanted is no restart"
+    assert last.after(Outcome(AGAIN, [LOST], asked=True)).code == 137
+
+
+@pytest.mark.parametrize("text", ["", "1", "5", "-2", "2.0", "٣", "3 3", "9" * 10_000])
+def test_a_number_that_is_none(text):
+    assert parsed(text, THREE) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("-n 2 --elastic 3:2", "argument --elastic: must be MIN:MAX, two integers of at least 1 in "
+         "ascending order, got '3:2'"),
+        ("-n 2 --elastic some", "in ascending order, got 'some'"),
+        ("-n 2 --elastic 0:2", "in ascending order, got '0:2'"),
+        ("-n 5 --elastic 2:4", "-n must be from 2 to 4 with --elastic 2:4, got 5"),
+        ("-n 2 --max-restarts 1", "--max-restarts must be given with --elastic"),
+        ("-n 2 --number-file x", "--number-file must be given with --elastic"),
+        ("-n 2 --elastic 2 --max-restarts -1", "must be an integer of at least 0, got '-1'"),
+        ("-n 2 --elastic 2 --on-failure continue", "--elastic must be given without --on-failure"),
+        (
+            "-n 2 --elastic 2 --num-processes 4 --first-id 0 --coordinator a:1",
+            "--elastic must be given without --num-processes: it is for one machine",
+        ),
+    ],
+)  # fmt: skip
+def test_usage(options, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("here.py").touch()
+    assert main(["launch", *options.split(), "here.py"]) == 2
+    assert re.match(f"elche-jax launch: .*{re.escape(message)}", capsys.readouterr().err)

@@ -1,0 +1,125 @@
+"""Jobs whose number of processes changes: each generation goes on where the last one stopped."""
+
+import json
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import children
+import jax
+import jobs
+import numpy as np
+import pytest
+from elastic import BATCH, EPOCHS, EXAMPLES, ROWS, TOTAL, build
+from marks import slow
+from reference import params
+from waits import eventually
+
+import elche_jax as elche
+
+PROGRAM = Path(__file__).parent / "elastic.py"
+ENV = {"PYTHONPATH": ":".join(map(str, jobs.PATHS))}
+SAID = "elche-jax launch: "
+
+
+class Launched:
+    """A launcher, and what it says while it runs."""
+
+    def __init__(self, process):
+        self.process, self.err, self.out = process, [], []
+        pairs = (process.stderr, self.err), (process.stdout, self.out)
+        self._readers = [
+            threading.Thread(target=lines.extend, args=[pipe]) for pipe, lines in pairs
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    @property
+    def said(self):
+        return [line[len(SAID) :].strip() for line in self.err if line.startswith(SAID)]
+
+    def ended(self):
+        for reader in self._readers:
+            reader.join(jobs.LIMIT)
+        return self.process.wait(10)
+
+
+@contextmanager
+def launched(how, folder, *options, **happens):
+    command = sys.executable, "-m", "elche_jax", "launch", "--cpu-devices", "1", *options
+    program = PROGRAM, how, folder, json.dumps(happens)
+    with children.started(*command, *program, env=ENV, limit=jobs.LIMIT, cwd=folder) as process:
+        yield Launched(process)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The losses and the parameters of one process that trains from the start to the end."""
+    train, losses = build(devices=jax.devices()[:1]), []
+    state = train.init(params())
+    for window in train.windows(ROWS, BATCH, EPOCHS, seed=3):
+        state, metrics = train(state, window)
+        losses.append(float(metrics["loss"]))
+    return losses, elche.unreplicate(state.params)
+
+
+def check(folder, alone, out, sizes, repeated=()):
+    """Every example once an epoch, the losses of one run, and generations of these sizes."""
+    rows = [json.loads(line) for line in (folder / "journal").read_text().splitlines()]
+    indices = [row[0] for row in rows]
+    assert sorted(one for one in {*indices} if indices.count(one) > 1) == [*repeated]
+    rows = [row for at, row in enumerate(rows) if row[0] not in indices[at + 1 :]]
+    assert [row[0] for row in rows] == list(range(len(alone[0]))), "no window twice, none left out"
+    for epoch in range(EPOCHS):
+        plans = [(first, sum(counts)) for _, of, first, counts, _ in rows if of == epoch]
+        assert plans == [(at, TOTAL) for at in range(0, EXAMPLES // BATCH, TOTAL)]
+    found = [len(row[3]) for row in rows]
+    assert [size for at, size in enumerate(found) if [size] != found[at - 1 : at]] == sizes
+    np.testing.assert_allclose([row[4] for row in rows], alone[0], rtol=1e-4)
+    ends = [json.loads(line.split("] ", 1)[1]) for line in out if "{" in line]
+    assert len(ends) == sizes[-1]
+    for end in ends:
+        for name, leaf in alone[1].items():
+            np.testing.assert_allclose(end[name], leaf, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["loop", slow("fit")])
+def test_three_processes_then_two_then_four(how, alone, tmp_path):
+    number = tmp_path / "number"
+    options = "-n", "3", "--elastic", "2:4", "--number-file", number
+    with launched(how, tmp_path, *options, pauses=[4, 15]) as job:
+        for window, wanted in ((4, 2), (15, 4)):
+            eventually(lambda at=window: [*tmp_path.glob(f"at-{at}-*")], 120)
+            number.write_text(f"{wanted}\n")
+            eventually(lambda n=wanted: f"{n} processes are wanted ({number})" in job.said)
+            (tmp_path / f"go-{window}").touch()
+        assert job.ended() == 0, "".join(job.err)
+    assert [line for line in job.said if "generation" in line] == [
+        "generation 1: 3 processes", "generation 2: 2 processes, resuming",
+        "generation 3: 4 processes, resuming",
+    ]  # fmt: skip
+    check(tmp_path, alone, job.out, [3, 2, 4])
+
+
+@pytest.mark.slow
+def test_the_first_process_ends_and_all_go_on_from_the_last_checkpoint(alone, tmp_path):
+    with launched("loop", tmp_path, "-n", "2", "--elastic", "1:2", kill=[11, 0]) as job:
+        assert job.ended() == 0, "".join(job.err)
+    assert job.said == [
+        "generation 1: 2 processes",
+        "process 0 ended with SIGKILL, the others are ended",
+        "generation 2: 2 processes, resuming",
+    ]
+    check(tmp_path, alone, job.out, [2], repeated=[8, 9, 10])
+
+
+def test_a_process_that_was_lost_comes_back(alone, tmp_path):
+    with launched("loop", tmp_path, "-n", "2", "--elastic", "1:2", kill=[7, 1]) as job:
+        assert job.ended() == 0, "".join(job.err)
+    assert job.said == [
+        "generation 1: 2 processes",
+        "process 1 ended with SIGKILL, the others go on without it until they have saved",
+        "generation 2: 2 processes, resuming",
+    ]
+    check(tmp_path, alone, job.out, [2])
