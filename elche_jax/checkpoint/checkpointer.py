@@ -136,6 +136,7 @@ class Checkpointer:
         self._unwanted: list[Path] = []  # created folders to remove again in `close`
         self._store: Store | None = None  # of the first process
         self._opened = self._job.by_first(self._open)
+        _ = self._job.places  # asked by all: the first process needs them when it saves
 
     def _open(self) -> bool:
         """Open the folder; return False if it fails and training shall run without checkpoints."""
@@ -161,8 +162,8 @@ class Checkpointer:
         """Restore the newest intact checkpoint.
 
         Damaged checkpoints are renamed and logged. The number of devices may differ: replicated
-        leaves are copied, leaves that differ between devices are averaged, and the cadence
-        starts afresh.
+        leaves are copied, leaves that differ between devices are averaged, and the cadence begins
+        with the speeds that are known of the devices.
 
         Args:
             state: The state from `init`; returned as it is if there is no checkpoint.

@@ -5,7 +5,9 @@ device of each, the lead. Everything else that is known of all of them follows f
 travelled in that exchange, so that all processes plan alike.
 """
 
+import os
 import pickle
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -194,6 +196,22 @@ class Job:
             return False
         found = self.gather(digest_of_host(lead))
         return bool((found == found[0]).all())
+
+    @cached_property
+    def places(self) -> tuple[str, ...]:
+        """Where each device is, by which it is known again; all have to ask.
+
+        These are its host, the place that a launcher gave to its process, and its number there,
+        divided by `/`; empty for a device that is lost.
+        """
+        place = f"{socket.gethostname()}/{os.environ.get('ELCHE_LOCAL_ID', '')}"
+        told = self.exchange([f"{place}/{device.local_hardware_id}" for device in self.local])
+        known = {
+            rank: name
+            for ranks, names in zip(self.ranks_of.values(), told, strict=True)
+            for rank, name in zip(ranks, names, strict=True)
+        }
+        return tuple(known.get(rank, "") for rank in range(self.world_size))
 
     def gather(self, row: np.ndarray) -> np.ndarray:
         """Return an array of the host from each process that is there, stacked.

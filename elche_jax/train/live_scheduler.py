@@ -26,6 +26,7 @@ from elche_jax.cadence import (
     SchedulerState,
     WindowPlan,
     WindowRecord,
+    WindowReport,
 )
 from elche_jax.config import Recorder
 from elche_jax.observe.events import (
@@ -220,6 +221,31 @@ class LiveScheduler:
             restored = replace(self._state, schedule=state, told=False)
             self._state = self._before = self._controller.begin(restored)
             self._after.clear()
+
+    def believe(self, rates: Sequence[float | None]) -> bool:
+        """Begin with the speeds that devices are believed to have, until they are measured.
+
+        Args:
+            rates: Microbatches per second, None if unknown, by rank.
+
+        Returns:
+            Whether the cadence has made use of them.
+        """
+        cadence, state = self.cadence, self._state.schedule
+        # a report without a loss, or one window more, would mean something else to some
+        uses = cadence.estimates and not (cadence.uses_loss or cadence.counts_windows)
+        if not uses or len(rates) < 2 or not any(rates):
+            return False
+        pairs = zip(rates, state.counts, strict=True)
+        wall = [0.0 if rate is None else 1e3 * count / rate for rate, count in pairs]
+        # a cost at which `ElChe` leaves the anchor as it is
+        report = WindowReport(wall, state.counts, 0.75 * cadence.overhead_target * max(wall))
+        with self._observing:
+            schedule = self._controller.scheduler.update(state, report)
+            believed = replace(self._state, schedule=schedule, told=False)
+            self._state = self._before = self._controller.begin(believed)
+            self._after.clear()
+        return True
 
     def _check_numbers(self, name: str, values: tuple[Any, ...]) -> None:
         where = self._where

@@ -12,11 +12,14 @@ import numpy as np
 from elche_jax.averaging.rules import AveragingRule
 from elche_jax.cadence.base import State
 from elche_jax.engine.axis import DeviceAxis
+from elche_jax.engine.job import Job
+from elche_jax.engine.lane import kinds_of
 from elche_jax.engine.local import average
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.merge import MergeRules
 from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
 from elche_jax.engine.trainable import Selection
+from elche_jax.train import speeds
 from elche_jax.train.divergence import DivergenceReader, divergence_of
 from elche_jax.train.finite import FiniteWatch
 from elche_jax.train.live_scheduler import LiveScheduler
@@ -28,7 +31,7 @@ logger = logging.getLogger("elche_jax")
 
 
 def run_to_dict(
-    kinds: Sequence[str],
+    job: Job,
     scheduler: LiveScheduler,
     watch: FiniteWatch,
     divergence: DivergenceReader | None,
@@ -36,7 +39,7 @@ def run_to_dict(
     """Return the run as plain numbers and an array of counts, for `restore_run`.
 
     Args:
-        kinds: Kinds of the devices.
+        job: The devices; all processes have asked for their places before.
         scheduler: Plans and records.
         watch: Counts windows that are not finite.
         divergence: Reads how far the devices drift apart; or None.
@@ -44,7 +47,10 @@ def run_to_dict(
     state = scheduler.state
     keeps = isinstance(state.cadence, State)  # a user-defined state need not be serializable
     return {
-        "kinds": list(kinds),
+        "kinds": list(kinds_of(job.devices)),
+        "places": list(job.places),
+        "throughput": list(scheduler.throughput),
+        "lost": list(scheduler.lost),
         "cadence": state.to_dict() if keeps else None,
         "cadence_name": type(scheduler.cadence).__name__,
         "counts": scheduler.history_array,
@@ -57,22 +63,27 @@ def run_to_dict(
 
 
 def restore_run(
-    saved: Mapping[str, Any], kinds: Sequence[str], scheduler: LiveScheduler, watch: FiniteWatch,
+    saved: Mapping[str, Any], job: Job, scheduler: LiveScheduler, watch: FiniteWatch,
     divergence: DivergenceReader | None,
 ) -> None:  # fmt: skip
     """Restore a run from the dict of `run_to_dict`.
 
-    Measurements on another number of devices or on devices of other kinds, by another cadence or
-    one with other arguments, do not apply here: they start afresh, and a log line says so.
+    On other devices the cadence begins with the speeds that are known of those that are here again,
+    or of their kind. Measurements by another cadence or one with other arguments do not apply here:
+    they start afresh, and a log line says so.
     """
-    world_size, saved_kinds = len(kinds), saved.get("kinds", kinds)
+    kinds = kinds_of(job.devices)
+    world_size, saved_kinds = job.world_size, saved.get("kinds", kinds)
     before = len(saved["left_out"])
     if before != world_size:
+        knows = _believe(saved, kinds, job, scheduler)
         logger.warning(
-            "elche: the number of devices is %d, the checkpoint's was %d: the cadence, the guard's "
-            "history and counts_history start over.",
+            "elche: the number of devices is %d, the checkpoint's was %d: %sthe guard's history "
+            "and counts_history start over%s.",
             world_size,
             before,
+            "" if knows else "the cadence, ",
+            ", counts begin with the speeds that are known" if knows else "",
         )
         watch.restore(saved["skipped"], [0] * world_size, saved["in_a_row"])
         return
@@ -87,6 +98,11 @@ def restore_run(
             "elche: the checkpoint is of a run with %s, this one has %s: the cadence starts over.",
             saved["cadence_name"],
             name,
+        )
+    elif _moved(saved, job) and _believe(saved, kinds, job, scheduler):
+        logger.warning(
+            "elche: the devices are not those that the checkpoint's run had in the end: counts "
+            "begin with the speeds that are known."
         )
     elif scheduler.cadence.estimates and _told_apart(saved_kinds, kinds):
         logger.warning(
@@ -105,6 +121,31 @@ def restore_run(
             scheduler.restore(saved["cadence"])
         except (TypeError, ValueError) as error:  # for example, built with other arguments
             logger.warning("elche: the cadence starts over: %s", error)
+
+
+def _believe(
+    saved: Mapping[str, Any], kinds: Sequence[str], job: Job, scheduler: LiveScheduler
+) -> bool:
+    """Let the cadence begin with what is known of the devices; return whether anything is."""
+    if "places" not in saved:  # written by an earlier version
+        return False
+    before = list(zip(saved["places"], saved["kinds"], strict=True))
+    now = list(zip(job.places, kinds, strict=True))
+    return scheduler.believe(speeds.carried_over(saved["throughput"], before, now))
+
+
+def _moved(saved: Mapping[str, Any], job: Job) -> bool:
+    """Return whether the cadence's state by rank is that of other devices.
+
+    If none of them is known again, hosts have other names, and ranks say more.
+    """
+    before, now = _processes(saved.get("places", job.places)), _processes(job.places)
+    others = before != now and not set(before).isdisjoint(now)
+    return others or bool(saved.get("lost"))
+
+
+def _processes(places: Sequence[str]) -> list[str]:
+    return [place.rpartition("/")[0] for place in places]
 
 
 def _told_apart(before: Sequence[str], now: Sequence[str]) -> bool:

@@ -100,6 +100,45 @@ def ratios(state: Any, records: Sequence[WindowRecord], counts: Sequence[int]) -
     return tuple(share / whole for share in shares)
 
 
+def carried_over(
+    rates: Times, before: Sequence[tuple[str, str]], now: Sequence[tuple[str, str]]
+) -> Times:
+    """Return the speeds that devices are believed to have, from those of a run that ended.
+
+    A device has the speed that was known at its place. If none was, it has the mean of those of
+    its kind on its host; if there are none, on all hosts.
+
+    Args:
+        rates: Speeds in that run, None if unknown, or of a device that was lost.
+        before: Its devices: their places, see `Job.places`, and kinds.
+        now: The devices of this run.
+
+    Examples:
+        >>> before = [("a//0", "cpu"), ("a//1", "cpu"), ("b//0", "cpu")]
+        >>> now = [("b//0", "cpu"), ("a//2", "cpu"), ("c//0", "cpu"), ("c//1", "gpu")]
+        >>> carried_over((2.0, 4.0, 9.0), before, now)
+        (9.0, 3.0, 5.0, None)
+    """
+    known = [(*old, rate) for old, rate in zip(before, rates, strict=True) if rate is not None]
+    there: dict[tuple[str, str], list[float]] = {}
+    for place, kind, rate in known:
+        there.setdefault((place, kind), []).append(rate)
+    found: list[float | None] = []
+    for place, kind in now:
+        if there.get((place, kind)):  # several devices may have one name
+            found.append(there[place, kind].pop(0))
+            continue
+        of_kind = [(old, rate) for old, its, rate in known if its == kind]
+        near = [rate for old, rate in of_kind if _host(old) == _host(place)]
+        alike = near or [rate for _, rate in of_kind]
+        found.append(math.fsum(alike) / len(alike) if alike else None)
+    return tuple(found)
+
+
+def _host(place: str) -> str:
+    return place.partition("/")[0]
+
+
 def _estimate(state: Any) -> Times:
     if isinstance(state, BalancedState):
         return tuple(None if rate is None else 1e3 * rate for rate in state.throughput)

@@ -22,7 +22,7 @@ from elche_jax.config import Recorder
 from elche_jax.data.order import Cursor
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import names_of
-from elche_jax.engine.lane import Fleet, kinds_of
+from elche_jax.engine.lane import Fleet
 from elche_jax.engine.loss import LossFn
 from elche_jax.engine.reductions import parameter_averager
 from elche_jax.engine.replicas import unreplicate
@@ -466,19 +466,19 @@ class TrainStep:
         `(windows, world_size)`), `divergence`, `skipped`, `left_out`, and the metrics that the
         next window reports of the last one.
         """
-        known = run_to_dict(kinds_of(self.devices), self._scheduler, self._watch, self._divergence)
+        known = run_to_dict(self.fleet.job, self._scheduler, self._watch, self._divergence)
         return known | {"unreported": rows_to_dict(self._runners.unreported)}
 
     def restore_run(self, saved: Mapping[str, Any]) -> None:
         """Restore a run from the dict of `run_to_dict`; call it after `init`.
 
-        On devices of another number or of other kinds, or with another cadence, measurements
-        start afresh, and a log line says so.
+        On other devices the cadence begins with the speeds that are known of them; with another
+        cadence measurements start afresh. A log line says so.
 
         Args:
             saved: The dict.
         """
-        restore_run(saved, kinds_of(self.devices), self._scheduler, self._watch, self._divergence)
+        restore_run(saved, self.fleet.job, self._scheduler, self._watch, self._divergence)
         self._runners.unreported = rows_of(saved.get("unreported"), len(self.devices))
 
     def report(self) -> RunReport:

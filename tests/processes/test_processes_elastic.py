@@ -21,6 +21,7 @@ import elche_jax as elche
 PROGRAM = Path(__file__).parent / "elastic.py"
 ENV = {"PYTHONPATH": ":".join(map(str, jobs.PATHS))}
 SAID = "elche-jax launch: "
+KNOWN = "counts begin with the speeds that are known"
 
 
 class Launched:
@@ -100,6 +101,7 @@ def test_three_processes_then_two_then_four(how, alone, tmp_path):
         "generation 3: 4 processes, resuming",
     ]  # fmt: skip
     check(tmp_path, alone, job.out, [3, 2, 4])
+    assert "".join(job.err).count(KNOWN) == 2 + 4, "by all processes that resumed"
 
 
 @pytest.mark.slow
@@ -123,3 +125,4 @@ def test_a_process_that_was_lost_comes_back(alone, tmp_path):
         "generation 2: 2 processes, resuming",
     ]
     check(tmp_path, alone, job.out, [2])
+    assert "".join(job.err).count(KNOWN) == 2
