@@ -35,6 +35,25 @@ def test_nothing_is_noted_if_nobody_watches():
     assert _progress.told() == []
 
 
+def test_a_process_is_asked_to_start_again(board, tmp_path, monkeypatch):
+    monkeypatch.setattr(_progress, "_asked", False)
+    launcher = Board(tmp_path / "0")
+    assert not _progress.asked()
+    launcher.ask()
+    assert _progress.asked()
+    assert launcher.read() == Noted(), "that is nothing it has noted itself"
+    monkeypatch.setattr(_progress, "_board", None)
+    assert not _progress.asked()
+    distributed.request_restart()
+    assert _progress.asked()
+
+
+def test_a_launcher_that_only_asks_is_no_watchdog(board, tmp_path, monkeypatch):
+    assert _progress.watched() and _progress.noting()
+    monkeypatch.setattr(_progress, "_board", Board.create(tmp_path / "1", watched=False))
+    assert _progress.noting() and not _progress.watched()
+
+
 def test_phases_of_several_threads(board, tmp_path):
     others = Board(tmp_path / "0")  # as another process has it
     inside, go_on = threading.Barrier(4), threading.Event()

@@ -24,6 +24,7 @@ generation = len([*here.glob(f"started-{me}-*")]) + 1
 (here / f"started-{me}-{generation}").touch()
 
 def train():
+    _progress.joined(me, several=size > 1)
     _progress.opened(7, [me], me)
     _progress.completed(7)
     (here / f"trained-{me}-{generation}").touch()
@@ -82,6 +83,24 @@ def test_the_others_save_when_one_is_lost_and_all_come_back(launched):
         "generation 1: 3 processes",
         "process 1 ended with SIGKILL, the others go on without it until they have saved",
         "generation 2: 3 processes, resuming",
+    ]
+
+
+STOPS = LOSES.replace("SIGKILL", "SIGSTOP")
+
+
+def test_a_process_that_hangs_comes_back(launched):
+    with launched(STOPS, "-n", "2", "--elastic", "1:2", "--timeout", "1") as process:
+        code, out, said = outcome(process)
+    assert (code, out) == (0, ["[0] done 2", "[1] done 2"])
+    assert re.fullmatch(
+        r'process 1 \(rank 1\) made no progress for 1 s in window 8, phase "loop", stopped by a '
+        "signal: killed",
+        said[1],
+    )
+    assert said[2:] == [
+        "process 1 ended with SIGKILL, the others go on without it until they have saved",
+        "generation 2: 2 processes, resuming",
     ]
 
 

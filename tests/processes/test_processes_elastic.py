@@ -116,6 +116,7 @@ def test_the_first_process_ends_and_all_go_on_from_the_last_checkpoint(alone, tm
     check(tmp_path, alone, job.out, [2], repeated=[8, 9, 10])
 
 
+@pytest.mark.slow
 def test_a_process_that_was_lost_comes_back(alone, tmp_path):
     with launched("loop", tmp_path, "-n", "2", "--elastic", "1:2", kill=[7, 1]) as job:
         assert job.ended() == 0, "".join(job.err)
