@@ -143,6 +143,7 @@ class Trainer:
             NonFiniteError: As in `TrainStep`.
             CheckpointError: A checkpoint could not be written. An error raised after training
                 has finished holds the result as `error.result`.
+            RestartRequested: The job was asked to start again, and a checkpoint is written.
         """
         run, control = self._session(params, data, batch_size, epochs, options)
         with interrupts(control, say=options.get("progress", True)):
