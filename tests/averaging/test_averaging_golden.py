@@ -17,7 +17,7 @@ from elche_jax.train.timing import Timing
     ("how", "exponent", "counts"),
     [
         slow("average", 1.0, COUNTS),
-        ("average", 1.0, THREE),
+        slow("average", 1.0, THREE),
         slow("average", -0.5, THREE),
         slow("keep", 0.0, THREE),
         ("keep", 2.0, COUNTS),
@@ -201,7 +201,11 @@ def test_delay_of_diloco(counts):
 )
 @pytest.mark.parametrize(
     "rule",
-    [elche.DiLoCo(outer=optax.sgd(**NESTEROV), delay=1), None, slow(elche.ParameterAveraging())],
+    [
+        elche.DiLoCo(outer=optax.sgd(**NESTEROV), delay=1),
+        slow(None),
+        slow(elche.ParameterAveraging()),
+    ],
     ids=["delay", "gradients", "average"],
 )
 def test_windows_that_are_not_timed_give_the_same_bits(rule, window_bytes, monkeypatch):

@@ -9,6 +9,7 @@ import optax
 import pytest
 from averaged import THREE, TX, train_on
 from hypothesis import given, strategies as st
+from marks import table
 from reference import BATCH, LEARNING_RATE, MOMENTUM, data, gradient, loss_fn, params, run
 
 import elche_jax as elche
@@ -257,8 +258,7 @@ def test_a_guard_without_averaging():
         elche.build_train_step(loss_fn, optax.sgd(0.1), guard=elche.NoGuard())
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("delay", [0, 1])
+@table(delay=[0, 1], world=[1, 2])
 def test_a_cadence_that_counts_windows_hears_of_all_of_them(world, delay):
     """One device has no times, windows that overlap have none that count."""
     train = elche.build_train_step(

@@ -47,7 +47,7 @@ def first(microbatches):
         slow(elche.ParameterAveraging(), {}, id="average"),
         pytest.param(elche.ParameterAveraging(0.5, optimizer_state="reset"),
                      {"exponent": 0.5, "optimizer_state": "reset"}, id="reset"),
-        pytest.param(elche.DiLoCo(optax.sgd(**NESTEROV)),
+        slow(elche.DiLoCo(optax.sgd(**NESTEROV)),
                      {"outer": Outer(0.7, 0.9, True), "optimizer_state": "keep"}, id="diloco"),
         slow(elche.ParameterAveraging(lambda window: 1.0 - 0.1 * window), None, id="schedule"),
     ],
@@ -194,7 +194,7 @@ class Spoilt:
         return optax.GradientTransformation(lambda params: (), update)
 
 
-@pytest.mark.parametrize("config", [HOST, slow(ahead(max_overshoot=0)), ahead()], ids=str)
+@pytest.mark.parametrize("config", [slow(HOST), slow(ahead(max_overshoot=0)), ahead()], ids=str)
 def test_an_outer_optimizer_that_makes_what_is_not_finite(config):
     """Nobody takes it, and it is told once, as of that window or of one soon after."""
     counts = [(n, n) for n in (1, 2, 3, 4, 5, 6, 7, 8)]
@@ -322,7 +322,7 @@ def test_nothing_is_lost_between_runs(copied):
     np.testing.assert_allclose(state.averaging.base[0][0], np.full(3, -sum(moved[:-1])), rtol=1e-5)
 
 
-@pytest.mark.parametrize("overshoot", [None, slow(2), 4], ids=["one window", "two", "three"])
+@pytest.mark.parametrize("overshoot", [slow(None), slow(2), 4], ids=["one window", "two", "three"])
 def test_model_state_is_corrected_once(overshoot):
     """A difference between the devices that comes up once: then all have the mean of it.
 
@@ -461,7 +461,7 @@ def test_a_state_that_was_put_together_on_one_device():
     assert_history(history, run([(2, 1)] * 2, optimizer_state="keep"))
 
 
-@pytest.mark.parametrize("config", [HOST, ahead(max_overshoot=0)], ids=["cadence", "async"])
+@pytest.mark.parametrize("config", [slow(HOST), ahead(max_overshoot=0)], ids=["cadence", "async"])
 def test_busy_times_do_not_hold_the_wait_for_room(config):
     """A device that waits for the other one is not slow: the cadence sees its own time."""
     train = elche.build_train_step(
@@ -505,7 +505,7 @@ def test_a_guard_that_raises_does_not_cost_the_state():
     assert np.isfinite(jax.device_get(state.params["w"])).all() and threads() == []
 
 
-@pytest.mark.parametrize("config", [HOST, ahead()], ids=["cadence", "async"])
+@pytest.mark.parametrize("config", [slow(HOST), ahead()], ids=["cadence", "async"])
 def test_all_examples_are_used_once(config):
     """Whoever waits for whom: in an epoch each device sums the numbers it was given."""
     rows = {"n": np.arange(400, dtype="f"), **{k: v[:400] for k, v in data().items()}}

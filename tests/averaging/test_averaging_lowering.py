@@ -9,6 +9,7 @@ import pytest
 from averaged import TX
 from jax import export
 from jax.sharding import Mesh, PartitionSpec
+from marks import slow
 from reference import BATCH, data, loss_fn, params
 from test_averaging_table import TABLE
 
@@ -49,7 +50,11 @@ def one(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
 
 
-@pytest.mark.parametrize("name", TABLE)
+ONE, OTHER = list(TABLE)[::2], list(TABLE)[1::2]
+"""Rules that `make test` lowers with a collective, and those whose programs of lanes it does."""
+
+
+@pytest.mark.parametrize("name", [name if name in ONE else slow(name) for name in TABLE])
 def test_programs_with_a_collective(name):
     runner, call = runner_of(TABLE[name][0], None)
     program, state = runner._computation, one(runner.state)
@@ -63,7 +68,7 @@ def test_programs_with_a_collective(name):
         assert lower(fn, *args).platforms == ("cuda",)
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", [name if name in OTHER else slow(name) for name in TABLE])
 def test_programs_of_lanes(name):
     runner, call = runner_of(TABLE[name][0], ((0,), (1,)))
     compiled, program = runner._compiled, runner._program

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
+from marks import table
 from reference import BATCH, data, loss_fn, params
 
 import elche_jax as elche
@@ -82,9 +83,7 @@ def by_hand(counts, delay):
     return history
 
 
-@pytest.mark.parametrize("delay", [0, 1, 3])
-@pytest.mark.parametrize("exchange", ["device", "host"])
-@pytest.mark.parametrize("rule", RULES)
+@table(rule=RULES, exchange=["device", "host"], delay=[1, 0, 3])
 def test_model_state_goes_on_and_becomes_one(rule, exchange, delay):
     train = elche.build_train_step(
         loss, averaged.TX, devices=jax.devices()[:2], averaging=RULES[rule](delay), merge=MERGE,
@@ -101,9 +100,7 @@ def test_model_state_goes_on_and_becomes_one(rule, exchange, delay):
                 np.testing.assert_allclose(got[name][rank], value, rtol=2e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("exchange", ["device", "host"])
-@pytest.mark.parametrize("delay", [0, 1, 2])
-@pytest.mark.parametrize("rule", RULES)
+@table(rule=RULES, delay=[0, 1, 2], exchange=["host", "device"])
 def test_a_window_that_is_not_finite_is_counted_once(rule, delay, exchange):
     bad = sum(map(sum, COUNTS[:4]))  # the first microbatch of window 4
     poisoned = averaged.poisoned((bad,))
@@ -115,9 +112,7 @@ def test_a_window_that_is_not_finite_is_counted_once(rule, delay, exchange):
     assert sum(not said["finite"] for said in metrics) == 1
 
 
-@pytest.mark.parametrize("exchange", ["device", "host"])
-@pytest.mark.parametrize("delay", [0, 1, 2])
-@pytest.mark.parametrize("times", [np.nan, 0.0])
+@table(times=[np.nan, 0.0], delay=[0, 1, 2], exchange=["device", "host"])
 def test_weights_that_share_nothing_out_are_an_error(times, delay, exchange):
     class Broken(elche.ParameterAveraging):
         def weigh(self, work):
@@ -129,8 +124,7 @@ def test_weights_that_share_nothing_out_are_an_error(times, delay, exchange):
         )
 
 
-@pytest.mark.parametrize("exchange", ["device", "host"])
-@pytest.mark.parametrize("rule", RULES)
+@table(rule=RULES, exchange=["device", "host"])
 def test_what_a_run_leaves_pending_is_taken_up_in_the_next(rule, exchange):
     """Four calls of `windows` are one, also with the state in another one's place."""
     counts = [(2, 1)] * 8

@@ -1,5 +1,7 @@
 """Checkpoints of devices of two kinds: taken up by the same, by alike ones, and by one."""
 
+from itertools import product
+
 import jax
 import numpy as np
 import optax
@@ -101,7 +103,7 @@ def restored(case, devices, folder):
     return state, train, cursor
 
 
-SAME = ["adam", "delay", "keep", "diloco"]
+SAME = ["adam", "keep"]
 
 
 @pytest.mark.parametrize("name", [name if name in SAME else slow(name) for name in CASES])
@@ -125,13 +127,15 @@ MOVES = [
     ("2 cpus", "cpu+twin"),
     ("cpu+twin", "1 cpu"),
     ("1 cpu", "cpu+twin"),
-    slow(("cpu+twin", "twin+cpu")),
-    slow(("cpu+twin+cpu", "cpu+twin")),
-    slow(("cpu+twin", "cpu+twin+cpu")),
+    ("cpu+twin", "twin+cpu"),
+    ("cpu+twin+cpu", "cpu+twin"),
+    ("cpu+twin", "cpu+twin+cpu"),
 ]
+QUICK = MOVES[1:3]
+"""From alike devices to kinds, and from kinds to alike devices."""
 
 
-@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("move", [move if move in QUICK else slow(move) for move in MOVES])
 @pytest.mark.parametrize("name", ["adam", slow("frozen"), slow("noise")])
 def test_other_devices_go_on_with_the_same_numbers(move, name, places, tmp_path):
     case, (before, now) = CASES[name], (places[name] for name in move)
@@ -148,11 +152,17 @@ def test_other_devices_go_on_with_the_same_numbers(move, name, places, tmp_path)
     assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("move", [*MOVES[:2], slow(("cpu+twin", "twin+cpu"))])
+OWN = ["delay", "keep", "diloco", "delayed diloco", "fragments", "delay of two"]
+
+
 @pytest.mark.parametrize(
-    "name", ["delay", "keep", "diloco", *map(slow, ("delayed diloco", "fragments", "delay of two"))]
+    ("name", "move"),
+    [
+        row if row in (("delay", MOVES[0]), ("keep", MOVES[1])) else slow(*row)
+        for row in product(OWN, (*MOVES[:2], MOVES[4]))
+    ],
 )
-def test_as_many_devices_of_other_kinds_go_on_the_same(move, name, places, tmp_path):
+def test_as_many_devices_of_other_kinds_go_on_the_same(name, move, places, tmp_path):
     """Every device has what the one of its rank had."""
     case, (before, now) = CASES[name], (places[name] for name in move)
     stopped, _, _ = run(case, before, tmp_path, until=EVERY)
@@ -165,7 +175,7 @@ def test_as_many_devices_of_other_kinds_go_on_the_same(move, name, places, tmp_p
 
 
 @pytest.mark.parametrize("move", [MOVES[2], slow(("cpu+twin", "cpu+twin+cpu"))])
-@pytest.mark.parametrize("name", ["keep", "delay", slow("diloco"), slow("delayed diloco")])
+@pytest.mark.parametrize("name", ["keep", *map(slow, ("delay", "diloco", "delayed diloco"))])
 def test_another_number_of_devices_takes_their_average(move, name, places, tmp_path):
     case, (before, now) = CASES[name], (places[name] for name in move)
     stopped, first, _ = run(case, before, tmp_path, until=EVERY)

@@ -31,8 +31,7 @@ QUICK = ("dropout", "delayed_diloco", "host")
 @pytest.mark.parametrize(
     ("name", "world"),
     [(name, 4) if name in QUICK else slow(name, 4) for name in CASES]
-    + [("frozen", 1)]
-    + [slow(name, 1) for name in (*GRADIENTS, "keep", "int8", "delay") if name != "frozen"],
+    + [slow(name, 1) for name in (*GRADIENTS, "keep", "int8", "delay")],
 )
 def test_the_same_bits(name, world, tmp_path):
     (state, train), (again, resumed) = both(CASES[name], tmp_path, world)

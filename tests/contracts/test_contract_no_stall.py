@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from marks import slow
 from models import Cnn, Script, digits, host, run, scalar_loss, variables
 
 import elche_jax as elche
@@ -53,7 +54,7 @@ def test_no_compile_after_the_first_window_while_counts_change(devices4):
     assert train.counts_history[1:51] == rows[1:51]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [slow(1), 2])
 def test_shipped_cadences_wait_for_no_compile_in_later_calls_of_windows(devices4, world):
     """Counts that adapt (two devices) or are cut short (one), over two calls of windows."""
     model = Cnn()

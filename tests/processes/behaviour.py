@@ -1,6 +1,7 @@
 """A process of a job that trains in several ways, and says what it saw."""
 
 import json
+import sys
 
 import elche_jax as elche
 
@@ -246,19 +247,16 @@ def errors():
     return said
 
 
-def replayed_pending():
+def replayed_pending(rule):
     """With three windows pending; once stopped, and resumed from the state and the cursor."""
     counts = [(3, 1, 2), (2, 2, 1), (4, 0, 1), (1, 3, 2), (0, 0, 3), (3, 1, 1), (2, 0, 2)]
     options = {"seed": 3, "epochs": None}
-    found = {}
-    for name, rule in {"gradient": elche.MeanGradient("int8", 3), "diloco": DILOCO}.items():
-        first, second = (build(cadence=elche.Replay(counts), averaging=rule) for _ in range(2))
-        state, said, _ = run(first, stop=7, **options)
-        part, early, cursor = run(second, stop=4, **options)
-        part, late, _ = run(second, state=part, stop=3, cursor=cursor, **options)
-        found[name] = [bits(state), bits(part), repr(said), repr(early + late)]
-        found[name] += [[list(one.counts) for one in train.records] for train in (first, second)]
-    return found
+    first, second = (build(cadence=elche.Replay(counts), averaging=rule) for _ in range(2))
+    state, said, _ = run(first, stop=7, **options)
+    part, early, cursor = run(second, stop=4, **options)
+    part, late, _ = run(second, state=part, stop=3, cursor=cursor, **options)
+    plans = [[list(one.counts) for one in train.records] for train in (first, second)]
+    return [bits(state), bits(part), repr(said), repr(early + late), *plans]
 
 
 DILOCO = elche.DiLoCo(optax.sgd(0.7, momentum=0.9), delay=3)
@@ -272,7 +270,8 @@ SCENES = {
     "unequal_devices, host": lambda: unequal_devices(exchange=elche.HostExchange()),
     "late": late,
     "replayed": replayed,
-    "replayed, pending": replayed_pending,
+    "replayed, gradients pending": lambda: replayed_pending(elche.MeanGradient("int8", 3)),
+    "replayed, pending": lambda: replayed_pending(DILOCO),
     "poisoned": poisoned,
     "poisoned, pending": lambda: poisoned(**LATE),
     "poisoned at last": lambda: poisoned(5, 1, **LATE),
@@ -291,4 +290,4 @@ SCENES = {
 }
 
 if __name__ == "__main__":
-    print(json.dumps({name: scene() for name, scene in SCENES.items()}))
+    print(json.dumps({name: SCENES[name]() for name in json.loads(sys.argv[1])}))

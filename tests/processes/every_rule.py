@@ -1,6 +1,7 @@
-"""A process that trains by every rule, and says what became of its devices' parameters."""
+"""A process that trains by rules, and says what became of its devices' parameters."""
 
 import json
+import sys
 
 import elche_jax as elche
 
@@ -32,5 +33,7 @@ def trained(name, exchange):
 
 if __name__ == "__main__":
     ranks = [at for at, d in enumerate(jax.devices()) if d.process_index == jax.process_index()]
-    found = {where: {name: trained(name, where) for name in TABLE} for where in ("device", "host")}
+    found = {"device": {}, "host": {}}
+    for name, exchange in json.loads(sys.argv[1]):
+        found[exchange][name] = trained(name, exchange)
     print(json.dumps({"ranks": ranks, **found}))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import children
+import pytest
 
 LIMIT = 240
 """Seconds after which the processes of a job are killed."""
@@ -95,6 +96,25 @@ def run(
         assert code == want, f"{at}: {code}\n{out[-2000:]}\n{err}"
         said.append(None if at in killed else json.loads(out.strip().splitlines()[-1]))
     return said
+
+
+def asked(request: pytest.FixtureRequest, *names: str) -> list:
+    """What the tests of a file are run for: `make test` has jobs do no more than it looks at.
+
+    Args:
+        request: That of a fixture of the file.
+        names: Arguments of its tests.
+
+    Returns:
+        Each value of the argument once, or each tuple of values of several.
+    """
+    found = {}
+    for item in request.session.items:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        if item.path == request.path and all(name in given for name in names):
+            row = tuple(given[name] for name in names)
+            found[row if len(names) > 1 else row[0]] = True
+    return list(found)
 
 
 TESTS = Path(__file__).parents[1]

@@ -1,5 +1,8 @@
 """Every rule over several processes, against NumPy."""
 
+import json
+from itertools import product
+
 import jobs
 import numpy as np
 import pytest
@@ -7,10 +10,13 @@ from averaged import assert_history
 from exchanged import train as by_hand_in_numpy
 from marks import slow
 from reference import LEAVES
-from test_averaging_lanes import COUNTS
+from test_averaging_lanes import APART as EACH_PART, COUNTS
 from test_averaging_table import TABLE, TOLERANCE
 
 FLEETS = [(2, 1), slow((1, 1)), slow((2, 2)), slow((1, 1, 1))]
+EXCHANGES = ["device", "host"]
+QUICK = {(name, EXCHANGES[at % 2]) for at, name in enumerate(EACH_PART)}
+ROWS = [row if row in QUICK else slow(*row) for row in product(TABLE, EXCHANGES)]
 APART = [name for name, (_, by_hand) in TABLE.items() if by_hand.get("local") and (
     by_hand.get("delay") or by_hand.get("parts"))]  # fmt: skip
 
@@ -18,11 +24,11 @@ APART = [name for name, (_, by_hand) in TABLE.items() if by_hand.get("local") an
 @pytest.fixture(scope="module", params=FLEETS, ids=lambda fleet: "+".join(map(str, fleet)))
 def job(request):
     """What the processes say, and the number of devices of each."""
-    return jobs.run("every_rule.py", request.param), request.param
+    rows = json.dumps(jobs.asked(request, "name", "exchange"))
+    return jobs.run("every_rule.py", request.param, rows), request.param
 
 
-@pytest.mark.parametrize("exchange", ["device", "host"])
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize(("name", "exchange"), ROWS)
 def test_every_rule_over_processes(name, exchange, job):
     said, fleet = job
     _, by_hand = TABLE[name]
@@ -44,9 +50,15 @@ def test_every_rule_over_processes(name, exchange, job):
         assert len(first["records"]) == len(counts)
 
 
-@pytest.mark.parametrize("name", [name for name in TABLE if name not in APART])
-@pytest.mark.parametrize("exchange", ["device", "host"])
-def test_replicas_are_bitwise_equal_across_processes(exchange, name, job):
+@pytest.mark.parametrize(
+    ("name", "exchange"),
+    [
+        row if row in QUICK else slow(*row)
+        for row in product(TABLE, EXCHANGES)
+        if row[0] not in APART
+    ],
+)
+def test_replicas_are_bitwise_equal_across_processes(name, exchange, job):
     said, _ = job
     rows = [process[exchange][name]["params"] for process in said]
     for windows in zip(*rows, strict=True):

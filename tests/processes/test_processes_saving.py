@@ -8,18 +8,22 @@ import jobs
 import numpy as np
 import pytest
 import saving
+from marks import slow
 from waits import eventually
 
 import elche_jax as elche
 
 FLEET = (2, 1)
+RULES = ["mean", slow("local"), "diloco"]
+"""As with "local", every device has an optimizer of its own with "diloco"."""
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory):
+def job(request, tmp_path_factory):
     """What the two processes say, by the names of the scenes, and their folder."""
-    folder = tmp_path_factory.mktemp("two")
-    return jobs.run("saving.py", FLEET, "straight", folder), folder
+    folder, rules = tmp_path_factory.mktemp("two"), {"mean", *jobs.asked(request, "rule")}
+    # other scenes look at what the mean has saved
+    return jobs.run("saving.py", FLEET, "straight", folder, *sorted(rules)), folder
 
 
 def assert_params(got, want):
@@ -27,7 +31,7 @@ def assert_params(got, want):
         np.testing.assert_allclose(values, want["params"][name], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("rule", saving.RULES)
+@pytest.mark.parametrize("rule", RULES)
 def test_stop_and_resume_give_the_same_bits(rule, job):
     for process in job[0]:
         one = process["straight"][rule]
@@ -35,7 +39,7 @@ def test_stop_and_resume_give_the_same_bits(rule, job):
         assert one["stopped"] == one["once"]
 
 
-@pytest.mark.parametrize("rule", saving.RULES)
+@pytest.mark.parametrize("rule", RULES)
 def test_one_process_goes_on_with_a_checkpoint_of_two(rule, job):
     said, folder = job
     train = saving.build(rule, devices=jax.devices()[:3])
@@ -51,10 +55,10 @@ def test_one_process_goes_on_with_a_checkpoint_of_two(rule, job):
     assert all(alike) == (rule == "mean" or saving.RULES[rule].optimizer_state == "average")
 
 
-def alone(folder):
+def alone(folder, rules):
     """Halves of runs of one process with three devices, and their other halves."""
     wholes = {}
-    for rule in saving.RULES:
+    for rule in rules:
         devices = jax.devices()[:3]
         saving.run(saving.build(rule, devices=devices), folder / rule, saving.STOP)
         train = saving.build(rule, devices=devices)
@@ -63,21 +67,24 @@ def alone(folder):
     return wholes
 
 
-def test_two_processes_go_on_with_a_checkpoint_of_one(tmp_path):
-    wholes = alone(tmp_path)
-    for process in jobs.run("saving.py", FLEET, "resumed", tmp_path):
+@pytest.mark.parametrize("some", [["diloco"], slow(["mean", "local"])], ids="-".join)
+def test_two_processes_go_on_with_a_checkpoint_of_one(some, tmp_path):
+    wholes = alone(tmp_path, some)
+    for process in jobs.run("saving.py", FLEET, "resumed", tmp_path, *some):
         for rule, whole in wholes.items():
             got = process["resumed"][rule]
             assert_params(got, whole)
             assert got["counts"] == [list(row) for row in whole["counts"]]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # the same as with a checkpoint of one
 def test_two_processes_go_on_with_a_checkpoint_of_three(job, tmp_path):
-    jobs.run("saving.py", (1, 1, 1), "half", tmp_path)
-    for process in jobs.run("saving.py", FLEET, "resumed", tmp_path):
-        for rule in saving.RULES:
-            assert_params(process["resumed"][rule], job[0][0]["straight"][rule]["once"])
+    said, _ = job
+    wholes = said[0]["straight"]
+    jobs.run("saving.py", (1, 1, 1), "half", tmp_path, *wholes)
+    for process in jobs.run("saving.py", FLEET, "resumed", tmp_path, *wholes):
+        for rule, whole in wholes.items():
+            assert_params(process["resumed"][rule], whole["once"])
 
 
 def test_every_example_once_over_stop_and_resume(job):

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import optax
-import pytest
+from marks import table
 
 import elche_jax as elche
 from elche_jax.cadence import Controller
@@ -21,13 +21,13 @@ def loss_fn(params, batch, rng):
     return (batch["x"] @ params["w"]) ** 2
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(
-    "cadence", [elche.ElChe(anchor=2), elche.AdaComm(anchor=2)], ids=lambda c: type(c).__name__
-)
-def test_records_give_the_plans_again(rule, cadence):
+CADENCES = {"ElChe": elche.ElChe(anchor=2), "AdaComm": elche.AdaComm(anchor=2)}
+
+
+@table(name=CADENCES, rule=RULES)
+def test_records_give_the_plans_again(name, rule):
     """A controller that is shown the records of a run ends where that of the run did."""
-    options = RULES[rule]
+    cadence, options = CADENCES[name], RULES[rule]
     train = elche.build_train_step(
         loss_fn, optax.sgd(1e-3), devices=jax.devices()[:3], cadence=cadence,
         emulate=EmulatedSpeeds([2.0, 2.0, 6.0]), **options,

@@ -52,9 +52,9 @@ def train(devices, counts=COUNTS, **options):
     "averaging",
     [
         None,
-        elche.MeanGradient(compression="int8"),
+        slow(elche.MeanGradient(compression="int8")),
         elche.ParameterAveraging(),
-        elche.DiLoCo(optax.sgd(0.7)),
+        slow(elche.DiLoCo(optax.sgd(0.7))),
     ],
 )
 def test_the_loss_of_each_device(averaging, devices):
@@ -65,7 +65,7 @@ def test_the_loss_of_each_device(averaging, devices):
 
 @pytest.mark.parametrize(
     "averaging",
-    [elche.MeanGradient(delay=2), elche.ParameterAveraging(optimizer_state="keep", delay=1)],
+    [slow(elche.MeanGradient(delay=2)), elche.ParameterAveraging(optimizer_state="keep", delay=1)],
 )
 def test_with_windows_pending_it_is_that_of_the_window_reported(averaging, devices):
     _, said, _ = train(devices, averaging=averaging)
@@ -74,7 +74,7 @@ def test_with_windows_pending_it_is_that_of_the_window_reported(averaging, devic
     np.testing.assert_allclose(losses(said)[late:], expected(COUNTS)[:-late], rtol=1e-5)
 
 
-@pytest.mark.parametrize("averaging", [None, elche.ParameterAveraging()])
+@pytest.mark.parametrize("averaging", [slow(None), elche.ParameterAveraging()])
 def test_over_the_host(averaging):
     devices = {"devices": jax.devices("cpu")[:3]}
     _, said, _ = train(devices, averaging=averaging, exchange=elche.HostExchange())

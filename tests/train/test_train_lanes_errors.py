@@ -38,7 +38,9 @@ def build(devices, loss=loss_fn, **options):
 
 
 LATE = elche.MeanGradient(delay=1)
-late = pytest.mark.parametrize("averaging", [None, LATE])
+late = pytest.mark.parametrize("averaging", [None, slow(LATE)])
+pending = pytest.mark.parametrize("averaging", [slow(None), LATE])
+"""With a window that is pending, or without; each of both in `make test` for about half."""
 
 
 # -- bad input
@@ -206,8 +208,8 @@ def test_a_state_that_was_given_up(averaging, mixed):
     assert int(new.step[1]) == 2 and np.isfinite(metrics["loss"])
 
 
-@pytest.mark.parametrize("kinds", ["one kind", "two kinds"])
-@late
+@pytest.mark.parametrize("kinds", [slow("one kind"), "two kinds"])
+@pending
 def test_a_copy_of_a_state_goes_on_the_same(averaging, kinds, mixed):
     devices = mixed if kinds == "two kinds" else jax.devices("cpu")[:3]
     train = build(devices, averaging=averaging)
@@ -291,7 +293,7 @@ def test_a_stacked_array_is_no_parameter(mixed):
 # -- errors in a run
 
 
-@late
+@pending
 def test_threads_live_as_long_as_the_windows(averaging, mixed):
     train = build(mixed, averaging=averaging)
     state = train.init(PARAMS)
@@ -325,8 +327,8 @@ def test_an_error_while_the_loss_is_traced(averaging, mixed):
     assert threads() == []
 
 
-@pytest.mark.parametrize("only", [0, 1])
-@late
+@pytest.mark.parametrize("only", [slow(0), 1])
+@pending
 def test_an_error_in_the_loss_while_it_runs(averaging, only):
     """On the devices of one lane, while the other one is fine."""
     at = 9 if only == 0 else 2
@@ -473,7 +475,7 @@ def sigint():
     signal.signal(signal.SIGINT, before)
 
 
-@late
+@pending
 def test_ctrl_c_waits_for_the_window_and_loses_nothing(averaging, sigint):
     loss, examples, _, _ = interrupting(signals=1)
     devices = jax.devices("cpu")[:3]
@@ -517,7 +519,7 @@ def test_a_second_ctrl_c_does_not_wait(averaging, monkeypatch):
 # -- after a failure
 
 
-@late
+@pending
 def test_a_window_that_fails_can_be_trained_again(averaging, mixed, monkeypatch):
     """Nothing is lost: neither the old state, nor what is pending, nor the clock."""
 

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
+from marks import slow
 from models import assert_close, host
 from test_train_lanes import BATCH, PARAMS, all_bytes, assert_trained, plain_loss, run
 
@@ -64,7 +65,9 @@ def late(leaf):
 # -- the same result
 
 
-@pytest.mark.parametrize("options", [{}, {"placement": "resident"}, {"tx": optax.sgd(0.1)}])
+@pytest.mark.parametrize(
+    "options", [{}, *map(slow, ({"placement": "resident"}, {"tx": optax.sgd(0.1)}))]
+)
 def test_a_job_with_a_lane_at_rest_trains_as_one_device(options, mixed, ran):
     got = train(mixed, **options)
     part = [number for number, at in sorted(ran) if at == 1]
@@ -101,7 +104,9 @@ def test_with_state_of_the_model_and_a_dynamic_scale(mixed, ran):
     assert_trained(got, run(jax.devices("cpu")[:3], RESTS, rows=rows(), **options))
 
 
-@pytest.mark.parametrize("lanes", [((0,), (1,), (2,)), ((1,), (0, 2)), ((2, 1), (0,))])
+@pytest.mark.parametrize(
+    "lanes", [((0,), (1,), (2,)), *map(slow, (((1,), (0, 2)), ((2, 1), (0,))))]
+)
 def test_lanes_of_alike_devices_rest_too(lanes, ran):
     got = train(jax.devices("cpu")[:3], lanes=lanes)
     rested = len(AT_REST) if (1,) in lanes else 0
@@ -112,9 +117,9 @@ def test_lanes_of_alike_devices_rest_too(lanes, ran):
 @pytest.mark.parametrize(
     "averaging",
     [
-        elche.MeanGradient(delay=1),
+        slow(elche.MeanGradient(delay=1)),
         elche.MeanGradient(compression="int8"),
-        elche.ParameterAveraging(),
+        slow(elche.ParameterAveraging()),
     ],
 )
 def test_devices_with_something_of_their_own_do_not_rest(averaging, mixed, ran):
@@ -207,7 +212,7 @@ def led(state):
     return device
 
 
-@pytest.mark.parametrize("tx", [optax.adam(1e-2), optax.sgd(0.1)])
+@pytest.mark.parametrize("tx", [optax.adam(1e-2), slow(optax.sgd(0.1))])
 def test_the_lane_that_leads_may_rest(tx, mixed, ran):
     leads = []
 

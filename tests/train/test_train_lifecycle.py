@@ -444,7 +444,7 @@ for window in train.windows(data, 4, epochs=None):
     ("world", "emulate"),
     [
         slow(1, None),
-        (1, "EmulatedSpeeds([10.0])"),
+        slow(1, "EmulatedSpeeds([10.0])"),
         (4, "EmulatedSpeeds([10.0] * 4)"),
     ],
 )

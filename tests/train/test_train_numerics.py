@@ -275,7 +275,7 @@ def test_a_window_in_bfloat16_is_the_float32_sum_of_its_microbatches():
         np.testing.assert_allclose(got, mean, rtol=1e-3, atol=2e-6)
 
 
-@pytest.mark.parametrize("scale", [64.0, DynamicScale(scale=64.0)])
+@pytest.mark.parametrize("scale", [slow(64.0), DynamicScale(scale=64.0)])
 def test_the_loss_that_is_reported_is_not_scaled(scale):
     plain, scaled = (train_digits(epochs=1, loss_scale=s)[2] for s in (None, scale))
     np.testing.assert_allclose([m["loss"] for m in scaled], [m["loss"] for m in plain], rtol=1e-5)
@@ -286,7 +286,7 @@ def tiny_loss(params, batch, rng):
     return (batch["x"] * params["w"] * batch["small"] * batch["small"]).mean()
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [slow(1), 2])
 def test_a_scale_keeps_small_gradients(world):
     data = {"x": np.linspace(0.1, 0.5, 64).astype("f"), "small": np.full(64, 2e-4, "f")}
 

@@ -64,7 +64,11 @@ def assert_same(got, want, rtol=1e-5, atol=1e-6):
     assert moved > 20 * atol, "the tolerance must be small beside what training moves"
 
 
-@pytest.mark.parametrize("form", FORMS)
+QUICK = ("vector", "ragged scalar", "ragged weighted")
+"""Each form of a loss once."""
+
+
+@pytest.mark.parametrize("form", [form if form in QUICK else slow(form) for form in FORMS])
 def test_parts_give_what_the_whole_gives(form):
     loss, how = FORMS[form]
     has_aux = "weighted" not in form  # its weights do not count the examples of a metric
@@ -92,7 +96,9 @@ def test_each_kind_has_its_own_parts(form, split, twins):
 
 
 @pytest.mark.parametrize("placement", [slow("stream"), "resident"])
-@pytest.mark.parametrize("averaging", [elche.MeanGradient(delay=1), elche.ParameterAveraging()])
+@pytest.mark.parametrize(
+    "averaging", [slow(elche.MeanGradient(delay=1)), elche.ParameterAveraging()]
+)
 def test_rules_over_two_kinds(averaging, placement, twins):
     devices, how = devices_of("lanes", twins), {"placement": placement}
     options = {"averaging": averaging, "max_grad_norm": 0.3, "how": how}
@@ -100,7 +106,7 @@ def test_rules_over_two_kinds(averaging, placement, twins):
     assert_same(train_on(devices, vector, {"cpu": 4}, **options), want)
 
 
-@pytest.mark.parametrize("averaging", [None, elche.ParameterAveraging()])
+@pytest.mark.parametrize("averaging", [slow(None), elche.ParameterAveraging()])
 def test_with_an_exchange_on_the_host(averaging):
     options = {"averaging": averaging, "exchange": elche.HostExchange(), "loss": masked}
     options |= {"how": RAGGED}

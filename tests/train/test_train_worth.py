@@ -1,12 +1,14 @@
 """The line for a lane that costs more than it gives."""
 
 import dataclasses
+import itertools
 import logging
 
 import jax
 import numpy as np
 import optax
 import pytest
+from marks import slow
 
 import elche_jax as elche
 from elche_jax.cadence import Rest, WindowPlan, WindowRecord
@@ -124,14 +126,20 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("averaging", RULES, ids=lambda rule: type(rule).__name__)
-@pytest.mark.parametrize("slow", [0, 1])
-def test_a_run_in_which_a_lane_rests(averaging, slow, mixed, monkeypatch, caplog):
+QUICK = [(0, None), (1, elche.ParameterAveraging())]
+
+
+@pytest.mark.parametrize(
+    ("late", "averaging"),
+    [row if row in QUICK else slow(*row) for row in itertools.product([0, 1], RULES)],
+    ids=lambda value: value if isinstance(value, int) else type(value).__name__,
+)
+def test_a_run_in_which_a_lane_rests(late, averaging, mixed, monkeypatch, caplog):
     """The clock says that the others are faster without it; what is trained stays exact."""
     measured = WindowPlan.measured
 
     def slowed(plan, busy_ms, wall_ms, **rest):
-        wall_ms = 3.0 * sum(plan.counts) if plan.counts[slow] else 1.0 * sum(plan.counts)
+        wall_ms = 3.0 * sum(plan.counts) if plan.counts[late] else 1.0 * sum(plan.counts)
         busy_ms = tuple(wall_ms * (count > 0) for count in plan.counts)
         return measured(plan, busy_ms, wall_ms, **rest | {"sync_ms": 0.1, "steady": True})
 

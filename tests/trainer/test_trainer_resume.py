@@ -155,7 +155,7 @@ def test_patience_goes_on(tmp_path):
     assert (result.stopped, len(result.history)) == ("early_stopping", 5)
 
 
-@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("mode", ["min", slow("max")])
 def test_the_best_are_kept(mode, tmp_path):
     values = iter([3.0, 5.0, 1.0, math.nan, 4.0, 2.0])
     one = trainer()
@@ -321,10 +321,10 @@ def whole_and_resumed(rule, stops, folder):
 @pytest.mark.parametrize(
     ("rule", "stops"),
     [
-        ("delay", (4, 5, 6, 8)),
+        slow("delay", (4, 5, 6, 8)),
         slow("delayed diloco", (7,)),
         ("three pending", (4, 7)),
-        ("gradients, three pending", (2, 6)),
+        slow("gradients, three pending", (2, 6)),
     ],
 )
 def test_the_losses_of_the_epochs_wherever_it_stopped(rule, stops, tmp_path):
@@ -375,10 +375,10 @@ def renamed(params, batch, rng):
 @pytest.mark.parametrize(
     ("devices", "changed", "lost"),
     [
-        (4, {}, 0),
+        slow(4, {}, 0),
         (4, {"loss": renamed}, 1),
-        (4, {"config": elche.DDPConfig(exchange="host")}, 1),
-        (1, {}, 1),
+        slow(4, {"config": elche.DDPConfig(exchange="host")}, 1),
+        slow(1, {}, 1),
     ],
     ids=["same", "renamed", "host", "one"],
 )

@@ -253,7 +253,7 @@ def test_the_writers_of_the_library_are_writers(tmp_path):
     assert (tmp_path / "a.csv").read_text().startswith("step,loss,mae,")
 
 
-@pytest.mark.parametrize("first", [{"epochs": 1}, {"epochs": 3, "max_windows": 4}])
+@pytest.mark.parametrize("first", [slow({"epochs": 1}), {"epochs": 3, "max_windows": 4}])
 @pytest.mark.parametrize("known", [True, slow(False)])
 def test_how_far_a_run_is_after_a_resume(first, known, tmp_path, monkeypatch):
     """The bar goes on where the run was, at the end of an epoch and in the middle."""
