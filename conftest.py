@@ -72,7 +72,15 @@ if TWIN is not None:  # not for the processes that tests start: it takes a while
     del os.environ["PJRT_NAMES_AND_LIBRARY_PATHS"]
 
 hypothesis.settings.register_profile("elche", deadline=None, print_blob=True)
-hypothesis.settings.load_profile("elche")
+hypothesis.settings.register_profile(
+    "quick", parent=hypothesis.settings.get_profile("elche"), max_examples=25
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tries fewer examples in `make test`, where a test does not say how many."""
+    quick = config.getoption("markexpr") == "not slow"
+    hypothesis.settings.load_profile("quick" if quick else "elche")
 
 
 def pytest_collection_finish() -> None:

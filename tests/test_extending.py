@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from marks import slow
 
 import elche_jax as elche
 from elche_jax.cadence import State
@@ -97,7 +98,7 @@ def test_a_guard():
     assert max(sizes[:10]) == 6 and min(sizes[10:14]) == 1 and max(sizes[14:]) > 1
 
 
-@pytest.mark.parametrize("exchange", ["device", "host"])
+@pytest.mark.parametrize("exchange", ["device", slow("host")])
 def test_an_averaging_rule(exchange):
     """That it weighs as it says is shown with all other rules, in the table of them."""
     train, params, _ = trained(40, exchange, averaging=InverseLoss(), cadence=elche.FixedTotal(6))

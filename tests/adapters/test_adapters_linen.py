@@ -39,6 +39,7 @@ def with_accuracy(outputs, batch):
 
 
 @WORLDS
+@pytest.mark.slow  # the CNN is trained by hand, and dropout in the next one
 def test_an_mlp_with_dropout_is_trained_as_by_hand(world):
     model = from_linen(LinenMLP(), cross_entropy)
     params, model_state = model.init(3, {"x": X[:1]})

@@ -68,6 +68,7 @@ def test_an_mlp_with_dropout_is_trained_as_by_hand(world):
 
 
 @WORLDS
+@pytest.mark.slow  # the MLP is trained by hand, and its state is in what predicts
 def test_a_cnn_with_batch_norm_is_trained_as_by_hand(world):
     module = NnxCNN(nnx.Rngs(0))
     model = from_nnx(module, cross_entropy)

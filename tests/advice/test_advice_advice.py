@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 import elche_jax as elche
 from elche_jax.advice import Speeds
@@ -127,7 +127,6 @@ def test_a_total_of_ones_own():
 
 
 @given(solo=st.lists(MS, min_size=2, max_size=5), sync_ms=st.floats(0, 30))
-@settings(max_examples=40)
 def test_the_line_to_paste_begins_with_the_counts_of_the_plan(solo, sync_ms):
     advice = advice_of(solo, sync_ms=sync_ms)
     cadence = eval(advice.cadence, {"elche": elche})

@@ -3,7 +3,7 @@
 from itertools import combinations, product
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from elche_jax.advice import Speeds
 from elche_jax.advice.predict import best_plan, one_device, plain_pmap, plan, settled
@@ -41,7 +41,6 @@ def alike(ms, sync_ms):
 
 
 @given(ms=st.lists(MS, min_size=2, max_size=5), sync_ms=SYNC, batch_size=st.integers(1, 64))
-@settings(max_examples=40)
 def test_plans_are_what_windows_come_to(ms, sync_ms, batch_size):
     for cadence in (ElChe(anchor=4), FixedTotal(16), EveryBatch()):
         made = plan("it", cadence, alike(ms, sync_ms), batch_size)
@@ -68,7 +67,6 @@ def test_a_fixed_total_has_the_best_split_of_all(ms, total):
 
 
 @given(ms=st.lists(MS, min_size=2, max_size=5), sync_ms=SYNC)
-@settings(max_examples=60)
 def test_elche_has_settled_on_counts_in_proportion_and_a_bearable_overhead(ms, sync_ms):
     cadence = ElChe(anchor=4, overhead_target=0.2)
     counts = settled(cadence, ms, sync_ms)
@@ -147,7 +145,6 @@ def test_one_device_steps_as_rarely_as_elche_would(ms, step_ms, anchor, target):
     epoch=st.integers(4, 400),
     anchor=st.integers(1, 50),
 )
-@settings(max_examples=60)
 def test_an_epoch_is_whole_windows_and_the_rest(ms, sync_ms, epoch, anchor):
     """As the loop has it: a window of what is planned, or of what is left."""
     speeds = Speeds(tuple(ms), tuple(ms), sync_ms, (sync_ms,) * len(ms))
@@ -173,7 +170,6 @@ def test_an_epoch_is_whole_windows_and_the_rest(ms, sync_ms, epoch, anchor):
     slower=st.tuples(*3 * [st.floats(1, 4)]),
     sync_ms=st.floats(0, 300),
 )
-@settings(max_examples=60)
 def test_the_best_of_three_devices_is_the_best_of_all_sets(solo, slower, sync_ms):
     """With three devices the sets that are looked at leave out slower single ones alone."""
     together = tuple(ms * factor for ms, factor in zip(solo, slower, strict=True))

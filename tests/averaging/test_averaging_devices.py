@@ -127,7 +127,7 @@ def test_average_gives_one_set_of_parameters():
         np.testing.assert_allclose(got[name], want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("rule", [None, elche.ParameterAveraging()])
+@pytest.mark.parametrize("rule", [slow(None), elche.ParameterAveraging()])
 def test_average_of_replicas_is_one_of_them(rule):
     _, _, state, train = train_on(rule, THREE)
     for a, b in zip(

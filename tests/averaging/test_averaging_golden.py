@@ -51,6 +51,7 @@ TWO_OR_THREE = [slow(COUNTS, id="two"), pytest.param(THREE, id="three")]
 
 @pytest.mark.parametrize("counts", TWO_OR_THREE)
 @pytest.mark.parametrize("how", [slow("average"), "keep", slow("reset")])
+@pytest.mark.slow  # test_every_rule_on_every_transport has such a rule
 def test_diloco_with_nesterov(how, counts):
     rule = elche.DiLoCo(outer=optax.sgd(**NESTEROV), optimizer_state=how)
     history, _, state, _ = train_on(rule, counts)
@@ -61,6 +62,7 @@ def test_diloco_with_nesterov(how, counts):
 
 @pytest.mark.parametrize("fragments", [slow(1), 2, slow(3)])
 @pytest.mark.parametrize("counts", TWO_OR_THREE)
+@pytest.mark.slow  # test_every_rule_on_every_transport has such a rule
 def test_fragments(counts, fragments):
     rule = elche.DiLoCo(outer=optax.sgd(**NESTEROV), fragments=fragments)
     history, metrics, state, _ = train_on(rule, counts)
@@ -76,6 +78,7 @@ def test_fragments(counts, fragments):
             elche.check_replicas(state.params)
 
 
+@pytest.mark.slow  # test_every_rule_on_every_transport has such a rule
 def test_int8_with_error_feedback():
     rule = elche.DiLoCo(outer=optax.sgd(**NESTEROV), compression="int8")
     history, metrics, state, _ = train_on(rule, THREE)
@@ -175,6 +178,7 @@ def test_what_no_device_changes_stays_to_the_last_bit():
 
 @pytest.mark.parametrize("counts", TWO_OR_THREE)
 @pytest.mark.parametrize("exponent", [1.0, slow(0.0)])
+@pytest.mark.slow  # test_every_rule_on_every_transport has such a rule
 def test_delay_of_the_average(counts, exponent):
     rule = elche.ParameterAveraging(exponent=exponent, optimizer_state="keep", delay=1)
     history, metrics, state, _ = train_on(rule, counts)
@@ -187,6 +191,7 @@ def test_delay_of_the_average(counts, exponent):
 
 
 @pytest.mark.parametrize("counts", TWO_OR_THREE)
+@pytest.mark.slow  # test_every_rule_on_every_transport has such a rule
 def test_delay_of_diloco(counts):
     rule = elche.DiLoCo(outer=optax.sgd(**NESTEROV), delay=1)
     history, _, state, _ = train_on(rule, counts)

@@ -278,6 +278,7 @@ def test_one_window_ahead():
     assert threads() == []
 
 
+@pytest.mark.slow  # test_nothing_is_lost_between_runs has no overshoot, either
 def test_no_overshoot_is_no_delay():
     """Each window waits for the average of the one before: what comes of it is the same."""
     history, _, state, train = train_on(

@@ -65,9 +65,8 @@ def test_every_rule_over_lanes(name, lanes, twins):
                 assert all(row.tobytes() == stacked[leaf][0].tobytes() for row in stacked[leaf])
 
 
-@pytest.mark.parametrize(
-    "name", [slow("mean gradient"), "Local SGD", slow("DiLoCo, fragments, int8")]
-)
+@pytest.mark.slow  # test_every_rule_over_lanes has such lanes
+@pytest.mark.parametrize("name", ["mean gradient", "Local SGD", "DiLoCo, fragments, int8"])
 def test_lanes_of_alike_devices_change_no_more_than_the_order_of_sums(name):
     rule, _ = TABLE[name]
     one, metrics, *_ = train_on(rule, COUNTS[4])

@@ -11,6 +11,7 @@ from jax import export
 from jax.sharding import Mesh, PartitionSpec
 from marks import slow
 from reference import BATCH, data, loss_fn, params
+from test_averaging_lanes import APART
 from test_averaging_table import TABLE
 
 import elche_jax as elche
@@ -50,11 +51,11 @@ def one(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
 
 
-ONE, OTHER = list(TABLE)[::2], list(TABLE)[1::2]
-"""Rules that `make test` lowers with a collective, and those whose programs of lanes it does."""
+OTHER = [name for name in TABLE if name not in APART][::2]
+"""Rules whose programs with a collective are lowered by `make test`, beside lanes of others."""
 
 
-@pytest.mark.parametrize("name", [name if name in ONE else slow(name) for name in TABLE])
+@pytest.mark.parametrize("name", [name if name in OTHER else slow(name) for name in TABLE])
 def test_programs_with_a_collective(name):
     runner, call = runner_of(TABLE[name][0], None)
     program, state = runner._computation, one(runner.state)
@@ -68,7 +69,7 @@ def test_programs_with_a_collective(name):
         assert lower(fn, *args).platforms == ("cuda",)
 
 
-@pytest.mark.parametrize("name", [name if name in OTHER else slow(name) for name in TABLE])
+@pytest.mark.parametrize("name", [name if name in APART else slow(name) for name in TABLE])
 def test_programs_of_lanes(name):
     runner, call = runner_of(TABLE[name][0], ((0,), (1,)))
     compiled, program = runner._compiled, runner._program

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, strategies as st
+from marks import slow
 
 from elche_jax.cadence import (
     Controller,
@@ -109,7 +110,7 @@ def test_groups_are_tried_in_turn():
     assert order == [1, 0, 2], "the one with the least work first"
 
 
-@pytest.mark.parametrize("groups", [((0,), (1,)), ((1,), (0,))])
+@pytest.mark.parametrize("groups", [((0,), (1,)), slow(((1,), (0,)))])
 @given(
     speeds=st.tuples(st.floats(0.1, 1.0), st.floats(0.1, 1.0)),
     both=st.floats(0.3, 1.0),

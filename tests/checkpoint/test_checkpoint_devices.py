@@ -73,6 +73,7 @@ def test_other_devices_go_on_with_the_same_numbers(before, now, tmp_path, caplog
     assert len(train.counts_history) == int(state.step[0]) - EVERY
 
 
+@pytest.mark.slow  # test_other_devices_go_on_with_the_same_numbers
 def test_other_devices_save_again_and_come_back(tmp_path):
     case = GRADIENTS["dropout"]
     run(case, tmp_path, until=EVERY)

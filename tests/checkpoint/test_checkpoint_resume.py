@@ -49,7 +49,8 @@ def assert_divergence(whole, resumed):
     assert lost <= {AT - 3, AT - 2, AT - 1}
 
 
-@pytest.mark.parametrize("name", ["keep", slow("dropout"), slow("host")])
+@pytest.mark.slow  # test_the_same_bits shows it with counts that do
+@pytest.mark.parametrize("name", ["keep", "dropout", "host"])
 def test_the_same_bits_with_counts_that_do_not_change(name, tmp_path):
     (state, train), (again, resumed) = both(CASES[name], tmp_path, 4, elche.EveryBatch())
     assert content(again) == content(state)
@@ -77,7 +78,8 @@ def test_counts_that_followed_the_speeds_of_another_process(tmp_path, caplog):
     )
 
 
-@pytest.mark.parametrize("name", ["average", slow("dropout")])
+@pytest.mark.slow  # test_kills stops anywhere
+@pytest.mark.parametrize("name", ["average", "dropout"])
 def test_stopped_between_two_checkpoints(name, tmp_path):
     """The windows since the last one are lost, and trained again; saving changes nothing."""
     case = CASES[name]

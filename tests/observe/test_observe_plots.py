@@ -4,6 +4,7 @@ import sys
 
 import children
 import pytest
+from marks import slow
 
 from elche_jax.cadence.window import WindowRecord
 from elche_jax.observe.plots import _widths, plot_run
@@ -23,7 +24,7 @@ def is_png(path):
     return path.read_bytes().startswith(b"\x89PNG\r\n")
 
 
-@pytest.mark.parametrize("world", [1, 2, 8, 20])
+@pytest.mark.parametrize("world", [1, slow(2), slow(8), 20])
 def test_any_number_of_devices(world, tmp_path):
     assert is_png(plot_run(run(world), tmp_path / "run.png", "title"))
 

@@ -134,6 +134,7 @@ def test_errors(name, job):
         assert process["errors"][name].startswith(ERRORS[name].format(folder))
 
 
+@pytest.mark.slow  # test_kills kills a process that saves
 def test_a_job_that_is_killed_leaves_whole_checkpoints(tmp_path):
     with jobs.started("saving.py", FLEET, "endless", tmp_path):
         eventually(lambda: [*tmp_path.glob("[2-9]")], 120)

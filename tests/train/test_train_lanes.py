@@ -135,6 +135,7 @@ def test_a_window_of_several_calls_is_the_same(averaging, mixed):
     assert_close(*ends, rtol=1e-6)
 
 
+@pytest.mark.slow  # test_each_kind_has_its_own_parts has such a microbatch
 def test_microbatches_that_are_not_full_count_with_their_examples(mixed):
     """The last one has two examples of four."""
     rows = jax.tree.map(lambda leaf: leaf[:-2], data())
@@ -175,6 +176,7 @@ def test_the_lead_alone_has_the_optimizers_state(mixed):
     assert all(leaf.devices() == {train.fleet.lead.devices[0]} for leaf in held)
 
 
+@pytest.mark.slow  # test_every_rule_over_lanes has rules whose devices keep their own
 def test_local_optimizers_are_the_devices_own(mixed):
     averaging = elche.ParameterAveraging(optimizer_state="keep")
     state, _, train = run(mixed, averaging=averaging)
@@ -391,6 +393,7 @@ def test_each_device_clips_its_mean_gradient(mixed):
     np.testing.assert_allclose(host(state.params)["w"], w, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow  # test_train_numerics and test_every_rule_over_lanes have 16 bits
 def test_bfloat16(mixed):
     """Kinds round differently within a microbatch, but replicas are alike."""
     options = {"compute_dtype": "bfloat16", "tx": optax.sgd(0.1)}
@@ -401,6 +404,7 @@ def test_bfloat16(mixed):
     assert not np.array_equal(host(exact[0].params)["a"], host(got[0].params)["a"])
 
 
+@pytest.mark.slow  # test_contract_exact_mean has a key there; lanes only hand it on
 def test_keys_in_an_optimizer(mixed):
     tx = optax.chain(optax.sgd(0.1), optax.add_noise(1e-2, 0.5, jax.random.key(5)))
     got, want = run(mixed, tx=tx), one_device(tx=tx)
@@ -544,6 +548,7 @@ def test_a_hint_by_kind(options, counts, mixed):
     assert np.isfinite(metrics["loss"])
 
 
+@pytest.mark.slow  # test_speeds_are_those_of_the_same_kinds takes one up
 def test_a_cadence_state_is_taken_up(mixed):
     def build(**hint):
         return elche.build_train_step(

@@ -555,6 +555,7 @@ def test_64_bit_types_of_a_context_reach_the_lanes_threads(mixed):
     assert np.isfinite(metrics["loss"])
 
 
+@pytest.mark.slow  # test_a_training_state_is_evaluated_where_it_is
 def test_a_state_over_lanes_of_alike_devices_is_evaluated():
     devices = jax.devices("cpu")[:4]
     train = build(devices, lanes=((0, 3), (1, 2)))

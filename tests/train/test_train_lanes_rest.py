@@ -37,6 +37,13 @@ def train(devices, **options):
 
 
 @cache
+def rested():
+    """What comes of it on two kinds, for tests that only look at the end."""
+    cpus, (twin, *_) = jax.devices("cpu"), jax.devices("twin")
+    return train([cpus[0], twin, cpus[1]])
+
+
+@cache
 def one_device(**options):
     """The same microbatches on one device, once for all tests with these options."""
     devices = jax.devices("cpu")[:1]
@@ -77,16 +84,17 @@ def test_a_job_with_a_lane_at_rest_trains_as_one_device(options, mixed, ran):
 
 
 def test_it_makes_no_difference_to_the_bit(mixed, ran, monkeypatch):
-    rested = train(mixed)
+    state, said, _ = rested()
     with monkeypatch.context() as patched:
         patched.setattr(GradientRule, "rests", False)
         ran.clear()
         awake = train(mixed)
         assert len(ran) == 2 * len(RESTS)
-    assert all_bytes(rested[0]) == all_bytes(awake[0])
-    assert all_bytes(rested[1]) == all_bytes(awake[1])
+    assert all_bytes(state) == all_bytes(awake[0])
+    assert all_bytes(said) == all_bytes(awake[1])
 
 
+@pytest.mark.slow  # test_train_lanes has both, and to rest changes no bit
 def test_with_state_of_the_model_and_a_dynamic_scale(mixed, ran):
     def loss(params, model_state, batch, rng):
         new = {"mean": 0.9 * model_state["mean"] + 0.1 * batch["x"].mean(axis=0)}
@@ -131,9 +139,11 @@ def test_devices_with_something_of_their_own_do_not_rest(averaging, mixed, ran):
 
 
 def test_copies_are_made_only_where_they_are_read(mixed):
-    seen = []
+    """And the old state is given up as always."""
+    seen, states = [], []
 
     def each(window, state):
+        states.append(state)
         if window.index in AT_REST:
             leaves = jax.tree.leaves((state.params, state.step))
             assert all(isinstance(leaf, LanedArray) and late(leaf) for leaf in leaves)
@@ -147,6 +157,8 @@ def test_copies_are_made_only_where_they_are_read(mixed):
 
     assert_trained(train(mixed, each=each), one_device())
     assert seen == AT_REST
+    assert all(leaf.is_deleted() for state in states[:-1] for leaf in jax.tree.leaves(state.params))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(states[-1]))
 
 
 def test_reading_changes_nothing(mixed, tmp_path):
@@ -162,13 +174,6 @@ def test_reading_changes_nothing(mixed, tmp_path):
     for copied, then in kept.values():
         for name, leaf in copied.items():
             np.testing.assert_array_equal(np.asarray(leaf), [then[name]] * 3)
-
-
-def test_the_old_state_is_given_up_as_always(mixed):
-    states = []
-    train(mixed, each=lambda window, state: states.append(state))
-    assert all(leaf.is_deleted() for state in states[:-1] for leaf in jax.tree.leaves(state.params))
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(states[-1]))
 
 
 def test_what_takes_one_copy_takes_that_of_a_first_device_at_rest(tmp_path):
@@ -299,7 +304,8 @@ def test_a_replaced_leaf_does_not_keep_the_others_from_moving(mixed):
     assert_trained(got, run(devices, counts, rows=rows(LEADS), tx=tx(), each=halved(devices)))
 
 
-def test_who_leads_follows_from_the_counts_of_a_window_alone(mixed, tmp_path):
+@pytest.mark.parametrize("lasts", [(2, 4), slow((0, 1, 3, 5, 6))], ids=str)
+def test_who_leads_follows_from_the_counts_of_a_window_alone(lasts, mixed, tmp_path):
     """Kinds round differently: a run that goes on from any checkpoint has the same bits."""
     whole = []
 
@@ -319,7 +325,7 @@ def test_who_leads_follows_from_the_counts_of_a_window_alone(mixed, tmp_path):
         whole.append(all_bytes(state))
         with saving(step, window.index) as saver:
             saver.save(state, window)
-    for last in range(len(LEADS) - 1):
+    for last in lasts:
         again = build()
         with saving(again, last) as saver:
             state, cursor = saver.restore(again.init(PARAMS))
@@ -369,6 +375,7 @@ def test_a_lead_without_work_stays_where_nothing_rests(mixed):
     assert leads == [mixed[0]] * len(LEADS)
 
 
+@pytest.mark.slow  # test_reading_changes_nothing compares the replicas of such lanes
 def test_every_window_is_verified(mixed):
     assert_trained(train(mixed, verify_every=1), one_device())
 
@@ -422,7 +429,8 @@ def test_what_takes_one_copy_wakes_nobody(mixed):
     train(mixed, each=each)
 
 
-def test_the_lead_keeps_no_gradient_of_a_lane_that_works_again(mixed):
-    _, _, step = train(mixed)
+@pytest.mark.usefixtures("twins")
+def test_the_lead_keeps_no_gradient_of_a_lane_that_works_again():
+    _, _, step = rested()
     runner = step._last_pipeline.runner
     assert runner._idle == {}

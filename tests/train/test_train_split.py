@@ -95,10 +95,9 @@ def test_each_kind_has_its_own_parts(form, split, twins):
     assert_same(train_on(devices, loss, split, how=how), want)
 
 
-@pytest.mark.parametrize("placement", [slow("stream"), "resident"])
-@pytest.mark.parametrize(
-    "averaging", [slow(elche.MeanGradient(delay=1)), elche.ParameterAveraging()]
-)
+@pytest.mark.slow  # test_a_microbatch_is_one_local_step; test_each_kind_has_its_own_parts
+@pytest.mark.parametrize("placement", ["stream", "resident"])
+@pytest.mark.parametrize("averaging", [elche.MeanGradient(delay=1), elche.ParameterAveraging()])
 def test_rules_over_two_kinds(averaging, placement, twins):
     devices, how = devices_of("lanes", twins), {"placement": placement}
     options = {"averaging": averaging, "max_grad_norm": 0.3, "how": how}
@@ -254,6 +253,7 @@ def test_auto_takes_the_smallest_number_of_parts_that_fits(caplog, monkeypatch):
     )
 
 
+@pytest.mark.slow  # test_auto_by_kind has a lane where nothing does
 def test_auto_where_nothing_fits(caplog, monkeypatch):
     splits, said = auto(devices_of("lane"), caplog, monkeypatch, lambda _: 10)
     assert splits == {(8,)}

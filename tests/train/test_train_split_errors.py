@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from marks import slow
 from parted import (
     BATCH,
     INSTEAD,
@@ -130,7 +131,7 @@ class Net(nn.Module):
         return nn.Dense(1, dtype=jnp.bfloat16)(nn.relu(x)).astype(jnp.float32).mean((1, 2))
 
 
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("norm", [slow(False), True])
 def test_models_that_compute_in_16_bits_are_judged_by_their_loss(norm):
     model = Net(norm)
     params = model.init(jax.random.key(0), data()["x"])

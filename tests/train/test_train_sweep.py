@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from marks import slow
 from small import threads
 from sweeping import Batches, MapStyle, examples
 
@@ -465,7 +464,8 @@ for call in calls:
 """
 
 
-@pytest.mark.parametrize(("world", "emulate"), [slow(1, None), (4, "EmulatedSpeeds([1.0] * 4)")])
+@pytest.mark.slow  # test_an_interrupt_anywhere_in_the_loop; test_train_lifecycle has a signal
+@pytest.mark.parametrize(("world", "emulate"), [(1, None), (4, "EmulatedSpeeds([1.0] * 4)")])
 def test_ctrl_c(world, emulate):
     """A real process, a real signal; then the same call again, and a clean end."""
     code = SCRIPT.format(world=world, emulate=emulate)

@@ -185,6 +185,7 @@ next(handle.metrics())
     assert kept >= 6  # whole, of the last window
 
 
+@pytest.mark.slow  # test_a_program_that_ends_stops_its_run ends one in a thread, too
 def test_a_run_in_the_users_thread_ends_with_the_program(tmp_path):
     body = """
 import threading

@@ -32,6 +32,7 @@ def fitted(devices, epochs=2, **options):
     )  # fmt: skip
 
 
+@pytest.mark.slow  # test_train_lanes trains two kinds as one device, and others fit
 def test_a_fit_is_that_of_one_device(mixed):
     got, want = fitted(mixed), fitted(mixed[:1])
     for name in PARAMS:
@@ -168,6 +169,7 @@ def test_a_state_of_two_kinds_is_evaluated_on_others(mixed):
 # -- advice
 
 
+@pytest.mark.slow  # tests/advice measures and advises, other tests train two kinds
 def test_advice_for_two_kinds(mixed):
     devices = mixed[:2]
     advice = advise(

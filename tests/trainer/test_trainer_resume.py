@@ -338,6 +338,7 @@ def test_the_losses_of_the_epochs_wherever_it_stopped(rule, stops, tmp_path):
         assert same_bits(result.state, whole.state)
 
 
+@pytest.mark.slow  # test_the_run_and_what_it_says stops and goes on
 def test_a_run_that_was_told_to_stop_says_the_same(tmp_path):
     """With the guard's history, of which the last window is read late as well."""
     options = {"data": DATA, "batch_size": 8, "epochs": EPOCHS, "progress": False}
@@ -353,6 +354,7 @@ def test_a_run_that_was_told_to_stop_says_the_same(tmp_path):
     assert repr(another.train.divergence) == repr(divergence)
 
 
+@pytest.mark.slow  # test_other_devices_go_on, and other tests tell of it
 def test_the_last_window_is_told_of_on_fewer_devices(tmp_path):
     options = {"data": DATA, "batch_size": 8, "progress": False}
     whole, part = PerWindow(), PerWindow()

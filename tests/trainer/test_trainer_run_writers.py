@@ -201,7 +201,8 @@ except elche.CheckpointError as error:
 """
 
 
-@pytest.mark.parametrize(("on_error", "epochs"), [slow("now", None), ("end", 3)])
+@pytest.mark.slow  # test_a_disk_that_is_full fills one, and test_trainer_watched fits then
+@pytest.mark.parametrize(("on_error", "epochs"), [("now", None), ("end", 3)])
 def test_a_full_disk(on_error, epochs, tmp_path):
     """A disk that takes no large file: checkpoints fail, small files are written."""
     here = Path(__file__).parent
