@@ -27,7 +27,7 @@ def test_every_script_is_found():
     assert PAGE.count("```python") == len(GOOD)
 
 
-@pytest.mark.parametrize("title", [slow(x) if x in ("Linen", "NNX") else x for x in GOOD])
+@pytest.mark.parametrize("title", [slow(x) if x in ("Linen", "NNX", "Heads") else x for x in GOOD])
 def test_a_script_runs(title, capsys):
     exec(compile(SCRIPTS[title], title, "exec"), {"__name__": "__main__"})
     number = float(re.findall(r"[\d.]+(?:e-\d+)?", capsys.readouterr().out)[-1])

@@ -198,6 +198,7 @@ def test_one_device():
     assert advice.sync_ms == 0
 
 
+@pytest.mark.slow  # tests/data reads such data, and other tests measure
 def test_microbatches_that_come_as_they_are():
     class Stream:
         def __iter__(self):

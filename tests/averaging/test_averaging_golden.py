@@ -230,6 +230,7 @@ def test_windows_that_are_not_timed_give_the_same_bits(rule, window_bytes, monke
     assert not any(steady[w] for w in range(20) if w % 6 >= 2) and any(steady)
 
 
+@pytest.mark.slow  # test_every_rule_on_every_transport streams them, too
 def test_delay_over_data_that_come_otherwise():
     """Another call of `windows`, with programs of its own, tells of the window before it; a run
     that begins anew does not."""

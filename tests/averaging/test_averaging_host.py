@@ -211,6 +211,7 @@ def test_an_outer_optimizer_that_makes_what_is_not_finite(config):
     np.testing.assert_allclose(train.average(state)["w"], np.full(2, 3.0 - 36.0), rtol=1e-6)
 
 
+@pytest.mark.slow  # as on the devices; one device of several is left out above
 def test_a_window_in_which_no_device_is_finite_changes_nothing():
     rows = poisoned([2, 3])
     for how in ("average", "keep"):

@@ -175,7 +175,7 @@ def test_as_many_devices_of_other_kinds_go_on_the_same(name, move, places, tmp_p
 
 
 @pytest.mark.parametrize("move", [MOVES[2], slow(("cpu+twin", "cpu+twin+cpu"))])
-@pytest.mark.parametrize("name", ["keep", *map(slow, ("delay", "diloco", "delayed diloco"))])
+@pytest.mark.parametrize("name", ["keep", "delay", slow("diloco"), slow("delayed diloco")])
 def test_another_number_of_devices_takes_their_average(move, name, places, tmp_path):
     case, (before, now) = CASES[name], (places[name] for name in move)
     stopped, first, _ = run(case, before, tmp_path, until=EVERY)

@@ -147,7 +147,7 @@ def test_what_a_step_prints_is_not_the_answer(target, capsys):
     assert printed.err.startswith("madetraced")
 
 
-@pytest.mark.parametrize("name", [name if name == "mlp" else slow(name) for name in sorted(MODELS)])
+@pytest.mark.parametrize("name", sorted(MODELS))
 def test_models_of_the_command_line_have_a_loss(name):
     job = MODELS[name]()
     batch = {key: leaf[:4] for key, leaf in job["data"].items()}

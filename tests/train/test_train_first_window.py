@@ -64,7 +64,8 @@ def test_without_a_hint_the_second_plan_is_balanced(way):
     assert train.report().compile_misses > 0
 
 
-@pytest.mark.parametrize("hint", [(2, 1.0), slow((1, 3.0))])
+@pytest.mark.slow  # test_without_a_hint_the_second_plan_is_balanced, whatever the first was
+@pytest.mark.parametrize("hint", [(2, 1.0), (1, 3.0)])
 def test_a_wrong_hint_is_corrected_by_the_second_plan(hint):
     train = trained(cadence=elche.ElChe(anchor=6, speed_hint=hint))
     assert_balanced(train.counts_history[1])

@@ -327,7 +327,7 @@ def test_an_error_while_the_loss_is_traced(averaging, mixed):
     assert threads() == []
 
 
-@pytest.mark.parametrize("only", [slow(0), 1])
+@pytest.mark.parametrize("only", [0, 1])
 @pending
 def test_an_error_in_the_loss_while_it_runs(averaging, only):
     """On the devices of one lane, while the other one is fine."""
@@ -403,10 +403,17 @@ def test_an_error_of_one_lane_ends_the_others(owner, at, averaging, mixed, monke
 
 
 @pytest.mark.parametrize(
-    ("owner", "at"), [(Launch, "__call__"), (Drivers, "dispatch"), (Drivers, "move")]
+    ("averaging", "owner", "at"),
+    [
+        (None, Launch, "__call__"),
+        (None, Drivers, "dispatch"),
+        (LATE, Drivers, "move"),
+        slow(LATE, Launch, "__call__"),
+        slow(LATE, Drivers, "dispatch"),
+        slow(None, Drivers, "move"),
+    ],
 )
-@late
-def test_an_interrupt_anywhere_in_a_window(owner, at, averaging, mixed, monkeypatch):
+def test_an_interrupt_anywhere_in_a_window(averaging, owner, at, mixed, monkeypatch):
     train = build(mixed, averaging=averaging)
     state, method, seen = train.init(PARAMS), getattr(owner, at), []
 
@@ -555,7 +562,6 @@ def test_64_bit_types_of_a_context_reach_the_lanes_threads(mixed):
     assert np.isfinite(metrics["loss"])
 
 
-@pytest.mark.slow  # test_a_training_state_is_evaluated_where_it_is
 def test_a_state_over_lanes_of_alike_devices_is_evaluated():
     devices = jax.devices("cpu")[:4]
     train = build(devices, lanes=((0, 3), (1, 2)))

@@ -463,6 +463,7 @@ def test_ctrl_c_ends_a_run(world, emulate):
     assert "FATAL" not in errors and "terminate called" not in errors and "Fatal" not in errors
 
 
+@pytest.mark.slow  # test_a_program_that_ends_stops_its_run ends in the middle, too
 def test_a_process_may_end_in_the_middle_of_everything():
     """Windows in flight, a thread that compiles: the interpreter still ends cleanly."""
     code = SCRIPT.format(world=4, emulate="EmulatedSpeeds([10.0] * 4)").replace(

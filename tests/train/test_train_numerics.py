@@ -236,6 +236,7 @@ def accuracy(state):
     return evaluate(elche.unreplicate(state.params), digits(), 64)["hit"]
 
 
+@pytest.mark.slow  # test_a_window_in_bfloat16_is_the_float32_sum_of_its_microbatches
 def test_bfloat16_compute_keeps_float32_masters():
     """Every window's update is that of the bfloat16 gradient, summed in float32."""
     seen = {}
@@ -399,6 +400,7 @@ def test_types_that_are_none(knob):
 # -- the wire -------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # test_two_bytes_on_the_wire_err_by_two_roundings, without training
 def test_two_bytes_on_the_wire():
     """Every gradient within two roundings; the same accuracy; replicas equal."""
     config = {"exchange_dtype": "bfloat16"}

@@ -105,7 +105,8 @@ def test_rules_over_two_kinds(averaging, placement, twins):
     assert_same(train_on(devices, vector, {"cpu": 4}, **options), want)
 
 
-@pytest.mark.parametrize("averaging", [slow(None), elche.ParameterAveraging()])
+@pytest.mark.slow  # parts are summed on a device before anything is exchanged
+@pytest.mark.parametrize("averaging", [None, elche.ParameterAveraging()])
 def test_with_an_exchange_on_the_host(averaging):
     options = {"averaging": averaging, "exchange": elche.HostExchange(), "loss": masked}
     options |= {"how": RAGGED}

@@ -131,7 +131,6 @@ def test_averaging_gives_one_copy_of_what_the_devices_have():
 
 
 @pytest.mark.parametrize("rule", [slow("mean"), "keep"])
-@pytest.mark.slow  # tests/averaging averages them, and fit averages parameters
 def test_model_states_of_their_own_are_averaged(rule):
     options = {
         "averaging": elche.ParameterAveraging(), "merge": rule, "loss": stateful_loss_fn,
