@@ -74,6 +74,7 @@ def test_ten_windows(rule, want):
     assert threads() == []
 
 
+@pytest.mark.slow  # test_distances_by_hand, and rules on the host in the table of them
 def test_distances_are_from_the_average():
     """`|y - a| / |a|` with `a` the average, also where an outer optimizer goes elsewhere."""
     counts, tx, mean = [(2, 1)], optax.sgd(0.05), elche.ParameterAveraging()
@@ -358,6 +359,7 @@ def test_model_state_is_corrected_once(overshoot):
     assert all(each == [0.5, 0.5] for each in seen[behind + 1 :]), seen
 
 
+@pytest.mark.slow  # test_model_state_is_corrected_once, three windows later
 def test_model_state_is_corrected_late():
     counts = [(2, 1)] * 12
     rules = MERGE | {"head": "keep"}
@@ -478,6 +480,7 @@ def test_busy_times_do_not_hold_the_wait_for_room(config):
     assert fast / slow > 2.5 and train.counts[0] >= 5
 
 
+@pytest.mark.slow  # test_a_flipped_bit_is_found_during_training
 def test_replicas_are_compared():
     config = elche.DDPConfig(exchange="host", verify_every=2)
     train_on(elche.ParameterAveraging(), THREE, config=config)

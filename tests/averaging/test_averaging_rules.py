@@ -297,6 +297,7 @@ def test_bytes():
     assert [one.bytes for one in sent] == [88, 44, 30]
 
 
+@pytest.mark.slow  # test_bytes, and test_the_report_says_what_is_sent
 def test_bytes_of_all_that_is_exchanged():
     """Parameters, Adam's two moments and its counter, and model state but for what is kept."""
 

@@ -418,6 +418,7 @@ def test_a_lane_at_rest_is_not_blamed_for_the_lead(mixed):
     assert caught.value.window == 2 and caught.value.microbatches == {0: range(6, 8)}
 
 
+@pytest.mark.slow  # test_copies_are_made_only_where_they_are_read
 def test_what_takes_one_copy_wakes_nobody(mixed):
     def each(window, state):
         if window.index in AT_REST:

@@ -88,6 +88,7 @@ def big_batches(data, params, steps, size):
 
 
 @pytest.mark.parametrize("counts", [slow((3, 1, 2)), slow((1, 1, 1)), (0, 5, 1)])
+@pytest.mark.slow  # test_weight_is_the_number_of_tokens
 def test_token_weights_are_one_big_batch(counts):
     data, first, got, losses = trained(by_tokens, counts)
     want, expected = big_batches(data, first, 3, 4 * sum(counts))

@@ -354,7 +354,6 @@ def test_a_run_that_was_told_to_stop_says_the_same(tmp_path):
     assert repr(another.train.divergence) == repr(divergence)
 
 
-@pytest.mark.slow  # test_other_devices_go_on, and other tests tell of it
 def test_the_last_window_is_told_of_on_fewer_devices(tmp_path):
     options = {"data": DATA, "batch_size": 8, "progress": False}
     whole, part = PerWindow(), PerWindow()
@@ -379,8 +378,8 @@ def renamed(params, batch, rng):
     [
         slow(4, {}, 0),
         (4, {"loss": renamed}, 1),
-        slow(4, {"config": elche.DDPConfig(exchange="host")}, 1),
-        slow(1, {}, 1),
+        (4, {"config": elche.DDPConfig(exchange="host")}, 1),
+        (1, {}, 1),
     ],
     ids=["same", "renamed", "host", "one"],
 )
