@@ -268,6 +268,8 @@ SCENES = {
         cadence=None, config=elche.DDPConfig(policy="async", anchor=2)
     ),
     "unequal_devices, host": lambda: unequal_devices(exchange=elche.HostExchange()),
+    # two lanes in one process and one in the other, as where it has devices of two kinds
+    "unequal_devices, lanes": lambda: unequal_devices(lanes=lambda device: device.id),
     "late": late,
     "replayed": replayed,
     "replayed, gradients pending": lambda: replayed_pending(elche.MeanGradient("int8", 3)),
