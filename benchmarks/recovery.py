@@ -6,12 +6,16 @@ Three processes, each with an emulated device of 20 ms, and a schedule of kills 
 same for each way:
 
 - `elastic`: `elche-jax launch --elastic`: the others go on, save, and all start again;
-- `go on`: `elche-jax launch --on-failure continue`: the others go on, nobody comes back;
+- `go on`: `elche-jax launch --on-failure continue`: the others go on, nobody comes back (one kill);
 - `by hand`: the job ends, and is started again at once from its last checkpoint.
 
-An hour with a fault every quarter of it is compressed to minutes, with checkpoints as often in it;
-imports, compiles and heartbeats are not compressed, so the hour itself is computed, too. Progress
-counts once: what is trained again after a restart is lost.
+An hour with three faults is compressed to minutes, with as many checkpoints in it. What a fault
+costs is what all devices would have trained from the kill to the end of its part of the schedule,
+at their rate before the first kill, less the microbatches that were new in it. So everything
+counts, also the restart of all and the time with fewer devices, and what is trained again does not.
+Starts, compiles and heartbeats are not compressed, so the goodput of the hour is computed from the
+cost of a fault; by hand, half of what lies between two checkpoints of the hour takes the place of
+what was trained again here.
 """
 
 import argparse
@@ -27,6 +31,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from os import kill
 from pathlib import Path
 from statistics import median
@@ -55,13 +60,15 @@ class Way:
     Attributes:
         name: Its name.
         back_s: Seconds from each kill to the next window beyond those that were finished.
-        again: Microbatches that were trained again.
+        lost_s: What each kill cost, in seconds of all devices.
+        again_s: What was trained again of it, on average.
         goodput: Microbatches of the schedule over those of all devices without a fault.
     """
 
     name: str
     back_s: list[float] = field(default_factory=list)
-    again: int = 0
+    lost_s: list[float] = field(default_factory=list)
+    again_s: float = 0.0
     goodput: float = 0.0
 
 
@@ -122,56 +129,76 @@ class Job:
 def measure(name: str, seconds: float, seed: int = 0) -> Way:
     """Runs the schedule."""
     way, chance = Way(name), random.Random(seed)
-    # in the middle of each part, so that there is time to come back
-    due = [(k + chance.uniform(0.2, 0.4)) * seconds / FAULTS for k in range(FAULTS)]
-    victims = [1, 2, 1] if name != "go on" else [1, 2]
+    faults = 1 if name == "go on" else FAULTS
+    part = seconds / faults
+    due = [(k + chance.uniform(0.2, 0.4)) * part for k in range(faults)]
+    seen: list[tuple[float, int]] = []  # seconds since the start, microbatches
+    kills: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         job = Job(WAYS[name], folder, seconds / CHECKPOINTS)
         try:
-            for count, (at, done) in enumerate(job.windows(time.time() + 120)):  # noqa: B007
-                if count == READY:
+            for at, done in job.windows(time.time() + 120 + seconds):
+                seen.append((at, done))
+                if len(seen) <= READY:
+                    continue
+                since = at - seen[READY][0]
+                if since > seconds:
                     break
-            else:
-                raise SystemExit(f"{name}: no {READY} windows in two minutes")
-            begun, first, most, last = at, done, done, done
-            killed: float | None = None
-            for at, done in job.windows(begun + seconds):
-                if done < last:  # from a checkpoint
-                    way.again += last - done
-                last = done
-                if done > most:
-                    most = done
-                    if killed is not None:
-                        way.back_s.append(at - killed)
-                        killed = None
-                if killed is None and due and victims and at - begun > due[0]:
-                    due.pop(0)
-                    killed = time.time()
-                    kill(job.pids[victims.pop(0)], signal.SIGKILL)
+                if len(kills) < faults and since > due[len(kills)]:
+                    kills.append(time.time())
+                    kill(job.pids[1 + len(kills) % 2], signal.SIGKILL)
         finally:
             job.end()
-    way.goodput = (most - first) * MS / 1e3 / (PROCESSES * seconds)
+    if len(kills) < faults:
+        raise SystemExit(f"{name}: it ended before {faults} processes were killed")
+    _reckon(way, seen[READY:], kills, part, seconds)
     return way
+
+
+def _reckon(
+    way: Way, seen: Sequence[tuple[float, int]], kills: Sequence[float], part: float, seconds: float
+) -> None:
+    """Notes what the kills cost."""
+    begun, first = seen[0]
+
+    def most(until: float) -> int:
+        return max(done for at, done in seen if at <= until)
+
+    rate = (most(kills[0]) - first) / (max(at for at, _ in seen if at <= kills[0]) - begun)
+    for k, at in enumerate(kills):
+        end = begun + (k + 1) * part
+        before = most(at)
+        way.back_s.append(next(t for t, done in seen if t > at and done > before) - at)
+        way.lost_s.append(end - at - (most(end) - before) / rate)
+    again = sum(max(0, a - b) for (_, a), (_, b) in pairwise(seen))  # back to a checkpoint
+    way.again_s = again / rate / len(kills)
+    way.goodput = (most(begun + seconds) - first) * MS / 1e3 / (PROCESSES * seconds)
 
 
 def results(ways: Sequence[Way]) -> list[Result]:
     """Returns the figures."""
     found = []
     for way in ways:
-        back, case = median(way.back_s), way.name
-        values = tuple(way.back_s)
-        apart = back if case == "by hand" else back - HEARTBEAT
+        case, lost = way.name, median(way.lost_s)
+        back = tuple(way.back_s)
+        beat = 0 if case == "by hand" else HEARTBEAT
         found += [
-            Result(case, "from the kill to the next new window", back, "s", repeats=values),
-            Result(case, "the same, heartbeat apart", apart, "s"),
-            Result(case, "microbatches trained again, per kill", way.again / len(values)),
+            Result(case, "kill to the next new window", median(back), "s", repeats=back),
+            Result(case, "the same, heartbeat apart", median(back) - beat, "s"),
             Result(case, "goodput of the schedule", way.goodput),
         ]
-        if case != "go on":  # whose devices do not come back
-            lost = FAULTS * back
-            if case == "by hand":  # half of what lies between checkpoints is trained again
-                lost += FAULTS * 3600 / CHECKPOINTS / 2
-            found.append(Result(case, "goodput of the hour, computed", 1 - lost / 3600))
+        if case == "go on":  # its devices do not come back: what a fault costs has no end
+            continue
+        found += [
+            Result(case, "a fault costs, of all devices", lost, "s", repeats=tuple(way.lost_s)),
+            Result(case, "of it trained again", way.again_s, "s"),
+        ]
+        if case == "by hand":
+            lost += 3600 / CHECKPOINTS / 2 - way.again_s
+        for beat in (HEARTBEAT, 30):
+            more = 0 if case == "by hand" else beat - HEARTBEAT
+            share = 1 - FAULTS * (lost + more) / 3600
+            found.append(Result(case, f"goodput of the hour, heartbeat {beat} s", share))
     return found
 
 
