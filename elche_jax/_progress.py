@@ -30,7 +30,8 @@ KINDS = ("", "connect", "compile", "restore", "checkpoint", "data", "window", "e
 
 _SIZE = 4096
 _PID, _NOTES, _FIRST, _WINDOW, _RUNS, _TOLD, _PROCESS, _SEVERAL = range(8)
-_RANKS, _ASKED, _WATCHED, _SLOTS, _SLOT, _COUNT = slice(64, 192), 24, 25, 32, 4, 64
+_RANKS, _ASKED, _WATCHED, _TRAINED = slice(64, 192), 24, 25, 26
+_SLOTS, _SLOT, _COUNT = 32, 4, 64
 # words of 8 bytes: those above, then `_COUNT` phases of `_SLOT` words each
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
 
@@ -57,6 +58,7 @@ class Noted(NamedTuple):
         notes: A number that changes with every note.
         first: The first window of its run.
         window: The first window that is not complete.
+        trained: How many windows it has trained in all its runs.
         running: Whether its loop is in the middle of a run.
         process: Its index in the job.
         several: Whether the job has several processes.
@@ -68,6 +70,7 @@ class Noted(NamedTuple):
     notes: int = 0
     first: int = 0
     window: int = 0
+    trained: int = 0
     running: bool = False
     process: int = 0
     several: bool = False
@@ -126,7 +129,10 @@ class Board:
         if self._words[_TOLD] != self._read:
             self._read = self._words[_TOLD]
             log_told()
-        at, words = self._free.pop(), self._words  # atomic: threads note, too
+        try:
+            at, words = self._free.pop(), self._words  # atomic: threads note, too
+        except IndexError:  # more at once than there are places: this one is not seen
+            return 0
         words[at + 1], words[at + 2] = window, time.monotonic_ns()
         words[at] = _CODES[kind]  # last: from now on it counts
         words[_NOTES] += 1
@@ -134,6 +140,8 @@ class Board:
 
     def end(self, at: int) -> None:
         """Note that a phase has ended."""
+        if not at:
+            return
         self._words[at] = 0
         self._words[_NOTES] += 1
         self._free.append(at)
@@ -154,9 +162,10 @@ class Board:
         """See the function of this name."""
         self._words[_RUNS] -= 1
 
-    def completed(self, window: int) -> None:
+    def completed(self, window: int, trains: bool) -> None:
         """See the function of this name."""
         self._words[_WINDOW] = window + 1
+        self._words[_TRAINED] += trains
 
     @property
     def watched(self) -> bool:
@@ -180,8 +189,8 @@ class Board:
                 phases.append(Phase(KINDS[code], window, begun))
         ranks = self._bytes[_RANKS].rstrip(b"\0").decode()
         return Noted(
-            words[_PID], words[_NOTES], words[_FIRST], words[_WINDOW], words[_RUNS] > 0,
-            words[_PROCESS], bool(words[_SEVERAL]), ranks, tuple(phases),
+            words[_PID], words[_NOTES], words[_FIRST], words[_WINDOW], words[_TRAINED],
+            words[_RUNS] > 0, words[_PROCESS], bool(words[_SEVERAL]), ranks, tuple(phases),
         )  # fmt: skip
 
     def tell(self) -> None:
@@ -226,10 +235,10 @@ def phase(kind: str, window: int = -1) -> AbstractContextManager[None]:
     return _NOTHING if _board is None else _Noting(_board, kind, window)
 
 
-def completed(window: int) -> None:
-    """Note that a window is complete."""
+def completed(window: int, trains: bool) -> None:
+    """Note that a window is complete, and whether it trains."""
     if _board is not None:
-        _board.completed(window)
+        _board.completed(window, trains)
 
 
 def joined(process: int, several: bool) -> None:

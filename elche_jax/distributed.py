@@ -132,8 +132,8 @@ def watch(timeout: float) -> None:
             ended: their own watchdogs end these.
 
     Raises:
-        RuntimeError: If it was called before, the system is Windows, or `elche-jax launch
-            --elastic` has started this process without `--timeout`.
+        RuntimeError: If it or `initialize` was called before, the system is Windows, or
+            `elche-jax launch --elastic` has started this process without `--timeout`.
         TypeError: If `timeout` is no number.
         ValueError: If it is out of range.
 
@@ -151,6 +151,8 @@ def watch(timeout: float) -> None:
     if os.environ.get(_progress.VARIABLE) and _progress.watched():
         logger.info("elche: the launcher watches this process, %s does nothing", where)
         return
+    if jax.distributed.is_initialized():
+        raise RuntimeError(f"{where}: it must be called before initialize, which was called.")
     if _progress.watched():
         raise RuntimeError(f"{where}: it must be called once, this process is watched already.")
     if _progress.noting():

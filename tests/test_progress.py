@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 
 import children
@@ -30,7 +31,7 @@ def test_nothing_is_noted_if_nobody_watches():
         assert noted is None
     _progress.joined(1, several=True)
     _progress.opened(3, [0], 1)
-    _progress.completed(3)
+    _progress.completed(3, trains=True)
     _progress.closed()
     assert _progress.told() == []
 
@@ -80,7 +81,7 @@ def test_phases_of_several_threads(board, tmp_path):
     go_on.set()
     for thread in threads:
         thread.join()
-    _progress.completed(5)
+    _progress.completed(5, trains=True)
     _progress.closed()
     after = others.read()
     assert (after.phases, after.running, after.window) == ((), False, 6)
@@ -296,3 +297,29 @@ def test_a_process_that_is_watched(board, monkeypatch, caplog):
     caplog.set_level("INFO")
     distributed.watch(30)
     assert "the launcher watches this process, distributed.watch does nothing" in caplog.text
+
+
+def test_windows_that_were_trained_stay_counted(board):
+    _progress.opened(5, [0], 0)
+    _progress.completed(5, trains=True)
+    _progress.opened(0, [0], 0)  # an evaluation
+    _progress.completed(0, trains=False)
+    assert board.read().trained == 1
+
+
+def test_more_phases_than_places_are_not_seen_and_do_no_harm(board):
+    with ExitStack() as stack:
+        for window in range(100):
+            stack.enter_context(_progress.phase("window", window))
+        assert 1 < len(board.read().phases) < 100
+    assert board.read().phases == ()
+    with _progress.phase("data", 3):
+        assert [one.kind for one in board.read().phases] == ["data"]
+
+
+def test_a_watchdog_after_initialize_is_an_error(monkeypatch):
+    """It would take the process for the only one of its job, and kill it while it waits."""
+    monkeypatch.setattr(distributed.jax.distributed, "is_initialized", lambda: True)
+    rule = "it must be called before initialize, which was called"
+    with pytest.raises(RuntimeError, match=rf"^distributed\.watch: {rule}\.$"):
+        distributed.watch(60)

@@ -92,6 +92,7 @@ class Generation:
         self._alive: dict[int, Child] = {}
         self._step: int | None = None  # of ending all, and when the next one is due
         self._due = 0.0
+        self._stopped = False
         self._boards: dict[int, Board] = {}
         self._watchdog: Watchdog | None = None
         self._killed: set[int] = set()  # by it
@@ -153,9 +154,8 @@ class Generation:
 
     @property
     def _progress(self) -> bool:
-        """Whether a process has completed a window."""
-        noted = [board.read() for board in self._boards.values()]
-        return any(one.window > one.first for one in noted)
+        """Whether a process has trained a window."""
+        return any(board.read().trained for board in self._boards.values())
 
     def read(self) -> None:
         """Read what the processes print, unless too much of it waits to be written."""
@@ -186,10 +186,12 @@ class Generation:
             self._boards[at].ask()
 
     def stop(self, code: int, step: int) -> None:
-        """End all with an exit code, or hurry if they are being ended."""
+        """End all with an exit code, or hurry if they were told to end before."""
         if not self.failed:
             self.failed, self.code = True, code
-        self._end(step if self._step is None else max(step, self._step + 1))
+        hurry = self._step is not None and self._stopped
+        self._stopped = True
+        self._end(max(step, (self._step or 0) + hurry))
 
     def close(self) -> None:
         """End what is left of the processes and their groups."""

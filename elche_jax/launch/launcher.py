@@ -15,7 +15,7 @@ from elche_jax.launch.elastic import Elastic, Ended, Outcome, parsed
 from elche_jax.launch.generation import Asked, Generation, say
 from elche_jax.launch.marked import end_marked, kill
 from elche_jax.launch.output import Output
-from elche_jax.launch.program import start
+from elche_jax.launch.program import MARK, start
 
 ENDING = {signal.SIGINT: 0, signal.SIGTERM: 1, signal.SIGHUP: 1}
 """Signals that end the launcher, and with which step it begins."""
@@ -217,7 +217,7 @@ def _signals(selector: selectors.BaseSelector) -> Generator[list[int]]:
 @contextmanager
 def _guarded() -> Generator[tuple[Path, str]]:
     """Give a private folder, and a mark whose processes end if this process is killed."""
-    mark = f"ELCHE_LAUNCH_{secrets.token_hex(8)}"
+    mark = f"{MARK}{secrets.token_hex(8)}"
     folder = tempfile.mkdtemp(prefix="elche-launch-")
     try:
         guard = start("guard", folder, mark)

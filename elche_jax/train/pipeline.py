@@ -105,7 +105,7 @@ class Pipeline(Generic[R]):
         self._job = feed.fleet.job
         self._telling = Telling(self._job, feed.fleet.world_size, pending > 0, verifies)
         # whether windows end in an exchange with other processes, in which times travel
-        self._surveys = combines and not self._job.one_process
+        self._trains, self._surveys = combines, combines and not self._job.one_process
         self.wishes = Wishes(self._job.one_process, in_flight)
         self._ahead = in_flight if scheduler.cadence.adaptive else LOOKAHEAD
         lanes = feed.fleet.in_lanes()
@@ -429,7 +429,7 @@ class Pipeline(Generic[R]):
             if told:
                 self._record_across(told, rows, window.plan.window, times.window)
         self._check_replicas(window)
-        _progress.completed(window.plan.window)
+        _progress.completed(window.plan.window, self._trains)
         # last: the loop must not go on to the end of the run before all is recorded
         with self._changed:
             self._flights.pop(times.window, None)

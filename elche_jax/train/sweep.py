@@ -130,8 +130,12 @@ class Sweep:
             variables = self._variables(params, model_state)
             plan = self._loading.open(self._where, data, **reading)
             pipeline = self._open(variables, plan)
-            self._check_same(talk, params, model_state, plan)
-            pipeline.begin(self._where)
+            try:
+                self._check_same(talk, params, model_state, plan)
+                pipeline.begin(self._where)
+            except BaseException:
+                pipeline.close()
+                raise
             yield from self._rounds(talk, pipeline, variables, read)
 
     def _check_same(self, talk: Talk, params: PyTree, model_state: PyTree, plan: DataPlan) -> None:

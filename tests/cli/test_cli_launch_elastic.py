@@ -26,7 +26,7 @@ generation = len([*here.glob(f"started-{me}-*")]) + 1
 def train():
     _progress.joined(me, several=size > 1)
     _progress.opened(7, [me], me)
-    _progress.completed(7)
+    _progress.completed(7, trains=True)
     (here / f"trained-{me}-{generation}").touch()
 
 def wait_for_all():
