@@ -34,9 +34,12 @@ REPLACED = (
 
 
 RAISED = (
-    "train: every process of the job must get through its loop, but process {} raised {}. Start "
+    "train: every process of the job must get through its loop, but process {} {}. Start "
     "the job again, with resume='auto' to go on from its last checkpoint."
 )
+
+LEFT = "left it before its end"
+"""What is told of a process that was in a loop, if no error is known."""
 
 REASON = "elche_jax/raised/{}"
 """Key under which a process tells the others why it leaves, by its index."""
@@ -88,16 +91,21 @@ class Processes:
         # one device of each process, always the same: JAX compares what it finds with these
         self._asked: Sequence[jax.Device] = ()
         self._one_at_a_time = threading.Lock()
-        self._raised: str | None = None
+        self._why: str | None = None  # this process may leave in the middle of the others' loop
 
-    def raised(self, error: BaseException | None) -> None:
-        """Note the error with which a loop of this process was left; None as another one begins.
+    def loop_begins(self) -> None:
+        """Note that a loop begins: if the process leaves before its end, the others are told."""
+        self._why = LEFT
 
-        If the process leaves the job with it, the others are told.
-        """
+    def loop_ends(self) -> None:
+        """Note that a loop has ended as it should."""
+        self._why = None
+
+    def raised(self, error: BaseException) -> None:
+        """Note the error with which a loop of this process was left."""
         if not isinstance(error, ExchangeLost):
             # not the error itself, which would keep the arrays of its frames alive
-            self._raised = None if error is None else _said(error)
+            self._why = _said(error)
 
     @property
     def recoverable(self) -> bool:
@@ -168,8 +176,8 @@ class Processes:
         with _progress.phase("leave"):
             if jax.process_index() == 0:
                 self._wait()
-            elif self._raised is not None:
-                _tell_reason(self._raised)
+            elif self._why is not None:
+                _tell_reason(self._why)
             jax.distributed.shutdown()
 
     def _wait(self) -> None:
@@ -203,7 +211,7 @@ def _client() -> Any:
 
 
 def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:MOST]
+    return f"raised {type(error).__name__}: {error}"[:MOST]
 
 
 def _tell_reason(why: str) -> None:

@@ -32,7 +32,7 @@ class Windows(Iterator[Window]):
         pipelines: MutableMapping[Run, Pipeline[R]] | None = None,
     ):
         self._pipeline: Pipeline[Any] = pipeline
-        PROCESSES.raised(None)  # an earlier error has not ended this process
+        PROCESSES.loop_begins()  # an earlier error has not ended this process
         # An entry per run, none per window: when one goes, a weak mapping runs Python code, in
         # which a Ctrl-C is lost.
         run = Run()
@@ -69,6 +69,7 @@ class Windows(Iterator[Window]):
             self.close()
             raise
         if window is None:
+            PROCESSES.loop_ends()
             self.close()
             raise StopIteration
         self._pipeline.on_handed_out(window)
@@ -81,6 +82,7 @@ class Windows(Iterator[Window]):
         try:
             if error is None:
                 self._pipeline.finish()
+                PROCESSES.loop_ends()
             elif not isinstance(error, GeneratorExit):
                 PROCESSES.raised(error)
         finally:

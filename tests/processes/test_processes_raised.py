@@ -7,12 +7,14 @@ import pytest
 from marks import slow
 
 HOW = {
-    "data": (1, "OSError: the disk is gone"),
-    "own code": (1, "ValueError: a mistake"),
-    "data, then sys.exit": (1, "OSError: the disk is gone"),
-    "exit": (3, "SystemExit: 3"),
-    "loss": (1, "KeyError: 'no such name'"),
-    "step": (1, "ValueError: train: state must be replicated over the 1 devices"),
+    "data": (1, "raised OSError: the disk is gone"),
+    "own code": (1, "raised ValueError: a mistake"),
+    "own code, without with": (1, "left it before its end"),
+    "data, then sys.exit": (1, "raised OSError: the disk is gone"),
+    "exit": (3, "raised SystemExit: 3"),
+    "exit, without with": (3, "left it before its end"),
+    "loss": (1, "raised KeyError: 'no such name'"),
+    "step": (1, "raised ValueError: train: state must be replicated over the 1 devices"),
 }
 
 
@@ -25,7 +27,7 @@ def test_an_error_of_one_process_reaches_the_others(how):
         assert ended == 0, err
         said = json.loads(out.strip().splitlines()[-1])
         assert said["processes"] == [2]
-        rule = "train: every process of the job must get through its loop, but process 2 raised "
+        rule = "train: every process of the job must get through its loop, but process 2 "
         assert said["error"].startswith(rule + error)
         assert said["error"].endswith(
             "Start the job again, with resume='auto' to go on from its last checkpoint."
