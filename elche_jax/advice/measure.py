@@ -176,6 +176,7 @@ def advise(
                 for window in islice(windows, more):
                     state, _ = train(state, window)
             # all have ended now: every process has the same records, and measures as long
+            Job(tuple(devices)).check_all()
             ended = _steady(train.records)
             more = _missing(ended, 1e3 * seconds)
         return ended
@@ -228,6 +229,7 @@ def _in_turns(job: Job, alone: Callable[[int], _Alone]) -> list[_Alone]:
             mine = {rank: alone(rank) for rank in ranks if rank in job.ranks}
             for told in talk.tell(mine):
                 found |= told
+            job.check_all()
     return [found[rank] for rank in range(job.world_size)]
 
 

@@ -41,6 +41,9 @@ logger = logging.getLogger("elche_jax")
 COUNTS = "counts_history"
 """Name under which the counts are saved next to the leaves of the state."""
 
+AGAIN_S = 60.0
+"""Seconds until a job that was asked to start again, but could not save, tries to save again."""
+
 Notes = Callable[[], Mapping[str, Any]]
 
 
@@ -136,6 +139,7 @@ class Checkpointer:
         self._unwanted: list[Path] = []  # created folders to remove again in `close`
         self._store: Store | None = None  # of the first process
         self._opened = self._job.by_first(self._open)
+        self._not_again_before = 0.0
         _ = self._job.places  # asked by all: the first process needs them when it saves
 
     def _open(self) -> bool:
@@ -249,7 +253,7 @@ class Checkpointer:
         """
         wishes = self._train.pipeline_of(window, "Checkpointer.due").wishes
         every, seconds = self._checkpoints.every_windows, self._checkpoints.every_seconds
-        if _progress.asked():
+        if _progress.asked() and time.monotonic() >= self._not_again_before:
             wishes.add("again")
         if self._job.first:
             if seconds is not None and time.monotonic() - self._last >= seconds:
@@ -329,6 +333,12 @@ class Checkpointer:
             if self.written == step:
                 raise RestartRequested(step)
             pipeline.wishes.clear("again")  # it will be asked for again: the run is not lost
+            self._not_again_before = time.monotonic() + AGAIN_S
+            logger.warning(
+                "elche: the job is not started again, as no checkpoint could be written; the next "
+                "try is in %g s.",
+                AGAIN_S,
+            )
         return True
 
     def _begin(self, job: tuple[Any, ...]) -> None:

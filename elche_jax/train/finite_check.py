@@ -19,9 +19,11 @@ class FiniteCheck:
 
     def __init__(self, watch: FiniteWatch, scheduler: LiveScheduler, errors: RunErrors):
         self._watch, self._scheduler, self._errors = watch, scheduler, errors
+        self._next = 0  # the first window that was not checked yet
+        self._counted = set[int]()  # those that were not finite
 
     def __call__(self, plan: WindowPlan, finite: bool, own: Any, number: int) -> None:
-        """Check a window.
+        """Check a window, if it was not counted before: after a loss, some run again.
 
         Args:
             plan: The window.
@@ -29,6 +31,11 @@ class FiniteCheck:
             own: For each device, whether its own sums were, see `FiniteWatch.observe`.
             number: Number of the dispatch since which all processes know this.
         """
+        again, self._next = plan.window < self._next, max(self._next, plan.window + 1)
+        if again and (finite or plan.window in self._counted):
+            return
+        if not finite:
+            self._counted.add(plan.window)
         skipped = self._watch.skipped
         error = self._watch.observe(plan, finite, own)
         if self._watch.skipped > skipped:

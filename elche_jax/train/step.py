@@ -460,7 +460,7 @@ class TrainStep:
             )
 
     def run_to_dict(self) -> dict[str, Any]:
-        """Return everything about the run except the state, as plain numbers for a checkpoint.
+        """Return everything about the run but the state, as plain numbers; all processes call it.
 
         These are the cadence's state, `counts_history` (under `"counts"`, as an array
         `(windows, world_size)`), `divergence`, `skipped`, `left_out`, and the metrics that the
@@ -470,7 +470,7 @@ class TrainStep:
         return known | {"unreported": rows_to_dict(self._runners.unreported)}
 
     def restore_run(self, saved: Mapping[str, Any]) -> None:
-        """Restore a run from the dict of `run_to_dict`; call it after `init`.
+        """Restore a run from the dict of `run_to_dict`; all processes call it after `init`.
 
         On other devices the cadence begins with the speeds that are known of them; with another
         cadence measurements start afresh. A log line says so.

@@ -1,0 +1,60 @@
+"""Windows that run again after a loss are counted once."""
+
+import jax
+import pytest
+
+from elche_jax.cadence import WindowPlan
+from elche_jax.train.finite import FinitePolicy, FiniteWatch
+from elche_jax.train.finite_check import FiniteCheck
+
+
+class Said:
+    """Stands for what takes skips and errors."""
+
+    def __init__(self):
+        self.skips, self.errors = [], []
+
+    def on_skip(self, plan, event):
+        self.skips.append(plan.window)
+
+    def found(self, number, error):
+        self.errors.append(str(error))
+
+
+def plan(window):
+    return WindowPlan(window, 0, (1, 1), 2)
+
+
+@pytest.fixture
+def said():
+    return Said()
+
+
+@pytest.fixture
+def watch():
+    return FiniteWatch(FinitePolicy("skip", 3), jax.devices()[:2])
+
+
+def test_what_was_skipped_is_not_skipped_again(said, watch):
+    check = FiniteCheck(watch, said, said)
+    for window, finite in enumerate([True, False, False]):
+        check(plan(window), finite, [finite] * 2, 0)
+    for window, finite in [(1, False), (2, False), (2, False)]:  # run again, and told late
+        check(plan(window), finite, [finite] * 2, 0)
+    assert (watch.skipped, watch.in_a_row, said.skips, said.errors) == (2, 2, [1, 2], [])
+    check(plan(3), False, [False] * 2, 0)
+    assert watch.skipped == 3 and "3 windows in a row were dropped" in said.errors[0]
+
+
+def test_what_is_finite_again_does_not_begin_the_row_anew(said, watch):
+    check = FiniteCheck(watch, said, said)
+    for window, finite in [(0, True), (1, False), (0, True)]:
+        check(plan(window), finite, [finite] * 2, 0)
+    assert watch.in_a_row == 1
+
+
+def test_what_is_not_finite_when_run_again_counts(said, watch):
+    check = FiniteCheck(watch, said, said)
+    for finite in (True, False):
+        check(plan(0), finite, [finite] * 2, 0)
+    assert (watch.skipped, said.skips) == (1, [0])
