@@ -98,7 +98,7 @@ class Processes:
         self._why = LEFT
 
     def loop_ends(self) -> None:
-        """Note that a loop has ended as it should."""
+        """Note that a loop has come to its end."""
         self._why = None
 
     def raised(self, error: BaseException) -> None:
@@ -163,7 +163,7 @@ class Processes:
             for process in sorted(gone):
                 if (why := _reason_of(process)) is not None:
                     said = RAISED.format(process, why.removesuffix("."))
-                    raise ProcessLostError(said, (process,)) from error
+                    raise ProcessLostError(said, (process,)) from None
             raise ExchangeLost from error
         return result
 

@@ -81,8 +81,7 @@ class Windows(Iterator[Window]):
     def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
         try:
             if error is None:
-                self._pipeline.finish()
-                PROCESSES.loop_ends()
+                self._pipeline.finish()  # left early, if not ended: the others may still go on
             elif not isinstance(error, GeneratorExit):
                 PROCESSES.raised(error)
         finally:

@@ -47,6 +47,8 @@ def main(how, who):
                     raise ValueError("a mistake")
                 if how.startswith("exit"):
                     sys.exit(3)
+                if how == "break":
+                    return
                 if how == "step":
                     state = elche.unreplicate(state)
             state, _ = train(state, window)

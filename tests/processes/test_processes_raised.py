@@ -13,6 +13,7 @@ HOW = {
     "data, then sys.exit": (1, "raised OSError: the disk is gone"),
     "exit": (3, "raised SystemExit: 3"),
     "exit, without with": (3, "left it before its end"),
+    "break": (0, "left it before its end"),
     "loss": (1, "raised KeyError: 'no such name'"),
     "step": (1, "raised ValueError: train: state must be replicated over the 1 devices"),
 }
