@@ -118,6 +118,8 @@ def _elastic(options: argparse.Namespace) -> "Elastic | None":
             if getattr(options, name) is not None:
                 raise UsageError(f"--{name.replace('_', '-')} must be given with --elastic")
         return None
+    if options.number_file is not None and Path(options.number_file).is_dir():
+        raise UsageError(f"--number-file must be a file, got the folder {options.number_file}")
     low, high = options.elastic
     if not low <= options.processes <= high:
         raise UsageError(

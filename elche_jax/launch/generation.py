@@ -224,7 +224,7 @@ class Generation:
             self._failures.append(Failure(number, self._place_of[number], code))
             self._without(number, said)
         elif asked.go_on:
-            say(self._output, f"{said}, the others go on")
+            say(self._output, f"{said}{', the others go on' if self._alive else ''}")
         else:
             say(self._output, f"{said}{', the others are ended' if self._alive else ''}")
             self.stop(code, 1)
