@@ -89,20 +89,28 @@ class Advice:
         return self.sync_ms / self.elche.window_ms
 
     @property
+    def recommended(self) -> Plan:
+        """The fastest plan: `best`, or `local_steps` if that is more than 2 % faster."""
+        local = self.local_steps
+        if local is None or local.examples_per_s < (1 + SIGNIFICANT) * self.best.examples_per_s:
+            return self.best
+        return local
+
+    @property
     def cadence(self) -> str:
-        """Source code of the cadence for the best devices, to paste into a script.
+        """Source code of the cadence for the recommended plan, to paste into a script.
 
         It starts with the counts of the plan. A single device gets `EveryBatch` or, if
         optimizer steps cost more than 2 % of the throughput, `FixedTotal` with as many
         microbatches per step as `ElChe` would choose.
         """
         # not a tuple: of two ints it would be (slow_rank, ratio)
-        counts = list(self.best.counts)
+        counts = list(self.recommended.counts)
         if counts == [1]:
             return "elche.EveryBatch()"
         if len(counts) == 1:
             return f"elche.FixedTotal({counts[0]})"
-        return f"elche.ElChe(anchor={self.best.anchor}, speed_hint={counts})"
+        return f"elche.ElChe(anchor={self.recommended.anchor}, speed_hint={counts})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields, `cadence` and the verdicts as a dict that `json.dumps` accepts."""
@@ -157,7 +165,7 @@ class Advice:
                 f"Together the devices reach {self.additive:.0%} of the sum of their speeds "
                 "alone: they share something\n(cores, a bus, power)."
             )
-        left = [rank for rank in self.elche.ranks if rank not in self.best.ranks]
+        left = [rank for rank in self.elche.ranks if rank not in self.recommended.ranks]
         if left:
             costs, gives = (
                 ("it costs", "it gives") if len(left) == 1 else ("they cost", "they give")
@@ -173,7 +181,7 @@ class Advice:
             return []
         rows = [f"The link is slow: exchanges take {self.sync_share:.0%} of the windows of ElChe."]
         more = self.local_steps.examples_per_s / self.elche.examples_per_s
-        if more < 1 + SIGNIFICANT:
+        if self.recommended is not self.local_steps:
             return rows
         outer = ", ".join(f"{name}={value}" for name, value in OUTER.items())
         return [

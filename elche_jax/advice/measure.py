@@ -1,10 +1,11 @@
 """`advise`: measures each device alone and all together, with the user's own training step."""
 
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
-from math import ceil
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -170,15 +171,20 @@ def advise(
             averaging=averaging, **options,
         )  # fmt: skip
         state = train.init(params, model_state=model_state, rng=rng)
-        ended, more = list[WindowRecord](), WARM + LEAST
+        job, ended = Job(tuple(devices)), list[WindowRecord]()
+        # the first ones, in which programs are compiled, are not part of the time
+        more, left = WARM + LEAST, math.inf
         while more:
+            begun = time.perf_counter()
             with train.windows(data, batch_size, epochs=None) as windows:
                 for window in islice(windows, more):
                     state, _ = train(state, window)
             # all have ended now: every process has the same records, and measures as long
-            Job(tuple(devices)).check_all()
-            ended = _steady(train.records)
-            more = _missing(ended, 1e3 * seconds)
+            took = max(job.exchange(time.perf_counter() - begun))
+            job.check_all()
+            ended = [record for record in train.records if record.steady][WARM:]
+            left = seconds if math.isinf(left) else left - took
+            more = _missing(len(ended), left, took / more)
         return ended
 
     def alone(rank: int) -> "_Alone":
@@ -233,17 +239,15 @@ def _in_turns(job: Job, alone: Callable[[int], _Alone]) -> list[_Alone]:
     return [found[rank] for rank in range(job.world_size)]
 
 
-def _missing(steady: Sequence[WindowRecord], least_ms: float) -> int:
-    """Return about how many windows are missing to `LEAST` and to a length; 0 if none are."""
-    if len(steady) < LEAST:
-        return LEAST - len(steady)
-    taken = sum(record.wall_ms for record in steady)
-    return 0 if taken >= least_ms else ceil((least_ms - taken) * len(steady) / taken)
+def _missing(ended: int, left: float, each: float) -> int:
+    """Return about how many windows are missing to `LEAST`, and to the time; 0 if none are.
 
-
-def _steady(records: Sequence[WindowRecord]) -> list[WindowRecord]:
-    """Return the steady windows after the warm-up."""
-    return [record for record in records if record.steady][WARM:]
+    Args:
+        ended: How many there are.
+        left: Seconds that are left.
+        each: Seconds that one took.
+    """
+    return max(0, LEAST - ended, math.ceil(left / each))
 
 
 def alone_ms(short: Sequence[WindowRecord], long: Sequence[WindowRecord]) -> tuple[float, float]:

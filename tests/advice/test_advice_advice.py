@@ -1,6 +1,7 @@
 """`Advice`: its figures, its words, and the line to paste into a script."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, strategies as st
@@ -8,6 +9,7 @@ from hypothesis import given, strategies as st
 import elche_jax as elche
 from elche_jax.advice import Speeds
 from elche_jax.advice.advice import make_advice
+from elche_jax.advice.predict import plan
 from elche_jax.cadence import ElChe
 
 MS = st.floats(0.5, 40)
@@ -53,6 +55,27 @@ def test_a_device_that_costs_more_than_it_gives():
     assert "Leave device 1 out: it costs more (exchange, speed of the others) than it gives" in text
     assert "the best devices" in text
     assert text.endswith("cadence=elche.EveryBatch()")
+
+
+@pytest.mark.parametrize(("sync_ms", "said"), [(50.0, "2.00 times as fast:"), (490.0, None)])
+def test_a_slow_link(sync_ms, said):
+    advice = advice_of((1.0, 2.0), sync_ms=500.0)
+    speeds = Speeds((1.0, 2.0), (1.0, 2.0), sync_ms)
+    local = plan("DiLoCo, int8", ElChe(anchor=4), speeds, 8)
+    text = str(replace(advice, local_steps=local))
+    assert "The link is slow: exchanges take 56% of the windows of ElChe." in text
+    assert "DiLoCo, int8 " in text
+    line = (
+        "averaging=elche.DiLoCo(outer=optax.sgd(learning_rate=0.7, momentum=0.9, nesterov=True), "
+        'compression="int8")'
+    )
+    if said is None:  # nor is it much better with fewer bytes: the fast device alone is
+        assert "DiLoCo with" not in text and "Leave device 1 out" in text
+        assert text.endswith("cadence=elche.EveryBatch()")
+        return
+    assert said in text and line in text and "Leave" not in text
+    counts = [*local.counts]
+    assert text.endswith(f"cadence=elche.ElChe(anchor={local.anchor}, speed_hint={counts})")
 
 
 def test_devices_that_share_their_cores():
