@@ -10,7 +10,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from jax.experimental import multihost_utils
@@ -18,6 +19,7 @@ from jax.experimental import multihost_utils
 from elche_jax import _progress
 from elche_jax._exit import before_exit
 
+P = ParamSpec("P")
 T = TypeVar("T")
 logger = logging.getLogger("elche_jax")
 
@@ -231,3 +233,17 @@ def _reason_of(process: int) -> str | None:
 
 PROCESSES = Processes()
 """Those of this process's job."""
+
+
+def noting_errors(fn: Callable[P, T]) -> Callable[P, T]:
+    """Let the others be told what a function raises, if this process leaves the job with it."""
+
+    @wraps(fn)
+    def noted(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return fn(*args, **kwargs)
+        except Exception as error:
+            PROCESSES.raised(error)
+            raise
+
+    return noted

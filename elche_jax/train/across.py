@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from elche_jax import _check as check
+from elche_jax._processes import noting_errors
 from elche_jax.averaging.exchange import HostExchange
 from elche_jax.cadence import WindowPlan, WindowRecord
 from elche_jax.data.order import Cursor
@@ -63,6 +64,7 @@ def check_same_start(job: Job, params: PyTree, model_state: PyTree, rng: Any) ->
         )  # fmt: skip
 
 
+@noting_errors
 def check_same_data(job: Job, plan: DataPlan, start: Cursor) -> None:
     """Raise unless all processes read the same data in the same way.
 

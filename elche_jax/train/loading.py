@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from elche_jax import _check as check
+from elche_jax._processes import noting_errors
 from elche_jax.cadence import Cadence
 from elche_jax.data.place import Placer, check_fits, choose_placement
 from elche_jax.data.source import ArraySource, IterableSource, Source, as_source
@@ -35,6 +36,7 @@ class Loading:
         self._resident: tuple[list[jax.Array], PyTree] | None = None
         self._unread: IterableSource | None = None
 
+    @noting_errors
     def open(
         self,
         where: str,

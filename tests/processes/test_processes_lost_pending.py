@@ -52,7 +52,7 @@ def check(said, fleet, rule):
         for at in again:
             shared[at] = taken_over(shared[at], gone)
         lost[window] = [shared[at] for at in again]
-    by_hand |= {"outer": outer()} if outer else {}
+    by_hand = by_hand | ({"outer": outer()} if outer else {})  # the table is shared
     want = by_hand_in_numpy(first["counts"], rows=ROWS, lost=lost, **by_hand)[-1]
     rtol, atol = TOLERANCE[by_hand.get("kind")]
     for process, one in said.items():
