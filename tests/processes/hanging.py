@@ -81,7 +81,7 @@ class Rows:
 
     def __getitem__(self, number):
         self._read += 1
-        if self._read in (1, 200):
+        if self._read in (1, 40):  # more than a window reads
             hang("first batch" if self._read == 1 else "data")
         return {name: row[number] for name, row in ROWS.items()}
 
