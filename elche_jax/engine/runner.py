@@ -194,7 +194,7 @@ class WindowRunner(FleetRunner):
 
         Called only where windows are pending in the states of a job of several processes.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # a runner whose windows are never pending
 
 
 class Runner(WindowRunner):
