@@ -184,7 +184,7 @@ def test_a_checkpoint_has_no_work_of_a_lost_device(rule, tmp_path):
     """It would be the first device's, and count twice."""
     first, *_ = jobs.run("losing_trainer.py", (1, 1, 1), rule, tmp_path, "dies", killed=[2])
     again = resumed(rule, first, tmp_path)
-    assert any(first for first, *_ in again["work"])
+    assert any(any(left) for *left, _ in again["work"])  # a device may have none in a window
     assert not any(lost for *_, lost in again["work"])
 
 
