@@ -11,8 +11,8 @@ import elche_jax as elche
 
 LOST = "process 2 (device 2) ended before window {} was complete; 2 of 3 devices are left."
 MOMENTS = [
-    ("evaluate", "read", 100), *map(lambda row: slow(*row), [
-        ("evaluate", "read", 1), ("predict", "read", 100), ("evaluate", "told", 1),
+    ("evaluate", "read", 30), *map(lambda row: slow(*row), [
+        ("evaluate", "read", 1), ("predict", "read", 30), ("evaluate", "told", 1),
         ("evaluate", "told", 2), ("predict", "told", 3), ("evaluate", "told", 4),
     ])
 ]  # fmt: skip
