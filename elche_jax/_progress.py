@@ -19,6 +19,9 @@ logger = logging.getLogger("elche_jax")
 VARIABLE = "ELCHE_PROGRESS"
 """Where a launcher says which file this is."""
 
+MEMORY = "ELCHE_MEMORY"
+"""Where a launcher names a folder in memory that outlives the processes of a generation."""
+
 TOLD = "told"
 """Name of the file, in the same folder, in which a launcher says what it did."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from os.path import exists  # unlike Path.exists, accepts any name
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import jax
 
@@ -18,8 +18,9 @@ from elche_jax._processes import RestartRequested
 from elche_jax._waiting import interruptible
 from elche_jax.checkpoint.errors import CheckpointError, beside, described, none_there
 from elche_jax.checkpoint.lock import lock
+from elche_jax.checkpoint.memory import Memory
 from elche_jax.checkpoint.options import RESUME, Checkpoints
-from elche_jax.checkpoint.reading import read_by_first
+from elche_jax.checkpoint.reading import Restored, read_by_first
 from elche_jax.checkpoint.snapshot import (
     Snapshot,
     difference,
@@ -45,20 +46,6 @@ AGAIN_S = 60.0
 """Seconds until a job that was asked to start again, but could not save, tries to save again."""
 
 Notes = Callable[[], Mapping[str, Any]]
-
-
-class Restored(NamedTuple):
-    """The point from which a run resumes.
-
-    Attributes:
-        state: The training state.
-        cursor: The place in the data; None at the start.
-        notes: The notes saved with it.
-    """
-
-    state: TrainState
-    cursor: Cursor | None
-    notes: Mapping[str, Any]
 
 
 class Checkpointer:
@@ -138,6 +125,7 @@ class Checkpointer:
         self._created: list[Path] = []
         self._unwanted: list[Path] = []  # created folders to remove again in `close`
         self._store: Store | None = None  # of the first process
+        self._memory = Memory(self._folder)
         self._opened = self._job.by_first(self._open)
         self._not_again_before = 0.0
         _ = self._job.places  # asked by all: the first process needs them when it saves
@@ -200,15 +188,17 @@ class Checkpointer:
     def _newest(self, resume: str) -> Saved | None:
         """Read the newest checkpoint, in the first process."""
         folder, store = self._folder, self._store
+        there = [] if store is None else store.steps
+        kept = self._memory.newest(max(there, default=-1))  # what did not reach the disk
         if resume == "never":
-            if store is not None and store.steps:
+            if there or kept is not None:
+                step = there[-1] if kept is None else kept.step
                 raise ValueError(
                     f"checkpoints: {folder} must be empty with resume='never', got a checkpoint "
-                    f"after {store.steps[-1]} windows. Pass resume='auto' to go on, or another "
-                    "folder."
+                    f"after {step} windows. Pass resume='auto' to go on, or another folder."
                 )
             return None
-        saved = None if store is None else store.newest()
+        saved = kept or (None if store is None else store.newest())
         if saved is None and resume == "must":
             self._unwanted = self._created
             raise none_there(folder)
@@ -322,12 +312,13 @@ class Checkpointer:
         self._job.by_first(lambda: self._check_free(step))
         self._step, self._last = step, time.monotonic()
         pipeline.wishes.clear("save")
+        again = "again" in pipeline.wishes.agreed
         # copied before this returns: the next window donates the state's buffers
         snapshot = take(state, self._train.common(state), self._job)
         if self._store is not None:  # the first process writes
             known = self._train.run_to_dict()
-            self._begin((self._store, window, snapshot, known, score, notes))
-        if "again" in pipeline.wishes.agreed:
+            self._begin((self._store, window, snapshot, known, score, notes, again))
+        if again:
             self.wait()
             self.check()
             if self.written == step:
@@ -439,7 +430,7 @@ class Checkpointer:
 
     def _write(
         self, store: Store, window: Window, snapshot: Snapshot, run: Mapping[str, Any],
-        score: float | None, more: Notes | None,
+        score: float | None, more: Notes | None, again: bool,
     ) -> None:  # fmt: skip
         """Fetch and write a checkpoint, on the thread."""
         begun, step = time.perf_counter(), window.index + 1
@@ -452,8 +443,18 @@ class Checkpointer:
             }
             leaves = snapshot.fetch() | {COUNTS: run["counts"]}
             with _progress.phase("checkpoint", window.index):
+                if again:  # before the disk, which may fail or hang
+                    self._memory.keep(step, leaves, snapshot.own, notes)
                 size = store.save(step, leaves, snapshot.own, notes, score)
+            self._memory.forget()
         except BaseException as error:  # raised later by `check` or `close`
+            if self._memory.step == step:
+                self._written = step
+                logger.warning(
+                    "elche: the checkpoint of window %d is in memory only, from which the next "
+                    "generation goes on: %s", window.index, described(error),
+                )  # fmt: skip
+                return
             if self._error is None:  # log once: on a full disk all of them fail
                 logger.warning(
                     "elche: the checkpoint of window %d was not written: %s. Later failures are "

@@ -2,11 +2,28 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from elche_jax.checkpoint.store import Saved
+from elche_jax.data.order import Cursor
 from elche_jax.engine.job import Job
+from elche_jax.engine.state import TrainState
+
+
+class Restored(NamedTuple):
+    """The point from which a run resumes.
+
+    Attributes:
+        state: The training state.
+        cursor: The place in the data; None at the start.
+        notes: The notes saved with it.
+    """
+
+    state: TrainState
+    cursor: Cursor | None
+    notes: Mapping[str, Any]
 
 
 def read_by_first(job: Job, read: Callable[[], Saved | None]) -> Saved | None:

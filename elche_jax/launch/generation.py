@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from elche_jax._progress import AGAIN, VARIABLE, Board
+from elche_jax._progress import AGAIN, MEMORY, VARIABLE, Board
 from elche_jax.launch.child import Child
 from elche_jax.launch.elastic import Elastic, Failure, Outcome
 from elche_jax.launch.output import Output
@@ -73,6 +73,7 @@ class Generation:
         selector: Waits for what they print.
         output: Where that goes.
         folder: Where they note what they do; it must be new.
+        memory: A folder in memory for what the next generation begins with; None if there is none.
         mark: A variable of all their environments.
     """
 
@@ -84,9 +85,10 @@ class Generation:
         selector: selectors.BaseSelector,
         output: Output,
         folder: Path,
+        memory: Path | None,
         mark: str,
     ):
-        self._asked, self._output, self._folder = asked, output, folder
+        self._asked, self._output, self._folder, self._memory = asked, output, folder, memory
         self._stack = ExitStack()
         self._children: list[Child] = []
         self._alive: dict[int, Child] = {}
@@ -121,6 +123,8 @@ class Generation:
         }
         for name, value in DEFAULTS.items():
             common.setdefault(name, value)
+        if self._memory is not None:
+            common.setdefault(MEMORY, str(self._memory))
         common.pop(VARIABLE, None)
         if asked.cpu_devices is not None:
             common |= {"JAX_NUM_CPU_DEVICES": str(asked.cpu_devices), "JAX_PLATFORMS": "cpu"}

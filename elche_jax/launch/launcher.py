@@ -22,6 +22,9 @@ ENDING = {signal.SIGINT: 0, signal.SIGTERM: 1, signal.SIGHUP: 1}
 
 BROKEN_PIPE = 141
 
+IN_MEMORY = "/dev/shm"
+"""Where Linux has a file system in memory."""
+
 READ_S = 0.5
 """Between two looks at the file that says how many processes are wanted."""
 
@@ -37,8 +40,8 @@ def launch(asked: Asked) -> int:
         selector = stack.enter_context(selectors.PollSelector())
         signals = stack.enter_context(_signals(selector))
         output = Output(selector)
-        folder, mark = stack.enter_context(_guarded())
-        launcher = _Launcher(asked, selector, output, signals, folder, mark)
+        folders, mark = stack.enter_context(_guarded(asked.elastic is not None))
+        launcher = _Launcher(asked, selector, output, signals, folders, mark)
         if asked.elastic is None:
             launcher.run(range(asked.processes), asked.total)
         else:
@@ -60,11 +63,12 @@ class _Launcher:
         selector: selectors.BaseSelector,
         output: Output,
         signals: list[int],
-        folder: Path,
+        folders: Sequence[Path],
         mark: str,
     ):
         self._asked, self._selector, self._output = asked, selector, output
-        self._signals, self._folder, self._mark = signals, folder, mark
+        self._signals, self._mark = signals, mark
+        self._folder, self._memory = folders[0], folders[1] if len(folders) > 1 else None
         self._number = 0  # of the generation
         self._generation: Generation | None = None
         self._elastic: Elastic | None = None
@@ -102,8 +106,9 @@ class _Launcher:
         folder.mkdir()
         try:
             self._generation = generation = Generation(
-                self._asked, places, total, self._selector, self._output, folder, self._mark
-            )
+                self._asked, places, total, self._selector, self._output, folder, self._memory,
+                self._mark,
+            )  # fmt: skip
             while not generation.over:
                 generation.read()
                 self._select(self._wait_s(generation))
@@ -215,16 +220,22 @@ def _signals(selector: selectors.BaseSelector) -> Generator[list[int]]:
 
 
 @contextmanager
-def _guarded() -> Generator[tuple[Path, str]]:
-    """Give a private folder, and a mark whose processes end if this process is killed."""
+def _guarded(with_memory: bool) -> Generator[tuple[list[Path], str]]:
+    """Give a private folder, and a mark whose processes end if this process is killed.
+
+    The list has a second folder, in memory, if that is wanted and there is a place for it.
+    """
     mark = f"{MARK}{secrets.token_hex(8)}"
-    folder = tempfile.mkdtemp(prefix="elche-launch-")
+    folders = [Path(tempfile.mkdtemp(prefix="elche-launch-"))]
     try:
-        guard = start("guard", folder, mark)
+        if with_memory and os.access(IN_MEMORY, os.W_OK | os.X_OK):
+            folders.append(Path(tempfile.mkdtemp(prefix="elche-memory-", dir=IN_MEMORY)))
+        guard = start("guard", mark, *folders)
         try:
-            yield Path(folder), mark
+            yield folders, mark
         finally:
             kill(guard)
             os.waitpid(guard, 0)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)

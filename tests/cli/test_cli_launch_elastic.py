@@ -1,5 +1,6 @@
 """`elche-jax launch --elastic` with processes without JAX: which generation follows which."""
 
+import os
 import re
 import signal
 import sys
@@ -12,6 +13,7 @@ from waits import eventually
 from elche_jax._progress import AGAIN
 from elche_jax.cli import main
 from elche_jax.launch.elastic import Elastic, Ended, Failure, Outcome, parsed
+from elche_jax.launch.launcher import IN_MEMORY
 
 COMMAND = [sys.executable, "-W", "error", "-m", "elche_jax", "launch"]
 HEAD = """
@@ -39,6 +41,9 @@ def leave():
     sys.exit(75)
 """
 SAID = "elche-jax launch: "
+needs_memory = pytest.mark.skipif(
+    not os.access(IN_MEMORY, os.W_OK), reason="no file system in memory"
+)
 
 
 @pytest.fixture
@@ -47,11 +52,12 @@ def launched(tmp_path):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
 
-    def launched(script, *options):
+    def launched(script, *options, env=()):
         (tmp_path / "script.py").write_text(HEAD + script)
         return children.started(
-            *COMMAND, *options, "script.py", cwd=tmp_path, limit=60, env={"TMPDIR": str(temporary)}
-        )
+            *COMMAND, *options, "script.py", cwd=tmp_path, limit=60,
+            env={"TMPDIR": str(temporary)} | dict(env),
+        )  # fmt: skip
 
     yield launched
     assert not [*temporary.iterdir()], "a folder of the launcher is left"
@@ -62,6 +68,42 @@ def outcome(process):
     out, err = process.communicate()
     said = [line[len(SAID) :] for line in err.splitlines() if line.startswith(SAID)]
     return process.returncode, sorted(out.splitlines()), said
+
+
+@needs_memory
+def test_a_folder_in_memory_is_there_for_all_generations(launched):
+    script = """
+memory = Path(os.environ["ELCHE_MEMORY"])
+train()
+if generation == 1:
+    (memory / "state").write_text("one")
+    sys.exit(3)
+print(memory, (memory / "state").read_text())
+"""
+    with launched(script, "-n", "1", "--elastic", "1:1") as process:
+        code, (line,), _ = outcome(process)
+    folder, state = line.split("] ")[1].split()
+    assert (code, state) == (0, "one")
+    assert Path(folder).parent == Path(IN_MEMORY) and not Path(folder).exists()
+
+
+@needs_memory
+def test_a_folder_in_memory_is_gone_after_a_launcher_that_is_killed(launched):
+    script = 'print(os.environ["ELCHE_MEMORY"], flush=True)\ntime.sleep(60)'
+    with launched(script, "-n", "1", "--elastic", "1:1") as process:
+        folder = Path(process.stdout.readline().split("] ")[1].strip())
+        assert folder.exists()
+        process.kill()
+        eventually(lambda: not folder.exists())
+
+
+def test_a_folder_in_memory_may_be_chosen(launched, tmp_path):
+    for given in ("", str(tmp_path)):
+        with launched(
+            'print(repr(os.environ["ELCHE_MEMORY"]))', "-n", "1", "--elastic", "1:1",
+            env={"ELCHE_MEMORY": given},
+        ) as process:  # fmt: skip
+            assert outcome(process)[:2] == (0, [f"[0] {given!r}"])
 
 
 LOSES = """

@@ -1,7 +1,8 @@
 """A process of a job that ends and begins again with more or fewer processes; says what it saw.
 
 Started by `elche-jax launch --elastic`, with what is to happen as JSON: before which windows all
-wait for a file of the test, and before which one a process is killed.
+wait for a file of the test, before which one a process is killed, and whether the first one is
+while it writes the end of a generation to disk.
 """
 
 import json
@@ -20,6 +21,8 @@ import numpy as np
 import optax
 from reference import data, loss_fn, params
 from waits import eventually
+
+from elche_jax.checkpoint.store import Store
 
 BATCH, TOTAL, EPOCHS = 4, 6, 3
 ROWS = data(60)
@@ -53,9 +56,20 @@ class Journal:
             eventually(saved.exists)  # a thread writes it
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _once(self):
+    def die_saving(self):
+        """Kills this process in the first checkpoint that is due by nothing else."""
+        save = Store.save
+
+        def saves(store, step, *rest):
+            if store.folder == self._folder / "saved" and step % 4 and not self._once("died"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return save(store, step, *rest)
+
+        Store.save = saves
+
+    def _once(self, name="killed"):
         try:
-            (self._folder / "killed").touch(exist_ok=False)
+            (self._folder / name).touch(exist_ok=False)
         except FileExistsError:
             return True
 
@@ -99,7 +113,11 @@ def fit(folder, journal):
 
 def main():
     how, folder, happens = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    state = {"loop": loop, "fit": fit}[how](folder, Journal(folder, **happens))
+    dies_saving = happens.pop("dies_saving", False)
+    journal = Journal(folder, **happens)
+    if dies_saving:
+        journal.die_saving()
+    state = {"loop": loop, "fit": fit}[how](folder, journal)
     found = elche.unreplicate(state.params)
     print(json.dumps({name: np.asarray(leaf).tolist() for name, leaf in found.items()}))
 

@@ -1,6 +1,7 @@
 """Jobs whose number of processes changes: each generation goes on where the last one stopped."""
 
 import json
+import os
 import sys
 import threading
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from reference import params
 from waits import eventually
 
 import elche_jax as elche
+from elche_jax.launch.launcher import IN_MEMORY
 
 PROGRAM = Path(__file__).parent / "elastic.py"
 ENV = {"PYTHONPATH": ":".join(map(str, jobs.PATHS))}
@@ -127,3 +129,17 @@ def test_a_process_that_was_lost_comes_back(alone, tmp_path):
     ]
     check(tmp_path, alone, job.out, [2])
     assert "".join(job.err).count(KNOWN) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.access(IN_MEMORY, os.W_OK), reason="no file system in memory")
+def test_what_the_disk_did_not_take_is_in_memory(alone, tmp_path):
+    """The first process ends while it writes; no window is trained again."""
+    options = "-n", "2", "--elastic", "1:2"
+    with launched("loop", tmp_path, *options, kill=[5, 1], dies_saving=True) as job:
+        assert job.ended() == 0, "".join(job.err)
+    assert (tmp_path / "died").exists()
+    assert [line for line in job.said if "generation" in line] == [
+        "generation 1: 2 processes", "generation 2: 2 processes, resuming",
+    ]  # fmt: skip
+    check(tmp_path, alone, job.out, [2])
