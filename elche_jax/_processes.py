@@ -107,7 +107,7 @@ class Processes:
         """Note the error with which a loop of this process was left."""
         if not isinstance(error, ExchangeLost):
             # not the error itself, which would keep the arrays of its frames alive
-            self._why = _said(error)
+            self._why = _what_was_raised(error)
 
     @property
     def recoverable(self) -> bool:
@@ -198,7 +198,7 @@ class Processes:
         """
         error = getattr(sys, "last_value", None)
         if error is not None and jax.process_index() != 0:
-            _tell_reason(_said(error))
+            _tell_reason(_what_was_raised(error))
             jax.distributed.shutdown()
 
 
@@ -212,7 +212,7 @@ def _client() -> Any:
     return getattr(getattr(distributed, "global_state", None), "client", None)
 
 
-def _said(error: BaseException) -> str:
+def _what_was_raised(error: BaseException) -> str:
     return f"raised {type(error).__name__}: {error}"[:MOST]
 
 

@@ -105,7 +105,7 @@ class TakeOver:
         ranks = [rank for rank in members.lost if rank not in self._scheduler.lost]
         if not ranks:
             return False
-        said, processes = _said(members, ranks, window, where)
+        said, processes = _loss_of(members, ranks, window, where)
         if self._scheduler.cadence.scripted:
             raise ProcessLostError(f"{said} A recording needs all devices.", processes)
         if again and not self._feed.rereads:
@@ -121,7 +121,7 @@ class TakeOver:
         there = min(self._pending, int(np.asarray(state.step)[0]))
         if there > len(self._plans):
             members = self._job.members
-            said, processes = _said(members, members.lost, window)
+            said, processes = _loss_of(members, members.lost, window)
             rule = (
                 "Windows pending since before this call of windows would have to run again, and "
                 "their data are closed."
@@ -178,7 +178,7 @@ def _put_back(runner: WindowRunner, state: TrainState, plans: Sequence[WindowPla
     return runner.put_back(state, len(plans), microbatches, examples)
 
 
-def _said(
+def _loss_of(
     members: Members, ranks: Sequence[int], window: int, where: str = "train"
 ) -> tuple[str, list[int]]:
     """Return the message that processes with devices of these ranks were lost, and which."""
