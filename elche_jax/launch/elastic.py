@@ -108,10 +108,11 @@ class Elastic:
         if failures and not outcome.progress:
             following = replace(following, broken=self.broken | {first.place})
         can = len(following.places)
-        if can < self.low:
+        if can < self.low:  # only then is a place left out
+            last += " before the first window was complete"
             several = "es" if can != 1 else ""
-            why = f"{can} process{several} could run, but {self.low} must (--elastic): {last}"
-            return Ended(code, why)
+            without = f"without its place {can} process{several} could run"
+            return Ended(code, f"{last}; {without}, but {self.low} must (--elastic)")
         return following
 
 

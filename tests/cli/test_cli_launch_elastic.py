@@ -198,7 +198,8 @@ def test_too_few_can_run(launched):
         code, _, said = outcome(process)
     assert code == 9
     assert re.fullmatch(
-        r"1 process could run, but 2 must \(--elastic\): process [01] ended with exit code 9",
+        r"process [01] ended with exit code 9 before the first window was complete; without its "
+        r"place 1 process could run, but 2 must \(--elastic\)",
         said[-1],
     )
 
