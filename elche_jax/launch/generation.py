@@ -243,7 +243,9 @@ class Generation:
             say(self._output, f"{said}, the others are ended")
             self._end(1)
         else:
-            say(self._output, f"{said}, the others go on without it until they have saved")
+            # they save, unless they raise, as when it has left with an error
+            asks = "" if self._asked_to_end else ", the others are asked to save and to end"
+            say(self._output, f"{said}{asks}")
             self.ask()
 
     def _look(self, watchdog: Watchdog) -> None:

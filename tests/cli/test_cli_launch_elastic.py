@@ -123,7 +123,7 @@ def test_the_others_save_when_one_is_lost_and_all_come_back(launched):
     assert (code, out) == (0, [f"[{me}] done 3" for me in range(3)])
     assert said == [
         "generation 1: 3 processes",
-        "process 1 ended with SIGKILL, the others go on without it until they have saved",
+        "process 1 ended with SIGKILL, the others are asked to save and to end",
         "generation 2: 3 processes, resuming",
     ]
 
@@ -141,7 +141,7 @@ def test_a_process_that_hangs_comes_back(launched):
         said[1],
     )
     assert said[2:] == [
-        "process 1 ended with SIGKILL, the others go on without it until they have saved",
+        "process 1 ended with SIGKILL, the others are asked to save and to end",
         "generation 2: 2 processes, resuming",
     ]
 
@@ -160,7 +160,7 @@ def test_restarts_are_counted(me, goes_on, launched):
     script = FAILS.format(me=me, leaves=goes_on)
     with launched(script, "-n", "2", "--elastic", "1:2", "--max-restarts", "1") as process:
         code, _, said = outcome(process)
-    rest = "go on without it until they have saved" if goes_on else "are ended"
+    rest = "are asked to save and to end" if goes_on else "are ended"
     assert code == 6, "of the first failure in the last generation"
     assert said == [
         "generation 1: 2 processes",
@@ -168,6 +168,31 @@ def test_restarts_are_counted(me, goes_on, launched):
         "generation 2: 2 processes, resuming",
         f"process {me} ended with exit code 6, the others {rest}",
         f"all restarts are used (--max-restarts): process {me} ended with exit code 6",
+    ]
+
+
+RAISES = """
+train()
+wait_for_all()
+if me == 1:
+    sys.exit(5)
+if me == 2:
+    while not _progress.asked():
+        time.sleep(0.01)
+    sys.exit(6)
+leave()
+"""
+
+
+def test_that_the_others_may_raise_is_not_denied(launched):
+    with launched(RAISES, "-n", "3", "--elastic", "1:3", "--max-restarts", "0") as process:
+        code, _, said = outcome(process)
+    assert code == 5
+    assert said == [
+        "generation 1: 3 processes",
+        "process 1 ended with exit code 5, the others are asked to save and to end",
+        "process 2 ended with exit code 6",
+        "all restarts are used (--max-restarts): process 1 ended with exit code 5",
     ]
 
 

@@ -124,7 +124,7 @@ def test_a_process_that_was_lost_comes_back(alone, tmp_path):
         assert job.ended() == 0, "".join(job.err)
     assert job.said == [
         "generation 1: 2 processes",
-        "process 1 ended with SIGKILL, the others go on without it until they have saved",
+        "process 1 ended with SIGKILL, the others are asked to save and to end",
         "generation 2: 2 processes, resuming",
     ]
     check(tmp_path, alone, job.out, [2])
