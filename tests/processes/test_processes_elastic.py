@@ -107,28 +107,23 @@ def test_three_processes_then_two_then_four(how, alone, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_first_process_ends_and_all_go_on_from_the_last_checkpoint(alone, tmp_path):
-    with launched("loop", tmp_path, "-n", "2", "--elastic", "1:2", kill=[11, 0]) as job:
+@pytest.mark.parametrize(
+    ("kill", "others", "repeated"),
+    [
+        ([11, 0], "ended", [8, 9, 10]),  # all go on from the last checkpoint
+        ([7, 1], "asked to save and to end", []),
+    ],
+)
+def test_a_process_that_was_lost_comes_back(kill, others, repeated, alone, tmp_path):
+    with launched("loop", tmp_path, "-n", "2", "--elastic", "1:2", kill=kill) as job:
         assert job.ended() == 0, "".join(job.err)
     assert job.said == [
         "generation 1: 2 processes",
-        "process 0 ended with SIGKILL, the others are ended",
+        f"process {kill[1]} ended with SIGKILL, the others are {others}",
         "generation 2: 2 processes, resuming",
     ]
-    check(tmp_path, alone, job.out, [2], repeated=[8, 9, 10])
-
-
-@pytest.mark.slow
-def test_a_process_that_was_lost_comes_back(alone, tmp_path):
-    with launched("loop", tmp_path, "-n", "2", "--elastic", "1:2", kill=[7, 1]) as job:
-        assert job.ended() == 0, "".join(job.err)
-    assert job.said == [
-        "generation 1: 2 processes",
-        "process 1 ended with SIGKILL, the others are asked to save and to end",
-        "generation 2: 2 processes, resuming",
-    ]
-    check(tmp_path, alone, job.out, [2])
-    assert "".join(job.err).count(KNOWN) == 2
+    check(tmp_path, alone, job.out, [2], repeated)
+    assert "".join(job.err).count(KNOWN) == 2 * (kill[1] == 1)
 
 
 @pytest.mark.slow
