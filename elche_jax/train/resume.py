@@ -70,14 +70,15 @@ def restore_run(
 
     On other devices the cadence begins with the speeds that are known of those that are here again,
     or of their kind. Measurements by another cadence or one with other arguments do not apply here:
-    they start afresh, and a log line says so.
+    they start afresh, and a log line of the first process that is there says so.
     """
+    say = logger.warning if job.at == 0 else logger.debug
     kinds = kinds_of(job.devices)
     world_size, saved_kinds = job.world_size, saved.get("kinds", kinds)
     before = len(saved["left_out"])
     if before != world_size:
         knows = _believe(saved, kinds, job, scheduler)
-        logger.warning(
+        say(
             "elche: the number of devices is %d, the checkpoint's was %d: %sthe guard's history "
             "and counts_history start over%s.",
             world_size,
@@ -94,24 +95,24 @@ def restore_run(
         divergence.restore(saved.get("unread") or ())
     name = type(scheduler.cadence).__name__
     if saved["cadence_name"] != name:
-        logger.warning(
+        say(
             "elche: the checkpoint is of a run with %s, this one has %s: the cadence starts over.",
             saved["cadence_name"],
             name,
         )
     elif _moved(saved, job) and _believe(saved, kinds, job, scheduler):
-        logger.warning(
+        say(
             "elche: the devices are not those that the checkpoint's run had in the end: counts "
             "begin with the speeds that are known."
         )
     elif scheduler.cadence.estimates and _told_apart(saved_kinds, kinds):
-        logger.warning(
+        say(
             "elche: the devices are of %s, the checkpoint's were of %s: the cadence starts over.",
             ", ".join(kinds),
             ", ".join(saved_kinds),
         )
     elif saved["cadence"] is None:
-        logger.warning(
+        say(
             "elche: the state of %s was not saved, as it is no elche_jax.cadence.State: the "
             "cadence starts over.",
             name,
@@ -120,7 +121,7 @@ def restore_run(
         try:
             scheduler.restore(saved["cadence"])
         except (TypeError, ValueError) as error:  # for example, built with other arguments
-            logger.warning("elche: the cadence starts over: %s", error)
+            say("elche: the cadence starts over: %s", error)
 
 
 def _believe(

@@ -103,7 +103,7 @@ def test_three_processes_then_two_then_four(how, alone, tmp_path):
         "generation 3: 4 processes, resuming",
     ]  # fmt: skip
     check(tmp_path, alone, job.out, [3, 2, 4])
-    assert "".join(job.err).count(KNOWN) == 2 + 4, "by all processes that resumed"
+    assert "".join(job.err).count(KNOWN) == 2, "once in each generation that resumed"
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_a_process_that_was_lost_comes_back(kill, others, repeated, alone, tmp_p
         "generation 2: 2 processes, resuming",
     ]
     check(tmp_path, alone, job.out, [2], repeated)
-    assert "".join(job.err).count(KNOWN) == 2 * (kill[1] == 1)
+    assert "".join(job.err).count(KNOWN) == (kill[1] == 1)
 
 
 @pytest.mark.slow
