@@ -93,6 +93,7 @@ class Processes:
         # one device of each process, always the same: JAX compares what it finds with these
         self._asked: Sequence[jax.Device] = ()
         self._one_at_a_time = threading.Lock()
+        self._logged: set[int] = set()  # of whose end the user knows
         self._why: str | None = None  # this process may leave in the middle of the others' loop
 
     def loop_begins(self) -> None:
@@ -108,6 +109,12 @@ class Processes:
         if not isinstance(error, ExchangeLost):
             # not the error itself, which would keep the arrays of its frames alive
             self._why = _what_was_raised(error)
+
+    def log_loss(self, processes: Sequence[int], message: str) -> None:
+        """Log that processes have ended, once for each: whoever trains or evaluates notices."""
+        if not self._logged.issuperset(processes):
+            self._logged.update(processes)
+            logger.warning("elche: %s", message)
 
     @property
     def recoverable(self) -> bool:

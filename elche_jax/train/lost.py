@@ -1,6 +1,5 @@
 """What becomes of windows when a process of the job ends: the devices that are left take over."""
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -8,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from elche_jax._processes import ExchangeLost, ProcessLostError
+from elche_jax._processes import PROCESSES, ExchangeLost, ProcessLostError
 from elche_jax.cadence import WindowPlan, apportion
 from elche_jax.data.order import Cursor
 from elche_jax.engine.job import Members
@@ -21,8 +20,6 @@ from elche_jax.train.feed import Feed
 from elche_jax.train.finite_check import FiniteCheck
 from elche_jax.train.in_flight import Window
 from elche_jax.train.live_scheduler import LiveScheduler
-
-logger = logging.getLogger("elche_jax")
 
 
 class TakeOver:
@@ -111,7 +108,7 @@ class TakeOver:
         if again and not self._feed.rereads:
             rule = "The data of a window must be read again, which an iterable cannot."
             raise ProcessLostError(f"{said} {rule} Resume from a checkpoint.", processes)
-        logger.warning("elche: %s", said)
+        PROCESSES.log_loss(processes, said)
         recorded()
         self._scheduler.on_lost(ranks)
         return True

@@ -1,6 +1,7 @@
 """A process of a job in which one ends in an evaluation; the others say what they computed."""
 
 import json
+import logging
 import sys
 
 import elche_jax as elche
@@ -47,7 +48,21 @@ def by_hand():
         clock.synced(clock.worked(ddp.replicate(1.0)))
 
 
+class Losses(logging.Handler):
+    """Keeps what is logged of processes that have ended."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+        logging.getLogger("elche_jax").addHandler(self)
+
+    def emit(self, record):
+        if "ended before" in record.getMessage():
+            self.lines.append(record.getMessage())
+
+
 def main(what, moment, number):
+    losses = Losses()
     noted = Dying(number if moment == "read" else None)
     if moment == "told" and jax.process_index() == jax.process_count() - 1:
         die_in(Job, "exchange", number)
@@ -68,7 +83,7 @@ def main(what, moment, number):
         "records": [repr(record) for record in evaluate.records],
         "recording": raised(lambda: elche.build_eval_step(
             metric_fn, cadence=elche.Replay([(2, 2, 2)] * 99))(W, ROWS, BATCH)),
-        "by hand": raised(by_hand),
+        "by hand": raised(by_hand), "said": losses.lines,
     }  # fmt: skip
 
 

@@ -29,6 +29,8 @@ def test_the_others_share_out_the_rows(what, moment, number):
     first, second, _ = jobs.run("losing_sweep.py", (1, 1, 1), what, moment, number, killed=[2])
     for name in first.keys() - {"read"}:
         assert first[name] == second[name], name  # metrics to the bit
+    (said,) = first["said"]  # not in every call that follows
+    assert said.endswith(LOST.partition("{}")[2])
     devices = jax.devices()[:2]
     metrics = elche.build_eval_step(metric_fn, devices=devices)(W, ROWS, BATCH)
     outputs = elche.predict(apply_fn, W, ROWS, BATCH, devices=devices)
