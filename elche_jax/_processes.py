@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 from jax.experimental import multihost_utils
 
-from elche_jax import _progress
+from elche_jax import _leaving, _progress
 from elche_jax._exit import before_exit
 
 P = ParamSpec("P")
@@ -42,9 +42,6 @@ RAISED = (
 
 LEFT = "left it before its end"
 """What is told of a process that was in a loop, if no error is known."""
-
-REASON = "elche_jax/raised/{}"
-"""Key under which a process tells the others why it leaves, by its index."""
 
 MOST = 1000
 """Characters of an error that are told."""
@@ -94,6 +91,8 @@ class Processes:
         self._asked: Sequence[jax.Device] = ()
         self._one_at_a_time = threading.Lock()
         self._logged: set[int] = set()  # of whose end the user knows
+        self._has_left = False
+        self._store: Any = None  # asks the coordinator after that
         self._why: str | None = None  # this process may leave in the middle of the others' loop
 
     def loop_begins(self) -> None:
@@ -106,7 +105,7 @@ class Processes:
 
     def raised(self, error: BaseException) -> None:
         """Note the error with which a loop of this process was left."""
-        if not isinstance(error, ExchangeLost):
+        if not isinstance(error, ExchangeLost | RestartRequested):  # all have the latter
             # not the error itself, which would keep the arrays of its frames alive
             self._why = _what_was_raised(error)
 
@@ -170,24 +169,39 @@ class Processes:
                 raise ProcessLostError(REPLACED) from error
             self.gone |= gone
             for process in sorted(gone):
-                if (why := _reason_of(process)) is not None:
+                if (why := _leaving.reason_of(process)) is not None:
                     said = RAISED.format(process, why.removesuffix("."))
                     raise ProcessLostError(said, (process,)) from None
             raise ExchangeLost from error
         return result
 
     def leave(self) -> None:
-        """Leave the job; process 0 when all others have left, or have ended.
+        """Leave the job at the end of the program; process 0 when all others have left, or ended.
 
         The coordinator is in process 0: the others would be ended with it. The others leave at
-        once. One that still needs them notices in its next exchange.
+        once. One that still needs them notices in its next exchange; so do all if process 0 has
+        an error, and it waits for them only for a while.
         """
+        error = getattr(sys, "last_value", None)
+        why, first = self._why if error is None else _what_was_raised(error), _leaving.index() == 0
         with _progress.phase("leave"):
-            if jax.process_index() == 0:
+            if first and why in (None, LEFT):
                 self._wait()
-            elif self._why is not None:
-                _tell_reason(self._why)
-            jax.distributed.shutdown()
+                jax.distributed.shutdown()
+                return
+            # the others go on without one that has not begun
+            self._leave_at_once(why if first or self._asked else None)
+            if first:
+                _leaving.wait_for_others(self._store, set(_leaving.others()) - self.gone)
+            elif isinstance(error, ProcessLostError) and 0 in error.processes:
+                _leaving.wait_for_first(self._store)
+
+    def _leave_at_once(self, why: str | None) -> None:
+        if not self._has_left:
+            self._has_left = True
+            if why is not None:
+                _leaving.tell_reason(why)
+            self._store = _leaving.disconnect()
 
     def _wait(self) -> None:
         if not self._asked:
@@ -199,43 +213,19 @@ class Processes:
             pass
 
     def _leave_with_error(self) -> None:
-        """Leave the job at once if an error ends this process: the others must not wait for it.
-
-        With process 0 the coordinator ends, which they notice by themselves.
-        """
+        """Leave the job at once if an error ends this process: the others must not wait for it."""
         error = getattr(sys, "last_value", None)
-        if error is not None and jax.process_index() != 0:
-            _tell_reason(_what_was_raised(error))
-            jax.distributed.shutdown()
+        if error is not None:
+            self._leave_at_once(_what_was_raised(error))
 
 
 def _processes_of(devices: Iterable[jax.Device]) -> set[int]:
     return {device.process_index for device in devices}
 
 
-def _client() -> Any:
-    """Return the client of JAX's coordinator; None after the end of the job."""
-    distributed = sys.modules.get("jax._src.distributed")  # the store of keys has no public name
-    return getattr(getattr(distributed, "global_state", None), "client", None)
-
-
 def _what_was_raised(error: BaseException) -> str:
-    return f"raised {type(error).__name__}: {error}"[:MOST]
-
-
-def _tell_reason(why: str) -> None:
-    """Tell the others why this process leaves the job."""
-    with suppress(jax.errors.JaxRuntimeError):  # it is gone: there is nobody to tell
-        if (client := _client()) is not None:
-            client.key_value_set(REASON.format(jax.process_index()), why)
-
-
-def _reason_of(process: int) -> str | None:
-    """Return why a process has left the job; None if it did not tell."""
-    with suppress(jax.errors.JaxRuntimeError):  # there is no such key
-        if (client := _client()) is not None:
-            return client.key_value_try_get(REASON.format(process))
-    return None
+    line = next(iter(str(error).strip().splitlines()), "without a message")
+    return f"raised {type(error).__name__}: {line}"[:MOST]
 
 
 PROCESSES = Processes()

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -201,16 +200,12 @@ def _limit_collectives(seconds: int) -> None:
 
 
 def _leave() -> None:
-    """Wait for the other processes, unless this one has failed: the first one has the coordinator.
-
-    JAX itself waits only in a job that is not recoverable.
-    """
-    if getattr(sys, "last_value", None) is None:
-        waiting = threading.Thread(target=PROCESSES.leave, name="elche-leave", daemon=True)
-        waiting.start()
-        waiting.join(LEAVE_S)
-        if waiting.is_alive():
-            logger.warning("elche: this process ends while others still work, after %d s", LEAVE_S)
+    """Leave the job, see `Processes.leave`; JAX itself waits only if it is not recoverable."""
+    waiting = threading.Thread(target=PROCESSES.leave, name="elche-leave", daemon=True)
+    waiting.start()
+    waiting.join(LEAVE_S)
+    if waiting.is_alive():
+        logger.warning("elche: this process ends while others still work, after %d s", LEAVE_S)
 
 
 def _given(value: int | None, variable: str) -> int | None:

@@ -18,11 +18,12 @@ BELOW = {
     "_check": set(),
     "_exit": set(),
     "_lazy": set(),
+    "_leaving": set(),
     "_progress": set(),
     "_waiting": set(),
     "cadence": {"_check"},
     "launch": {"_progress"},
-    "_processes": {"_exit", "_progress"},
+    "_processes": {"_exit", "_leaving", "_progress"},
     "distributed": {"_check", "_exit", "_processes", "_progress", "launch"},
     "observe": {"_check", "cadence"},
     "config": {"_check", "averaging", "cadence"},
@@ -57,7 +58,7 @@ LATE = {"checkpoint/handler.py": {"orbax", "tensorstore"}}
 PRIVATE = {
     ("engine/mapped.py", "jax._src.pmap"): "nothing public lets go of what `jax.pmap` keeps",
     ("engine/mapped.py", "_cached_shard_map"): "what it keeps; without it programs stay",
-    ("_processes.py", "jax._src.distributed"): "nothing public tells others why a process leaves",
+    ("_leaving.py", "jax._src.distributed"): "nothing public tells others why a process leaves",
     ("_exit.py", "_register_atexit"): "`atexit` is later than the end of pools of threads",
 }
 NO_JAX = ("__init__", "_lazy", "_progress", "launch", "cadence", "observe", "_check", "config")

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 import jax
 import pytest
 
-from elche_jax import ProcessLostError
-from elche_jax._processes import REPLACED, ExchangeLost, Processes, multihost_utils
+from elche_jax import ProcessLostError, RestartRequested, _leaving
+from elche_jax._processes import LEFT, REPLACED, ExchangeLost, Processes, multihost_utils
 
 
 class Service:
@@ -60,3 +60,56 @@ def test_an_error_of_jax_that_is_no_loss_stays_one(monkeypatch, processes):
     monkeypatch.setattr(multihost_utils, "live_devices", fail)
     with pytest.raises(jax.errors.JaxRuntimeError, match="out of memory"):
         processes.together(LEADS, lambda: None)
+
+
+class Coordinator:
+    """A client of JAX's coordinator, which ends after so many questions."""
+
+    def __init__(self, told, answers=10**9):
+        self.told, self.answers, self.asked = told, answers, []
+
+    def key_value_try_get(self, key):
+        self.asked.append(key)
+        if len(self.asked) > self.answers:
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect")
+        if key not in self.told or self.asked.count(key) < self.told[key]:
+            raise jax.errors.JaxRuntimeError(f"NOT_FOUND: {key}")
+        return "left"
+
+
+def test_the_first_process_waits_until_the_others_have_left():
+    client = Coordinator({"elche_jax/left/1": 3, "elche_jax/left/3": 5})
+    _leaving.wait_for_others(client, [1, 3])
+    assert [client.asked.count(f"elche_jax/left/{one}") for one in (1, 2, 3)] == [7, 0, 5]
+
+
+def test_it_does_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(_leaving, "PATIENCE_S", 0.05)
+    _leaving.wait_for_others(Coordinator({}), [1])
+    _leaving.wait_for_first(Coordinator({}))
+
+
+def test_the_others_let_the_first_one_end_before():
+    client = Coordinator({}, answers=4)
+    _leaving.wait_for_first(client)
+    assert len(client.asked) == 5
+
+
+def test_without_a_coordinator_nobody_waits():
+    _leaving.wait_for_first(None)
+    assert _leaving.reason_of(0) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (ValueError("one\n  line"), "raised ValueError: one"),
+        (OSError(), "raised OSError: without a message"),
+        (RestartRequested(7), LEFT),  # which all raise
+        (ExchangeLost(), LEFT),
+    ],
+)
+def test_why_a_process_leaves(error, why, processes):
+    processes.loop_begins()
+    processes.raised(error)
+    assert processes._why == why

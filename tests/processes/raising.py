@@ -1,6 +1,7 @@
 """A process of a job in which one raises or leaves in the middle; the others say what they saw."""
 
 import json
+import os
 import sys
 from contextlib import nullcontext
 
@@ -14,6 +15,9 @@ import jax  # after it, as what follows
 import optax
 from reference import BATCH, data, loss_fn, params
 from scenes import Noted
+from waits import eventually
+
+from elche_jax import _leaving
 
 ROWS = data(90)
 
@@ -31,7 +35,16 @@ def faulty_loss(p, batch, rng):
     raise KeyError("no such name")
 
 
+def mistake():
+    """Raises in the first process before all others, which still need its coordinator."""
+    if os.environ["ELCHE_PROCESS_ID"] != "0":
+        eventually(lambda: _leaving.reason_of(0) is not None)
+    raise ValueError("a mistake")
+
+
 def main(how, who):
+    if how == "all at the start":
+        mistake()
     raises = jax.process_index() == who
     cadence = elche.FixedTotal(8)
     rows = Faulty(ROWS) if raises and how.startswith("data") else Noted(ROWS)
@@ -42,9 +55,11 @@ def main(how, who):
     # many loops have no `with`: an error of their body is seen by nobody
     with nullcontext(windows) if how.endswith("without with") else windows:
         for window in windows:
+            if how == "all" and window.index == 5:
+                mistake()
             if raises and window.index == 5:
                 if how.startswith("own code"):
-                    raise ValueError("a mistake")
+                    raise ValueError("a mistake\nwhat to do")
                 if how.startswith("exit"):
                     sys.exit(3)
                 if how == "break":
@@ -62,6 +77,6 @@ if __name__ == "__main__":
     except elche.ProcessLostError as error:
         print(json.dumps({"error": str(error), "processes": error.processes}))
     except (OSError, ValueError):
-        if sys.argv[1] in ("data", "own code"):
+        if sys.argv[1] in ("data", "own code", "all", "all at the start"):
             raise
         sys.exit(1)  # as a script does that reports an error in its own way

@@ -19,28 +19,33 @@ HOW = {
 }
 
 
-@pytest.mark.parametrize("how", [next(iter(HOW)), *map(slow, [*HOW][1:])])
-def test_an_error_of_one_process_reaches_the_others(how):
+CASES = [
+    (who, how) for who in (2, 0) for how in HOW
+    if who or HOW[how][1] != "left it before its end"  # it waits for the others
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("who", "how"), [row if row[1] == "data" else slow(*row) for row in CASES])
+def test_an_error_of_one_process_reaches_the_others(who, how):
     code, error = HOW[how]
-    *others, (left, _, _) = jobs.outcomes("raising.py", (1, 1, 1), how, 2)
+    others = jobs.outcomes("raising.py", (1, 1, 1), how, who)
+    left, _, _ = others.pop(who)
     assert left == code
     for ended, out, err in others:  # and not after the timeouts, which are longer than a test
         assert ended == 0, err
         said = json.loads(out.strip().splitlines()[-1])
-        assert said["processes"] == [2]
-        rule = "train: every process of the job must get through its loop, but process 2 "
+        assert said["processes"] == [who]
+        rule = f"train: every process of the job must get through its loop, but process {who} "
         assert said["error"].startswith(rule + error)
+        assert "what to do" not in said["error"], "one line"
         assert said["error"].endswith(
             "Start the job again, with resume='auto' to go on from its last checkpoint."
         )
 
 
-@pytest.mark.slow
-def test_an_error_of_the_first_process_ends_the_job():
-    """JAX's coordinator ends with it. The others say so, or JAX does, which ends them."""
-    (code, _, said), *others = jobs.outcomes("raising.py", (1, 1, 1), "own code", 0)
-    assert code == 1 and "ValueError: a mistake" in said
-    for _, out, err in others:
-        assert "process 0, which holds JAX's coordinator, ended" in out + err or (
-            "the JAX distributed service detected fatal errors" in err
-        )
+@pytest.mark.parametrize("how", ["all", slow("all at the start")])
+def test_an_error_of_all_processes_is_that_of_each(how):
+    """Also if the first one, with which JAX's coordinator ends, is quicker than the others."""
+    for code, _, err in jobs.outcomes("raising.py", (1, 1, 1), how, -1):
+        assert code == 1 and "ValueError: a mistake" in err
+        assert "the JAX distributed service detected fatal errors" not in err
