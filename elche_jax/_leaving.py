@@ -28,6 +28,10 @@ PATIENCE_S = 30.0
 """Seconds that processes wait for each other if process 0 leaves with an error."""
 
 
+_kept: list[Any] = []
+"""The coordinator of a process 0 that has left: it ends with the process, and not before."""
+
+
 def index() -> int:
     """Return the index of this process; unlike `jax.process_index`, it starts no backend."""
     known = getattr(_state(), "process_id", None)
@@ -58,14 +62,10 @@ def disconnect() -> Any:
         Asks the coordinator, see `wait_for_others` and `wait_for_first`.
     """
     state, client = _state(), _client()
-    service = getattr(state, "service", None)
-    if service is not None:
-        state.service = None  # else the coordinator would end here
-    try:
-        jax.distributed.shutdown()
-    finally:
-        if service is not None:
-            state.service = service
+    if getattr(state, "service", None) is not None:
+        _kept.append(state.service)  # else it would end here
+        state.service = None
+    jax.distributed.shutdown()
     with suppress(jax.errors.JaxRuntimeError):  # process 0 has ended: nobody asks
         if client is not None:
             client.key_value_set(LEFT.format(index()), "left")

@@ -1,6 +1,7 @@
 """What a process makes of others that leave or come back, with a made-up service of JAX's."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -87,6 +88,18 @@ def test_it_does_not_wait_for_ever(monkeypatch):
     monkeypatch.setattr(_leaving, "PATIENCE_S", 0.05)
     _leaving.wait_for_others(Coordinator({}), [1])
     _leaving.wait_for_first(Coordinator({}))
+
+
+def test_the_coordinator_stays_when_the_first_process_leaves(monkeypatch):
+    state = SimpleNamespace(process_id=0, num_processes=3, service="coordinator", client=None)
+    seen = []
+    state.client = SimpleNamespace(key_value_set=lambda *told: seen.append(told))
+    monkeypatch.setattr(_leaving, "_state", lambda: state)
+    monkeypatch.setattr(_leaving, "_kept", [])
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: seen.append(state.service))
+    assert _leaving.disconnect() is state.client
+    assert seen == [None, ("elche_jax/left/0", "left")], "first it leaves, then it says so"
+    assert _leaving._kept == ["coordinator"] and _leaving.others() == [1, 2]
 
 
 def test_the_others_let_the_first_one_end_before():
