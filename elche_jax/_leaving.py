@@ -25,7 +25,7 @@ EVERY_S = 0.02
 """Between two looks into the coordinator's store."""
 
 PATIENCE_S = 30.0
-"""Seconds that processes wait for each other if process 0 leaves with an error."""
+"""Seconds that processes wait for each other if an error ends process 0."""
 
 
 _kept: list[Any] = []
@@ -72,24 +72,28 @@ def disconnect() -> Any:
     return client
 
 
-def wait_for_others(client: Any, processes: Collection[int]) -> None:
-    """Wait in process 0 until others have left, at most `PATIENCE_S`.
+def wait_for_others(client: Any, processes: Collection[int], seconds: float) -> None:
+    """Wait in process 0 until others have left.
 
     Args:
         client: What `disconnect` returned.
         processes: Their indices.
+        seconds: How long at most.
     """
-    _wait(lambda: all(_found(client, LEFT.format(process)) for process in processes))
+    _wait(lambda: all(_found(client, LEFT.format(one)) for one in processes), seconds)
 
 
 def wait_for_first(client: Any) -> None:
-    """Wait until process 0 has ended, so that whoever has started them sees it end first."""
-    _wait(lambda: not _answers(client))
+    """Wait until process 0 has ended, so that whoever has started them sees it end first.
+
+    At most `PATIENCE_S`.
+    """
+    _wait(lambda: not _answers(client), PATIENCE_S)
 
 
-def _wait(over: Callable[[], bool]) -> None:
-    """Wait, at most `PATIENCE_S`; the coordinator tells nothing by itself to one who has left."""
-    deadline = time.monotonic() + PATIENCE_S
+def _wait(over: Callable[[], bool], seconds: float) -> None:
+    """Wait; the coordinator tells nothing by itself to one who has left."""
+    deadline = time.monotonic() + seconds
     while not over() and time.monotonic() < deadline:
         time.sleep(EVERY_S)
 

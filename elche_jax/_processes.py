@@ -6,6 +6,7 @@ that are there have its result, or none uses it.
 """
 
 import logging
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -180,7 +181,7 @@ class Processes:
 
         The coordinator is in process 0: the others would be ended with it. The others leave at
         once. One that still needs them notices in its next exchange; so do all if process 0 has
-        an error, and it waits for them only for a while.
+        an error, and if that ends it, it waits for them only for a while.
         """
         error = getattr(sys, "last_value", None)
         why, first = self._why if error is None else _what_was_raised(error), _leaving.index() == 0
@@ -192,7 +193,10 @@ class Processes:
             # the others go on without one that has not begun
             self._leave_at_once(why if first or self._asked else None)
             if first:
-                _leaving.wait_for_others(self._store, set(_leaving.others()) - self.gone)
+                others = set(_leaving.others()) - self.gone
+                # one that has handled its error waits as after success
+                seconds = math.inf if error is None else _leaving.PATIENCE_S
+                _leaving.wait_for_others(self._store, others, seconds)
             elif isinstance(error, ProcessLostError) and 0 in error.processes:
                 _leaving.wait_for_first(self._store)
 

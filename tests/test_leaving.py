@@ -1,5 +1,7 @@
 """What a process makes of others that leave or come back, with a made-up service of JAX's."""
 
+import math
+import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -80,13 +82,13 @@ class Coordinator:
 
 def test_the_first_process_waits_until_the_others_have_left():
     client = Coordinator({"elche_jax/left/1": 3, "elche_jax/left/3": 5})
-    _leaving.wait_for_others(client, [1, 3])
+    _leaving.wait_for_others(client, [1, 3], math.inf)
     assert [client.asked.count(f"elche_jax/left/{one}") for one in (1, 2, 3)] == [7, 0, 5]
 
 
 def test_it_does_not_wait_for_ever(monkeypatch):
     monkeypatch.setattr(_leaving, "PATIENCE_S", 0.05)
-    _leaving.wait_for_others(Coordinator({}), [1])
+    _leaving.wait_for_others(Coordinator({}), [1], 0.05)
     _leaving.wait_for_first(Coordinator({}))
 
 
@@ -126,3 +128,19 @@ def test_why_a_process_leaves(error, why, processes):
     processes.loop_begins()
     processes.raised(error)
     assert processes._why == why
+
+
+@pytest.mark.parametrize(("error", "seconds"), [(None, math.inf), (ValueError("a mistake"), 30)])
+def test_how_long_the_first_process_waits(error, seconds, monkeypatch, processes):
+    waits, told = [], []
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    monkeypatch.setattr(_leaving, "index", lambda: 0)
+    monkeypatch.setattr(_leaving, "others", lambda: [1, 2, 3])
+    monkeypatch.setattr(_leaving, "tell_reason", told.append)
+    monkeypatch.setattr(_leaving, "disconnect", lambda: "client")
+    monkeypatch.setattr(_leaving, "wait_for_others", lambda *given: waits.append(given))
+    processes.gone = frozenset([2])
+    processes.raised(ValueError("a mistake"))
+    processes.leave()
+    assert waits == [("client", {1, 3}, seconds)]
+    assert told == ["raised ValueError: a mistake"]
