@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 
 from elche_jax import _leaving, _progress
 from elche_jax._exit import before_exit
+from elche_jax._turns import TURNS
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -133,6 +134,7 @@ class Processes:
                 it was is in `gone`.
             ProcessLostError: If it was process 0, or one that left with an error.
         """
+        TURNS.wait()
         with _progress.phase("exchange"):
             if not self.recoverable:
                 return exchange()

@@ -9,12 +9,15 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from elche_jax._turns import TURNS
 
 PyTree = Any
 PerDevice = Callable[..., tuple[PyTree, PyTree]]
@@ -159,19 +162,25 @@ class MappedAcross:
         return lambda *args: self._run(program, args)
 
     def _run(self, program: Any, args: PyTree) -> tuple[PyTree, PyTree]:
+        TURNS.wait()
         whole = jax.tree.map(
             lambda x: jax.make_array_from_single_device_arrays(self._over(x), self._sharding, [x]),
             args,
         )
         results = jax.tree.map(lambda x: x.addressable_data(0), program(*whole))
-        MappedAcross._last = min(jax.tree.leaves(results), key=lambda leaf: leaf.nbytes)
+        if not TURNS.in_thread_of_windows:  # which waits for its results
+            MappedAcross._last = min(jax.tree.leaves(results), key=lambda leaf: leaf.nbytes)
         return results
 
     @staticmethod
     def settle() -> None:
-        """Wait for what was launched last: programs without common data may run in any order."""
+        """Wait for what was launched last: programs without common data may run in any order.
+
+        If it fails, whoever reads its results is told.
+        """
         if MappedAcross._last is not None and not MappedAcross._last.is_deleted():
-            MappedAcross._last.block_until_ready()
+            with suppress(jax.errors.JaxRuntimeError):
+                MappedAcross._last.block_until_ready()
 
     def _over(self, own: Any) -> tuple[int, ...]:
         return (len(self._devices), *own.shape[1:])

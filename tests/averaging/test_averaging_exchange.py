@@ -70,10 +70,10 @@ class Setup:
         self.begin(number, counts)
         self.exchange.combining(number, 0.0, None)
 
-    def begin(self, number, counts, at=0.0, absent=()):
+    def begin(self, number, counts, at=0.0, absent=(), survey=None):
         made = [None if r in absent else delivery(count) for r, count in enumerate(counts)]
         ahead = self.coordinator.limits.ahead
-        window = OpenWindow(number, at, counts, number, frozenset(absent), ahead)
+        window = OpenWindow(number, at, counts, number, frozenset(absent), ahead, survey)
         self.exchange.launch(window, made)
 
     def has_room(self, counts):

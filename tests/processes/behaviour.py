@@ -185,6 +185,19 @@ def late():
     }
 
 
+def asked(**options):
+    """A loop that exchanges after each of its windows, which are averaged at the same time."""
+    train = build(cadence=elche.FixedTotal(6), emulate=EmulatedSpeeds([1.0, 2.0, 6.0]), **options)
+    state, averages = train.init(params()), []
+    with train.windows(ROWS, BATCH) as windows:
+        for window in windows:
+            state, _ = train(state, window)
+            averages.append(train.average(state))  # read at the end
+            if window.index % 2:
+                elche.check_replicas(train.common(state))
+    return jax.tree.map(lambda x: np.asarray(x).tolist(), averages)
+
+
 class Moody(elche.Replay):
     """A recording that one process reads differently from window 3 on."""
 
@@ -271,6 +284,7 @@ SCENES = {
     # two lanes in one process and one in the other, as where it has devices of two kinds
     "unequal_devices, lanes": lambda: unequal_devices(lanes=lambda device: device.id),
     "late": late,
+    "asked, host": lambda: asked(exchange=elche.HostExchange(), averaging=DILOCO),
     "replayed": replayed,
     "replayed, gradients pending": lambda: replayed_pending(elche.MeanGradient("int8", 3)),
     "replayed, pending": lambda: replayed_pending(DILOCO),

@@ -1,5 +1,6 @@
 """Training in a job of two processes with two devices and one: what both must know and do alike."""
 
+import itertools
 import json
 import re
 
@@ -202,6 +203,17 @@ def test_a_late_device_is_left_out_by_all(said):
     assert first["left_out"][1] > 0 == first["left_out"][0] == first["left_out"][2]
     assert [0] in [row[1:2] for row in first["counts"]], "it gets no work while it is late"
     assert any("left_out=(1,)" in record for record in first["records"])
+
+
+ASKED = ["asked, host"]
+
+
+@pytest.mark.parametrize("scene", ASKED)
+def test_a_loop_may_exchange_while_windows_are_averaged(scene, said):
+    """Exchanges in another order than the other process's would hang or be mixed up."""
+    first, second = (process[scene] for process in said)
+    assert first == second and len(first) > 9
+    assert all(before != after for before, after in itertools.pairwise(first))
 
 
 ENDED = ["ended_early", slow("ended_early, pending")]

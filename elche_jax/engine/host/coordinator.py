@@ -150,7 +150,7 @@ class OpenWindow:
         return [rank for rank, count in enumerate(self.counts) if count]
 
 
-@dataclass
+@dataclass(eq=False)
 class Coordinator:
     """Open windows and deliveries; every method may be called from any thread.
 
@@ -239,6 +239,11 @@ class Coordinator:
             self._until(lambda: bool(self.unread))
             return self.unread.popleft()
 
+    def settle(self) -> None:
+        """Wait until all windows are averaged, or the threads have ended; see `Averaging`."""
+        with interruptible(), self.changed:
+            self.changed.wait_for(lambda: self.error or self.stop.is_set() or not self._open)
+
     def applied(self, number: int, ends: Sequence[float]) -> None:
         """Record when the devices had applied the average of a window."""
         with self.changed:
@@ -283,10 +288,14 @@ class Coordinator:
         if not condition():
             raise RuntimeError("train: the windows of this run were closed while it trained.")
 
+    @property
+    def _open(self) -> list[OpenWindow]:
+        """Windows that will have an average and have none yet, oldest first."""
+        return [w for w in self.windows.values() if w.average is None and not w.lost]
+
     def _has_room(self, counts: tuple[int, ...]) -> bool:
-        unclosed = [w for w in self.windows.values() if w.average is None]
-        owed = [w for w in unclosed if self._missing(w)]
-        bounds = [(unclosed, self.limits.max_overshoot), (owed, self.limits.max_batch_diff)]
+        owed = [w for w in self._open if self._missing(w)]
+        bounds = [(self._open, self.limits.max_overshoot), (owed, self.limits.max_batch_diff)]
         # one must be left to run the window, and to copy the state of late ones from
         return len(self.late) < self.world_size and all(
             most is None or not windows or _beyond(windows, counts) <= most
@@ -336,8 +345,7 @@ class Coordinator:
         """Wait until the oldest open window has all its deliveries; None when stopped."""
         with self.changed:
             while not self.stop.is_set():
-                open_ = (w for w in self.windows.values() if w.average is None and not w.lost)
-                window = next(open_, None)
+                window = next(iter(self._open), None)
                 left = None
                 # no device is late before the first delivery: there would be nothing to average
                 if window is not None and any(window.got):

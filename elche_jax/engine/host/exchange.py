@@ -10,12 +10,14 @@ import jax
 import numpy as np
 
 from elche_jax._processes import ExchangeLost
+from elche_jax._turns import TURNS
 from elche_jax.engine.host.average import Average
 from elche_jax.engine.host.coordinator import Coordinator, OpenWindow, Outcome
 from elche_jax.engine.host.program import Delivery
 from elche_jax.engine.host.session import Session
 from elche_jax.engine.job import Measured
 from elche_jax.engine.loop import Seconds
+from elche_jax.engine.mapped import MappedAcross
 from elche_jax.engine.survey import Survey
 from elche_jax.engine.threads import DeviceThreads
 from elche_jax.engine.timing import Clock
@@ -60,7 +62,7 @@ class LiveExchange(Clock):
         fetch = _Fetch(coordinator, seconds, [0.0] * coordinator.world_size)
         self._threads: DeviceThreads[_Job] = DeviceThreads(
             "fetch", coordinator.world_size, fetch, coordinator.failed, coordinator.end,
-            {"average": partial(_average, coordinator, averaging)},
+            {"average": partial(TURNS.of_windows, partial(_average, coordinator, averaging))},
         )  # fmt: skip
 
     @property
@@ -77,6 +79,9 @@ class LiveExchange(Clock):
             deliveries: By rank, leaves `(1, ...)` on the device; None for absent devices.
         """
         self.used = True
+        if window.survey is not None:  # in a job of several processes
+            TURNS.begin(self.coordinator)
+            MappedAcross.settle()  # what the loop has launched, before the thread begins
         self.coordinator.open(window)
         for rank, delivery in enumerate(deliveries):
             if delivery is not None:
