@@ -3,13 +3,14 @@
 import dataclasses
 
 import averaged
+import exchanged
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
-from marks import table
+from marks import slow, table
 from reference import BATCH, data, loss_fn, params
 
 import elche_jax as elche
@@ -357,3 +358,29 @@ def test_over_the_host_every_window_tells_of_itself():
     for window in then.windows(rows, BATCH, epochs=2, cursor=cursor):
         state, _ = then(state, window)
     assert [seen.window for seen in then.divergence][-1] == window.index
+
+
+@pytest.mark.parametrize("exchange", [elche.HostExchange(), slow(None)], ids=["host", "device"])
+@pytest.mark.parametrize("rule", ["average", slow("gradient")])
+def test_windows_that_are_trained_after_their_loop_are_as_late_as_others(rule, exchange):
+    train = elche.build_train_step(
+        loss_fn, averaged.TX, devices=jax.devices()[:2], averaging=RULES[rule](2),
+        cadence=elche.Replay(COUNTS), exchange=exchange,
+    )  # fmt: skip
+    state, cursor, history = train.init(params()), None, []
+    while len(history) < len(COUNTS):
+        kept = []
+        with train.windows(data(), BATCH, shuffle=False, cursor=cursor) as windows:
+            for window in windows:
+                if window.index in (0, 5):  # in their loops
+                    state, _ = train(state, window)
+                    history.append(jax.device_get(state.params))
+                else:
+                    kept.append(window)
+                if len(kept) == 2 or window.index == len(COUNTS) - 1:
+                    break
+        for window in kept:
+            state, _ = train(state, window)
+            history.append(jax.device_get(state.params))
+        cursor = window.cursor
+    averaged.assert_history(history, exchanged.train(COUNTS, local=rule == "average", delay=2))

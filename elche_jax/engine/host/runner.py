@@ -214,11 +214,14 @@ class HostRunner(WindowRunner):
             if not ahead:
                 outcome = coordinator.outcome(launch.number)
                 session.absent.update(outcome.missing)
-                self._apply_closed(session, [(launch.number, outcome)])
+                session.due.append((launch.number, outcome))
+                # after the run was closed, windows before it may still be pending
+                later = self.limits.delay or 0 if known else 0
+                while len(session.begun) > later:
+                    self._apply_next(session, coordinator)
                 coordinator.applied(launch.number, self._await_applied(session, outcome))
             while self.limits.delay is not None and len(session.begun) > self.limits.delay:
-                due = session.due.popleft() if session.due else coordinator.next_closed()
-                self._apply_closed(session, [due])
+                self._apply_next(session, coordinator)
             for rank in session.absent:
                 self._restore(session, rank)
             new = self._whole(session, state)
@@ -297,6 +300,11 @@ class HostRunner(WindowRunner):
         session.begun.append(Begun(window.number, part, pending, before))
         session.step += 1
         return deliveries
+
+    def _apply_next(self, session: Session, coordinator: Coordinator) -> None:
+        """Wait for the average of the oldest window that has none applied, and apply it."""
+        due = session.due.popleft() if session.due else coordinator.next_closed()
+        self._apply_closed(session, [due])
 
     def _apply_closed(self, session: Session, closed: list[tuple[int, Outcome]]) -> None:
         """Apply averages on the devices, in the order of the windows."""
