@@ -32,6 +32,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._averaging: WeakSet[Averaging] = WeakSet()
+        self._lock = threading.Lock()  # of the set: a weak one is not changed while it is read
         self._thread = threading.local()
 
     @property
@@ -42,7 +43,8 @@ class Turns:
     def begin(self, averaging: Averaging) -> None:
         """Wait before a window is dispatched whose thread will exchange it."""
         self._wait(averaging)
-        self._averaging.add(averaging)
+        with self._lock:
+            self._averaging.add(averaging)
 
     def wait(self) -> None:
         """Wait before an exchange, except in the threads that exchange windows."""
@@ -58,7 +60,9 @@ class Turns:
             self._thread.of_windows = False
 
     def _wait(self, own: Averaging | None = None) -> None:
-        for averaging in list(self._averaging):
+        with self._lock:
+            known = list(self._averaging)
+        for averaging in known:
             if averaging is not own:
                 averaging.settle()
 
