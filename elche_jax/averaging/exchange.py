@@ -14,7 +14,8 @@ class HostExchange:
     A device that has not delivered `timeout` seconds after the first one is *late*: the window
     is averaged without it, and it gets no work until it has delivered. With `run_ahead`,
     devices continue with later windows while a window is averaged, and apply its mean as soon
-    as it is known.
+    as it is known. In a job of several processes they apply it as late as the bounds below allow,
+    which is at the same window in all of them.
 
     Attributes:
         timeout: Seconds after the first delivery of a window until a device is late, above 0.
@@ -26,7 +27,7 @@ class HostExchange:
             window.
         max_batch_diff: With `run_ahead`, the largest number of microbatches that a device may
             begin beyond the oldest window that some device has not delivered, at least 1;
-            None for no bound.
+            None for no bound. In a job of several processes it bounds what `max_overshoot` does.
 
     Raises:
         TypeError: If a value has the wrong type.

@@ -51,6 +51,7 @@ class Launch:
         watch: Clock of the run; None if the run was closed.
         number: Index of the dispatch in the run.
         at: Start of the dispatch, `time.perf_counter` seconds.
+        counts: Microbatches of every device of the job.
         survey: What is exchanged of its times; None in a job of one process.
         timed: Whether the clock times it.
     """
@@ -58,6 +59,7 @@ class Launch:
     watch: Clock | None
     number: int
     at: float
+    counts: tuple[int, ...]
     survey: Survey | None = None
     timed: bool = True
 

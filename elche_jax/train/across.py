@@ -34,17 +34,6 @@ UNKNOWN, APART = -1, -2
 """In place of a number for the replicas: nothing to compare; those of the process itself differ."""
 
 
-def check_across(job: Job, exchange: HostExchange | None) -> None:
-    """Raise for what does not work over several processes yet."""
-    if job.one_process:
-        return
-    where = f"in a job of several processes, here {len(job.ranks_of)}"
-    if exchange is not None and exchange.run_ahead:
-        must = f"be False {where}"
-        todo = "Each would know a mean at another time; a rule's delay says when it is applied."
-        raise ValueError(check.message("HostExchange", "run_ahead", must, True, todo))
-
-
 def check_alike(job: Job, exchange: HostExchange | None) -> None:
     """Raise if the devices would not apply the same mean with the same bits; all have to ask."""
     if exchange is not None and not job.alike:

@@ -21,7 +21,7 @@ from elche_jax.engine.loss import LossFn
 from elche_jax.engine.merge import Merge
 from elche_jax.engine.precision import Precision, first_scale
 from elche_jax.engine.trainable import Trainable
-from elche_jax.train.across import check_across, check_alike
+from elche_jax.train.across import check_alike
 from elche_jax.train.averaging import cadence_of, check_averaging, check_together
 from elche_jax.train.finite import MAX_SKIPS, FinitePolicy
 from elche_jax.train.microbatch_split import MicrobatchSplit, checked_split
@@ -223,7 +223,6 @@ def build_train_step(
         dynamic_scale=dynamic is not None,
     )  # fmt: skip
     job = fleet.job
-    check_across(job, exchange)
     if isinstance(rule, AveragingRule):
         cadence = cadence_of(rule, cadence, config, len(devices))
         # fixed windows cannot grow, and only a guard that was asked for may shorten them

@@ -141,7 +141,7 @@ class TakeOver:
             # what it tells of itself is whether its devices are finite: below
             rows = unmeasured_rows([True] * self._feed.fleet.world_size, plan_number(plan))
             survey = Survey(lambda rows=rows: rows)
-            launch = Launch(clock, 0, time.perf_counter(), survey, timed=False)
+            launch = Launch(clock, 0, time.perf_counter(), plan.counts, survey, timed=False)
             try:
                 state, _, token = runner.run(state, calls, launch)
             except ExchangeLost:  # another process ended

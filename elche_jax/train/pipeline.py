@@ -273,7 +273,7 @@ class Pipeline(Generic[R]):
             survey = None
             if self._surveys:
                 survey = Survey(lambda: self._measured(flight, misses))
-            launch = Launch(clock, self._dispatches, at, survey)
+            launch = Launch(clock, self._dispatches, at, window.counts, survey)
             flight = InFlight(window.plan, self._requested, launch, self._cold)
             flight.tells = self._telling.untold
             with _progress.phase("window", window.index):

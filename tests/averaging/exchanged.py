@@ -33,15 +33,22 @@ class Device:
             self.own[name] = self.own[name] - LEARNING_RATE * self.trace[name]
 
 
+def begun_by(devices):
+    """The counts of the windows that are pending, oldest first."""
+    return list(zip(*([count for _, count, _ in d.pending] for d in devices), strict=True))
+
+
 def train(
     counts, *, local=False, outer=None, parts=(LEAVES,), kind=None, delay=0, optimizer_state="keep",
-    weigh=None, rows=None, lost=None,
+    weigh=None, rows=None, lost=None, ahead=None,
 ):  # fmt: skip
     """Every device's parameters after every window.
 
     `local` are local steps, else the mean gradient; `weigh(steps, losses)` weighs devices. `rows`
     are read again and again. `lost` says by window whose devices ended in it: the counts in which
-    the pending windows before it run again, from the last mean.
+    the pending windows before it run again, from the last mean. Where devices run ahead,
+    `ahead(pending, counts)` says of the counts of windows, oldest first, whether the mean of the
+    first one must be applied before a window of these counts.
     """
     rows, world = rows or data(), len(counts[0])
     size, again, lost = len(rows["x"]) // BATCH, [], dict(lost or {})
@@ -50,6 +57,24 @@ def train(
     devices = [Device(wide) for _ in range(world)]
     since = np.zeros((len(parts), world))
     at, history, window = 0, [], 0
+
+    def apply(window):
+        names = parts[window % len(parts)]
+        done = [device.pending.pop(0) for device in devices]
+        amount = np.array([count for _, count, _ in done], float)
+        losses = np.array([loss for *_, loss in done])
+        if len(parts) > 1:
+            amount = since[window % len(parts)].copy()
+            since[window % len(parts)] = 0
+            done = [({n: base[n] - d.own[n] for n in names}, 0, 0) for d in devices]
+        _exchange(devices, base, done, amount, names, local, outer, kind, weigh, losses)
+        if local and optimizer_state == "average":
+            raw = amount if weigh is None else np.where(amount > 0, weigh(amount, losses), 0)
+            for name in LEAVES:
+                mean = sum(a * d.trace[name] for a, d in zip(raw, devices, strict=True))
+                for device in devices:
+                    device.trace[name] = mean / raw.sum()
+
     while window < len(counts):
         if window in lost:
             again = lost.pop(window)
@@ -60,7 +85,9 @@ def train(
                 if local:
                     device.own = {n: leaf.copy() for n, leaf in base.items()}
         each = again.pop(0) if again else counts[window]
-        names, losses = parts[window % len(parts)], np.zeros(world)
+        while ahead and ahead(begun_by(devices), each):
+            apply(window)
+        losses = np.zeros(world)
         for rank, (device, count) in enumerate(zip(devices, each, strict=True)):
             begun = {n: leaf.copy() for n, leaf in device.own.items()}
             sums = {n: np.zeros_like(leaf) for n, leaf in wide.items()}
@@ -79,21 +106,8 @@ def train(
                 sums = {n: begun[n] - device.own[n] for n in LEAVES}
             device.pending.append((sums, count, losses[rank]))
         since += np.array(each, float)[None]
-        if len(devices[0].pending) > delay:
-            done = [device.pending.pop(0) for device in devices]
-            amount = np.array([count for _, count, _ in done], float)
-            losses = np.array([loss for *_, loss in done])
-            if len(parts) > 1:
-                amount = since[window % len(parts)].copy()
-                since[window % len(parts)] = 0
-                done = [({n: base[n] - d.own[n] for n in names}, 0, 0) for d in devices]
-            _exchange(devices, base, done, amount, names, local, outer, kind, weigh, losses)
-            if local and optimizer_state == "average":
-                raw = amount if weigh is None else np.where(amount > 0, weigh(amount, losses), 0)
-                for name in LEAVES:
-                    mean = sum(a * d.trace[name] for a, d in zip(raw, devices, strict=True))
-                    for device in devices:
-                        device.trace[name] = mean / raw.sum()
+        if not ahead and len(devices[0].pending) > delay:
+            apply(window)
         del history[window:]
         history.append([{n: leaf.copy() for n, leaf in d.own.items()} for d in devices])
         window += 1

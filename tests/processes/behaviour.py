@@ -12,6 +12,7 @@ import jax  # after it, as what follows
 import jax.numpy as jnp
 import numpy as np
 import optax
+from held import Held
 from reference import data, loss_fn, params
 from scenes import Noted, raised
 
@@ -20,6 +21,8 @@ from elche_jax.lab.emulate import EmulatedSpeeds
 
 ROWS, BATCH = data(150), 4
 OTHER = jax.process_index() == 1
+FAR = 12
+"""A window that is far beyond one of a device that is late."""
 
 
 def build(tx=None, **options):
@@ -47,6 +50,11 @@ def bits(state):
 
 def values(state):
     return {name: np.asarray(leaf).tolist() for name, leaf in state.params.items()}
+
+
+def common_of(state):
+    """The parameters that all devices have where each has its own, too."""
+    return map(np.asarray, state.averaging.base)
 
 
 def unequal_devices(**options):
@@ -149,10 +157,10 @@ def apart_at_last():
     return raised(lambda: run(train, stop=3))
 
 
-def ended_early(averaging=None):
+def ended_early(**options):
     """Loops that are left at once, without `with`, and that leave out windows."""
     speeds = EmulatedSpeeds([1.0, 2.0, 3.0])
-    train = build(cadence=elche.ElChe(anchor=2), emulate=speeds, averaging=averaging)
+    train = build(cadence=elche.ElChe(anchor=2), emulate=speeds, **options)
     state = train.init(params())
     for number in range(4):
         for window in train.windows(ROWS, BATCH, seed=number):
@@ -182,6 +190,32 @@ def late():
         "left_out": train.left_out,
         "params": values(state),
         "loss": repr([one["loss"] for one in said]),
+    }
+
+
+def late_ahead():
+    """The second device of process 0 has no end of window 2 until the others are far beyond."""
+    held = Held({(2, 1)})
+    train = build(
+        cadence=elche.FixedTotal(6), emulate=held, verify_every=1, averaging=DILOCO,
+        exchange=elche.HostExchange(timeout=1.0, run_ahead=True),
+    )  # fmt: skip
+    state, said = train.init(params()), []
+    with train.windows(ROWS, BATCH, epochs=None) as windows:
+        for window in windows:
+            state, metrics = train(state, window)
+            said.append(float(metrics["loss"]))
+            if window.index == FAR:
+                held.let_go(2, 1)
+            if window.index > FAR and window.counts[1]:  # it is back
+                break
+    elche.check_replicas(train.common(state))
+    return {
+        "counts": train.counts_history,
+        "records": [repr(record) for record in train.records],
+        "left_out": train.left_out,
+        "params": {str(at): rows.tolist() for at, rows in enumerate(common_of(state))},
+        "loss": repr(said),
     }
 
 
@@ -248,8 +282,6 @@ def errors():
         "nonfinite": lambda: build(nonfinite="skip" if OTHER else "raise"),
         "exchange": lambda: build(exchange=elche.HostExchange(timeout=5.0 + OTHER)),
         "bits": lambda: unlike(lambda: build(exchange=elche.HostExchange())),
-        "run_ahead": lambda: build(exchange=elche.HostExchange(run_ahead=True)),
-        "async": lambda: build(config=elche.DDPConfig(policy="async", exchange="host")),
         "again": elche.distributed.initialize,
     }
     said = {name: raised(call) for name, call in found.items()}
@@ -260,19 +292,24 @@ def errors():
     return said
 
 
-def replayed_pending(rule):
-    """With three windows pending; once stopped, and resumed from the state and the cursor."""
+def replayed_pending(rule, **options):
+    """With windows pending; once stopped, and resumed from the state and the cursor."""
     counts = [(3, 1, 2), (2, 2, 1), (4, 0, 1), (1, 3, 2), (0, 0, 3), (3, 1, 1), (2, 0, 2)]
-    options = {"seed": 3, "epochs": None}
-    first, second = (build(cadence=elche.Replay(counts), averaging=rule) for _ in range(2))
-    state, said, _ = run(first, stop=7, **options)
-    part, early, cursor = run(second, stop=4, **options)
-    part, late, _ = run(second, state=part, stop=3, cursor=cursor, **options)
+    first, second = (
+        build(cadence=elche.Replay(counts), averaging=rule, **options) for _ in range(2)
+    )
+    how = {"seed": 3, "epochs": None}
+    state, said, _ = run(first, stop=7, **how)
+    part, early, cursor = run(second, stop=4, **how)
+    part, late, _ = run(second, state=part, stop=3, cursor=cursor, **how)
     plans = [[list(one.counts) for one in train.records] for train in (first, second)]
     return [bits(state), bits(part), repr(said), repr(early + late), *plans]
 
 
-DILOCO = elche.DiLoCo(optax.sgd(0.7, momentum=0.9), delay=3)
+DILOCO = elche.DiLoCo(optax.sgd(0.7, momentum=0.9))
+DILOCO_LATE = elche.DiLoCo(optax.sgd(0.7, momentum=0.9), delay=3)
+AHEAD = elche.HostExchange(run_ahead=True)
+FARTHER = elche.HostExchange(run_ahead=True, max_overshoot=9)
 LATE = {"averaging": elche.MeanGradient(delay=1)}
 SCENES = {
     "unequal_devices": unequal_devices,
@@ -281,26 +318,36 @@ SCENES = {
         cadence=None, config=elche.DDPConfig(policy="async", anchor=2)
     ),
     "unequal_devices, host": lambda: unequal_devices(exchange=elche.HostExchange()),
+    "unequal_devices, ahead": lambda: unequal_devices(
+        cadence=None, config=elche.DDPConfig(policy="async", exchange="host", anchor=2)
+    ),
     # two lanes in one process and one in the other, as where it has devices of two kinds
     "unequal_devices, lanes": lambda: unequal_devices(lanes=lambda device: device.id),
     "late": late,
-    "asked, host": lambda: asked(exchange=elche.HostExchange(), averaging=DILOCO),
+    "late, ahead": late_ahead,
+    "asked, ahead": lambda: asked(exchange=AHEAD, averaging=DILOCO),
+    "asked, host": lambda: asked(exchange=elche.HostExchange(), averaging=DILOCO_LATE),
     "replayed": replayed,
     "replayed, gradients pending": lambda: replayed_pending(elche.MeanGradient("int8", 3)),
-    "replayed, pending": lambda: replayed_pending(DILOCO),
+    "replayed, pending": lambda: replayed_pending(DILOCO_LATE),
+    "replayed, ahead": lambda: replayed_pending(DILOCO, exchange=AHEAD),
+    "replayed, gradients ahead": lambda: replayed_pending(None, exchange=FARTHER),
     "poisoned": poisoned,
     "poisoned, pending": lambda: poisoned(**LATE),
     "poisoned at last": lambda: poisoned(5, 1, **LATE),
-    "skipped, pending": lambda: poisoned(5, 6, nonfinite="skip", averaging=DILOCO),
+    "skipped, pending": lambda: poisoned(5, 6, nonfinite="skip", averaging=DILOCO_LATE),
     "apart": apart,
     "apart at last": apart_at_last,
     "torn": torn,
     "ended_early": ended_early,
     "ended_early, pending": lambda: ended_early(**LATE),
+    "ended_early, ahead": lambda: ended_early(exchange=FARTHER),
+    "poisoned, ahead": lambda: poisoned(exchange=AHEAD),
     "poisoned, host": lambda: poisoned(exchange=elche.HostExchange()),
     "kept": kept_for_later,
     "kept, pending": lambda: kept_for_later(**LATE),
     "kept, host": lambda: kept_for_later(exchange=elche.HostExchange()),
+    "kept, ahead": lambda: kept_for_later(exchange=AHEAD),
     "planned_apart": planned_apart,
     "errors": errors,
 }

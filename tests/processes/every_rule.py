@@ -14,13 +14,21 @@ from reference import LEAVES
 from test_averaging_lanes import COUNTS
 from test_averaging_table import TABLE
 
+WAYS = {
+    "device": {},
+    "host": {"exchange": elche.HostExchange()},
+    "ahead": {"config": elche.DDPConfig(policy="async", exchange="host")},
+    "ahead by 5": {"exchange": elche.HostExchange(run_ahead=True, max_overshoot=5)},
+    "ahead by 4": {"exchange": elche.HostExchange(run_ahead=True, max_batch_diff=4)},
+}
+
 
 def trained(name, exchange):
     """The parameters of this process's devices after every window, and what was measured."""
     rule, _ = TABLE[name]
     devices = jax.devices()
     got, metrics, state, train = train_on(
-        rule, COUNTS[len(devices)], devices=devices, config=elche.DDPConfig(exchange=exchange)
+        rule, COUNTS[len(devices)], devices=devices, **WAYS[exchange]
     )
     elche.check_replicas(train.common(state))
     return {
@@ -33,7 +41,7 @@ def trained(name, exchange):
 
 if __name__ == "__main__":
     ranks = [at for at, d in enumerate(jax.devices()) if d.process_index == jax.process_index()]
-    found = {"device": {}, "host": {}}
+    found = {exchange: {} for exchange in WAYS}
     for name, exchange in json.loads(sys.argv[1]):
         found[exchange][name] = trained(name, exchange)
     print(json.dumps({"ranks": ranks, **found}))

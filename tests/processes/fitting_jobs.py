@@ -142,13 +142,13 @@ def broken(folder):
     return found
 
 
+def metric_fn(params, batch):
+    guess = batch["x"] @ params["w"] + params["b"] + params["v"].sum()
+    return {"error": (guess - batch["y"]) ** 2}
+
+
 def evaluated(folder):
     """A run that is evaluated, which ends by that, and keeps the best of what it saves."""
-
-    def metric_fn(params, batch):
-        guess = batch["x"] @ params["w"] + params["b"] + params["v"].sum()
-        return {"error": (guess - batch["y"]) ** 2}
-
     result = fit(
         trainer(), epochs=3, evaluation=elche.Evaluation(metric_fn, held_out(), batch_size=8),
         checkpoints=elche.Checkpoints(folder / "best", keep_last=1, keep_best=1, monitor="error"),
@@ -161,11 +161,27 @@ def evaluated(folder):
     }  # fmt: skip
 
 
+def ahead(folder):
+    """Devices that run ahead in a run that is evaluated and saved, until one process stops it."""
+    averaging = elche.ParameterAveraging(optimizer_state="keep")
+    steps = Steps(13, lambda context: context.stop() if OTHER else None)
+    result = fit(
+        trainer(averaging=averaging, exchange=elche.HostExchange(run_ahead=True)), epochs=None,
+        evaluation=elche.Evaluation(metric_fn, held_out(), batch_size=8), callbacks=[steps],
+        checkpoints=elche.Checkpoints(folder / "ahead", every_windows=4),
+    )  # fmt: skip
+    return {
+        "history": history(result), "stopped": [result.stopped, result.windows],
+        "params": {name: np.asarray(leaf).tolist() for name, leaf in result.params.items()},
+        "saved": sorted(int(path.name) for path in (folder / "ahead").glob("[0-9]*")),
+    }  # fmt: skip
+
+
 def held_out():
     return {name: rows[:50] for name, rows in ROWS.items()}
 
 
-SCENES = (whole, stopped, interrupted, broken, evaluated)
+SCENES = (whole, stopped, interrupted, broken, evaluated, ahead)
 
 if __name__ == "__main__":
     print(json.dumps({scene.__name__: scene(Path(sys.argv[1])) for scene in SCENES}))

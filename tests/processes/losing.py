@@ -31,6 +31,11 @@ RULES = {
     "int8": elche.ParameterAveraging(compression="int8"),
     "pending": elche.MeanGradient(delay=1),
 }
+EXCHANGES = {
+    None: None,
+    "host": elche.HostExchange(),
+    "ahead": elche.HostExchange(run_ahead=True),
+}
 
 
 def die(*_):
@@ -99,7 +104,7 @@ def main(rule, cadence, dying, data=None, exchange=None):
     cadence = getattr(elche, cadence[0])(*cadence[1:])
     train = elche.build_train_step(
         loss_fn, optax.adam(1e-2), averaging=RULES[rule], cadence=cadence,
-        exchange=elche.HostExchange() if exchange == "host" else None,
+        exchange=EXCHANGES[exchange],
     )  # fmt: skip
     state, said = train.init(params()), []
     begin_to_die(how, number)

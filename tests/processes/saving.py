@@ -208,7 +208,20 @@ def again(folder):
         return [trained[-1], ended.windows, ended.code, saver.written]
 
 
-SCENES = (coverage, timed, full, errors, again)
+def ahead(folder):
+    """How far parameters have moved, all with a gradient of 1, in a run that stops and resumes."""
+    for last in (STOP, LAST):
+        train = elche.build_train_step(
+            lambda p, batch, rng: p["w"].sum(), optax.sgd(1.0), averaging=RULES["local"],
+            cadence=elche.Replay(COUNTS), exchange=elche.HostExchange(run_ahead=True),
+        )  # fmt: skip
+        state, _ = run(train, folder / "ahead", last)
+    elche.check_replicas(train.common(state))
+    moved = params()["w"] - train.average(state)["w"]
+    return [moved.tolist(), state.averaging.base[-1][0].tolist()]
+
+
+SCENES = (coverage, timed, full, errors, again, ahead)
 
 if __name__ == "__main__":
     phase, place, *rules = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]

@@ -93,6 +93,16 @@ def test_every_example_once_over_stop_and_resume(job):
     assert sorted(read[0] + read[1]) == list(range(saving.EXAMPLES))
 
 
+def test_what_devices_that_run_ahead_have_pending_is_in_their_next_delivery(job):
+    """Window 0 is averaged before the stop; windows 1 and 2, pending then, with window 3."""
+    counts = np.array(saving.COUNTS, float)
+    exchanged = [counts[0], counts[1:4].sum(axis=0), counts[4:].sum(axis=0)]
+    moved = [(steps**2).sum() / steps.sum() for steps in exchanged]
+    for average, base in (process["ahead"] for process in job[0]):
+        np.testing.assert_allclose(average, np.full(3, sum(moved)), rtol=1e-6)
+        np.testing.assert_allclose(base, 1 - np.full(3, sum(moved[:2])), rtol=1e-6)
+
+
 def test_the_clock_of_the_first_process_decides_for_all(job):
     (saved, written), others = (process["timed"] for process in job[0])
     assert [saved, written] == others

@@ -85,6 +85,14 @@ def test_what_fails_in_one_process_is_an_error_in_all(job):
         assert first[name].startswith(want)
 
 
+def test_devices_that_run_ahead_are_stopped_and_saved_alike(job):
+    first, second = (process["ahead"] for process in job[0])
+    for name in ("history", "stopped", "params"):
+        assert first[name] == second[name]
+    assert first["stopped"] == ["callback", 17] and first["saved"]
+    assert len(first["history"]) >= 1 and "'error'" in first["history"][0]
+
+
 def test_an_evaluation_is_of_all_processes(job):
     (first, second), folder = (process["evaluated"] for process in job[0]), job[1]
     assert first["history"] == second["history"] and first["stopped"] == "early_stopping"

@@ -240,7 +240,7 @@ def test_when_a_device_begins_its_next_window(combines, platform, busy, monkeypa
     run = Pipeline(feed, scheduler, elche.Cursor(), watch, None, None, combines)
     for number, ends in enumerate([(0.002, 0.006), (0.008, 0.012)]):
         plan = WindowPlan(number, 0, (1, 1), 2)
-        run._flights[number] = InFlight(plan, 0.0, Launch(None, number, 0.0))
+        run._flights[number] = InFlight(plan, 0.0, Launch(None, number, 0.0, plan.counts))
         run.on_complete(WindowTimes(number, 0.0, ends, ends))
     assert [record.busy_ms for record in measured] == [
         pytest.approx((2.0, 6.0)),

@@ -15,8 +15,9 @@ from elche_jax.engine.job import Job, Measured
 from elche_jax.engine.reduce import Mean, Reduction
 
 LOST = (
-    "train: a process ended, and an exchange on the host with windows pending (delay) does not go "
-    "on without it. Start the job again, with resume='auto' to go on from its last checkpoint."
+    "train: a process ended, and an exchange on the host with windows pending (delay, run_ahead) "
+    "does not go on without it. Start the job again, with resume='auto' to go on from its last "
+    "checkpoint."
 )
 """The message for a loss of a process whose deliveries to pending windows are in no mean yet."""
 

@@ -46,6 +46,10 @@ class Outcome:
     will_be_known: bool
 
 
+Counts = tuple[int, ...]
+"""Microbatches by device."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """How long to wait, and how far a device may run ahead.
@@ -71,6 +75,18 @@ class Limits:
     def in_flight(self) -> int:
         """Most windows that may be dispatched and not yet over."""
         return max(2 if self.max_overshoot is None else 4, (self.delay or 0) + 1)
+
+    def too_far(self, pending: Sequence[Counts], counts: Counts) -> bool:
+        """Return whether a window may not begin before the mean of the oldest pending one.
+
+        Args:
+            pending: Microbatches of the windows whose mean is not applied, oldest first.
+            counts: Those of the window.
+        """
+        bounds = (self.max_overshoot, self.max_batch_diff)
+        return len(pending) >= self.in_flight or any(
+            most is not None and beyond(pending, counts) > most for most in bounds
+        )
 
 
 Done = Callable[[WindowTimes, Outcome], None]
@@ -298,7 +314,7 @@ class Coordinator:
         bounds = [(self._open, self.limits.max_overshoot), (owed, self.limits.max_batch_diff)]
         # one must be left to run the window, and to copy the state of late ones from
         return len(self.late) < self.world_size and all(
-            most is None or not windows or _beyond(windows, counts) <= most
+            most is None or beyond([w.counts for w in windows], counts) <= most
             for windows, most in bounds
         )
 
@@ -443,7 +459,16 @@ def _times(window: OpenWindow) -> WindowTimes:
     return WindowTimes(window.number, window.at, tuple(ends), combined)
 
 
-def _beyond(windows: Sequence[OpenWindow], counts: tuple[int, ...]) -> int:
-    """Return the most microbatches that a device would have begun beyond the oldest window."""
-    later = [window.counts for window in windows[1:]]
-    return max(map(sum, zip(*later, counts, strict=True)))
+def beyond(windows: Sequence[Counts], counts: Counts) -> int:
+    """Return the most microbatches that a device would have begun beyond the oldest window.
+
+    Args:
+        windows: Microbatches of these windows, oldest first; 0 if there are none.
+        counts: Those of the window that is to begin.
+
+    Examples:
+        >>> beyond([(9, 9), (3, 1)], (1, 4))
+        5
+    """
+    later = [*windows[1:], counts] if windows else [(0,)]
+    return max(map(sum, zip(*later, strict=True)))

@@ -23,6 +23,7 @@ from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.host.average import HostAverage
 from elche_jax.engine.host.coordinator import (
     Coordinator,
+    Counts,
     Done,
     Failed,
     Learned,
@@ -162,8 +163,8 @@ class HostRunner(WindowRunner):
         """Run a window.
 
         Waits for its average; if devices run ahead, waits only as long as the limits require,
-        and applies the averages that have arrived by then. The metrics are then those of the
-        last window that was averaged, and the token says whether that was finite.
+        and applies the averages that have arrived by then (see `_apply_before`). The metrics are
+        then those of the last window that was averaged; the token says whether that was finite.
         """
         del fused
         if isinstance(launch.watch, LiveExchange):
@@ -204,12 +205,11 @@ class HostRunner(WindowRunner):
             window = OpenWindow(launch.number, at, counts, step, absent, ahead, survey)
             # with a delay, averages are applied exactly that late (below), the same in every run
             if self.limits.delay is None:
-                due, session.due = session.due, deque()
-                self._apply_closed(session, [*due, *coordinator.closed()])
+                self._apply_before(session, coordinator, launch.counts)
             reports = self._program.rule.reports(session.parts[session.present[0]])
             reports = {name: value[0] for name, value in reports.items()}
             # the order matters: averages that are known go into the state before its next window
-            deliveries = self._dispatch(session, window, calls, catch_up=not known)
+            deliveries = self._dispatch(session, window, calls, launch.counts, catch_up=not known)
             exchange.launch(window, deliveries)
             if not ahead:
                 outcome = coordinator.outcome(launch.number)
@@ -272,8 +272,9 @@ class HostRunner(WindowRunner):
         return Session(parts, rest, int(np.asarray(step)[0]), finite, self._no_metrics)
 
     def _dispatch(
-        self, session: Session, window: OpenWindow, calls: Sequence[Call], catch_up: bool
-    ) -> list[Delivery | None]:
+        self, session: Session, window: OpenWindow, calls: Sequence[Call], counts: Counts,
+        catch_up: bool,
+    ) -> list[Delivery | None]:  # fmt: skip
         """Dispatch a window on the devices and return its deliveries."""
         locals_, self._locals = self._local_steps(), []
         ranks = session.present
@@ -297,9 +298,22 @@ class HostRunner(WindowRunner):
             session.finite[rank] = self._flags[rank][True]
         self._locals = locals_
         before = [] if self.limits.ahead else before
-        session.begun.append(Begun(window.number, part, pending, before))
+        session.begun.append(Begun(window.number, counts, part, pending, before))
         session.step += 1
         return deliveries
+
+    def _apply_before(self, session: Session, coordinator: Coordinator, counts: Counts) -> None:
+        """Apply averages before a window of these counts begins.
+
+        In one process these are all that are known. The processes of a job do not know the same at
+        the same time, so each applies those without which the window would begin too far ahead.
+        """
+        if self.fleet.job.one_process:
+            due, session.due = session.due, deque()
+            self._apply_closed(session, [*due, *coordinator.closed()])
+            return
+        while self.limits.too_far([window.counts for window in session.begun], counts):
+            self._apply_next(session, coordinator)
 
     def _apply_next(self, session: Session, coordinator: Coordinator) -> None:
         """Wait for the average of the oldest window that has none applied, and apply it."""

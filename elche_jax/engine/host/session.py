@@ -17,12 +17,14 @@ class Begun:
 
     Attributes:
         number: Number of its dispatch.
+        counts: Microbatches of every device of the job.
         part: Index of the part of the parameters that is exchanged.
         pending: By rank, the device's update; None if it got no programs.
         before: By rank, the state at the start of the window; empty if devices run ahead.
     """
 
     number: int
+    counts: tuple[int, ...]
     part: int
     pending: list[PendingUpdate | None]
     before: list[TrainState]
