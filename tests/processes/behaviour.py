@@ -12,6 +12,7 @@ import jax  # after it, as what follows
 import jax.numpy as jnp
 import numpy as np
 import optax
+from averaged import TX
 from held import Held
 from reference import data, loss_fn, params
 from scenes import Noted, raised
@@ -54,7 +55,7 @@ def values(state):
 
 def common_of(state):
     """The parameters that all devices have where each has its own, too."""
-    return map(np.asarray, state.averaging.base)
+    return {str(at): np.asarray(leaf).tolist() for at, leaf in enumerate(state.averaging.base)}
 
 
 def unequal_devices(**options):
@@ -193,15 +194,15 @@ def late():
     }
 
 
-def late_ahead():
+def late_ahead(averaging=None):
     """The second device of process 0 has no end of window 2 until the others are far beyond."""
     held = Held({(2, 1)})
     train = build(
-        cadence=elche.FixedTotal(6), emulate=held, verify_every=1, averaging=DILOCO,
-        exchange=elche.HostExchange(timeout=1.0, run_ahead=True),
+        tx=TX, cadence=elche.EveryBatch(), emulate=held, verify_every=1, averaging=averaging,
+        exchange=elche.HostExchange(timeout=3.0, run_ahead=True),
     )  # fmt: skip
     state, said = train.init(params()), []
-    with train.windows(ROWS, BATCH, epochs=None) as windows:
+    with train.windows(ROWS, BATCH, shuffle=False) as windows:
         for window in windows:
             state, metrics = train(state, window)
             said.append(float(metrics["loss"]))
@@ -214,7 +215,7 @@ def late_ahead():
         "counts": train.counts_history,
         "records": [repr(record) for record in train.records],
         "left_out": train.left_out,
-        "params": {str(at): rows.tolist() for at, rows in enumerate(common_of(state))},
+        "params": values(state) if averaging is None else common_of(state),
         "loss": repr(said),
     }
 
@@ -325,6 +326,7 @@ SCENES = {
     "unequal_devices, lanes": lambda: unequal_devices(lanes=lambda device: device.id),
     "late": late,
     "late, ahead": late_ahead,
+    "late, DiLoCo ahead": lambda: late_ahead(DILOCO),
     "asked, ahead": lambda: asked(exchange=AHEAD, averaging=DILOCO),
     "asked, host": lambda: asked(exchange=elche.HostExchange(), averaging=DILOCO_LATE),
     "replayed": replayed,
