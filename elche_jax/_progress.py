@@ -22,6 +22,9 @@ VARIABLE = "ELCHE_PROGRESS"
 MEMORY = "ELCHE_MEMORY"
 """Where a launcher names a folder in memory that outlives the processes of a generation."""
 
+DESTINATION = "folder"
+"""Name of the file, beside checkpoints in memory, that says where on disk they belong."""
+
 TOLD = "told"
 """Name of the file, in the same folder, in which a launcher says what it did."""
 

@@ -4,32 +4,24 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache, partial
 from os.path import exists  # unlike Path.exists, accepts any name
 from pathlib import Path
 from typing import IO, Any
-
-import jax
 
 from elche_jax import _check as check, _progress
 from elche_jax._exit import before_exit
 from elche_jax._processes import RestartRequested
 from elche_jax._waiting import interruptible
+from elche_jax.checkpoint.content import COUNTS, Content, Notes, content_of, state_of
 from elche_jax.checkpoint.errors import CheckpointError, beside, described, none_there
 from elche_jax.checkpoint.lock import lock
 from elche_jax.checkpoint.memory import Memory
 from elche_jax.checkpoint.options import RESUME, Checkpoints
 from elche_jax.checkpoint.reading import Restored, read_by_first
-from elche_jax.checkpoint.snapshot import (
-    Snapshot,
-    difference,
-    own_names,
-    put,
-    repeated,
-    stacked,
-    take,
-)
+from elche_jax.checkpoint.snapshot import take
 from elche_jax.checkpoint.store import Saved, Store
 from elche_jax.data.order import Cursor
 from elche_jax.engine.state import TrainState
@@ -39,13 +31,8 @@ from elche_jax.train.step import TrainStep
 
 logger = logging.getLogger("elche_jax")
 
-COUNTS = "counts_history"
-"""Name under which the counts are saved next to the leaves of the state."""
-
 AGAIN_S = 60.0
 """Seconds until a job that was asked to start again, but could not save, tries to save again."""
-
-Notes = Callable[[], Mapping[str, Any]]
 
 
 class Checkpointer:
@@ -179,7 +166,7 @@ class Checkpointer:
             saved = read_by_first(self._job, lambda: self._newest(resume))
             if saved is None:
                 return Restored(state, None, {})
-            notes, state = saved.notes, self._state(state, saved)
+            notes, state = saved.notes, state_of(saved, self._train, state, self._folder)
         self._train.restore_run(notes["run"] | {"counts": saved.leaves[COUNTS]})
         self._step = saved.step
         logger.info("elche: resumed after window %d from %s.", saved.step, self._folder)
@@ -189,20 +176,37 @@ class Checkpointer:
         """Read the newest checkpoint, in the first process."""
         folder, store = self._folder, self._store
         there = [] if store is None else store.steps
-        kept = self._memory.newest(max(there, default=-1))  # what did not reach the disk
         if resume == "never":
-            if there or kept is not None:
-                step = there[-1] if kept is None else kept.step
+            if there:
                 raise ValueError(
                     f"checkpoints: {folder} must be empty with resume='never', got a checkpoint "
-                    f"after {step} windows. Pass resume='auto' to go on, or another folder."
+                    f"after {there[-1]} windows. Pass resume='auto' to go on, or another folder."
                 )
             return None
-        saved = kept or (None if store is None else store.newest())
+        saved = None if store is None else store.newest()
+        on_disk = -1 if saved is None else saved.step
+        kept = self._memory.newest(on_disk, max(there, default=-1))
+        if kept is not None:  # what did not reach the disk
+            if store is not None:
+                self._bring(store, kept)
+            saved = kept
         if saved is None and resume == "must":
             self._unwanted = self._created
             raise none_there(folder)
         return saved
+
+    def _bring(self, store: Store, kept: Saved) -> None:
+        """Write to disk what was in memory only."""
+        own = frozenset(name for name, spec in kept.specs.items() if spec.own)
+        logger.info("elche: the checkpoint after %d windows was in memory only.", kept.step)
+        try:
+            store.save(kept.step, kept.leaves, own, kept.notes)
+        except OSError as error:  # it stays in memory
+            if self._checkpoints.on_error == "now":
+                raise self._failed(error) from error
+            self._error = error
+        else:
+            self._memory.forget(kept.step)
 
     def best(self, state: TrainState) -> TrainState:
         """Return the state of the checkpoint with the best score, see `Checkpoints.keep_best`.
@@ -230,13 +234,13 @@ class Checkpointer:
         with _progress.phase("restore"):
             saved = read_by_first(self._job, read)
             assert saved is not None
-            return self._state(state, saved)
+            return state_of(saved, self._train, state, self._folder)
 
     def due(self, window: Window) -> bool:
         """Return whether a checkpoint is due by number of windows or by time.
 
         In a job of several processes the time is that of the first one, which tells the others: a
-        checkpoint is then due three windows later. So it is if a process is asked to start again.
+        checkpoint is then due some windows later. So it is if a process is asked to start again.
 
         Raises:
             CheckpointError: As `save`.
@@ -305,19 +309,23 @@ class Checkpointer:
         step = window.index + 1
         if not self._opened or not (force or due) or self._step == step:
             return False
-        # one checkpoint at a time, which bounds the memory for copies
-        self.wait()
-        self.check()
+        again = "again" in pipeline.wishes.agreed
+        if not again:
+            self._one_at_a_time()
         pipeline.finish()
         self._job.by_first(lambda: self._check_free(step))
-        self._step, self._last = step, time.monotonic()
-        pipeline.wishes.clear("save")
-        again = "again" in pipeline.wishes.agreed
         # copied before this returns: the next window donates the state's buffers
         snapshot = take(state, self._train.common(state), self._job)
+        content = cache(partial(content_of, window, snapshot, self._train.run_to_dict(), notes))
+        if again:
+            if self._store is not None:  # before the disk, which may fail or hang
+                after = max(self._store.steps, default=-1)
+                self._memory.keep(step, after, content, snapshot.own)
+            self._one_at_a_time()
+        self._step, self._last = step, time.monotonic()
+        pipeline.wishes.clear("save")
         if self._store is not None:  # the first process writes
-            known = self._train.run_to_dict()
-            self._begin((self._store, window, snapshot, known, score, notes, again))
+            self._begin((self._store, window, content, snapshot.own, score))
         if again:
             self.wait()
             self.check()
@@ -331,6 +339,11 @@ class Checkpointer:
                 AGAIN_S,
             )
         return True
+
+    def _one_at_a_time(self) -> None:
+        """Wait for the checkpoint before, which bounds the memory for copies."""
+        self.wait()
+        self.check()
 
     def _begin(self, job: tuple[Any, ...]) -> None:
         """Begin to write a checkpoint; `job` has the arguments of `_write`."""
@@ -423,36 +436,29 @@ class Checkpointer:
         if error is None:
             return
         self._error = self._shared = None
+        raise self._failed(error) from error
+
+    def _failed(self, error: BaseException) -> CheckpointError:
         what = described(error) if self._job.first else str(error)
-        raise CheckpointError(
-            f"checkpoints: {self._folder} must take checkpoints, but {what}"
-        ) from error
+        return CheckpointError(f"checkpoints: {self._folder} must take checkpoints, but {what}")
 
     def _write(
-        self, store: Store, window: Window, snapshot: Snapshot, run: Mapping[str, Any],
-        score: float | None, more: Notes | None, again: bool,
+        self, store: Store, window: Window, content: Callable[[], Content], own: frozenset[str],
+        score: float | None,
     ) -> None:  # fmt: skip
         """Fetch and write a checkpoint, on the thread."""
         begun, step = time.perf_counter(), window.index + 1
         try:
-            notes = {
-                "world_size": len(run["left_out"]),
-                "cursor": window.cursor.to_dict(),
-                "run": {name: value for name, value in run.items() if name != "counts"},
-                "notes": {} if more is None else dict(more()),
-            }
-            leaves = snapshot.fetch() | {COUNTS: run["counts"]}
+            leaves, notes = content()
             with _progress.phase("checkpoint", window.index):
-                if again:  # before the disk, which may fail or hang
-                    self._memory.keep(step, leaves, snapshot.own, notes)
-                size = store.save(step, leaves, snapshot.own, notes, score)
-            self._memory.forget()
+                size = store.save(step, leaves, own, notes, score)
+            self._memory.forget(step)
         except BaseException as error:  # raised later by `check` or `close`
             if self._memory.step == step:
                 self._written = step
                 logger.warning(
-                    "elche: the checkpoint of window %d is in memory only, from which the next "
-                    "generation goes on: %s", window.index, described(error),
+                    "elche: the checkpoint after %d windows is in memory only, until the next "
+                    "generation writes it: %s", step, described(error),
                 )  # fmt: skip
                 return
             if self._error is None:  # log once: on a full disk all of them fail
@@ -473,23 +479,3 @@ class Checkpointer:
                 )  # fmt: skip
         finally:
             self._done.set()
-
-    def _state(self, state: TrainState, saved: Saved) -> TrainState:
-        """Place a saved state on the devices, like an existing state."""
-        specs = {name: spec for name, spec in saved.specs.items() if name != COUNTS}
-        differs = difference(state, specs)
-        if differs:
-            raise ValueError(
-                f"checkpoints: {self._folder / str(saved.step)} must be of this model and "
-                f"optimizer, but {differs}. Is it another run's folder?"
-            )
-        train, before = self._train, saved.notes["world_size"]
-        rows = stacked(state, saved.leaves, specs, before)
-        own = own_names(state, train.common(state))
-        apart = {name for name, spec in specs.items() if spec.own}
-        # also if this run keeps something alike on all devices that the saved one did not
-        moved = before != train.world_size or not apart <= own
-        rows = train.adopt(rows, join=moved)
-        if moved:
-            rows = jax.tree.map(lambda leaf: repeated(leaf, train.world_size), rows)
-        return put(state, rows, train.fleet)

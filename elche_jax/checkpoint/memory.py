@@ -1,27 +1,34 @@
 """What the end of a generation leaves in memory for the next one, before it is on disk."""
 
+import errno
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from elche_jax._progress import MEMORY
+from elche_jax._progress import DESTINATION, MEMORY
 from elche_jax.checkpoint.errors import described
 from elche_jax.checkpoint.leaves import digest
 from elche_jax.checkpoint.store import Saved, Store
 
 logger = logging.getLogger("elche_jax")
 
+ROOM = 1.25
+"""How much memory must be free for a checkpoint, in its size."""
+
+AFTER = "after"
+"""Name, in its notes, of the newest checkpoint that was on disk when one was kept."""
+
 
 class Memory:
     """A checkpoint in a folder in memory, which outlives the processes of a generation.
 
-    `elche-jax launch --elastic` gives the folder, by a variable, and removes it at the end of the
-    job. Without it nothing is kept. A checkpoint stays until it, or a later one, is on disk.
+    `elche-jax launch --elastic` gives the folder, by a variable; without it nothing is kept. At
+    the end of the job the launcher removes it, unless a checkpoint is in it that is not on disk.
 
     Attributes:
         step: Number of windows trained, of the checkpoint that this object has kept; None if there
@@ -33,44 +40,101 @@ class Memory:
 
     def __init__(self, folder: Path):
         given = os.environ.get(MEMORY)
+        self._folder = folder
         self._place = Path(given, digest(str(folder).encode())) if given else None
         self.step: int | None = None
 
     def keep(
         self,
         step: int,
-        leaves: Mapping[str, np.ndarray],
+        after: int,
+        content: Callable[[], tuple[Mapping[str, np.ndarray], Mapping[str, Any]]],
         own: frozenset[str],
-        notes: Mapping[str, Any],
     ) -> None:
-        """Keep a checkpoint, see `Store.save`; one that does not fit is logged."""
+        """Keep a checkpoint, see `Store.save`; an error is logged, as the disk comes next.
+
+        Args:
+            step: Number of windows trained.
+            after: The newest checkpoint on disk, -1 if there is none.
+            content: Returns the leaves and the notes.
+            own: See `Store.save`.
+        """
         if self._place is None:
             return
         try:
+            leaves, notes = content()
+            need, room = sum(leaf.nbytes for leaf in leaves.values()), _room(self._place.parent)
+            if ROOM * need > room:
+                text = f"{need} bytes, of which {room:.0f} are free"
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), text)
+            if (there := max(self.steps, default=-1)) >= step:  # of a run that began anew
+                self.forget(there)
+            self._place.mkdir(exist_ok=True)
+            (self._place / DESTINATION).write_text(str(self._folder))
             store = Store(self._place)
             try:
-                store.save(step, leaves, own, notes)
+                store.save(step, leaves, own, {**notes, AFTER: after})
             finally:
                 store.close()
             self.step = step
-        except OSError as error:
+        except Exception as error:  # whatever it is, the checkpoint may still reach the disk
             logger.warning(
-                "elche: the checkpoint of window %d is kept on disk only: %s", step - 1,
+                "elche: the checkpoint after %d windows is not kept in memory, only on disk: %s",
+                step,
                 described(error),
-            )  # fmt: skip
+            )
 
-    def newest(self, after: int) -> Saved | None:
-        """Read the checkpoint that is kept, if it has more than so many windows and is intact."""
+    @property
+    def steps(self) -> list[int]:
+        """Windows of what is kept."""
         if self._place is None or not self._place.exists():
+            return []
+        return sorted(int(path.name) for path in self._place.iterdir() if path.name.isdecimal())
+
+    def newest(self, on_disk: int, seen: int) -> Saved | None:
+        """Read the checkpoint that is kept, if it is intact and continues what is on disk.
+
+        Args:
+            on_disk: Windows of the newest intact checkpoint on disk, -1 if there is none.
+            seen: Windows of the newest one there, intact or not. If there are fewer than when the
+                checkpoint was kept, the run has begun anew.
+        """
+        if self._place is None or max(self.steps, default=-1) <= on_disk:
             return None
         store = Store(self._place)
         try:
-            return store.newest() if max(store.steps, default=-1) > after else None
+            saved = store.newest()
         finally:
             store.close()
+        return None if saved is None or saved.notes[AFTER] > seen else saved
 
-    def forget(self) -> None:
-        """Free the memory."""
-        self.step = None
-        if self._place is not None:
+    def forget(self, step: int) -> None:
+        """Free the memory of a checkpoint, as this or a later one is on disk.
+
+        A thread may call it while the loop keeps a later one.
+        """
+        if self._place is not None and self.steps and self.steps[-1] <= step:
+            self.step = None
             shutil.rmtree(self._place, ignore_errors=True)
+
+
+def _room(folder: Path) -> float:
+    """Return the bytes that are free in a folder in memory and in the memory of this job."""
+    rooms = [float(shutil.disk_usage(folder).free)]
+    with open("/proc/meminfo") as lines:
+        free = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+        rooms += [1024 * float(kib) for kib in free]
+    # of the control groups around this process, as Slurm and Kubernetes limit them
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        if line.startswith("0::/"):
+            group = Path("/sys/fs/cgroup", line.removeprefix("0::/"))
+            rooms += [_left(one) for one in (group, *group.parents[: len(group.parts) - 4])]
+    return min(rooms)
+
+
+def _left(group: Path) -> float:
+    """Return the bytes that a control group may still take."""
+    limit, used = group / "memory.max", group / "memory.current"
+    if not limit.exists() or not used.exists() or (most := limit.read_text().strip()) == "max":
+        return float("inf")
+    return float(most) - float(used.read_text())

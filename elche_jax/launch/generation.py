@@ -123,8 +123,7 @@ class Generation:
         }
         for name, value in DEFAULTS.items():
             common.setdefault(name, value)
-        if self._memory is not None:
-            common.setdefault(MEMORY, str(self._memory))
+        common[MEMORY] = "" if self._memory is None else str(self._memory)
         common.pop(VARIABLE, None)
         if asked.cpu_devices is not None:
             common |= {"JAX_NUM_CPU_DEVICES": str(asked.cpu_devices), "JAX_PLATFORMS": "cpu"}

@@ -1,4 +1,4 @@
-"""The program that ends the processes of a launcher that was killed: `guard PARENT MARK FOLDER...`.
+"""The program that ends what a killed launcher has left: `guard PARENT MARK FOLDER MEMORY`.
 
 It has a session of its own, so that what ends the launcher does not end it, too.
 """
@@ -7,21 +7,22 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from pathlib import Path
 
 from elche_jax.launch.marked import end_marked
+from elche_jax.launch.memory import remove_memory
 
 EVERY_S = 0.1
 
 
-def main(parent: int, mark: str, folders: Sequence[str]) -> None:
+def main(parent: int, mark: str, folder: str, memory: str) -> None:
     """Wait until the launcher is gone, then end what it has started, and remove its folders."""
     while os.getppid() == parent:
         time.sleep(EVERY_S)
     end_marked(mark)
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    remove_memory(Path(memory) if memory else None)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main(int(sys.argv[1]), *sys.argv[2:])

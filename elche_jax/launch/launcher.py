@@ -14,6 +14,7 @@ from pathlib import Path
 from elche_jax.launch.elastic import Elastic, Ended, Outcome, parsed
 from elche_jax.launch.generation import Asked, Generation, say
 from elche_jax.launch.marked import end_marked, kill
+from elche_jax.launch.memory import make_memory, remove_memory
 from elche_jax.launch.output import Output
 from elche_jax.launch.program import MARK, start
 
@@ -21,9 +22,6 @@ ENDING = {signal.SIGINT: 0, signal.SIGTERM: 1, signal.SIGHUP: 1}
 """Signals that end the launcher, and with which step it begins."""
 
 BROKEN_PIPE = 141
-
-IN_MEMORY = "/dev/shm"
-"""Where Linux has a file system in memory."""
 
 READ_S = 0.5
 """Between two looks at the file that says how many processes are wanted."""
@@ -40,8 +38,8 @@ def launch(asked: Asked) -> int:
         selector = stack.enter_context(selectors.PollSelector())
         signals = stack.enter_context(_signals(selector))
         output = Output(selector)
-        folders, mark = stack.enter_context(_guarded(asked.elastic is not None))
-        launcher = _Launcher(asked, selector, output, signals, folders, mark)
+        guarded = stack.enter_context(_guarded(asked.elastic is not None))
+        launcher = _Launcher(asked, selector, output, signals, *guarded)
         if asked.elastic is None:
             launcher.run(range(asked.processes), asked.total)
         else:
@@ -63,12 +61,12 @@ class _Launcher:
         selector: selectors.BaseSelector,
         output: Output,
         signals: list[int],
-        folders: Sequence[Path],
+        folder: Path,
+        memory: Path | None,
         mark: str,
     ):
         self._asked, self._selector, self._output = asked, selector, output
-        self._signals, self._mark = signals, mark
-        self._folder, self._memory = folders[0], folders[1] if len(folders) > 1 else None
+        self._signals, self._folder, self._memory, self._mark = signals, folder, memory, mark
         self._number = 0  # of the generation
         self._generation: Generation | None = None
         self._elastic: Elastic | None = None
@@ -220,22 +218,21 @@ def _signals(selector: selectors.BaseSelector) -> Generator[list[int]]:
 
 
 @contextmanager
-def _guarded(with_memory: bool) -> Generator[tuple[list[Path], str]]:
-    """Give a private folder, and a mark whose processes end if this process is killed.
+def _guarded(with_memory: bool) -> Generator[tuple[Path, Path | None, str]]:
+    """Give a private folder, one in memory, and a mark.
 
-    The list has a second folder, in memory, if that is wanted and there is a place for it.
+    If this process is killed, processes with the mark are ended, and the folders removed.
     """
     mark = f"{MARK}{secrets.token_hex(8)}"
-    folders = [Path(tempfile.mkdtemp(prefix="elche-launch-"))]
+    folder, memory = Path(tempfile.mkdtemp(prefix="elche-launch-")), None
     try:
-        if with_memory and os.access(IN_MEMORY, os.W_OK | os.X_OK):
-            folders.append(Path(tempfile.mkdtemp(prefix="elche-memory-", dir=IN_MEMORY)))
-        guard = start("guard", mark, *folders)
+        memory = make_memory() if with_memory else None
+        guard = start("guard", mark, folder, memory or "")
         try:
-            yield folders, mark
+            yield folder, memory, mark
         finally:
             kill(guard)
             os.waitpid(guard, 0)
     finally:
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        remove_memory(memory)

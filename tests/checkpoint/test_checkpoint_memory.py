@@ -1,17 +1,20 @@
 """What a job that is asked to start again keeps in memory, if its disk fails or hangs."""
 
-import logging
+import shutil
 
 import pytest
 from resumed import GRADIENTS, content, data, run, steps
+from waits import eventually
 
 import elche_jax as elche
 from elche_jax import _progress
+from elche_jax.checkpoint import memory as module
 from elche_jax.checkpoint.store import Store
 
 CASE = GRADIENTS["dropout"]
 AT = 7
 """Windows after which the run is asked; no checkpoint is due."""
+FULL = "OSError: [Errno 28] No space left on device"
 
 
 @pytest.fixture
@@ -24,17 +27,20 @@ def memory(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def fails(monkeypatch):
-    """Lets the checkpoints of some folders fail."""
-    save, full = Store.save, []
+def saves(monkeypatch):
+    """Functions that are called before a checkpoint is written to a folder."""
+    save, before = Store.save, {}
 
     def saves(self, *arguments):
-        if any(self.folder.is_relative_to(folder) for folder in full):
-            raise OSError(28, "No space left on device")
+        before.get(self.folder, lambda *_: None)(*arguments)
         return save(self, *arguments)
 
     monkeypatch.setattr(Store, "save", saves)
-    return full
+    return before
+
+
+def full(*_):
+    raise OSError(28, "No space left on device")
 
 
 @pytest.fixture(autouse=True)
@@ -43,85 +49,146 @@ def asked(monkeypatch):
     monkeypatch.setattr(_progress, "_asked", False)
 
 
-def stopped(folder, before=lambda: None):
-    """Trains until the job is asked to start again."""
+def stopped(folder, before=lambda: None, at=AT, **options):
+    """Trains until the job is asked to start again, after a window; returns the error."""
     train = CASE.build()
     state = CASE.init(train)
-    with elche.Checkpointer(train, elche.Checkpoints(folder, every_windows=3)) as saver:
+    saving = elche.Checkpoints(folder, **{"every_windows": 3} | options)
+    with (
+        pytest.raises(elche.RestartRequested) as ended,
+        elche.Checkpointer(train, saving) as saver,
+    ):
         for window in train.windows(data(), 2, epochs=1):
             state, _ = train(state, window)
-            if window.index + 1 == AT:
-                saver.wait()
+            if window.index + 1 == at:
                 before()
                 elche.distributed.request_restart()
             saver.save(state, window)
+    _progress._asked = False
+    assert (ended.value.windows, ended.value.code) == (at, 75)
 
 
-def restored(folder, resume="auto"):
+def restored(folder, resume="auto", **options):
     """The cursor from which the next run goes on."""
     train = CASE.build()
-    with elche.Checkpointer(train, elche.Checkpoints(folder)) as saver:
+    with elche.Checkpointer(train, elche.Checkpoints(folder, **options)) as saver:
         return saver.restore(CASE.init(train), resume)[1]
 
 
 def kept(memory):
     """The windows of what is in memory."""
-    return sorted(path.name for path in memory.glob("*/*"))
+    return sorted(path.name for path in memory.glob("*/*") if path.name.isdecimal())
 
 
-def test_the_next_run_begins_with_what_did_not_reach_the_disk(
-    memory, fails, tmp_path, monkeypatch, caplog
-):
+def test_the_next_run_begins_with_what_did_not_reach_the_disk(memory, saves, tmp_path, caplog):
     whole, _ = run(CASE)
     folder = tmp_path / "saved"
-    with pytest.raises(elche.RestartRequested) as ended:
-        stopped(folder, lambda: fails.append(folder))
-    assert (ended.value.windows, ended.value.code) == (AT, 75)
+    stopped(folder, lambda: saves.update({folder: full}))
     assert (steps(folder), kept(memory)) == ([3, 6], [str(AT)])
     assert caplog.messages[-1] == (
-        f"elche: the checkpoint of window {AT - 1} is in memory only, from which the next "
-        f"generation goes on: OSError: [Errno 28] No space left on device"
+        f"elche: the checkpoint after {AT} windows is in memory only, until the next generation "
+        f"writes it: {FULL}"
     )
+    (place,) = memory.iterdir()
+    assert (place / _progress.DESTINATION).read_text() == str(folder)
 
-    monkeypatch.setattr(_progress, "_asked", False)
-    fails.clear()
-    with pytest.raises(ValueError, match=f"got a checkpoint after {AT} windows. Pass resume="):
-        restored(folder, "never")
-    assert kept(memory) == [str(AT)]
+    saves.clear()
     again, _ = run(CASE, folder, resume="must")
     assert content(again) == content(whole)
-    assert not kept(memory), "a later checkpoint is on disk"
+    assert not kept(memory)
 
 
-def test_what_is_on_disk_needs_no_memory(memory, tmp_path):
-    with pytest.raises(elche.RestartRequested):
-        stopped(tmp_path / "saved")
-    assert (steps(tmp_path / "saved"), kept(memory)) == ([3, 6, AT], [])
-
-
-def test_memory_that_is_full_is_no_error(memory, fails, tmp_path, caplog):
-    fails.append(memory)
-    with pytest.raises(elche.RestartRequested):
-        stopped(tmp_path / "saved")
-    assert (steps(tmp_path / "saved"), kept(memory)) == ([3, 6, AT], [])
-    assert [record.getMessage() for record in caplog.records if record.levelno > logging.INFO] == [
-        f"elche: the checkpoint of window {AT - 1} is kept on disk only: OSError: [Errno 28] No "
-        "space left on device"
-    ]
-
-
-def test_another_run_has_a_memory_of_its_own(memory, fails, tmp_path):
-    with pytest.raises(elche.RestartRequested):
-        stopped(tmp_path / "saved", lambda: fails.append(tmp_path / "saved"))
-    assert restored(tmp_path / "other") is None
-    assert restored(tmp_path / "saved").window == AT
-
-
-def test_what_is_damaged_in_memory_is_not_used(memory, fails, tmp_path, monkeypatch, caplog):
+def test_it_is_written_even_if_no_window_is_left(memory, saves, tmp_path):
     folder = tmp_path / "saved"
-    with pytest.raises(elche.RestartRequested):
-        stopped(folder, lambda: fails.append(folder))
-    (path,) = memory.glob(f"*/{AT}/manifest/metadata")
-    path.write_text(path.read_text().replace("digest", "digested", 1))
-    assert restored(folder).window == 6
-    assert "there is no intact checkpoint left" in caplog.text
+    stopped(folder, lambda: saves.update({folder: full}))
+    with pytest.raises(elche.CheckpointError, match="must take checkpoints, but OSError"):
+        restored(folder)
+    with pytest.raises(elche.CheckpointError):  # at the end
+        restored(folder, on_error="end")
+    assert (steps(folder), kept(memory)) == ([3, 6], [str(AT)])
+    saves.clear()
+    assert restored(folder).window == AT
+    assert (steps(folder), kept(memory)) == ([3, 6, AT], [])
+    assert restored(folder).window == AT
+
+
+def test_it_is_kept_before_a_disk_that_hangs(memory, saves, tmp_path):
+    folder, seen = tmp_path / "saved", []
+
+    def hangs(step, *_):
+        if step == 6:  # begun before, and not over when the end is kept
+            eventually(lambda: kept(memory) == [str(AT)])
+        seen.append(kept(memory))
+
+    saves[folder] = hangs
+    stopped(folder)
+    assert seen == [[], [str(AT)], [str(AT)]]
+    assert (steps(folder), kept(memory)) == ([3, 6, AT], [])
+
+
+def test_memory_that_is_short_is_no_error(memory, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(module, "_room", lambda _: 100.0)
+    stopped(tmp_path / "saved")
+    assert (steps(tmp_path / "saved"), kept(memory)) == ([3, 6, AT], [])
+    (said,) = [text for text in caplog.messages if "memory" in text]
+    assert said.startswith(
+        f"elche: the checkpoint after {AT} windows is not kept in memory, only on disk: {FULL}"
+    )
+    assert said.endswith("bytes, of which 100 are free'")
+
+
+def test_what_memory_is_free(tmp_path, monkeypatch):
+    """The folder's own space is one of several limits."""
+    assert 0 < module._room(tmp_path) <= shutil.disk_usage(tmp_path).free
+    group = tmp_path / "group"
+    group.mkdir()
+    assert module._left(group) == float("inf")
+    (group / "memory.current").write_text("30\n")
+    (group / "memory.max").write_text("max\n")
+    assert module._left(group) == float("inf")
+    (group / "memory.max").write_text("100\n")
+    assert module._left(group) == 70
+
+
+def test_another_run_has_a_memory_of_its_own(memory, saves, tmp_path):
+    folder = tmp_path / "saved"
+    stopped(folder, lambda: saves.update({folder: full}))
+    assert restored(tmp_path / "other") is None
+    assert kept(memory) == [str(AT)]
+
+
+def test_a_run_that_begins_anew_does_not_find_it(memory, saves, tmp_path):
+    folder = tmp_path / "saved"
+    stopped(folder, lambda: saves.update({folder: full}))
+    saves.clear()
+    shutil.rmtree(folder)
+    assert restored(folder) is None
+    stopped(folder, lambda: saves.update({folder: full}), at=5)  # an earlier one takes its place
+    assert (steps(folder), kept(memory)) == ([3], ["5"])
+
+
+def test_what_is_older_than_the_disk_is_not_used(memory, saves, tmp_path):
+    folder = tmp_path / "saved"
+    stopped(folder, lambda: saves.update({folder: full}), at=5)
+    (path,) = memory.glob("*/5")
+    shutil.copytree(path.parent, tmp_path / "copy")
+    saves.clear()
+    run(CASE, folder, resume="must")
+    shutil.copytree(tmp_path / "copy", path.parent)
+    newest = steps(folder)[-1]
+    assert newest > 5 and restored(folder).window == newest
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_what_is_damaged_is_not_used(where, memory, saves, tmp_path, caplog):
+    folder = tmp_path / "saved"
+    stopped(folder, lambda: saves.update({folder: full}))
+    saves.clear()
+    (path,) = memory.glob(f"*/{AT}")
+    if where == "disk":  # ended between the two
+        shutil.copytree(path, folder / str(AT))
+        path = folder / str(AT)
+    manifest = path / "manifest/metadata"
+    manifest.write_text(manifest.read_text().replace("digest", "digested", 1))
+    assert restored(folder).window == (6 if where == "memory" else AT)
+    assert "must be as it was written" in caplog.text

@@ -13,7 +13,7 @@ from waits import eventually
 from elche_jax._progress import AGAIN
 from elche_jax.cli import main
 from elche_jax.launch.elastic import Elastic, Ended, Failure, Outcome, parsed
-from elche_jax.launch.launcher import IN_MEMORY
+from elche_jax.launch.memory import IN_MEMORY
 
 COMMAND = [sys.executable, "-W", "error", "-m", "elche_jax", "launch"]
 HEAD = """
@@ -98,12 +98,43 @@ def test_a_folder_in_memory_is_gone_after_a_launcher_that_is_killed(launched):
 
 
 def test_a_folder_in_memory_may_be_chosen(launched, tmp_path):
-    for given in ("", str(tmp_path)):
-        with launched(
-            'print(repr(os.environ["ELCHE_MEMORY"]))', "-n", "1", "--elastic", "1:1",
-            env={"ELCHE_MEMORY": given},
-        ) as process:  # fmt: skip
-            assert outcome(process)[:2] == (0, [f"[0] {given!r}"])
+    (tmp_path / "chosen").mkdir()
+    script = 'print(repr(os.environ["ELCHE_MEMORY"]))'
+    one = "-n", "1", "--elastic", "1:1"
+    with launched(script, *one, env={"ELCHE_MEMORY": str(tmp_path / "chosen")}) as process:
+        code, (line,), _ = outcome(process)
+    assert (code, Path(line.split("'")[1]).parent) == (0, tmp_path / "chosen")
+    assert not [*(tmp_path / "chosen").iterdir()]
+    with launched(script, *one, env={"ELCHE_MEMORY": ""}) as process:
+        assert outcome(process)[:2] == (0, ["[0] ''"])
+    with launched(script, "-n", "1", env={"ELCHE_MEMORY": str(tmp_path)}) as process:
+        assert outcome(process)[:2] == (0, ["[0] ''"]), "there is no generation to follow"
+    with launched(script, *one, env={"ELCHE_MEMORY": str(tmp_path / "none")}) as process:
+        code, out, said = outcome(process)
+    assert (code, out) == (0, ["[0] ''"])
+    want = "nothing is kept in memory between generations: [Errno 2] No such file or directory"
+    assert said[0].startswith(want)
+
+
+KEEPS = """
+place = Path(os.environ["ELCHE_MEMORY"]) / "digest"
+(place / "7").mkdir(parents=True)
+(place / "folder").write_text("runs/saved")
+train()
+sys.exit(75)
+"""
+
+
+def test_what_is_in_memory_only_is_not_removed(launched, tmp_path):
+    (tmp_path / "chosen").mkdir()
+    options = "-n", "1", "--elastic", "1:1", "--max-restarts", "0"
+    with launched(KEEPS, *options, env={"ELCHE_MEMORY": str(tmp_path / "chosen")}) as process:
+        code, _, said = outcome(process)
+    (path,) = (tmp_path / "chosen").glob("*/digest/7")
+    assert code == 75
+    assert said[-1] == (
+        f"the last checkpoint of runs/saved is in memory only: move {path} into that folder"
+    )
 
 
 LOSES = """

@@ -18,7 +18,7 @@ from reference import params
 from waits import eventually
 
 import elche_jax as elche
-from elche_jax.launch.launcher import IN_MEMORY
+from elche_jax.launch.memory import IN_MEMORY
 
 PROGRAM = Path(__file__).parent / "elastic.py"
 ENV = {"PYTHONPATH": ":".join(map(str, jobs.PATHS))}

@@ -1,0 +1,62 @@
+"""What a checkpoint holds of a run, and the way back onto the devices."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from elche_jax.checkpoint.snapshot import Snapshot, difference, own_names, put, repeated, stacked
+from elche_jax.checkpoint.store import Saved
+from elche_jax.engine.state import TrainState
+from elche_jax.train.in_flight import Window
+from elche_jax.train.step import TrainStep
+
+COUNTS = "counts_history"
+"""Name under which the counts are saved next to the leaves of the state."""
+
+Notes = Callable[[], Mapping[str, Any]]
+Content = tuple[Mapping[str, np.ndarray], Mapping[str, Any]]
+"""The leaves of a checkpoint by name, and its notes."""
+
+
+def content_of(
+    window: Window, snapshot: Snapshot, run: Mapping[str, Any], more: Notes | None
+) -> Content:
+    """Fetch what a checkpoint holds.
+
+    Args:
+        window: The window trained last.
+        snapshot: The state after it.
+        run: What is known of the run, see `TrainStep.run_to_dict`.
+        more: Returns further notes.
+    """
+    notes = {
+        "world_size": len(run["left_out"]),
+        "cursor": window.cursor.to_dict(),
+        "run": {name: value for name, value in run.items() if name != "counts"},
+        "notes": {} if more is None else dict(more()),
+    }
+    return snapshot.fetch() | {COUNTS: run["counts"]}, notes
+
+
+def state_of(saved: Saved, train: TrainStep, like: TrainState, folder: Path) -> TrainState:
+    """Place a saved state on the devices, like an existing state; `folder` is for the error."""
+    specs = {name: spec for name, spec in saved.specs.items() if name != COUNTS}
+    differs = difference(like, specs)
+    if differs:
+        raise ValueError(
+            f"checkpoints: {folder / str(saved.step)} must be of this model and "
+            f"optimizer, but {differs}. Is it another run's folder?"
+        )
+    before = saved.notes["world_size"]
+    rows = stacked(like, saved.leaves, specs, before)
+    own = own_names(like, train.common(like))
+    apart = {name for name, spec in specs.items() if spec.own}
+    # also if this run keeps something alike on all devices that the saved one did not
+    moved = before != train.world_size or not apart <= own
+    rows = train.adopt(rows, join=moved)
+    if moved:
+        rows = jax.tree.map(lambda leaf: repeated(leaf, train.world_size), rows)
+    return put(like, rows, train.fleet)
