@@ -270,9 +270,7 @@ class Pipeline(Generic[R]):
             # after the first compiles, which must not make the first window unsteady
             misses, at = self._cache.misses, time.perf_counter()
             clock = None if self.closed else self.clock
-            survey = None
-            if self._surveys:
-                survey = Survey(lambda: self._measured(flight, misses))
+            survey = Survey(lambda: self._measured(flight, misses)) if self._surveys else None
             launch = Launch(clock, self._dispatches, at, window.counts, survey)
             flight = InFlight(window.plan, self._requested, launch, self._cold)
             flight.tells = self._telling.untold
@@ -294,10 +292,7 @@ class Pipeline(Generic[R]):
         if self.closed:
             self._check_windows(keep=self._in_flight)
         assert self.clock is not None  # set before any window is handed out
-        self.clock.wait(
-            self._changed,
-            lambda: self._over or len(self._flights) < self._in_flight,
-        )
+        self.clock.wait(self._changed, lambda: self._over or len(self._flights) < self._in_flight)
         with self._changed:
             self.errors.release(self._dispatches - self._in_flight)
             # not before the wait: if it is interrupted, the loop may use the window again
@@ -394,47 +389,51 @@ class Pipeline(Generic[R]):
             window = self._flights.get(times.window)
             self._completing = times.window  # it is checked here, not again after a close
             self._watching = threading.get_ident()
-        free = ENDS.before(self._feed.fleet.devices, times.arrived, self._lockstep)
-        # a device that runs ahead has no synchronisation for its next window to wait for
-        ahead, late = (False, ()) if outcome is None else (outcome.ahead, outcome.late)
-        ENDS.note(self._feed.fleet.devices, times.arrived if ahead else times.combined)
-        if window is None:  # the run was closed
-            return
-        survey = window.launch.survey
-        if outcome is not None:
-            if survey is not None:  # of all processes
-                late = self._telling.averaged(window.plan.window, survey.found)
-            elif outcome.will_be_known:
-                self._without_times[times.window] = window
-            if late:
-                self._scheduler.on_skip(window.plan, LATE)
-                self._watch.on_late(window.plan, late)
-            window = window.averaged(outcome)
-        loss, divergence, metrics = None, None, window.metrics
-        if self._divergence is not None:
-            divergence = self._divergence.read(window.plan, metrics)
-        if self._scheduler.wants_loss and "loss" in metrics:
-            loss = float(np.asarray(metrics["loss"]))
-        known: Any = {"divergence": divergence, "loss": loss}
-        if survey is None:
-            self._record(window, window.measured(times, free, ahead, left_out=late, **known))
-            self._check_finite(window, window.token, times.window)
-        else:
-            rows = np.asarray(survey.found)
-            self.wishes.found(times.window, Measured(*rows.T).wishes)
-            error = plans_error(self._job, window.plan, rows)
-            if (error := error or self._telling.replicas_error(rows)) is not None:
-                self.errors.found(times.window, error)
-            told = self._telling.completed(window, times, free, known)
-            if told:
-                self._record_across(told, rows, window.plan.window, times.window)
-        self._check_replicas(window)
-        _progress.completed(window.plan.window, self._trains)
-        # last: the loop must not go on to the end of the run before all is recorded
-        with self._changed:
-            self._flights.pop(times.window, None)
-            self._open.discard(window.plan.window)
-            self._changed.notify_all()
+        try:
+            free = ENDS.before(self._feed.fleet.devices, times.arrived, self._lockstep)
+            # a device that runs ahead has no synchronisation for its next window to wait for
+            ahead, late = (False, ()) if outcome is None else (outcome.ahead, outcome.late)
+            ENDS.note(self._feed.fleet.devices, times.arrived if ahead else times.combined)
+            if window is None:  # the run was closed
+                return
+            survey = window.launch.survey
+            if outcome is not None:
+                if survey is not None:  # of all processes
+                    late = self._telling.averaged(window.plan.window, survey.found)
+                elif outcome.will_be_known:
+                    self._without_times[times.window] = window
+                if late:
+                    self._scheduler.on_skip(window.plan, LATE)
+                    self._watch.on_late(window.plan, late)
+                window = window.averaged(outcome)
+            loss, divergence, metrics = None, None, window.metrics
+            if self._divergence is not None:
+                divergence = self._divergence.read(window.plan, metrics)
+            if self._scheduler.wants_loss and "loss" in metrics:
+                loss = float(np.asarray(metrics["loss"]))
+            known: Any = {"divergence": divergence, "loss": loss}
+            if survey is None:
+                self._record(window, window.measured(times, free, ahead, left_out=late, **known))
+                self._check_finite(window, window.token, times.window)
+            else:
+                rows = np.asarray(survey.found)
+                self.wishes.found(times.window, Measured(*rows.T).wishes)
+                error = plans_error(self._job, window.plan, rows)
+                if (error := error or self._telling.replicas_error(rows)) is not None:
+                    self.errors.found(times.window, error)
+                told = self._telling.completed(window, times, free, known)
+                if told:
+                    self._record_across(told, rows, window.plan.window, times.window)
+            self._check_replicas(window)
+            _progress.completed(window.plan.window, self._trains)
+            # last: the loop must not go on to the end of the run before all is recorded
+            with self._changed:
+                self._flights.pop(times.window, None)
+                self._open.discard(window.plan.window)
+                self._changed.notify_all()
+        finally:
+            with self._changed:  # it may be the loop's thread, in which a later close has to wait
+                self._watching = None
 
     def _record(self, window: InFlight, record: WindowRecord, at: int | None = None) -> None:
         self._timing.observe(record, window.timed)
