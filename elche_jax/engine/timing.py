@@ -178,6 +178,11 @@ class Clock(Protocol):
         del window
         return None
 
+    def began(self, window: int, dispatched: float) -> float:
+        """Return when the devices could begin a window whose dispatch began at a time."""
+        del window
+        return dispatched
+
     def wait(self, changed: threading.Condition, until: Callable[[], object]) -> None:
         """Wait until a condition holds that the end of a window may bring about.
 

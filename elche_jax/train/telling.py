@@ -117,7 +117,8 @@ class Telling:
         # no clock, or none that ends: of a run that was closed, which plans no more
         if launch.watch is None or (ends := launch.watch.accumulated(launch.number)) is None:
             return self.rows_of_last(None, plan)
-        times = WindowTimes(launch.number, launch.at, ends, ends)
+        began = launch.watch.began(launch.number, launch.at)
+        times = WindowTimes(launch.number, began, ends, ends)
         free = ENDS.before(fleet.devices, ends, lockstep)
         return self.rows(window, plan, times, free, steady())
 

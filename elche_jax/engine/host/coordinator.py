@@ -101,7 +101,7 @@ class OpenWindow:
 
     Attributes:
         number: Number of its dispatch.
-        at: When the dispatch began.
+        at: When the dispatch began, after averages that the loop had to wait for.
         counts: Microbatches.
         step: Index of the window in the training state.
         absent: Ranks of the devices that got no programs.
@@ -277,6 +277,11 @@ class Coordinator:
         """Return when each device had delivered to a window whose average is being computed."""
         with self.changed:
             return _times(self.windows[number]).arrived
+
+    def began(self, number: int) -> float:
+        """Return when the dispatch of a window began whose average is being computed."""
+        with self.changed:
+            return self.windows[number].at
 
     def abandon(self, number: int) -> None:
         """Never report a window."""

@@ -100,6 +100,11 @@ class LiveExchange(Clock):
         """See `Clock.accumulated`."""
         return self.coordinator.accumulated(window)
 
+    def began(self, window: int, dispatched: float) -> float:
+        """See `Clock.began`; the loop may have waited for an average before."""
+        del dispatched
+        return self.coordinator.began(window)
+
     def close(self) -> None:
         """End the threads; windows still on the devices are not averaged. Idempotent."""
         session, self.session = self.session, None  # do not keep the state alive

@@ -200,12 +200,13 @@ class HostRunner(WindowRunner):
         try:
             # a device that is back has the state of the others at the last window, see `_restore`
             session.absent = set(coordinator.admit(counts))
-            at, absent = time.perf_counter(), frozenset(session.absent)
-            step, survey = session.step, launch.survey
-            window = OpenWindow(launch.number, at, counts, step, absent, ahead, survey)
             # with a delay, averages are applied exactly that late (below), the same in every run
             if self.limits.delay is None:
                 self._apply_before(session, coordinator, launch.counts)
+            # after that, which may wait for another process: no device works for the window then
+            at, absent = time.perf_counter(), frozenset(session.absent)
+            step, survey = session.step, launch.survey
+            window = OpenWindow(launch.number, at, counts, step, absent, ahead, survey)
             reports = self._program.rule.reports(session.parts[session.present[0]])
             reports = {name: value[0] for name, value in reports.items()}
             # the order matters: averages that are known go into the state before its next window
