@@ -73,14 +73,19 @@ def disconnect() -> Any:
 
 
 def wait_for_others(client: Any, processes: Collection[int], seconds: float) -> None:
-    """Wait in process 0 until others have left.
+    """Wait in process 0 until others have left; nobody can tell it without a coordinator.
 
     Args:
-        client: What `disconnect` returned.
+        client: What `disconnect` returned; None if the script itself has ended the job.
         processes: Their indices.
         seconds: How long at most.
     """
-    _wait(lambda: all(_found(client, LEFT.format(one)) for one in processes), seconds)
+
+    def over() -> bool:
+        left = all(_found(client, LEFT.format(one)) for one in processes)
+        return left or not _answers(client)
+
+    _wait(over, seconds)
 
 
 def wait_for_first(client: Any) -> None:

@@ -80,6 +80,20 @@ class Coordinator:
         return "left"
 
 
+@pytest.fixture
+def standing(monkeypatch):
+    """Waits on a clock that stands still; no more than ten."""
+    waits = []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        assert len(waits) < 10, "it waits for ever"
+
+    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep)
+    monkeypatch.setattr(_leaving, "time", clock)
+    return waits
+
+
 def test_the_first_process_waits_until_the_others_have_left():
     client = Coordinator({"elche_jax/left/1": 3, "elche_jax/left/3": 5})
     _leaving.wait_for_others(client, [1, 3], math.inf)
@@ -110,8 +124,16 @@ def test_the_others_let_the_first_one_end_before():
     assert len(client.asked) == 5
 
 
-def test_without_a_coordinator_nobody_waits():
+def test_the_first_one_does_not_wait_for_what_nobody_can_tell(standing):
+    client = Coordinator({"elche_jax/left/1": 1}, answers=9)
+    _leaving.wait_for_others(client, [1, 2], math.inf)
+    assert len(standing) == 3, "three answers a round"
+
+
+def test_without_a_coordinator_nobody_waits(standing):
     _leaving.wait_for_first(None)
+    _leaving.wait_for_others(None, [1], math.inf)
+    assert standing == []
     assert _leaving.reason_of(0) is None
 
 
