@@ -179,7 +179,8 @@ class MappedAcross:
         If it fails, whoever reads its results is told.
         """
         if MappedAcross._last is not None and not MappedAcross._last.is_deleted():
-            with suppress(jax.errors.JaxRuntimeError):
+            # an exchange that fails in gloo may come as a ValueError, too
+            with suppress(jax.errors.JaxRuntimeError, ValueError):
                 MappedAcross._last.block_until_ready()
 
     def _over(self, own: Any) -> tuple[int, ...]:

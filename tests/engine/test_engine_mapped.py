@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -149,3 +150,13 @@ def test_another_error_of_the_compiler_is_raised(monkeypatch):
     monkeypatch.setattr(mapped, "OPTIONS", {"cpu": {"xla_no_such_option": 1}})
     with pytest.raises(jax.errors.JaxRuntimeError, match="out of memory"):
         Mapped(lambda x: (x, None), jax.devices()[:1], donate=()).finish(Broken())
+
+
+@pytest.mark.parametrize("kind", [jax.errors.JaxRuntimeError, ValueError])
+def test_a_launch_that_fails_is_no_error_of_who_waits_for_it(monkeypatch, kind):
+    """JAX raises both for an exchange that fails in gloo."""
+    last = Mock(**{"is_deleted.return_value": False})
+    last.block_until_ready.side_effect = kind("Gloo: connection closed by peer")
+    monkeypatch.setattr(mapped.MappedAcross, "_last", last)
+    mapped.MappedAcross.settle()
+    last.block_until_ready.assert_called_once_with()
