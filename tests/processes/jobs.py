@@ -13,7 +13,7 @@ from typing import NamedTuple
 import children
 import pytest
 
-LIMIT = 240
+LIMIT = 600
 """Seconds after which the processes of a job are killed."""
 
 
