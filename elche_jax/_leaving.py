@@ -12,13 +12,13 @@ from typing import Any
 
 import jax
 
-REASON = "elche_jax/raised/{}"
+REASON_KEY = "elche_jax/raised/{}"
 """Key under which a process tells the others why it leaves, by its index."""
 
-LEFT = "elche_jax/left/{}"
+LEFT_KEY = "elche_jax/left/{}"
 """Key under which a process tells process 0 that it has left, by its index."""
 
-NOTHING = "elche_jax/nothing"
+NO_KEY = "elche_jax/nothing"
 """A key that is never set."""
 
 EVERY_S = 0.02
@@ -47,12 +47,12 @@ def tell_reason(why: str) -> None:
     """Tell the others why this process leaves the job."""
     with suppress(jax.errors.JaxRuntimeError):  # it is gone: there is nobody to tell
         if (client := _client()) is not None:
-            client.key_value_set(REASON.format(index()), why)
+            client.key_value_set(REASON_KEY.format(index()), why)
 
 
 def reason_of(process: int) -> str | None:
     """Return why a process has left the job; None if it did not tell."""
-    return _found(_client(), REASON.format(process))
+    return _found(_client(), REASON_KEY.format(process))
 
 
 def disconnect() -> Any:
@@ -68,7 +68,7 @@ def disconnect() -> Any:
     jax.distributed.shutdown()
     with suppress(jax.errors.JaxRuntimeError):  # process 0 has ended: nobody asks
         if client is not None:
-            client.key_value_set(LEFT.format(index()), "left")
+            client.key_value_set(LEFT_KEY.format(index()), "left")
     return client
 
 
@@ -82,7 +82,7 @@ def wait_for_others(client: Any, processes: Collection[int], seconds: float) -> 
     """
 
     def over() -> bool:
-        left = all(_found(client, LEFT.format(one)) for one in processes)
+        left = all(_found(client, LEFT_KEY.format(one)) for one in processes)
         return left or not _answers(client)
 
     _wait(over, seconds)
@@ -124,6 +124,6 @@ def _found(client: Any, key: str) -> str | None:
 def _answers(client: Any) -> bool:
     """Return whether there still is a coordinator."""
     try:
-        return client is not None and client.key_value_try_get(NOTHING) is None
+        return client is not None and client.key_value_try_get(NO_KEY) is None
     except jax.errors.JaxRuntimeError as error:
         return "NOT_FOUND" in str(error)

@@ -32,11 +32,14 @@ def make_memory() -> Path | None:
 
 def remove_memory(folder: Path | None) -> None:
     """Remove the folder, unless it holds a checkpoint that is nowhere else: then say which."""
-    left = [] if folder is None else [one for one in folder.glob("*/*") if one.name.isdecimal()]
-    for path in left:
-        where = (path.parent / DESTINATION).read_text()
-        _say(f"the last checkpoint of {where} is in memory only: move {path} into that folder")
-    if folder is not None and not left:
+    if folder is None:
+        return
+    kept = [path for path in folder.glob("*/*") if path.name.isdecimal()]
+    where = {path: Path((path.parent / DESTINATION).read_text()) for path in kept}
+    only = [path for path in kept if not (where[path] / path.name).exists()]
+    for path in only:
+        _say(f"the last checkpoint of {where[path]} is in memory only: move {path} there")
+    if not only:
         shutil.rmtree(folder, ignore_errors=True)
 
 

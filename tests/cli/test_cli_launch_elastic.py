@@ -125,6 +125,16 @@ sys.exit(75)
 """
 
 
+def test_what_is_on_disk_is_removed_from_memory(launched, tmp_path):
+    (tmp_path / "chosen").mkdir()
+    (tmp_path / "runs/saved/7").mkdir(parents=True)
+    options = "-n", "1", "--elastic", "1:1", "--max-restarts", "0"
+    with launched(KEEPS, *options, env={"ELCHE_MEMORY": str(tmp_path / "chosen")}) as process:
+        code, _, said = outcome(process)
+    assert code == 75 and "memory" not in said[-1]
+    assert not [*(tmp_path / "chosen").iterdir()]
+
+
 def test_what_is_in_memory_only_is_not_removed(launched, tmp_path):
     (tmp_path / "chosen").mkdir()
     options = "-n", "1", "--elastic", "1:1", "--max-restarts", "0"
@@ -132,9 +142,7 @@ def test_what_is_in_memory_only_is_not_removed(launched, tmp_path):
         code, _, said = outcome(process)
     (path,) = (tmp_path / "chosen").glob("*/digest/7")
     assert code == 75
-    assert said[-1] == (
-        f"the last checkpoint of runs/saved is in memory only: move {path} into that folder"
-    )
+    assert said[-1] == (f"the last checkpoint of runs/saved is in memory only: move {path} there")
 
 
 LOSES = """
