@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 from jax.experimental import multihost_utils
@@ -23,6 +23,7 @@ from elche_jax._turns import TURNS
 
 P = ParamSpec("P")
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 logger = logging.getLogger("elche_jax")
 
 NO_COORDINATOR = (
@@ -47,6 +48,12 @@ LEFT = "left it before its end"
 
 MOST = 1000
 """Characters of an error that are told."""
+
+WHOSE = "elche_process"
+"""Attribute of an error of another process: the index of that."""
+
+DEEP = 100
+"""How many errors an error may come from, at most."""
 
 
 class ProcessLostError(RuntimeError):
@@ -76,6 +83,18 @@ class RestartRequested(SystemExit):
         self.windows = windows
 
 
+class Why(NamedTuple):
+    """Why a process leaves its job.
+
+    Attributes:
+        text: What the others are told.
+        process: The process because of which it does; None if the reason is its own.
+    """
+
+    text: str
+    process: int | None = None
+
+
 class ExchangeLost(Exception):
     """An exchange that had no result, as a process had ended; the others have noted it."""
 
@@ -95,11 +114,11 @@ class Processes:
         self._logged: set[int] = set()  # of whose end the user knows
         self._has_left = False
         self._store: Any = None  # asks the coordinator after that
-        self._why: str | None = None  # this process may leave in the middle of the others' loop
+        self._why: Why | None = None  # this process may leave in the middle of the others' loop
 
     def loop_begins(self) -> None:
         """Note that a loop begins: if the process leaves before its end, the others are told."""
-        self._why = LEFT
+        self._why = Why(LEFT)
 
     def loop_ends(self) -> None:
         """Note that a loop has come to its end."""
@@ -109,7 +128,7 @@ class Processes:
         """Note the error with which a loop of this process was left."""
         if not isinstance(error, ExchangeLost | RestartRequested):  # all have the latter
             # not the error itself, which would keep the arrays of its frames alive
-            self._why = _what_was_raised(error)
+            self._why = _why(error)
 
     def log_loss(self, processes: Sequence[int], message: str) -> None:
         """Log that processes have ended, once for each: whoever trains or evaluates notices."""
@@ -186,9 +205,9 @@ class Processes:
         an error, and if that ends it, it waits for them only for a while.
         """
         error = getattr(sys, "last_value", None)
-        why, first = self._why if error is None else _what_was_raised(error), _leaving.index() == 0
+        why, first = self._why if error is None else _why(error), _leaving.index() == 0
         with _progress.phase("leave"):
-            if first and why in (None, LEFT):
+            if first and why in (None, Why(LEFT)):
                 self._wait()
                 jax.distributed.shutdown()
                 return
@@ -202,11 +221,13 @@ class Processes:
             elif isinstance(error, ProcessLostError) and 0 in error.processes:
                 _leaving.wait_for_first(self._store)
 
-    def _leave_at_once(self, why: str | None) -> None:
+    def _leave_at_once(self, why: Why | None) -> None:
         if not self._has_left:
             self._has_left = True
             if why is not None:
-                _leaving.tell_reason(why)
+                # first: as soon as the others know, a launcher may see one of them end
+                _progress.blame(_leaving.index() if why.process is None else why.process)
+                _leaving.tell_reason(why.text)
             self._store = _leaving.disconnect()
 
     def _wait(self) -> None:
@@ -222,16 +243,35 @@ class Processes:
         """Leave the job at once if an error ends this process: the others must not wait for it."""
         error = getattr(sys, "last_value", None)
         if error is not None:
-            self._leave_at_once(_what_was_raised(error))
+            self._leave_at_once(_why(error))
 
 
 def _processes_of(devices: Iterable[jax.Device]) -> set[int]:
     return {device.process_index for device in devices}
 
 
-def _what_was_raised(error: BaseException) -> str:
+def _why(error: BaseException) -> Why:
     line = next(iter(str(error).strip().splitlines()), "without a message")
-    return f"raised {type(error).__name__}: {line}"[:MOST]
+    return Why(f"raised {type(error).__name__}: {line}"[:MOST], _whose(error))
+
+
+def of_process(error: E, process: int) -> E:
+    """Return an error that this process raises because another one has it."""
+    vars(error)[WHOSE] = process
+    return error
+
+
+def _whose(error: BaseException | None) -> int | None:
+    """Return whose error it is, or whose it comes from; None for this process."""
+    for _ in range(DEEP):
+        if error is None:
+            break
+        if isinstance(error, ProcessLostError) and error.processes:
+            return error.processes[0]
+        if (process := vars(error).get(WHOSE)) is not None:
+            return process
+        error = error.__cause__ or error.__context__
+    return None
 
 
 PROCESSES = Processes()

@@ -36,7 +36,7 @@ KINDS = ("", "connect", "compile", "restore", "checkpoint", "data", "window", "e
 
 _SIZE = 4096
 _PID, _NOTES, _FIRST, _WINDOW, _RUNS, _TOLD, _PROCESS, _SEVERAL = range(8)
-_RANKS, _ASKED, _WATCHED, _TRAINED = slice(64, 192), 24, 25, 26
+_RANKS, _ASKED, _WATCHED, _TRAINED, _NOTED, _BECAUSE = slice(64, 192), *range(24, 29)
 _SLOTS, _SLOT, _COUNT = 32, 4, 64
 # words of 8 bytes: those above, then `_COUNT` phases of `_SLOT` words each
 _CODES = {kind: code for code, kind in enumerate(KINDS)}
@@ -100,16 +100,17 @@ class Board:
         self._read = 0
 
     @classmethod
-    def create(cls, path: Path, watched: bool = True) -> Self:
+    def create(cls, path: Path, watched: bool = True, noted: bool = True) -> Self:
         """Return a board that nobody has written to.
 
         Args:
             path: The file.
             watched: Whether a watchdog reads it.
+            noted: Whether phases are noted; if not, only because of whom the process ended.
         """
         path.write_bytes(bytes(_SIZE))
         board = cls(path)
-        board._words[_WATCHED] = watched
+        board._words[_WATCHED], board._words[_NOTED] = watched, noted
         return board
 
     # -- the process that writes -----------------------------------------------------
@@ -173,6 +174,15 @@ class Board:
         self._words[_WINDOW] = window + 1
         self._words[_TRAINED] += trains
 
+    def blame(self, process: int) -> None:
+        """See the function of this name."""
+        self._words[_BECAUSE] = process + 1
+
+    @property
+    def noted(self) -> bool:
+        """Whether phases are noted."""
+        return self._words[_NOTED] != 0
+
     @property
     def watched(self) -> bool:
         """Whether a watchdog reads it."""
@@ -199,6 +209,11 @@ class Board:
             words[_RUNS] > 0, words[_PROCESS], bool(words[_SEVERAL]), ranks, tuple(phases),
         )  # fmt: skip
 
+    @property
+    def because(self) -> int | None:
+        """Because of which process it has ended, itself included; None if it did not say."""
+        return self._words[_BECAUSE] - 1 if self._words[_BECAUSE] else None
+
     def tell(self) -> None:
         """Let the process read what was told, with its next note."""
         self._words[_TOLD] += 1
@@ -222,6 +237,7 @@ class _Noting(AbstractContextManager[None]):
 
 
 _board: Board | None = None
+_given: Board | None = None  # by a launcher
 _logged = 0
 _asked = False
 _NOTHING = nullcontext()
@@ -263,6 +279,12 @@ def closed() -> None:
     """Note that a run has ended."""
     if _board is not None:
         _board.closed()
+
+
+def blame(process: int) -> None:
+    """Note because of which process this one ends: of itself, if others end because of it."""
+    if _given is not None:
+        _given.blame(process)
 
 
 def ask() -> None:
@@ -319,15 +341,19 @@ def _named(ranks: Iterable[int]) -> str:
 
 
 def _forget() -> None:
-    global _board
-    _board = None
+    global _board, _given
+    _board = _given = None
 
 
 def _begin() -> None:
+    global _board, _given
     path = os.environ.get(VARIABLE)
     if path:
         with suppress(OSError):  # the launcher has ended, and ends this process
-            write_to(Board(path))
+            given = Board(path)
+            if write_to(given):
+                _given = given
+                _board = given if given.noted else None
 
 
 _begin()

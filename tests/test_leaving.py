@@ -8,8 +8,15 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from elche_jax import ProcessLostError, RestartRequested, _leaving
-from elche_jax._processes import LEFT, REPLACED, ExchangeLost, Processes, multihost_utils
+from elche_jax import ProcessLostError, RestartRequested, _leaving, _progress
+from elche_jax._processes import (
+    LEFT,
+    REPLACED,
+    ExchangeLost,
+    Processes,
+    multihost_utils,
+    of_process,
+)
 
 
 class Service:
@@ -149,7 +156,40 @@ def test_without_a_coordinator_nobody_waits(standing):
 def test_why_a_process_leaves(error, why, processes):
     processes.loop_begins()
     processes.raised(error)
-    assert processes._why == why
+    assert processes._why == (why, None)
+
+
+def chained(cause, error):
+    error.__cause__ = cause
+    return error
+
+
+def met(context, error):
+    error.__context__ = context
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "whose"),
+    [
+        (ValueError("a mistake"), 3),
+        (ProcessLostError("it raised", [2]), 2),
+        (ProcessLostError("another one took its place"), 3),
+        (of_process(RuntimeError("the disk of the first is full"), 0), 0),
+        (chained(of_process(OSError("full"), 0), RuntimeError("not saved")), 0),
+        (met(ProcessLostError("it raised", [2]), KeyError("as it cleans up")), 2),
+        (met(ValueError("one"), KeyError("two")), 3),
+    ],
+)
+def test_because_of_whom_a_process_leaves(error, whose, monkeypatch, processes):
+    blamed = []
+    monkeypatch.setattr(_progress, "blame", blamed.append)
+    monkeypatch.setattr(_leaving, "index", lambda: 3)
+    monkeypatch.setattr(_leaving, "tell_reason", lambda why: None)
+    monkeypatch.setattr(_leaving, "disconnect", lambda: None)
+    processes.raised(error)  # and the script ends in another way
+    processes.leave()
+    assert blamed == [whose]
 
 
 @pytest.mark.parametrize(("error", "seconds"), [(None, math.inf), (ValueError("a mistake"), 30)])

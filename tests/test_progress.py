@@ -126,6 +126,33 @@ def test_what_was_told_is_logged_once_with_the_next_note(board, tmp_path, caplog
     assert _progress.told() == ["process 1 was killed", "process 2 was killed"]
 
 
+BLAMES = """
+import os, subprocess, sys
+from elche_jax import _progress
+if sys.argv[1:]:
+    if not os.fork():
+        _progress.blame(3)
+        os._exit(0)
+    os.wait()
+    subprocess.run([sys.executable, "-c", sys.argv[1]], check=True)
+    _progress.blame(0)
+else:
+    _progress.blame(2)
+print(_progress.noting())
+"""
+
+
+@pytest.mark.parametrize("noted", [False, True])
+def test_because_of_whom_a_process_ends_is_always_noted(noted, tmp_path):
+    board = Board.create(tmp_path / "0", watched=False, noted=noted)
+    assert board.because is None
+    done = children.run(
+        sys.executable, "-c", BLAMES, BLAMES, env={_progress.VARIABLE: str(board.path)}
+    )
+    assert (done.stdout.split(), done.stderr) == (["False", str(noted)], "")
+    assert board.because == 0, "not what those have said that it has started"
+
+
 WRITES = """
 import os, sys
 from elche_jax import _progress

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from elche_jax import _check as check, _progress
 from elche_jax._exit import before_exit
-from elche_jax._processes import RestartRequested
+from elche_jax._processes import RestartRequested, of_process
 from elche_jax._waiting import interruptible
 from elche_jax.checkpoint.content import COUNTS, Content, Notes, content_of, state_of
 from elche_jax.checkpoint.errors import CheckpointError, beside, described, none_there
@@ -372,7 +372,10 @@ class Checkpointer:
             self.written = self._written
         else:
             self.written, self._step, text = self._job.by_first(self._outcome)
-            self._shared = None if text is None else self._error or RuntimeError(text)
+            first = self._job.devices[0].process_index
+            self._shared = None
+            if text is not None:
+                self._shared = self._error or of_process(RuntimeError(text), first)
 
     def _outcome(self) -> tuple[int | None, int | None, str | None]:
         """Return what the other processes have to know of the last checkpoint."""

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from elche_jax import _check as check
-from elche_jax._processes import PROCESSES, ExchangeLost, ProcessLostError
+from elche_jax._processes import PROCESSES, ExchangeLost, ProcessLostError, of_process
 from elche_jax.engine.digests import digest_of_host, digests_of
 from elche_jax.engine.mapped import AXIS, MappedAcross
 
@@ -333,7 +333,7 @@ class Job:
             return result
         result, error = told
         if error is not None:
-            raise error
+            raise of_process(error, self.devices[0].process_index)
         return result
 
     def from_first(self, array: np.ndarray | None, shape: Sequence[int], dtype: Any) -> np.ndarray:
@@ -420,7 +420,8 @@ class Job:
             raise own
         for process, text in zip(self.ranks_of, said, strict=True):
             if text is not None:
-                raise RuntimeError(f"{where}: process {process} raised {text}")
+                error = RuntimeError(f"{where}: process {process} raised {text}")
+                raise of_process(error, process)
 
     def check_same(self, where: str, **values: Any) -> None:
         """Raise unless all processes pass the same; all have to call it with the same names.

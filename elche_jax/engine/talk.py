@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from elche_jax._processes import of_process
 from elche_jax.engine.digests import digests_of
 from elche_jax.engine.job import Job
 
@@ -46,10 +47,11 @@ class Talk(AbstractContextManager["Talk"]):
         told = self._job.exchange(value)
         for process, one in zip(self._job.ranks_of, told, strict=True):
             if isinstance(one, _Failed):
-                raise RuntimeError(
+                error = RuntimeError(
                     f"{self._where}: every process must get through it, but process {process} "
                     f"raised {one.error}"
                 )
+                raise of_process(error, process)
         self._ended = False
         return told
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from elche_jax._progress import AGAIN, MEMORY, VARIABLE, Board
 from elche_jax.launch.child import Child
 from elche_jax.launch.elastic import Elastic, Failure, Outcome
+from elche_jax.launch.ends import End, Ends
 from elche_jax.launch.output import Output
 from elche_jax.launch.watchdog import Watchdog
 
@@ -95,7 +96,7 @@ class Generation:
         self._step: int | None = None  # of ending all, and when the next one is due
         self._due = 0.0
         self._stopped = False
-        self._boards: dict[int, Board] = {}
+        self._ends = Ends(asked.grace)
         self._watchdog: Watchdog | None = None
         self._killed: set[int] = set()  # by it
         self.code = 0
@@ -130,16 +131,15 @@ class Generation:
         self._place_of = dict(enumerate(places, asked.first))
         width = len(str(max(self._place_of)))
         watched = asked.timeout is not None
-        if watched or asked.elastic is not None:
-            self._boards = {
-                at: Board.create(self._folder / str(at), watched) for at in self._place_of
-            }
+        noted = watched or asked.elastic is not None
+        self._boards = {
+            at: Board.create(self._folder / str(at), watched, noted) for at in self._place_of
+        }
         if asked.timeout is not None:
             self._watchdog = Watchdog(self._boards, asked.timeout, total)
         for at, place in self._place_of.items():
             own = {"ELCHE_PROCESS_ID": str(at), "ELCHE_LOCAL_ID": str(place)}
-            if at in self._boards:
-                own[VARIABLE] = str(self._boards[at].path)
+            own[VARIABLE] = str(self._boards[at].path)
             prefix = f"[{at:{width}}] ".encode()
             child = Child(at, asked.command, common | own, prefix, self._output, selector)
             self._children.append(child)
@@ -147,8 +147,8 @@ class Generation:
 
     @property
     def over(self) -> bool:
-        """Whether all processes have ended."""
-        return not self._alive
+        """Whether all processes have ended, and what that means was noted."""
+        return not self._alive and not self._ends
 
     @property
     def outcome(self) -> Outcome:
@@ -169,14 +169,20 @@ class Generation:
         """Return for how many seconds nothing is to be done unless something happens."""
         if self._step is not None:
             return max(0.0, self._due - time.monotonic()) if self._step < len(STEPS) - 1 else None
-        return None if self._watchdog is None else self._watchdog.every
+        look = None if self._watchdog is None else self._watchdog.every
+        waits = [one for one in (look, self._ends.wait_s(time.monotonic())) if one is not None]
+        return min(waits, default=None)
 
     def go_on(self) -> None:
         """Take note of processes that have ended, and end those that are to end."""
         for child in [*self._alive.values()]:
             if (code := child.ended()) is not None:
                 del self._alive[child.number]
-                self._on_end(child, code)
+                end = End(child.number, code, self._boards[child.number].because)
+                for one in self._ends.after(end, self._alive, time.monotonic()):
+                    self._on_end(one)
+        for one in self._ends.overdue(time.monotonic()):
+            self._on_end(one)
         if self._step is not None and time.monotonic() >= self._due:
             self._end(self._step + 1)
         if self._watchdog is not None and self._step is None:
@@ -210,9 +216,9 @@ class Generation:
         for child in reversed(self._alive.values()):  # the coordinator last: the others need it
             child.signal(STEPS[self._step])
 
-    def _on_end(self, child: Child, code: int) -> None:
+    def _on_end(self, end: End) -> None:
         """Take note of the end of a process."""
-        asked, number = self._asked, child.number
+        asked, (number, code, because) = self._asked, end
         if number == asked.first and self._step is None:
             self._first_code = code
             if asked.go_on:
@@ -223,14 +229,24 @@ class Generation:
         if code > 128 and code - 128 in set(signal.Signals):
             how = signal.Signals(code - 128).name
         said = f"process {number} ended with {how}"
+        if because not in (None, number):
+            said += f" because of process {because}"
         if asked.elastic is not None:
             self._failures.append(Failure(number, self._place_of[number], code))
             self._without(number, said)
-        elif asked.go_on:
-            say(self._output, f"{said}{', the others go on' if self._alive else ''}")
-        else:
-            say(self._output, f"{said}{', the others are ended' if self._alive else ''}")
+            return
+        say(self._output, f"{said}{self._fate_of_others(end) if self._alive else ''}")
+        if not asked.go_on:
             self.stop(code, 1)
+
+    def _fate_of_others(self, end: End) -> str:
+        """Return what becomes of the others after a failure, as a part of a line."""
+        if not self._asked.go_on:
+            return ", the others are ended"
+        if end.because is None:
+            return ", the others go on"
+        # those that exchange once more raise, too
+        return ", the others are told why" if end.because == end.number else ""
 
     def _without(self, number: int, said: str) -> None:
         """Let the others save, after the end of a process, or end them if they cannot."""

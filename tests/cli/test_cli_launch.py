@@ -13,6 +13,7 @@ import pytest
 from waits import eventually
 
 from elche_jax.cli import main
+from elche_jax.launch.ends import End, Ends
 from elche_jax.launch.output import LONGEST, Lines
 
 COMMAND = [sys.executable, "-W", "error", "-m", "elche_jax", "launch"]
@@ -267,6 +268,75 @@ sys.exit(me)
     assert "elche-jax launch: process 1 ended with exit code 7, the others go on" in err
     with launched("sys.exit(5 - me)", "-n", "2", "--on-failure", "continue") as process:
         assert outcome(process)[0] == 5, "that of process 0"
+
+
+BLAMES = """
+from pathlib import Path
+from elche_jax import _progress
+
+def reaped(process):  # the launcher has seen its end
+    path = Path(f"pid-{process}")
+    while not path.exists() or Path("/proc", path.read_text()).exists():
+        time.sleep(0.01)
+
+Path("new").with_suffix(f".{me}").write_text(str(os.getpid()))
+os.rename(f"new.{me}", f"pid-{me}")
+if me == 0:
+    _progress.blame(1)
+    sys.exit(5)
+if me == 1:
+    _progress.blame(1)
+    reaped(0)
+    sys.exit(7)
+reaped(1)
+"""
+"""Process 0 ends because of process 1, and before it."""
+
+
+def test_the_one_whose_error_ended_another_is_blamed(launched):
+    with launched(BLAMES + "time.sleep(600)\n", "-n", "3") as process:
+        code, _, err = outcome(process)
+    assert code == 7
+    assert err == "elche-jax launch: process 1 ended with exit code 7, the others are ended\n"
+
+
+def test_that_others_go_on_is_not_said_of_an_error_that_they_are_told(launched):
+    with launched(BLAMES, "-n", "3", "--on-failure", "continue") as process:
+        code, _, err = outcome(process)
+    assert code == 5, "that of process 0"
+    assert err.splitlines() == [
+        "elche-jax launch: process 1 ended with exit code 7, the others are told why",
+        "elche-jax launch: process 0 ended with exit code 5 because of process 1",
+    ]
+
+
+def test_the_one_that_is_to_blame_is_waited_for_only_for_a_while(launched):
+    script = BLAMES.replace("sys.exit(7)", "time.sleep(600)")
+    with launched(script, "-n", "2", "--grace", "0.2") as process:
+        code, _, err = outcome(process)
+    assert code == 5
+    assert err == (
+        "elche-jax launch: process 0 ended with exit code 5 because of process 1, the others are "
+        "ended\n"
+    )
+
+
+def test_ends_of_which_one_comes_from_the_other():
+    ends = Ends(patience=10.0)
+    first, second, last = End(0, 1, because=1), End(1, 1, because=2), End(2, 1)
+    assert ends.after(first, alive=[1, 2], now=0.0) == []
+    assert ends.after(second, alive=[2], now=1.0) == [] and ends
+    assert ends.wait_s(now=4.0) == 6.0
+    assert ends.after(last, alive=[], now=2.0) == [last, second, first] and not ends
+    assert ends.wait_s(now=4.0) is None
+
+
+def test_nobody_waits_for_one_that_has_ended_or_is_elsewhere():
+    ends = Ends(patience=10.0)
+    one, other = End(0, 1, because=1), End(1, 1, because=0)
+    assert ends.after(one, alive=[2], now=0.0) == [one]
+    assert ends.after(one, alive=[1, 2], now=0.0) == []
+    assert ends.after(other, alive=[2], now=0.0) == [other, one], "each because of the other"
 
 
 @pytest.mark.parametrize(

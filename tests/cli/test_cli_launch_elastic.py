@@ -256,6 +256,32 @@ def test_a_place_at_which_none_can_run_is_left_out(launched):
     ]
 
 
+BLAMES = """
+if generation == 1 and me == 0:
+    Path("pid").write_text(str(os.getpid()))
+    _progress.blame(1)
+    sys.exit(5)
+if generation == 1:
+    _progress.blame(1)
+    while not Path("pid").exists() or Path("/proc", Path("pid").read_text()).exists():
+        time.sleep(0.01)
+    sys.exit(9)
+print("done", place)
+"""
+
+
+def test_the_place_of_the_one_to_blame_is_left_out(launched):
+    with launched(BLAMES, "-n", "2", "--elastic", "2:3") as process:
+        code, out, said = outcome(process)
+    assert (code, out) == (0, ["[0] done 0", "[1] done 2"])
+    assert said == [
+        "generation 1: 2 processes",
+        "process 1 ended with exit code 9",
+        "process 0 ended with exit code 5 because of process 1",
+        "generation 2: 2 processes, resuming",
+    ]
+
+
 def test_too_few_can_run(launched):
     script = BROKEN.format(broken=[0, 1, 2], low=2)
     with launched(script, "-n", "2", "--elastic", "2:2") as process:

@@ -1,7 +1,10 @@
 """Jobs in which one process raises in its loop: the others are told, at once."""
 
 import json
+import sys
+from pathlib import Path
 
+import children
 import jobs
 import pytest
 from marks import slow
@@ -49,3 +52,32 @@ def test_an_error_of_all_processes_is_that_of_each(how):
     for code, _, err in jobs.outcomes("raising.py", (1, 1, 1), how, -1):
         assert code == 1 and "ValueError: a mistake" in err
         assert "the JAX distributed service detected fatal errors" not in err
+
+
+PROGRAM = Path(__file__).parent / "blaming.py"
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        ([], 7, ["process 1 ended with exit code 7"]),
+        slow(
+            ["--on-failure", "continue"], 1,
+            [
+                "process 1 ended with exit code 7",
+                "process 0 ended with exit code 1 because of process 1",
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_a_launcher_names_the_one_that_raised_not_the_one_that_ended_first(
+    options, code, said, tmp_path
+):
+    done = children.run(
+        sys.executable, "-m", "elche_jax", "launch", "-n", "2", "--cpu-devices", "1",
+        "--grace", "60", *options, PROGRAM, cwd=tmp_path,
+        env={"PYTHONPATH": ":".join(map(str, jobs.PATHS))},
+    )  # fmt: skip
+    lines = [line for line in done.stderr.splitlines() if line.startswith("elche-jax launch: ")]
+    assert [line.removeprefix("elche-jax launch: ") for line in lines] == said, done.stderr
+    assert done.returncode == code

@@ -1,0 +1,92 @@
+"""In which order the ends of processes count: that of one whose error ended others comes first."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class End(NamedTuple):
+    """The end of a process.
+
+    Attributes:
+        number: Its number in the job.
+        code: Its exit code, 128 plus the number of a signal that ended it.
+        because: Because of which process it ended, as it has noted: itself if its error ends
+            others; None if it noted nothing.
+    """
+
+    number: int
+    code: int
+    because: int | None = None
+
+
+@dataclass
+class Ends:
+    """Holds ends back until that of the process because of which they are has come.
+
+    A process that has told the others of its error may still be closing its files when the first
+    one of them has ended.
+
+    Attributes:
+        patience: Seconds for which an end is held back at most.
+
+    Examples:
+        >>> ends = Ends(patience=10.0)
+        >>> ends.after(End(0, code=1, because=2), alive=[1, 2], now=0.0)
+        []
+        >>> [end.number for end in ends.after(End(2, code=3, because=2), alive=[1], now=0.1)]
+        [2, 0]
+    """
+
+    patience: float
+
+    def __post_init__(self) -> None:
+        self._held: dict[int, End] = {}
+        self._due: float | None = None  # of the first one
+
+    def after(self, end: End, alive: Collection[int], now: float) -> list[End]:
+        """Return the ends that count now that another process has ended.
+
+        Args:
+            end: Its end.
+            alive: The processes that live.
+            now: Seconds of any clock.
+        """
+        if self._root(end) not in alive:
+            return self._released(end)
+        if self._due is None:
+            self._due = now + self.patience
+        self._held[end.number] = end
+        return []
+
+    def overdue(self, now: float) -> list[End]:
+        """Return all that are held back, if that is so for too long."""
+        if self._due is None or now < self._due:
+            return []
+        held, self._held, self._due = [*self._held.values()], {}, None
+        return held
+
+    def wait_s(self, now: float) -> float | None:
+        """Return after how many seconds one is overdue; None if none is held back."""
+        return None if self._due is None else max(0.0, self._due - now)
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def _root(self, end: End) -> int | None:
+        """Return because of whom it is in the end: of one that lives, or whose end counts."""
+        at = end.because
+        while at in self._held:
+            at = self._held[at].because
+        return at
+
+    def _released(self, end: End) -> list[End]:
+        found = [end]
+        for one in found:
+            waiting = [held for held in self._held.values() if held.because == one.number]
+            for held in waiting:
+                del self._held[held.number]
+            found += waiting
+        if not self._held:
+            self._due = None
+        return found
