@@ -4,7 +4,7 @@ import os
 import selectors
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 from elche_jax.launch.output import Lines, Output
@@ -28,6 +28,7 @@ class Child:
         prefix: What the lines that it prints begin with.
         output: Where these go.
         selector: Waits for them.
+        inherited: Open files that it has, too.
     """
 
     def __init__(
@@ -38,10 +39,12 @@ class Child:
         prefix: bytes,
         output: Output,
         selector: selectors.BaseSelector,
+        inherited: Collection[int] = (),
     ):
         self._popen = subprocess.Popen(
             command, env=environment, bufsize=0, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            pass_fds=inherited,
         )  # fmt: skip
         self.number, self.pid = number, self._popen.pid
         assert self._popen.stdout is not None and self._popen.stderr is not None

@@ -14,6 +14,7 @@ from elche_jax._progress import AGAIN, MEMORY, VARIABLE, Board
 from elche_jax.launch.child import Child
 from elche_jax.launch.elastic import Elastic, Failure, Outcome
 from elche_jax.launch.ends import End, Ends
+from elche_jax.launch.memory import Folder
 from elche_jax.launch.output import Output
 from elche_jax.launch.watchdog import Watchdog
 
@@ -86,7 +87,7 @@ class Generation:
         selector: selectors.BaseSelector,
         output: Output,
         folder: Path,
-        memory: Path | None,
+        memory: Folder | None,
         mark: str,
     ):
         self._asked, self._output, self._folder, self._memory = asked, output, folder, memory
@@ -124,7 +125,8 @@ class Generation:
         }
         for name, value in DEFAULTS.items():
             common.setdefault(name, value)
-        common[MEMORY] = "" if self._memory is None else str(self._memory)
+        common[MEMORY] = "" if self._memory is None else str(self._memory.path)
+        inherited = () if self._memory is None else (self._memory.lock,)
         common.pop(VARIABLE, None)
         if asked.cpu_devices is not None:
             common |= {"JAX_NUM_CPU_DEVICES": str(asked.cpu_devices), "JAX_PLATFORMS": "cpu"}
@@ -141,7 +143,9 @@ class Generation:
             own = {"ELCHE_PROCESS_ID": str(at), "ELCHE_LOCAL_ID": str(place)}
             own[VARIABLE] = str(self._boards[at].path)
             prefix = f"[{at:{width}}] ".encode()
-            child = Child(at, asked.command, common | own, prefix, self._output, selector)
+            child = Child(
+                at, asked.command, common | own, prefix, self._output, selector, inherited
+            )
             self._children.append(child)
             self._alive[at] = child
 

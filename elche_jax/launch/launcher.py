@@ -14,7 +14,7 @@ from pathlib import Path
 from elche_jax.launch.elastic import Elastic, Ended, Outcome, parsed
 from elche_jax.launch.generation import Asked, Generation, say
 from elche_jax.launch.marked import end_marked, kill
-from elche_jax.launch.memory import make_memory, remove_memory
+from elche_jax.launch.memory import Folder, make_memory, remove_memory
 from elche_jax.launch.output import Output
 from elche_jax.launch.program import MARK, start
 
@@ -62,7 +62,7 @@ class _Launcher:
         output: Output,
         signals: list[int],
         folder: Path,
-        memory: Path | None,
+        memory: Folder | None,
         mark: str,
     ):
         self._asked, self._selector, self._output = asked, selector, output
@@ -218,7 +218,7 @@ def _signals(selector: selectors.BaseSelector) -> Generator[list[int]]:
 
 
 @contextmanager
-def _guarded(with_memory: bool) -> Generator[tuple[Path, Path | None, str]]:
+def _guarded(with_memory: bool) -> Generator[tuple[Path, Folder | None, str]]:
     """Give a private folder, one in memory, and a mark.
 
     If this process is killed, processes with the mark are ended, and the folders removed.
@@ -227,7 +227,7 @@ def _guarded(with_memory: bool) -> Generator[tuple[Path, Path | None, str]]:
     folder, memory = Path(tempfile.mkdtemp(prefix="elche-launch-")), None
     try:
         memory = make_memory() if with_memory else None
-        guard = start("guard", mark, folder, memory or "")
+        guard = start("guard", mark, folder, memory.path if memory else "")
         try:
             yield folder, memory, mark
         finally:
@@ -235,4 +235,6 @@ def _guarded(with_memory: bool) -> Generator[tuple[Path, Path | None, str]]:
             os.waitpid(guard, 0)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        remove_memory(memory)
+        if memory is not None:
+            remove_memory(memory.path)
+            os.close(memory.lock)

@@ -1,10 +1,13 @@
 """A folder in memory that outlives the processes of a generation, see `checkpoint/memory.py`."""
 
+import fcntl
 import os
 import shutil
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from elche_jax._progress import DESTINATION, MEMORY
 
@@ -14,33 +17,75 @@ IN_MEMORY = "/dev/shm"
 PREFIX = "elche-memory-"
 
 
-def make_memory() -> Path | None:
+class Folder(NamedTuple):
+    """A folder that is in use as long as a process has its lock open.
+
+    Attributes:
+        path: The folder.
+        lock: A descriptor that its launcher, the guard and the processes of the job have.
+    """
+
+    path: Path
+    lock: int
+
+
+def make_memory() -> Folder | None:
     """Return a new folder in memory; None if there is no place for one, or none is wanted.
 
-    `ELCHE_MEMORY` names another place than `/dev/shm`, and set to nothing none.
+    `ELCHE_MEMORY` names another place than `/dev/shm`, and set to nothing none. Folders there that
+    nobody uses any more are removed: those of a launcher that was killed together with its guard.
     """
     given = os.environ.get(MEMORY)
     place = IN_MEMORY if given is None else given
     if not place or (given is None and not Path(place).is_dir()):
         return None
     try:
-        return Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+        _remove_abandoned(Path(place))
+        return _new(place)
     except OSError as error:
         _say(f"nothing is kept in memory between generations: {error}")
         return None
 
 
+def _new(place: str) -> Folder:
+    while True:  # until none is taken for abandoned before it is locked
+        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+        with suppress(FileNotFoundError):
+            lock = os.open(path, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if path.exists():
+                os.set_inheritable(lock, True)
+                return Folder(path, lock)
+            os.close(lock)
+
+
+def _remove_abandoned(place: Path) -> None:
+    for path in place.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # in use, or another user's
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(lock).st_uid == os.getuid():
+                    remove_memory(path)
+            finally:
+                os.close(lock)
+
+
 def remove_memory(folder: Path | None) -> None:
-    """Remove the folder, unless it holds a checkpoint that is nowhere else: then say which."""
+    """Remove the folder, unless it holds a checkpoint later than those on disk: then say which."""
     if folder is None:
         return
     kept = [path for path in folder.glob("*/*") if path.name.isdecimal()]
     where = {path: Path((path.parent / DESTINATION).read_text()) for path in kept}
-    only = [path for path in kept if not (where[path] / path.name).exists()]
+    only = [path for path in kept if _newest(where[path]) < int(path.name)]
     for path in only:
         _say(f"the last checkpoint of {where[path]} is in memory only: move {path} there")
     if not only:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _newest(folder: Path) -> int:
+    return max((int(path.name) for path in folder.glob("*") if path.name.isdecimal()), default=-1)
 
 
 def _say(text: str) -> None:

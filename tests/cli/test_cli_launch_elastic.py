@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ from waits import eventually
 
 from elche_jax._progress import AGAIN
 from elche_jax.cli import main
+from elche_jax.launch import memory
 from elche_jax.launch.elastic import Elastic, Ended, Failure, Outcome, parsed
+from elche_jax.launch.marked import descendants, state_of
 from elche_jax.launch.memory import IN_MEMORY
 
 COMMAND = [sys.executable, "-W", "error", "-m", "elche_jax", "launch"]
@@ -143,6 +146,69 @@ def test_what_is_in_memory_only_is_not_removed(launched, tmp_path):
     (path,) = (tmp_path / "chosen").glob("*/digest/7")
     assert code == 75
     assert said[-1] == (f"the last checkpoint of runs/saved is in memory only: move {path} there")
+
+
+HOLDS = """
+print(os.getpid(), os.environ["ELCHE_MEMORY"], flush=True)
+threading.Event().wait()
+"""
+
+
+def killed_with_its_guard(launcher):
+    """Ends a launcher and its guard in a way that neither can do anything about."""
+    for pid in descendants(launcher.pid):
+        if b"elche_jax.launch.guard" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+            eventually(lambda pid=pid: state_of(pid) in ("", "Z"))
+    launcher.kill()
+    launcher.wait()
+
+
+def test_the_next_launcher_removes_what_nobody_uses_any_more(launched, tmp_path):
+    (tmp_path / "chosen").mkdir()
+    options, env = ("-n", "1", "--elastic", "1:1"), {"ELCHE_MEMORY": str(tmp_path / "chosen")}
+    with launched(HOLDS, *options, env=env) as killed:
+        pid, held = killed.stdout.readline().split("] ")[1].split()
+        try:
+            killed_with_its_guard(killed)
+            with launched("", *options, env=env) as process:
+                assert outcome(process)[0] == 0
+            assert Path(held).exists(), "a process of the job may still write to it"
+        finally:
+            os.kill(int(pid), signal.SIGKILL)
+    eventually(lambda: state_of(int(pid)) in ("", "Z"))
+    with launched(KEEPS, *options, "--max-restarts", "0", env=env) as process:
+        assert outcome(process)[0] == 75
+    assert not Path(held).exists()
+    (only,) = (tmp_path / "chosen").glob("*/digest/7")
+    with launched("", *options, env=env) as process:
+        code, _, said = outcome(process)
+    want = f"the last checkpoint of runs/saved is in memory only: move {only} there"
+    assert (code, said[0], only.exists()) == (0, want, True)
+    (tmp_path / "runs/saved/8").mkdir(parents=True)
+    with launched("", *options, env=env) as process:
+        assert outcome(process)[0] == 0
+    assert not [*(tmp_path / "chosen").iterdir()], "the run has gone on without it"
+    shutil.rmtree(*(tmp_path / "tmp").iterdir())  # what the launcher that was killed has left
+
+
+def test_a_folder_is_not_removed_before_it_is_locked(tmp_path, monkeypatch):
+    make, made = memory.tempfile.mkdtemp, []
+
+    def quicker(**options):
+        """Lets another launcher look between the two steps, at first."""
+        made.append(Path(make(**options)))
+        if len(made) == 1:
+            memory._remove_abandoned(tmp_path)
+        return made[-1]
+
+    monkeypatch.setattr(memory.tempfile, "mkdtemp", quicker)
+    folder = memory._new(str(tmp_path))
+    try:
+        memory._remove_abandoned(tmp_path)
+        assert [*tmp_path.iterdir()] == [folder.path] == made[1:]
+    finally:
+        os.close(folder.lock)
 
 
 LOSES = """
