@@ -112,7 +112,7 @@ class Checkpointer:
         self._created: list[Path] = []
         self._unwanted: list[Path] = []  # created folders to remove again in `close`
         self._store: Store | None = None  # of the first process
-        self._memory = Memory(self._folder)
+        self._memory = Memory(self._folder, checkpoints.monitor)
         self._opened = self._job.by_first(self._open)
         self._not_again_before = 0.0
         _ = self._job.places  # asked by all: the first process needs them when it saves
@@ -200,7 +200,7 @@ class Checkpointer:
         own = frozenset(name for name, spec in kept.specs.items() if spec.own)
         logger.info("elche: the checkpoint after %d windows was in memory only.", kept.step)
         try:
-            store.save(kept.step, kept.leaves, own, kept.notes)
+            store.save(kept.step, kept.leaves, own, kept.notes, kept.score)
         except OSError as error:  # it stays in memory
             if self._checkpoints.on_error == "now":
                 raise self._failed(error) from error
@@ -320,7 +320,7 @@ class Checkpointer:
         if again:
             if self._store is not None:  # before the disk, which may fail or hang
                 after = max(self._store.steps, default=-1)
-                self._memory.keep(step, after, content, snapshot.own)
+                self._memory.keep(step, after, content, snapshot.own, score)
             self._one_at_a_time()
         self._step, self._last = step, time.monotonic()
         pipeline.wishes.clear("save")

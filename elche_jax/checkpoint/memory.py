@@ -36,11 +36,12 @@ class Memory:
 
     Args:
         folder: The folder on disk, by which the checkpoint is found again.
+        monitor: Name of the metric of its score.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, monitor: str):
         given = os.environ.get(MEMORY)
-        self._folder = folder
+        self._folder, self._monitor = folder, monitor
         self._place = Path(given, digest(str(folder).encode())) if given else None
         self.step: int | None = None
 
@@ -50,6 +51,7 @@ class Memory:
         after: int,
         content: Callable[[], tuple[Mapping[str, np.ndarray], Mapping[str, Any]]],
         own: frozenset[str],
+        score: float | None,
     ) -> None:
         """Keep a checkpoint, see `Store.save`; an error is logged, as the disk comes next.
 
@@ -58,6 +60,7 @@ class Memory:
             after: The newest checkpoint on disk, -1 if there is none.
             content: Returns the leaves and the notes.
             own: See `Store.save`.
+            score: See `Store.save`.
         """
         if self._place is None:
             return
@@ -71,9 +74,9 @@ class Memory:
                 self.forget(there)
             self._place.mkdir(exist_ok=True)
             (self._place / DESTINATION).write_text(str(self._folder))
-            store = Store(self._place)
+            store = Store(self._place, monitor=self._monitor)
             try:
-                store.save(step, leaves, own, {**notes, AFTER: after})
+                store.save(step, leaves, own, {**notes, AFTER: after}, score)
             finally:
                 store.close()
             self.step = step
@@ -101,7 +104,7 @@ class Memory:
         """
         if self._place is None or max(self.steps, default=-1) <= on_disk:
             return None
-        store = Store(self._place)
+        store = Store(self._place, monitor=self._monitor)
         try:
             saved = store.newest()
         finally:

@@ -47,12 +47,14 @@ class Saved:
         leaves: Arrays by name.
         specs: Descriptions of the arrays by name.
         notes: Further data, as JSON values.
+        score: Score for `keep_best`; None if it has none of the metric that counts.
     """
 
     step: int
     leaves: Mapping[str, np.ndarray]
     specs: Mapping[str, LeafSpec]
     notes: Mapping[str, Any]
+    score: float | None
 
 
 class Store:
@@ -234,10 +236,12 @@ class Store:
 
     def _score(self, step: int) -> float | None:
         try:
-            content = self._manifest(step)
-            return content["score"] if content["monitor"] == self._monitor else None
+            return self._score_in(self._manifest(step))
         except Exception:  # damaged: its score is unknown
             return None
+
+    def _score_in(self, content: Mapping[str, Any]) -> float | None:
+        return content["score"] if content["monitor"] == self._monitor else None
 
     def _damaged(self, step: int, error: Exception) -> DamagedCheckpoint:
         what = shorten(str(error), 160).rstrip(".") or "it is not"
@@ -273,7 +277,7 @@ class Store:
             # orbax by itself returned an array with a flipped bit as if nothing had happened
             if digest(leaves[name]) != spec.digest:
                 raise ValueError(f"leaf {name} has changed")
-        return Saved(step, leaves, specs, content["notes"])
+        return Saved(step, leaves, specs, content["notes"], self._score_in(content))
 
     def _arrays(self, step: int, names: Iterable[str]) -> dict[str, np.ndarray]:
         """Read arrays concurrently, without Orbax: when an array cannot be read, its remaining

@@ -51,7 +51,7 @@ def asked(monkeypatch):
     monkeypatch.setattr(_progress, "_asked", False)
 
 
-def stopped(folder, before=lambda: None, at=AT, **options):
+def stopped(folder, before=lambda: None, at=AT, score=None, **options):
     """Trains until the job is asked to start again, after a window; returns the error."""
     train = CASE.build()
     state = CASE.init(train)
@@ -65,7 +65,7 @@ def stopped(folder, before=lambda: None, at=AT, **options):
             if window.index + 1 == at:
                 before()
                 elche.distributed.request_restart()
-            saver.save(state, window)
+            saver.save(state, window, score=score if window.index + 1 == at else None)
     _progress._asked = False
     assert (ended.value.windows, ended.value.code) == (at, 75)
 
@@ -98,6 +98,33 @@ def test_the_next_run_begins_with_what_did_not_reach_the_disk(memory, saves, tmp
     again, _ = run(CASE, folder, resume="must")
     assert content(again) == content(whole)
     assert not kept(memory)
+
+
+BEST = {"keep_best": 1, "monitor": "accuracy", "mode": "max"}
+
+
+def best(folder):
+    """After how many windows the best checkpoint was written."""
+    train = CASE.build()
+    with elche.Checkpointer(train, elche.Checkpoints(folder, **BEST)) as saver:
+        return int(saver.best(CASE.init(train)).step[0])
+
+
+def test_it_keeps_its_score(memory, saves, tmp_path):
+    folder = tmp_path / "saved"
+    stopped(folder, lambda: saves.update({folder: full}), score=0.9, **BEST)
+    saves.clear()
+    assert restored(folder, **BEST).window == AT
+    assert best(folder) == AT
+
+
+def test_a_score_of_another_metric_is_none(memory, saves, tmp_path):
+    folder = tmp_path / "saved"
+    stopped(folder, lambda: saves.update({folder: full}), score=0.9, **BEST)
+    saves.clear()
+    assert restored(folder, **BEST | {"monitor": "loss"}).window == AT
+    with pytest.raises(ValueError, match="must hold a checkpoint with a score of 'accuracy'"):
+        best(folder)
 
 
 def test_it_is_written_even_if_no_window_is_left(memory, saves, tmp_path):
