@@ -20,6 +20,12 @@ logger = logging.getLogger("elche_jax")
 ROOM = 1.25
 """How much memory must be free for a checkpoint, in its size."""
 
+LIMITS = (
+    ("memory.max", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+"""Files of a control group that say its limit and what is used, in versions 2 and 1."""
+
 AFTER = "after"
 """Name, in its notes, of the newest checkpoint that was on disk when one was kept."""
 
@@ -121,23 +127,31 @@ class Memory:
             shutil.rmtree(self._place, ignore_errors=True)
 
 
-def _room(folder: Path) -> float:
-    """Return the bytes that are free in a folder in memory and in the memory of this job."""
+def _room(folder: Path, root: Path = Path("/")) -> float:
+    """Return the bytes that are free in a folder in memory and in the memory of this job.
+
+    Args:
+        folder: The folder.
+        root: Where `/proc` and `/sys` are.
+    """
     rooms = [float(shutil.disk_usage(folder).free)]
-    with open("/proc/meminfo") as lines:
+    with (root / "proc/meminfo").open() as lines:
         free = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
         rooms += [1024 * float(kib) for kib in free]
     # of the control groups around this process, as Slurm and Kubernetes limit them
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        if line.startswith("0::/"):
-            group = Path("/sys/fs/cgroup", line.removeprefix("0::/"))
-            rooms += [_left(one) for one in (group, *group.parents[: len(group.parts) - 4])]
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "memory" in controllers.split(","):  # none are named in version 2
+            top = root / "sys/fs/cgroup" / controllers
+            group = top / path.lstrip("/")
+            # in a container, what this names may be outside: the top is that of the container then
+            rooms += [_left(one) for one in (group, *group.parents) if one.is_relative_to(top)]
     return min(rooms)
 
 
 def _left(group: Path) -> float:
     """Return the bytes that a control group may still take."""
-    limit, used = group / "memory.max", group / "memory.current"
-    if not limit.exists() or not used.exists() or (most := limit.read_text().strip()) == "max":
-        return float("inf")
-    return float(most) - float(used.read_text())
+    for limit, used in LIMITS:
+        if (group / limit).exists() and (most := (group / limit).read_text().strip()) != "max":
+            return float(most) - float((group / used).read_text())
+    return float("inf")

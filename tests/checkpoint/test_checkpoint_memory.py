@@ -166,17 +166,44 @@ def test_memory_that_is_short_is_no_error(memory, tmp_path, monkeypatch, caplog)
     assert said.endswith("bytes, of which 100 are free'")
 
 
-def test_what_memory_is_free(tmp_path, monkeypatch):
+def test_what_memory_is_free(tmp_path):
     """The folder's own space is one of several limits."""
     assert 0 < module._room(tmp_path) <= shutil.disk_usage(tmp_path).free
-    group = tmp_path / "group"
-    group.mkdir()
-    assert module._left(group) == float("inf")
-    (group / "memory.current").write_text("30\n")
-    (group / "memory.max").write_text("max\n")
-    assert module._left(group) == float("inf")
-    (group / "memory.max").write_text("100\n")
-    assert module._left(group) == 70
+
+
+V2, V1 = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+NO_LIMIT = 9223372036854771712
+"""What version 1 has in place of none."""
+KIB = 1024
+
+
+@pytest.mark.parametrize(
+    ("line", "names", "groups", "room"),
+    [
+        ("0::/job/step", V2, {}, 500 * KIB),  # what the machine has
+        ("0::/job/step", V2, {"job/step": ("max", 30)}, 500 * KIB),
+        ("0::/job/step", V2, {"job/step": (100, 30)}, 70),
+        ("0::/job/step", V2, {"job/step": ("max", 30), "job": (100, 40)}, 60),
+        ("0::/", V2, {"": (100, 30)}, 70),
+        ("5:memory:/job/step", V1, {"memory/job/step": (100, 30)}, 70),
+        ("5:memory:/job", V1, {"memory/job": (NO_LIMIT, 30), "memory": (90, 40)}, 50),
+        ("5:memory:/job", V1, {"memory/job": (NO_LIMIT, 30)}, 500 * KIB),
+        ("5:memory:/outside/job", V1, {"memory": (100, 30)}, 70),  # in a container
+        ("5:cpu,memory:/job", V1, {"cpu,memory/job": (100, 30)}, 70),
+        ("5:memory:/job\n0::/job", V1, {"memory/job": (100, 30)}, 70),  # both versions
+        ("5:cpu:/job\n6:name=a:b:/c", V1, {"cpu/job": (100, 30)}, 500 * KIB),
+    ],
+)
+def test_what_memory_a_control_group_leaves(line, names, groups, room, tmp_path):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"{line}\n")
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 900 kB\nMemAvailable: 500 kB\n")
+    for group, numbers in groups.items():
+        folder = tmp_path / "sys/fs/cgroup" / group
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, number in zip(names, numbers, strict=True):
+            (folder / name).write_text(f"{number}\n")
+    assert module._room(tmp_path, tmp_path) == room
 
 
 def test_another_run_has_a_memory_of_its_own(memory, saves, tmp_path):
