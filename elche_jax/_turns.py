@@ -1,9 +1,19 @@
 """In which order the threads of a process exchange with other processes: in all in the same."""
 
+import logging
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 from weakref import WeakSet
+
+logger = logging.getLogger("elche_jax")
+
+SECOND = (
+    "train: in a job of several processes, one thread of each must train, evaluate and save at a "
+    "time, but a second one does so, too. Their order is not the same in all processes, so "
+    "exchanges of different loops would meet. Do one after the other, or start more jobs."
+)
 
 
 class Averaging(Protocol):
@@ -14,11 +24,53 @@ class Averaging(Protocol):
         ...
 
 
+class OneThread(AbstractContextManager[None]):
+    """Refuses a call of a thread while another thread is in one.
+
+    Args:
+        message: What is said then.
+        for_good: Whether this is logged, and all later calls are refused, too, as what the other
+            thread does cannot be relied on any more.
+
+    Examples:
+        >>> calls = OneThread("one at a time")
+        >>> with calls, calls:  # one call may make another
+        ...     pass
+    """
+
+    def __init__(self, message: str, for_good: bool = False):
+        self._message, self._for_good = message, for_good
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+        self._depth = 0
+        self._refused = False
+
+    def __enter__(self) -> None:
+        own = threading.get_ident()
+        with self._lock:
+            second = self._thread not in (None, own)
+            if second and self._for_good and not self._refused:
+                self._refused = True
+                # said at once: the other one may wait for an exchange that does not come
+                logger.error("elche: %s", self._message)
+            if second or self._refused:
+                raise RuntimeError(self._message)
+            self._thread = own
+            self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._depth -= 1
+            if not self._depth:
+                self._thread = None
+
+
 class Turns:
     """Whose turn it is to exchange with other processes.
 
     What the loop exchanges, another loop's windows included, comes after the windows that were
-    dispatched before. Loops make the same calls in all processes, so that the order is the same.
+    dispatched before. Loops make the same calls in all processes, so that the order is the same:
+    that of one thread. A second one, whose order nobody knows, is refused.
 
     Examples:
         >>> class Windows:
@@ -34,6 +86,15 @@ class Turns:
         self._averaging: WeakSet[Averaging] = WeakSet()
         self._lock = threading.Lock()  # of the set: a weak one is not changed while it is read
         self._thread = threading.local()
+        self._calls = OneThread(SECOND, for_good=True)
+
+    def call(self) -> AbstractContextManager[None]:
+        """Return a context for a call of a loop that exchanges, in a job of several processes.
+
+        Raises:
+            RuntimeError: In the context, if another thread is in such a call.
+        """
+        return nullcontext() if self.in_thread_of_windows else self._calls
 
     @property
     def in_thread_of_windows(self) -> bool:

@@ -44,6 +44,7 @@ BELOW = {
         "_check",
         "_processes",
         "_progress",
+        "_turns",
         "_waiting",
         "averaging",
         "cadence",

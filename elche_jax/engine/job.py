@@ -19,6 +19,7 @@ import numpy as np
 
 from elche_jax import _check as check
 from elche_jax._processes import PROCESSES, ExchangeLost, ProcessLostError, of_process
+from elche_jax._turns import TURNS
 from elche_jax.engine.digests import digest_of_host, digests_of
 from elche_jax.engine.mapped import AXIS, MappedAcross
 
@@ -221,13 +222,13 @@ class Job:
         if self.one_process:
             return row[None]
         while True:  # until no process ends meanwhile
-            with suppress(ExchangeLost):
+            with suppress(ExchangeLost), TURNS.call():
                 return PROCESSES.together(self.leads, lambda: self.members.gathered(row))
 
     def sum(self, row: np.ndarray) -> np.ndarray:
         """Return the sum of an array of the host over processes; all have to call it."""
         while True:  # until no process ends meanwhile
-            with suppress(ExchangeLost):
+            with suppress(ExchangeLost), TURNS.call():
                 return PROCESSES.together(self.leads, lambda: self.members.summed(row))
 
     def gather_rows(self, rows: np.ndarray) -> np.ndarray:

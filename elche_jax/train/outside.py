@@ -1,10 +1,46 @@
-"""Check that JAX can compile and run programs at this point."""
+"""Check that JAX can compile and run programs at this point, and that no other thread does."""
 
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 
 import jax
 from jax.extend import core
+
+from elche_jax._turns import TURNS, OneThread
+from elche_jax.engine.job import Job
+
+ONE_THREAD = (
+    "train: a training step must be used by one thread at a time, but another one is in a call of "
+    "it. Build a step for each."
+)
+
+
+class Calls:
+    """Checks the calls of a training step: outside of transformations, by one thread at a time.
+
+    Args:
+        job: The devices of the step.
+    """
+
+    def __init__(self, job: Job):
+        self._own, self._one_process = OneThread(ONE_THREAD), job.one_process
+
+    @contextmanager
+    def __call__(self, where: str) -> Generator[None]:
+        """Return a context for a call.
+
+        Args:
+            where: The function the user called, for messages.
+
+        Raises:
+            RuntimeError: Another thread is in one.
+            ValueError: See `check_outside`.
+        """
+        check_outside(where)
+        with self._own, nullcontext() if self._one_process else TURNS.call():
+            yield
 
 
 def check_outside(where: str) -> None:

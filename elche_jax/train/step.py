@@ -45,7 +45,7 @@ from elche_jax.train.initial import (
 from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.loading import WINDOW_BYTES, Loading
 from elche_jax.train.options import Options
-from elche_jax.train.outside import check_outside
+from elche_jax.train.outside import Calls
 from elche_jax.train.pipeline import Pipeline
 from elche_jax.train.resume import (
     adopt,
@@ -82,7 +82,7 @@ class TrainStep:
     ):
         self.fleet, self.devices = fleet, fleet.job.devices
         devices = self.devices
-        self._optimizer, self._options = optimizer, options
+        self._optimizer, self._options, self._calls = optimizer, options, Calls(fleet.job)
         rest = rest_of(fleet, cadence)
         self._scheduler = LiveScheduler(
             Controller(cadence, options.guard or NoGuard(), rest=rest), len(devices),
@@ -205,27 +205,27 @@ class TrainStep:
             NonFiniteError, ReplicaMismatch: For a window of the previous run, if the loop
                 left that run early and it is closed; otherwise the next `windows` raises it.
         """
-        check_outside("TrainStep.init")
-        if self._last_pipeline is not None and self._last_pipeline.closed:
-            self.settle()
-        self._runners.release()
-        selection, merge = check_init(self._options, params, model_state)
-        check_same_start(self.fleet.job, params, model_state, as_key(rng))
-        check_merge(self._options, merge)
-        state = initial_state(
-            self._optimizer, params, model_state, rng, self.fleet, selection, self._options,
-            merge,
-        )  # fmt: skip
-        self._initial = StateSpec(shapes_of(state), key_impl_of(rng), selection, merge)
-        self._runners.begin(params, model_state)
-        self._bytes = self._runners.exchanged_bytes(self._initial)
-        self._watch = self._options.finite_watch(self.devices)
-        if self._divergence is not None:
-            self._divergence.end()
-        self._divergence = divergence_reader(self._options, self.devices)
-        self._average = None
-        self._scheduler.restart()
-        return state
+        with self._calls("TrainStep.init"):
+            if self._last_pipeline is not None and self._last_pipeline.closed:
+                self.settle()
+            self._runners.release()
+            selection, merge = check_init(self._options, params, model_state)
+            check_same_start(self.fleet.job, params, model_state, as_key(rng))
+            check_merge(self._options, merge)
+            state = initial_state(
+                self._optimizer, params, model_state, rng, self.fleet, selection, self._options,
+                merge,
+            )  # fmt: skip
+            self._initial = StateSpec(shapes_of(state), key_impl_of(rng), selection, merge)
+            self._runners.begin(params, model_state)
+            self._bytes = self._runners.exchanged_bytes(self._initial)
+            self._watch = self._options.finite_watch(self.devices)
+            if self._divergence is not None:
+                self._divergence.end()
+            self._divergence = divergence_reader(self._options, self.devices)
+            self._average = None
+            self._scheduler.restart()
+            return state
 
     def windows(
         self,
@@ -283,31 +283,31 @@ class TrainStep:
             TypeError: `data` has an unsupported form or is not numeric; `loss_fn` does not
                 return a supported form.
         """
-        check_outside("windows")
-        if self._initial is None:
-            raise RuntimeError(
-                "TrainStep.windows: init must be called before, so that shapes are known."
-            )
-        # before the data are opened: two resident copies need not fit a device's memory
-        self.settle()
-        plan = self._loading.open(
-            "windows", data, batch_size, mask_key=mask_key, placement=placement,
-            window_bytes=window_bytes, epochs=epochs, seed=seed, shuffle=shuffle,
-            drop_last=drop_last,
-        )  # fmt: skip
-        start = plan.start(cursor, self._scheduler.windows)
-        check_same_data(self.fleet.job, plan, start)
-        runner = self._runners.get(self._initial, plan)
-        feed = self._loading.feed(plan, runner, self._scheduler.cadence)
-        pipeline = Pipeline(
-            feed, self._scheduler, start, self._watch, runner, self._cache,
-            divergence=self._divergence, in_flight=in_flight(self._options),
-            compared=runner.replicated(runner.state), timing=self._timing,
-            pending=self._options.pending, verifies=self._options.verify_every is not None,
-        )  # fmt: skip
-        self._last_pipeline = pipeline
-        self._scheduler.on_start(names_of(self.devices), start.window, *self._bytes)
-        return Windows(pipeline, self._pipelines)
+        with self._calls("windows"):
+            if self._initial is None:
+                raise RuntimeError(
+                    "TrainStep.windows: init must be called before, so that shapes are known."
+                )
+            # before the data are opened: two resident copies need not fit a device's memory
+            self.settle()
+            plan = self._loading.open(
+                "windows", data, batch_size, mask_key=mask_key, placement=placement,
+                window_bytes=window_bytes, epochs=epochs, seed=seed, shuffle=shuffle,
+                drop_last=drop_last,
+            )  # fmt: skip
+            start = plan.start(cursor, self._scheduler.windows)
+            check_same_data(self.fleet.job, plan, start)
+            runner = self._runners.get(self._initial, plan)
+            feed = self._loading.feed(plan, runner, self._scheduler.cadence)
+            pipeline = Pipeline(
+                feed, self._scheduler, start, self._watch, runner, self._cache,
+                divergence=self._divergence, in_flight=in_flight(self._options),
+                compared=runner.replicated(runner.state), timing=self._timing,
+                pending=self._options.pending, verifies=self._options.verify_every is not None,
+            )  # fmt: skip
+            self._last_pipeline = pipeline
+            self._scheduler.on_start(names_of(self.devices), start.window, *self._bytes)
+            return Windows(pipeline, self._pipelines)
 
     def __call__(
         self, state: TrainState, window: Window
@@ -336,19 +336,19 @@ class TrainStep:
             NonFiniteError: An earlier window's gradient was not finite.
             ProcessLostError: Another process of the job has ended, and the job cannot go on.
         """
-        check_outside("train")
-        pipeline = self.pipeline_of(window, "train")
-        self._check_state(state, "train")
-        trained = None
-        while trained is None:
-            state, window = pipeline.present(state, window, pipeline.runner)
-            # if an exchange is lost, the state is as before the window, which is run again
-            with suppress(ExchangeLost):
-                trained = self._train(pipeline, state, window)
-        # a Ctrl-C in a host callback would be swallowed by the runtime, so it is raised here
-        if self._options.emulate is not None:
-            self._options.emulate.settle()
-        return trained
+        with self._calls("train"):
+            pipeline = self.pipeline_of(window, "train")
+            self._check_state(state, "train")
+            trained = None
+            while trained is None:
+                state, window = pipeline.present(state, window, pipeline.runner)
+                # if an exchange is lost, the state is as before the window, which is run again
+                with suppress(ExchangeLost):
+                    trained = self._train(pipeline, state, window)
+            # a Ctrl-C in a host callback would be swallowed by the runtime, so it is raised here
+            if self._options.emulate is not None:
+                self._options.emulate.settle()
+            return trained
 
     def _train(
         self, pipeline: Pipeline[WindowRunner], state: TrainState, window: Window
@@ -411,14 +411,14 @@ class TrainStep:
             TypeError: `state` is not a training state on the devices.
             ValueError: A leaf was donated to an earlier call.
         """
-        check_outside("TrainStep.average")
-        self._check_state(state, "TrainStep.average")
-        averaging = self._options.averaging
-        if averaging is None or self._initial is None:
-            return unreplicate(state.params)
-        if self._average is None:
-            self._average = parameter_averager(self.fleet, averaging, self._initial.selection)
-        return unreplicate(self._average(state))
+        with self._calls("TrainStep.average"):
+            self._check_state(state, "TrainStep.average")
+            averaging = self._options.averaging
+            if averaging is None or self._initial is None:
+                return unreplicate(state.params)
+            if self._average is None:
+                self._average = parameter_averager(self.fleet, averaging, self._initial.selection)
+            return unreplicate(self._average(state))
 
     def common(self, state: TrainState) -> TrainState:
         """Return the part of a state that is equal on all devices; the rest is None or left out.

@@ -7,7 +7,7 @@ import pytest
 from test_averaging_exchange import AVERAGE, Setup
 from waits import eventually
 
-from elche_jax._turns import TURNS
+from elche_jax._turns import SECOND, TURNS, Turns
 from elche_jax.engine.survey import Survey
 from elche_jax.train.across import unmeasured_rows
 
@@ -95,3 +95,39 @@ def test_nobody_waits_for_a_thread_that_has_ended(job, noted, how):
     else:
         one.coordinator.end()
     assert ended(loop) and noted == ["the loop's"]
+
+
+def refused(turns):
+    """What a thread is told that begins a call."""
+    said = []
+
+    def call():
+        try:
+            with turns.call():
+                said.append(None)
+        except RuntimeError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert ended(thread)
+    return said[0]
+
+
+def test_a_second_thread_is_refused_and_then_all(caplog):
+    turns = Turns()
+    with turns.call(), turns.call():
+        turns.of_windows(lambda: turns.call().__enter__())  # the thread of a loop
+        assert refused(turns) == refused(turns) == SECOND
+    assert caplog.messages == [f"elche: {SECOND}"], "at once, and once"
+    with pytest.raises(RuntimeError, match="one thread of each"), turns.call():
+        pass
+
+
+def test_threads_one_after_the_other_are_not_refused():
+    turns = Turns()
+    with turns.call():
+        pass
+    assert refused(turns) is None
+    with turns.call():
+        pass

@@ -15,6 +15,7 @@ from marks import slow
 from reference import data, loss_fn, params
 
 import elche_jax as elche
+from elche_jax._turns import SECOND
 
 FLEET = (2, 1)
 WITHOUT_ROWS = [
@@ -305,3 +306,8 @@ def test_devices_of_one_process_only(said):
             "ValueError: build_train_step: devices must hold devices of every process of the job, "
             f"got none of process {1 - at}."
         )
+
+
+def test_a_second_thread_that_trains_is_refused_in_all_processes():
+    for said in jobs.run("two_threads.py", (1, 1)):
+        assert said == {"second": SECOND, "first": SECOND}

@@ -1,5 +1,7 @@
 """Calls inside of what JAX transforms, and without its compiler: refused in words."""
 
+import threading
+
 import jax
 import numpy as np
 import pytest
@@ -61,3 +63,31 @@ def test_a_state_that_a_transformation_has_in_hand():
         jax.jit(lambda state: train(state, window))(state)
     state, _ = train(state, window)
     assert int(state.step[0]) == 1
+
+
+def test_a_step_is_used_by_one_thread_at_a_time(monkeypatch):
+    """Two that train with the buffers of one step crashed."""
+    train = build()
+    state, said = train.init(PARAMS), []
+
+    def second():
+        for call in (lambda: train.init(PARAMS), lambda: train.windows(data(), 4)):
+            with pytest.raises(RuntimeError, match="by one thread at a time") as found:
+                call()
+            said.append(found)
+
+    def meanwhile(*arguments):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+        return inner(*arguments)
+
+    with train.windows(data(), 4) as windows:
+        inner = train._train
+        monkeypatch.setattr(train, "_train", meanwhile)
+        train(state, next(windows))
+    assert len(said) == 2
+    third = threading.Thread(target=lambda: said.append(train.init(PARAMS)))
+    third.start()
+    third.join()
+    assert len(said) == 3, "one after the other they may"
