@@ -100,4 +100,6 @@ def test_over_a_slow_link_windows_grow_and_advice_is_diloco_with_int8():
     assert min(advice["elche"]["counts"]) == 200
     assert advice["local_steps"]["name"] == "DiLoCo, int8"
     assert "The link is slow: exchanges take" in one["text"]
-    assert min(one["counts"][-1]) > 20  # the anchor, 2, follows the time of the exchange
+    # the anchor follows the time of the exchange: the slower device begins with 2 microbatches; how
+    # many it has at the end depends on how long other work makes the steps
+    assert min(one["counts"][0]) == 2 < min(one["counts"][-1])
