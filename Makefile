@@ -11,6 +11,8 @@ WORKERS := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # Most of a suite's time goes into compiling: these programs are compiled quickly. With QUICKLY= on
 # the command line they are those that users have.
 QUICKLY := JAX_DISABLE_MOST_OPTIMIZATIONS=1
+# Tests start a hundred processes that import the package: where this is set, each compiles it anew.
+export PYTHONDONTWRITEBYTECODE :=
 PIP := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: help demo test test-all test-newest bench lint format types

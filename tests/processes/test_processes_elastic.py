@@ -87,23 +87,28 @@ def check(folder, alone, out, sizes, repeated=()):
             np.testing.assert_allclose(end[name], leaf, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("how", ["loop", slow("fit")])
-def test_three_processes_then_two_then_four(how, alone, tmp_path):
+@pytest.mark.parametrize(
+    ("how", "sizes"), [("loop", (1, 2)), slow("loop", (3, 2, 4)), slow("fit", (3, 2, 4))]
+)
+def test_as_many_processes_as_are_wanted(how, sizes, alone, tmp_path):
     number = tmp_path / "number"
-    options = "-n", "3", "--elastic", "2:4", "--number-file", number
-    with launched(how, tmp_path, *options, pauses=[4, 15]) as job:
-        for window, wanted in ((4, 2), (15, 4)):
+    options = "-n", sizes[0], "--elastic", f"{min(sizes)}:{max(sizes)}", "--number-file", number
+    windows = [4, 15][: len(sizes) - 1]
+    with launched(how, tmp_path, *options, pauses=windows) as job:
+        for window, wanted in zip(windows, sizes[1:], strict=True):
             eventually(lambda at=window: [*tmp_path.glob(f"at-{at}-*")], 120)
             number.write_text(f"{wanted}\n")
             eventually(lambda n=wanted: f"{n} processes are wanted ({number})" in job.said)
             (tmp_path / f"go-{window}").touch()
         assert job.ended() == 0, "".join(job.err)
-    assert [line for line in job.said if "generation" in line] == [
-        "generation 1: 3 processes", "generation 2: 2 processes, resuming",
-        "generation 3: 4 processes, resuming",
-    ]  # fmt: skip
-    check(tmp_path, alone, job.out, [3, 2, 4])
-    assert "".join(job.err).count(KNOWN) == 2, "once in each generation that resumed"
+    begun = [
+        f"generation {number}: {size} process{'es' if size > 1 else ''}"
+        for number, size in enumerate(sizes, 1)
+    ]
+    begun[1:] = [f"{line}, resuming" for line in begun[1:]]
+    assert [line for line in job.said if "generation" in line] == begun
+    check(tmp_path, alone, job.out, [*sizes])
+    assert "".join(job.err).count(KNOWN) == len(sizes) - 1, "once in each that resumed"
 
 
 @pytest.mark.slow

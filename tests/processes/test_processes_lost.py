@@ -93,7 +93,8 @@ def test_every_rule(rule):
     check(run(fleet, rule, ELCHE, p1=("exchange", 6)), fleet, rule, [1])
 
 
-@pytest.mark.parametrize("rule", ["mean gradient", *map(slow, ["averaging", "diloco", "int8"])])
+@pytest.mark.slow  # `make test` has one kill: that of the test above
+@pytest.mark.parametrize("rule", ["mean gradient", "averaging", "diloco", "int8"])
 def test_the_others_go_on_with_an_exchange_on_the_host(rule):
     fleet = (2, 1, 1)
     check(run(fleet, rule, TOTAL, "host", p1=("average", 7)), fleet, rule, [1])
@@ -157,7 +158,8 @@ def test_at_a_random_moment(seed):
     check(said, fleet, "mean gradient", [2])
 
 
-@pytest.mark.parametrize("rule", ["mean gradient", *map(slow, ["averaging", "diloco"])])
+@pytest.mark.slow  # in `make test` a training step goes on
+@pytest.mark.parametrize("rule", ["mean gradient", "averaging", "diloco"])
 def test_a_trainer_goes_on_and_saves(rule, tmp_path):
     first, second, _ = jobs.run("losing_trainer.py", (1, 1, 1), rule, tmp_path, "dies", killed=[2])
     assert first["history"] == second["history"] and len(first["history"]) == 2

@@ -5,16 +5,15 @@ import jobs
 import numpy as np
 import pytest
 from evaluated import BATCH, ROWS, SIZE, W, apply_fn, metric_fn
-from marks import slow
 
 import elche_jax as elche
 
 LOST = "process 2 (device 2) ended before window {} was complete; 2 of 3 devices are left."
+pytestmark = pytest.mark.slow  # `make test` has one kill, while a job trains
 MOMENTS = [
-    ("evaluate", "read", 30), *map(lambda row: slow(*row), [
-        ("evaluate", "read", 1), ("predict", "read", 30), ("evaluate", "told", 1),
-        ("evaluate", "told", 2), ("predict", "told", 3), ("evaluate", "told", 4),
-    ])
+    ("evaluate", "read", 30), ("evaluate", "read", 1), ("predict", "read", 30),
+    ("evaluate", "told", 1), ("evaluate", "told", 2), ("predict", "told", 3),
+    ("evaluate", "told", 4),
 ]  # fmt: skip
 
 
@@ -53,7 +52,6 @@ def test_the_others_share_out_the_rows(what, moment, number):
     )
 
 
-@pytest.mark.slow
 def test_an_iterable_cannot_be_evaluated_again():
     first, second, _ = jobs.run("losing_sweep.py", (1, 1, 1), "iterable", "told", 4, killed=[2])
     assert first == second
