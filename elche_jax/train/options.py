@@ -11,7 +11,7 @@ from elche_jax.averaging.rules import AveragingRule, MeanGradient
 from elche_jax.cadence.guards import Guard
 from elche_jax.config import Recorder
 from elche_jax.engine.digests import settings_of
-from elche_jax.engine.host.coordinator import Limits
+from elche_jax.engine.host.limits import Limits
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.merge import Merge
 from elche_jax.engine.precision import Precision

@@ -11,8 +11,9 @@ from waits import eventually
 
 import elche_jax as elche
 from elche_jax.engine.host.average import HostAverage
-from elche_jax.engine.host.coordinator import Coordinator, Limits, OpenWindow
+from elche_jax.engine.host.coordinator import Coordinator, OpenWindow
 from elche_jax.engine.host.exchange import LiveExchange
+from elche_jax.engine.host.limits import Limits
 from elche_jax.engine.host.program import Delivery
 from elche_jax.engine.merge import MergeRules
 from elche_jax.engine.reduce import Contribution, Reduction

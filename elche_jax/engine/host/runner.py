@@ -8,60 +8,39 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from elche_jax.engine.accumulators import zeros
-from elche_jax.engine.axis import DeviceAxis
 from elche_jax.engine.compile_cache import CompileCache
-from elche_jax.engine.fetch import CallArgs, Payload
+from elche_jax.engine.fetch import Payload
 from elche_jax.engine.host.average import HostAverage
+from elche_jax.engine.host.compiled import Programs
 from elche_jax.engine.host.coordinator import (
     Coordinator,
-    Counts,
     Done,
     Failed,
     Learned,
-    Limits,
     OpenWindow,
     Outcome,
 )
 from elche_jax.engine.host.exchange import LiveExchange
+from elche_jax.engine.host.limits import Counts, Limits
 from elche_jax.engine.host.program import Delivery, HostProgram
 from elche_jax.engine.host.session import Begun, Session
 from elche_jax.engine.lane import Fleet
 from elche_jax.engine.laned import StackedArray, entries_of
 from elche_jax.engine.loop import Seconds
-from elche_jax.engine.mapped import PerDeviceJit
 from elche_jax.engine.reduce import Mean
 from elche_jax.engine.replicas import is_stacked, replicate
 from elche_jax.engine.runner import Call, Launch, Program, WindowRunner
-from elche_jax.engine.shapes import one_of, stacked
-from elche_jax.engine.state import (
-    AveragingState,
-    PendingUpdate,
-    TrainState,
-    with_averaging,
-)
+from elche_jax.engine.shapes import one_of
+from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState, with_averaging
 
 PyTree = Any
-_FLAG = jax.ShapeDtypeStruct((), jnp.bool_)
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """Shapes of the arguments of one device's programs, leaves `(1, ...)`."""
-
-    reads: TrainState
-    thin: TrainState
-    carried: PyTree
-    means: list[Mean]
-    pending: PendingUpdate
 
 
 class HostRunner(WindowRunner):
@@ -94,43 +73,17 @@ class HostRunner(WindowRunner):
             self._seconds = lambda step, at, count: seconds(step, ranks[at], count)
         selection = program.rule.work.selection
         self._split, self._join = selection.split, selection.join
-        devices = fleet.devices
-        self._accumulate = PerDeviceJit(program.accumulate, devices, donate=(1,))
-        # no donation: devices that run ahead apply means to the state that the user still has
-        self._deliver, self._apply = (
-            [PerDeviceJit(partial(fn, part), devices, donate=()) for part in self._parts]
-            for fn in (program.deliver, program.apply)
-        )
-        one = one_of(state)
-        carried = jax.eval_shape(program.zeros, one)
+        self._compiled = Programs(program, fleet, cache, state, limits, self._number)
         self._averaging = HostAverage(
-            program.rule.reduction(one), None if fleet.job.one_process else fleet.job, limits.ahead
+            program.rule.reduction(one_of(state)),
+            None if fleet.job.one_process else fleet.job,
+            limits.ahead,
         )
-        thin = self._thin(one)
-
-        def reduced(part: int, state: TrainState, carried: PyTree) -> Any:
-            (_, pending, delivery), _ = program.deliver(part, state, carried, False, True)
-            # with one device, so that nothing is exchanged; shapes do not depend on their number
-            return pending, *self._averaging.reduction(DeviceAxis(1), delivery.contribution, 0)
-
-        made = [jax.eval_shape(partial(reduced, part), thin, carried) for part in self._parts]
-        pending, _, metrics = made[0]
-        means = [mean for _, mean, _ in made]
-        # the metrics before the first average
-        self._no_metrics: dict[str, Any] = {
-            name: np.full((fleet.job.world_size,) * len(like.shape), np.nan, np.float32)
-            for name, like in metrics.items()
-        }
-        self._no_metrics["finite"] = np.bool_(True)
-        self._shapes = Shapes(
-            *(stacked(tree, 1) for tree in (program.reads(one), thin, carried, means, pending))
-        )
-        self._local_shape = carried
         self._locals: list[PyTree] = []
         self._left: Session | None = None
         # False and True on every device, which are never donated
         bools = [np.zeros(1, bool), np.ones(1, bool)]
-        self._flags = [jax.device_put(bools, device) for device in devices]
+        self._flags = [jax.device_put(bools, device) for device in fleet.devices]
 
     def watch(
         self, done: Done, learned: Learned, failed: Failed, limits: Limits | None = None
@@ -148,12 +101,12 @@ class HostRunner(WindowRunner):
     def begin(self, calls: Sequence[Call]) -> None:
         """See `FleetRunner.begin`."""
         for call in calls:
-            self._get(self._programs(call.payload))
-        for part in self._parts:
-            self._get(self._delivering(part))
+            self._compiled.get(self._programs(call.payload))
+        for part in self._compiled.parts:
+            self._compiled.get(self._compiled.delivering(part))
             # devices that run ahead may meet any of these numbers in the middle of a run
-            for later in self._laters():
-                self._get(self._applying(part, later))
+            for later in self._compiled.laters():
+                self._compiled.get(self._compiled.applying(part, later))
         self._locals = self._local_steps()
         self.begun = True
 
@@ -234,7 +187,7 @@ class HostRunner(WindowRunner):
         exchange.session = session
         # the programs donate no state, so it is given up here
         if not session.absent:  # with absent devices, the new state shares arrays with the old
-            for leaf in jax.tree.leaves(self._thin(state)):
+            for leaf in jax.tree.leaves(self._compiled.thin(state)):
                 leaf.delete()
         metrics = jax.device_put(session.metrics, self.fleet.devices[session.present[0]])
         metrics |= reports
@@ -262,7 +215,7 @@ class HostRunner(WindowRunner):
         # over lanes, one device may hold what all have
         state = self.fleet.restack(jax.tree.map(self._on_devices, state))
         ranks = range(len(self))
-        thin, frozen = self._thin(state), (self._split(state.params)[1], state.key)
+        thin, frozen = self._compiled.thin(state), (self._split(state.params)[1], state.key)
         parts = [entries_of(thin, rank) for rank in ranks]
         step = None
         while step is None:  # from the first device that is ready, as one of them may hang
@@ -270,7 +223,7 @@ class HostRunner(WindowRunner):
             time.sleep(0 if step is not None else 1e-3)
         finite = [self._flags[rank][True] for rank in ranks]
         rest = [entries_of(frozen, rank) for rank in ranks]
-        return Session(parts, rest, int(np.asarray(step)[0]), finite, self._no_metrics)
+        return Session(parts, rest, int(np.asarray(step)[0]), finite, self._compiled.no_metrics)
 
     def _dispatch(
         self, session: Session, window: OpenWindow, calls: Sequence[Call], counts: Counts,
@@ -281,7 +234,7 @@ class HostRunner(WindowRunner):
         ranks = session.present
         reads = {rank: self._program.reads(self._full(session, rank)) for rank in ranks}
         for call in calls:
-            programs = self._get(self._programs(call.payload))
+            programs = self._compiled.get(self._programs(call.payload))
             for rank in ranks:
                 call_args = entries_of(call.call_args, rank)
                 payload = entries_of(call.payload, rank)
@@ -290,8 +243,8 @@ class HostRunner(WindowRunner):
                 )
         deliveries: list[Delivery | None] = [None] * len(self)
         pending: list[PendingUpdate | None] = [None] * len(self)
-        part, before = session.step % len(self._parts), list(session.parts)
-        programs = self._get(self._delivering(part))
+        part, before = session.step % len(self._compiled.parts), list(session.parts)
+        programs = self._compiled.get(self._compiled.delivering(part))
         for rank in ranks:
             flag, finite = self._flags[rank][catch_up], session.finite[rank]
             (state, done, delivery), _ = programs[rank](before[rank], locals_[rank], flag, finite)
@@ -340,7 +293,7 @@ class HostRunner(WindowRunner):
         later = [window for window in session.begun if window.pending[rank] is not None]
         pending = [window.pending[rank] for window in later]
         own = done.pending[rank] or self._nothing(session, rank)
-        apply = self._get(self._applying(done.part, len(later)))[rank]
+        apply = self._compiled.get(self._compiled.applying(done.part, len(later)))[rank]
         before = state if self.limits.ahead else done.before[rank]
         (state, finite), _ = apply(before, state, mean, own, pending, finite)
         session.parts[rank], session.finite[rank] = state, finite
@@ -351,7 +304,7 @@ class HostRunner(WindowRunner):
         if rule.late:
             now = rule.merge.of_sent(session.parts[rank].model_state)
             changes = rule.merge_rules.unchanged(now)
-        progress = jax.tree.map(zeros, self._shapes.pending.progress)
+        progress = jax.tree.map(zeros, self._compiled.shapes.pending.progress)
         update = PendingUpdate(progress, np.zeros(1, np.float32), np.ones(1, bool), changes)
         return jax.device_put(update, self.fleet.devices[rank])
 
@@ -393,12 +346,6 @@ class HostRunner(WindowRunner):
 
     # -- states: whole, and what the programs of a device take of them ----------------
 
-    def _thin(self, state: TrainState) -> TrainState:
-        """Drop frozen parameters, the key, and pending windows, which exist only in runs without
-        the host."""
-        state = with_averaging(state, pending=())
-        return state.replace(params=self._split(state.params)[0], key=None)
-
     def _full(self, session: Session, rank: int) -> TrainState:
         part, (frozen, key) = session.parts[rank], session.frozen[rank]
         return part.replace(params=self._join(part.params, frozen), key=key)
@@ -417,52 +364,11 @@ class HostRunner(WindowRunner):
 
     def _local_steps(self) -> list[PyTree]:
         """Return the devices' carries: those of the last window, or zeros."""
-        none = jax.tree.map(zeros, self._local_shape)
+        none = jax.tree.map(zeros, self._compiled.local)
         return self._locals or [replicate(none, [device]) for device in self.fleet.devices]
 
-    # -- programs --------------------------------------------------------------------
-
     def _programs(self, payload: Payload) -> list[Program]:
-        data = stacked(one_of(payload), 1)
-        call_args = CallArgs(jax.ShapeDtypeStruct((1, CallArgs.WIDTH), jnp.int32))
-        args = (self._shapes.reads, self._shapes.carried, data, call_args)
-        return self._each(self._accumulate, ("host accumulate", payload.signature), *args)
-
-    def _delivering(self, part: int) -> list[Program]:
-        flag, shapes = stacked(_FLAG, 1), self._shapes
-        args = (shapes.thin, shapes.carried, flag, flag)
-        return self._each(self._deliver[part], ("host deliver", part), *args)
-
-    def _applying(self, part: int, later: int) -> list[Program]:
-        thin, pending, flag = self._shapes.thin, self._shapes.pending, stacked(_FLAG, 1)
-        args = (thin, thin, self._shapes.means[part], pending, [pending] * later, flag)
-        return self._each(self._apply[part], ("host apply", part, later), *args)
-
-    def _each(self, fn: PerDeviceJit, key: tuple[Any, ...], *args: PyTree) -> list[Program]:
-        """Return the programs of all devices, with how to compile them."""
-        kind, *rest = key
-        return [
-            ((kind, self._number, rank, *rest), partial(fn.compile, rank, *args))
-            for rank in range(len(self))
-        ]
-
-    def _get(self, programs: list[Program]) -> list[Any]:
-        """Compile programs, two at a time."""
-        first = self._cache.get(*programs[0])
-        for one in programs[1:]:
-            self._cache.prepare(*one)
-        return [first, *(self._cache.get(*one) for one in programs[1:])]
-
-    @property
-    def _parts(self) -> range:
-        """Indices of the parts of the parameters, which are exchanged in turn."""
-        return range(self._program.rule.parts)
-
-    def _laters(self) -> Sequence[int]:
-        """Return how many later windows there may be when a mean is applied."""
-        if not self.limits.ahead:
-            return (0,)
-        return range(self.limits.in_flight) if self.limits.delay is None else (self.limits.delay,)
+        return self._compiled.accumulating(payload)
 
 
 def _ignore(*_: Any) -> None:

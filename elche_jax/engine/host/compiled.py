@@ -1,0 +1,140 @@
+"""The compiled programs of windows that are averaged on the host, for each device on its own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from elche_jax.engine.axis import DeviceAxis
+from elche_jax.engine.compile_cache import CompileCache
+from elche_jax.engine.fetch import CallArgs, Payload
+from elche_jax.engine.host.limits import Limits
+from elche_jax.engine.host.program import HostProgram
+from elche_jax.engine.lane import Fleet
+from elche_jax.engine.mapped import PerDeviceJit
+from elche_jax.engine.reduce import Mean
+from elche_jax.engine.runner import Program
+from elche_jax.engine.shapes import one_of, stacked
+from elche_jax.engine.state import PendingUpdate, TrainState, with_averaging
+
+PyTree = Any
+_FLAG = jax.ShapeDtypeStruct((), jnp.bool_)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Shapes of the arguments of one device's programs, leaves `(1, ...)`."""
+
+    reads: TrainState
+    thin: TrainState
+    carried: PyTree
+    means: list[Mean]
+    pending: PendingUpdate
+
+
+class Programs:
+    """Compiles the programs of every device, and keeps their shapes.
+
+    Attributes:
+        shapes: Shapes of their arguments.
+        local: Shapes of a device's carry, without the leading axis.
+        no_metrics: The metrics before the first average.
+        parts: Indices of the parts of the parameters, which are exchanged in turn.
+
+    Args:
+        program: The functions of a window.
+        fleet: The devices.
+        cache: Compiled programs.
+        state: Shapes of the stacked state.
+        limits: How far devices may run ahead.
+        number: Tells the programs of this runner from those of others.
+    """
+
+    def __init__(
+        self, program: HostProgram, fleet: Fleet, cache: CompileCache, state: TrainState,
+        limits: Limits, number: int,
+    ):  # fmt: skip
+        self._cache, self._limits, self._number, self._program = cache, limits, number, program
+        self._split = program.rule.work.selection.split
+        self.parts, devices = range(program.rule.parts), fleet.devices
+        self._world_size = len(devices)
+        self._accumulate = PerDeviceJit(program.accumulate, devices, donate=(1,))
+        # no donation: devices that run ahead apply means to the state that the user still has
+        self._deliver, self._apply = (
+            [PerDeviceJit(partial(fn, part), devices, donate=()) for part in self.parts]
+            for fn in (program.deliver, program.apply)
+        )
+        self.shapes, metrics = self._shapes_of(one_of(state))
+        self.no_metrics: dict[str, Any] = {
+            name: np.full((fleet.job.world_size,) * len(like.shape), np.nan, np.float32)
+            for name, like in metrics.items()
+        }
+        self.no_metrics["finite"] = np.bool_(True)
+
+    def _shapes_of(self, one: TrainState) -> tuple[Shapes, dict[str, Any]]:
+        """Return the shapes of all arguments, and of the metrics."""
+        program = self._program
+        self.local = carried = jax.eval_shape(program.zeros, one)
+        reduction, thin = program.rule.reduction(one), self.thin(one)
+
+        def reduced(part: int, state: TrainState, carried: PyTree) -> Any:
+            (_, pending, delivery), _ = program.deliver(part, state, carried, False, True)
+            # with one device, so that nothing is exchanged; shapes do not depend on their number
+            return pending, *reduction(DeviceAxis(1), delivery.contribution, 0)
+
+        made = [jax.eval_shape(partial(reduced, part), thin, carried) for part in self.parts]
+        pending, _, metrics = made[0]
+        means = [mean for _, mean, _ in made]
+        trees = (program.reads(one), thin, carried, means, pending)
+        return Shapes(*(stacked(tree, 1) for tree in trees)), metrics
+
+    def thin(self, state: TrainState) -> TrainState:
+        """Drop frozen parameters, the key, and pending windows, which exist only in runs without
+        the host."""
+        state = with_averaging(state, pending=())
+        return state.replace(params=self._split(state.params)[0], key=None)
+
+    def accumulating(self, payload: Payload) -> list[Program]:
+        """Return the programs that run microbatches of data of these shapes."""
+        data = stacked(one_of(payload), 1)
+        call_args = CallArgs(jax.ShapeDtypeStruct((1, CallArgs.WIDTH), jnp.int32))
+        args = (self.shapes.reads, self.shapes.carried, data, call_args)
+        return self._each(self._accumulate, ("host accumulate", payload.signature), *args)
+
+    def delivering(self, part: int) -> list[Program]:
+        """Return the programs that end a window in which a part is exchanged."""
+        flag, shapes = stacked(_FLAG, 1), self.shapes
+        args = (shapes.thin, shapes.carried, flag, flag)
+        return self._each(self._deliver[part], ("host deliver", part), *args)
+
+    def applying(self, part: int, later: int) -> list[Program]:
+        """Return the programs that apply a mean when there are so many later windows."""
+        thin, pending, flag = self.shapes.thin, self.shapes.pending, stacked(_FLAG, 1)
+        args = (thin, thin, self.shapes.means[part], pending, [pending] * later, flag)
+        return self._each(self._apply[part], ("host apply", part, later), *args)
+
+    def _each(self, fn: PerDeviceJit, key: tuple[Any, ...], *args: PyTree) -> list[Program]:
+        """Return the programs of all devices, with how to compile them."""
+        kind, *rest = key
+        return [
+            ((kind, self._number, rank, *rest), partial(fn.compile, rank, *args))
+            for rank in range(self._world_size)
+        ]
+
+    def get(self, programs: list[Program]) -> list[Any]:
+        """Compile programs, two at a time."""
+        first = self._cache.get(*programs[0])
+        for one in programs[1:]:
+            self._cache.prepare(*one)
+        return [first, *(self._cache.get(*one) for one in programs[1:])]
+
+    def laters(self) -> Sequence[int]:
+        """Return how many later windows there may be when a mean is applied."""
+        if not self._limits.ahead:
+            return (0,)
+        delay = self._limits.delay
+        return range(self._limits.in_flight) if delay is None else (delay,)
