@@ -17,7 +17,6 @@ from elche_jax.data.reader import Reader
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.host.coordinator import Outcome
 from elche_jax.engine.job import Measured
-from elche_jax.engine.replicas import ReplicaMismatch, mismatch
 from elche_jax.engine.runner import FleetRunner, Launch, WindowRunner
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.survey import Survey
@@ -33,6 +32,7 @@ from elche_jax.train.lost import TakeOver
 from elche_jax.train.run_errors import RunErrors
 from elche_jax.train.telling import Telling
 from elche_jax.train.timing import Timing
+from elche_jax.train.window_checks import WindowChecks
 from elche_jax.train.wishes import Wishes
 
 PyTree = Any
@@ -101,7 +101,7 @@ class Pipeline(Generic[R]):
         self._feed, self._scheduler, self._cache = feed, scheduler, cache
         self._start, self._in_flight = start, in_flight
         self._watch, self._divergence, self.runner = watch, divergence, runner
-        self._compared, self._timing = compared, timing or Timing(always=True)
+        self._timing = timing or Timing(always=True)
         self._job = feed.fleet.job
         self._telling = Telling(self._job, feed.fleet.world_size, pending > 0, verifies)
         # whether windows end in an exchange with other processes, in which times travel
@@ -122,12 +122,12 @@ class Pipeline(Generic[R]):
         self._dispatches = 0
         self._flights: dict[int, InFlight] = {}  # by number of the dispatch
         self.errors = RunErrors(self._changed, self._job)
-        self._finite = FiniteCheck(watch, scheduler, self.errors)
-        self._take_over = TakeOver(feed, scheduler, self._finite, pending)
+        finite = FiniteCheck(watch, scheduler, self.errors)
+        self._checks = WindowChecks(finite, self._telling, self.errors, feed.fleet, compared)
+        self._take_over = TakeOver(feed, scheduler, finite, pending)
         self._watching: int | None = None  # the thread that records a window
         self.trained: int | None = None
         self.closed = False
-        self._unchecked: list[InFlight] = []  # in flight when the run was closed, or later
         self._without_times: dict[int, InFlight] = {}  # complete, except for a late device
         self._completing: int | None = None
         self.clock: Clock | None = None
@@ -290,7 +290,7 @@ class Pipeline(Generic[R]):
     def _admit(self, window: Window) -> None:
         """Wait until a window may be dispatched, and take it."""
         if self.closed:
-            self._check_windows(keep=self._in_flight)
+            self._checks.settle(keep=self._in_flight)
         assert self.clock is not None  # set before any window is handed out
         self.clock.wait(self._changed, lambda: self._over or len(self._flights) < self._in_flight)
         with self._changed:
@@ -315,7 +315,7 @@ class Pipeline(Generic[R]):
         launch = flight.launch
         with self._changed:
             if self.closed:  # there are no watcher threads anymore
-                self._unchecked.append(flight)
+                self._checks.unwatched(flight)
                 return
             self._flights[launch.number] = flight
         assert self.clock is not None  # set before any window is handed out
@@ -334,7 +334,7 @@ class Pipeline(Generic[R]):
 
     def settle(self) -> None:
         """Raise an error of the windows that the loop has not seen, before a new run begins."""
-        self._check_windows(keep=0)
+        self._checks.settle()
         self._tell_rest()
         if not self.errors.raised:
             self.errors.release(None)
@@ -365,16 +365,11 @@ class Pipeline(Generic[R]):
             # those of a host exchange are dropped, as they were not averaged
             if self.clock is None or not self.clock.ends_windows:
                 flights = self._flights.items()
-                self._unchecked += [flight for n, flight in flights if n != self._completing]
+                self._checks.unwatched(*(one for n, one in flights if n != self._completing))
             self._flights.clear()
             self._changed.notify_all()
         if self.clock is not None:
             self.clock.close()
-
-    def _check_windows(self, keep: int) -> None:
-        """Check the windows that no thread watched, except for the last `keep`."""
-        while len(self._unchecked) > keep:
-            self._check_window(self._unchecked.pop(0))
 
     # -- the watcher threads ---------------------------------------------------------
 
@@ -414,7 +409,7 @@ class Pipeline(Generic[R]):
             known: Any = {"divergence": divergence, "loss": loss}
             if survey is None:
                 self._record(window, window.measured(times, free, ahead, left_out=late, **known))
-                self._check_finite(window, window.token, times.window)
+                self._checks.finite(window, window.token, times.window)
             else:
                 rows = np.asarray(survey.found)
                 self.wishes.found(times.window, Measured(*rows.T).wishes)
@@ -424,7 +419,7 @@ class Pipeline(Generic[R]):
                 told = self._telling.completed(window, times, free, known)
                 if told:
                     self._record_across(told, rows, window.plan.window, times.window)
-            self._check_replicas(window)
+            self._checks.replicas(window)
             _progress.completed(window.plan.window, self._trains)
             # last: the loop must not go on to the end of the run before all is recorded
             with self._changed:
@@ -445,7 +440,7 @@ class Pipeline(Generic[R]):
         if told.tell is not None or not self._telling.of_last:  # else of a run that was closed
             left = self._job.members.left
             self._record(told, record_of(told.plan, rows, left, **told.known), at)
-        self._check_finite(told, finite_by_rank(rows, self._job.members.lost), number)
+        self._checks.finite(told, finite_by_rank(rows, self._job.members.lost), number)
 
     def _measured(self, flight: InFlight, misses: int) -> np.ndarray:
         """Return what this process tells in the exchange of a window, in a lane's thread."""
@@ -471,29 +466,3 @@ class Pipeline(Generic[R]):
         window = self._without_times.pop(times.window, None)
         if window is not None and begins is not None:
             self._scheduler.observe_late(window.measured(times, begins, ahead=False))
-
-    def _check_window(self, window: InFlight) -> None:
-        """Check a window of a run that was closed, and its replicas."""
-        survey, told = window.launch.survey, self._telling.told_by(window)
-        own = window.token
-        if survey is not None:
-            own = finite_by_rank(np.asarray(survey.found), self._job.members.lost)
-        if told is not None:
-            self._check_finite(told, own, window.launch.number)
-        self._check_replicas(window)
-
-    def _check_finite(self, window: InFlight, own: Any, number: int) -> None:
-        """Check that a window is finite; all know `own`, by rank, since dispatch `number`."""
-        # with windows pending, that of the mean is known in the window that applies it
-        finite = bool(np.asarray(own if self._telling.of_last else window.finite).all())
-        self._finite(window.plan, finite, own, number)
-
-    def _check_replicas(self, window: InFlight) -> None:
-        """Check that a window's replicas are equal, if they were compared."""
-        if window.sums is not None:
-            where = f"train: after window {window.plan.window}"
-            text = mismatch(where, self._compared, self._feed.fleet.devices, window.sums)
-            error = None if text is None else ReplicaMismatch(text)
-            self._telling.verified(window.sums, error)
-            if error is not None and self._job.one_process:  # else the next exchange tells it
-                self.errors.keep(error)

@@ -1,7 +1,6 @@
 """`TrainStep`: the training step that the user's loop calls."""
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -9,7 +8,6 @@ import jax
 import optax
 
 from elche_jax import _check as check
-from elche_jax._processes import PROCESSES, ExchangeLost
 from elche_jax.cadence import (
     Cadence,
     Controller,
@@ -38,7 +36,6 @@ from elche_jax.train.initial import (
     as_key,
     check_buffers,
     check_init,
-    explain,
     initial_state,
     key_impl_of,
 )
@@ -57,7 +54,7 @@ from elche_jax.train.resume import (
 )
 from elche_jax.train.runners import Runners, StateSpec
 from elche_jax.train.timing import Timing
-from elche_jax.train.verify import ReplicaCheck
+from elche_jax.train.training import Training
 from elche_jax.train.windows import Windows
 from elche_jax.train.worth import LaneWorth, rest_of
 
@@ -98,8 +95,8 @@ class TrainStep:
         self._initial: StateSpec | None = None
         self._bytes = 0, 0  # exchanged per device and window, saved by frozen parameters
         self._loading = Loading(fleet)
-        self._replica_check = ReplicaCheck(fleet, options.verify_every)
         self._timing = Timing(always=options.timeline is not None)
+        self._training = Training(fleet, options, self._scheduler, self._timing)
         self._average: Callable[[TrainState], PyTree] | None = None
 
     @property
@@ -339,39 +336,11 @@ class TrainStep:
         with self._calls("train"):
             pipeline = self.pipeline_of(window, "train")
             self._check_state(state, "train")
-            trained = None
-            while trained is None:
-                state, window = pipeline.present(state, window, pipeline.runner)
-                # if an exchange is lost, the state is as before the window, which is run again
-                with suppress(ExchangeLost):
-                    trained = self._train(pipeline, state, window)
+            trained = self._training.run(pipeline, state, window)
             # a Ctrl-C in a host callback would be swallowed by the runtime, so it is raised here
             if self._options.emulate is not None:
                 self._options.emulate.settle()
             return trained
-
-    def _train(
-        self, pipeline: Pipeline[WindowRunner], state: TrainState, window: Window
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
-        runner = pipeline.runner
-        with pipeline.dispatch(window) as flight:
-            timed = self._timing.timed(self._scheduler.windows, window.counts)
-            # asked only if the window is not timed, so a short run never compiles the fused program
-            flight.timed = timed or not runner.fuses(window.calls[-1].payload)
-            try:
-                state, flight.metrics, flight.token = runner.run(
-                    state, window.calls, flight.launch, fused=not flight.timed
-                )
-            except BaseException as error:
-                # only after a failure: the loop would pay for every leaf in every window
-                PROCESSES.raised(error)
-                explain(state, runner.state, self.fleet, error)
-                raise
-            if not pipeline.late:  # reading the sums would wait for the late device
-                flight.sums = self._replica_check.launch(window.index, state, runner.replicated)
-            # if windows are pending, the metrics are those of an earlier one
-            flight.finite = flight.token if self._options.pending else flight.metrics["finite"]
-        return state, dict(flight.metrics)  # a copy: the watcher thread reads the original
 
     def pipeline_of(self, window: Window, where: str) -> Pipeline[WindowRunner]:
         """Return the pipeline that runs a window.

@@ -1,0 +1,75 @@
+"""Trains one window: dispatches it, and again if a process of the job ends in its exchange."""
+
+from contextlib import suppress
+
+import jax
+
+from elche_jax._processes import PROCESSES, ExchangeLost
+from elche_jax.engine.lane import Fleet
+from elche_jax.engine.runner import WindowRunner
+from elche_jax.engine.state import TrainState
+from elche_jax.train.in_flight import Window
+from elche_jax.train.initial import explain
+from elche_jax.train.live_scheduler import LiveScheduler
+from elche_jax.train.options import Options
+from elche_jax.train.pipeline import Pipeline
+from elche_jax.train.timing import Timing
+from elche_jax.train.verify import ReplicaCheck
+
+Trained = tuple[TrainState, dict[str, jax.Array]]
+"""The state after a window, and the metrics."""
+
+
+class Training:
+    """Trains windows of a training step.
+
+    Args:
+        fleet: The devices of this process.
+        options: The options of the training step.
+        scheduler: Counts its windows.
+        timing: Decides which windows are timed.
+    """
+
+    def __init__(self, fleet: Fleet, options: Options, scheduler: LiveScheduler, timing: Timing):
+        self._fleet, self._options, self._scheduler = fleet, options, scheduler
+        self._timing = timing
+        self._replica_check = ReplicaCheck(fleet, options.verify_every)
+
+    def run(self, pipeline: Pipeline[WindowRunner], state: TrainState, window: Window) -> Trained:
+        """Train a window.
+
+        Args:
+            pipeline: That of the window.
+            state: The state; its buffers are donated.
+            window: The window.
+        """
+        trained = None
+        while trained is None:
+            state, window = pipeline.present(state, window, pipeline.runner)
+            # if an exchange is lost, the state is as before the window, which is run again
+            with suppress(ExchangeLost):
+                trained = self._dispatch(pipeline, state, window)
+        return trained
+
+    def _dispatch(
+        self, pipeline: Pipeline[WindowRunner], state: TrainState, window: Window
+    ) -> Trained:
+        runner = pipeline.runner
+        with pipeline.dispatch(window) as flight:
+            timed = self._timing.timed(self._scheduler.windows, window.counts)
+            # asked only if the window is not timed, so a short run never compiles the fused program
+            flight.timed = timed or not runner.fuses(window.calls[-1].payload)
+            try:
+                state, flight.metrics, flight.token = runner.run(
+                    state, window.calls, flight.launch, fused=not flight.timed
+                )
+            except BaseException as error:
+                # only after a failure: the loop would pay for every leaf in every window
+                PROCESSES.raised(error)
+                explain(state, runner.state, self._fleet, error)
+                raise
+            if not pipeline.late:  # reading the sums would wait for the late device
+                flight.sums = self._replica_check.launch(window.index, state, runner.replicated)
+            # if windows are pending, the metrics are those of an earlier one
+            flight.finite = flight.token if self._options.pending else flight.metrics["finite"]
+        return state, dict(flight.metrics)  # a copy: the watcher thread reads the original
