@@ -52,6 +52,7 @@ class Launch:
         number: Index of the dispatch in the run.
         at: Start of the dispatch, `time.perf_counter` seconds.
         counts: Microbatches of every device of the job.
+        examples: Valid examples of all of them.
         survey: What is exchanged of its times; None in a job of one process.
         timed: Whether the clock times it.
     """
@@ -60,6 +61,7 @@ class Launch:
     number: int
     at: float
     counts: tuple[int, ...]
+    examples: int = 0
     survey: Survey | None = None
     timed: bool = True
 
@@ -94,6 +96,12 @@ class FleetRunner(ABC):
         self._number = next(_NUMBERS)
         self.begun = False
         self.capacities: dict[Hashable, set[int]] = {}
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the loop goes on while the processes of a job exchange a window. If one of them
+        ends, the others then have to take back what they have dispatched since."""
+        return False
 
     @abstractmethod
     def begin(self, calls: Sequence[Call]) -> None:
@@ -197,6 +205,23 @@ class WindowRunner(FleetRunner):
         Called only where windows are pending in the states of a job of several processes.
         """
         raise NotImplementedError  # a runner whose windows are never pending
+
+    def take_back(self, state: TrainState, clock: Clock, windows: int) -> TrainState | None:
+        """Return the state before the windows that are lost, as if they had not run.
+
+        All means that are known are applied, and none is pending, see `without_pending`. Called
+        only where `runs_ahead`, after a run that raised `ExchangeLost` or between two.
+
+        Args:
+            state: The state before that run.
+            clock: The clock of the run.
+            windows: Number of windows that were dispatched, without the one of that run, and are
+                lost.
+
+        Returns:
+            The state; None if these windows are not pending in `state`.
+        """
+        raise NotImplementedError  # a runner whose exchanges the loop waits for
 
 
 class Runner(WindowRunner):

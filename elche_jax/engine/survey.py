@@ -13,10 +13,12 @@ class Survey:
 
     Attributes:
         measure: Returns the rows of this process's devices, see `Measured`.
+        lost: Ranks of the devices that the window does without, as their processes have ended.
         found: The rows of all devices, on a device or the host; None before the exchange.
     """
 
     measure: Callable[[], np.ndarray] | None
+    lost: tuple[int, ...] = ()
     found: Any = None
 
     def take(self) -> np.ndarray:

@@ -144,6 +144,12 @@ class Clock(Protocol):
         """Ranks of devices that get no work until they have delivered an overdue contribution."""
         return frozenset()
 
+    @property
+    def lost(self) -> int | None:
+        """Number of the oldest window that never ends, as a process of the job has ended; None if
+        there is none. Nor does a later one until the loop has taken it back."""
+        return None
+
     def accumulating(
         self, window: int, dispatched: float, token: Any, ranks: Sequence[int] | None = None
     ) -> None:

@@ -82,6 +82,7 @@ class InFlight:
             unless windows are pending.
         tell: What this process tells of it then; None before it is complete.
         known: What all processes know of it: fields of its record.
+        again: The window without its data, to be trained again if it is lost.
     """
 
     plan: WindowPlan
@@ -97,6 +98,7 @@ class InFlight:
     tells: "InFlight | None" = None
     tell: Tell | None = None
     known: Mapping[str, Any] = field(default_factory=dict)
+    again: Window | None = None
 
     def averaged(self, outcome: Outcome) -> "InFlight":
         """Return the window with what an exchange on the host made of it."""

@@ -348,6 +348,11 @@ class LiveScheduler:
         with self._lock:
             self._history.extend(counts)
 
+    def on_taken_back(self, windows: int) -> None:
+        """Forget the counts of the last windows, which run again."""
+        with self._lock:
+            del self._history[len(self._history) - windows * self._world_size :]
+
     def on_skip(self, plan: WindowPlan, reason: str) -> None:
         """Record that a window's update was dropped, and why."""
         if self.timeline is not None:

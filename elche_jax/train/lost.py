@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from elche_jax._processes import PROCESSES, ExchangeLost, ProcessLostError
+from elche_jax._turns import TURNS
 from elche_jax.cadence import WindowPlan, apportion
 from elche_jax.data.order import Cursor
 from elche_jax.engine.job import Members
@@ -30,7 +31,9 @@ class TakeOver:
     processes go on alike. Later windows are planned for the devices that are left.
 
     Windows that were pending lack what the lost devices had computed for them. They are put back,
-    and run again from the last mean: what the others had computed is dropped, too.
+    and run again from the last mean: what the others had computed is dropped, too. Windows that are
+    pending in the state are put back by their number, see `present`; those of which the loop runs
+    ahead by what their exchange has told, see `take_back`.
 
     Args:
         feed: Loads windows.
@@ -65,19 +68,72 @@ class TakeOver:
         Raises:
             ProcessLostError: If its data cannot be read again, or a recording is replayed.
         """
+        TURNS.wait()  # in another thread a process may be found to be lost at any moment
         while self.lose(window.index, recorded):
             if self._pending:
                 plans = self._unfinished(state, window.index)
                 state = self._run_again(state, plans, runner, clock, recorded)
-        members = self._job.members
-        if not any(window.counts[rank] for rank in members.lost):
-            return state, window
+        return state, self.shared(window)
+
+    def shared(self, window: Window) -> Window:
+        """Return a window for the devices that are left, with its data."""
+        if window.calls and not any(window.counts[rank] for rank in self._scheduler.lost):
+            return window
         plan, calls = self.shared_out(window.plan)
-        return state, replace(window, plan=plan, calls=calls)
+        return replace(window, plan=plan, calls=calls)
+
+    def take_back(
+        self, state: TrainState, windows: Sequence[Window], runner: WindowRunner,
+        clock: Clock | None, take_back: Callable[[], list[Window]],
+    ) -> tuple[TrainState, list[Window]]:  # fmt: skip
+        """Return the state before the windows that are lost, and these, to be trained again.
+
+        That is where the loop runs ahead of exchanges. They have no record yet, so all processes
+        make the same plans after them. The loop sees none of it.
+
+        Args:
+            state: The state after these windows.
+            windows: Windows to be dispatched after them, the same in all processes.
+            runner: Runs windows.
+            clock: The clock of the run; None if it was closed.
+            take_back: Takes the lost windows back, once all before them are recorded.
+
+        Returns:
+            The state, and all windows that are to be dispatched.
+
+        Raises:
+            ProcessLostError: If they cannot run again.
+        """
+        TURNS.wait()  # in another thread a process may be found to be lost at any moment
+        lost = take_back()
+        again = [*lost, *windows]
+        first = again[0].index
+        if clock is None:
+            raise self.ended(first)
+        before = runner.take_back(state, clock, len(lost))
+        if before is None:
+            raise self._error(first, "the state is not the one that the last of them returned")
+        self.lose(first, lambda: None)
+        return before, again
+
+    def ended(self, window: int) -> ProcessLostError:
+        """Return the error that a window and those after it are lost, and their loop has ended."""
+        return self._error(window, "their loop has ended")
+
+    def _error(self, window: int, why: str) -> ProcessLostError:
+        members = self._job.members
+        said, processes = _loss_of(members, self._new or members.lost, window)
+        rule = f"Windows that have no mean yet would have to run again, and {why}."
+        return ProcessLostError(f"{said} {rule} Resume from a checkpoint.", processes)
+
+    @property
+    def _new(self) -> list[int]:
+        """Ranks of the devices that are lost and that are still planned for."""
+        return [rank for rank in self._job.members.lost if rank not in self._scheduler.lost]
 
     def shared_out(self, plan: WindowPlan) -> tuple[WindowPlan, tuple[Call, ...]]:
         """Return a window's plan without work for devices that are lost, and its data."""
-        counts, lost = plan.counts, self._job.members.lost
+        counts, lost = plan.counts, self._scheduler.lost
         if any(counts[rank] for rank in lost):
             counts = taken_over(counts, lost)
         reader = self._feed.open_epoch(Cursor(plan.epoch, plan.first, plan.window))
@@ -98,8 +154,7 @@ class TakeOver:
         Raises:
             ProcessLostError: If they cannot, or a recording is replayed.
         """
-        members = self._job.members
-        ranks = [rank for rank in members.lost if rank not in self._scheduler.lost]
+        members, ranks = self._job.members, self._new
         if not ranks:
             return False
         said, processes = _loss_of(members, ranks, window, where)
@@ -141,7 +196,8 @@ class TakeOver:
             # what it tells of itself is whether its devices are finite: below
             rows = unmeasured_rows([True] * self._feed.fleet.world_size, plan_number(plan))
             survey = Survey(lambda rows=rows: rows)
-            launch = Launch(clock, 0, time.perf_counter(), plan.counts, survey, timed=False)
+            now = time.perf_counter()
+            launch = Launch(clock, 0, now, plan.counts, survey=survey, timed=False)
             try:
                 state, _, token = runner.run(state, calls, launch)
             except ExchangeLost:  # another process ended

@@ -2,42 +2,40 @@
 
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
 
 from elche_jax import _progress
-from elche_jax._processes import ExchangeLost
-from elche_jax.cadence import WindowPlan, WindowRecord, clamp_counts
+from elche_jax._processes import ExchangeLost, ProcessLostError
+from elche_jax.cadence import WindowRecord
 from elche_jax.data.order import Cursor
-from elche_jax.data.reader import Reader
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.host.coordinator import Outcome
 from elche_jax.engine.job import Measured
-from elche_jax.engine.runner import FleetRunner, Launch, WindowRunner
+from elche_jax.engine.runner import Launch, WindowRunner
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.survey import Survey
-from elche_jax.engine.timing import ENDS, Clock, WindowTimes
+from elche_jax.engine.timing import ENDS, WindowTimes
 from elche_jax.train.across import finite_by_rank, plan_number, plans_error, record_of
 from elche_jax.train.divergence import DivergenceReader
 from elche_jax.train.feed import Feed
 from elche_jax.train.finite import FiniteWatch
 from elche_jax.train.finite_check import FiniteCheck
-from elche_jax.train.in_flight import InFlight, Run, Window
+from elche_jax.train.in_flight import InFlight, Window
 from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.lost import TakeOver
-from elche_jax.train.run_errors import RunErrors
+from elche_jax.train.planning import Planning, R
 from elche_jax.train.telling import Telling
 from elche_jax.train.timing import Timing
 from elche_jax.train.window_checks import WindowChecks
 from elche_jax.train.wishes import Wishes
 
 PyTree = Any
-R = TypeVar("R", bound=FleetRunner)
-
 # one window runs while the next is planned from the last report and its data are placed
 IN_FLIGHT = 2
 """Windows that may be dispatched and not yet complete."""
@@ -45,25 +43,16 @@ IN_FLIGHT = 2
 LATE = "left out: late"
 """Reason in the timeline for a window that was averaged without a late device."""
 
-LOOKAHEAD = 4
-"""Windows that may be planned and not yet complete if plans do not depend on reports."""
 
-
-class Pipeline(Generic[R]):
+class Pipeline(Planning[R]):
     """State shared by the threads of one call of `windows`.
 
     A window is *planned* by the prefetch thread, *dispatched* by the loop and *complete*
-    when every device has combined. Plans wait for reports: a window is planned when all
-    but one of the windows before it are complete, while that one still runs, so a change
-    of speed shows in the second window after the one in which it was measured. The second
-    window of a run waits for the first one, as no speed is known yet.
+    when every device has combined. With an exchange that the loop does not wait for, a window may
+    be *lost* before that, and is then dispatched again.
 
     Attributes:
-        runner: Runs the windows.
-        clock: Times the windows; set by `Windows`.
-        closed: Whether the run was closed; windows dispatched after that are not timed.
         trained: Number of the window dispatched last, or None.
-        errors: The errors of the threads.
         wishes: What processes ask of each other.
 
     Args:
@@ -98,148 +87,79 @@ class Pipeline(Generic[R]):
         pending: int = 0,
         verifies: bool = False,
     ):
-        self._feed, self._scheduler, self._cache = feed, scheduler, cache
-        self._start, self._in_flight = start, in_flight
-        self._watch, self._divergence, self.runner = watch, divergence, runner
-        self._timing = timing or Timing(always=True)
-        self._job = feed.fleet.job
-        self._telling = Telling(self._job, feed.fleet.world_size, pending > 0, verifies)
+        telling = Telling(feed.fleet.job, feed.fleet.world_size, pending > 0, verifies)
+        super().__init__(feed, scheduler, start, runner, in_flight, timing, telling)
+        self._cache, self._watch = cache, watch
+        self._divergence = divergence
         # whether windows end in an exchange with other processes, in which times travel
         self._trains, self._surveys = combines, combines and not self._job.one_process
         self.wishes = Wishes(self._job.one_process, in_flight)
-        self._ahead = in_flight if scheduler.cadence.adaptive else LOOKAHEAD
         lanes = feed.fleet.in_lanes()
         on_host = [lane.ranks for lane in lanes if lane.devices[0].platform == "cpu"]
         self._remote = len(on_host) < len(lanes)
         # without a synchronisation devices end at different times, but the CPU runtime starts
         # a program on all devices of a lane at once
         self._lockstep = [] if combines else on_host
-        # the lock of everything below, notified of every change
-        self._changed = threading.Condition()
-        self._open: set[int] = set()  # windows that are planned and not complete
-        self._current: int | None = None  # the window handed out and not used yet
-        self._requested, self._cold = 0.0, False
         self._dispatches = 0
-        self._flights: dict[int, InFlight] = {}  # by number of the dispatch
-        self.errors = RunErrors(self._changed, self._job)
         finite = FiniteCheck(watch, scheduler, self.errors)
-        self._checks = WindowChecks(finite, self._telling, self.errors, feed.fleet, compared)
+        self._checks = WindowChecks(finite, telling, self.errors, feed.fleet, compared)
         self._take_over = TakeOver(feed, scheduler, finite, pending)
         self._watching: int | None = None  # the thread that records a window
         self.trained: int | None = None
-        self.closed = False
         self._without_times: dict[int, InFlight] = {}  # complete, except for a late device
         self._completing: int | None = None
-        self.clock: Clock | None = None
         _progress.opened(start.window, self._job.ranks, jax.process_index())
-
-    # -- the prefetch thread ---------------------------------------------------------
-
-    def plan(self, stop: threading.Event, run: Run) -> Iterator[Window]:
-        """Yield the windows of a run, waiting for reports if plans depend on them."""
-        cursor = self._start
-        depth = self._ahead
-        epochs = self._feed.epochs
-        while epochs is None or cursor.epoch < epochs:
-            reader = self._feed.open_epoch(cursor)
-            begun = cursor.microbatch
-            while self._wait(stop, depth, cursor.window):
-                with _progress.phase("data", cursor.window):
-                    window = self._make(cursor, reader, run)
-                if window is None:
-                    break
-                cursor = window.cursor
-                with self._changed:
-                    self._open.add(window.index)
-                yield window
-            if stop.is_set():
-                return
-            if cursor.microbatch == begun == 0:
-                raise ValueError(
-                    f"data must hold at least one microbatch per epoch, epoch "
-                    f"{cursor.epoch} has none. An iterator can be used for one epoch only."
-                )
-            cursor = cursor.next_epoch()
-        self._wait(stop, 1, cursor.window)
-
-    def _wait(self, stop: threading.Event, below: int, window: int) -> bool:
-        """Wait until another window may be planned.
-
-        Args:
-            stop: Set when the thread must end.
-            below: Fewer windows than this must be planned and not complete; none at all if
-                the plan depends on times that are not known yet.
-            window: Number of the window.
-
-        Returns:
-            False if the thread must end.
-        """
-        assert self.clock is not None  # Windows sets it before it starts the thread
-
-        self.clock.wait(
-            self._changed,
-            lambda: stop.is_set() or self.errors.first or self._may_plan(window, below),
-        )
-        if self.errors.first is not None:
-            raise self.errors.first
-        return not stop.is_set()
-
-    def _may_plan(self, window: int, below: int) -> bool:
-        """Return whether a window may be planned, see `_wait`."""
-        if not self._job.one_process:
-            return min(self._open, default=window) > self._known_at(window, below)
-        waits = self._timing.surprised or not self._scheduler.knows
-        return len(self._open) < (1 if waits else below)
-
-    def _known_at(self, window: int, ahead: int) -> int:
-        """Return the last window whose record the plan for another one takes into account.
-
-        What a process happens to know when it plans must not matter: all have to plan alike.
-        """
-        last = window - ahead
-        return last if self._scheduler.knows_after(last) else window - 1
-
-    def _make(self, cursor: Cursor, reader: Reader, run: Run) -> Window | None:
-        if reader.available(cursor.microbatch, 1) == 0:
-            return None
-        known = None if self._job.one_process else self._known_at(cursor.window, self._ahead)
-        late = self.late if known is None else self._telling.late_after(known)
-        asked = self._scheduler.plan(cursor.window, known, late)
-        available = reader.available(cursor.microbatch, sum(asked))
-        counts, share = clamp_counts(asked, available), available / sum(asked)
-        examples, calls = self._feed.load(counts, cursor.microbatch, reader)
-        plan = WindowPlan(
-            cursor.window, cursor.epoch, counts, examples, first=cursor.microbatch, share=share
-        )
-        return Window(plan, cursor.advance(available), calls, run)
-
-    def wake(self) -> None:
-        """Make every waiting thread check its condition again."""
-        with self._changed:
-            self._changed.notify_all()
 
     # -- the training loop -----------------------------------------------------------
 
-    def on_request(self) -> None:
-        """Note that the loop asks for a window; the previous one is dropped if unused."""
-        self._requested = time.perf_counter()
-        with self._changed:
-            if self._current is not None:
-                self._open.discard(self._current)
-                self._current = None
-                self._changed.notify_all()
-        self.errors.check()
-
-    def on_handed_out(self, window: Window) -> None:
-        """Note that the loop has got a window."""
-        self._current = window.index
-
     def present(
-        self, state: TrainState, window: Window, runner: WindowRunner
-    ) -> tuple[TrainState, Window]:
-        """Return what goes on without devices that are lost, see `TakeOver.present`."""
-        clock = None if self.closed else self.clock
-        return self._take_over.present(state, window, runner, clock, self._wait_for_records)
+        self, state: TrainState, windows: Sequence[Window], runner: WindowRunner, lost: bool
+    ) -> tuple[TrainState, list[Window]]:
+        """Return a state, and the windows to train from it, for the devices that are left.
+
+        Args:
+            state: The state before the windows.
+            windows: Windows that are to be dispatched.
+            runner: Runs them.
+            lost: Whether an exchange was lost since the last call. Where the loop runs ahead of
+                exchanges, this process may know of a loss that another one does not know of yet.
+        """
+        clock, windows = None if self.closed else self.clock, list(windows)
+        if lost and runner.runs_ahead:
+            with self.errors.seen():
+                state, windows = self._take_over.take_back(
+                    state, windows, runner, clock, self._take_back
+                )
+        if not windows:
+            return state, windows
+        first, *later = windows
+        if runner.runs_ahead:
+            return state, [self._take_over.shared(first), *later]
+        recorded = self._wait_for_records
+        state, first = self._take_over.present(state, first, runner, clock, recorded)
+        return state, [first, *later]
+
+    def _take_back(self) -> list[Window]:
+        """Take back the windows that are lost, oldest first; all before them are recorded then."""
+        self._wait_for_records()
+        with self._changed:
+            flights, self._flights = self._flights, {}
+        self._scheduler.on_taken_back(len(flights))
+        return [flight.again for flight in flights.values() if flight.again is not None]
+
+    def wait_for_means(self, window: Window | None = None) -> None:
+        """Wait until all windows have a mean, if devices run ahead of it.
+
+        Args:
+            window: Wait only if it is the last one of the run; None to wait in any case.
+
+        Raises:
+            ExchangeLost: If some are lost.
+        """
+        if self.runner.runs_ahead and (window is None or window.index == self._last):
+            self._wait_for_records()
+            if self._lost:
+                raise ExchangeLost
 
     @property
     def _over(self) -> bool:
@@ -247,9 +167,9 @@ class Pipeline(Generic[R]):
         return self.closed or self.errors.first is not None
 
     def _wait_for_records(self) -> None:
-        """Wait until every window dispatched so far is recorded, as in all processes."""
+        """Wait until every window dispatched so far is recorded or lost, as in all processes."""
         if self.clock is not None:
-            self.clock.wait(self._changed, lambda: self._over or not self._flights)
+            self.clock.wait(self._changed, lambda: self._over or self._recorded)
         self.errors.check()
 
     @contextmanager
@@ -270,10 +190,13 @@ class Pipeline(Generic[R]):
             # after the first compiles, which must not make the first window unsteady
             misses, at = self._cache.misses, time.perf_counter()
             clock = None if self.closed else self.clock
-            survey = Survey(lambda: self._measured(flight, misses)) if self._surveys else None
-            launch = Launch(clock, self._dispatches, at, window.counts, survey)
+            survey = None
+            if self._surveys:
+                survey = Survey(lambda: self._measured(flight, misses), self._scheduler.lost)
+            launch = Launch(clock, self._dispatches, at, window.counts, window.examples, survey)
             flight = InFlight(window.plan, self._requested, launch, self._cold)
             flight.tells = self._telling.untold
+            flight.again = replace(window, calls=())
             with _progress.phase("window", window.index):
                 yield flight
         except BaseException as error:
@@ -292,9 +215,11 @@ class Pipeline(Generic[R]):
         if self.closed:
             self._checks.settle(keep=self._in_flight)
         assert self.clock is not None  # set before any window is handed out
-        self.clock.wait(self._changed, lambda: self._over or len(self._flights) < self._in_flight)
+        self.clock.wait(self._changed, lambda: self._over or not self._full or self._lost)
         with self._changed:
             self.errors.release(self._dispatches - self._in_flight)
+            if self._full and self._lost:
+                raise ExchangeLost
             # not before the wait: if it is interrupted, the loop may use the window again
             if self._current == window.index:
                 self._current = None
@@ -322,10 +247,29 @@ class Pipeline(Generic[R]):
         self.clock.combining(launch.number, launch.at, flight.token, flight.timed)
 
     def finish(self) -> None:
-        """Wait until the windows in flight are complete; all processes of a job have to."""
+        """Wait until the windows in flight are complete; all processes of a job have to.
+
+        Windows that are lost stay so until the loop goes on.
+        """
         self._wait_for_records()
         self._tell_rest()
         self.errors.release(None)
+
+    def end(self) -> None:
+        """Do the same at the end of the loop.
+
+        Raises:
+            ProcessLostError: If windows are lost.
+        """
+        self.finish()
+        if self._lost:
+            self.errors.keep(self._ended())
+            self.errors.check()
+
+    def _ended(self) -> ProcessLostError:
+        """Return the error that windows are lost and the loop has ended."""
+        first = min((one.plan.window for one in self._flights.values()), default=self._next)
+        return self._take_over.ended(first)
 
     @property
     def late(self) -> frozenset[int]:
@@ -349,7 +293,8 @@ class Pipeline(Generic[R]):
         if told is not None:
             # the number of the next window: none that is planned already may depend on it
             at = told.plan.window + 1 if self._current is None else self._current
-            self._record_across(told, rows, at, self._dispatches)
+            lost = self._job.members.lost
+            self._record_across(told, rows, lost, at, self._dispatches)
 
     def close(self) -> None:
         """End the timing; windows in flight go on, unmeasured.
@@ -360,7 +305,9 @@ class Pipeline(Generic[R]):
         _progress.closed()
         with self._changed:
             if not self._job.one_process and self._watching != threading.get_ident():
-                self._changed.wait_for(lambda: self.errors.first or not self._flights)
+                self._changed.wait_for(lambda: self.errors.first or self._recorded)
+            if self._lost and not self.errors.raised:
+                self.errors.keep(self._ended())
             self.closed = True
             # those of a host exchange are dropped, as they were not averaged
             if self.clock is None or not self.clock.ends_windows:
@@ -418,7 +365,8 @@ class Pipeline(Generic[R]):
                     self.errors.found(times.window, error)
                 told = self._telling.completed(window, times, free, known)
                 if told:
-                    self._record_across(told, rows, window.plan.window, times.window)
+                    at = window.plan.window
+                    self._record_across(told, rows, survey.lost, at, times.window)
             self._checks.replicas(window)
             _progress.completed(window.plan.window, self._trains)
             # last: the loop must not go on to the end of the run before all is recorded
@@ -435,12 +383,14 @@ class Pipeline(Generic[R]):
         self._scheduler.observe(record, at)
         self._scheduler.on_metrics(window.plan, window.metrics)
 
-    def _record_across(self, told: InFlight, rows: np.ndarray, at: int, number: int) -> None:
+    def _record_across(
+        self, told: InFlight, rows: np.ndarray, lost: Sequence[int], at: int, number: int
+    ) -> None:
         """Record a window, of which all know these rows since window `at`, dispatch `number`."""
         if told.tell is not None or not self._telling.of_last:  # else of a run that was closed
-            left = self._job.members.left
+            left = [rank for rank in range(self._job.world_size) if rank not in lost]
             self._record(told, record_of(told.plan, rows, left, **told.known), at)
-        self._checks.finite(told, finite_by_rank(rows, self._job.members.lost), number)
+        self._checks.finite(told, finite_by_rank(rows, lost), number)
 
     def _measured(self, flight: InFlight, misses: int) -> np.ndarray:
         """Return what this process tells in the exchange of a window, in a lane's thread."""

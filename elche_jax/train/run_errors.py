@@ -1,7 +1,10 @@
 """The errors of a run: found in threads, raised in the loop, in all processes before one window."""
 
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 
+from elche_jax._processes import ExchangeLost
 from elche_jax.engine.job import Job
 
 
@@ -25,9 +28,13 @@ class RunErrors:
         self._shared: tuple[int, Exception] | None = None
 
     def keep(self, error: BaseException) -> None:
-        """Keep the first exception of a thread, for the loop to raise."""
+        """Keep the first exception of a thread, for the loop to raise.
+
+        Windows that are lost are no error: whoever waits for them looks what to do.
+        """
         with self._changed:
-            self.first = self.first or error
+            if not isinstance(error, ExchangeLost):
+                self.first = self.first or error
             self._changed.notify_all()
 
     def found(self, number: int, error: Exception) -> None:
@@ -48,6 +55,15 @@ class RunErrors:
         if self._shared is not None and (last is None or self._shared[0] <= last):
             self.keep(self._shared[1])
         self.check()
+
+    @contextmanager
+    def seen(self) -> Generator[None]:
+        """Note that the loop sees what the body raises."""
+        try:
+            yield
+        except Exception:
+            self.raised = True
+            raise
 
     def check(self) -> None:
         """Raise the error."""

@@ -362,6 +362,26 @@ class TrainStep:
             raise ValueError(check.message(where, "window", rule, got))
         return pipeline
 
+    def whole(self, state: TrainState, window: Window) -> TrainState:
+        """Wait until all windows dispatched so far have a mean; return the state after them.
+
+        Only where devices run ahead of an exchange on the host, and a process of the job has ended,
+        is it another state: windows that lack their mean have run again. In a job of several
+        processes, all have to call it.
+
+        Args:
+            state: The state that the last window returned; its buffers may be donated.
+            window: That window.
+
+        Raises:
+            TypeError, ValueError: As when the training step is called.
+            ProcessLostError: If these windows cannot run again.
+        """
+        with self._calls("TrainStep.whole"):
+            pipeline = self.pipeline_of(window, "TrainStep.whole")
+            self._check_state(state, "TrainStep.whole")
+            return self._training.whole(pipeline, state)
+
     def average(self, state: TrainState) -> PyTree:
         """Return one set of parameters, even if the devices' copies differ.
 

@@ -1,6 +1,6 @@
 """Trains one window: dispatches it, and again if a process of the job ends in its exchange."""
 
-from contextlib import suppress
+from collections.abc import Sequence
 
 import jax
 
@@ -43,13 +43,30 @@ class Training:
             state: The state; its buffers are donated.
             window: The window.
         """
-        trained = None
-        while trained is None:
-            state, window = pipeline.present(state, window, pipeline.runner)
+        return self._train(pipeline, state, [window], window)
+
+    def whole(self, pipeline: Pipeline[WindowRunner], state: TrainState) -> TrainState:
+        """Wait until no window lacks its mean; return the state after those that ran again."""
+        return self._train(pipeline, state, [], None)[0]
+
+    def _train(
+        self, pipeline: Pipeline[WindowRunner], state: TrainState, windows: Sequence[Window],
+        last: Window | None,
+    ) -> Trained:  # fmt: skip
+        """Train windows, and again those that are lost; `last`: see `Pipeline.wait_for_means`."""
+        metrics, lost = dict[str, jax.Array](), False
+        while True:
             # if an exchange is lost, the state is as before the window, which is run again
-            with suppress(ExchangeLost):
-                trained = self._dispatch(pipeline, state, window)
-        return trained
+            state, windows = pipeline.present(state, windows, pipeline.runner, lost)
+            try:
+                for window in windows[:1]:
+                    state, metrics = self._dispatch(pipeline, state, window)
+                    windows, lost = windows[1:], False
+                if not windows:
+                    pipeline.wait_for_means(last)
+                    return state, metrics
+            except ExchangeLost:
+                lost = True
 
     def _dispatch(
         self, pipeline: Pipeline[WindowRunner], state: TrainState, window: Window

@@ -48,7 +48,7 @@ class WindowChecks:
         survey, told = window.launch.survey, self._telling.told_by(window)
         own = window.token
         if survey is not None:
-            own = finite_by_rank(np.asarray(survey.found), self._fleet.job.members.lost)
+            own = finite_by_rank(np.asarray(survey.found), survey.lost)
         if told is not None:
             self.finite(told, own, window.launch.number)
         self.replicas(window)

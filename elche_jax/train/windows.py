@@ -8,7 +8,8 @@ from typing import Any
 from elche_jax._processes import PROCESSES
 from elche_jax.data.prefetch import Prefetch
 from elche_jax.train.in_flight import Run, Window
-from elche_jax.train.pipeline import Pipeline, R
+from elche_jax.train.pipeline import Pipeline
+from elche_jax.train.planning import R
 
 
 class Windows(Iterator[Window]):
@@ -62,7 +63,7 @@ class Windows(Iterator[Window]):
             self._pipeline.on_request()
             window = next(self._items, None)
             if window is None:
-                self._pipeline.finish()
+                self._pipeline.end()
         except BaseException as error:
             self._pipeline.errors.raised = True  # any error of a thread reaches the loop here
             PROCESSES.raised(error)
@@ -81,7 +82,7 @@ class Windows(Iterator[Window]):
     def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
         try:
             if error is None:
-                self._pipeline.finish()  # left early, if not ended: the others may still go on
+                self._pipeline.end()  # left early, if not ended: the others may still go on
             elif not isinstance(error, GeneratorExit):
                 PROCESSES.raised(error)
         finally:

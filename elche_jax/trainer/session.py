@@ -286,6 +286,8 @@ class Session:
 
     def _drain(self) -> None:
         """Wait for all dispatched windows to finish, and add up their metrics."""
+        if self._window is not None:
+            self._state = self._train.whole(self._state, self._window)
         self._windows.drain()
         self._take_metrics()
 

@@ -25,7 +25,14 @@ class Device:
         self.own = {n: leaf.copy() for n, leaf in wide.items()}
         self.trace = {n: np.zeros_like(leaf) for n, leaf in wide.items()}
         self.error = {n: np.zeros_like(leaf) for n, leaf in wide.items()}
-        self.pending = []  # of windows that are not averaged: (progress, amount, loss)
+        # of windows that are not averaged: (progress, amount, loss, what travels of the progress)
+        self.pending = []
+
+    def sent(self, progress, kind):
+        """What travels of the progress of a window."""
+        both = {name: rounded(value, kind, self.error[name]) for name, value in progress.items()}
+        self.error |= {name: error for name, (_, error) in both.items()}
+        return {name: value for name, (value, _) in both.items()}
 
     def step(self, grads):
         for name, grad in grads.items():
@@ -35,12 +42,12 @@ class Device:
 
 def begun_by(devices):
     """The counts of the windows that are pending, oldest first."""
-    return list(zip(*([count for _, count, _ in d.pending] for d in devices), strict=True))
+    return list(zip(*([one[1] for one in d.pending] for d in devices), strict=True))
 
 
 def train(
     counts, *, local=False, outer=None, parts=(LEAVES,), kind=None, delay=0, optimizer_state="keep",
-    weigh=None, rows=None, lost=None, ahead=None,
+    weigh=None, rows=None, lost=None, ahead=None, ran=None,
 ):  # fmt: skip
     """Every device's parameters after every window.
 
@@ -48,7 +55,8 @@ def train(
     are read again and again. `lost` says by window whose devices ended in it: the counts in which
     the pending windows before it run again, from the last mean. Where devices run ahead,
     `ahead(pending, counts)` says of the counts of windows, oldest first, whether the mean of the
-    first one must be applied before a window of these counts.
+    first one must be applied before a window of these counts. `ran` says which windows ran in what
+    order, with which counts: one that ran before runs again from the mean of the one before it.
     """
     rows, world = rows or data(), len(counts[0])
     size, again, lost = len(rows["x"]) // BATCH, [], dict(lost or {})
@@ -56,17 +64,17 @@ def train(
     base = {n: leaf.copy() for n, leaf in wide.items()}
     devices = [Device(wide) for _ in range(world)]
     since = np.zeros((len(parts), world))
-    at, history, window = 0, [], 0
+    at, history, window, delivers, ran = 0, [], 0, ran is not None, list(ran or ())
 
     def apply(window):
         names = parts[window % len(parts)]
         done = [device.pending.pop(0) for device in devices]
-        amount = np.array([count for _, count, _ in done], float)
-        losses = np.array([loss for *_, loss in done])
+        amount = np.array([one[1] for one in done], float)
+        losses = np.array([one[2] for one in done])
         if len(parts) > 1:
             amount = since[window % len(parts)].copy()
             since[window % len(parts)] = 0
-            done = [({n: base[n] - d.own[n] for n in names}, 0, 0) for d in devices]
+            done = [({n: base[n] - d.own[n] for n in names}, 0, 0, None) for d in devices]
         _exchange(devices, base, done, amount, names, local, outer, kind, weigh, losses)
         if local and optimizer_state == "average":
             raw = amount if weigh is None else np.where(amount > 0, weigh(amount, losses), 0)
@@ -75,16 +83,29 @@ def train(
                 for device in devices:
                     device.trace[name] = mean / raw.sum()
 
-    while window < len(counts):
+    def roll_back():
+        for device in devices:
+            device.pending.clear()
+            if local:
+                device.own = {n: leaf.copy() for n, leaf in base.items()}
+
+    while window < len(counts) or ran:
         if window in lost:
             again = lost.pop(window)
             window -= len(again)
             at -= sum(map(sum, again))
-            for device in devices:
-                device.pending.clear()
-                if local:
-                    device.own = {n: leaf.copy() for n, leaf in base.items()}
-        each = again.pop(0) if again else counts[window]
+            roll_back()
+        if ran:
+            begun, (to, each) = window - len(devices[0].pending), ran.pop(0)
+            while begun < to < window:
+                apply(begun)
+                begun += 1
+            if to < window:
+                at -= sum(map(sum, begun_by(devices)))
+                roll_back()
+            window = to
+        else:
+            each = again.pop(0) if again else counts[window]
         while ahead and ahead(begun_by(devices), each):
             apply(window)
         losses = np.zeros(world)
@@ -104,10 +125,12 @@ def train(
                 at += 1
             if local:
                 sums = {n: begun[n] - device.own[n] for n in LEAVES}
-            device.pending.append((sums, count, losses[rank]))
+            sent = device.sent(sums, kind) if delivers and count else None
+            device.pending.append((sums, count, losses[rank], sent))
         since += np.array(each, float)[None]
-        if not ahead and len(devices[0].pending) > delay:
-            apply(window)
+        oldest = window + 1 - len(devices[0].pending)
+        if not ahead and len(devices[0].pending) > delay and not (ran and ran[0][0] <= oldest):
+            apply(oldest)
         del history[window:]
         history.append([{n: leaf.copy() for n, leaf in d.own.items()} for d in devices])
         window += 1
@@ -121,7 +144,10 @@ def _exchange(devices, base, done, amount, names, local, outer, kind, weigh, los
         if not amount[rank]:
             continue
         for name in names:
-            sent, device.error[name] = rounded(done[rank][0][name], kind, device.error[name])
+            if done[rank][3] is not None:  # rounded when it was delivered
+                sent = done[rank][3][name]
+            else:
+                sent, device.error[name] = rounded(done[rank][0][name], kind, device.error[name])
             total[name] += sent * (raw[rank] / raw.sum() if local else 1)
     for name in names:
         if not local:  # all devices take the same step

@@ -10,6 +10,7 @@ import pytest
 from waits import eventually
 
 import elche_jax as elche
+from elche_jax._processes import ExchangeLost
 from elche_jax.engine.host.average import HostAverage
 from elche_jax.engine.host.coordinator import Coordinator, OpenWindow
 from elche_jax.engine.host.exchange import LiveExchange
@@ -295,6 +296,55 @@ def test_the_gap_before_a_window_is_what_it_costs(setup):
     first, second, third = (times for times, _ in one.log.over)
     assert first.sync_ms == 0 and third.sync_ms == 0
     np.testing.assert_allclose(second.sync_ms, 300, atol=0.1)
+
+
+# -- a process of the job that ends
+
+
+def test_nothing_is_averaged_after_a_lost_window_until_it_is_taken_back(setup):
+    lost = {2}
+
+    def averaging(deliveries, window, told):
+        if window in lost:
+            raise ExchangeLost
+        return AVERAGE(deliveries, window)
+
+    one = setup(2, averaging, max_overshoot=3)
+    assert one.exchange.lost is None and one.coordinator.take_back() is None
+    for number in (1, 2, 3):
+        one.launch(number, (1, 1))
+        one.gates.open(number, 0)
+    one.gates.open(1, 1)
+    one.gates.open(2, 1)
+    eventually(lambda: [type(error) for error in one.log.errors] == [ExchangeLost])
+    assert one.exchange.lost == 2
+    one.coordinator.settle()  # nobody waits for what does not come
+    assert one.has_room((9, 9))
+    number, _ = one.coordinator.next_closed()
+    assert number == 1
+    with pytest.raises(ExchangeLost):
+        one.coordinator.next_closed()
+    lost.clear()
+    assert one.coordinator.take_back() == 2 and one.exchange.lost is None
+    one.launch(4, (1, 1))  # that is the second window again
+    one.gates.open(3, 1)  # of which nobody hears any more
+    one.gates.open(4, 0, 1)
+    one.wait_over(1, 4)
+    assert [number for number, _ in one.coordinator.closed()] == [4]
+    assert one.coordinator.owed == [0, 0]
+
+
+def test_a_window_that_the_loop_waits_for_is_lost_with_an_earlier_one(setup):
+    def averaging(deliveries, window, told):
+        raise ExchangeLost
+
+    one = setup(2, averaging, max_overshoot=9)
+    one.launch(1, (1, 1))
+    window = OpenWindow(2, 0.0, (1, 1), 2, frozenset(), ahead=False)
+    one.exchange.launch(window, [delivery(1), delivery(1)])
+    one.gates.open(1, 0, 1)
+    with pytest.raises(ExchangeLost):
+        one.coordinator.outcome(2)
 
 
 # -- ends

@@ -19,6 +19,7 @@ from reference import data, loss_fn, params
 
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.host.average import HostAverage
+from elche_jax.engine.host.runner import HostRunner
 from elche_jax.engine.job import Job
 from elche_jax.engine.lanes.window import LanesWindow
 
@@ -85,6 +86,8 @@ def begin_to_die(how, number):
         die_in(HostAverage, "__call__", number)
     elif how == "one of its exchanges":
         die_in(Job, "gather", number)
+    elif how == "dispatch":
+        die_in(HostRunner, "_dispatch", number)
     elif how == "contribute":
         die_in(LanesWindow, "_contribute", number)
     elif how == "compile":

@@ -14,9 +14,12 @@ import jax  # after it, as what follows
 import jax.numpy as jnp
 import numpy as np
 from averaged import TX
+from every_rule import WAYS
 from losing import begin_to_die, die_soon
 from reference import BATCH, data, loss_fn, params
 from test_averaging_table import TABLE
+
+from elche_jax.engine.host.runner import HostRunner
 
 ROWS, EPOCHS = data(90), 2
 ROWS["at"] = np.arange(len(ROWS["x"]), dtype="float32") // BATCH
@@ -46,14 +49,26 @@ class Ended(logging.Handler):
             self.seen.append([int(number) for number in found.groups()])
 
 
-def main(rule, cadence, dying, how_else=None):
+def note_dispatches(ran):
+    """Notes which windows are dispatched with an exchange on the host, again included."""
+    method = HostRunner._dispatch
+
+    def noted(self, session, window, calls, launch, **options):
+        ran.append([session.step, list(launch.counts)])
+        return method(self, session, window, calls, launch, **options)
+
+    HostRunner._dispatch = noted
+
+
+def main(rule, cadence, dying, how_else=None, exchange="device"):
     how, number = dying.get(str(jax.process_index()), (None, None))
     train = elche.build_train_step(
         bad_later if how_else == "not finite later" else loss_and_place, TX, has_aux=True,
         averaging=TABLE[rule][0],
-        cadence=getattr(elche, cadence[0])(*cadence[1:]),
+        cadence=getattr(elche, cadence[0])(*cadence[1:]), **WAYS[exchange],
     )  # fmt: skip
-    state, said, ended = train.init(params()), [], Ended()
+    state, said, ended, ran = train.init(params()), [], Ended(), []
+    note_dispatches(ran)
     logging.getLogger("elche_jax").addHandler(ended)
     begin_to_die(how, number)
     if how_else == "two loops":
@@ -62,6 +77,10 @@ def main(rule, cadence, dying, how_else=None):
                 state, _ = train(state, window)
     with train.windows(ROWS, BATCH, epochs=EPOCHS, shuffle=False) as windows:
         for window in windows:
+            if window.index == 7 and how_else == "left early":
+                break
+            if window.index == 7 and how_else == "another state":
+                state = state.replace(params=state.params)
             if how == "time" and window.index == 1 + 3 * number:
                 die_soon(number)
             state, metrics = train(state, window)
@@ -74,7 +93,7 @@ def main(rule, cadence, dying, how_else=None):
         "at": [float(one["at"]) for one in said],
         "finite": [bool(one["finite"]) for one in said],
         "params": {name: np.asarray(leaf).tolist() for name, leaf in state.params.items()},
-        "ended": ended.seen,
+        "ended": ended.seen, "ran": ran,
         "seen": [int(np.asarray(leaf)[0]) for leaf in (state.microbatches, state.step)],
     }))  # fmt: skip
 

@@ -12,14 +12,16 @@ if __name__ == "__main__":  # before anything asks for a device
 import jax  # after it, as what follows
 import numpy as np
 from fitting_jobs import BATCH, ROWS, fit, history, trainer
-from losing import OUTER, die_in
+from losing import EXCHANGES, OUTER, die_in
 
+from elche_jax.engine.host.average import HostAverage
 from elche_jax.engine.lanes.window import LanesWindow
 
 RULES = {
     "mean gradient": None,
     "averaging": elche.ParameterAveraging(optimizer_state="keep"),
     "diloco": elche.DiLoCo(outer=OUTER),
+    "one pending": elche.MeanGradient(delay=1),
     "int8, one pending": elche.MeanGradient("int8", delay=1),
     "fragments": elche.DiLoCo(outer=OUTER, fragments=2),
 }
@@ -29,12 +31,14 @@ def metric_fn(p, batch):
     return {"error": batch["x"] @ p["w"] + p["b"] + p["v"].sum() - batch["y"]}
 
 
-def main(rule, folder, dies):
+def main(rule, folder, dies, exchange=None):
     if jax.process_index() == jax.process_count() - 1 and dies:
         die_in(LanesWindow, "_agree_across", 5)
+        die_in(HostAverage, "__call__", 5)
     saving = elche.Checkpoints(Path(folder) / "saved", every_windows=3, keep_last=99)
     result = fit(
-        trainer(averaging=RULES[rule]), checkpoints=saving, resume="auto",
+        trainer(averaging=RULES[rule], exchange=EXCHANGES[exchange]),
+        checkpoints=saving, resume="auto",
         evaluation=elche.Evaluation(metric_fn, ROWS, BATCH),
     )  # fmt: skip
     kept = result.state.averaging
@@ -51,4 +55,4 @@ def main(rule, folder, dies):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3] == "dies")
+    main(sys.argv[1], sys.argv[2], sys.argv[3] == "dies", *sys.argv[4:])

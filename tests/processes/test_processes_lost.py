@@ -8,12 +8,11 @@ import jobs
 import numpy as np
 import optax
 import pytest
-from losing import BATCH, EPOCHS, EXCHANGES, ROWS, RULES
+from losing import BATCH, EPOCHS, ROWS, RULES
 from marks import slow
 from reference import loss_fn, params
 
 import elche_jax as elche
-from elche_jax.engine.host.average import LOST as LOST_ON_HOST
 
 ELCHE, TOTAL = ("ElChe", 3), ("FixedTotal", 8)
 SIZE = len(ROWS["x"]) // BATCH
@@ -117,8 +116,6 @@ def test_two_that_end_one_after_the_other():
 LOST = "train: process 1 (device 1) ended before window 2 was complete; 1 of 2 devices are left. "
 RULE = "mean gradient"
 CANNOT = {
-    "pending windows on the host": ("pending", ELCHE, "host", LOST_ON_HOST),
-    "devices that run ahead": (RULE, ELCHE, "ahead", LOST_ON_HOST),
     "a recording": (RULE, ("Replay", [(2, 2)] * 9), None, LOST + "A recording needs all devices."),
     "an iterable": (
         RULE, ELCHE, "iterable", LOST + "The data of a window must be read again, which an "
@@ -131,9 +128,10 @@ CANNOT = {
 @pytest.mark.parametrize("name", CANNOT)
 def test_what_cannot_go_on_is_an_error(name):
     rule, cadence, data, message = CANNOT[name]
-    exchange = data if data in EXCHANGES else None
-    moment = "average" if exchange else "exchange"
-    job = json.dumps((rule, cadence, {1: (moment, 3)}, data, exchange))
+    job = json.dumps((rule, cadence, {1: ("exchange", 3)}, data))
+    said, _ = jobs.run("losing.py", (1, 1), job, killed=[1])
+    assert said == {"error": message, "processes": [1]}
+    job = json.dumps((rule, cadence, {1: ("average", 3)}, data, "ahead"))
     said, _ = jobs.run("losing.py", (1, 1), job, killed=[1])
     assert said == {"error": message, "processes": [1]}
 

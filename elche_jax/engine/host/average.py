@@ -8,18 +8,24 @@ from typing import Any
 import jax
 import numpy as np
 
-from elche_jax._processes import ExchangeLost, ProcessLostError
+from elche_jax._processes import ExchangeLost
 from elche_jax.engine.axis import HostAxis, HostProcessAxis
 from elche_jax.engine.host.program import Delivery
 from elche_jax.engine.job import Job, Measured
 from elche_jax.engine.reduce import Mean, Reduction
 
-LOST = (
-    "train: a process ended, and an exchange on the host with windows pending (delay, run_ahead) "
-    "does not go on without it. Start the job again, with resume='auto' to go on from its last "
-    "checkpoint."
-)
-"""The message for a loss of a process whose deliveries to pending windows are in no mean yet."""
+
+@dataclass(frozen=True)
+class Told:
+    """What a process tells the others of a window.
+
+    Attributes:
+        rows: A row per device of this process, see `Measured`.
+        lost: Ranks of the devices that the window does without, the same in all processes.
+    """
+
+    rows: np.ndarray
+    lost: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -47,15 +53,13 @@ class HostAverage:
     Attributes:
         reduction: The reduction of contributions to a mean.
         job: The processes, which average the same windows in one order; None for one.
-        ahead: Whether devices continue while a window is averaged.
     """
 
     reduction: Reduction
     job: Job | None = None
-    ahead: bool = False
 
     def __call__(
-        self, deliveries: Sequence[Delivery | None], window: int, told: np.ndarray | None = None
+        self, deliveries: Sequence[Delivery | None], window: int, told: Told | None = None
     ) -> Average:
         """Average the deliveries of one window.
 
@@ -63,14 +67,13 @@ class HostAverage:
             deliveries: By rank, at least one; None for a device that is late. Those of this
                 process.
             window: Index of the window, for an exponent that is a schedule.
-            told: What this process tells the others, a row per device; None if there is one.
+            told: What this process tells the others; None if there is one.
 
         Raises:
-            ExchangeLost: In all processes that are there, if one of the others has ended: what it
-                had delivered may be in a part of the sums.
-            ProcessLostError: The same, if devices have continued.
+            ExchangeLost: In all processes that are there, if one of the others has ended since the
+                window was dispatched: what it had delivered may be in a part of the sums.
         """
-        gone = None if self.job is None else self.job.members.gone
+        self._check_members(told)  # an exchange of before has found it, in all processes
         there = {rank: one for rank, one in enumerate(deliveries) if one is not None}
         # NumPy: on the CPU backend a program waits for those dispatched to its device before it, so
         # the average of a window would wait for the next window's steps
@@ -84,13 +87,14 @@ class HostAverage:
         metrics["finite"] = np.bool_(metrics["finite"] and not lost.any())
         if self.job is None or told is None:
             return Average(mean, metrics, own)
-        Measured(*told.T).own[:] = own
-        rows = self.job.gather_rows(told)
-        if self.ahead and self.job.members.gone:
-            raise ProcessLostError(LOST, sorted(self.job.members.gone))
-        if self.job.members.gone != gone:
-            raise ExchangeLost
+        Measured(*told.rows.T).own[:] = own
+        rows = self.job.gather_rows(told.rows)
+        self._check_members(told)
         return Average(mean, metrics, own, rows)
+
+    def _check_members(self, told: Told | None) -> None:
+        if self.job is not None and told is not None and self.job.members.lost != told.lost:
+            raise ExchangeLost
 
     def _axis(self, devices: int, there: tuple[int, ...]) -> HostAxis:
         if self.job is None:

@@ -10,6 +10,10 @@ than hung once, and the times are to reduce its work.
 
 If devices run ahead, none waits at the end of a window. The cost of the exchange is then the
 idle time of the busiest device before the window, since its last delivery.
+
+If a process of the job ends, the window that is being averaged is *lost*, and so are those launched
+after it, as their devices began them in a job that is no longer there. None of them is averaged
+until the loop has taken them back, in all processes before the same window.
 """
 
 import threading
@@ -133,7 +137,8 @@ class Coordinator:
         limits: How long to wait, and how far devices may run ahead.
         done: Called with every window that is over, in order.
         learned: Called with the times of a window once its late devices have delivered.
-        failed_: Called with an exception raised in a thread.
+        failed_: Called with an exception raised in a thread; with `ExchangeLost` if windows are
+            lost that devices have run ahead of.
         changed: Lock and condition of all attributes below, notified of every change.
         stop: Set when the threads are to end.
         late: Ranks of the devices that are late.
@@ -143,6 +148,7 @@ class Coordinator:
         windows: Windows that are not over, by number, oldest first.
         unread: Closed windows that the loop has not read yet, if devices run ahead.
         tardy: Windows that are over, with deliveries of late devices still to come.
+        lost: Number of the oldest window that is lost, if devices run ahead; None if none is.
         error: The first exception raised in a thread.
     """
 
@@ -160,6 +166,7 @@ class Coordinator:
     windows: dict[int, OpenWindow] = field(default_factory=dict)
     unread: deque[tuple[int, Outcome]] = field(default_factory=deque)
     tardy: dict[int, OpenWindow] = field(default_factory=dict)
+    lost: int | None = None
     error: BaseException | None = None
 
     def __post_init__(self) -> None:
@@ -196,8 +203,9 @@ class Coordinator:
         """
         with interruptible(), self.changed:
             window = self.windows[number]
-            self._until(lambda: window.average is not None or window.lost)
-            if window.lost:
+            # an earlier one may be lost, too, whose state the loop has dropped
+            self._until(lambda: window.average or window.lost or self.lost is not None)
+            if window.average is None:
                 raise ExchangeLost
             return self._outcome(window)
 
@@ -208,13 +216,31 @@ class Coordinator:
             return list(closed)
 
     def next_closed(self) -> tuple[int, Outcome]:
-        """Wait for the oldest closed window that was not returned yet."""
+        """Wait for the oldest closed window that was not returned yet.
+
+        Raises:
+            ExchangeLost: If there will be none, as a process of the job has ended.
+        """
         with interruptible(), self.changed:
-            self._until(lambda: bool(self.unread))
+            self._until(lambda: bool(self.unread) or self.lost is not None)
+            if not self.unread:
+                raise ExchangeLost
             return self.unread.popleft()
 
+    def take_back(self) -> int | None:
+        """Drop all windows that are lost; return the number of the oldest, None if none is.
+
+        Their deliveries are in no mean. Those that are still to come are dropped, too.
+        """
+        with self.changed:
+            first, self.lost = self.lost, None
+            if first is not None:
+                self.windows = {at: one for at, one in self.windows.items() if at < first}
+            self.changed.notify_all()
+            return first
+
     def settle(self) -> None:
-        """Wait until all windows are averaged, or the threads have ended; see `Averaging`."""
+        """Wait until all windows are averaged or lost, or threads have ended; see `Averaging`."""
         with interruptible(), self.changed:
             self.changed.wait_for(lambda: self.error or self.stop.is_set() or not self._open)
 
@@ -260,7 +286,7 @@ class Coordinator:
         longest = max(gaps)
         return [longest if rank in absent else gap for rank, gap in enumerate(gaps)]
 
-    def _until(self, condition: Callable[[], bool]) -> None:
+    def _until(self, condition: Callable[[], object]) -> None:
         self.changed.wait_for(lambda: self.error or self.stop.is_set() or condition())
         if self.error is not None:
             raise self.error
@@ -270,6 +296,8 @@ class Coordinator:
     @property
     def _open(self) -> list[OpenWindow]:
         """Windows that will have an average and have none yet, oldest first."""
+        if self.lost is not None:  # the oldest one is, and so are the others
+            return []
         return [w for w in self.windows.values() if w.average is None and not w.lost]
 
     def _has_room(self, counts: tuple[int, ...]) -> bool:
@@ -361,9 +389,13 @@ class Coordinator:
         """Note that a window has no average, as a process of the job has ended."""
         with self.changed:
             window.lost, window.got = True, []
-            if window.claimed:
+            if window.ahead:
+                self.lost = window.number
+            elif window.claimed:
                 del self.windows[window.number]
             self.changed.notify_all()
+        if window.ahead:
+            self.failed_(ExchangeLost())
 
     def failed(self, error: BaseException) -> None:
         """Record an exception raised in a thread."""

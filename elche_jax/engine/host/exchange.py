@@ -7,11 +7,10 @@ from functools import partial
 from typing import Any, ClassVar
 
 import jax
-import numpy as np
 
 from elche_jax._processes import ExchangeLost
 from elche_jax._turns import TURNS
-from elche_jax.engine.host.average import Average
+from elche_jax.engine.host.average import Average, Told
 from elche_jax.engine.host.coordinator import Coordinator, OpenWindow, Outcome
 from elche_jax.engine.host.program import Delivery
 from elche_jax.engine.host.session import Session
@@ -22,7 +21,7 @@ from elche_jax.engine.survey import Survey
 from elche_jax.engine.threads import DeviceThreads
 from elche_jax.engine.timing import Clock
 
-Averaging = Callable[[Sequence[Delivery | None], int, np.ndarray | None], Average]
+Averaging = Callable[[Sequence[Delivery | None], int, Told | None], Average]
 Left = Callable[[Session, list[tuple[int, Outcome]]], None]
 
 
@@ -70,6 +69,11 @@ class LiveExchange(Clock):
         """Ranks of the devices whose deliveries are overdue."""
         with self.coordinator.changed:
             return frozenset(self.coordinator.late)
+
+    @property
+    def lost(self) -> int | None:
+        """See `Clock.lost`."""
+        return self.coordinator.lost
 
     def launch(self, window: OpenWindow, deliveries: Sequence[Delivery | None]) -> None:
         """Hand over the deliveries of a window, arrays that are still being computed.
@@ -154,7 +158,7 @@ def _average(coordinator: Coordinator, averaging: Averaging) -> None:
                 window.survey.found = average.rows
             coordinator.close(window, average)
             del average, found, window, deliveries  # hold no arrays while waiting
-        except ExchangeLost:  # the loop runs the window again
+        except ExchangeLost:  # the loop runs the window again, and those after it
             coordinator.lose(found[0])
             del found, window, deliveries
         except BaseException as error:  # handed to the loop, which raises it
@@ -162,7 +166,7 @@ def _average(coordinator: Coordinator, averaging: Averaging) -> None:
             return
 
 
-def _told(coordinator: Coordinator, window: OpenWindow, survey: Survey) -> np.ndarray:
+def _told(coordinator: Coordinator, window: OpenWindow, survey: Survey) -> Told:
     """Return what this process tells the others of a window whose average is being computed."""
     told = survey.take()
     rows = Measured(*told.T)
@@ -170,4 +174,4 @@ def _told(coordinator: Coordinator, window: OpenWindow, survey: Survey) -> np.nd
     rows.steady[:] *= not window.late
     with coordinator.changed:
         rows.late[list(coordinator.late)] = True
-    return told
+    return Told(told, survey.lost)

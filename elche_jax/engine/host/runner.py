@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from elche_jax._processes import ExchangeLost
 from elche_jax.engine.accumulators import zeros
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.fetch import Payload
@@ -34,11 +35,13 @@ from elche_jax.engine.host.session import Begun, Session
 from elche_jax.engine.lane import Fleet
 from elche_jax.engine.laned import StackedArray, entries_of
 from elche_jax.engine.loop import Seconds
+from elche_jax.engine.put_back import without_pending
 from elche_jax.engine.reduce import Mean
 from elche_jax.engine.replicas import is_stacked, replicate
 from elche_jax.engine.runner import Call, Launch, Program, WindowRunner
 from elche_jax.engine.shapes import one_of
 from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState, with_averaging
+from elche_jax.engine.timing import Clock
 
 PyTree = Any
 
@@ -77,7 +80,6 @@ class HostRunner(WindowRunner):
         self._averaging = HostAverage(
             program.rule.reduction(one_of(state)),
             None if fleet.job.one_process else fleet.job,
-            limits.ahead,
         )
         self._locals: list[PyTree] = []
         self._left: Session | None = None
@@ -92,6 +94,11 @@ class HostRunner(WindowRunner):
         limits = limits or self.limits
         coordinator = Coordinator(self.fleet.world_size, limits, done, learned, failed)
         return LiveExchange(coordinator, self._averaging, self._seconds, self._keep)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """See `FleetRunner.runs_ahead`."""
+        return self.limits.ahead and not self.fleet.job.one_process
 
     def fuses(self, payload: Payload) -> bool:
         """Return False: every device ends its window by itself."""
@@ -163,7 +170,7 @@ class HostRunner(WindowRunner):
             reports = self._program.rule.reports(session.parts[session.present[0]])
             reports = {name: value[0] for name, value in reports.items()}
             # the order matters: averages that are known go into the state before its next window
-            deliveries = self._dispatch(session, window, calls, launch.counts, catch_up=not known)
+            deliveries = self._dispatch(session, window, calls, launch, catch_up=not known)
             exchange.launch(window, deliveries)
             if not ahead:
                 outcome = coordinator.outcome(launch.number)
@@ -179,9 +186,11 @@ class HostRunner(WindowRunner):
             for rank in session.absent:
                 self._restore(session, rank)
             new = self._whole(session, state)
-        except BaseException:
+        except BaseException as error:
             self._locals = []
             coordinator.abandon(launch.number)
+            if isinstance(error, ExchangeLost) and ahead:  # the windows are taken back from here
+                session.state, exchange.session = weakref.ref(state), session
             raise
         session.state = weakref.ref(new)
         exchange.session = session
@@ -192,6 +201,28 @@ class HostRunner(WindowRunner):
         metrics = jax.device_put(session.metrics, self.fleet.devices[session.present[0]])
         metrics |= reports
         return new, metrics, metrics["finite"]
+
+    def take_back(self, state: TrainState, clock: Clock, windows: int) -> TrainState | None:
+        """See `WindowRunner.take_back`."""
+        assert isinstance(clock, LiveExchange)
+        session, clock.session = clock.session, None
+        first = clock.coordinator.take_back()
+        if session is None or first is None or session.state() is not state:
+            return None if windows else state  # the next window begins a new session
+        while session.begun and session.begun[0].number < first:
+            self._apply_next(session, clock.coordinator)
+        lost = session.begun
+        if len(lost) < windows:
+            return None
+        microbatches, examples = sum(sum(one.counts) for one in lost), sum(o.examples for o in lost)
+        state = without_pending(
+            self._program.rule, self.fleet, self._whole(session, state), len(lost), microbatches,
+            examples,
+        )  # fmt: skip
+        new = self._begin(state)
+        new.metrics, new.state = session.metrics, weakref.ref(state)
+        clock.session = new
+        return state
 
     def _keep(self, session: Session, closed: list[tuple[int, Outcome]]) -> None:
         """Keep the session of a run that ends for the next run, while its state is alive."""
@@ -226,7 +257,7 @@ class HostRunner(WindowRunner):
         return Session(parts, rest, int(np.asarray(step)[0]), finite, self._compiled.no_metrics)
 
     def _dispatch(
-        self, session: Session, window: OpenWindow, calls: Sequence[Call], counts: Counts,
+        self, session: Session, window: OpenWindow, calls: Sequence[Call], launch: Launch,
         catch_up: bool,
     ) -> list[Delivery | None]:  # fmt: skip
         """Dispatch a window on the devices and return its deliveries."""
@@ -252,7 +283,8 @@ class HostRunner(WindowRunner):
             session.finite[rank] = self._flags[rank][True]
         self._locals = locals_
         before = [] if self.limits.ahead else before
-        session.begun.append(Begun(window.number, counts, part, pending, before))
+        begun = Begun(window.number, launch.counts, launch.examples, part, pending, before)
+        session.begun.append(begun)
         session.step += 1
         return deliveries
 

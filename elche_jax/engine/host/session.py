@@ -18,6 +18,7 @@ class Begun:
     Attributes:
         number: Number of its dispatch.
         counts: Microbatches of every device of the job.
+        examples: Valid examples of all of them.
         part: Index of the part of the parameters that is exchanged.
         pending: By rank, the device's update; None if it got no programs.
         before: By rank, the state at the start of the window; empty if devices run ahead.
@@ -25,6 +26,7 @@ class Begun:
 
     number: int
     counts: tuple[int, ...]
+    examples: int
     part: int
     pending: list[PendingUpdate | None]
     before: list[TrainState]

@@ -1,0 +1,176 @@
+"""Jobs in which a process ends while the host exchanges windows that devices ran ahead of."""
+
+import json
+
+import fitting_jobs
+import jobs
+import numpy as np
+import pytest
+from exchanged import train as by_hand_in_numpy
+from losing_pending import EPOCHS, ROWS
+from marks import slow
+from reference import BATCH, LEAVES
+from test_averaging_table import TABLE, TOLERANCE
+from test_processes_rules import AHEAD, MAY_RUN_AHEAD
+
+ELCHE, TOTAL = ("ElChe", 3, 0.1, 4), ("FixedTotal", 8)
+SIZE = EPOCHS * len(ROWS["x"]) // BATCH
+"""Microbatches of the run."""
+
+
+def run(fleet, rule, way, cadence, how_else=None, **dying):
+    """What the processes say that are left; `dying` says how the others end, by their number."""
+    how = {int(name[1:]): moment for name, moment in dying.items()}
+    job = json.dumps((rule, cadence, how, how_else, way))
+    said = jobs.run("losing_pending.py", fleet, job, killed=[*how])
+    return {at: one for at, one in enumerate(said) if at not in how}
+
+
+def check(said, fleet, rule, way):
+    """What must hold: no microbatch is left out or used twice, and all is as by hand."""
+    _, by_hand = TABLE[rule]
+    delay, outer = by_hand.get("delay"), by_hand.get("outer")
+    first, *others = said.values()
+    for other in others:
+        for name in ("ran", "counts", "records", "weight", "at", "finite", "ended", "seen"):
+            assert str(other[name]) == str(first[name]), name  # NaN is equal to itself
+    counts = np.array(first["counts"])
+    sizes = counts.sum(axis=1)
+    assert sizes.sum() == SIZE and first["seen"] == [SIZE, len(counts)]
+    assert counts.tolist() == [*{at: each for at, each in first["ran"]}.values()]
+    assert len(first["records"]) == len(counts)
+    assert all(first["finite"])
+    if delay:  # a window's metrics are those of the mean applied last, of all its microbatches
+        places = np.split(np.arange(SIZE) % (SIZE // EPOCHS), np.cumsum(sizes)[:-1])
+        told = told_in(first["ran"], delay)
+        assert first["weight"][delay:] == [sizes[at] for at in told]
+        want = [places[at].mean() for at in told]
+        np.testing.assert_allclose(first["at"][delay:], want, 1e-6)
+    ranks = np.split(np.arange(sum(fleet)), np.cumsum(fleet)[:-1])
+    for process, at in first["ended"]:
+        assert not counts[at:, ranks[process]].any()
+    by_hand = by_hand | ({"outer": outer()} if outer else {})  # the table is shared
+    ahead = AHEAD.get(way)
+    want = by_hand_in_numpy(counts, rows=ROWS, ran=first["ran"], ahead=ahead, **by_hand)[-1]
+    rtol, atol = TOLERANCE[by_hand.get("kind")]
+    for process, one in said.items():
+        for name in LEAVES:
+            mine = [want[rank][name] for rank in ranks[process]]
+            np.testing.assert_allclose(one["params"][name], mine, rtol=rtol, atol=atol)
+    assert sorted({*said, *(process for process, _ in first["ended"])}) == [*range(len(fleet))]
+    return first["ended"]
+
+
+def told_in(ran, delay):
+    """Of which window each tells, from the first one that does; `ran` as in `exchanged.train`."""
+    told, before, last = {}, -1, -1
+    for at, _ in ran:
+        last = max(at, last)  # the window after which others run again is told of then
+        whole = -1 if at == before + 1 else at - 1
+        told[last] = max(last - delay, whole, told.get(last, -1))
+        before = at
+    return [told[window] for window in range(delay, last + 1)]
+
+
+MOMENTS = {
+    "between its window and the exchange": ("average", 7),
+    "within the average": ("one of its exchanges", 14),
+    "as it dispatches a window": ("dispatch", 8),
+    "in the first average": ("average", 1),
+    "in the second average": ("average", 2),
+    "in the second epoch": ("average", 14),
+}
+ONE, THREE = "mean gradient, one pending", "mean gradient, three pending"
+WAYS = [(ONE, "host"), (THREE, "host"), *(("mean gradient", way) for way in AHEAD)]
+
+
+@pytest.mark.parametrize("moment", [next(iter(MOMENTS)), *map(slow, [*MOMENTS][1:])])
+@pytest.mark.parametrize(("rule", "way"), [slow(*WAYS[0]), WAYS[1], *(slow(*w) for w in WAYS[2:])])
+def test_the_others_run_again_what_has_no_mean(moment, rule, way):
+    fleet = (1, 1, 1)
+    check(run(fleet, rule, way, TOTAL, p2=MOMENTS[moment]), fleet, rule, way)
+
+
+RULES = [(name, "host") for name, (_, by_hand) in TABLE.items() if by_hand.get("delay")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rule", "way"), [*RULES, *((name, "ahead") for name in MAY_RUN_AHEAD)])
+def test_every_rule(rule, way):
+    fleet = (2, 1, 1)
+    check(run(fleet, rule, way, ELCHE, p1=("average", 5)), fleet, rule, way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("second", [11, 8, 6, 5])
+@pytest.mark.parametrize(("rule", "way"), WAYS)
+def test_two_that_end_one_after_the_other(second, rule, way):
+    """The second one in a later window, and as windows run again."""
+    fleet = (1, 2, 1)
+    said = run(fleet, rule, way, TOTAL, p1=("average", 4), p2=("average", second))
+    ended = check(said, fleet, rule, way)
+    assert ended[0] == [1, 3] and ended[1][0] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("rule", "way"), WAYS)
+def test_at_a_random_moment(seed, rule, way):
+    fleet = (1, 1, 1)
+    check(run(fleet, rule, way, TOTAL, p2=("time", seed)), fleet, rule, way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("back", [1, 2, 3, 4])
+@pytest.mark.parametrize(("rule", "way"), WAYS)
+def test_in_the_last_windows(back, rule, way):
+    fleet = (1, 1, 1)
+    whole = run(fleet, rule, way, ("FixedTotal", 8))
+    last = len(whole[0]["counts"])
+    said = run(fleet, rule, way, TOTAL, p2=("average", last + 1 - back))
+    assert check(said, fleet, rule, way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(1, 4))
+@pytest.mark.parametrize(("rule", "way"), WAYS)
+def test_as_speeds_become_known(number, rule, way):
+    """Then plans wait for the record of a window that may be lost."""
+    fleet = (1, 1)
+    check(run(fleet, rule, way, ELCHE, p1=("average", number)), fleet, rule, way)
+
+
+LOST = "train: process 1 (device 1) ended before window {} was complete; 1 of 2 devices are left. "
+RULE = "Windows that have no mean yet would have to run again, and {}. Resume from a checkpoint."
+CANNOT = {
+    "left early": "their loop has ended",
+    "another state": "the state is not the one that the last of them returned",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how_else", CANNOT)
+def test_what_cannot_run_again_is_an_error(how_else):
+    job = json.dumps((THREE, TOTAL, {1: ("average", 6)}, how_else, "host"))
+    said, _ = jobs.run("losing_pending.py", (1, 1), job, killed=[1])
+    rule = RULE.format(CANNOT[how_else])
+    assert said == {"processes": [1], "error": LOST.format(5) + rule}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["ahead", "host"])
+def test_a_trainer_goes_on_and_saves(exchange, tmp_path):
+    rule = "mean gradient" if exchange == "ahead" else "one pending"
+    names = rule, tmp_path, "dies", exchange
+    first, second, _ = jobs.run("losing_trainer.py", (1, 1, 1), *names, killed=[2])
+    assert first["history"] == second["history"] and len(first["history"]) == 2
+    assert first["params"] == second["params"] and first["stopped"] == "epochs"
+    steps = sorted(int(path.name) for path in (tmp_path / "saved").iterdir() if path.name.isdigit())
+    assert steps == [3, 6, 9, 10, 12, 15, 18, 20]  # 10 and 20 at the end of an epoch
+    p, rows = {name: np.array(leaf) for name, leaf in first["params"].items()}, fitting_jobs.ROWS
+    error = rows["x"] @ p["w"] + p["b"] + p["v"].sum() - rows["y"]
+    np.testing.assert_allclose(first["metrics"]["error"], error.mean(), rtol=1e-4, atol=1e-6)
+    # the last checkpoint is whole, also for a job of another size: nothing is left to train
+    (again,) = jobs.run("losing_trainer.py", (3,), rule, tmp_path, "lives", exchange)
+    for name, values in first["params"].items():
+        np.testing.assert_allclose(again["params"][name], values, rtol=1e-6)
