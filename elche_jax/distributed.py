@@ -28,6 +28,8 @@ COUNT, ID = "ELCHE_NUM_PROCESSES", "ELCHE_PROCESS_ID"
 """Variables in which a launcher says how many processes there are and which one this is; the
 address is in JAX's own, `JAX_COORDINATOR_ADDRESS`."""
 
+VARIABLES = f"JAX_COORDINATOR_ADDRESS, {COUNT} and {ID}"
+
 
 def initialize(
     coordinator_address: str | None = None,
@@ -94,7 +96,7 @@ def initialize(
     except ValueError as error:
         if any(value is not None for value in known.values()):
             missing = ", ".join(name for name, value in known.items() if value is None)
-            rule, todo = "be given together", "Or leave out all of them: the environment may say."
+            rule, todo = "be given together", f"Or leave out all of them and set {VARIABLES}."
             names = "coordinator_address, num_processes, process_id"
             got = f"none for {missing}" if missing else str(error)
             raise ValueError(check.message(where, names, rule, got, todo)) from error

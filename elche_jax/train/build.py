@@ -155,7 +155,8 @@ def build_train_step(
             own microbatches, `(world_size,)`, NaN for a device without work. It takes one small
             exchange more.
         verify_every: Compare the replicas bit by bit after every N-th window, N at least 1;
-            None: never.
+            None: never in one process, and after every 100th one in a job of several, in which an
+            optimizer may be another one by mistake.
         timeline: Records the run, a `Timeline`; None: nothing is recorded.
         emulate: Slows devices down on purpose, see `elche_jax.lab`.
 

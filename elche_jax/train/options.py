@@ -33,7 +33,7 @@ class Options:
         rule: What a window does to the parameters.
         world_size: Number of devices.
         guard: Judges how far the devices drift apart; or None.
-        verify_every: Windows between two comparisons of the replicas; None for never.
+        verify_every: Windows between two comparisons of the replicas; None for the default.
         timeline: Records every window; or None.
         hint: Log one line if devices of one kind turn out to be unequally fast.
         emulate: Slows devices down on purpose; or None.

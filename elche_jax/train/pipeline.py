@@ -68,7 +68,7 @@ class Pipeline(Planning[R]):
         in_flight: Windows that may be dispatched and not yet complete.
         timing: Decides which windows are timed; None for all.
         pending: Number of windows that are pending in the state between two windows.
-        verifies: Whether replicas are compared.
+        verifies: Whether replicas are compared, in a job of several processes.
     """
 
     def __init__(

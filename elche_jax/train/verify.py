@@ -7,16 +7,25 @@ from elche_jax.engine.lane import Fleet
 from elche_jax.engine.laned import StackedArray
 from elche_jax.engine.state import TrainState
 
+EVERY_IN_JOB = 100
+"""Windows between two checks in a job of several processes, unless a user says otherwise."""
+
 
 class ReplicaCheck:
     """Launches checksums of the replicas from time to time.
 
+    Each process of a job has an optimizer of its own: another learning rate in one of them would
+    train processes apart without any other sign, so a job is always checked.
+
     Args:
         fleet: The devices.
-        every: Windows between two checks; None for no checks.
+        every: Windows between two checks; None for no checks in one process, and for
+            `EVERY_IN_JOB` in several.
     """
 
     def __init__(self, fleet: Fleet, every: int | None):
+        if every is None and not fleet.job.one_process:
+            every = EVERY_IN_JOB
         self._fleet, self._every, self._launched = fleet, every, False
 
     def launch(

@@ -134,6 +134,12 @@ def apart():
     return changed("params", lambda rows: rows + np.float32(OTHER))
 
 
+def other_optimizer():
+    """Process 1 has another learning rate."""
+    train = build(tx=optax.adam(2e-2 if OTHER else 1e-2), cadence=elche.FixedTotal(6))
+    return raised(lambda: run(train, stop=5, epochs=None))
+
+
 def torn():
     """The key of the second device of process 0; parameters would be the lead's again."""
 
@@ -340,6 +346,7 @@ SCENES = {
     "skipped, pending": lambda: poisoned(5, 6, nonfinite="skip", averaging=DILOCO_LATE),
     "apart": apart,
     "apart at last": apart_at_last,
+    "other optimizer": other_optimizer,
     "torn": torn,
     "ended_early": ended_early,
     "ended_early, pending": lambda: ended_early(**LATE),

@@ -19,7 +19,8 @@ from elche_jax._turns import SECOND
 
 FLEET = (2, 1)
 WITHOUT_ROWS = [
-    "replayed", "skipped, pending", "apart", "apart at last", "torn", "planned_apart", "errors",
+    "replayed", "skipped, pending", "apart", "apart at last", "torn", "other optimizer",
+    "planned_apart", "errors",
 ]  # fmt: skip
 """Scenes that one test looks at each."""
 
@@ -179,7 +180,8 @@ def test_replicas_of_processes_that_differ_are_found_by_all(said):
     assert first == second and last == others_last
     assert first == (
         "ReplicaMismatch: train: all replicas must be bitwise equal, but after the last window "
-        "that was verified those of process 1 differ from those of process 0."
+        "that was verified those of process 1 differ from those of process 0. Give all "
+        "processes the same optimizer."
     )
 
 
@@ -187,8 +189,14 @@ def test_replicas_of_the_last_window_are_compared_too(said):
     for process in said:
         assert process["apart at last"] == (
             "ReplicaMismatch: train: all replicas must be bitwise equal, but after the last window "
-            "that was verified those of process 1 differ from those of process 0."
+            "that was verified those of process 1 differ from those of process 0. Give all "
+            "processes the same optimizer."
         )
+
+
+def test_another_optimizer_in_one_process_is_found_though_nobody_asked(said):
+    for process in said:
+        assert process["other optimizer"] == process["apart at last"]
 
 
 def test_replicas_of_one_process_that_differ_are_told_the_other(said):
