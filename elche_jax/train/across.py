@@ -178,8 +178,8 @@ def replicas_error(job: Job, rows: np.ndarray) -> ReplicaMismatch | None:
         if number not in (UNKNOWN, *known[:1]):
             return ReplicaMismatch(
                 f"{rule} after the last window that was verified those of process {process} "
-                f"differ from those of process {processes[0]}. Give all processes the same "
-                "optimizer."
+                f"differ from those of process {processes[0]}. Most likely their "
+                "optimizers differ."
             )
     return None
 

@@ -22,6 +22,11 @@ from elche_jax.train.finite_check import FiniteCheck
 from elche_jax.train.in_flight import Window
 from elche_jax.train.live_scheduler import LiveScheduler
 
+STATE = (
+    "the state is not the one that the last of them returned, or the first of them began with "
+    "local steps of an earlier loop"
+)
+
 
 class TakeOver:
     """Gives the work of devices that are lost to those that are left.
@@ -112,7 +117,7 @@ class TakeOver:
             raise self.ended(first)
         before = runner.take_back(state, clock, len(lost))
         if before is None:
-            raise self._error(first, "the state is not the one that the last of them returned")
+            raise self._error(first, STATE)
         self.lose(first, lambda: None)
         return before, again
 

@@ -68,7 +68,7 @@ class Pipeline(Planning[R]):
         in_flight: Windows that may be dispatched and not yet complete.
         timing: Decides which windows are timed; None for all.
         pending: Number of windows that are pending in the state between two windows.
-        verifies: Whether replicas are compared, in a job of several processes.
+        verifies: Whether what the last comparison of replicas found is told at the end of a loop.
     """
 
     def __init__(
@@ -196,7 +196,8 @@ class Pipeline(Planning[R]):
             launch = Launch(clock, self._dispatches, at, window.counts, window.examples, survey)
             flight = InFlight(window.plan, self._requested, launch, self._cold)
             flight.tells = self._telling.untold
-            flight.again = replace(window, calls=())
+            if self.runner.runs_ahead:  # no other one is taken back
+                flight.again = replace(window, calls=())
             with _progress.phase("window", window.index):
                 yield flight
         except BaseException as error:

@@ -91,7 +91,7 @@ class Planning(ABC, Generic[R]):
                 if window is None:
                     break
                 cursor = window.cursor
-                if cursor.epoch + 1 == epochs and self.runner.runs_ahead:
+                if cursor.epoch + 1 == epochs and self.runner.runs_ahead and self._feed.rereads:
                     ends = reader.available(cursor.microbatch, 1) == 0
                     self._last = window.index if ends else -1
                 with self._changed:

@@ -300,7 +300,7 @@ class TrainStep:
                 feed, self._scheduler, start, self._watch, runner, self._cache,
                 divergence=self._divergence, in_flight=in_flight(self._options),
                 compared=runner.replicated(runner.state), timing=self._timing,
-                pending=self._options.pending, verifies=True,
+                pending=self._options.pending, verifies=self._options.verify_every is not None,
             )  # fmt: skip
             self._last_pipeline = pipeline
             self._scheduler.on_start(names_of(self.devices), start.window, *self._bytes)

@@ -42,7 +42,7 @@ class Telling:
         job: The processes.
         devices: Number of devices of this process.
         pending: Whether windows are pending in the state between two windows.
-        verifies: Whether replicas are compared, in a job of several processes.
+        verifies: Whether what the last comparison of replicas found is told at the end of a loop.
     """
 
     def __init__(self, job: Job, devices: int, pending: bool, verifies: bool):

@@ -15,7 +15,8 @@ class ReplicaCheck:
     """Launches checksums of the replicas from time to time.
 
     Each process of a job has an optimizer of its own: another learning rate in one of them would
-    train processes apart without any other sign, so a job is always checked.
+    train processes apart without any other sign, so a job is always checked. What a check finds
+    is told in the exchange of the next window.
 
     Args:
         fleet: The devices.

@@ -71,10 +71,12 @@ def main(rule, cadence, dying, how_else=None, exchange="device"):
     note_dispatches(ran)
     logging.getLogger("elche_jax").addHandler(ended)
     begin_to_die(how, number)
-    if how_else == "two loops":
+    if how_else in ("two loops", "steps of an earlier loop"):
         with train.windows({name: rows[:96] for name, rows in ROWS.items()}, BATCH) as windows:
             for window in windows:  # three and more
                 state, _ = train(state, window)
+    if how_else == "steps of an earlier loop":  # as from a checkpoint
+        state = state.replace(params=state.params)
     with train.windows(ROWS, BATCH, epochs=EPOCHS, shuffle=False) as windows:
         for window in windows:
             if window.index == 7 and how_else == "left early":

@@ -13,6 +13,8 @@ from reference import BATCH, LEAVES
 from test_averaging_table import TABLE, TOLERANCE
 from test_processes_rules import AHEAD, MAY_RUN_AHEAD
 
+from elche_jax.train.lost import STATE
+
 ELCHE, TOTAL = ("ElChe", 3, 0.1, 4), ("FixedTotal", 8)
 SIZE = EPOCHS * len(ROWS["x"]) // BATCH
 """Microbatches of the run."""
@@ -98,7 +100,7 @@ RULES = [(name, "host") for name, (_, by_hand) in TABLE.items() if by_hand.get("
 @pytest.mark.parametrize(("rule", "way"), [*RULES, *((name, "ahead") for name in MAY_RUN_AHEAD)])
 def test_every_rule(rule, way):
     fleet = (2, 1, 1)
-    check(run(fleet, rule, way, ELCHE, p1=("average", 5)), fleet, rule, way)
+    check(run(fleet, rule, way, TOTAL, p1=("average", 5)), fleet, rule, way)
 
 
 @pytest.mark.slow
@@ -144,7 +146,7 @@ LOST = "train: process 1 (device 1) ended before window {} was complete; 1 of 2 
 RULE = "Windows that have no mean yet would have to run again, and {}. Resume from a checkpoint."
 CANNOT = {
     "left early": "their loop has ended",
-    "another state": "the state is not the one that the last of them returned",
+    "another state": STATE,
 }
 
 
@@ -155,6 +157,15 @@ def test_what_cannot_run_again_is_an_error(how_else):
     said, _ = jobs.run("losing_pending.py", (1, 1), job, killed=[1])
     rule = RULE.format(CANNOT[how_else])
     assert said == {"processes": [1], "error": LOST.format(5) + rule}
+
+
+@pytest.mark.slow
+def test_steps_of_an_earlier_loop_are_not_lost_in_silence():
+    """They go with the first delivery of a loop, and the state before it has none."""
+    how_else = "steps of an earlier loop"
+    job = json.dumps(("Local SGD, three pending", TOTAL, {1: ("average", 4)}, how_else, "host"))
+    said, _ = jobs.run("losing_pending.py", (1, 1), job, killed=[1])
+    assert said == {"processes": [1], "error": LOST.format(3) + RULE.format(STATE)}
 
 
 @pytest.mark.slow

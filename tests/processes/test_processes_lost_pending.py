@@ -86,7 +86,7 @@ RULES = [name for name, (_, by_hand) in TABLE.items() if by_hand.get("delay")]
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_with_pending_windows(rule):
     fleet = (2, 1, 1)
-    check(run(fleet, rule, ELCHE, p1=("exchange", 4)), fleet, rule)
+    check(run(fleet, rule, TOTAL, p1=("exchange", 4)), fleet, rule)
 
 
 @pytest.mark.slow

@@ -180,8 +180,8 @@ def test_replicas_of_processes_that_differ_are_found_by_all(said):
     assert first == second and last == others_last
     assert first == (
         "ReplicaMismatch: train: all replicas must be bitwise equal, but after the last window "
-        "that was verified those of process 1 differ from those of process 0. Give all "
-        "processes the same optimizer."
+        "that was verified those of process 1 differ from those of process 0. Most "
+        "likely their optimizers differ."
     )
 
 
@@ -189,8 +189,8 @@ def test_replicas_of_the_last_window_are_compared_too(said):
     for process in said:
         assert process["apart at last"] == (
             "ReplicaMismatch: train: all replicas must be bitwise equal, but after the last window "
-            "that was verified those of process 1 differ from those of process 0. Give all "
-            "processes the same optimizer."
+            "that was verified those of process 1 differ from those of process 0. Most "
+            "likely their optimizers differ."
         )
 
 

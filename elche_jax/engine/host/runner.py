@@ -212,8 +212,11 @@ class HostRunner(WindowRunner):
         while session.begun and session.begun[0].number < first:
             self._apply_next(session, clock.coordinator)
         lost = session.begun
-        if len(lost) < windows:
+        # steps of an earlier run went with a delivery that is lost; the state before has none
+        if len(lost) < windows or any(one.carries for one in lost):
             return None
+        for rank in session.absent:  # it lacks the means before
+            self._restore(session, rank)
         microbatches, examples = sum(sum(one.counts) for one in lost), sum(o.examples for o in lost)
         state = without_pending(
             self._program.rule, self.fleet, self._whole(session, state), len(lost), microbatches,
@@ -221,6 +224,8 @@ class HostRunner(WindowRunner):
         )  # fmt: skip
         new = self._begin(state)
         new.metrics, new.state = session.metrics, weakref.ref(state)
+        for rank, flags in enumerate(zip(session.finite, *(o.finite for o in lost), strict=True)):
+            new.finite[rank] = self._flags[rank][all(np.asarray(flag)[0] for flag in flags)]
         clock.session = new
         return state
 
@@ -275,6 +280,7 @@ class HostRunner(WindowRunner):
         deliveries: list[Delivery | None] = [None] * len(self)
         pending: list[PendingUpdate | None] = [None] * len(self)
         part, before = session.step % len(self._compiled.parts), list(session.parts)
+        told, carries = list(session.finite), catch_up and self._carry_steps(before)
         programs = self._compiled.get(self._compiled.delivering(part))
         for rank in ranks:
             flag, finite = self._flags[rank][catch_up], session.finite[rank]
@@ -283,10 +289,25 @@ class HostRunner(WindowRunner):
             session.finite[rank] = self._flags[rank][True]
         self._locals = locals_
         before = [] if self.limits.ahead else before
-        begun = Begun(window.number, launch.counts, launch.examples, part, pending, before)
+        begun = Begun(
+            window.number, launch.counts, launch.examples, part, pending, before, told, carries
+        )
         session.begun.append(begun)
         session.step += 1
         return deliveries
+
+    def _carry_steps(self, parts: Sequence[TrainState]) -> bool:
+        """Return whether a device may have local steps that are in no mean."""
+        if not self.runs_ahead:  # asked only if windows that are lost run again
+            return False
+        kept = [part.averaging for part in parts if part.averaging is not None]
+        steps = jax.tree.leaves([one.steps for one in kept])
+        deadline = time.monotonic() + self.limits.timeout_s
+        while not all(leaf.is_ready() for leaf in steps):
+            if time.monotonic() > deadline:  # one hangs
+                return True
+            time.sleep(1e-3)
+        return any(bool(np.asarray(leaf).any()) for leaf in steps)
 
     def _apply_before(self, session: Session, coordinator: Coordinator, counts: Counts) -> None:
         """Apply averages before a window of these counts begins.

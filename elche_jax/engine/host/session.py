@@ -22,6 +22,8 @@ class Begun:
         part: Index of the part of the parameters that is exchanged.
         pending: By rank, the device's update; None if it got no programs.
         before: By rank, the state at the start of the window; empty if devices run ahead.
+        finite: By rank, what its delivery tells of the state, see `Session.finite`.
+        carries: Whether its deliveries have local steps of earlier runs, which are in no mean yet.
     """
 
     number: int
@@ -30,6 +32,8 @@ class Begun:
     part: int
     pending: list[PendingUpdate | None]
     before: list[TrainState]
+    finite: list[Any]
+    carries: bool
 
 
 @dataclass
