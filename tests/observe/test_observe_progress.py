@@ -23,10 +23,13 @@ pty = pytest.importorskip("pty", reason="needs a pseudo terminal, which this sys
 class Terminal:
     """A pseudo terminal: what is written to `stream` is read from the other end."""
 
+    END = "\x03"
+
     def __init__(self):
         self._master, slave = os.openpty()
         self.stream = open(slave, "w", encoding="utf-8")  # noqa: SIM115  # closed below
         self._text = b""
+        self._all_read = threading.Event()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
@@ -34,13 +37,21 @@ class Terminal:
         with contextlib.suppress(OSError):  # the other end was closed
             while data := os.read(self._master, 4096):
                 self._text += data
+                if self._text.endswith(self.END.encode()):
+                    self._all_read.set()
 
     @property
     def text(self):
         """All that was written; closes the terminal."""
-        self.stream.close()
-        self._reader.join()
-        return self._text.decode()
+        if not self.stream.closed:
+            # what is on its way when one end is closed may not arrive
+            self.stream.write(self.END)
+            self.stream.flush()
+            assert self._all_read.wait(60)
+            self.stream.close()
+            self._reader.join()
+            os.close(self._master)
+        return self._text.decode().removesuffix(self.END)
 
 
 def plain(text):
