@@ -1,5 +1,6 @@
 """Ctrl-C while a thread waits for another one."""
 
+import signal
 import threading
 
 import jax
@@ -70,16 +71,29 @@ def test_an_error_after_an_interrupt_is_what_it_is():
             raise Mine  # noqa: B904  # its context is what is tested
 
 
-def test_a_loop_that_waits_for_its_data_is_interrupted(torn):
+def test_a_loop_that_waits_for_its_data_is_interrupted():
+    waits, stopped = threading.Event(), threading.Event()
+
+    def stop_it(number, frame):
+        if not stopped.is_set():
+            stopped.set()
+            raise Stop
+
     def make(stop):
-        stop.wait()
+        assert waits.wait(60)
+        while not stopped.wait(0.01):  # a signal is not noticed just before a wait begins
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
         yield from ()
 
-    prefetch = Prefetch(make, lambda: None)
-    torn()
-    with pytest.raises(Stop):
-        next(prefetch)
-    prefetch.close()
+    before = signal.signal(signal.SIGUSR1, stop_it)
+    try:
+        prefetch = Prefetch(make, lambda: None)
+        with pytest.raises(Stop):
+            waits.set()
+            next(prefetch)
+        prefetch.close()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def loss_fn(params, batch, rng):

@@ -1,23 +1,28 @@
 """A background thread that prepares items ahead of the loop that uses them."""
 
-import atexit
-import contextlib
 import queue
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
-from elche_jax._waiting import interruptible
+from elche_jax._threads import wait_at_exit
 
 Item = TypeVar("Item")
 
 PATIENCE_S = 0.5
 """Seconds that `close` waits for an iterator that is preparing an item."""
 
-_Ready = queue.Queue[tuple[Any, BaseException | None]]
+EXIT_S = 2.0
+"""Seconds that the interpreter waits for it at its end."""
+
+# Simple ones: garbage may be collected, and `close` called, in the middle of a call of another
+# kind, in the thread that holds its lock.
+_Ready = queue.SimpleQueue[tuple[Any, BaseException | None]]
 """Items, and finally the exception that ends the iteration."""
+
+_Room = queue.SimpleQueue[None]
+"""One entry for each item that may still be made ready."""
 
 
 class Prefetch(Generic[Item]):
@@ -40,16 +45,20 @@ class Prefetch(Generic[Item]):
         wake: Callable[[], None],
         depth: int = 1,
     ):
-        ready: _Ready = queue.Queue(maxsize=depth)
+        ready: _Ready = queue.SimpleQueue()
+        room: _Room = queue.SimpleQueue()
+        for _ in range(depth):
+            room.put(None)
         stop = threading.Event()
         # a daemon, as a source that is stuck must not keep the process from ending
         thread = threading.Thread(
-            target=_run, args=(make, ready, stop), name="elche-prefetch", daemon=True
+            target=_run, args=(make, ready, room, stop), name="elche-prefetch", daemon=True
         )
-        self._ready, self._stop = ready, stop
+        self._ready, self._room, self._stop = ready, room, stop
         # neither thread nor finalizer may refer to `self`, or it would never be collected
-        self._finish = weakref.finalize(self, _close, thread, ready, stop, wake)
+        self._finish = weakref.finalize(self, _close, thread, ready, room, stop, wake)
         thread.start()
+        wait_at_exit(thread, self._finish, EXIT_S)
 
     def __iter__(self) -> Iterator[Item]:
         return self
@@ -57,8 +66,8 @@ class Prefetch(Generic[Item]):
     def __next__(self) -> Item:
         if self._stop.is_set():
             raise StopIteration
-        with interruptible():
-            item, end = self._ready.get()
+        item, end = self._ready.get()
+        self._room.put(None)
         if end is not None:
             self.close()
             try:
@@ -77,16 +86,19 @@ class Prefetch(Generic[Item]):
 
 
 def _run(
-    make: Callable[[threading.Event], Iterator[Any]], ready: _Ready, stop: threading.Event
+    make: Callable[[threading.Event], Iterator[Any]],
+    ready: _Ready,
+    room: _Room,
+    stop: threading.Event,
 ) -> None:
     end: BaseException = StopIteration()
     try:
         for item in make(stop):
-            if not stop.is_set():
-                # may wait until `close` makes room, hence the second look
-                ready.put((item, None))
+            room.get()
             if stop.is_set():
                 return
+            ready.put((item, None))
+            del item  # hold no arrays while the next one is made
     except BaseException as error:  # raised again in the loop
         end = error
     if not stop.is_set():
@@ -94,21 +106,18 @@ def _run(
 
 
 def _close(
-    thread: threading.Thread, ready: _Ready, stop: threading.Event, wake: Callable[[], None]
+    thread: threading.Thread,
+    ready: _Ready,
+    room: _Room,
+    stop: threading.Event,
+    wake: Callable[[], None],
 ) -> None:
     stop.set()
     wake()
-    if thread is threading.current_thread():
-        return  # the last reference was dropped in the thread itself, which cannot join itself
-    ending = not threading.main_thread().is_alive()
-    deadline = time.monotonic() + (4 if ending else 1) * PATIENCE_S
-    while thread.is_alive() and time.monotonic() < deadline:
-        with contextlib.suppress(queue.Empty):  # makes room, so that a blocked put returns
-            ready.get_nowait()
-        thread.join(timeout=0.01)
-    if thread.is_alive():
-        # A process that exits during a transfer would crash, while one that waits for a stuck
-        # source would never exit: wait, but not forever.
-        atexit.register(thread.join, 4 * PATIENCE_S)
-    with contextlib.suppress(queue.Full):  # releases a loop that waits for an item
-        ready.put_nowait((None, StopIteration()))
+    room.put(None)
+    # the last reference may be dropped in the thread itself, which cannot join itself
+    if thread.is_alive() and thread is not threading.current_thread():
+        # a process that ends during a transfer would crash
+        ending = not threading.main_thread().is_alive()
+        thread.join(EXIT_S if ending else PATIENCE_S)
+    ready.put((None, StopIteration()))  # releases a loop that waits for an item

@@ -1,12 +1,13 @@
 """Threads that wait for devices, one each, so that the training loop need not."""
 
-import atexit
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
+
+from elche_jax._threads import wait_at_exit
 
 J = TypeVar("J")
 
@@ -52,10 +53,11 @@ class DeviceThreads(Generic[J]):
             threading.Thread(target=fn, name=f"elche-{purpose}", daemon=True)
             for purpose, fn in (also or {}).items()
         ]
-        for thread in threads:
-            thread.start()
         # `_close` gets the parts: a finalizer that refers to `self` would keep it alive
         self._finish = weakref.finalize(self, _close, threads, self._queues, stop, end)
+        for thread in threads:
+            thread.start()
+            wait_at_exit(thread, self._finish)
 
     def put(self, rank: int, job: J) -> None:
         """Give the thread of a device its next job."""
@@ -99,10 +101,9 @@ def _close(
     end()
     deadline = time.monotonic() + 0.5
     # the last reference to a pool may go in one of its threads, which cannot join itself
-    others = [thread for thread in threads if thread is not threading.current_thread()]
+    here = threading.current_thread()
+    others = [thread for thread in threads if thread.is_alive() and thread is not here]
     for thread in others:
         # a process that exits while a thread waits in the JAX runtime would crash
         ending = not threading.main_thread().is_alive()
         thread.join(timeout=None if ending else max(0.0, deadline - time.monotonic()))
-        if thread.is_alive():
-            atexit.register(thread.join)
