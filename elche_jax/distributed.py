@@ -29,6 +29,7 @@ COUNT, ID = "ELCHE_NUM_PROCESSES", "ELCHE_PROCESS_ID"
 address is in JAX's own, `JAX_COORDINATOR_ADDRESS`."""
 
 VARIABLES = f"JAX_COORDINATOR_ADDRESS, {COUNT} and {ID}"
+"""All three, for messages."""
 
 
 def initialize(

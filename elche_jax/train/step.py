@@ -373,6 +373,9 @@ class TrainStep:
             state: The state that the last window returned; its buffers may be donated.
             window: That window.
 
+        Returns:
+            The state to go on with; `state` itself unless windows have run again.
+
         Raises:
             TypeError, ValueError: As when the training step is called.
             ProcessLostError: If these windows cannot run again.

@@ -160,20 +160,25 @@ def test_at_a_random_moment(seed):
 @pytest.mark.parametrize("rule", ["mean gradient", "averaging", "diloco"])
 def test_a_trainer_goes_on_and_saves(rule, tmp_path):
     first, second, _ = jobs.run("losing_trainer.py", (1, 1, 1), rule, tmp_path, "dies", killed=[2])
+    check_fit(first, second, rule, tmp_path)
+
+
+def check_fit(first, second, rule, folder, *exchange):
+    """What `Trainer` has done in a job in which a process ended."""
     assert first["history"] == second["history"] and len(first["history"]) == 2
     assert first["params"] == second["params"] and first["stopped"] == "epochs"
-    steps = sorted(int(path.name) for path in (tmp_path / "saved").iterdir() if path.name.isdigit())
+    steps = sorted(int(path.name) for path in (folder / "saved").iterdir() if path.name.isdigit())
     assert steps == [3, 6, 9, 10, 12, 15, 18, 20]  # 10 and 20 at the end of an epoch
     p, rows = {name: np.array(leaf) for name, leaf in first["params"].items()}, fitting_jobs.ROWS
     error = rows["x"] @ p["w"] + p["b"] + p["v"].sum() - rows["y"]
     np.testing.assert_allclose(first["metrics"]["error"], error.mean(), rtol=1e-4, atol=1e-6)
-    resumed(rule, first, tmp_path)
+    resumed(rule, first, folder, *exchange)
 
 
-def resumed(rule, first, tmp_path):
+def resumed(rule, first, folder, *exchange):
     """What one process with three devices gets of the last checkpoint, in which none is missing."""
     # the last checkpoint is whole, also for a job of another size: nothing is left to train
-    (again,) = jobs.run("losing_trainer.py", (3,), rule, tmp_path, "lives")
+    (again,) = jobs.run("losing_trainer.py", (3,), rule, folder, "lives", *exchange)
     for name, values in first["params"].items():
         np.testing.assert_allclose(again["params"][name], values, rtol=1e-6)
     return again

@@ -2,19 +2,20 @@
 
 import json
 
-import fitting_jobs
 import jobs
 import numpy as np
 import pytest
 from exchanged import train as by_hand_in_numpy
 from losing_pending import EPOCHS, ROWS
-from marks import slow
-from reference import BATCH, LEAVES
-from test_averaging_table import TABLE, TOLERANCE
+from reference import BATCH
+from test_averaging_table import TABLE
+from test_processes_lost import check_fit
+from test_processes_lost_pending import check_params
 from test_processes_rules import AHEAD, MAY_RUN_AHEAD
 
 from elche_jax.train.lost import STATE
 
+pytestmark = pytest.mark.slow  # `make test` has one kill, with no window pending
 ELCHE, TOTAL = ("ElChe", 3, 0.1, 4), ("FixedTotal", 8)
 SIZE = EPOCHS * len(ROWS["x"]) // BATCH
 """Microbatches of the run."""
@@ -54,13 +55,7 @@ def check(said, fleet, rule, way):
     by_hand = by_hand | ({"outer": outer()} if outer else {})  # the table is shared
     ahead = AHEAD.get(way)
     want = by_hand_in_numpy(counts, rows=ROWS, ran=first["ran"], ahead=ahead, **by_hand)[-1]
-    rtol, atol = TOLERANCE[by_hand.get("kind")]
-    for process, one in said.items():
-        for name in LEAVES:
-            mine = [want[rank][name] for rank in ranks[process]]
-            np.testing.assert_allclose(one["params"][name], mine, rtol=rtol, atol=atol)
-    assert sorted({*said, *(process for process, _ in first["ended"])}) == [*range(len(fleet))]
-    return first["ended"]
+    return check_params(said, fleet, rule, want)
 
 
 def told_in(ran, delay):
@@ -86,8 +81,8 @@ ONE, THREE = "mean gradient, one pending", "mean gradient, three pending"
 WAYS = [(ONE, "host"), (THREE, "host"), *(("mean gradient", way) for way in AHEAD)]
 
 
-@pytest.mark.parametrize("moment", [next(iter(MOMENTS)), *map(slow, [*MOMENTS][1:])])
-@pytest.mark.parametrize(("rule", "way"), [slow(*WAYS[0]), WAYS[1], *(slow(*w) for w in WAYS[2:])])
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(("rule", "way"), WAYS)
 def test_the_others_run_again_what_has_no_mean(moment, rule, way):
     fleet = (1, 1, 1)
     check(run(fleet, rule, way, TOTAL, p2=MOMENTS[moment]), fleet, rule, way)
@@ -96,14 +91,12 @@ def test_the_others_run_again_what_has_no_mean(moment, rule, way):
 RULES = [(name, "host") for name, (_, by_hand) in TABLE.items() if by_hand.get("delay")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("rule", "way"), [*RULES, *((name, "ahead") for name in MAY_RUN_AHEAD)])
 def test_every_rule(rule, way):
     fleet = (2, 1, 1)
     check(run(fleet, rule, way, TOTAL, p1=("average", 5)), fleet, rule, way)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("second", [11, 8, 6, 5])
 @pytest.mark.parametrize(("rule", "way"), WAYS)
 def test_two_that_end_one_after_the_other(second, rule, way):
@@ -114,7 +107,6 @@ def test_two_that_end_one_after_the_other(second, rule, way):
     assert ended[0] == [1, 3] and ended[1][0] == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("rule", "way"), WAYS)
 def test_at_a_random_moment(seed, rule, way):
@@ -122,7 +114,6 @@ def test_at_a_random_moment(seed, rule, way):
     check(run(fleet, rule, way, TOTAL, p2=("time", seed)), fleet, rule, way)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("back", [1, 2, 3, 4])
 @pytest.mark.parametrize(("rule", "way"), WAYS)
 def test_in_the_last_windows(back, rule, way):
@@ -133,7 +124,6 @@ def test_in_the_last_windows(back, rule, way):
     assert check(said, fleet, rule, way)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", range(1, 4))
 @pytest.mark.parametrize(("rule", "way"), WAYS)
 def test_as_speeds_become_known(number, rule, way):
@@ -150,7 +140,6 @@ CANNOT = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how_else", CANNOT)
 def test_what_cannot_run_again_is_an_error(how_else):
     job = json.dumps((THREE, TOTAL, {1: ("average", 6)}, how_else, "host"))
@@ -159,7 +148,6 @@ def test_what_cannot_run_again_is_an_error(how_else):
     assert said == {"processes": [1], "error": LOST.format(5) + rule}
 
 
-@pytest.mark.slow
 def test_steps_of_an_earlier_loop_are_not_lost_in_silence():
     """They go with the first delivery of a loop, and the state before it has none."""
     how_else = "steps of an earlier loop"
@@ -168,20 +156,9 @@ def test_steps_of_an_earlier_loop_are_not_lost_in_silence():
     assert said == {"processes": [1], "error": LOST.format(3) + RULE.format(STATE)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["ahead", "host"])
 def test_a_trainer_goes_on_and_saves(exchange, tmp_path):
     rule = "mean gradient" if exchange == "ahead" else "one pending"
     names = rule, tmp_path, "dies", exchange
     first, second, _ = jobs.run("losing_trainer.py", (1, 1, 1), *names, killed=[2])
-    assert first["history"] == second["history"] and len(first["history"]) == 2
-    assert first["params"] == second["params"] and first["stopped"] == "epochs"
-    steps = sorted(int(path.name) for path in (tmp_path / "saved").iterdir() if path.name.isdigit())
-    assert steps == [3, 6, 9, 10, 12, 15, 18, 20]  # 10 and 20 at the end of an epoch
-    p, rows = {name: np.array(leaf) for name, leaf in first["params"].items()}, fitting_jobs.ROWS
-    error = rows["x"] @ p["w"] + p["b"] + p["v"].sum() - rows["y"]
-    np.testing.assert_allclose(first["metrics"]["error"], error.mean(), rtol=1e-4, atol=1e-6)
-    # the last checkpoint is whole, also for a job of another size: nothing is left to train
-    (again,) = jobs.run("losing_trainer.py", (3,), rule, tmp_path, "lives", exchange)
-    for name, values in first["params"].items():
-        np.testing.assert_allclose(again["params"][name], values, rtol=1e-6)
+    check_fit(first, second, rule, tmp_path, exchange)

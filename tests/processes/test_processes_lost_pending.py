@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from exchanged import train as by_hand_in_numpy
 from losing_pending import EPOCHS, ROWS
-from marks import slow
 from reference import BATCH, LEAVES
 from test_averaging_table import TABLE, TOLERANCE
 
 from elche_jax.train.lost import taken_over
 
-ELCHE, TOTAL = ("ElChe", 3), ("FixedTotal", 8)
+pytestmark = pytest.mark.slow  # `make test` has one kill, with no window pending
+TOTAL = ("FixedTotal", 8)
 SIZE = EPOCHS * len(ROWS["x"]) // BATCH
 """Microbatches of the run."""
 
@@ -54,13 +54,20 @@ def check(said, fleet, rule):
         lost[window] = [shared[at] for at in again]
     by_hand = by_hand | ({"outer": outer()} if outer else {})  # the table is shared
     want = by_hand_in_numpy(first["counts"], rows=ROWS, lost=lost, **by_hand)[-1]
-    rtol, atol = TOLERANCE[by_hand.get("kind")]
+    return check_params(said, fleet, rule, want)
+
+
+def check_params(said, fleet, rule, want):
+    """The parameters of each device are those by hand; returns who ended, before which window."""
+    rtol, atol = TOLERANCE[TABLE[rule][1].get("kind")]
+    ranks = np.split(np.arange(sum(fleet)), np.cumsum(fleet)[:-1])
     for process, one in said.items():
         for name in LEAVES:
             mine = [want[rank][name] for rank in ranks[process]]
             np.testing.assert_allclose(one["params"][name], mine, rtol=rtol, atol=atol)
-    assert sorted({*said, *(process for process, _ in first["ended"])}) == [*range(len(fleet))]
-    return first["ended"]
+    ended = next(iter(said.values()))["ended"]
+    assert sorted({*said, *(process for process, _ in ended)}) == [*range(len(fleet))]
+    return ended
 
 
 MOMENTS = {
@@ -73,7 +80,7 @@ MOMENTS = {
 ONE, THREE = "mean gradient, one pending", "mean gradient, three pending"
 
 
-@pytest.mark.parametrize("moment", [next(iter(MOMENTS)), *map(slow, [*MOMENTS][1:])])
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_the_others_run_pending_windows_again(moment):
     fleet = (1, 1, 1)
     check(run(fleet, THREE, TOTAL, p2=MOMENTS[moment]), fleet, THREE)
@@ -82,14 +89,12 @@ def test_the_others_run_pending_windows_again(moment):
 RULES = [name for name, (_, by_hand) in TABLE.items() if by_hand.get("delay")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_with_pending_windows(rule):
     fleet = (2, 1, 1)
     check(run(fleet, rule, TOTAL, p1=("exchange", 4)), fleet, rule)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("second", [9, 8, 6])
 def test_two_that_end_one_after_the_other(second):
     """The second one in a later window, in that of the first, and as windows run again."""
@@ -98,7 +103,6 @@ def test_two_that_end_one_after_the_other(second):
     assert check(said, fleet, THREE) == [[1, 3], [2, {9: 4, 8: 3, 6: 1}[second]]]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_at_a_random_moment(seed):
     fleet = (1, 1, 1)
@@ -108,7 +112,6 @@ def test_at_a_random_moment(seed):
 LOST = "train: process 1 (device 1) ended before window {} was complete; 1 of 2 devices are left. "
 
 
-@pytest.mark.slow
 def test_windows_that_an_earlier_loop_left_pending_are_an_error():
     job = json.dumps((THREE, TOTAL, {1: ("exchange", 5)}, "two loops"))
     said, _ = jobs.run("losing_pending.py", (1, 1), job, killed=[1])
@@ -118,7 +121,6 @@ def test_windows_that_an_earlier_loop_left_pending_are_an_error():
     )}  # fmt: skip
 
 
-@pytest.mark.slow
 def test_a_window_that_is_not_finite_as_it_runs_again_is_an_error():
     job = json.dumps((THREE, TOTAL, {1: ("exchange", 5)}, "not finite later"))
     said, _ = jobs.run("losing_pending.py", (1, 1), job, killed=[1])
