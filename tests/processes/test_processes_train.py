@@ -80,9 +80,11 @@ def test_all_processes_plan_alike(scene, said):
 def test_speeds_of_another_process_are_learned(scene, said):
     counts, busy = (said[0][scene][name] for name in ("counts", "busy"))
     assert counts[0] == [2, 2, 2]
-    fast, _, slow = np.sum(counts[1:], axis=0)
-    assert fast > slow
     assert all(len(row) == 3 for row in busy)
+    changed = next(at for at, row in enumerate(counts) if row != counts[0])
+    # whatever the speeds were: on a busy machine they are not those that are emulated
+    measured = [np.argmin(row) for row in busy[:changed]]
+    assert np.argmax(counts[changed]) in measured
 
 
 @pytest.mark.parametrize("scene", PLANNED)
