@@ -7,6 +7,7 @@ that are there have its result, or none uses it.
 
 import logging
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -45,6 +46,14 @@ RAISED = (
 
 LEFT = "left it before its end"
 """What is told of a process that was in a loop, if no error is known."""
+
+COUNT = "ELCHE_NUM_PROCESSES"
+"""Variable in which a launcher says how many processes it has started."""
+
+ALONE = (
+    "elche: this process trains alone, though it is one of %s that were started together. Call "
+    "elche_jax.distributed.initialize() first thing, before JAX is used."
+)
 
 MOST = 1000
 """Characters of an error that are told."""
@@ -112,7 +121,7 @@ class Processes:
         self._asked: Sequence[jax.Device] = ()
         self._one_at_a_time = threading.Lock()
         self._logged: set[int] = set()  # of whose end the user knows
-        self._has_left = False
+        self._warned = self._has_left = False
         self._store: Any = None  # asks the coordinator after that
         self._why: Why | None = None  # this process may leave in the middle of the others' loop
 
@@ -135,6 +144,13 @@ class Processes:
         if not self._logged.issuperset(processes):
             self._logged.update(processes)
             logger.warning("elche: %s", message)
+
+    def warn_if_alone(self) -> None:
+        """Log, once, that this process has not joined the job that a launcher has started."""
+        count = os.environ.get(COUNT, "1")
+        if count != "1" and not jax.distributed.is_initialized() and not self._warned:
+            self._warned = True
+            logger.warning(ALONE, count)
 
     @property
     def recoverable(self) -> bool:

@@ -11,7 +11,7 @@ import jax
 
 from elche_jax import _check as check, _progress
 from elche_jax._exit import before_exit
-from elche_jax._processes import PROCESSES
+from elche_jax._processes import COUNT, PROCESSES
 
 logger = logging.getLogger("elche_jax")
 
@@ -24,12 +24,11 @@ LIMIT = "--xla_cpu_collective_timeout_seconds"
 LEAVE_S = 300
 """Seconds that a process which has ended its work waits for the others."""
 
-COUNT, ID = "ELCHE_NUM_PROCESSES", "ELCHE_PROCESS_ID"
-"""Variables in which a launcher says how many processes there are and which one this is; the
-address is in JAX's own, `JAX_COORDINATOR_ADDRESS`."""
+ID = "ELCHE_PROCESS_ID"
+"""Variable in which a launcher says which process this is; the address is in JAX's own."""
 
 VARIABLES = f"JAX_COORDINATOR_ADDRESS, {COUNT} and {ID}"
-"""All three, for messages."""
+"""All that a launcher says, for messages."""
 
 
 def initialize(

@@ -4,6 +4,7 @@ import sys
 
 import children
 import pytest
+from marks import slow
 
 JOIN = "import elche_jax as elche, jax; {}; elche.distributed.initialize({})"
 ADDRESS = {"JAX_COORDINATOR_ADDRESS": "localhost:1234"}
@@ -30,3 +31,22 @@ def test_what_is_missing_or_too_late_is_said(before, arguments, env, said):
     done = children.run(sys.executable, "-c", JOIN.format(before, arguments), env=env)
     assert done.returncode == 1
     assert done.stderr.rstrip().splitlines()[-1] == said
+
+
+ALONE = """
+import optax
+import elche_jax as elche
+for _ in range(2):
+    elche.build_train_step(lambda params, batch, rng: params["w"].sum(), optax.sgd(0.1))
+"""
+
+
+@pytest.mark.parametrize("count", ["2", slow("1")])
+def test_a_process_that_has_not_joined_the_others_says_so(count):
+    """Each of them would train on all data, and nobody would notice."""
+    done = children.run(sys.executable, "-c", ALONE, env={"ELCHE_NUM_PROCESSES": count})
+    said = (
+        "elche: this process trains alone, though it is one of 2 that were started together. Call "
+        "elche_jax.distributed.initialize() first thing, before JAX is used.\n"
+    )
+    assert (done.returncode, done.stderr) == (0, said if count == "2" else "")

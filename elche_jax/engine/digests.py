@@ -14,6 +14,9 @@ import numpy as np
 
 PyTree = Any
 
+MOST = 400
+"""Characters of settings that a message shows."""
+
 
 def settings_of(value: Any) -> Any:
     """Return what of a user's object can be compared between processes by its `repr`.
@@ -34,6 +37,22 @@ def settings_of(value: Any) -> Any:
     if not is_dataclass(value):
         return name
     return name, [(one.name, settings_of(getattr(value, one.name))) for one in fields(value)]
+
+
+def shown(value: Any) -> str | None:
+    """Return what `settings_of` found, for a message; None if it says nothing or too much.
+
+    Examples:
+        >>> shown(("ElChe", [("anchor", 4), ("max_counts", None)]))
+        'ElChe(anchor=4, max_counts=None)'
+        >>> shown((64, b"a digest"))
+    """
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], list):
+        name, settings = value
+        text = f"{name}({', '.join(f'{field}={shown(x)}' for field, x in settings)})"
+    else:
+        text = repr(value)
+    return None if "b'" in text or 'b"' in text or len(text) > MOST else text
 
 
 def number_of(data: bytes) -> int:

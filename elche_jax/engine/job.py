@@ -20,7 +20,7 @@ import numpy as np
 from elche_jax import _check as check
 from elche_jax._processes import PROCESSES, ExchangeLost, ProcessLostError, of_process
 from elche_jax._turns import TURNS
-from elche_jax.engine.digests import digest_of_host, digests_of
+from elche_jax.engine.digests import digest_of_host, digests_of, shown
 from elche_jax.engine.mapped import AXIS, MappedAcross
 
 PyTree = Any
@@ -436,23 +436,25 @@ class Job:
         """
         if self.one_process:
             return
-        self.compare(where, list(values), self.gather(digests_of(values)))
+        self.compare(where, values, self.gather(digests_of(values)))
 
-    def compare(self, where: str, names: Sequence[str], found: np.ndarray) -> None:
+    def compare(self, where: str, values: Mapping[str, Any], found: np.ndarray) -> None:
         """Raise unless the digests of all processes are equal, see `check_same`.
 
         Args:
             where: The function the user called.
-            names: Names of the values.
-            found: For each process its `digests_of` them.
+            values: The values of this process.
+            found: For each process the `digests_of` its values.
         """
         processes = list(self.ranks_of)
-        for at, name in enumerate(names):
-            other = np.flatnonzero((found[:, at] != found[0, at]).any(axis=-1))
-            if other.size:
-                rule = "be the same in all processes"
-                got = f"something else in process {processes[other[0]]} than in {processes[0]}"
-                raise ValueError(check.message(where, name, rule, got))
+        for at, name in enumerate(values):
+            others = np.flatnonzero((found[:, at] != found[0, at]).any(axis=-1))
+            if others.size:
+                said, at = self.exchange(shown(values[name])), others[0]  # all have found it
+                got = f"something else in process {processes[at]} than in {processes[0]}"
+                if said[at] and said[0]:
+                    got = f"{said[at]} in process {processes[at]} and {said[0]} in {processes[0]}"
+                raise ValueError(check.message(where, name, "be the same in all processes", got))
 
 
 @lru_cache(maxsize=4)

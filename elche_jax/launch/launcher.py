@@ -186,7 +186,7 @@ class _Launcher:
         if number == elastic.wanted:
             return False
         self._elastic = elastic.resized(number)
-        self._say(f"{number} processes are wanted ({path})")
+        self._say(f"{number} {'processes are' if number > 1 else 'process is'} wanted ({path})")
         return True
 
     def _say(self, text: str) -> None:

@@ -99,8 +99,12 @@ def test_an_error_of_one_process_is_raised_by_all(name, said):
 def test_what_differs_between_processes_is_named(said):
     for process in said:
         found = process["failing"]
-        for name, argument in (("params",) * 2, ("batch_size",) * 2, ("rows", "data")):
+        for name, argument in (("params", "params"), ("rows", "data")):
             assert found[name] == f"ValueError: build_eval_step: {argument} {SAME}"
+        assert found["batch_size"] == (
+            "ValueError: build_eval_step: batch_size must be the same in all processes, got 5 in "
+            "process 1 and 4 in 0."
+        )
 
 
 def test_errors_of_all_processes(said):

@@ -286,17 +286,23 @@ def test_plans_that_differ_are_an_error_everywhere(said):
         )
 
 
-SAME = "must be the same in all processes, got something else in process 1 than in 0."
+SAME = "must be the same in all processes, got {} in process 1 and {} in 0."
+# of arrays, which a message cannot show
+APART = "must be the same in all processes, got something else in process 1 than in 0."
+HOST = "HostExchange(timeout={}, run_ahead=False, max_overshoot=None, max_batch_diff=None)"
 ERRORS = {
-    "cadence": f"ValueError: build_train_step: cadence {SAME}",
-    "verify_every": f"ValueError: build_train_step: verify_every {SAME}",
-    "nonfinite": f"ValueError: build_train_step: nonfinite {SAME}",
-    "params": f"ValueError: TrainStep.init: params {SAME}",
-    "rng": f"ValueError: TrainStep.init: rng {SAME}",
-    "data": f"ValueError: windows: data {SAME}",
-    "batch_size": f"ValueError: windows: batch_size {SAME}",
-    "seed": f"ValueError: windows: seed {SAME}",
-    "exchange": f"ValueError: build_train_step: exchange {SAME}",
+    "cadence": "ValueError: build_train_step: cadence "
+    + SAME.format("FixedTotal(total=7)", "FixedTotal(total=6)"),
+    "verify_every": f"ValueError: build_train_step: verify_every {SAME.format(2, 1)}",
+    "nonfinite": "ValueError: build_train_step: nonfinite "
+    + SAME.format(*(f"FinitePolicy(action='{do}', max_skips=20)" for do in ("skip", "raise"))),
+    "params": f"ValueError: TrainStep.init: params {APART}",
+    "rng": f"ValueError: TrainStep.init: rng {APART}",
+    "data": f"ValueError: windows: data {APART}",
+    "batch_size": f"ValueError: windows: batch_size {SAME.format(5, 4)}",
+    "seed": f"ValueError: windows: seed {SAME.format(1, 0)}",
+    "exchange": "ValueError: build_train_step: exchange "
+    + SAME.format(HOST.format(6.0), HOST.format(5.0)),
     "bits": "ValueError: build_train_step: exchange must be None where the processes' devices do "
     "not compute the same bits, got HostExchange(",
     "again": "RuntimeError: distributed.initialize: it must be called once, this process has "
