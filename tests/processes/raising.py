@@ -49,6 +49,10 @@ def main(how, who):
     cadence = elche.FixedTotal(8)
     rows = Faulty(ROWS) if raises and how.startswith("data") else Noted(ROWS)
     loss = faulty_loss if raises and how == "loss" else loss_fn
+    if how == "data, Trainer":
+        trainer = elche.Trainer(loss, optax.sgd(0.1), cadence=cadence)
+        trainer.fit(params(), rows, BATCH, 2, progress=False)
+        return
     train = elche.build_train_step(loss, optax.sgd(0.1), cadence=cadence)
     state = train.init(params())
     windows = train.windows(rows, BATCH, epochs=2)

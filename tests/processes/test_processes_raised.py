@@ -13,6 +13,7 @@ HOW = {
     "data": (1, "raised OSError: the disk is gone"),
     "own code": (1, "raised ValueError: a mistake"),
     "own code, without with": (1, "left it before its end"),
+    "data, Trainer": (1, "raised OSError: the disk is gone"),
     "data, then sys.exit": (1, "raised OSError: the disk is gone"),
     "exit": (3, "raised SystemExit: 3"),
     "exit, without with": (3, "left it before its end"),
