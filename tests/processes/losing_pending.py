@@ -15,13 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 from averaged import TX
 from every_rule import WAYS
+from held import Held
 from losing import begin_to_die, die_soon
 from reference import BATCH, data, loss_fn, params
 from test_averaging_table import TABLE
+from waits import eventually
 
 from elche_jax.engine.host.runner import HostRunner
 
 ROWS, EPOCHS = data(90), 2
+BACK = 10
+"""Window after which a device that is late since window 2 delivers."""
+
 ROWS["at"] = np.arange(len(ROWS["x"]), dtype="float32") // BATCH
 
 
@@ -60,12 +65,31 @@ def note_dispatches(ran):
     HostRunner._dispatch = noted
 
 
+def let_go_at_once(held):
+    """Lets a late device deliver as windows are taken back, before the next one is dispatched."""
+    method = HostRunner.take_back
+
+    def back(self, state, clock, windows):
+        taken = method(self, state, clock, windows)
+        if jax.process_index() == 0:  # whose device it is
+            held.let_go(2, 1)
+            eventually(lambda: not clock.coordinator.late)
+        return taken
+
+    HostRunner.take_back = back
+
+
 def main(rule, cadence, dying, how_else=None, exchange="device"):
     how, number = dying.get(str(jax.process_index()), (None, None))
+    options, held = WAYS[exchange], Held({(2, 1)})
+    if how_else == "late, back at once":
+        let_go_at_once(held)
+    if how_else in ("late", "late, back at once"):
+        late = elche.HostExchange(timeout=0.5, run_ahead=exchange == "ahead")
+        options = {"exchange": late, "emulate": held}
     train = elche.build_train_step(
         bad_later if how_else == "not finite later" else loss_and_place, TX, has_aux=True,
-        averaging=TABLE[rule][0],
-        cadence=getattr(elche, cadence[0])(*cadence[1:]), **WAYS[exchange],
+        averaging=TABLE[rule][0], cadence=getattr(elche, cadence[0])(*cadence[1:]), **options,
     )  # fmt: skip
     state, said, ended, ran = train.init(params()), [], Ended(), []
     note_dispatches(ran)
@@ -87,6 +111,8 @@ def main(rule, cadence, dying, how_else=None, exchange="device"):
                 die_soon(number)
             state, metrics = train(state, window)
             said.append(metrics)
+            if window.index == BACK:
+                held.let_go(2, 1)
     elche.check_replicas(train.common(state))
     print(json.dumps({
         "counts": train.counts_history,

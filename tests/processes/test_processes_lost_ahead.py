@@ -6,7 +6,7 @@ import jobs
 import numpy as np
 import pytest
 from exchanged import train as by_hand_in_numpy
-from losing_pending import EPOCHS, ROWS
+from losing_pending import BACK, EPOCHS, ROWS
 from reference import BATCH
 from test_averaging_table import TABLE
 from test_processes_lost import check_fit
@@ -130,6 +130,42 @@ def test_as_speeds_become_known(number, rule, way):
     """Then plans wait for the record of a window that may be lost."""
     fleet = (1, 1)
     check(run(fleet, rule, way, ELCHE, p1=("average", number)), fleet, rule, way)
+
+
+@pytest.mark.parametrize(
+    ("back", "number"), [("late", 4), ("late, back at once", 4), ("late, back at once", 7)]
+)
+@pytest.mark.parametrize(("rule", "way"), [(THREE, "host"), ("mean gradient", "ahead")])
+def test_a_device_that_is_late_meanwhile(back, number, rule, way):
+    """It is given what it has missed when windows run again, and once it is back."""
+    fleet, (_, by_hand) = (2, 1, 1), TABLE[rule]
+    said = run(fleet, rule, way, ("EveryBatch",), back, p2=("average", number))
+    first, second = said.values()
+    for name in ("ran", "counts", "records", "weight", "finite", "ended", "seen"):
+        assert str(first[name]) == str(second[name]), name
+    counts, records = np.array(first["counts"]), first["records"]
+    assert counts.sum() == SIZE and len(records) == len(counts)
+    assert first["seen"] == [SIZE, len(counts)]
+    late = [at for at, record in enumerate(records) if "left_out=(1,)" in record]
+    away = counts[max(late) + 1 : BACK + 1, 1]
+    assert 2 in late and counts[-1][1] > 0
+    assert back != "late" or (len(away) and not away.any())
+    # by hand: without its microbatches of these windows
+    at = np.cumsum([0, *counts.sum(axis=1)])
+    lost = [at[window] + counts[window][0] for window in late]
+    kept = np.delete(np.arange(SIZE), lost)
+    every = {name: np.concatenate([leaf] * EPOCHS) for name, leaf in ROWS.items()}
+    rows = {name: leaf.reshape(SIZE, BATCH, *leaf.shape[1:])[kept] for name, leaf in every.items()}
+    rows = {name: leaf.reshape(-1, *leaf.shape[2:]) for name, leaf in rows.items()}
+
+    def there(window, row):
+        return [0 if rank == 1 and window in late else count for rank, count in enumerate(row)]
+
+    ran = [(window, there(window, row)) for window, row in first["ran"]]
+    windows = [there(window, row) for window, row in enumerate(counts)]
+    ahead = AHEAD.get(way)
+    want = by_hand_in_numpy(windows, rows=rows, ran=ran, ahead=ahead, **by_hand)[-1]
+    assert check_params(said, fleet, rule, want)
 
 
 LOST = "train: process 1 (device 1) ended before window {} was complete; 1 of 2 devices are left. "
