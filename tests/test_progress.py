@@ -156,7 +156,7 @@ def test_because_of_whom_a_process_ends_is_always_noted(noted, tmp_path):
 WRITES = """
 import os, sys
 from elche_jax import _progress
-print(_progress.watched())
+print(_progress.watched(), flush=True)  # before it is killed
 with _progress.phase("data", 3):
     if sys.argv[1:]:
         import subprocess

@@ -93,9 +93,6 @@ def test_over_a_slow_link_windows_grow_and_advice_is_diloco_with_int8():
         one, other = answers([1, 1], width, ms, what="train", hosts=hosts)
     assert one == other
     advice = one["advice"]
-    sent = 4 * 8 * width  # bytes of the gradient, of which the bucket lets 32 kB pass at once
-    least_ms = (sent - 2 * 32_768) / (1e3 * MBIT / 8)
-    assert advice["sync_ms"] >= least_ms
     assert one["share"] > 0.1, one["text"]  # although its windows are as long as they may be
     assert min(advice["elche"]["counts"]) == 200
     assert advice["local_steps"]["name"] == "DiLoCo, int8"

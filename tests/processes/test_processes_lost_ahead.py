@@ -124,7 +124,7 @@ def test_in_the_last_windows(back, rule, way):
     assert check(said, fleet, rule, way)
 
 
-@pytest.mark.parametrize("number", range(1, 4))
+@pytest.mark.parametrize("number", [1, 2])  # more windows there may not be: speeds say how many
 @pytest.mark.parametrize(("rule", "way"), WAYS)
 def test_as_speeds_become_known(number, rule, way):
     """Then plans wait for the record of a window that may be lost."""
