@@ -7,7 +7,7 @@ import pytest
 from marks import slow
 
 PROGRAM = """
-import threading, weakref
+import threading
 import jax.numpy as jnp
 from elche_jax.data.prefetch import Prefetch
 from elche_jax.engine.threads import DeviceThreads

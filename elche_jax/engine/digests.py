@@ -45,14 +45,31 @@ def shown(value: Any) -> str | None:
     Examples:
         >>> shown(("ElChe", [("anchor", 4), ("max_counts", None)]))
         'ElChe(anchor=4, max_counts=None)'
+        >>> shown([2, ["prob"]])
+        "[2, ['prob']]"
         >>> shown((64, b"a digest"))
     """
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], list):
-        name, settings = value
-        text = f"{name}({', '.join(f'{field}={shown(x)}' for field, x in settings)})"
-    else:
-        text = repr(value)
-    return None if "b'" in text or 'b"' in text or len(text) > MOST else text
+    text = _text(value)
+    return None if text is None or len(text) > MOST else text
+
+
+def difference(told: Mapping[int, str | None], one: int, other: int) -> str:
+    """Return what of two processes differs, for a message.
+
+    Args:
+        told: What each process has, by its index; None if it cannot be shown.
+        one: A process.
+        other: Another one.
+
+    Examples:
+        >>> difference({0: "4", 1: "5"}, 1, 0)
+        '5 in process 1 and 4 in 0'
+        >>> difference({0: "4", 1: None}, 1, 0)
+        'something else in process 1 than in 0'
+    """
+    if told.get(one) is None or told.get(other) is None:
+        return f"something else in process {one} than in {other}"
+    return f"{told[one]} in process {one} and {told[other]} in {other}"
 
 
 def number_of(data: bytes) -> int:
@@ -89,6 +106,21 @@ def _processor() -> str:
         return platform.processor()
     names = "model name", "flags", "Features", "CPU part"
     return "".join(next((line for line in told if line.startswith(name)), "") for name in names)
+
+
+def _text(value: Any) -> str | None:
+    """Return a value as text; None if there are bytes in it."""
+    if isinstance(value, bytes):
+        return None
+    if not isinstance(value, list | tuple):
+        return repr(value)
+    items: list[Any] = list(value)
+    if isinstance(value, tuple) and items and isinstance(items[0], str):  # a dataclass
+        name, settings = items
+        texts = {field: _text(setting) for field, setting in settings}
+        said = ", ".join(f"{field}={text}" for field, text in texts.items())
+        return None if None in texts.values() else f"{name}({said})"
+    return None if None in map(_text, items) else repr(value)
 
 
 def _is_key(leaf: Any) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 from elche_jax import _check as check
 from elche_jax._processes import PROCESSES, ExchangeLost, ProcessLostError, of_process
 from elche_jax._turns import TURNS
-from elche_jax.engine.digests import digest_of_host, digests_of, shown
+from elche_jax.engine.digests import difference, digest_of_host, digests_of, shown
 from elche_jax.engine.mapped import AXIS, MappedAcross
 
 PyTree = Any
@@ -450,10 +450,9 @@ class Job:
         for at, name in enumerate(values):
             others = np.flatnonzero((found[:, at] != found[0, at]).any(axis=-1))
             if others.size:
-                said, at = self.exchange(shown(values[name])), others[0]  # all have found it
-                got = f"something else in process {processes[at]} than in {processes[0]}"
-                if said[at] and said[0]:
-                    got = f"{said[at]} in process {processes[at]} and {said[0]} in {processes[0]}"
+                said = self.exchange(shown(values[name]))  # all have found it
+                told = dict(zip(self.ranks_of, said, strict=True))  # one may have ended meanwhile
+                got = difference(told, processes[others[0]], processes[0])
                 raise ValueError(check.message(where, name, "be the same in all processes", got))
 
 
