@@ -8,7 +8,7 @@ import pytest
 from exchanged import train as by_hand_in_numpy
 from losing_pending import EPOCHS, ROWS
 from reference import BATCH, LEAVES
-from test_averaging_table import TABLE, TOLERANCE
+from test_averaging_table import TABLE
 
 from elche_jax.train.lost import taken_over
 
@@ -57,14 +57,20 @@ def check(said, fleet, rule):
     return check_params(said, fleet, rule, want)
 
 
+# The plans of these jobs differ from run to run, and with them what is a bit off: float32 is by
+# the largest element of a leaf, int8 by a level of the largest progress.
+NEAR = {"int8": 1e-2, "bfloat16": 2e-2, None: 1e-5}
+
+
 def check_params(said, fleet, rule, want):
     """The parameters of each device are those by hand; returns who ended, before which window."""
-    rtol, atol = TOLERANCE[TABLE[rule][1].get("kind")]
+    near = NEAR[TABLE[rule][1].get("kind")]
     ranks = np.split(np.arange(sum(fleet)), np.cumsum(fleet)[:-1])
     for process, one in said.items():
         for name in LEAVES:
-            mine = [want[rank][name] for rank in ranks[process]]
-            np.testing.assert_allclose(one["params"][name], mine, rtol=rtol, atol=atol)
+            mine = np.array([want[rank][name] for rank in ranks[process]])
+            atol = near * max(1, np.abs(mine).max())
+            np.testing.assert_allclose(one["params"][name], mine, rtol=0, atol=atol)
     ended = next(iter(said.values()))["ended"]
     assert sorted({*said, *(process for process, _ in ended)}) == [*range(len(fleet))]
     return ended
