@@ -143,11 +143,12 @@ def no_thread_left() -> Iterator[None]:
     """Fails a test that leaves one of the library's threads running."""
     before = set(threading.enumerate())
     yield
-    if not _left(before):
-        return
-    gc.collect()  # what closes itself when dropped may be part of a cycle
-    for thread in _left(before):
-        thread.join(GIVE_UP)
+    for generation in (1, 2):  # what closes itself when dropped may be part of a cycle
+        if not _left(before):
+            return
+        gc.collect(generation)  # that of all objects takes a second, and is seldom needed
+        for thread in _left(before):
+            thread.join(GIVE_UP if generation == 2 else 0.05)
     names = sorted(thread.name for thread in _left(before))
     assert not names, f"threads left running: {', '.join(names)}"
 
