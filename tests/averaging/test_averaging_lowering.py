@@ -86,3 +86,23 @@ def test_programs_of_lanes(name):
         ]
     for fn, *args in programs:
         assert lower(fn, *args).platforms == ("cuda",)
+
+
+@pytest.mark.parametrize("name", [name if name in APART else slow(name) for name in TABLE])
+def test_what_lanes_donate_can_be_used(name, monkeypatch):
+    """On a CPU they donate nothing; JAX warns of a buffer for which there is no result."""
+    monkeypatch.setattr("elche_jax.engine.lanes.compiled._donated", lambda lane, *at: at)
+    runner, call = runner_of(TABLE[name][0], ((0,), (1,)))
+    compiled = runner._compiled
+    programs = [compiled.accumulating(0, runner._lanes.part(call.payload, 0))]
+    for part in compiled.parts:
+        contribute, agree, adopt = compiled._ending(part, 0)
+        programs += [contribute[0], agree, adopt[0]]
+    kept = [
+        info.donated
+        for one in programs
+        for info in jax.tree.leaves(
+            one.mapped.lower(*one.shapes()).args_info, is_leaf=lambda x: hasattr(x, "donated")
+        )
+    ]
+    assert any(kept)

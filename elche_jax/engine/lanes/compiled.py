@@ -104,13 +104,9 @@ class Programs:
             for part in self.parts
         ]
         self._agree: dict[Hashable, Mapped | MappedAcross] = {}
-        # what was agreed is donated too, unless it becomes the new parameters as it is
-        taken = (0,) if program.rule.takes_agreed else (0, 3)
+        # what was agreed has the shapes of the state: there is no result for buffers of both
         self._adopt = [
-            [
-                lane.mapped(partial(program.adopt, part), _donated(lane, *taken))
-                for lane in lanes.lanes
-            ]
+            [lane.mapped(partial(program.adopt, part), _donated(lane, 0)) for lane in lanes.lanes]
             for part in self.parts
         ]
 
