@@ -19,7 +19,8 @@ CLEAR = 1.25
 """Ratio of two speeds after which a trial ends that would change nothing."""
 
 FULL = 0.8
-"""Share of the planned microbatches below which a window says nothing, see `WindowRecord`."""
+"""Share below which a window says nothing: of the planned microbatches, see `WindowRecord`, and
+of the largest window. In epochs shorter than a plan no window has what was planned."""
 
 PATIENCE = 10
 """Times the length of a block after which a trial ends in which that many windows say nothing."""
@@ -194,7 +195,8 @@ class Rest(CheckedFields):
         where = "Rest.update"
         check.instance(where, "record", record, WindowRecord)
         check.per_device(where, "record", len(record.counts), self.world_size)
-        cut_short = record.share < FULL
+        size = sum(record.counts)
+        cut_short = record.share < FULL and size < FULL * state.largest
         if not record.steady or record.cold or record.wall_ms <= 0:
             return state
         if state.trial is not None:
@@ -205,7 +207,6 @@ class Rest(CheckedFields):
             return self._continued(state, state.trial, record)
         if cut_short:
             return state
-        size = sum(record.counts)
         if size > GROWTH * state.largest:
             return self._waiting(replace(state, largest=size))
         state = replace(state, waits=tuple(max(0, wait - 1) for wait in state.waits))
@@ -223,7 +224,7 @@ class Rest(CheckedFields):
 
     def _ignored(self, state: RestState, trial: Trial) -> RestState:
         """Count a window that says nothing; too many of them end the trial without a result."""
-        # in epochs shorter than a plan every window is cut short: a trial would never end
+        # windows of one kind may all be cut short: the trial would never end
         if trial.ignored < PATIENCE * (self.windows + 1):
             return replace(state, trial=replace(trial, ignored=trial.ignored + 1))
         return self._paused(state, min(2 * state.pauses[state.group], self.longest))

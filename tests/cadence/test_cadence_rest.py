@@ -190,7 +190,7 @@ def test_the_others_may_do_more_in_a_trial():
         {"steady": False},
         {"cold": True},
         {"wall_ms": 0.0},
-        {"share": 0.79},
+        {"share": 0.79, "counts": (4, 2, 2)},
     ],
 )
 def test_windows_whose_times_say_nothing_change_nothing(changes):
@@ -256,14 +256,29 @@ def test_ends_of_epochs_decide_nothing(epoch):
     assert set(seen) == {(False, False)}
 
 
+@pytest.mark.parametrize(("exchange_ms", "rests"), [(0.0, False), (20.0, True)])
+def test_epochs_shorter_than_a_plan(exchange_ms, rests):
+    """All windows are cut short, so they are compared with each other."""
+    rest, plan = Rest(((0,), (1,))), (4000, 400)
+    state = rest.init(2)
+    for number in range(80):
+        asked = rest.plan(state, plan)
+        counts = clamp_counts(asked, 110)
+        wall_ms = max(counts[0] / 1.0, counts[1] / 0.1) + exchange_ms * all(counts)
+        share = sum(counts) / sum(asked)
+        record = WindowRecord(number, 0, counts, 64, counts, wall_ms, 0.1, 0.0, True, share=share)
+        state = rest.update(state, record)
+    assert state.resting == (False, rests)
+
+
 def test_a_trial_that_learns_nothing_ends():
-    """An epoch of 0.75 of a plan: with the device at work, every window is cut short."""
+    """With the device at work, every window is cut short."""
     rest = tried((2,))
     job, state, seen = Job(rest), replace(rest.init(3), resting=(True, False)), []
     told: set[int] = set()
     for number in range(4000):
         counts = rest.plan(state, PLAN)
-        counts, share = ((4, 2, 2), 8 / 11) if counts == PLAN else (counts, 1.0)
+        counts, share = ((3, 2, 2), 7 / 11) if counts == PLAN else (counts, 1.0)
         before = state
         state = rest.update(state, replace(job.record(number, counts), share=share))
         told |= {state.group} if state.gain != before.gain else set()
