@@ -107,7 +107,7 @@ def main(rule, cadence, dying, how_else=None, exchange="device"):
                 break
             if window.index == 7 and how_else == "another state":
                 state = state.replace(params=state.params)
-            if how == "time" and window.index == 1 + 3 * number:
+            if how == "time" and window.index == 1 + 2 * number:
                 die_soon(number)
             state, metrics = train(state, window)
             said.append(metrics)

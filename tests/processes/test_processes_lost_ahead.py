@@ -81,8 +81,17 @@ ONE, THREE = "mean gradient, one pending", "mean gradient, three pending"
 WAYS = [(ONE, "host"), (THREE, "host"), *(("mean gradient", way) for way in AHEAD)]
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize(("rule", "way"), WAYS)
+def each(name, values, times=2):
+    """A test of each value in as many ways, the next ones for the next value."""
+    rows = [
+        (value, *WAYS[(at * times + more) % len(WAYS)])
+        for at, value in enumerate(values)
+        for more in range(times)
+    ]
+    return pytest.mark.parametrize((name, "rule", "way"), rows)
+
+
+@each("moment", MOMENTS)
 def test_the_others_run_again_what_has_no_mean(moment, rule, way):
     fleet = (1, 1, 1)
     check(run(fleet, rule, way, TOTAL, p2=MOMENTS[moment]), fleet, rule, way)
@@ -97,8 +106,7 @@ def test_every_rule(rule, way):
     check(run(fleet, rule, way, TOTAL, p1=("average", 5)), fleet, rule, way)
 
 
-@pytest.mark.parametrize("second", [11, 8, 6, 5])
-@pytest.mark.parametrize(("rule", "way"), WAYS)
+@each("second", [11, 8, 6, 5])
 def test_two_that_end_one_after_the_other(second, rule, way):
     """The second one in a later window, and as windows run again."""
     fleet = (1, 2, 1)
@@ -107,25 +115,21 @@ def test_two_that_end_one_after_the_other(second, rule, way):
     assert ended[0] == [1, 3] and ended[1][0] == 2
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize(("rule", "way"), WAYS)
+@each("seed", range(10), times=1)
 def test_at_a_random_moment(seed, rule, way):
     fleet = (1, 1, 1)
     check(run(fleet, rule, way, TOTAL, p2=("time", seed)), fleet, rule, way)
 
 
-@pytest.mark.parametrize("back", [1, 2, 3, 4])
-@pytest.mark.parametrize(("rule", "way"), WAYS)
+@each("back", [1, 2, 3, 4])
 def test_in_the_last_windows(back, rule, way):
-    fleet = (1, 1, 1)
-    whole = run(fleet, rule, way, ("FixedTotal", 8))
-    last = len(whole[0]["counts"])
+    fleet, total = (1, 1, 1), TOTAL[1]
+    last = EPOCHS * -(-SIZE // EPOCHS // total)
     said = run(fleet, rule, way, TOTAL, p2=("average", last + 1 - back))
     assert check(said, fleet, rule, way)
 
 
-@pytest.mark.parametrize("number", [1, 2])  # more windows there may not be: speeds say how many
-@pytest.mark.parametrize(("rule", "way"), WAYS)
+@each("number", [1, 2])  # more windows there may not be: speeds say how many
 def test_as_speeds_become_known(number, rule, way):
     """Then plans wait for the record of a window that may be lost."""
     fleet = (1, 1)

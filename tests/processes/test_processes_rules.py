@@ -1,6 +1,7 @@
 """Every rule over several processes, against NumPy."""
 
 import json
+from functools import cache
 from itertools import product
 
 import jobs
@@ -8,12 +9,13 @@ import numpy as np
 import pytest
 from averaged import assert_history
 from exchanged import train as by_hand_in_numpy
-from marks import slow
+from marks import pairs, slow
 from reference import LEAVES
 from test_averaging_lanes import APART as EACH_PART, COUNTS
 from test_averaging_table import TABLE, TOLERANCE
 
-FLEETS = [(2, 1), slow((1, 1)), slow((2, 2)), slow((1, 1, 1))]
+FLEETS = {"2+1": (2, 1), "1+1": (1, 1), "2+2": (2, 2), "1+1+1": (1, 1, 1)}
+"""Devices of each process."""
 EXCHANGES = ["device", "host"]
 
 
@@ -36,27 +38,38 @@ MAY_RUN_AHEAD = [
     if not by_hand.keys() & {"delay", "parts", "optimizer_state"}
 ]  # fmt: skip
 ALL = [*product(TABLE, EXCHANGES), *product(MAY_RUN_AHEAD, AHEAD)]
-QUICK = {(name, EXCHANGES[at % 2]) for at, name in enumerate(EACH_PART)} | {
-    ("mean gradient", "ahead"), ("DiLoCo", "ahead by 5"), ("Local SGD, int8", "ahead by 4"),
-    ("a rule of one's own", "ahead"),
+QUICK = {("2+1", name, EXCHANGES[at % 2]) for at, name in enumerate(EACH_PART)} | {
+    ("2+1", "mean gradient", "ahead"), ("2+1", "DiLoCo", "ahead by 5"),
+    ("2+1", "Local SGD, int8", "ahead by 4"), ("2+1", "a rule of one's own", "ahead"),
 }  # fmt: skip
-ROWS = [row if row in QUICK else slow(*row) for row in ALL]
+ROWS = pairs(((fleet, *row) for fleet, row in product(FLEETS, ALL)), first=QUICK)
+"""Each rule with each exchange, both in each fleet; `make test` has one fleet."""
 APART = [name for name, (_, by_hand) in TABLE.items() if by_hand.get("local") and (
     by_hand.get("delay") or by_hand.get("parts"))]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=FLEETS, ids=lambda fleet: "+".join(map(str, fleet)))
+def marked(rows):
+    return [row if row in QUICK else slow(*row) for row in rows]
+
+
+@pytest.fixture(scope="module")
 def job(request):
-    """What the processes say, and the number of devices of each."""
-    rows = json.dumps(jobs.asked(request, "name", "exchange"))
-    return jobs.run("every_rule.py", request.param, rows), request.param
+    """What the processes of a fleet say, each fleet run once."""
+    asked = jobs.asked(request, "fleet", "name", "exchange")
+
+    @cache
+    def said(fleet):
+        rows = [row for at, *row in asked if at == fleet]
+        return jobs.run("every_rule.py", FLEETS[fleet], json.dumps(rows))
+
+    return said
 
 
-@pytest.mark.parametrize(("name", "exchange"), ROWS)
-def test_every_rule_over_processes(name, exchange, job):
-    said, fleet = job
+@pytest.mark.parametrize(("fleet", "name", "exchange"), marked(ROWS))
+def test_every_rule_over_processes(fleet, name, exchange, job):
+    said = job(fleet)
     _, by_hand = TABLE[name]
-    counts, outer = COUNTS[sum(fleet)], by_hand.get("outer")
+    counts, outer = COUNTS[sum(FLEETS[fleet])], by_hand.get("outer")
     want = by_hand_in_numpy(
         counts, **by_hand | ({"outer": outer()} if outer else {}), ahead=AHEAD.get(exchange)
     )
@@ -77,22 +90,22 @@ def test_every_rule_over_processes(name, exchange, job):
 
 
 @pytest.mark.parametrize(
-    ("name", "exchange"),
-    [
-        row if row in QUICK else slow(*row)
-        for row in ALL
-        if row[0] not in APART and not (TABLE[row[0]][1].get("local") and row[1] in AHEAD)
-    ],
+    ("fleet", "name", "exchange"),
+    marked(
+        row
+        for row in ROWS
+        if row[1] not in APART and not (TABLE[row[1]][1].get("local") and row[2] in AHEAD)
+    ),
 )
-def test_replicas_are_bitwise_equal_across_processes(name, exchange, job):
-    said, _ = job
-    rows = [process[exchange][name]["params"] for process in said]
+def test_replicas_are_bitwise_equal_across_processes(fleet, name, exchange, job):
+    rows = [process[exchange][name]["params"] for process in job(fleet)]
     for windows in zip(*rows, strict=True):
         for leaf in LEAVES:
             copies = [copy for own in windows for copy in own[leaf]]
             assert all(copy == copies[0] for copy in copies)
 
 
-def test_every_rank_is_in_one_process(job):
-    said, fleet = job
-    assert sorted(rank for process in said for rank in process["ranks"]) == list(range(sum(fleet)))
+@pytest.mark.parametrize("fleet", ["2+1", *map(slow, [*FLEETS][1:])])
+def test_every_rank_is_in_one_process(fleet, job):
+    ranks = [rank for process in job(fleet) for rank in process["ranks"]]
+    assert sorted(ranks) == list(range(sum(FLEETS[fleet])))
