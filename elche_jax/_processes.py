@@ -10,8 +10,8 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -42,6 +42,12 @@ REPLACED = (
 RAISED = (
     "train: every process of the job must get through its loop, but process {} {}. Start "
     "the job again, with resume='auto' to go on from its last checkpoint."
+)
+
+SAME_GPU = (
+    "train: each process of the job must have GPUs of its own, but two of them use the same one. "
+    "Let each choose, for example with elche_jax.distributed.initialize(local_device_ids=["
+    "int(os.environ['ELCHE_LOCAL_ID'])])."
 )
 
 LEFT = "left it before its end"
@@ -168,9 +174,10 @@ class Processes:
             ExchangeLost: In all processes that are there, if one of the others has ended. Which
                 it was is in `gone`.
             ProcessLostError: If it was process 0, or one that left with an error.
+            RuntimeError: If two processes use the same GPU.
         """
         TURNS.wait()
-        with _progress.phase("exchange"):
+        with _progress.phase("exchange"), _gpus_of_their_own():
             if not self.recoverable:
                 return exchange()
             if not self._asked:
@@ -260,6 +267,16 @@ class Processes:
         error = getattr(sys, "last_value", None)
         if error is not None:
             self._leave_at_once(_why(error))
+
+
+@contextmanager
+def _gpus_of_their_own() -> Iterator[None]:
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "Duplicate GPU" not in str(error):  # of NCCL
+            raise
+        raise RuntimeError(SAME_GPU) from error
 
 
 def _processes_of(devices: Iterable[jax.Device]) -> set[int]:

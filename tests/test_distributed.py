@@ -3,8 +3,11 @@
 import sys
 
 import children
+import jax
 import pytest
 from marks import slow
+
+from elche_jax._processes import PROCESSES
 
 JOIN = "import elche_jax as elche, jax; {}; elche.distributed.initialize({})"
 ADDRESS = {"JAX_COORDINATOR_ADDRESS": "localhost:1234"}
@@ -50,3 +53,27 @@ def test_a_process_that_has_not_joined_the_others_says_so(count):
         "elche_jax.distributed.initialize() first thing, before JAX is used.\n"
     )
     assert (done.returncode, done.stderr) == (0, said if count == "2" else "")
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "message"),
+    [
+        (
+            "INTERNAL: NCCL operation ncclCommInitRankConfig(...) failed: invalid usage. Last NCCL "
+            "warning(error) log entry 'Duplicate GPU detected : rank 0 and rank 1 both on CUDA'",
+            RuntimeError,
+            r"^train: each process of the job must have GPUs of its own, but two of them use the "
+            r"same one\. Let each choose, for example with elche_jax\.distributed\.initialize\("
+            r"local_device_ids=\[int\(os\.environ\['ELCHE_LOCAL_ID'\]\)\]\)\.$",
+        ),
+        ("INTERNAL: NCCL operation failed", jax.errors.JaxRuntimeError, "^INTERNAL: NCCL"),
+    ],
+)
+def test_two_processes_on_one_gpu_are_an_error(said, kind, message):
+    """As NCCL said it on a machine with one GPU."""
+
+    def exchange():
+        raise jax.errors.JaxRuntimeError(said)
+
+    with pytest.raises(kind, match=message):
+        PROCESSES.together(jax.devices()[:1], exchange)
