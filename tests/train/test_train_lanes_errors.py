@@ -372,7 +372,7 @@ def test_an_error_in_the_data_surfaces(averaging, mixed):
         (LanesWindow, "_contribute"),
         (window_module, "entries_of"),
         (LanesWindow, "_agree"),
-        (LanesWindow, "_receive"),
+        (Lane, "copies"),
     ],
 )
 @pytest.mark.parametrize("averaging", [None, slow(LATE)])

@@ -129,7 +129,7 @@ class LanesRunner(WindowRunner):
         found = self._begin_resting(resting, launch, led_by)
         working = [at for at in range(len(lanes.lanes)) if at not in resting]
         window = LanesWindow(
-            lanes, led_by, ending, pending, summed, lead, launch, drivers, found, len(working),
+            lanes, led_by, ending, pending, summed, lead, launch, drivers, found,
             self._compiled.absent(step % len(self._compiled.parts)),
         )  # fmt: skip
         try:

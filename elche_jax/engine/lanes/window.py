@@ -97,12 +97,10 @@ class LanesWindow:
         drivers: The lanes' threads.
         found: The contributions that have arrived, by rank, on the lead; at first those of lanes
             at rest.
-        working: Number of lanes that are not at rest.
         absent: Contributions, on the lead, in place of devices that this process lacks beside
             others.
         gathered: All contributions in the order of ranks.
         agreed: What the devices agree on, what the lead holds, and the metrics.
-        crossed: Done when all lanes have copies of what was agreed.
         metrics: The metrics, in every window on the same device.
     """
 
@@ -115,19 +113,16 @@ class LanesWindow:
     launch: Launch
     drivers: Drivers
     found: dict[int, Contribution]
-    working: int
     absent: Sequence[Contribution] = ()
     gathered: "Future[list[Contribution]]" = field(default_factory=Future)
     agreed: "Future[tuple[tuple[Agreed, PyTree], dict[str, Any]]]" = field(default_factory=Future)
-    crossed: "Future[None]" = field(default_factory=Future)
     metrics: dict[str, Any] = field(default_factory=dict[str, Any])
-    _copied: int = 0
     _lock: Lock = field(default_factory=Lock)
 
     def fail(self, error: BaseException) -> None:
         """End the window: whoever waits for a lane that failed raises its error."""
         with self._lock:
-            for waited in (self.gathered, self.agreed, self.crossed):
+            for waited in (self.gathered, self.agreed):
                 if not waited.done():
                     waited.set_exception(error)
 
@@ -159,9 +154,7 @@ class LanesWindow:
             self._agree()
         _, sent = made
         (agreed, _), metrics = self.agreed.result()
-        mine = self._receive(work.lane, agreed)
-        if leads:  # whose program takes the original
-            self.crossed.result()
+        mine = work.lane.copies(agreed)
         (state, token), _ = self.ending.adopt[at](work.state, sums, sent, mine)
         if leads:
             self.metrics = self._home(metrics)
@@ -202,15 +195,6 @@ class LanesWindow:
             self.found.update(zip(lane.ranks, rows, strict=True))
             if len(self.found) == self.lanes.world_size and not self.gathered.done():
                 self.gathered.set_result([self.found[rank] for rank in sorted(self.found)])
-
-    def _receive(self, lane: Lane, agreed: Agreed) -> Agreed:
-        """Copy what was agreed to the devices of a lane, stacked."""
-        mine = lane.copies(agreed)
-        with self._lock:
-            self._copied += 1
-            if self._copied == self.working and not self.crossed.done():
-                self.crossed.set_result(None)
-        return mine
 
     def _agree(self) -> None:
         """Dispatch `agree` once all contributions are there."""
