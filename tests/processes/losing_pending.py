@@ -85,7 +85,7 @@ def main(rule, cadence, dying, how_else=None, exchange="device"):
     if how_else == "late, back at once":
         let_go_at_once(held)
     if how_else in ("late", "late, back at once"):
-        late = elche.HostExchange(timeout=0.5, run_ahead=exchange == "ahead")
+        late = elche.HostExchange(timeout=2.0, run_ahead=exchange == "ahead")
         options = {"exchange": late, "emulate": held}
     train = elche.build_train_step(
         bad_later if how_else == "not finite later" else loss_and_place, TX, has_aux=True,

@@ -129,7 +129,7 @@ def test_in_the_last_windows(back, rule, way):
     assert check(said, fleet, rule, way)
 
 
-@each("number", [1, 2])  # more windows there may not be: speeds say how many
+@each("number", [1, 2], times=3)  # more windows there may not be: speeds say how many
 def test_as_speeds_become_known(number, rule, way):
     """Then plans wait for the record of a window that may be lost."""
     fleet = (1, 1)
