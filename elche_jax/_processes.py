@@ -57,7 +57,7 @@ COUNT = "ELCHE_NUM_PROCESSES"
 """Variable in which a launcher says how many processes it has started."""
 
 ALONE = (
-    "elche: this process trains alone, though it is one of %s that were started together. Call "
+    "elche: this process works alone, though it is one of %s that were started together. Call "
     "elche_jax.distributed.initialize() first thing, before JAX is used."
 )
 

@@ -40,16 +40,22 @@ ALONE = """
 import optax
 import elche_jax as elche
 for _ in range(2):
-    elche.build_train_step(lambda params, batch, rng: params["w"].sum(), optax.sgd(0.1))
+    elche.{}
 """
+STEP = 'build_train_step(lambda params, batch, rng: params["w"].sum(), optax.sgd(0.1))'
+EVALUATION = "build_eval_step(lambda params, batch: {})"
 
 
-@pytest.mark.parametrize("count", ["2", slow("1")])
-def test_a_process_that_has_not_joined_the_others_says_so(count):
+@pytest.mark.parametrize(
+    ("call", "count"), [(STEP, "2"), slow(STEP, "1"), slow(EVALUATION, "2"), slow("DDP()", "2")]
+)
+def test_a_process_that_has_not_joined_the_others_says_so(call, count):
     """Each of them would train on all data, and nobody would notice."""
-    done = children.run(sys.executable, "-c", ALONE, env={"ELCHE_NUM_PROCESSES": count})
+    program = ALONE.format(call)
+    env = {"ELCHE_NUM_PROCESSES": count, "JAX_NUM_CPU_DEVICES": "2"}
+    done = children.run(sys.executable, "-c", program, env=env)
     said = (
-        "elche: this process trains alone, though it is one of 2 that were started together. Call "
+        "elche: this process works alone, though it is one of 2 that were started together. Call "
         "elche_jax.distributed.initialize() first thing, before JAX is used.\n"
     )
     assert (done.returncode, done.stderr) == (0, said if count == "2" else "")

@@ -10,6 +10,7 @@ import jax
 from jax.extend.backend import backends
 
 from elche_jax import _check as check
+from elche_jax._processes import PROCESSES
 from elche_jax.engine.job import Job
 from elche_jax.engine.lane import Fleet, kinds_of, lanes_across, lanes_of, memory_limit
 
@@ -56,6 +57,7 @@ def select_job(
         rule = "have a device of one platform in every process, over which these exchange"
         got = " and ".join(sorted(platforms))
         raise ValueError(check.message(where, "devices", rule, got))
+    PROCESSES.warn_if_alone()
     return chosen
 
 

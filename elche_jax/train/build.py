@@ -8,7 +8,6 @@ import jax
 import optax
 
 from elche_jax import _check as check
-from elche_jax._processes import PROCESSES
 from elche_jax.averaging.exchange import HostExchange
 from elche_jax.averaging.rules import AveragingRule, MeanGradient
 from elche_jax.cadence import Cadence, EveryBatch
@@ -248,7 +247,6 @@ def build_train_step(
         **options.shared(),
     )  # fmt: skip
     check_alike(job, exchange)
-    PROCESSES.warn_if_alone()
     if first:
         logger.info(summary_of(fleet))
     return TrainStep(LossFn(loss_fn, has_aux=has_aux), optimizer, fleet, cadence, options)
