@@ -8,6 +8,7 @@ numbers.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from os import PathLike, fsdecode
 from pathlib import Path
@@ -282,3 +283,14 @@ def per_device(where: str, argument: str, got: int, expected: int) -> None:
     if got != expected:
         rule = f"have one entry per device ({expected})"
         raise ValueError(message(where, argument, rule, got))
+
+
+def is_address(text: str) -> bool:
+    """Return whether a text is a host and a port, as ``10.0.0.1:1234`` or ``[::1]:1234``.
+
+    Examples:
+        >>> [is_address(text) for text in ("host0:1234", "host0", ":1", "host0:x", "host0:65536")]
+        [True, False, False, False, False]
+    """
+    found = re.fullmatch(r"\S+:(\d{1,5})", text)
+    return found is not None and 0 < int(found[1]) < 2**16

@@ -24,10 +24,13 @@ LIMIT = "--xla_cpu_collective_timeout_seconds"
 LEAVE_S = 300
 """Seconds that a process which has ended its work waits for the others."""
 
-ID = "ELCHE_PROCESS_ID"
-"""Variable in which a launcher says which process this is; the address is in JAX's own."""
+ADDRESS = "JAX_COORDINATOR_ADDRESS"
+"""JAX's variable for the address of process 0."""
 
-VARIABLES = f"JAX_COORDINATOR_ADDRESS, {COUNT} and {ID}"
+ID = "ELCHE_PROCESS_ID"
+"""Variable in which a launcher says which process this is."""
+
+VARIABLES = f"{ADDRESS}, {COUNT} and {ID}"
 """All that a launcher says, for messages."""
 
 
@@ -62,19 +65,23 @@ def initialize(
 
     Raises:
         RuntimeError: If JAX has been used before, or the job was joined before.
-        TypeError: If a number is none, or `recoverable` no bool.
-        ValueError: If a number is out of range, or some of the three are missing.
+        TypeError: If a number is none, the address no text, or `recoverable` no bool.
+        ValueError: If a number is out of range, the address is not a host and a port, or some of
+            the three are missing.
 
     Examples:
         >>> import elche_jax as elche
         >>> elche.distributed.initialize(num_processes=1, process_id=0)  # nobody to join
     """
     where = "distributed.initialize"
-    address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    address = _address(coordinator_address)
     count, number = _given(num_processes, COUNT), _given(process_id, ID)
     heartbeat_timeout = check.integer(where, "heartbeat_timeout", heartbeat_timeout, low=1)
     exchange_timeout = check.integer(where, "exchange_timeout", exchange_timeout, low=1)
     check.instance(where, "recoverable", recoverable, bool)
+    if (chosen := options.get("local_device_ids")) is not None:
+        ids = [chosen] if isinstance(chosen, int) else chosen
+        options["local_device_ids"] = check.integers(where, "local_device_ids", ids, low=0)
     if count is not None:
         count = check.integer(where, "num_processes", count, low=1)
     if number is not None:
@@ -208,6 +215,19 @@ def _leave() -> None:
     waiting.join(LEAVE_S)
     if waiting.is_alive():
         logger.warning("elche: this process ends while others still work, after %d s", LEAVE_S)
+
+
+def _address(given: str | None) -> str | None:
+    """Return the address of process 0, or what the environment says, checked."""
+    where, name = "distributed.initialize", "coordinator_address"
+    if given is not None:
+        check.instance(where, name, given, str)
+    elif given := os.environ.get(ADDRESS) or None:
+        name = ADDRESS
+    if given is not None and not check.is_address(given):
+        rule = "be a host and a port, as 10.0.0.1:1234"
+        raise ValueError(check.message(where, name, rule, repr(given)))
+    return given
 
 
 def _given(value: int | None, variable: str) -> int | None:

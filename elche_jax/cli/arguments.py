@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from elche_jax import _check as check
 from elche_jax.cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,6 +39,13 @@ def words(text: str) -> str:
     """Return a text, which must not be empty."""
     if not text.strip():
         raise argparse.ArgumentTypeError("must not be empty")
+    return text
+
+
+def address(text: str) -> str:
+    """Return a host and a port."""
+    if not check.is_address(text):
+        raise argparse.ArgumentTypeError(f"must be a host and a port, got {text!r}")
     return text
 
 

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--first-id", type=int, metavar="ID", help="number of the first process here"
     )
     group.add_argument(
-        "--coordinator", type=arguments.words, metavar="HOST:PORT", help="where process 0 listens"
+        "--coordinator", type=arguments.address, metavar="HOST:PORT", help="where process 0 listens"
     )
     add("-m", action="store_true", dest="module", help="run a module, not a file")
     add("script", metavar="SCRIPT", help="the script, or with -m the module")
