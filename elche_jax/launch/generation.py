@@ -30,6 +30,10 @@ DEFAULTS = {
 """Variables that processes have unless the environment says something else."""
 
 
+LATE_S = 10.0
+"""Seconds after the end of the first process in which the others end, too."""
+
+
 @dataclass(frozen=True)
 class Asked:
     """What is to be launched.
@@ -98,6 +102,7 @@ class Generation:
         self._due = 0.0
         self._stopped = False
         self._ends = Ends(asked.grace)
+        self._waits_since: float | None = None  # for the others, and nobody has been told
         self._watchdog: Watchdog | None = None
         self._killed: set[int] = set()  # by it
         self.code = 0
@@ -174,7 +179,9 @@ class Generation:
         if self._step is not None:
             return max(0.0, self._due - time.monotonic()) if self._step < len(STEPS) - 1 else None
         look = None if self._watchdog is None else self._watchdog.every
-        waits = [one for one in (look, self._ends.wait_s(time.monotonic())) if one is not None]
+        told = None if self._waits_since is None else self._waits_since + LATE_S - time.monotonic()
+        due = (look, self._ends.wait_s(time.monotonic()), told and max(0.0, told))
+        waits = [one for one in due if one is not None]
         return min(waits, default=None)
 
     def go_on(self) -> None:
@@ -191,6 +198,7 @@ class Generation:
             self._end(self._step + 1)
         if self._watchdog is not None and self._step is None:
             self._look(self._watchdog)
+        self._tell_who_is_late()
 
     def ask(self) -> None:
         """Ask the processes to save and to end."""
@@ -227,6 +235,7 @@ class Generation:
             self._first_code = code
             if asked.go_on:
                 self.code = code
+                self._waits_since = time.monotonic()
         if not code or self._step is not None or (asked.elastic and code == AGAIN):
             return
         how = f"exit code {code}"
@@ -242,6 +251,16 @@ class Generation:
         say(self._output, f"{said}{self._fate_of_others(end) if self._alive else ''}")
         if not asked.go_on:
             self.stop(code, 1)
+
+    def _tell_who_is_late(self) -> None:
+        """Say for whom this waits, some time after the first process, with which the job ends."""
+        if self._waits_since is None or time.monotonic() < self._waits_since + LATE_S:
+            return
+        self._waits_since = None
+        if self._alive and self._step is None:
+            left = ", ".join(map(str, self._alive))
+            first = self._asked.first
+            say(self._output, f"process {first} has ended, this waits for process {left}")
 
     def _fate_of_others(self, end: End) -> str:
         """Return what becomes of the others after a failure, as a part of a line."""

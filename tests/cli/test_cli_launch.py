@@ -270,6 +270,21 @@ sys.exit(me)
         assert outcome(process)[0] == 5, "that of process 0"
 
 
+@pytest.mark.slow  # it is said after ten seconds
+def test_for_whom_it_waits_after_the_end_of_the_first_is_said(launched, tmp_path):
+    """One that is stopped never ends, and has no heartbeat that is missed then."""
+    text = """
+from pathlib import Path
+while me and not Path("end").exists():
+    time.sleep(0.05)
+"""
+    with launched(text, "-n", "3", "--on-failure", "continue") as process:
+        line = process.stderr.readline()
+        (tmp_path / "end").touch()
+        assert outcome(process) == (0, "", "")
+    assert line == "elche-jax launch: process 0 has ended, this waits for process 1, 2\n"
+
+
 BLAMES = """
 from pathlib import Path
 from elche_jax import _progress
@@ -346,6 +361,10 @@ def test_nobody_waits_for_one_that_has_ended_or_is_elsewhere():
         ("-n 2", "the following arguments are required: SCRIPT"),
         ("-n 2 nowhere.py", "SCRIPT must be a file, got nowhere.py"),
         ("-n 2 --timeout 0 here.py", "argument --timeout: must be a number above 0, got '0'"),
+        (
+            "-n 1 --num-processes 2 --first-id 0 --coordinator host0 here.py",
+            "argument --coordinator: must be a host and a port, got 'host0'",
+        ),
         ("-n 2 --on-failure wait here.py", "invalid choice: 'wait'"),
         (
             "-n 2 --first-id 1 here.py",
