@@ -6,7 +6,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,18 @@ PyTree = Any
 
 MOST = 400
 """Characters of settings that a message shows."""
+
+
+class Described(NamedTuple):
+    """What is compared by a digest, with what a message can show of it.
+
+    Attributes:
+        text: Shown, if it differs.
+        digest: Of all that is compared.
+    """
+
+    text: str
+    digest: bytes
 
 
 def settings_of(value: Any) -> Any:
@@ -48,6 +60,8 @@ def shown(value: Any) -> str | None:
         >>> shown([2, ["prob"]])
         "[2, ['prob']]"
         >>> shown((64, b"a digest"))
+        >>> shown(Described("64 examples", b"a digest"))
+        '64 examples'
     """
     text = _text(value)
     return None if text is None or len(text) > MOST else text
@@ -57,7 +71,7 @@ def difference(told: Mapping[int, str | None], one: int, other: int) -> str:
     """Return what of two processes differs, for a message.
 
     Args:
-        told: What each process has, by its index; None if it cannot be shown.
+        told: What each process has, by its index; None, or the same, if it cannot be shown.
         one: A process.
         other: Another one.
 
@@ -67,7 +81,7 @@ def difference(told: Mapping[int, str | None], one: int, other: int) -> str:
         >>> difference({0: "4", 1: None}, 1, 0)
         'something else in process 1 than in 0'
     """
-    if told.get(one) is None or told.get(other) is None:
+    if None in (told.get(one), told.get(other)) or told[one] == told[other]:
         return f"something else in process {one} than in {other}"
     return f"{told[one]} in process {one} and {told[other]} in {other}"
 
@@ -112,6 +126,8 @@ def _text(value: Any) -> str | None:
     """Return a value as text; None if there are bytes in it."""
     if isinstance(value, bytes):
         return None
+    if isinstance(value, Described):
+        return value.text
     if not isinstance(value, list | tuple):
         return repr(value)
     items: list[Any] = list(value)

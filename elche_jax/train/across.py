@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from math import inf, isfinite
 from typing import Any
 
+import jax
 import numpy as np
 
 from elche_jax import _check as check
@@ -16,7 +17,7 @@ from elche_jax.averaging.exchange import HostExchange
 from elche_jax.cadence import WindowPlan, WindowRecord
 from elche_jax.data.order import Cursor
 from elche_jax.data.source import IterableSource, MapSource, Source
-from elche_jax.engine.digests import digest_of, number_of
+from elche_jax.engine.digests import Described, digest_of, number_of
 from elche_jax.engine.job import Job, Measured
 from elche_jax.engine.replicas import ReplicaMismatch
 from elche_jax.engine.timing import WindowTimes
@@ -73,11 +74,17 @@ def fingerprint(plan: DataPlan) -> Any:
     """Return what of the data can be compared between processes, see `check_same_data`."""
     source: Source = plan.source
     if isinstance(source, IterableSource):
-        return plan.microbatch
+        return f"microbatches of {_kinds(plan.microbatch, 0)}"
+    said = f"{source.size} examples of {_kinds(plan.microbatch, 1)}"
     if isinstance(source, MapSource):
-        return source.size, plan.microbatch
+        return said
     numbers = np.unique(np.linspace(0, source.size - 1, SAMPLES).astype(np.int64))
-    return source.size, digest_of(source.rows(numbers))
+    return Described(said, digest_of(source.rows(numbers)))
+
+
+def _kinds(microbatch: PyTree, skip: int) -> PyTree:
+    """Return dtypes and shapes as text, without the first dimensions."""
+    return jax.tree.map(lambda leaf: f"{leaf.dtype}{[*leaf.shape[skip:]]}", microbatch)
 
 
 def measured_rows(
@@ -179,7 +186,7 @@ def replicas_error(job: Job, rows: np.ndarray) -> ReplicaMismatch | None:
             return ReplicaMismatch(
                 f"{rule} after the last window that was verified those of process {process} "
                 f"differ from those of process {processes[0]}. Most likely their "
-                "optimizers differ."
+                "optimizers differ, or the order in which they train several steps."
             )
     return None
 

@@ -167,7 +167,8 @@ class TakeOver:
             raise ProcessLostError(f"{said} A recording needs all devices.", processes)
         if again and not self._feed.rereads:
             rule = "The data of a window must be read again, which an iterable cannot."
-            raise ProcessLostError(f"{said} {rule} Resume from a checkpoint.", processes)
+            todo = "Resume from a checkpoint; iterables must be as long in every process."
+            raise ProcessLostError(f"{said} {rule} {todo}", processes)
         PROCESSES.log_loss(processes, said)
         recorded()
         self._scheduler.on_lost(ranks)

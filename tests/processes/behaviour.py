@@ -294,6 +294,8 @@ def errors():
     said = {name: raised(call) for name, call in found.items()}
     train.init(params())
     said["data"] = raised(lambda: train.windows(rows, BATCH))
+    fewer = {name: leaf[: len(leaf) - 4 * OTHER] for name, leaf in ROWS.items()}
+    said["size"] = raised(lambda: train.windows(fewer, BATCH))
     said["batch_size"] = raised(lambda: train.windows(ROWS, BATCH + OTHER))
     said["seed"] = raised(lambda: train.windows(ROWS, BATCH, seed=int(OTHER)))
     return said

@@ -99,8 +99,13 @@ def test_an_error_of_one_process_is_raised_by_all(name, said):
 def test_what_differs_between_processes_is_named(said):
     for process in said:
         found = process["failing"]
-        for name, argument in (("params", "params"), ("rows", "data")):
-            assert found[name] == f"ValueError: build_eval_step: {argument} {SAME}"
+        assert found["params"] == f"ValueError: build_eval_step: params {SAME}"
+        size = len(ROWS["x"])
+        assert found["rows"].startswith(
+            "ValueError: build_eval_step: data must be the same in all processes, got "
+            f"{size - 1} examples of {{"
+        )
+        assert f"in process 1 and {size} examples of {{" in found["rows"]
         assert found["batch_size"] == (
             "ValueError: build_eval_step: batch_size must be the same in all processes, got 5 in "
             "process 1 and 4 in 0."

@@ -184,7 +184,7 @@ def test_replicas_of_processes_that_differ_are_found_by_all(said):
     assert first == (
         "ReplicaMismatch: train: all replicas must be bitwise equal, but after the last window "
         "that was verified those of process 1 differ from those of process 0. Most "
-        "likely their optimizers differ."
+        "likely their optimizers differ, or the order in which they train several steps."
     )
 
 
@@ -193,7 +193,7 @@ def test_replicas_of_the_last_window_are_compared_too(said):
         assert process["apart at last"] == (
             "ReplicaMismatch: train: all replicas must be bitwise equal, but after the last window "
             "that was verified those of process 1 differ from those of process 0. Most "
-            "likely their optimizers differ."
+            "likely their optimizers differ, or the order in which they train several steps."
         )
 
 
@@ -300,6 +300,8 @@ ERRORS = {
     "params": f"ValueError: TrainStep.init: params {APART}",
     "rng": f"ValueError: TrainStep.init: rng {APART}",
     "data": f"ValueError: windows: data {APART}",
+    "size": "ValueError: windows: data must be the same in all processes, got 596 examples of "
+    "{'x': 'float32[3]', 'y': 'float32[]'} in process 1 and 600 examples of",
     "batch_size": f"ValueError: windows: batch_size {SAME.format(5, 4)}",
     "seed": f"ValueError: windows: seed {SAME.format(1, 0)}",
     "exchange": "ValueError: build_train_step: exchange "
