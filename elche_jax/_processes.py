@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -46,9 +46,18 @@ RAISED = (
 
 SAME_GPU = (
     "train: each process of the job must have GPUs of its own, but two of them use the same one. "
-    "Let each choose, for example with elche_jax.distributed.initialize(local_device_ids=["
-    "int(os.environ['ELCHE_LOCAL_ID'])])."
+    "Let each choose, for example with elche_jax.distributed.initialize(local_device_ids="
+    "int(os.environ['ELCHE_LOCAL_ID']))."
 )
+
+APART = (
+    "train: an exchange among the processes failed, or took longer than exchange_timeout. All have "
+    "to make the same calls in the same order: one that left its loop before the others, for "
+    "example, meets them in another call."
+)
+
+SAYS = {"Duplicate GPU": SAME_GPU, "Gloo": APART}
+"""What we say of an error in an exchange, by a word in it."""
 
 LEFT = "left it before its end"
 """What is told of a process that was in a loop, if no error is known."""
@@ -174,10 +183,10 @@ class Processes:
             ExchangeLost: In all processes that are there, if one of the others has ended. Which
                 it was is in `gone`.
             ProcessLostError: If it was process 0, or one that left with an error.
-            RuntimeError: If two processes use the same GPU.
+            RuntimeError: If two processes use the same GPU, or are in different calls.
         """
         TURNS.wait()
-        with _progress.phase("exchange"), _gpus_of_their_own():
+        with _progress.phase("exchange"), _in_our_words():
             if not self.recoverable:
                 return exchange()
             if not self._asked:
@@ -270,13 +279,14 @@ class Processes:
 
 
 @contextmanager
-def _gpus_of_their_own() -> Iterator[None]:
+def _in_our_words() -> Generator[None]:
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
-        if "Duplicate GPU" not in str(error):  # of NCCL
-            raise
-        raise RuntimeError(SAME_GPU) from error
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # gloo's may be either
+        for word, said in SAYS.items():
+            if word in str(error):
+                raise RuntimeError(said) from error
+        raise
 
 
 def _processes_of(devices: Iterable[jax.Device]) -> set[int]:

@@ -24,6 +24,21 @@ VARIABLES = "JAX_COORDINATOR_ADDRESS, ELCHE_NUM_PROCESSES and ELCHE_PROCESS_ID"
             f"them and set {VARIABLES}.",
         ),
         (
+            "pass", "num_processes=2, process_id=0", {"JAX_COORDINATOR_ADDRESS": "localhost"},
+            "ValueError: distributed.initialize: JAX_COORDINATOR_ADDRESS must be a host and a "
+            "port, as 10.0.0.1:1234, got 'localhost'.",
+        ),
+        (
+            "pass", "'localhost:x', 2, 0", {},
+            "ValueError: distributed.initialize: coordinator_address must be a host and a port, "
+            "as 10.0.0.1:1234, got 'localhost:x'.",
+        ),
+        (
+            "pass", "local_device_ids='a'", {},
+            "TypeError: distributed.initialize: local_device_ids must be a sequence of integers, "
+            "got 'a' (str).",
+        ),
+        (
             "jax.devices()", "'localhost:1234', 2, 0", {},
             "RuntimeError: distributed.initialize: it must be called before JAX is used, but a "
             "backend is running. Call it first thing, before jax.devices() or any array.",
@@ -70,13 +85,20 @@ def test_a_process_that_has_not_joined_the_others_says_so(call, count):
             RuntimeError,
             r"^train: each process of the job must have GPUs of its own, but two of them use the "
             r"same one\. Let each choose, for example with elche_jax\.distributed\.initialize\("
-            r"local_device_ids=\[int\(os\.environ\['ELCHE_LOCAL_ID'\]\)\]\)\.$",
+            r"local_device_ids=int\(os\.environ\['ELCHE_LOCAL_ID'\]\)\)\.$",
+        ),
+        (
+            "UNKNOWN: Gloo all-reduce failed: Timed out waiting 60000ms for recv operation",
+            RuntimeError,
+            r"^train: an exchange among the processes failed, or took longer than "
+            r"exchange_timeout\. All have to make the same calls in the same order: one that left "
+            r"its loop before the others, for example, meets them in another call\.$",
         ),
         ("INTERNAL: NCCL operation failed", jax.errors.JaxRuntimeError, "^INTERNAL: NCCL"),
     ],
 )
-def test_two_processes_on_one_gpu_are_an_error(said, kind, message):
-    """As NCCL said it on a machine with one GPU."""
+def test_errors_of_exchanges_in_our_words(said, kind, message):
+    """As NCCL and gloo said it."""
 
     def exchange():
         raise jax.errors.JaxRuntimeError(said)

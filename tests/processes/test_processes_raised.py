@@ -55,6 +55,13 @@ def test_an_error_of_all_processes_is_that_of_each(how):
         assert "the JAX distributed service detected fatal errors" not in err
 
 
+@pytest.mark.slow  # the exchange takes five seconds
+def test_one_that_leaves_its_loop_and_goes_on_is_in_another_call():
+    for code, _, err in jobs.outcomes("raising.py", (1, 1), "another call", 1):
+        assert code == 1
+        assert "one that left its loop before the others, for example, meets them in" in err
+
+
 PROGRAM = Path(__file__).parent / "blaming.py"
 
 
