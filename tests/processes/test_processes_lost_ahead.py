@@ -81,8 +81,8 @@ ONE, THREE = "mean gradient, one pending", "mean gradient, three pending"
 WAYS = [(ONE, "host"), (THREE, "host"), *(("mean gradient", way) for way in AHEAD)]
 
 
-def each(name, values, times=2):
-    """A test of each value in as many ways, the next ones for the next value."""
+def each(name, values, times=1):
+    """A test of each value in so many ways, the next ones for the next value."""
     rows = [
         (value, *WAYS[(at * times + more) % len(WAYS)])
         for at, value in enumerate(values)
@@ -97,7 +97,8 @@ def test_the_others_run_again_what_has_no_mean(moment, rule, way):
     check(run(fleet, rule, way, TOTAL, p2=MOMENTS[moment]), fleet, rule, way)
 
 
-RULES = [(name, "host") for name, (_, by_hand) in TABLE.items() if by_hand.get("delay")]
+RULES = [(name, "host") for name, (_, by_hand) in TABLE.items() if by_hand.get("delay")][1::2]
+"""Those that do not end so with an exchange on devices, in test_processes_lost_pending.py."""
 
 
 @pytest.mark.parametrize(("rule", "way"), [*RULES, *((name, "ahead") for name in MAY_RUN_AHEAD)])
@@ -115,7 +116,7 @@ def test_two_that_end_one_after_the_other(second, rule, way):
     assert ended[0] == [1, 3] and ended[1][0] == 2
 
 
-@each("seed", range(10), times=1)
+@each("seed", range(10))
 def test_at_a_random_moment(seed, rule, way):
     fleet = (1, 1, 1)
     check(run(fleet, rule, way, TOTAL, p2=("time", seed)), fleet, rule, way)

@@ -95,7 +95,7 @@ def test_the_others_run_pending_windows_again(moment):
 RULES = [name for name, (_, by_hand) in TABLE.items() if by_hand.get("delay")]
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", RULES[::2])  # the others in test_processes_lost_ahead.py
 def test_every_rule_with_pending_windows(rule):
     fleet = (2, 1, 1)
     check(run(fleet, rule, TOTAL, p1=("exchange", 4)), fleet, rule)
@@ -109,7 +109,7 @@ def test_two_that_end_one_after_the_other(second):
     assert check(said, fleet, THREE) == [[1, 3], [2, {9: 4, 8: 3, 6: 1}[second]]]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_at_a_random_moment(seed):
     fleet = (1, 1, 1)
     check(run(fleet, ONE, TOTAL, p2=("time", seed)), fleet, ONE)
