@@ -202,9 +202,9 @@ def test_weights_that_are_none_are_noticed(weights):
         assert not sound and shares.tolist() == [0.0, 0.0]
 
 
-@given(st.lists(st.integers(0, 1000), min_size=1, max_size=30), st.integers(1, 30))
-def test_fragments_share_the_arrays_out(sizes, fragments):
-    assume(fragments <= len(sizes))
+@given(st.integers(1, 30), st.data())
+def test_fragments_share_the_arrays_out(fragments, chosen):
+    sizes = chosen.draw(st.lists(st.integers(0, 1000), min_size=fragments, max_size=30))
     parts = assign_fragments(sizes, fragments)
     assert sorted(i for part in parts for i in part) == list(range(len(sizes)))
     assert all(parts) and len(parts) == fragments
