@@ -9,6 +9,8 @@ device, and `large`, for which the CPU is not worth its exchange.
 """
 
 import argparse
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -22,7 +24,7 @@ from baselines import (
     surrogate_loss,
     surrogate_params,
 )
-from loops import Apart, Loop, steps_rate
+from loops import Loop, apart, busiest, steps_rate
 from measure import Result, against_control, interleave, ratios, result, show, with_control
 
 import elche_jax as elche
@@ -35,78 +37,63 @@ MODELS = {"tiny": (mlp_params(256, 3), 64), "large": (mlp_params(4096, 4), 4096)
 COUNTS = (1, 8)
 
 
-def one_device(gpu: jax.Device, repeats: int) -> list[Result]:
-    """Measures windows of one GPU as a share of a jit loop that does the same."""
-    found = []
-    for name, (params, batch) in MODELS.items():
-        data = examples(16 * batch)
-        for count in COUNTS:
-            hands = {
-                "resident": PlainJit(params, gpu, count, batch, resident=data),
-                "stream": PlainJit(params, gpu, count, batch, stream=data),
-            }
-            for placement, hand in hands.items():
-                train = elche.build_train_step(
-                    mlp_loss, OPTIMIZER, devices=[gpu], cadence=elche.FixedTotal(count)
-                )
-                ours = Loop(train, params, data, batch, placement=placement)
-                ours.warm(10)
-                rates = interleave(
-                    {
-                        "ours": lambda ours=ours: ours.rate(TURN_S),
-                        "by hand": lambda hand=hand, count=count: steps_rate(hand, count, TURN_S),
-                    },
-                    repeats,
-                )
-                share = ratios(rates["ours"], rates["by hand"])
-                found.append(result(name, f"1 x {count}, {placement}, of a jit loop", share))
-                for what, rate in rates.items():
-                    ms = tuple(count / each for each in rate)
-                    found.append(result(name, f"1 x {count}, {placement}, {what}", ms, "ms"))
+def one_device(gpu: jax.Device, name: str, count: int, repeats: int) -> list[Result]:
+    """Measures windows of so many microbatches on one GPU as a share of a jit loop's."""
+    params, batch = MODELS[name]
+    data, found = examples(16 * batch), []
+    for placement, source in (("resident", {"resident": data}), ("stream", {"stream": data})):
+        hand = PlainJit(params, gpu, count, batch, **source)
+        train = elche.build_train_step(
+            mlp_loss, OPTIMIZER, devices=[gpu], cadence=elche.FixedTotal(count)
+        )
+        ours = Loop(train, params, data, batch, placement=placement)
+        ours.warm(10)
+        rates = interleave(
+            {
+                "ours": partial(ours.rate, TURN_S),
+                "by hand": partial(steps_rate, hand, count, TURN_S),
+            },
+            repeats,
+        )
+        what = f"1 x {count}, {placement}"
+        share = ratios(rates["ours"], rates["by hand"])
+        found.append(result(name, f"{what}, of a jit loop", share))
+        for who, rate in rates.items():
+            found.append(result(name, f"{what}, {who}", tuple(count / r for r in rate), "ms"))
     return found
 
 
-def two_kinds(gpu: jax.Device, repeats: int) -> list[Result]:
-    """Measures a GPU and a CPU together, as a share of the faster one."""
-    devices = [gpu, jax.devices("cpu")[0]]
-    found = []
-    for name, params, loss, batch, epoch in (
-        ("steps", surrogate_params(), surrogate_loss, 1, 2048),
-        ("large", MODELS["large"][0], mlp_loss, 512, 256),  # a window of the CPU's is longer
-    ):
-        data = examples(epoch * batch)
+def two_kinds(
+    gpu: jax.Device, name: str, params, loss, batch: int, epoch: int, repeats: int
+) -> list[Result]:
+    """Measures a GPU and a CPU together, in epochs of so many microbatches."""
+    devices, data = [gpu, jax.devices("cpu")[0]], examples(epoch * batch)
 
-        def job(chosen, params=params, loss=loss, data=data, batch=batch, **options) -> Loop:
-            train = elche.build_train_step(loss, OPTIMIZER, devices=chosen, **options)
-            return Loop(train, params, data, batch)
+    def job(chosen, cadence) -> Loop:
+        train = elche.build_train_step(loss, OPTIMIZER, devices=chosen, cadence=cadence)
+        return Loop(train, params, data, batch)
 
-        both = job(devices, cadence=elche.ElChe())
-        both.warm(WARM)
-        counts = next(one.counts for one in reversed(both.train.records) if all(one.counts))
-        alone = {
-            what: job([device], cadence=elche.FixedTotal(count))
-            for what, device, count in zip(("gpu", "cpu"), devices, counts, strict=True)
-        }
-        for loop in alone.values():
-            loop.warm(3)
-        steps = [
-            PlainJit(params, device, count, batch, loss=loss, resident=data)
-            for device, count in zip(devices, counts, strict=True)
-        ]
-        control = Apart(steps, counts)
-        measures = {
-            what: lambda loop=loop: loop.rate(3 * TURN_S)
-            for what, loop in (alone | {"both": both}).items()
-        }
-        apart = with_control(measures, lambda control=control: control.rate(3 * TURN_S))
-        rates = interleave(apart, repeats)
-        faster = max((rates[what] for what in alone), key=median)
-        found += [against_control(name, what, rates, what) for what in measures]
-        found.append(result(name, "both, of the faster alone", ratios(rates["both"], faster)))
-        records = [one for one in both.train.records if one.steady and all(one.counts)]
-        found.append(result(name, "sync", tuple(one.sync_ms for one in records), "ms"))
-        print(name, counts, both.train.counts, both.train.report(), sep="\n")
-    return found
+    both = job(devices, elche.ElChe())
+    both.warm(WARM)
+    counts = busiest(both.train)
+    alone = {
+        what: job([device], elche.FixedTotal(count))
+        for what, device, count in zip(("gpu", "cpu"), devices, counts, strict=True)
+    }
+    for loop in alone.values():
+        loop.warm(3)
+    control = apart(params, devices, counts, batch, loss=loss, resident=data)
+    loops = alone | {"both": both}
+    measures = {what: partial(loop.rate, 3 * TURN_S) for what, loop in loops.items()}
+    rates = interleave(with_control(measures, partial(control.rate, 3 * TURN_S)), repeats)
+    faster = max((rates[what] for what in alone), key=median)
+    sync = tuple(one.sync_ms for one in both.train.records if one.steady and all(one.counts))
+    print(name, counts, both.train.counts, both.train.report(), sep="\n")
+    return [
+        *(against_control(name, what, rates, what) for what in measures),
+        result(name, "both, of the faster alone", ratios(rates["both"], faster)),
+        result(name, "sync", sync, "ms"),
+    ]
 
 
 def main() -> None:
@@ -118,7 +105,13 @@ def main() -> None:
     gpu = jax.devices()[0]
     if gpu.platform != "gpu":
         parser.error("needs a GPU")
-    show(one_device(gpu, arguments.repeats) + two_kinds(gpu, arguments.repeats), arguments.out)
+    repeats, found = arguments.repeats, []
+    for name, count in product(MODELS, COUNTS):
+        found += one_device(gpu, name, count, repeats)
+    found += two_kinds(gpu, "steps", surrogate_params(), surrogate_loss, 1, 2048, repeats)
+    # a microbatch of the CPU takes as long as the GPU's epoch
+    found += two_kinds(gpu, "large", MODELS["large"][0], mlp_loss, 512, 256, repeats)
+    show(found, arguments.out)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from statistics import median
 import jax
 from baselines import (
     OPTIMIZER,
-    PlainJit,
     PlainPmap,
     examples,
     mlp_loss,
@@ -32,7 +31,7 @@ from baselines import (
     surrogate_loss,
     surrogate_params,
 )
-from loops import Apart, Loop, steps_rate
+from loops import Loop, apart, busiest, steps_rate
 from measure import Result, against_control, interleave, ratios, result, show, with_control
 
 import elche_jax as elche
@@ -69,11 +68,8 @@ def measure(name: str, params, loss, anchor: int, repeats: int, shared: bool) ->
     }
     for one in solo.values():
         one.warm(3)
-    steps = [
-        PlainJit(params, device, count, BATCH, loss=loss, resident=data)
-        for device, count in zip(devices, counts, strict=True)
-    ]
-    control, fast = Apart(steps, counts), max(range(2), key=counts.__getitem__)
+    control = apart(params, devices, counts, BATCH, loss=loss, resident=data)
+    fast = max(range(2), key=counts.__getitem__)
     plain = PlainPmap(params, [devices[fast]], (counts[fast],), BATCH, loss=loss)
     measures = {"pmap": lambda: steps_rate(plain, counts[fast], TURN_S)} | {
         what: (lambda one=one: one.rate(TURN_S)) for what, one in (solo | jobs).items()
@@ -93,11 +89,6 @@ def measure(name: str, params, loss, anchor: int, repeats: int, shared: bool) ->
         found.append(result(name, f"{what}, sync", tuple(r.sync_ms for r in records), "ms"))
         print(name, what, "counts", one.train.counts, "microbatches/s", median(rates[what]) * 1e3)
     return found
-
-
-def busiest(train: elche.TrainStep) -> tuple[int, ...]:
-    """Returns the counts of the last window in which both devices worked."""
-    return next(one.counts for one in reversed(train.records) if all(one.counts))
 
 
 def main() -> None:

@@ -155,3 +155,8 @@ def apart(
         for rank, (device, count) in enumerate(zip(devices, counts, strict=True))
     ]
     return Apart(steps, [updates * count for count in counts])
+
+
+def busiest(train: elche.TrainStep) -> tuple[int, ...]:
+    """Returns the counts of the last window in which all devices worked."""
+    return next(one.counts for one in reversed(train.records) if all(one.counts))
