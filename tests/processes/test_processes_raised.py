@@ -54,9 +54,9 @@ def test_an_error_of_all_processes_is_that_of_each(how):
 
 @pytest.mark.slow  # the exchange takes five seconds
 def test_one_that_leaves_its_loop_and_goes_on_is_in_another_call():
-    for code, _, err in jobs.outcomes("raising.py", (1, 1), "another call", 1):
-        assert code == 1
-        assert "one that left its loop before the others, for example, meets them in" in err
+    for _, out, err in jobs.outcomes("raising.py", (1, 1), "another call", 1):
+        # the later one may know already that the other one left with this error
+        assert "one that left its loop before the others, for example, meets them in" in out + err
 
 
 PROGRAM = Path(__file__).parent / "blaming.py"
