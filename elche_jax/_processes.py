@@ -50,14 +50,14 @@ SAME_GPU = (
     "int(os.environ['ELCHE_LOCAL_ID']))."
 )
 
-APART = (
+OTHER_CALL = (
     "train: an exchange among the processes failed, or took longer than exchange_timeout. All have "
     "to make the same calls in the same order: one that left its loop before the others, for "
     "example, meets them in another call."
 )
 
-SAYS = {"Duplicate GPU": SAME_GPU, "Gloo": APART}
-"""What we say of an error in an exchange, by a word in it."""
+EXPLAINED = {"Duplicate GPU": SAME_GPU, "Gloo": OTHER_CALL}
+"""What an error in an exchange means, by what NCCL or gloo says in it."""
 
 LEFT = "left it before its end"
 """What is told of a process that was in a loop, if no error is known."""
@@ -283,9 +283,9 @@ def _in_our_words() -> Generator[None]:
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:  # gloo's may be either
-        for word, said in SAYS.items():
-            if word in str(error):
-                raise RuntimeError(said) from error
+        for said, meaning in EXPLAINED.items():
+            if said in str(error):
+                raise RuntimeError(meaning) from error
         raise
 
 

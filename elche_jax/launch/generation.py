@@ -102,7 +102,7 @@ class Generation:
         self._due = 0.0
         self._stopped = False
         self._ends = Ends(asked.grace)
-        self._waits_since: float | None = None  # for the others, and nobody has been told
+        self._waits_since: float | None = None  # the end of the first; None again once it was said
         self._watchdog: Watchdog | None = None
         self._killed: set[int] = set()  # by it
         self.code = 0
@@ -179,9 +179,9 @@ class Generation:
         if self._step is not None:
             return max(0.0, self._due - time.monotonic()) if self._step < len(STEPS) - 1 else None
         look = None if self._watchdog is None else self._watchdog.every
-        told = None if self._waits_since is None else self._waits_since + LATE_S - time.monotonic()
-        due = (look, self._ends.wait_s(time.monotonic()), told and max(0.0, told))
-        waits = [one for one in due if one is not None]
+        now, since = time.monotonic(), self._waits_since
+        tell = None if since is None else max(0.0, since + LATE_S - now)
+        waits = [one for one in (look, self._ends.wait_s(now), tell) if one is not None]
         return min(waits, default=None)
 
     def go_on(self) -> None:

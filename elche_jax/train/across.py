@@ -70,7 +70,7 @@ def check_same_data(job: Job, plan: DataPlan, start: Cursor) -> None:
         )  # fmt: skip
 
 
-def fingerprint(plan: DataPlan) -> Any:
+def fingerprint(plan: DataPlan) -> str | Described:
     """Return what of the data can be compared between processes, see `check_same_data`."""
     source: Source = plan.source
     if isinstance(source, IterableSource):
