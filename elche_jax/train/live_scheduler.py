@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elche_jax import _check as check
+from elche_jax.averaging.rules import MOST
 from elche_jax.cadence import (
     STABLE,
     Controller,
@@ -47,8 +48,9 @@ logger = logging.getLogger("elche_jax")
 RECORDS_KEPT = 1024
 """Windows kept in the records, and thus covered by a report."""
 
-KEPT = 16
-"""Windows after which the state is kept, more than are planned ahead."""
+KEPT = MOST + 16
+"""Windows after which the state is kept, more than are planned ahead: with a delay on the host one
+more than it has windows."""
 
 HINT_AFTER = 20
 """Steady windows before an imbalance is worth a hint."""

@@ -25,9 +25,7 @@ from elche_jax.train.across import (
     unmeasured_rows,
 )
 from elche_jax.train.in_flight import InFlight
-
-KEPT = 16
-"""Windows of which it is kept which devices were late, more than are planned ahead."""
+from elche_jax.train.live_scheduler import KEPT
 
 
 class Telling:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import elche_jax as elche
+from elche_jax.averaging.rules import MOST
 from elche_jax.cadence import (
     BalancedState,
     Controller,
@@ -16,6 +17,7 @@ from elche_jax.cadence import (
     WindowPlan,
     WindowRecord,
 )
+from elche_jax.engine.host.limits import Limits
 from elche_jax.observe.timeline import SkipEvent, Timeline, WindowEvent
 from elche_jax.train.live_scheduler import HINT_AFTER, LiveScheduler
 from elche_jax.train.speeds import RECENT, ratios, throughput
@@ -127,6 +129,22 @@ def test_speeds_that_were_restored_are_known():
     again.restore(scheduler.state.to_dict())
     assert again.throughput == scheduler.throughput == (125.0, 500.0)
     assert again.ratios == scheduler.ratios == pytest.approx((0.2, 0.8))
+
+
+def test_what_the_longest_delay_plans_from_is_kept():
+    """Devices that run ahead plan a window from what was known as many windows before it."""
+    cadence = elche.ElChe(anchor=4)
+    scheduler = scheduler_of(cadence, 2)
+    ahead = Limits(1.0, ahead=True, delay=MOST).in_flight
+    plans = []
+    for window in range(2 * ahead):  # each a tenth slower than the one before
+        ms = (8.0 * 1.1 ** (window % 30), 2.0)
+        scheduler.observe(record((4, 16), (4 * ms[0], 16 * ms[1]), window=window))
+        plans.append(scheduler.counts)
+    assert len(set(plans)) > 9
+    last = 2 * ahead - 1
+    for after in range(last - ahead, last + 1):
+        assert scheduler.plan(last + 1, after) == plans[after]
 
 
 @pytest.mark.parametrize("part", ["ms_per_batch", "throughput"])
