@@ -52,6 +52,9 @@ KEPT = MOST + 16
 """Windows after which the state is kept, more than are planned ahead: with a delay on the host one
 more than it has windows."""
 
+PER_DEVICE = ("counts", "ms_per_batch", "throughput", "ratios", "runs")
+"""Fields of the states of cadences, and of the shift detector, with a number for each device."""
+
 HINT_AFTER = 20
 """Steady windows before an imbalance is worth a hint."""
 
@@ -215,9 +218,10 @@ class LiveScheduler:
             state = state.to_dict()
         state = self._controller.scheduler.from_dict(state)
         for part in (state.cadence, state.shift):
-            for name, values in vars(part).items() if part is not None else ():
-                if isinstance(values, tuple):
-                    self._check_numbers(name, values)
+            fields = {} if part is None else vars(part)
+            for name in PER_DEVICE:  # a user's state may have other fields
+                if name in fields:
+                    self._check_numbers(name, fields[name])
         # `knows` then looks for speeds in the state, as a saved one may have none
         with self._observing:
             restored = replace(self._state, schedule=state, told=False)

@@ -147,6 +147,35 @@ def test_what_the_longest_delay_plans_from_is_kept():
         assert scheduler.plan(last + 1, after) == plans[after]
 
 
+@dataclass(frozen=True)
+class LossesState(State):
+    counts: tuple[int, ...]
+    last: tuple[float, ...] = ()
+    words: tuple[str, ...] = ("warm", "up", "now")
+
+
+class Losses(elche.Cadence):
+    """A user's own cadence, whose state has tuples that are not by device."""
+
+    state_type = LossesState
+    uses_loss = True
+
+    def init(self, world_size):
+        return LossesState((1,) * world_size)
+
+    def update(self, state, report, verdict=None):
+        return replace(state, last=(*state.last, report.loss)[-10:])
+
+
+def test_fields_of_a_users_state_need_not_be_by_device():
+    scheduler, again = scheduler_of(Losses(), 2), scheduler_of(Losses(), 2)
+    for loss in (-3.0, 2.0, 1.0):
+        scheduler.observe(replace(record((1, 1), (8.0, 2.0)), loss=loss))
+    again.restore(scheduler.state.to_dict())
+    assert again.state == scheduler.state
+    assert again.state.cadence.last == (-3.0, 2.0, 1.0)
+
+
 @pytest.mark.parametrize("part", ["ms_per_batch", "throughput"])
 def test_a_restored_speed_must_be_one(part):
     cadence = elche.ElChe() if part == "ms_per_batch" else elche.Balanced(20)
