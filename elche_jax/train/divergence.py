@@ -47,7 +47,7 @@ class DivergenceReader:
                 are kept: a run with fewer windows pending never sees the metrics of the rest.
         """
         known = tuple((window, tuple(counts)) for window, counts in unread)
-        self.unread = known[len(known) - self._pending :] if self._pending else ()
+        self.unread = known[-self._pending :] if self._pending else ()
 
     def read(self, plan: WindowPlan, metrics: Mapping[str, Any]) -> Divergence | None:
         """Return the divergence in a window's metrics; None if they are of no window yet."""

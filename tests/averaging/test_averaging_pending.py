@@ -14,6 +14,7 @@ from marks import slow, table
 from reference import BATCH, data, loss_fn, params
 
 import elche_jax as elche
+from elche_jax.train.divergence import DivergenceReader
 
 KEEP = {"optimizer_state": "keep"}
 COUNTS = [(3, 1), (1, 3), (4, 0), (0, 2), (2, 2), (1, 3), (3, 1), (1, 2)]
@@ -337,6 +338,15 @@ def test_what_a_checkpoint_knows_stays_as_it_is_while_training_goes_on():
     assert list(known["unread"]) == [(4, (2, 1)), (5, (2, 1))]
     assert [seen["window"] for seen in known["divergence"]] == [0, 1, 2, 3]
     assert [seen.window for seen in train.divergence] == list(range(10))
+
+
+@pytest.mark.parametrize("seen", range(6))
+def test_windows_whose_metrics_are_to_come_are_kept_however_few(seen):
+    """A run that is stopped early goes on with what it has not told yet."""
+    reader = DivergenceReader(jax.devices()[:2], pending=3)
+    known = [(window, (2, 1)) for window in range(seen)]
+    reader.restore(known)
+    assert list(reader.unread) == known[-3:]
 
 
 def test_over_the_host_every_window_tells_of_itself():
