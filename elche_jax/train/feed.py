@@ -132,7 +132,8 @@ class Feed:
         background: a resize never waits for a compile.
         """
         want = min(capacity_for(count), self._largest)
-        known = {c for c in self._capacities if c <= self._largest}
+        # a copy: an earlier loop may still read ahead, and add to the same set
+        known = {c for c in self._capacities.copy() if c <= self._largest}
         if not known:
             factor = ROOM if self._grows and self._cadence.adaptive else 1
             # a recording knows its largest window: one capacity serves the whole replay
