@@ -10,6 +10,7 @@ import math
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
@@ -139,14 +140,22 @@ class Processes:
         self._warned = self._has_left = False
         self._store: Any = None  # asks the coordinator after that
         self._why: Why | None = None  # this process may leave in the middle of the others' loop
+        # those that go on: an evaluation, for example, is a loop within another one
+        self._loops: weakref.WeakSet[object] = weakref.WeakSet()
 
-    def loop_begins(self) -> None:
+    def loop_begins(self, loop: object) -> None:
         """Note that a loop begins: if the process leaves before its end, the others are told."""
+        self._loops.add(loop)
         self._why = Why(LEFT)
 
-    def loop_ends(self) -> None:
-        """Note that a loop has come to its end."""
-        self._why = None
+    def loop_ends(self, loop: object) -> None:
+        """Note that a loop has come to its end; others that it ran within have not."""
+        self.loop_closes(loop)
+        self._why = Why(LEFT) if self._loops else None
+
+    def loop_closes(self, loop: object) -> None:
+        """Note that a loop is over, at its end or before."""
+        self._loops.discard(loop)
 
     def raised(self, error: BaseException) -> None:
         """Note the error with which a loop of this process was left."""

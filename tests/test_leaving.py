@@ -154,9 +154,30 @@ def test_without_a_coordinator_nobody_waits(standing):
     ],
 )
 def test_why_a_process_leaves(error, why, processes):
-    processes.loop_begins()
+    processes.loop_begins(Loop())
     processes.raised(error)
     assert processes._why == (why, None)
+
+
+class Loop:
+    pass
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["to its end", "before"])
+def test_the_end_of_a_loop_within_another_one_is_not_that_of_the_other(left, processes):
+    outer, inner = Loop(), Loop()
+    processes.loop_begins(outer)
+    processes.loop_begins(inner)
+    processes.loop_ends(inner)
+    assert processes._why == (LEFT, None)
+    if left:  # and then there is one that ends
+        processes.loop_closes(outer)
+        assert processes._why == (LEFT, None)
+        processes.loop_begins(inner)
+        processes.loop_ends(inner)
+    else:
+        processes.loop_ends(outer)
+    assert processes._why is None
 
 
 def chained(cause, error):

@@ -33,7 +33,7 @@ class Windows(Iterator[Window]):
         pipelines: MutableMapping[Run, Pipeline[R]] | None = None,
     ):
         self._pipeline: Pipeline[Any] = pipeline
-        PROCESSES.loop_begins()  # an earlier error has not ended this process
+        PROCESSES.loop_begins(self)  # an earlier error has not ended this process
         # An entry per run, none per window: when one goes, a weak mapping runs Python code, in
         # which a Ctrl-C is lost.
         run = Run()
@@ -70,7 +70,7 @@ class Windows(Iterator[Window]):
             self.close()
             raise
         if window is None:
-            PROCESSES.loop_ends()
+            PROCESSES.loop_ends(self)
             self.close()
             raise StopIteration
         self._pipeline.on_handed_out(window)
@@ -109,6 +109,7 @@ class Windows(Iterator[Window]):
     def close(self) -> None:
         """End the threads of this run. Idempotent; windows handed out stay usable."""
         self._ended = True
+        PROCESSES.loop_closes(self)
         self._stop.set()
         if self._prefetch is not None:
             self._prefetch.close()

@@ -43,6 +43,10 @@ def mistake():
     raise ValueError("a mistake")
 
 
+def evaluated(rows):
+    elche.build_eval_step(lambda p, batch: {"x": batch["x"].sum(1)})(params(), rows, BATCH)
+
+
 def main(how, who):
     if how == "all at the start":
         mistake()
@@ -69,15 +73,20 @@ def main(how, who):
                     sys.exit(3)
                 if how == "break":
                     return
+                if how == "break after an evaluation":  # a loop within the loop, which has ended
+                    break
                 if how == "another call":
                     break
                 if how == "step":
                     state = elche.unreplicate(state)
             state, _ = train(state, window)
+            if how == "break after an evaluation" and window.index == 3:
+                evaluated(ROWS)
+    if raises and how == "break after an evaluation":
+        return
     if how == "another call":
         elche.check_replicas(train.common(state))
-        evaluate = elche.build_eval_step(lambda p, batch: {"x": batch["x"].sum(1)})
-        evaluate(params(), ROWS, BATCH)
+        evaluated(ROWS)
     print(json.dumps({"counts": train.counts_history, "examples": sum(
         one.examples for one in train.records)}))  # fmt: skip
 
