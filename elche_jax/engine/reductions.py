@@ -5,7 +5,7 @@ the result is copied to all devices. So do those of several processes, whose lea
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -90,15 +90,19 @@ def parameter_averager(
         mapped = fleet.mapped(lambda state: (average(averaging, selection, axis, state), None))
         return lambda state: mapped(of(state))[0]
     lead, job = fleet.lead.devices[0], fleet.job
-    everyone = LeadAxis(size)
-    if not job.one_process:
-        everyone = ProcessAxis(job.world_size, tuple(job.ranks_of.values()))
-    means = _on_leads(fleet, lambda states: (average(averaging, selection, everyone, states), None))
+
+    @cache
+    def means(gone: frozenset[int]) -> Mapped | MappedAcross:
+        del gone  # a process that has ended does not take part
+        everyone = LeadAxis(size)
+        if not job.one_process:
+            everyone = ProcessAxis(job.world_size, tuple(job.ranks_of.values()))
+        return _on_leads(fleet, lambda rows: (average(averaging, selection, everyone, rows), None))
 
     def averager(state: TrainState) -> PyTree:
         rows = [entries_of(of(state), rank) for rank in range(size)]
         rows += rows[:1] * (job.members.width - size)  # in place of what other processes have more
-        return means(jax.device_put(rows, lead))[0]
+        return means(job.members.gone)(jax.device_put(rows, lead))[0]
 
     return averager
 

@@ -33,8 +33,10 @@ def metric_fn(p, batch):
 
 def main(rule, folder, dies, exchange=None):
     if jax.process_index() == jax.process_count() - 1 and dies:
-        die_in(LanesWindow, "_agree_across", 5)
-        die_in(HostAverage, "__call__", 5)
+        # with fragments after an evaluation, for which the parameters are averaged
+        last = 15 if rule == "fragments" else 5
+        die_in(LanesWindow, "_agree_across", last)
+        die_in(HostAverage, "__call__", last)
     saving = elche.Checkpoints(Path(folder) / "saved", every_windows=3, keep_last=99)
     result = fit(
         trainer(averaging=RULES[rule], exchange=EXCHANGES[exchange]),
