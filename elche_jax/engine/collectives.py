@@ -141,6 +141,8 @@ def _as_bits(leaf: Any) -> tuple[Any, Callable[[Any], Any]]:
     dtype = leaf.dtype
     if dtype == jnp.bool_:
         return leaf.astype(jnp.uint32), lambda bits: bits.astype(jnp.bool_)
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:  # no bitcast takes these
+        return leaf.astype(jnp.int32), lambda bits: bits.astype(dtype)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         parts = jnp.stack([leaf.real, leaf.imag])
         bits, parts_back = _as_bits(parts)

@@ -98,6 +98,8 @@ EVERY_DTYPE = [
     np.array([[-(2**31), 2**31 - 1], [5, 6]], np.int32),
     np.array([[255, 0], [5, 6]], np.uint8),
     np.array([[-128, 127], [5, 6]], np.int8),
+    jnp.array([[-8, 7, -1], [5, 6, 0]], jnp.int4),
+    jnp.array([[15, 0, 8], [5, 6, 1]], jnp.uint4),
     np.array([[True, False], [True, True]]),
     np.array([[1 - 2j, -0.0j], [3j, 4]], np.complex64),
 ]
