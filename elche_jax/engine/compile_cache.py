@@ -90,13 +90,12 @@ class CompileCache:
             with self._changed:
                 self._hits += 1
             return built
-        with self._changed:
-            new = key not in self._programs
-            program = self._programs.setdefault(key, Future())
         start = time.perf_counter()
         waits = 0  # an interrupt may come before it is counted
         try:
-            with self._changed:
+            with self._changed:  # once: `clear` in between would leave nobody to build it
+                new = key not in self._programs
+                program = self._programs.setdefault(key, Future())
                 self._waited_for, waits = self._waited_for + 1, 1
                 self._begun.discard(key)
                 if key in self._jobs:  # prepared, but not started: build it here

@@ -294,6 +294,29 @@ def test_what_was_prepared_is_let_go_of_too():
     assert old.calls == 0
 
 
+class Interleaved(threading.Condition):
+    """Lets somebody else have the lock as soon as it is free."""
+
+    other = None
+
+    def __exit__(self, *raised):
+        super().__exit__(*raised)
+        other, self.other = self.other, None
+        if other is not None:
+            other()
+
+
+def test_a_request_for_what_is_dropped_meanwhile_gets_a_program():
+    cache, held = CompileCache(), Build("held")
+    cache._changed = Interleaved()
+    cache.prepare("held", held)
+    assert held.begun.wait(GIVE_UP)
+    cache.prepare("a", lambda: "prepared")
+    cache._changed.other = cache.clear
+    assert cache.get("a", lambda: "asked for") == "prepared"
+    held.go.set()
+
+
 def test_a_program_is_ready_as_soon_as_a_wait_for_it_may_end():
     cache, build, seen = CompileCache(), Build(), []
     cache.prepare("key", build)
