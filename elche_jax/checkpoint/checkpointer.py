@@ -323,7 +323,8 @@ class Checkpointer:
                 self._memory.keep(step, after, content, snapshot.own, score)
             self._one_at_a_time()
         self._step, self._last = step, time.monotonic()
-        pipeline.wishes.clear("save")
+        for wish in ("save", "wrote", "lost"):  # these are of the one before, which all know of
+            pipeline.wishes.clear(wish)
         if self._store is not None:  # the first process writes
             self._begin((self._store, window, content, snapshot.own, score))
         if again:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import elche_jax as elche
@@ -158,6 +159,31 @@ def full(folder):
     return said
 
 
+def failing(folder):
+    """What is taken for the last checkpoint after each window, if all after the first one fail."""
+    train, written = build(cadence=elche.FixedTotal(3)), []
+    state, known = train.init(params()), Store.save
+
+    def save(store, step, *content):
+        if step > 3:
+            raise OSError(28, "No space left on device")
+        return known(store, step, *content)
+
+    asked = elche.Checkpoints(folder / "failing", every_windows=3, on_error="end")
+    Store.save = save
+    with suppress(elche.CheckpointError), elche.Checkpointer(train, asked) as saver:
+        for window in train.windows(ROWS, BATCH):
+            state, _ = train(state, window)
+            if FIRST and window.index == 4:  # told from the next window on, in which all save again
+                saver._done.wait()
+            saver.save(state, window)
+            written.append(saver.written)
+            if window.index == 9:
+                break
+    Store.save = known
+    return written
+
+
 def errors(folder):
     """What each of these raises."""
     train = build()
@@ -221,7 +247,7 @@ def ahead(folder):
     return [moved.tolist(), state.averaging.base[-1][0].tolist()]
 
 
-SCENES = (coverage, timed, full, errors, again, ahead)
+SCENES = (coverage, timed, full, failing, errors, again, ahead)
 
 if __name__ == "__main__":
     phase, place, *rules = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]

@@ -111,6 +111,11 @@ def test_the_clock_of_the_first_process_decides_for_all(job):
     assert saved[0] + 1 in written, "all know what is on disk"
 
 
+def test_only_what_is_on_disk_counts_as_written(job):
+    """Not the next one either, which is being written when all learn of the first."""
+    assert [process["failing"] for process in job[0]] == [[None] * 5 + [3] * 5] * 2
+
+
 def test_all_end_where_one_is_asked_to_start_again(job):
     # told in window 3, known to all two windows later, after which all have saved
     assert [process["again"] for process in job[0]] == [[5, 6, 75, 6]] * 2
