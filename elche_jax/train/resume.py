@@ -17,6 +17,7 @@ from elche_jax.engine.lane import kinds_of
 from elche_jax.engine.local import average
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.merge import MergeRules
+from elche_jax.engine.replicas import raw, with_type_of
 from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
 from elche_jax.engine.trainable import Selection
 from elche_jax.train import speeds
@@ -251,6 +252,23 @@ def join_rows(rows: np.ndarray) -> np.ndarray:
     return np.asarray(
         rows.astype(np.float64).mean(axis=0) if floats else rows.max(axis=0), rows.dtype
     )
+
+
+def joined_model_state(job: Job, model_state: PyTree) -> PyTree:
+    """Return one model state, on the host, where those of the devices differ.
+
+    In a job of several processes all have to call it, and get the same.
+
+    Args:
+        job: The processes.
+        model_state: Stacked, with the entries of this process's devices.
+    """
+    leaves, structure = jax.tree.flatten(model_state)
+    rows = {str(at): np.asarray(raw(leaf)) for at, leaf in enumerate(leaves)}
+    found = rows if job.one_process else job.rows_at_first(rows)
+    left = list(job.members.left)
+    joined: list[Any] = job.by_first(lambda: [join_rows(row[left]) for row in found.values()])
+    return structure.unflatten(map(with_type_of, leaves, joined))
 
 
 def _alike(rows: np.ndarray) -> bool:

@@ -16,7 +16,7 @@ from elche_jax.data.order import Cursor
 from elche_jax.engine.replicas import unreplicate
 from elche_jax.train.evaluate import EvalStep
 from elche_jax.train.in_flight import Window
-from elche_jax.train.resume import join_rows
+from elche_jax.train.resume import joined_model_state
 from elche_jax.train.step import TrainStep
 from elche_jax.trainer.callback import CallbackContext
 from elche_jax.trainer.control import Control
@@ -356,11 +356,10 @@ class Session:
         return self._train.average(state), self._one_model_state()
 
     def _one_model_state(self) -> PyTree:
-        state, first = self._state, self._train.devices[0]
+        state, fleet = self._state, self._train.fleet
         if self._train.common(state) is state:
             return unreplicate(state.model_state)
-        one = jax.tree.map(lambda rows: join_rows(np.asarray(rows)), state.model_state)
-        return jax.device_put(one, first)
+        return jax.device_put(joined_model_state(fleet.job, state.model_state), fleet.devices[0])
 
     def _result(self) -> FitResult:
         return FitResult(

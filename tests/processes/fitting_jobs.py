@@ -177,11 +177,39 @@ def ahead(folder):
     }  # fmt: skip
 
 
+def stateful_loss_fn(params, model_state, batch, rng):
+    peak = jax.numpy.maximum(model_state["peak"], batch["x"].max())
+    mean = 0.9 * model_state["mean"] + 0.1 * batch["x"].mean(axis=0)
+    return loss_fn(params, batch, rng), {"peak": peak, "mean": mean}
+
+
+def stateful_metric_fn(params, model_state, batch):
+    return {"error": (batch["x"] - model_state["mean"]).sum(axis=1) ** 2}
+
+
+def kept_apart(folder):
+    """A run in which each device has a model state of its own, which is then joined."""
+    averaging = elche.ParameterAveraging(optimizer_state="keep")
+    result = elche.Trainer(
+        stateful_loss_fn, optax.adam(1e-2), cadence=elche.FixedTotal(6), averaging=averaging,
+        merge={"peak": "keep", "mean": "keep"},
+    ).fit(
+        params(), ROWS, BATCH, model_state={"peak": np.float32(-9), "mean": np.zeros(3, "f4")},
+        evaluation=elche.Evaluation(stateful_metric_fn, held_out(), batch_size=8), progress=False,
+    )  # fmt: skip
+    own = result.state.model_state
+    return {
+        "joined": {name: np.asarray(leaf).tolist() for name, leaf in result.model_state.items()},
+        "own": {name: np.asarray(leaf).tolist() for name, leaf in own.items()},
+        "error": result.history[-1].evaluation["error"],
+    }
+
+
 def held_out():
     return {name: rows[:50] for name, rows in ROWS.items()}
 
 
-SCENES = (whole, stopped, interrupted, broken, evaluated, ahead)
+SCENES = (whole, stopped, interrupted, broken, evaluated, ahead, kept_apart)
 
 if __name__ == "__main__":
     print(json.dumps({scene.__name__: scene(Path(sys.argv[1])) for scene in SCENES}))

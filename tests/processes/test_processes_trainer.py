@@ -93,6 +93,18 @@ def test_devices_that_run_ahead_are_stopped_and_saved_alike(job):
     assert len(first["history"]) >= 1 and "'error'" in first["history"][0]
 
 
+def test_model_states_of_their_own_are_joined_over_all_processes(job):
+    first, second = (process["kept_apart"] for process in job[0])
+    assert first["joined"] == second["joined"] and first["error"] == second["error"]
+    own = {name: first["own"][name] + second["own"][name] for name in first["own"]}
+    assert len({str(row) for row in own["mean"]}) == 3, "each of three devices has its own"
+    np.testing.assert_allclose(first["joined"]["mean"], np.mean(own["mean"], axis=0), rtol=1e-6)
+    np.testing.assert_allclose(first["joined"]["peak"], np.mean(own["peak"]), rtol=1e-6)
+    rows = reference.data(60)["x"][:50]
+    want = ((rows - np.mean(own["mean"], axis=0)).sum(axis=1) ** 2).mean()
+    np.testing.assert_allclose(first["error"], want, rtol=1e-5)
+
+
 def test_an_evaluation_is_of_all_processes(job):
     (first, second), folder = (process["evaluated"] for process in job[0]), job[1]
     assert first["history"] == second["history"] and first["stopped"] == "early_stopping"
