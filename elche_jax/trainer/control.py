@@ -17,7 +17,7 @@ class Control:
         self.reason: str | None = None  # set once the run has been asked to stop
         self._epochs: list[EpochMetrics] = []
         self.over = False
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._result: Any = None
 
     def stop(self, reason: str) -> None:
@@ -34,7 +34,7 @@ class Control:
     def finish(self, result: Any = None, error: BaseException | None = None) -> None:
         """Mark the run as finished, with its result or its error."""
         with self._changed:
-            self.over, self._result, self._error = True, result, error
+            self.over, self._result, self.error = True, result, error
             self._changed.notify_all()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -44,16 +44,16 @@ class Control:
 
     def result(self) -> Any:
         """Return the result of a finished run, or raise the error that ended it."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self._result
 
     def since(self, number: int) -> tuple[EpochMetrics, ...]:
         """Return the finished epochs from index `number` on; if none, raise the run's error."""
         with self._changed:
             there = tuple(self._epochs[number:])
-            if not there and self._error is not None:
-                raise self._error
+            if not there and self.error is not None:
+                raise self.error
             return there
 
     def follow(self) -> Iterator[EpochMetrics]:

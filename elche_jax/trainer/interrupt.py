@@ -22,7 +22,7 @@ def interrupts(control: Control, say: bool) -> Generator[None]:
         say: Whether to print a line to standard error on Ctrl-C.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C was pressed.
+        KeyboardInterrupt: Ctrl-C was pressed; its cause is the error of the run, if any.
     """
     ours = threading.current_thread() is threading.main_thread()
     if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -48,4 +48,5 @@ def interrupts(control: Control, say: bool) -> Generator[None]:
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if heard:
-        raise KeyboardInterrupt
+        error = control.error  # of the windows that were in flight, or of the last checkpoint
+        raise KeyboardInterrupt from None if isinstance(error, KeyboardInterrupt) else error

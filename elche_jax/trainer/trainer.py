@@ -200,14 +200,16 @@ class Trainer:
                 control.stop("exit")
                 control.wait()
 
-            # Python closes its thread pools before it waits for threads, and orbax needs one
-            forget = before_exit(end)
+            forget = None
             try:
+                # Python closes its thread pools before it waits for threads, and orbax needs one
+                forget = before_exit(end)
                 control.finish(session.run())
             except BaseException as error:
                 control.finish(error=error)
             finally:
-                forget()
+                if forget is not None:
+                    forget()
                 self._busy.release()
 
         return run, control

@@ -11,6 +11,8 @@ from fitting import DATA, PARAMS, own_loop, same_bits, steps, trainer
 from marks import slow
 
 import elche_jax as elche
+from elche_jax.trainer.control import Control
+from elche_jax.trainer.interrupt import interrupts
 
 HERE = Path(__file__).parent
 
@@ -203,6 +205,19 @@ said.wait()
         code, out, err = ended(child)
     assert (code, err) == (0, "") and out.startswith("epoch 0\n")
     assert steps(tmp_path)[-1] >= 6
+
+
+def test_what_fails_while_an_interrupted_run_ends_is_said():
+    control = Control()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
+    try:
+        with pytest.raises(KeyboardInterrupt) as raised, interrupts(control, say=False):
+            signal.raise_signal(signal.SIGINT)
+            assert control.reason == "interrupt"
+            control.finish(error=OSError("the disk is full"))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert str(raised.value.__cause__) == "the disk is full"
 
 
 @pytest.mark.parametrize("how", ["fit", slow("join")])
