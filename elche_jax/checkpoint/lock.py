@@ -1,5 +1,6 @@
 """A lock that allows one writer per folder."""
 
+import logging
 import os
 from pathlib import Path
 from typing import IO
@@ -9,9 +10,14 @@ try:
 except ImportError:  # Windows: the folder is not locked
     fcntl = None
 
+logger = logging.getLogger("elche_jax")
+
 
 def lock(folder: Path) -> IO[str] | None:
     """Lock a folder until the returned file is closed or the process ends.
+
+    Returns:
+        The file; None where files cannot be locked.
 
     Raises:
         RuntimeError: Another process, or another object of this process, holds the lock.
@@ -22,7 +28,7 @@ def lock(folder: Path) -> IO[str] | None:
     file = (folder / ".lock").open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except (BlockingIOError, PermissionError) as error:
         file.seek(0)
         pid = file.read().strip() or "unknown"
         file.close()
@@ -30,6 +36,15 @@ def lock(folder: Path) -> IO[str] | None:
             f"checkpoints: {folder} must be used by one run at a time, but another one (process "
             f"{pid}) is using it. Wait for it, or use another folder."
         ) from error
+    except OSError as error:
+        file.close()
+        logger.warning(
+            "elche: %s is not locked, as its file system has no locks (%s). Use it for one run "
+            "at a time.",
+            folder,
+            error,
+        )
+        return None
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -230,9 +230,13 @@ class Store:
         for step in (step for step in steps if step not in kept):
             # renamed first, so that a kill leaves no partial checkpoint
             doomed = self._free(f"{step}{UNFINISHED}")
-            with suppress(FileNotFoundError):  # the user has deleted it
+            try:
                 shutil.rmtree(self._path(step).rename(doomed))
-            del self._scores[step]
+            except FileNotFoundError:  # the user has deleted it
+                pass
+            except OSError as error:  # the new one is whole, and counts
+                logger.warning("elche: an old checkpoint could not be deleted: %s", error)
+            self._scores.pop(step, None)
 
     def _score(self, step: int) -> float | None:
         try:

@@ -18,6 +18,7 @@ from flax.traverse_util import unflatten_dict
 from hypothesis import given, settings, strategies as st
 
 from elche_jax.checkpoint.leaves import LeafSpec, decode, encode, names_of
+from elche_jax.checkpoint.lock import lock
 from elche_jax.checkpoint.store import DamagedCheckpoint, OtherFormat, Store
 
 RANDOM = np.random.default_rng(0)
@@ -307,6 +308,39 @@ def test_what_cannot_be_deleted_blocks_no_step(tmp_path, monkeypatch):
     store = Store(fill(tmp_path, (1, 2)))
     assert left.exists() and is_whole(store.read(2))
     store.close()
+
+
+def test_an_old_one_that_cannot_be_deleted_does_no_harm(tmp_path, monkeypatch, caplog):
+    """As on a network's disk, where another machine still reads it."""
+    store = Store(fill(tmp_path), keep_last=1)
+
+    def busy(path, **_):
+        raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    with caplog.at_level(logging.WARNING, "elche_jax"):
+        assert store.save(3, LEAVES, OWN, {"step": 3}) > 0
+    assert "an old checkpoint could not be deleted: [Errno 16]" in caplog.text
+    assert store.steps == [3] and store.read(3).notes == {"step": 3}
+    monkeypatch.undo()
+    store.save(4, LEAVES, OWN, {})
+    store.close()
+    again = Store(tmp_path, keep_last=1)  # which deletes what is left
+    assert [path.name for path in tmp_path.iterdir()] == ["4"]
+    again.close()
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, caplog):
+    def flock(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with caplog.at_level(logging.WARNING, "elche_jax"):
+        assert lock(tmp_path) is None
+    assert caplog.messages == [
+        f"elche: {tmp_path} is not locked, as its file system has no locks ([Errno 38] Function "
+        "not implemented). Use it for one run at a time."
+    ]
 
 
 def test_the_score_of_a_damaged_one_is_unknown(tmp_path):
