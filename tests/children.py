@@ -23,6 +23,8 @@ loads JAX, is not run."""
 COMMON = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_USE_SHARDY_PARTITIONER": "true"}
 """Variables of all children. Where Shardy is off, as in `make test`, XLA warns on stderr."""
 
+DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+
 LIMIT = 300
 """Seconds after which a child is killed, so that nobody reads from it forever."""
 
@@ -67,18 +69,19 @@ def run(*command: object, **options) -> subprocess.CompletedProcess:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Gives what is started meanwhile SIGINT's default back.
+    """Gives what is started meanwhile the defaults of SIGINT and SIGHUP back.
 
-    A suite in the background (`nohup make test &`, some CI runners) ignores the signal, and
+    A suite in the background (`nohup make test &`, some CI runners) ignores these signals, and
     what is ignored stays ignored in a new program.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    ignored = [n for n in DEFAULTS if signal.getsignal(n) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, DEFAULTS[number])
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _kill(child: subprocess.Popen) -> None:

@@ -73,7 +73,7 @@ class _Launcher:
         self._text = ""  # of the file with a number, and when it is read again
         self._due = 0.0
         self.code = 0
-        self._failed = self._signalled = False
+        self._failed = self._signalled = self._unwritable = False
 
     def run_elastic(self, elastic: Elastic) -> None:
         """Run one generation after the other, until the job has ended."""
@@ -139,9 +139,14 @@ class _Launcher:
             for key, _ in self._selector.select(seconds):
                 if key.fileobj in self._selector.get_map():  # not closed by one before
                     key.data()
-        except BrokenPipeError:
+        except OSError as error:  # nobody reads any more, or a disk is full
             self._output.drop()
-            self._stop(BROKEN_PIPE, 1)
+            if not self._unwritable:  # once: the processes have time to end
+                self._unwritable = True
+                broken = isinstance(error, BrokenPipeError)
+                if not broken:
+                    self._say(f"what is printed cannot be written ({error}), all are ended")
+                self._stop(BROKEN_PIPE if broken else 1, 1)
 
     def _wait_s(self, generation: Generation) -> float | None:
         seconds = generation.wait_s()
@@ -195,7 +200,10 @@ class _Launcher:
 
 @contextmanager
 def _signals(selector: selectors.BaseSelector) -> Generator[list[int]]:
-    """Collect the signals that end the launcher or tell of the end of a process."""
+    """Collect the signals that end the launcher or tell of the end of a process.
+
+    The end of a terminal stays ignored where it is, as by `nohup`.
+    """
     reader, writer = os.pipe()
     found: list[int] = []
     os.set_blocking(reader, False)
@@ -203,6 +211,7 @@ def _signals(selector: selectors.BaseSelector) -> Generator[list[int]]:
     before = {
         number: signal.signal(number, lambda number, _: found.append(number))
         for number in (*ENDING, signal.SIGCHLD)
+        if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)
     }
     woken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     selector.register(reader, selectors.EVENT_READ, lambda: os.read(reader, 4096))

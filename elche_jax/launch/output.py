@@ -91,6 +91,7 @@ class Output:
 
         Raises:
             BrokenPipeError: If nobody reads any more.
+            OSError: If it cannot be written.
         """
         stream, lines = self._waiting[0]
         done = os.write(stream, lines[:PART])

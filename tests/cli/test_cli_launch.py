@@ -40,11 +40,11 @@ def launched(tmp_path):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
 
-    def launched(script, *options, arguments=(), **how):
+    def launched(script, *options, arguments=(), before=(), **how):
         (tmp_path / "script.py").write_text(HEAD + script)
         program = "script" if "-m" in options else "script.py"
         return children.started(
-            *COMMAND, *options, program, *arguments, cwd=tmp_path, limit=60,
+            *before, *COMMAND, *options, program, *arguments, cwd=tmp_path, limit=60,
             env={"TMPDIR": str(temporary)}, **how,
         )  # fmt: skip
 
@@ -243,6 +243,37 @@ def test_all_end_if_nobody_reads(launched):
                 os.kill(pid, signal.SIGINT)
         assert process.wait() == 141
         assert gone(pids)
+
+
+SAVES = """
+def save(*_):
+    for line in range(9):
+        print("saving", flush=True)  # none of them can be written, either
+    open("saved", "w").close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("begun", flush=True)
+time.sleep(600)
+"""
+
+
+def test_all_end_if_a_disk_is_full(launched, tmp_path):
+    with (
+        open("/dev/full", "w") as full,
+        launched(SAVES, "-n", "1", "--grace", "600", stdout=full) as process,
+    ):
+        said = process.stderr.read()
+        assert "what is printed cannot be written ([Errno 28] No space left on device)" in said
+        assert process.wait() == 1
+    assert (tmp_path / "saved").exists(), "it had the time to save"
+
+
+def test_the_end_of_a_terminal_is_ignored_where_it_was(launched):
+    with launched(POLITE, "-n", "1", before=["nohup"]) as process:
+        family(process, 1)
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 128 + signal.SIGTERM
 
 
 def test_a_reader_that_is_slow_does_not_keep_it_from_ending(launched):
