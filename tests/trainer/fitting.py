@@ -1,5 +1,8 @@
 """A small problem for the trainer's tests, and the loop that a user would write."""
 
+from contextlib import contextmanager
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,18 +66,48 @@ def trainer(devices=4, loss=loss_fn, **options):
     )
 
 
-def own_loop(devices=4, epochs=3, loss=loss_fn, model_state=None, **options):
+kept_trainer = cache(trainer)
+
+
+def shared(devices=4, loss=loss_fn):
+    """A trainer for all tests with these arguments: compiled once, and each run begins anew."""
+    return kept_trainer(devices, loss)
+
+
+@contextmanager
+def evaluating(values):
+    """The shared trainer, whose evaluations give one of these values after another."""
+    one, left = shared(), iter(values)
+    kept = one._evaluation
+    one._evaluation = metric_fn, lambda *arguments, **options: {"error": next(left)}
+    try:
+        yield one
+    finally:
+        one._evaluation = kept
+
+
+def loop(train, epochs=3, model_state=None):
     """The user's loop over the same work: state, and the metrics of every window."""
-    options.setdefault("cadence", replay(devices))
-    train = elche.build_train_step(
-        loss, optax.adam(1e-2), has_aux=True, devices=jax.devices()[:devices], **options
-    )
     state = train.init(PARAMS, model_state=model_state)
     seen = []
     for window in train.windows(DATA, 8, epochs):
         state, metrics = train(state, window)
         seen.append((window, {name: np.asarray(value) for name, value in metrics.items()}))
     return train, state, seen
+
+
+@cache
+def kept_loops(devices):
+    train = elche.build_train_step(
+        loss_fn, optax.adam(1e-2), has_aux=True, devices=jax.devices()[:devices],
+        cadence=replay(devices),
+    )  # fmt: skip
+    return cache(lambda epochs: loop(train, epochs))
+
+
+def own_loop(devices=4, epochs=3):
+    """That loop with the default options, and a step that is no trainer's; run once."""
+    return kept_loops(devices)(epochs)
 
 
 def steps(folder):

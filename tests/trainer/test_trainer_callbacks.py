@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from fitting import DATA, HELD_OUT, PARAMS, metric_fn, trainer
+from fitting import DATA, HELD_OUT, PARAMS, metric_fn, shared
 from marks import slow
 
 import elche_jax as elche
@@ -38,7 +38,7 @@ class Diary(elche.Callback):
 
 def test_the_order(tmp_path):
     diary = Diary()
-    result = trainer().fit(
+    result = shared().fit(
         PARAMS, DATA, 8, 2, evaluation=EVALUATION, callbacks=[diary], progress=False,
         checkpoints=elche.Checkpoints(tmp_path),
     )  # fmt: skip
@@ -64,7 +64,7 @@ def test_a_callback_reads_and_stops():
                 context.stop()
 
     stop = Stop()
-    result = trainer().fit(PARAMS, DATA, 8, None, callbacks=[stop], progress=False)
+    result = shared().fit(PARAMS, DATA, 8, None, callbacks=[stop], progress=False)
     assert (result.stopped, result.windows) == ("callback", 4)
     assert stop.step == [4] * 4 and stop.loss > 0 and len(stop.report.devices) == 4
 
@@ -83,7 +83,7 @@ def test_an_exception_ends_the_run_and_is_raised(where, background, tmp_path):
         raise Boom(where)
 
     setattr(Bad, where, fail)
-    one = trainer()
+    one = shared()
     options = {
         "evaluation": EVALUATION, "callbacks": [Diary(), Bad()], "progress": False,
         "run_dir": tmp_path, "epochs": 3,
@@ -108,7 +108,7 @@ def test_several_callbacks_in_their_order():
         def on_epoch(self, context, metrics):
             heard.append(self.name)
 
-    trainer().fit(
+    shared().fit(
         PARAMS, DATA, 8, 1, callbacks=[Named("a"), Named("b")], progress=False,
     )  # fmt: skip
     assert heard == ["a", "b"]
@@ -120,7 +120,7 @@ def test_a_state_that_is_copied_can_be_kept():
             self.params = jax.tree.map(np.array, elche.unreplicate(context.state.params))
 
     best = Best()
-    result = trainer().fit(PARAMS, DATA, 8, 2, callbacks=[best], progress=False)
+    result = shared().fit(PARAMS, DATA, 8, 2, callbacks=[best], progress=False)
     for a, b in zip(jax.tree.leaves(best.params), jax.tree.leaves(result.params), strict=True):
         np.testing.assert_array_equal(a, b)
 

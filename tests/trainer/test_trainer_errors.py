@@ -3,7 +3,7 @@
 import numpy as np
 import optax
 import pytest
-from fitting import DATA, HELD_OUT, PARAMS, loss_fn, metric_fn, trainer
+from fitting import DATA, HELD_OUT, PARAMS, loss_fn, metric_fn, shared
 from hypothesis import given, strategies as st
 
 import elche_jax as elche
@@ -14,7 +14,7 @@ EVALUATION = elche.Evaluation(metric_fn, HELD_OUT, 16)
 
 @pytest.fixture(scope="module")
 def one():
-    return trainer()
+    return shared()
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,15 @@ from fitting import (
     HELD_OUT,
     MODEL_STATE,
     PARAMS,
+    evaluating,
     held_out_error,
+    loop,
     loss_fn,
     metric_fn,
     own_loop,
     replay,
     same_bits,
+    shared,
     stateful_loss_fn,
     trainer,
 )
@@ -29,20 +32,15 @@ EVALUATION = elche.Evaluation(metric_fn, HELD_OUT, 16)
 
 
 @pytest.mark.parametrize("devices", [slow(1), 4])
-def test_fit_is_the_users_loop(devices):
+def test_fit_is_the_users_loop_and_tells_of_it(devices):
+    """Bit for bit, and its history is the mean by weight."""
     _, state, seen = own_loop(devices)
-    result = trainer(devices).fit(PARAMS, DATA, 8, 3, progress=False)
+    result = shared(devices).fit(PARAMS, DATA, 8, 3, progress=False)
     assert same_bits(result.state, state)
     assert same_bits(result.params, elche.unreplicate(state.params))
     assert result.model_state is None
     assert (result.stopped, result.windows) == ("epochs", len(seen))
     assert result.report.windows == len(seen)
-
-
-@pytest.mark.parametrize("devices", [slow(1), 4])
-def test_history_is_the_mean_by_weight(devices):
-    _, _, seen = own_loop(devices)
-    result = trainer(devices).fit(PARAMS, DATA, 8, 3, progress=False)
     assert [metrics.epoch for metrics in result.history] == [0, 1, 2]
     for metrics in result.history:
         mine = [(w, m) for w, m in seen if w.epoch == metrics.epoch]
@@ -63,11 +61,9 @@ def test_history_is_the_mean_by_weight(devices):
 
 @pytest.mark.parametrize("devices", [slow(1), 4])
 def test_model_state(devices):
-    options = {"loss": stateful_loss_fn, "model_state": MODEL_STATE}
-    _, state, _ = own_loop(devices, **options)
-    result = trainer(devices, stateful_loss_fn).fit(
-        PARAMS, DATA, 8, 3, model_state=MODEL_STATE, progress=False
-    )
+    one = shared(devices, stateful_loss_fn)
+    _, state, _ = loop(one.train, model_state=MODEL_STATE)
+    result = one.fit(PARAMS, DATA, 8, 3, model_state=MODEL_STATE, progress=False)
     assert same_bits(result.state, state)
     assert same_bits(result.model_state, elche.unreplicate(state.model_state))
 
@@ -75,9 +71,9 @@ def test_model_state(devices):
 @pytest.mark.parametrize("devices", [slow(1), 4])
 def test_evaluation_at_the_ends_of_epochs_is_exact_and_changes_nothing(devices):
     evaluation = elche.Evaluation(metric_fn, HELD_OUT, 16, every_epochs=2)
-    plain = trainer(devices).fit(PARAMS, DATA, 8, 5, progress=False)
+    plain = shared(devices).fit(PARAMS, DATA, 8, 5, progress=False)
     kept = Kept()
-    result = trainer(devices).fit(
+    result = shared(devices).fit(
         PARAMS, DATA, 8, 5, evaluation=evaluation, callbacks=[kept], progress=False
     )
     assert same_bits(result.state, plain.state)
@@ -111,7 +107,7 @@ def host(context):
 def test_evaluation_after_windows():
     kept = Kept()
     evaluation = elche.Evaluation(metric_fn, HELD_OUT, 16, every_epochs=None, every_windows=4)
-    result = trainer().fit(PARAMS, DATA, 8, 2, evaluation=evaluation, callbacks=[kept])
+    result = shared().fit(PARAMS, DATA, 8, 2, evaluation=evaluation, callbacks=[kept])
     assert kept.windows == list(range(result.windows))
     assert [index for index, _, _ in kept.evaluated] == list(range(3, result.windows, 4))
     for _, error, params in kept.evaluated:
@@ -120,11 +116,11 @@ def test_evaluation_after_windows():
 
 def test_averaging_gives_one_copy_of_what_the_devices_have():
     averaging = elche.DiLoCo(optax.sgd(0.7), fragments=2)
-    options = {"averaging": averaging, "cadence": replay()}
-    train, state, _ = own_loop(**options)
+    one = trainer(averaging=averaging)
+    train, state, _ = loop(one.train)
     want = train.average(state)
     evaluation = elche.Evaluation(metric_fn, HELD_OUT, 16)
-    result = trainer(**options).fit(PARAMS, DATA, 8, 3, evaluation=evaluation, progress=False)
+    result = one.fit(PARAMS, DATA, 8, 3, evaluation=evaluation, progress=False)
     assert same_bits(result.params, want)
     got = result.history[-1].evaluation["error"]
     assert got == pytest.approx(held_out_error(want), rel=1e-5)
@@ -132,11 +128,9 @@ def test_averaging_gives_one_copy_of_what_the_devices_have():
 
 @pytest.mark.parametrize("rule", [slow("mean"), "keep"])
 def test_model_states_of_their_own_are_averaged(rule):
-    options = {
-        "averaging": elche.ParameterAveraging(), "merge": rule, "loss": stateful_loss_fn,
-    }  # fmt: skip
-    _, state, _ = own_loop(model_state=MODEL_STATE, **options)
-    result = trainer(**options).fit(PARAMS, DATA, 8, 3, model_state=MODEL_STATE, progress=False)
+    one = trainer(loss=stateful_loss_fn, averaging=elche.ParameterAveraging(), merge=rule)
+    _, state, _ = loop(one.train, model_state=MODEL_STATE)
+    result = one.fit(PARAMS, DATA, 8, 3, model_state=MODEL_STATE, progress=False)
     rows = np.asarray(state.model_state["mean"])
     assert (len(np.unique(rows, axis=0)) > 1) == (rule == "keep")
     np.testing.assert_allclose(result.model_state["mean"], rows.mean(axis=0), rtol=1e-6)
@@ -144,10 +138,10 @@ def test_model_states_of_their_own_are_averaged(rule):
 
 def test_microbatches_as_they_come_and_datasets():
     batches = [{k: v[at : at + 8] for k, v in DATA.items()} for at in range(0, 192, 8)]
-    stream = trainer().fit(PARAMS, Again(batches), epochs=2, progress=False)
-    arrays = trainer().fit(PARAMS, DATA, 8, 2, shuffle=False, progress=False)
+    stream = shared().fit(PARAMS, Again(batches), epochs=2, progress=False)
+    arrays = shared().fit(PARAMS, DATA, 8, 2, shuffle=False, progress=False)
     rows = [{k: v[i] for k, v in DATA.items()} for i in range(192)]
-    dataset = trainer().fit(PARAMS, Rows(rows), 8, 2, shuffle=False, progress=False)
+    dataset = shared().fit(PARAMS, Rows(rows), 8, 2, shuffle=False, progress=False)
     assert same_bits(stream.state, arrays.state) and same_bits(dataset.state, arrays.state)
 
 
@@ -185,7 +179,7 @@ def test_a_second_fit_begins_anew():
 
 def test_most_windows():
     _, _, seen = own_loop(epochs=2)
-    short = trainer().fit(PARAMS, DATA, 8, None, max_windows=7, progress=False)
+    short = shared().fit(PARAMS, DATA, 8, None, max_windows=7, progress=False)
     assert (short.stopped, short.windows) == ("max_windows", 7)
     last = short.history[-1]
     mine = [m for w, m in seen[:7] if w.epoch == last.epoch]
@@ -197,7 +191,7 @@ def test_most_windows():
 
 def test_an_epoch_that_is_just_done_is_whole():
     _, _, seen = own_loop(epochs=1)
-    result = trainer().fit(
+    result = shared().fit(
         PARAMS, DATA, 8, None, max_windows=len(seen), evaluation=EVALUATION, progress=False
     )
     assert [m.whole for m in result.history] == [True]
@@ -205,23 +199,17 @@ def test_an_epoch_that_is_just_done_is_whole():
 
 
 def test_most_seconds():
-    result = trainer().fit(PARAMS, DATA, 8, None, max_seconds=1e-9, progress=False)
+    result = shared().fit(PARAMS, DATA, 8, None, max_seconds=1e-9, progress=False)
     assert (result.stopped, result.windows) == ("max_seconds", 1)
 
 
 def test_early_stopping_by_the_evaluation():
-    values = iter([5.0, 4.0, 4.5, 3.9, 3.9, math.nan, 4.0, 1.0])
-
-    def scripted(*arguments, **options):  # in place of the evaluation's step
-        return {"error": next(values)}
-
-    one = trainer()
-    one._evaluation = (metric_fn, scripted)
+    values = [5.0, 4.0, 4.5, 3.9, 3.9, math.nan, 4.0, 1.0]
     stopping = elche.EarlyStopping("error", patience=3)
-    result = one.fit(
-        PARAMS, DATA, 8, 20, evaluation=EVALUATION,
-        early_stopping=stopping, progress=False,
-    )  # fmt: skip
+    with evaluating(values) as one:
+        result = one.fit(
+            PARAMS, DATA, 8, 20, evaluation=EVALUATION, early_stopping=stopping, progress=False
+        )
     assert result.stopped == "early_stopping"
     assert [m.evaluation["error"] for m in result.history][:5] == [5.0, 4.0, 4.5, 3.9, 3.9]
     assert len(result.history) == 7  # 3.9 was the best; 3.9, NaN and 4.0 are not better
@@ -257,8 +245,9 @@ def test_windows_that_are_not_finite(nonfinite):
 
 def test_delayed_metrics_are_those_that_are_known():
     averaging = elche.ParameterAveraging(optimizer_state="keep", delay=1)
-    _, _, seen = own_loop(epochs=1, averaging=averaging)
-    result = trainer(averaging=averaging).fit(PARAMS, DATA, 8, 1, progress=False)
+    one = trainer(averaging=averaging)
+    _, _, seen = loop(one.train, epochs=1)
+    result = one.fit(PARAMS, DATA, 8, 1, progress=False)
     known = [m for _, m in seen if m["weight"] > 0]
     assert len(known) == len(seen) - 1
     want = np.average([m["loss"] for m in known], weights=[m["weight"] for m in known])

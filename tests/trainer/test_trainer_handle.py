@@ -7,7 +7,7 @@ from pathlib import Path
 
 import children
 import pytest
-from fitting import DATA, PARAMS, own_loop, same_bits, steps, trainer
+from fitting import DATA, PARAMS, own_loop, same_bits, shared, steps, trainer
 from marks import slow
 
 import elche_jax as elche
@@ -32,7 +32,7 @@ class Gate(elche.Callback):
 def test_a_handle_follows_the_run():
     _, state, _ = own_loop()
     gate = Gate(1)
-    handle = trainer().start(PARAMS, DATA, 8, 3, callbacks=[gate], progress=False)
+    handle = shared().start(PARAMS, DATA, 8, 3, callbacks=[gate], progress=False)
     assert gate.there.wait(60) and handle.running
     polled = handle.poll()  # two epochs are over, the third has not begun
     assert [m.epoch for m in polled] == [0, 1] and handle.poll() == ()
@@ -50,20 +50,20 @@ def test_stop_ends_it_at_the_next_window_with_a_checkpoint(devices, tmp_path):
     gate = Gate(0)
     saving = elche.Checkpoints(tmp_path, every_epochs=None)
     options = {"checkpoints": saving, "progress": False}
-    handle = trainer(devices).start(PARAMS, DATA, 8, 50, callbacks=[gate], **options)
+    handle = shared(devices).start(PARAMS, DATA, 8, 50, callbacks=[gate], **options)
     assert gate.there.wait(60)
     handle.stop()
     gate.open.set()
     result = handle.join()
     _, _, seen = own_loop(devices, epochs=1)
     assert (result.stopped, result.windows) == ("stop", len(seen))
-    again = trainer(devices).fit(PARAMS, DATA, 8, 3, resume="must", **options)
+    again = shared(devices).fit(PARAMS, DATA, 8, 3, resume="must", **options)
     _, state, _ = own_loop(devices)
     assert same_bits(again.state, state)
 
 
 def test_after_join_there_is_the_history():
-    handle = trainer().start(PARAMS, DATA, 8, 1, progress=False)
+    handle = shared().start(PARAMS, DATA, 8, 1, progress=False)
     assert len(handle.join().history) == 1
     with pytest.raises(RuntimeError, match=r"^Handle\.metrics: must be called before join; "):
         handle.metrics()
@@ -87,7 +87,7 @@ def test_one_run_at_a_time():
 
 def test_join_waits_as_long_as_it_is_told():
     gate = Gate(0)
-    handle = trainer().start(PARAMS, DATA, 8, 1, callbacks=[gate], progress=False)
+    handle = shared().start(PARAMS, DATA, 8, 1, callbacks=[gate], progress=False)
     assert gate.there.wait(60)
     with pytest.raises(TimeoutError, match=r"^Handle\.join: the run must end within timeout \(0"):
         handle.join(timeout=0)
@@ -107,14 +107,14 @@ def test_a_run_does_not_wait_for_itself():
                 heard.append(ask)
 
     gate = Gate(0)
-    handle = trainer().start(PARAMS, DATA, 8, 1, callbacks=[gate, Ask()], progress=False)
+    handle = shared().start(PARAMS, DATA, 8, 1, callbacks=[gate, Ask()], progress=False)
     gate.open.set()
     assert handle.join() and len(heard) == 2
 
 
 @pytest.mark.parametrize("timeout", ["5", -1])
 def test_a_wrong_timeout(timeout):
-    handle = trainer().start(PARAMS, DATA, 8, 1, progress=False)
+    handle = shared().start(PARAMS, DATA, 8, 1, progress=False)
     with pytest.raises((TypeError, ValueError), match=r"^Handle\.join: timeout must be "):
         handle.join(timeout)
     handle.poll()  # it is not joined
@@ -125,7 +125,7 @@ def test_a_thread_that_cannot_be_had(monkeypatch):
     def refuse(self):
         raise RuntimeError("can't start new thread")
 
-    one = trainer()
+    one = shared()
     with monkeypatch.context() as patch:
         patch.setattr("elche_jax.trainer.handle.threading.Thread.start", refuse)
         with pytest.raises(RuntimeError, match="can't start new thread"):
@@ -220,7 +220,8 @@ def test_what_fails_while_an_interrupted_run_ends_is_said():
     assert str(raised.value.__cause__) == "the disk is full"
 
 
-@pytest.mark.parametrize("how", ["fit", slow("join")])
+@pytest.mark.slow  # test_an_interrupt_of_one_process_ends_all_with_a_checkpoint
+@pytest.mark.parametrize("how", ["fit", "join"])
 def test_an_interrupt_ends_it(how, tmp_path):
     body = "one = trainer(cadence=elche.EveryBatch())\n"
     body += {

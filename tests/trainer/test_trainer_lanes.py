@@ -46,6 +46,7 @@ def test_a_fit_is_that_of_one_device(mixed):
     elche.check_replicas(got.state)
 
 
+@pytest.mark.slow  # test_the_same_kinds_go_on_with_the_same_bits; test_the_run_and_what_it_says
 def test_a_fit_that_was_stopped_goes_on(mixed, tmp_path):
     def fit(epochs, folder):
         asked = elche.Checkpoints(folder, every_windows=4)

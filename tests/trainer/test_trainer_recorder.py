@@ -5,7 +5,7 @@ import threading
 import jax
 import numpy as np
 import pytest
-from fitting import DATA, PARAMS, trainer
+from fitting import DATA, PARAMS, shared, trainer
 from marks import slow
 
 import elche_jax as elche
@@ -129,7 +129,7 @@ def test_what_has_led_to_an_error_at_the_end_is_recorded(stop, tmp_path, monkeyp
                 run.stop()
 
     with pytest.raises(elche.NonFiniteError):
-        trainer().fit(
+        shared().fit(
             PARAMS, data, 8, 1, shuffle=False, run_dir=tmp_path, progress=False,
             callbacks=[Stop()], max_windows=3,
         )  # fmt: skip
@@ -151,7 +151,7 @@ def test_what_has_led_to_an_error_is_recorded(tmp_path):
             pass
 
     with pytest.raises(elche.NonFiniteError) as raised:
-        trainer().fit(  # raises where a window is not finite
+        shared().fit(  # raises where a window is not finite
             PARAMS, data, 8, 1, shuffle=False, run_dir=tmp_path, writers=[Kept()], log_every=1,
             progress=False,
         )  # fmt: skip
@@ -184,7 +184,7 @@ def test_a_second_error_is_told_with_the_first(monkeypatch):
                 raise RuntimeError("enough")
 
     with pytest.raises(RuntimeError, match=r"^enough") as raised:
-        trainer().fit(
+        shared().fit(
             PARAMS, DATA, 8, 1, writers=[Full()], log_every=1, callbacks=[Halt()], progress=False
         )
     assert raised.value.__notes__ == ["Besides, no room"]

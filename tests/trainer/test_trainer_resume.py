@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import shutil
+from functools import cache
 
 import jax
 import numpy as np
@@ -13,9 +14,11 @@ from fitting import (
     HELD_OUT,
     MODEL_STATE,
     PARAMS,
+    evaluating,
     loss_fn,
     metric_fn,
     same_bits,
+    shared,
     stateful_loss_fn,
     steps,
     trainer,
@@ -58,11 +61,11 @@ def told(history):
 def test_the_run_and_what_it_says(devices, error, every, tmp_path):
     evaluation = elche.Evaluation(metric_fn, HELD_OUT, 16, every_epochs=2)
     options = {"evaluation": evaluation, "progress": False}
-    whole = trainer(devices).fit(PARAMS, DATA, 8, 4, **options)
+    whole = shared(devices).fit(PARAMS, DATA, 8, 4, **options)
     saving = elche.Checkpoints(tmp_path, every_windows=every, every_epochs=None)
     stops = [4, 9, whole.history[0].windows + whole.history[1].windows]
     for stop in stops:  # in an epoch, in another, and just at the end of one
-        part = trainer(devices)
+        part = shared(devices)
         again = {"checkpoints": saving, "resume": "auto", "callbacks": [StopAfter(stop, error)]}
         if error:
             with pytest.raises(Halt):
@@ -78,14 +81,14 @@ def test_the_run_and_what_it_says(devices, error, every, tmp_path):
 def test_the_end_of_the_last_epoch_is_made_up_for(tmp_path):
     """Killed between the last window and the evaluation that was due."""
     options = {"evaluation": EVALUATION, "progress": False}
-    whole = trainer().fit(PARAMS, DATA, 8, 2, **options)
+    whole = shared().fit(PARAMS, DATA, 8, 2, **options)
     saving = elche.Checkpoints(tmp_path, every_windows=1, every_epochs=None)
     with pytest.raises(Halt):
-        trainer().fit(PARAMS, DATA, 8, 2, checkpoints=saving, callbacks=[Refuse()], **options)
-    last = trainer().fit(PARAMS, DATA, 8, 2, checkpoints=saving, resume="must", **options)
+        shared().fit(PARAMS, DATA, 8, 2, checkpoints=saving, callbacks=[Refuse()], **options)
+    last = shared().fit(PARAMS, DATA, 8, 2, checkpoints=saving, resume="must", **options)
     assert told(last.history) == told(whole.history) and same_bits(last.state, whole.state)
     assert last.windows == whole.windows
-    once_more = trainer().fit(PARAMS, DATA, 8, 2, checkpoints=saving, resume="must", **options)
+    once_more = shared().fit(PARAMS, DATA, 8, 2, checkpoints=saving, resume="must", **options)
     assert told(once_more.history) == told(whole.history)
     assert same_bits(once_more.state, whole.state) and once_more.stopped == "epochs"
 
@@ -101,15 +104,15 @@ class Refuse(elche.Callback):
 @pytest.mark.parametrize("background", [False, slow(True)])
 def test_a_run_that_is_asked_to_start_again(background, tmp_path, monkeypatch):
     """In the middle of an epoch: it ends without a report, and goes on as if nothing had been."""
-    whole = trainer().fit(PARAMS, DATA, 8, 3, progress=False)
+    whole = shared().fit(PARAMS, DATA, 8, 3, progress=False)
     monkeypatch.setattr(_progress, "_asked", False)
     asks = steps_that(8, elche.distributed.request_restart)
     run = {"run_dir": tmp_path / "run", "resume": "auto", "progress": False}
     with pytest.raises(elche.RestartRequested) as ended:
         if background:
-            trainer().start(PARAMS, DATA, 8, 3, callbacks=[asks], **run).join()
+            shared().start(PARAMS, DATA, 8, 3, callbacks=[asks], **run).join()
         else:
-            trainer().fit(PARAMS, DATA, 8, 3, callbacks=[asks], **run)
+            shared().fit(PARAMS, DATA, 8, 3, callbacks=[asks], **run)
     assert ended.value.windows == 9
     assert not (tmp_path / "run" / "report.html").exists(), "the run is not over"
     monkeypatch.setattr(_progress, "_asked", False)
@@ -130,10 +133,10 @@ def steps_that(window, do):
 
 
 def test_more_epochs_than_before(tmp_path):
-    whole = trainer().fit(PARAMS, DATA, 8, 4, progress=False)
+    whole = shared().fit(PARAMS, DATA, 8, 4, progress=False)
     saving = elche.Checkpoints(tmp_path)
-    trainer().fit(PARAMS, DATA, 8, 2, checkpoints=saving, progress=False)
-    more = trainer().fit(PARAMS, DATA, 8, 4, checkpoints=saving, resume="auto", progress=False)
+    shared().fit(PARAMS, DATA, 8, 2, checkpoints=saving, progress=False)
+    more = shared().fit(PARAMS, DATA, 8, 4, checkpoints=saving, resume="auto", progress=False)
     assert same_bits(more.state, whole.state) and told(more.history) == told(whole.history)
 
 
@@ -141,14 +144,12 @@ def test_patience_goes_on(tmp_path):
     values = [3.0, 2.0, 2.5, 2.5, 2.5]
 
     def run(values, epochs, **options):
-        left = iter(values)
-        one = trainer()
-        one._evaluation = (metric_fn, lambda *args, **kwargs: {"error": next(left)})
-        return one.fit(
-            PARAMS, DATA, 8, epochs, evaluation=EVALUATION, progress=False,
-            early_stopping=elche.EarlyStopping("error", patience=3),
-            checkpoints=elche.Checkpoints(tmp_path), **options,
-        )  # fmt: skip
+        with evaluating(values) as one:
+            return one.fit(
+                PARAMS, DATA, 8, epochs, evaluation=EVALUATION, progress=False,
+                early_stopping=elche.EarlyStopping("error", patience=3),
+                checkpoints=elche.Checkpoints(tmp_path), **options,
+            )  # fmt: skip
 
     assert run(values[:3], 3).stopped == "epochs"
     result = run([*values[3:], 0.0], 9, resume="auto")
@@ -157,11 +158,10 @@ def test_patience_goes_on(tmp_path):
 
 @pytest.mark.parametrize("mode", ["min", slow("max")])
 def test_the_best_are_kept(mode, tmp_path):
-    values = iter([3.0, 5.0, 1.0, math.nan, 4.0, 2.0])
-    one = trainer()
-    one._evaluation = (metric_fn, lambda *args, **kwargs: {"error": next(values)})
     saving = elche.Checkpoints(tmp_path, keep_last=1, keep_best=1, monitor="error", mode=mode)
-    result = one.fit(PARAMS, DATA, 8, 6, evaluation=EVALUATION, checkpoints=saving, progress=False)
+    options = {"evaluation": EVALUATION, "checkpoints": saving, "progress": False}
+    with evaluating([3.0, 5.0, 1.0, math.nan, 4.0, 2.0]) as one:
+        result = one.fit(PARAMS, DATA, 8, 6, **options)
     ends = np.cumsum([m.windows for m in result.history])
     best = {"min": 2, "max": 1}[mode]
     assert steps(tmp_path) == [ends[best], ends[-1]]
@@ -170,11 +170,11 @@ def test_the_best_are_kept(mode, tmp_path):
 def test_other_devices_go_on(tmp_path, caplog):
     saving = elche.Checkpoints(tmp_path)
     options = {"checkpoints": saving, "model_state": MODEL_STATE, "progress": False}
-    trainer(4, stateful_loss_fn).fit(PARAMS, DATA, 8, 2, **options)
+    shared(4, stateful_loss_fn).fit(PARAMS, DATA, 8, 2, **options)
     kept = dict.fromkeys(["resume"], "must")
     fewer = trainer(2, stateful_loss_fn, cadence=elche.Replay([(2, 2), (3, 3), (1, 3)] * 9))
     result = fewer.fit(PARAMS, DATA, 8, 4, **options | kept)
-    whole = trainer(4, stateful_loss_fn).fit(
+    whole = shared(4, stateful_loss_fn).fit(
         PARAMS, DATA, 8, 4, model_state=MODEL_STATE, progress=False
     )
     assert "the number of devices is 2, the checkpoint's was 4" in caplog.text
@@ -186,16 +186,27 @@ def test_other_devices_go_on(tmp_path, caplog):
 
 def test_another_model_is_refused(tmp_path):
     saving = elche.Checkpoints(tmp_path)
-    trainer().fit(PARAMS, DATA, 8, 1, checkpoints=saving, progress=False)
+    shared().fit(PARAMS, DATA, 8, 1, checkpoints=saving, progress=False)
     other = PARAMS | {"b": np.zeros(9, "float32")}
     with pytest.raises(ValueError, match=r"but leaf params/b is float32\[8\] there and float32\[9"):
-        trainer().fit(other, DATA, 8, 1, checkpoints=saving, resume="auto", progress=False)
+        shared().fit(other, DATA, 8, 1, checkpoints=saving, resume="auto", progress=False)
     one = elche.Trainer(stateful_loss_fn, optax.sgd(0.1), has_aux=True)
     with pytest.raises(ValueError, match=r"must be of this model and optimizer, but "):
         one.fit(
             PARAMS, DATA, 8, 1, model_state=MODEL_STATE, checkpoints=saving, resume="auto",
             progress=False,
         )  # fmt: skip
+
+
+def one_epoch(one, folder):
+    """Checkpoints of a run of one epoch, to be copied."""
+    one.fit(PARAMS, DATA, 8, 1, checkpoints=elche.Checkpoints(folder), progress=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return one_epoch(shared(), tmp_path_factory.mktemp("run"))
 
 
 @pytest.mark.parametrize(
@@ -209,23 +220,23 @@ def test_another_model_is_refused(tmp_path):
         ),
     ],
 )
-def test_data_read_otherwise_are_refused(change, message, tmp_path):
-    saving = elche.Checkpoints(tmp_path)
-    arguments = {"params": PARAMS, "data": DATA, "batch_size": 8, "checkpoints": saving}
-    trainer().fit(**arguments, progress=False)
+def test_data_read_otherwise_are_refused(change, message, saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    arguments = {"params": PARAMS, "data": DATA, "batch_size": 8, "epochs": 2} | change
+    options = {"checkpoints": elche.Checkpoints(tmp_path), "progress": False}
     with pytest.raises(ValueError, match=message):
-        trainer().fit(**arguments | change, epochs=2, resume="auto", progress=False)
+        shared().fit(**arguments, **options, resume="auto")
 
 
 def test_fewer_epochs_than_were_trained(tmp_path):
     saving = {"checkpoints": elche.Checkpoints(tmp_path), "progress": False}
-    trainer().fit(PARAMS, DATA, 8, 3, **saving)
+    shared().fit(PARAMS, DATA, 8, 3, **saving)
     message = (
         r"^Trainer\.fit: epochs must be at least 3, the epochs that the saved run has begun, "
         r"got 2\. Epochs are counted from the start of the run\.$"
     )
     with pytest.raises(ValueError, match=message):
-        trainer().fit(PARAMS, DATA, 8, 2, resume="auto", **saving)
+        shared().fit(PARAMS, DATA, 8, 2, resume="auto", **saving)
 
 
 @pytest.mark.parametrize("name", ["run_dir", "checkpoints"])
@@ -234,23 +245,23 @@ def test_a_run_that_must_be_there_leaves_no_folder(name, tmp_path):
     place = {name: folder if name == "run_dir" else elche.Checkpoints(folder)}
     text = r"^checkpoints: .*mine.* must hold a whole checkpoint with resume='must', got none\. "
     with pytest.raises(ValueError, match=text):
-        trainer().fit(PARAMS, DATA, 8, 1, resume="must", progress=False, **place)
+        shared().fit(PARAMS, DATA, 8, 1, resume="must", progress=False, **place)
     assert not list(tmp_path.iterdir())
 
 
 def test_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    trainer().fit(PARAMS, DATA, 8, 1, run_dir="~/run", progress=False)
+    shared().fit(PARAMS, DATA, 8, 1, run_dir="~/run", progress=False)
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
 def test_a_folder_that_is_not_empty_is_not_mixed_with_another_run(tmp_path):
     options = {"run_dir": tmp_path, "progress": False}
-    trainer().fit(PARAMS, DATA, 8, 1, **options)
+    shared().fit(PARAMS, DATA, 8, 1, **options)
     kept = (tmp_path / "timeline.jsonl").read_bytes()
     with pytest.raises(ValueError, match=r"^Trainer\.fit: run_dir must hold no run with resume='n"):
-        trainer().fit(PARAMS, DATA, 8, 1, **options)
+        shared().fit(PARAMS, DATA, 8, 1, **options)
     assert (tmp_path / "timeline.jsonl").read_bytes() == kept
 
 
@@ -354,12 +365,23 @@ def test_a_run_that_was_told_to_stop_says_the_same(tmp_path):
     assert repr(another.train.divergence) == repr(divergence)
 
 
-def test_the_last_window_is_told_of_on_fewer_devices(tmp_path):
+@cache
+def delayed():
+    """A trainer whose last window the next run tells of."""
+    return trainer(**RULES["delay"])
+
+
+@pytest.fixture(scope="module")
+def pending(tmp_path_factory):
+    return one_epoch(delayed(), tmp_path_factory.mktemp("run"))
+
+
+def test_the_last_window_is_told_of_on_fewer_devices(pending, tmp_path):
     options = {"data": DATA, "batch_size": 8, "progress": False}
     whole, part = PerWindow(), PerWindow()
-    trainer(**RULES["delay"]).fit(PARAMS, **options, epochs=2, callbacks=[whole])
+    delayed().fit(PARAMS, **options, epochs=2, callbacks=[whole])
+    shutil.copytree(pending, tmp_path, dirs_exist_ok=True)
     options["checkpoints"] = elche.Checkpoints(tmp_path)
-    trainer(**RULES["delay"]).fit(PARAMS, **options, epochs=1)
     two = trainer(2, **RULES["delay"], cadence=elche.Replay([(2, 2)] * 100))
     two.fit(PARAMS, **options, epochs=2, resume="must", callbacks=[part])
     want = next(metrics for epoch, metrics in whole.seen if epoch == 1)
@@ -383,10 +405,12 @@ def renamed(params, batch, rng):
     ],
     ids=["same", "renamed", "host", "one"],
 )
-def test_what_no_window_can_tell_any_more_is_said(devices, changed, lost, tmp_path, caplog):
+def test_what_no_window_can_tell_any_more_is_said(
+    devices, changed, lost, pending, tmp_path, caplog
+):
+    shutil.copytree(pending, tmp_path, dirs_exist_ok=True)
     options = {"data": DATA, "batch_size": 8, "progress": False}
     options["checkpoints"] = elche.Checkpoints(tmp_path)
-    trainer(**RULES["delay"]).fit(PARAMS, **options, epochs=1)
     again = trainer(devices, **RULES["delay"] | changed)
     again.fit(PARAMS, **options, epochs=2, resume="must")
     said = "train: loss and metrics of the window before the stop are not reported, as this run"

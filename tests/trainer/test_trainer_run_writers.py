@@ -11,7 +11,7 @@ from pathlib import Path
 import children
 import numpy as np
 import pytest
-from fitting import DATA, HELD_OUT, PARAMS, metric_fn, own_loop, steps, trainer
+from fitting import DATA, HELD_OUT, PARAMS, metric_fn, own_loop, shared, steps, trainer
 from marks import slow
 
 import elche_jax as elche
@@ -47,7 +47,7 @@ def test_the_folder_of_a_run_stays_where_it_is(tmp_path, monkeypatch):
             monkeypatch.chdir(tmp_path / "elsewhere")
 
     monkeypatch.chdir(tmp_path)
-    trainer().fit(PARAMS, DATA, 8, 2, run_dir="run", callbacks=[Elsewhere()], progress=False)
+    shared().fit(PARAMS, DATA, 8, 2, run_dir="run", callbacks=[Elsewhere()], progress=False)
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert names == {"timeline.jsonl", "metrics.csv", "checkpoints", "report.html"}
     assert not list((tmp_path / "elsewhere").iterdir())
@@ -123,7 +123,7 @@ class Kept:
 
 def test_scalars_of_windows_are_means_by_weight():
     kept = Kept()
-    result = trainer().fit(PARAMS, DATA, 8, 2, writers=[kept], log_every=3, progress=False)
+    result = shared().fit(PARAMS, DATA, 8, 2, writers=[kept], log_every=3, progress=False)
     _, _, seen = own_loop(epochs=2)
     logged = [step for step, values in kept.rows if "seconds" not in values]
     assert logged == list(range(3, len(seen) + 1, 3))
@@ -149,8 +149,8 @@ def test_a_resumed_run_goes_on_with_its_table(tmp_path):
 
     options = {"run_dir": tmp_path, "progress": False, "resume": "auto"}
     with pytest.raises(KeyboardInterrupt):
-        trainer().fit(PARAMS, DATA, 8, 4, callbacks=[Halt()], **options)
-    result = trainer().fit(PARAMS, DATA, 8, 4, **options)
+        shared().fit(PARAMS, DATA, 8, 4, callbacks=[Halt()], **options)
+    result = shared().fit(PARAMS, DATA, 8, 4, **options)
     with (tmp_path / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [float(row["loss"]) for row in rows] == [m.loss for m in result.history]
@@ -159,14 +159,14 @@ def test_a_resumed_run_goes_on_with_its_table(tmp_path):
 
 
 def test_progress_on_something_that_is_no_terminal(capsys):
-    result = trainer().fit(PARAMS, DATA, 8, 2)
+    result = shared().fit(PARAMS, DATA, 8, 2)
     out, err = capsys.readouterr()
     device, *lines = err.splitlines()
     assert out == "" and device == "elche: 4 devices | cpu x4"
     assert [line.split(",")[0] for line in lines] == [
         f"epoch {m.epoch + 1} of 2: loss {m.loss:.4g}" for m in result.history
     ]
-    trainer().fit(PARAMS, DATA, 8, 1, progress=False)
+    shared().fit(PARAMS, DATA, 8, 1, progress=False)
     assert capsys.readouterr() == ("", "")
 
 
@@ -174,7 +174,7 @@ def test_silent_but_for_the_devices(caplog, monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     with caplog.at_level(logging.DEBUG):
-        trainer().fit(PARAMS, DATA, 8, 1)
+        shared().fit(PARAMS, DATA, 8, 1)
     assert stream.getvalue().startswith("elche: 4 devices | cpu x4\nepoch 1 of 1: loss ")
     assert [r for r in caplog.records if r.name == "elche_jax" and r.levelno > logging.INFO] == []
 
@@ -226,7 +226,7 @@ def test_what_cannot_be_written_in_the_end_costs_no_result(tmp_path, monkeypatch
 
     monkeypatch.setattr("elche_jax.trainer.recorder.write_page", fail)
     with pytest.raises(OSError, match="No space left") as caught:
-        trainer().fit(PARAMS, DATA, 8, 2, run_dir=tmp_path, progress=False)
+        shared().fit(PARAMS, DATA, 8, 2, run_dir=tmp_path, progress=False)
     assert len(caught.value.result.history) == 2
     assert "Training had finished" in caught.value.__notes__[0]
 
@@ -241,7 +241,7 @@ def test_a_result_that_is_lost_too_does_not_hide_the_first_error(tmp_path, monke
 
     monkeypatch.setattr("elche_jax.trainer.recorder.write_page", full)
     with pytest.raises(OSError, match="No space left") as caught:
-        trainer().fit(PARAMS, DATA, 8, 1, run_dir=tmp_path, progress=False)
+        shared().fit(PARAMS, DATA, 8, 1, run_dir=tmp_path, progress=False)
     assert caught.value.__notes__ == [
         "Training had finished, but its result is not available: the device is gone"
     ]
@@ -249,7 +249,7 @@ def test_a_result_that_is_lost_too_does_not_hide_the_first_error(tmp_path, monke
 
 def test_the_writers_of_the_library_are_writers(tmp_path):
     table = CSVWriter(tmp_path / "a.csv")
-    trainer().fit(PARAMS, DATA, 8, 1, writers=[table], progress=False)
+    shared().fit(PARAMS, DATA, 8, 1, writers=[table], progress=False)
     table.close()
     assert (tmp_path / "a.csv").read_text().startswith("step,loss,mae,")
 
@@ -287,7 +287,7 @@ def test_how_far_a_run_is_after_a_resume(first, known, tmp_path, monkeypatch):
     data, size = (DATA, 8) if known else (Batches(), None)
     for options in (first, {"epochs": 3, "max_windows": None}):
         shown.append([])
-        trainer().fit(
+        shared().fit(
             PARAMS, data, size, **options, progress=True, resume="auto",
             checkpoints=elche.Checkpoints(tmp_path, every_windows=4),
         )  # fmt: skip

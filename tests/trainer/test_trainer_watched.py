@@ -7,28 +7,28 @@ import weakref
 import jax
 import numpy as np
 import pytest
-from fitting import DATA, HELD_OUT, PARAMS, metric_fn, own_loop, same_bits, steps, trainer
+from fitting import (
+    DATA,
+    HELD_OUT,
+    PARAMS,
+    evaluating,
+    metric_fn,
+    own_loop,
+    same_bits,
+    shared,
+    steps,
+    trainer,
+)
 from marks import slow
 
 import elche_jax as elche
 
 
-class Scripted:
-    """An evaluation's step that gives one value after another."""
-
-    def __init__(self, values):
-        self.values = iter(values)
-
-    def __call__(self, *arguments, **options):
-        return {"error": next(self.values)}
-
-
 def run(values, epochs=6, every=None, **options):
     """A run whose evaluations give these values; every epoch has five or six windows."""
-    one = trainer()
-    one._evaluation = (metric_fn, Scripted(values))
     evaluation = elche.Evaluation(metric_fn, HELD_OUT, 16, every_windows=every)
-    return one.fit(PARAMS, DATA, 8, epochs, evaluation=evaluation, progress=False, **options)
+    with evaluating(values) as one:
+        return one.fit(PARAMS, DATA, 8, epochs, evaluation=evaluation, progress=False, **options)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_the_best_state_can_be_had(ends, tmp_path):
     saving = elche.Checkpoints(tmp_path, keep_last=1, keep_best=1, monitor="error")
     run([3.0, 1.0, 2.0, 2.0, 2.0, 2.0], checkpoints=saving)
     _, want, _ = own_loop(epochs=2)
-    train = trainer().train
+    train = shared().train
     with elche.Checkpointer(train, saving) as saver:
         assert same_bits(saver.best(train.init(PARAMS)), want)
     other = elche.Checkpoints(tmp_path, keep_best=1, monitor="accuracy")
@@ -102,7 +102,7 @@ def test_a_run_that_early_stopping_ended_stays_ended(tmp_path):
 def test_most_windows_are_of_the_whole_run(tmp_path):
     options = {"checkpoints": elche.Checkpoints(tmp_path), "resume": "auto", "progress": False}
     for _ in range(3):
-        result = trainer().fit(PARAMS, DATA, 8, None, max_windows=7, **options)
+        result = shared().fit(PARAMS, DATA, 8, None, max_windows=7, **options)
         assert (result.stopped, result.windows) == ("max_windows", 7)
 
 
@@ -115,7 +115,7 @@ def test_the_end_of_an_epoch_is_saved_once_it_is_told(ends, tmp_path):
             def on_epoch(self, context, metrics, told=told):
                 told.append(metrics.epoch)
 
-        result = trainer().fit(
+        result = shared().fit(
             PARAMS, DATA, 8, 1, checkpoints=saving, resume="auto", callbacks=[Told()],
             progress=False,
         )  # fmt: skip
@@ -135,7 +135,7 @@ def test_patience_with_something_else_begins_anew(tmp_path, caplog):
 
 def test_what_no_evaluation_gives_is_watched_from_the_first_epoch_on():
     stopping = elche.EarlyStopping("mae", patience=2, min_delta=1e6)
-    result = trainer().fit(
+    result = shared().fit(
         PARAMS, DATA, 8, 9, early_stopping=stopping, progress=False,
         evaluation=elche.Evaluation(metric_fn, HELD_OUT, 16, every_epochs=5),
     )  # fmt: skip
@@ -176,7 +176,7 @@ def test_rows_of_windows_go_on_over_a_resume(tmp_path):
             def close(self):
                 pass
 
-        trainer().fit(PARAMS, DATA, 8, 2, writers=[Keep()], log_every=3, progress=False, **options)
+        shared().fit(PARAMS, DATA, 8, 2, writers=[Keep()], log_every=3, progress=False, **options)
         return kept
 
     whole = rows()
@@ -186,7 +186,7 @@ def test_rows_of_windows_go_on_over_a_resume(tmp_path):
 
 
 def test_a_checkpoint_of_ones_own_loop_is_not_a_whole_epoch(tmp_path):
-    one = trainer()
+    one = shared()
     saving = elche.Checkpoints(tmp_path, every_windows=3)
     with elche.Checkpointer(one.train, saving) as saver:
         state = one.train.init(PARAMS)
@@ -194,7 +194,7 @@ def test_a_checkpoint_of_ones_own_loop_is_not_a_whole_epoch(tmp_path):
             state, _ = one.train(state, window)
             if saver.save(state, window):
                 break
-    result = trainer().fit(PARAMS, DATA, 8, 2, checkpoints=saving, resume="must", progress=False)
+    result = shared().fit(PARAMS, DATA, 8, 2, checkpoints=saving, resume="must", progress=False)
     assert [m.whole for m in result.history] == [False, True]
     _, want, _ = own_loop(epochs=2)
     assert same_bits(result.state, want)
@@ -209,7 +209,7 @@ def test_the_end_of_an_epoch_is_known_whatever_the_data(batch_size, ends):
             return iter(batches)
 
     for data, size in ((DATA, batch_size), (Again(), None)):
-        result = trainer().fit(PARAMS, data, size, None, max_windows=ends[0], progress=False)
+        result = shared().fit(PARAMS, data, size, None, max_windows=ends[0], progress=False)
         assert [m.whole for m in result.history] == [True]
 
 
@@ -233,7 +233,7 @@ def test_what_a_broken_run_has_left_does_not_reach_the_next():
             jax.block_until_ready(context.state)
             raise KeyError("halt")
 
-    one = trainer()
+    one = shared()
     with pytest.raises((KeyError, elche.NonFiniteError)):
         one.fit(PARAMS, data, 8, 1, callbacks=[Halt()], progress=False)
     assert len(one.fit(PARAMS, DATA, 8, 1, progress=False).history) == 1
@@ -248,7 +248,7 @@ def test_the_last_checkpoint_that_fails_costs_no_result(tmp_path, monkeypatch):
 
     monkeypatch.setattr("elche_jax.checkpoint.store.Store.save", full)
     with pytest.raises(elche.CheckpointError, match="No space left") as caught:
-        trainer().fit(PARAMS, DATA, 8, 2, checkpoints=saving, progress=False)
+        shared().fit(PARAMS, DATA, 8, 2, checkpoints=saving, progress=False)
     assert same_bits(caught.value.result.state, want)
 
 
@@ -259,17 +259,17 @@ def test_two_runs_in_one_folder(tmp_path):
         writing = tmp_path / "7.orbax-checkpoint-tmp"
         writing.mkdir()
         with pytest.raises(RuntimeError, match=text):
-            trainer().fit(PARAMS, DATA, 8, 1, checkpoints=saving, progress=False)
+            shared().fit(PARAMS, DATA, 8, 1, checkpoints=saving, progress=False)
         assert writing.exists(), "what the first run is writing is not touched"
-    assert trainer().fit(PARAMS, DATA, 8, 1, checkpoints=saving, progress=False).windows > 0
+    assert shared().fit(PARAMS, DATA, 8, 1, checkpoints=saving, progress=False).windows > 0
 
 
 def test_a_damaged_timeline_does_not_decide_over_the_run(tmp_path, caplog):
     options = {"run_dir": tmp_path, "resume": "auto", "progress": False}
-    trainer().fit(PARAMS, DATA, 8, 1, **options)
+    shared().fit(PARAMS, DATA, 8, 1, **options)
     with (tmp_path / "timeline.jsonl").open("ab") as file:
         file.write(b"garbage\nmore\n")
-    result = trainer().fit(PARAMS, DATA, 8, 2, **options)
+    result = shared().fit(PARAMS, DATA, 8, 2, **options)
     assert len(result.history) == 2 and "It was renamed to " in caplog.text
     assert len(list(tmp_path.glob("timeline-damaged-*.jsonl"))) == 1
 
@@ -277,4 +277,4 @@ def test_a_damaged_timeline_does_not_decide_over_the_run(tmp_path, caplog):
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"^Trainer\.fit: run_dir must be a folder that can be"):
-        trainer().fit(PARAMS, DATA, 8, 1, run_dir=tmp_path / "file", progress=False)
+        shared().fit(PARAMS, DATA, 8, 1, run_dir=tmp_path / "file", progress=False)
