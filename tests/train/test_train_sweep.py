@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import slow, table
 from small import threads
 from sweeping import Batches, MapStyle, examples
 
@@ -63,7 +64,9 @@ class Predicted:
 
 
 both = pytest.mark.parametrize("kind", [Evaluated, Predicted])
-worlds = pytest.mark.parametrize("world", [1, 2])
+WHO = [(Evaluated, 2), (Predicted, 1), (Predicted, 2)]
+"""Kinds and worlds; the loop of both kinds is that of `Sweep`."""
+who = pytest.mark.parametrize(("kind", "world"), [*WHO[:2], slow(*WHO[2])])
 
 
 def x_of(batch):
@@ -264,10 +267,9 @@ class Broken(MapStyle):
         return super().__getitem__(i)
 
 
-@both
-@worlds
-@pytest.mark.parametrize("error", [OSError("example 9 is damaged"), KeyboardInterrupt("now")])
-def test_an_error_in_the_data_surfaces_with_its_traceback(kind, world, error):
+@table(who=WHO[:2], error=[OSError("example 9 is damaged"), KeyboardInterrupt("now")])
+def test_an_error_in_the_data_surfaces_with_its_traceback(who, error):
+    kind, world = who
     call, data = kind(x_of, world, elche.EveryBatch()), Broken(DATA, error)
     for _ in range(2):
         with pytest.raises(type(error), match=str(error)) as caught:
@@ -279,8 +281,7 @@ def test_an_error_in_the_data_surfaces_with_its_traceback(kind, world, error):
     assert_usable(call)
 
 
-@both
-@worlds
+@who
 def test_an_error_in_an_iterator_surfaces(kind, world):
     def broken():
         yield from Batches(examples(8), 4)
@@ -293,8 +294,7 @@ def test_an_error_in_an_iterator_surfaces(kind, world):
     assert_usable(call)
 
 
-@both
-@worlds
+@who
 def test_an_error_in_the_function_while_it_is_traced(kind, world):
     faulty = [True]
 
@@ -311,8 +311,7 @@ def test_an_error_in_the_function_while_it_is_traced(kind, world):
     assert_usable(call)
 
 
-@both
-@worlds
+@who
 def test_an_error_in_the_function_while_it_runs(kind, world):
     def check(batch):
         if bad in batch["index"]:
@@ -331,11 +330,9 @@ def test_an_error_in_the_function_while_it_runs(kind, world):
     assert_usable(call)
 
 
-@both
-@worlds
-@pytest.mark.parametrize(
-    ("owner", "at"),
-    [
+@table(
+    who=WHO,
+    place=[
         (Pipeline, "on_request"),
         (Pipeline, "_admit"),
         (Launch, "__call__"),
@@ -343,8 +340,9 @@ def test_an_error_in_the_function_while_it_runs(kind, world):
         (Pipeline, "finish"),
     ],
 )
-def test_an_interrupt_anywhere_in_the_loop(kind, world, owner, at, monkeypatch):
+def test_an_interrupt_anywhere_in_the_loop(who, place, monkeypatch):
     """Ctrl-C at some moment while windows are in flight."""
+    (kind, world), (owner, at) = who, place
     call = kind(x_of, world, elche.EveryBatch())
     method, seen = getattr(owner, at), 0
 
@@ -364,8 +362,7 @@ def test_an_interrupt_anywhere_in_the_loop(kind, world, owner, at, monkeypatch):
     assert_usable(call)
 
 
-@both
-@worlds
+@who
 def test_an_interrupt_while_results_are_read(kind, world, monkeypatch):
     """The loop waits there most of the time, outside of the generator of windows."""
     call = kind(x_of, world, elche.EveryBatch())
@@ -384,8 +381,7 @@ def test_an_interrupt_while_results_are_read(kind, world, monkeypatch):
     assert_usable(call)
 
 
-@both
-@worlds
+@who
 def test_an_interrupt_that_came_while_a_device_was_emulated(kind, world):
     """It cannot be raised in the program; the loop does it."""
     emulate = EmulatedSpeeds([0.0] * world)
@@ -397,8 +393,7 @@ def test_an_interrupt_that_came_while_a_device_was_emulated(kind, world):
     assert_usable(call)
 
 
-@both
-@worlds
+@who
 def test_results_that_are_dropped_half_way_end_the_threads(kind, world):
     call = kind(x_of, world, elche.EveryBatch())
     how = {"batch_size": 2, "mask_key": None, "placement": "stream", "window_bytes": 2**20}
