@@ -64,26 +64,30 @@ def assert_same(got, want, rtol=1e-5, atol=1e-6):
     assert moved > 20 * atol, "the tolerance must be small beside what training moves"
 
 
-QUICK = ("ragged scalar", "ragged weighted")
-"""A vector is split in parts by kind below."""
+SPLITS = [  # a vector is split in parts by kind below
+    ("ragged scalar", 2),
+    ("ragged weighted", 4),
+    slow("scalar", 4),
+    slow("vector", 2),
+    slow("weighted", 2),
+    slow("ragged vector", 4),
+]
 
 
-@pytest.mark.parametrize("form", [form if form in QUICK else slow(form) for form in FORMS])
-def test_parts_give_what_the_whole_gives(form):
+@pytest.mark.parametrize(("form", "split"), SPLITS)
+def test_parts_give_what_the_whole_gives(form, split):
     loss, how = FORMS[form]
     has_aux = "weighted" not in form  # its weights do not count the examples of a metric
     options = {"loss": with_metrics(loss) if has_aux else loss, "how": how, "has_aux": has_aux}
     want = train_on(devices_of("one"), **options)
-    for split in (2, 4):
-        assert_same(train_on(devices_of("one"), split=split, **options), want)
+    assert_same(train_on(devices_of("one"), split=split, **options), want)
 
 
 @pytest.mark.parametrize("form", [slow("scalar"), "ragged scalar", slow("weighted")])
 def test_on_a_lane(form):
     loss, how = FORMS[form]
     want = train_on(devices_of("lane"), loss, how=how)
-    for split in (4, {"cpu": 2}):
-        assert_same(train_on(devices_of("lane"), loss, split, how=how), want)
+    assert_same(train_on(devices_of("lane"), loss, {"cpu": 2}, how=how), want)
 
 
 @pytest.mark.parametrize("split", [slow({"cpu": 4}), {"cpu": 2, "twin": 4}, slow(2)])
