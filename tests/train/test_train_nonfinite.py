@@ -2,6 +2,7 @@
 
 import pickle
 import threading
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,10 @@ def build(counts=((3, 1),), world=2, **options):
     )  # fmt: skip
 
 
+shared = cache(build)
+"""The same, once for all tests with these options: each of them begins with `init`."""
+
+
 class Fixed(elche.Cadence):
     """Always the same counts."""
 
@@ -74,13 +79,13 @@ def without(examples, *windows, size=16):
 def test_skip_drops_the_update_on_all_devices_and_goes_on():
     """Parameters and moments are those of a run that never saw the window."""
     bad = data(5)  # the second window, microbatch 1 of device 0
-    train = build(nonfinite="skip")
+    train = shared(nonfinite="skip")
     state, history = run(train, train.init(PARAMS), bad)
     assert history == [True, False, True, True, True, True]
     assert train.skipped == train.report().skipped == 1
     assert "not finite: 1 window (update dropped" in str(train.report())
     elche.check_replicas(state)
-    clean = build()
+    clean = shared()
     want, _ = run(clean, clean.init(PARAMS), without(bad, 1))
     for a, b in zip(
         jax.tree.leaves((state.params, state.opt_state)),
@@ -94,7 +99,7 @@ def test_skip_drops_the_update_on_all_devices_and_goes_on():
 
 
 def test_a_new_run_counts_anew():
-    train = build(nonfinite="skip")
+    train = shared(nonfinite="skip")
     run(train, train.init(PARAMS), data(5))
     train.init(PARAMS)
     assert train.skipped == 0
@@ -108,7 +113,7 @@ def test_a_new_run_counts_anew():
     ],
 )
 def test_raise_names_window_device_and_microbatches(bad, named):
-    train = build()
+    train = shared()
     named = named.format(*jax.devices())
     with pytest.raises(
         elche.NonFiniteError,
@@ -123,7 +128,7 @@ def test_several_devices_are_named():
         match=r"were not: device 0 \(.*\), microbatches 0 to 2 of the epoch; device 1 \(.*\), "
         r"microbatch 3 of the epoch\. Its",
     ):
-        train = build()
+        train = shared()
         run(train, train.init(PARAMS), data(0, 3))
 
 
@@ -190,21 +195,21 @@ def test_skips_that_are_not_in_a_row(most):
 
 
 def test_skips_in_a_row_over_two_calls_of_windows():
-    train = build(nonfinite="skip", max_skips=2)
+    train = shared(nonfinite="skip", max_skips=2)
     state, _ = run(train, train.init(PARAMS), data(20))
     with pytest.raises(elche.NonFiniteError, match="train: 2 windows in a row"):
         run(train, state, data(0))
 
 
 def test_too_many_skips_are_told_again():
-    train = build(nonfinite="skip", max_skips=2)
+    train = shared(nonfinite="skip", max_skips=2)
     state, told = train.init(PARAMS), []
     for _ in range(2):
         with pytest.raises(elche.NonFiniteError) as caught:
             run(train, state, data(*range(24)))
         told.append(caught.value.window)
         state = train.init(PARAMS)
-    train = build(nonfinite="skip", max_skips=2)
+    train = shared(nonfinite="skip", max_skips=2)
     state = train.init(PARAMS)
     for _ in range(2):
         with pytest.raises(elche.NonFiniteError):
