@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from functools import cache
 from unittest import mock
 
 import jax
@@ -35,6 +36,12 @@ class Fixed(elche.Cadence):
 def build(devices, loss=loss_fn, **options):
     options = {"cadence": Fixed()} | options
     return elche.build_train_step(loss, optax.sgd(0.1), devices=devices, **options)
+
+
+@cache
+def shared(averaging, *devices):
+    """A step for all tests that begin with `init`, and look only at what it does."""
+    return build(devices, averaging=averaging)
 
 
 LATE = elche.MeanGradient(delay=1)
@@ -192,7 +199,7 @@ def test_a_hint_by_kind_that_is_none(hint, error, message):
 
 @late
 def test_a_state_that_was_given_up(averaging, mixed):
-    train = build(mixed, averaging=averaging)
+    train = shared(averaging, *mixed)
     old = train.init(PARAMS)
     with train.windows(data(), 2) as windows:
         new, _ = train(old, next(windows))
@@ -212,7 +219,7 @@ def test_a_state_that_was_given_up(averaging, mixed):
 @pending
 def test_a_copy_of_a_state_goes_on_the_same(averaging, kinds, mixed):
     devices = mixed if kinds == "two kinds" else jax.devices("cpu")[:3]
-    train = build(devices, averaging=averaging)
+    train = shared(averaging, *devices)
     state, ends = train.init(PARAMS), []
     windows = list(train.windows(data(), 2, shuffle=False))
     state, _ = train(state, windows[0])
@@ -378,7 +385,7 @@ def test_an_error_in_the_data_surfaces(averaging, mixed):
 @pytest.mark.parametrize("averaging", [None, slow(LATE)])
 def test_an_error_of_one_lane_ends_the_others(owner, at, averaging, mixed, monkeypatch):
     """Whatever the lane was doing, nobody waits for it."""
-    train = build(mixed, averaging=averaging)
+    train = shared(averaging, *mixed)
     state, method, seen = train.init(PARAMS), getattr(owner, at), []
 
     def broken(*args):
@@ -414,7 +421,7 @@ def test_an_error_of_one_lane_ends_the_others(owner, at, averaging, mixed, monke
     ],
 )
 def test_an_interrupt_anywhere_in_a_window(averaging, owner, at, mixed, monkeypatch):
-    train = build(mixed, averaging=averaging)
+    train = shared(averaging, *mixed)
     state, method, seen = train.init(PARAMS), getattr(owner, at), []
 
     def interrupted(self, *args):
@@ -531,7 +538,7 @@ def test_a_window_that_fails_can_be_trained_again(averaging, mixed, monkeypatch)
     """Nothing is lost: neither the old state, nor what is pending, nor the clock."""
 
     def run(fails):
-        train = build(mixed, averaging=averaging)
+        train = shared(averaging, *mixed)
         state, agree = train.init(PARAMS), LanesWindow._agree
 
         def broken(self):
