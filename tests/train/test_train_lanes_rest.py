@@ -12,7 +12,7 @@ import pytest
 from flax.training.dynamic_scale import DynamicScale
 from marks import slow
 from models import assert_close, host
-from test_train_lanes import BATCH, PARAMS, all_bytes, assert_trained, plain_loss, run
+from test_train_lanes import ADAM, BATCH, PARAMS, all_bytes, assert_trained, plain_loss, run
 
 import elche_jax as elche
 from elche_jax.engine import lane
@@ -40,14 +40,18 @@ def train(devices, **options):
 def rested():
     """What comes of it on two kinds, for tests that only look at the end."""
     cpus, (twin, *_) = jax.devices("cpu"), jax.devices("twin")
-    return train([cpus[0], twin, cpus[1]])
+    return train([cpus[0], twin, cpus[1]], again=True)
 
 
 @cache
-def one_device(**options):
-    """The same microbatches on one device, once for all tests with these options."""
+def _one_device(counts, **options):
     devices = jax.devices("cpu")[:1]
-    return run(devices, [(sum(row),) for row in RESTS], rows=rows(), **options)
+    return run(devices, [(sum(row),) for row in counts], rows=rows(counts), **options)
+
+
+def one_device(counts=RESTS, **options):
+    """The same microbatches on one device, once for all tests with these options."""
+    return _one_device(tuple(counts), **options)
 
 
 @pytest.fixture
@@ -76,7 +80,7 @@ def late(leaf):
     "options", [{}, *map(slow, ({"placement": "resident"}, {"tx": optax.sgd(0.1)}))]
 )
 def test_a_job_with_a_lane_at_rest_trains_as_one_device(options, mixed, ran):
-    got = train(mixed, **options)
+    got = train(mixed, again=True, **options)
     part = [number for number, at in sorted(ran) if at == 1]
     assert part == [at for at in range(len(RESTS)) if at not in AT_REST]
     assert [number for number, at in sorted(ran) if at == 0] == list(range(len(RESTS)))
@@ -155,7 +159,7 @@ def test_copies_are_made_only_where_they_are_read(mixed):
             assert late(state.params["b"])
             seen.append(window.index)
 
-    assert_trained(train(mixed, each=each), one_device())
+    assert_trained(train(mixed, each=each, again=True), one_device())
     assert seen == AT_REST
     assert all(leaf.is_deleted() for state in states[:-1] for leaf in jax.tree.leaves(state.params))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(states[-1]))
@@ -170,7 +174,7 @@ def test_reading_changes_nothing(mixed, tmp_path):
         jax.block_until_ready(state)
         return jax.tree.map(lambda leaf: leaf.copy(), state)
 
-    assert_trained(train(mixed, each=each), one_device())
+    assert_trained(train(mixed, each=each, again=True), one_device())
     for copied, then in kept.values():
         for name, leaf in copied.items():
             np.testing.assert_array_equal(np.asarray(leaf), [then[name]] * 3)
@@ -217,7 +221,7 @@ def led(state):
     return device
 
 
-@pytest.mark.parametrize("tx", [optax.adam(1e-2), slow(optax.sgd(0.1))])
+@pytest.mark.parametrize("tx", [ADAM, slow(optax.sgd(0.1))])
 def test_the_lane_that_leads_may_rest(tx, mixed, ran):
     leads = []
 
@@ -226,10 +230,8 @@ def test_the_lane_that_leads_may_rest(tx, mixed, ran):
         if jax.tree.leaves(state.opt_state):
             leads.append(led(state))
 
-    got = run(mixed, LEADS, rows=rows(LEADS), each=each, tx=tx)
-    devices = jax.devices("cpu")[:1]
-    want = run(devices, [(sum(row),) for row in LEADS], rows=rows(LEADS), tx=tx)
-    assert_trained(got, want)
+    got = run(mixed, LEADS, rows=rows(LEADS), each=each, tx=tx, again=True)
+    assert_trained(got, one_device(LEADS, tx=tx))
     held = jax.tree.leaves(got[0].opt_state)
     assert leads == ([mixed[rank] for rank in LED] if held else [])
     assert [number for number, at in sorted(ran) if at == 0] == [0, 1, 4, 5, 6]
@@ -257,7 +259,7 @@ def test_metrics_are_moved_in_a_lanes_thread(mixed, monkeypatch):
         return home(self, metrics)
 
     monkeypatch.setattr(LanesWindow, "_home", noted)
-    run(mixed, LEADS, rows=rows(LEADS))
+    run(mixed, LEADS, rows=rows(LEADS), again=True)
     assert len(where) == len(LEADS) and threading.main_thread() not in where
 
 
@@ -271,8 +273,7 @@ def test_a_lane_with_less_memory_does_not_lead(mixed, ran, monkeypatch):
     )  # fmt: skip
     assert leads == [mixed[0]] * len(LEADS)
     assert [number for number, at in sorted(ran) if at == 0] == list(range(len(LEADS)))
-    devices = jax.devices("cpu")[:1]
-    assert_trained(got, run(devices, [(sum(row),) for row in LEADS], rows=rows(LEADS)))
+    assert_trained(got, one_device(LEADS, tx=ADAM))
     limits[mixed[1]] = 9
     leads.clear()
     run(mixed, LEADS, rows=rows(LEADS), each=lambda window, state: leads.append(led(state)))
@@ -405,7 +406,7 @@ def test_a_lane_at_rest_has_nothing_to_be_timed(mixed, monkeypatch):
         launch(self, token, ranks)
 
     monkeypatch.setattr(Launch, "__call__", noted)
-    _, _, step = train(mixed)
+    _, _, step = train(mixed, again=True)
     assert dict(passed) == {at: at in AT_REST for at in range(len(RESTS))}
     assert [record.counts for record in step.records] == RESTS
 
