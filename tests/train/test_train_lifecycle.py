@@ -6,6 +6,7 @@ import sys
 import threading
 import traceback
 import weakref
+from functools import cache
 
 import children
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from marks import slow
+from marks import slow, table
 from small import PARAMS, Broken, build, data, loss_fn, threads
 
 import elche_jax as elche
@@ -21,8 +22,14 @@ from elche_jax.engine.replicas import replicate_over
 from elche_jax.lab import EmulatedSpeeds
 
 
+@cache
+def shared(world, loss=loss_fn):
+    """A step for all tests that begin with `init`, and look neither at memory nor at references."""
+    return build(world, loss=loss)
+
+
 def test_threads_live_as_long_as_the_windows():
-    train = build()
+    train = shared(2)
     state = train.init(PARAMS)
     windows = train.windows(data(), 4)
     assert set(threads()) == {"elche-prefetch", "elche-watch-0", "elche-watch-1"}
@@ -34,7 +41,7 @@ def test_threads_live_as_long_as_the_windows():
 
 
 def test_leaving_the_loop_early_ends_them():
-    train = build()
+    train = shared(2)
     state = train.init(PARAMS)
     for window in train.windows(data(), 4):
         state, _ = train(state, window)
@@ -44,7 +51,7 @@ def test_leaving_the_loop_early_ends_them():
 
 
 def test_an_error_in_the_loop_ends_them():
-    train = build()
+    train = shared(2)
     state = train.init(PARAMS)
 
     def loop(state):
@@ -60,7 +67,7 @@ def test_an_error_in_the_loop_ends_them():
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_error_in_the_data_surfaces_with_its_traceback(world):
-    train = build(world)
+    train = shared(world)
     state, done = train.init(PARAMS), 0
     with pytest.raises(OSError, match="example 17 is damaged") as caught:
         for window in train.windows(Broken(), 2, shuffle=False):
@@ -79,7 +86,7 @@ def test_an_error_in_an_iterator_surfaces():
         yield {"x": np.ones((4, 3), "float32")}
         raise RuntimeError("stream broke")
 
-    train = build()
+    train = shared(2)
     state = train.init(PARAMS)
     with pytest.raises(RuntimeError, match="stream broke"):
         for window in train.windows(batches()):
@@ -89,7 +96,7 @@ def test_an_error_in_an_iterator_surfaces():
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_windows_that_are_not_used_are_given_up(world):
-    train = build(world)
+    train = shared(world)
     state, used = train.init(PARAMS), 0
     for number, window in enumerate(train.windows(data(), 2)):
         if number % 3 == 1:
@@ -102,7 +109,7 @@ def test_windows_that_are_not_used_are_given_up(world):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_windows_may_be_used_after_their_iterator_ended(world):
-    train = build(world)
+    train = shared(world)
     state = train.init(PARAMS)
     windows = list(train.windows(data(), 8))
     assert threads() == []
@@ -114,7 +121,7 @@ def test_windows_may_be_used_after_their_iterator_ended(world):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_second_run_while_the_first_is_open(world):
-    train = build(world)
+    train = shared(world)
     state = train.init(PARAMS)
     with train.windows(data(), 4) as first, train.windows(data(), 4) as second:
         for a, b in zip(first, second, strict=True):
@@ -136,7 +143,11 @@ def nan_gradient(params, batch, rng):
     )
 
 
-BAD_LOSSES = pytest.mark.parametrize("loss", [nan_loss, nan_gradient])
+def infinite(params, batch, rng):
+    return (params["w"] * jnp.inf).sum()
+
+
+BAD_LOSSES = table(loss=[nan_loss, nan_gradient], world=[2, 1])
 
 
 def poisoned():
@@ -146,9 +157,8 @@ def poisoned():
 
 
 @BAD_LOSSES
-@pytest.mark.parametrize("world", [1, 2])
 def test_a_nonfinite_gradient_is_raised_and_never_applied(world, loss):
-    train = build(world, loss=loss)
+    train = shared(world, loss)
     state = train.init(PARAMS)
     with pytest.raises(
         elche.NonFiniteError, match=rf"window {20 // (4 * world)} \(epoch 0, counts .* dropped"
@@ -160,7 +170,6 @@ def test_a_nonfinite_gradient_is_raised_and_never_applied(world, loss):
 
 
 @BAD_LOSSES
-@pytest.mark.parametrize("world", [1, 2])
 def test_a_nonfinite_gradient_can_be_skipped(world, loss):
     train = build(world, loss=loss, nonfinite="skip")
     state, finite = train.init(PARAMS), []
@@ -176,7 +185,7 @@ def test_a_nonfinite_gradient_can_be_skipped(world, loss):
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("leave", ["with", "break"])
 def test_a_nonfinite_window_in_flight_is_raised_after_leaving_early(world, leave):
-    train = build(world, loss=nan_loss)
+    train = shared(world, nan_loss)
     state = train.init(PARAMS)
     bad = 20 // (4 * world)
 
@@ -202,7 +211,7 @@ def test_a_nonfinite_window_in_flight_is_raised_after_leaving_early(world, leave
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_call_that_fails_leaves_the_loop_usable(world):
-    train = build(world)
+    train = shared(world)
     state, wrong = train.init(PARAMS), build(world).init({"w": np.ones(5, "float32")})
     seen = 0
     for window in train.windows(data(), 8):
@@ -218,7 +227,7 @@ def test_a_call_that_fails_leaves_the_loop_usable(world):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_metrics_are_the_users_own(world):
-    train = build(world)
+    train = shared(world)
     state = train.init(PARAMS)
     for window in train.windows(data(), 8):
         state, metrics = train(state, window)
@@ -247,13 +256,9 @@ def interrupted(*_):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("rule", [None, elche.ParameterAveraging()])
+@table(world=[1, 2], rule=[None, elche.ParameterAveraging()])
 def test_windows_trained_after_their_iterator_are_looked_at(world, rule):
     """What is not finite is heard of two windows later, or by whatever lets the run go."""
-
-    def infinite(params, batch, rng):
-        return (params["w"] * jnp.inf).sum()
 
     train = build(world, loss=infinite, averaging=rule, cadence=elche.EveryBatch())
     state = train.init(PARAMS)
@@ -326,7 +331,7 @@ def test_init_gives_back_the_sums_of_the_run_before():
 
 
 def test_a_run_left_early_is_heard_of_before_the_next_one():
-    train = build(loss=lambda params, batch, rng: (params["w"] * jnp.inf).sum())
+    train = shared(2, infinite)
     state = train.init(PARAMS)
     with pytest.raises(elche.NonFiniteError, match=r"^train: .* those of window 0 "):
         for window in train.windows(data(), 4):
@@ -337,7 +342,7 @@ def test_a_run_left_early_is_heard_of_before_the_next_one():
 
 
 def test_a_run_that_is_still_open_is_heard_of_after_init():
-    train = build(loss=lambda params, batch, rng: (params["w"] * jnp.inf).sum())
+    train = shared(2, infinite)
     state = train.init(PARAMS)
     windows = train.windows(data(), 4)
     train(state, next(windows))
@@ -348,13 +353,13 @@ def test_a_run_that_is_still_open_is_heard_of_after_init():
 
 
 def test_window_bytes_are_those_of_streamed_data():
-    train = build(2)
+    train = shared(2)
     train.init(PARAMS)
     train.windows(data(), 4, placement="resident", window_bytes=1).close()
 
 
 def test_a_window_of_another_training_step():
-    a, b = build(2), build(2)
+    a, b = shared(2), build(2)
     a.init(PARAMS)
     with a.windows(data(), 8) as windows, pytest.raises(ValueError, match="another step's"):
         b(b.init(PARAMS), next(windows))
@@ -363,7 +368,7 @@ def test_a_window_of_another_training_step():
 @pytest.mark.parametrize("number", [1, 2])
 def test_no_python_code_runs_as_a_window_goes(number):
     """A Ctrl-C that comes while a weak reference calls back is lost."""
-    train, called = build(number), []
+    train, called = shared(number), []
 
     def profile(frame, event, _):
         if event == "call" and frame.f_code.co_filename == weakref.__file__:
@@ -503,7 +508,7 @@ def test_data_on_the_devices_stay_there(monkeypatch):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_iterators_first_microbatch_survives_a_failed_call(world):
-    train = build(world)
+    train = shared(world)
     state, seen = train.init(PARAMS), []
 
     def batches():
@@ -522,7 +527,7 @@ def test_an_iterators_first_microbatch_survives_a_failed_call(world):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_window_may_be_used_twice(world):
-    train = build(world)
+    train = shared(world)
     state = train.init(PARAMS)
     for window in train.windows(data(), 8):
         for _ in range(3):
