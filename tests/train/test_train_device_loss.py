@@ -44,7 +44,8 @@ def losses(said):
 
 
 def train(devices, counts=COUNTS, **options):
-    options = {"loss": plain_loss, "tx": STILL, "shuffle": False, "device_loss": True} | options
+    standard = {"loss": plain_loss, "tx": STILL, "averaging": None, "device_loss": True}
+    options = standard | {"shuffle": False} | options
     return run(counts=counts, **devices, **options)
 
 
@@ -58,7 +59,7 @@ def train(devices, counts=COUNTS, **options):
     ],
 )
 def test_the_loss_of_each_device(averaging, devices):
-    _, said, _ = train(devices, averaging=averaging)
+    _, said, _ = train(devices, averaging=averaging, again=True)
     np.testing.assert_allclose(losses(said), expected(COUNTS), rtol=1e-5)
     assert np.isnan(losses(said)[2][0]) and np.isnan(losses(said)[3][1]), "no work, no loss"
 
@@ -88,7 +89,7 @@ def test_one_device():
 
 
 def test_their_mean_over_the_work_is_the_loss(devices):
-    _, said, _ = train(devices)
+    _, said, _ = train(devices, again=True)
     for metrics, row in zip(said, COUNTS, strict=True):
         mine = np.nansum(metrics["device_loss"] * np.array(row)) / sum(row)
         np.testing.assert_allclose(metrics["loss"], mine, rtol=1e-6)

@@ -1,5 +1,7 @@
 """Bad input of the call, and of what is set on a training step."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +12,12 @@ from asking import DATA, PARAMS, build, loss_fn
 import elche_jax as elche
 from elche_jax.cadence import SchedulerState
 
+shared = cache(build)
+"""A step for tests that begin with `init`."""
+
 
 def test_state_that_was_given_up():
-    train = build()
+    train = shared()
     first = train.init(PARAMS)
     with train.windows(DATA, 4) as iterator:
         state, _ = train(first, next(iterator))
@@ -27,7 +32,7 @@ def test_streamed_integers_that_do_not_fit(low):
     numbers[5] = low
     numbers[6] = 2**31 - 1
     data = {"x": np.ones((20, 3), "float32"), "id": numbers}
-    train = build()
+    train = shared()
     state = train.init(PARAMS)
 
     def loop(state):
@@ -42,7 +47,7 @@ def test_streamed_integers_that_do_not_fit(low):
 
 
 def test_a_state_on_the_host():
-    train = build()
+    train = shared()
     state = jax.tree.map(np.asarray, train.init(PARAMS))
     with train.windows(DATA, 4) as iterator:
         window = next(iterator)
@@ -155,7 +160,7 @@ def test_something_else_than_a_window():
 
 def test_the_parameters_given_are_copied():
     params = {"w": np.ones(3, "float32")}
-    train = build()
+    train = shared()
     state = train.init(params)
     for window in train.windows(DATA, 4):
         state, _ = train(state, window)

@@ -21,7 +21,6 @@ from test_contract_no_stall import CompileCount
 import elche_jax as elche
 from elche_jax.lab import EmulatedSpeeds, ExtraWork
 from elche_jax.train.evaluate import _kept_sweep, _Same, clear_predict_cache
-from elche_jax.train.sweep import Sweep
 
 DEVICES = jax.devices()
 PARAMS = {"w": np.float32(1.5)}
@@ -288,16 +287,14 @@ def double(params, x):
 
 
 def test_what_is_kept_can_be_let_go():
-    def sweeps():
-        gc.collect()
-        return {id(each) for each in gc.get_objects() if type(each) is Sweep}
-
     clear_predict_cache()
-    before = sweeps()
-    elche.predict(double, np.float32(2), jnp.arange(8.0), 4, devices=jax.devices()[:2])
-    assert len(sweeps() - before) == 1
+    elche.predict(double, np.float32(2), jnp.arange(8.0), 4, devices=DEVICES[:2])
+    kept = weakref.ref(sweep_of(double, DEVICES[:2]))
+    gc.collect()
+    assert kept() is not None
     clear_predict_cache()
-    assert not sweeps() - before
+    gc.collect()
+    assert kept() is None
 
 
 def test_data_are_not_kept_on_the_devices():
