@@ -1,6 +1,9 @@
 """Checkpoints of devices of two kinds: taken up by the same, by alike ones, and by one."""
 
-from itertools import product
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -77,17 +80,6 @@ def script(devices):
     return rows if len(devices) == 2 else [(sum(row),) for row in rows]
 
 
-def run(case, devices, folder=None, until=None, resume="auto"):
-    """Trains two epochs, or up to a window; gives the state and the training step."""
-    train = build(case, devices)
-    state, cursor, saver = case.init(train), None, None
-    if folder is not None:
-        saver = elche.Checkpointer(train, elche.Checkpoints(folder, every_windows=EVERY))
-        state, cursor = saver.restore(state, resume)
-    state, metrics = loop(train, state, data(), cursor, saver, until)
-    return state, train, jax.device_get(metrics)
-
-
 def build(case, devices):
     return elche.build_train_step(
         case.loss, case.optimizer, devices=devices, cadence=elche.Replay(script(devices)),
@@ -95,31 +87,67 @@ def build(case, devices):
     )  # fmt: skip
 
 
-def restored(case, devices, folder):
-    """A state as it comes from a checkpoint."""
+class Begun(NamedTuple):
+    """A run up to the stop, and the same run to its end."""
+
+    stopped: Any
+    counts: list
+    average: Any
+    saved: Path
+    ended: Any
+    metrics: Any
+    all_counts: list
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """Trains a case on some devices, once for all tests that go on from there."""
+
+    @cache
+    def begun(name, *devices):
+        case, folder = CASES[name], tmp_path_factory.mktemp("begun")
+        train = build(case, devices)
+        saver = elche.Checkpointer(train, elche.Checkpoints(folder, every_windows=EVERY))
+        stopped, _ = loop(train, case.init(train), data(), None, saver, EVERY)
+        counts, average = train.counts_history, jax.tree.map(raw, train.average(stopped))
+        ended, metrics = loop(train, case.init(train), data(), None, None, None)
+        metrics = jax.device_get(metrics)
+        return Begun(stopped, counts, average, folder, ended, metrics, train.counts_history)
+
+    return begun
+
+
+def restored(case, devices, saved, folder):
+    """A state as it comes from a copy of a checkpoint, its training step, and the cursor."""
+    shutil.copytree(saved, folder, dirs_exist_ok=True)
     train = build(case, devices)
     with elche.Checkpointer(train, elche.Checkpoints(folder)) as saver:
         state, cursor = saver.restore(case.init(train), "must")
     return state, train, cursor
 
 
+def goes_on(state, train, cursor):
+    """The state and the metrics of the run from there to its end."""
+    state, metrics = loop(train, state, data(), cursor, None, None)
+    return state, jax.device_get(metrics)
+
+
 SAME = ["keep"]
 
 
 @pytest.mark.parametrize("name", [name if name in SAME else slow(name) for name in CASES])
-def test_the_same_kinds_go_on_with_the_same_bits(name, places, tmp_path):
-    case, devices = CASES[name], places["cpu+twin"]
-    stopped, train, _ = run(case, devices, tmp_path, until=EVERY)
-    state, again, cursor = restored(case, devices, tmp_path)
-    assert content(state) == content(stopped) and cursor.window == EVERY
-    assert again.counts_history == train.counts_history
-    for leaf, before in zip(jax.tree.leaves(state), jax.tree.leaves(stopped), strict=True):
+def test_the_same_kinds_go_on_with_the_same_bits(name, places, begun, tmp_path):
+    devices = places["cpu+twin"]
+    run = begun(name, *devices)
+    state, train, cursor = restored(CASES[name], devices, run.saved, tmp_path)
+    assert content(state) == content(run.stopped) and cursor.window == EVERY
+    assert train.counts_history == run.counts
+    for leaf, before in zip(jax.tree.leaves(state), jax.tree.leaves(run.stopped), strict=True):
         assert isinstance(leaf, Stacked) and leaf.dtype == before.dtype
-    got, again, metrics = run(case, devices, tmp_path, resume="must")
-    want, whole, expected = run(case, devices)
-    assert content(got) == content(want)
-    assert_bitwise(metrics, expected)
-    assert again.counts_history == whole.counts_history
+    got, metrics = goes_on(state, train, cursor)
+    assert content(got) == content(run.ended)
+    assert_bitwise(metrics, run.metrics)
+    assert train.counts_history == run.all_counts
 
 
 MOVES = [
@@ -131,78 +159,81 @@ MOVES = [
     ("cpu+twin+cpu", "cpu+twin"),
     ("cpu+twin", "cpu+twin+cpu"),
 ]
-QUICK = MOVES[2:3]
+OTHER = [("adam", move) for move in MOVES]
+OTHER += [(name, move) for name in ("frozen", "noise") for move in MOVES[2:4]]
+"""One case moves wherever it can, the others from lanes to one device, and back."""
+QUICK = OTHER[2:3]
 """Of those with another number of devices; others are moved in further tests."""
 
 
-@pytest.mark.parametrize("move", [move if move in QUICK else slow(move) for move in MOVES])
-@pytest.mark.parametrize("name", ["adam", slow("frozen"), slow("noise")])
-def test_other_devices_go_on_with_the_same_numbers(move, name, places, tmp_path):
-    case, (before, now) = CASES[name], (places[name] for name in move)
-    stopped, _, _ = run(case, before, tmp_path, until=EVERY)
-    state, _, _ = restored(case, now, tmp_path)
-    assert content(elche.unreplicate(state)) == content(elche.unreplicate(stopped))
+@pytest.mark.parametrize(("name", "move"), [row if row in QUICK else slow(*row) for row in OTHER])
+def test_other_devices_go_on_with_the_same_numbers(name, move, places, begun, tmp_path):
+    before, now = (places[place] for place in move)
+    run = begun(name, *before)
+    state, train, cursor = restored(CASES[name], now, run.saved, tmp_path)
+    assert content(elche.unreplicate(state)) == content(elche.unreplicate(run.stopped))
     elche.check_replicas(state)
-    got, train, metrics = run(case, now, tmp_path, resume="must")
-    want, _, expected = run(case, before)
+    got, metrics = goes_on(state, train, cursor)
     elche.check_replicas(train.common(got))
-    assert int(elche.unreplicate(got.step)) == int(elche.unreplicate(want.step)) > EVERY
-    rows = [jax.tree.map(raw, elche.unreplicate(s.params)) for s in (got, want)]
+    assert int(elche.unreplicate(got.step)) == int(elche.unreplicate(run.ended.step)) > EVERY
+    rows = [jax.tree.map(raw, elche.unreplicate(s.params)) for s in (got, run.ended)]
     assert_close(*rows, rtol=1e-5, atol=1e-7)
-    assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert metrics["loss"] == pytest.approx(run.metrics["loss"], rel=1e-5)
 
 
-OWN = ["delay", "keep", "diloco", "delayed diloco", "fragments", "delay of two"]
+OWN = [
+    ("delay", MOVES[0]),
+    ("keep", MOVES[1]),
+    slow("keep", MOVES[0]),
+    slow("keep", MOVES[4]),
+    slow("diloco", MOVES[1]),
+    slow("delayed diloco", MOVES[4]),
+    slow("fragments", MOVES[0]),
+    slow("delay of two", MOVES[1]),
+]
+"""Cases in which each device has something of its own; one of them moves wherever it can."""
 
 
-@pytest.mark.parametrize(
-    ("name", "move"),
-    [
-        row if row in (("delay", MOVES[0]), ("keep", MOVES[1])) else slow(*row)
-        for row in product(OWN, (*MOVES[:2], MOVES[4]))
-    ],
-)
-def test_as_many_devices_of_other_kinds_go_on_the_same(name, move, places, tmp_path):
+@pytest.mark.parametrize(("name", "move"), OWN)
+def test_as_many_devices_of_other_kinds_go_on_the_same(name, move, places, begun, tmp_path):
     """Every device has what the one of its rank had."""
-    case, (before, now) = CASES[name], (places[name] for name in move)
-    stopped, _, _ = run(case, before, tmp_path, until=EVERY)
-    state, _, _ = restored(case, now, tmp_path)
-    assert content(state) == content(stopped)
-    got, train, _ = run(case, now, tmp_path, resume="must")
-    want, _, _ = run(case, before)
+    before, now = (places[place] for place in move)
+    run = begun(name, *before)
+    state, train, cursor = restored(CASES[name], now, run.saved, tmp_path)
+    assert content(state) == content(run.stopped)
+    got, _ = goes_on(state, train, cursor)
     elche.check_replicas(train.common(got))
-    assert_close(*(jax.tree.map(raw, s.params) for s in (got, want)), rtol=1e-5, atol=1e-6)
+    rows = (jax.tree.map(raw, s.params) for s in (got, run.ended))
+    assert_close(*rows, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("move", [MOVES[2], slow(("cpu+twin", "cpu+twin+cpu"))])
 @pytest.mark.parametrize("name", ["keep", "delay", slow("diloco"), slow("delayed diloco")])
-def test_another_number_of_devices_takes_their_average(move, name, places, tmp_path):
-    case, (before, now) = CASES[name], (places[name] for name in move)
-    stopped, first, _ = run(case, before, tmp_path, until=EVERY)
-    averaged = jax.device_get(first.average(stopped))
-    state, train, cursor = restored(case, now, tmp_path)
+def test_another_number_of_devices_takes_their_average(move, name, places, begun, tmp_path):
+    before, now = (places[place] for place in move)
+    run = begun(name, *before)
+    state, train, cursor = restored(CASES[name], now, run.saved, tmp_path)
     elche.check_replicas(train.common(state))
-    for name, want in averaged.items():
-        np.testing.assert_allclose(raw(elche.unreplicate(state.params)[name]), want, rtol=1e-6)
+    for leaf, want in run.average.items():
+        np.testing.assert_allclose(raw(elche.unreplicate(state.params)[leaf]), want, rtol=1e-6)
     with train.windows(data(), 2, epochs=2, cursor=cursor) as windows:
         for window in windows:
             state, metrics = train(state, window)
     assert np.isfinite(metrics["loss"]) and window.index > EVERY
 
 
-def test_what_the_lead_alone_has_is_saved_once(places, tmp_path):
+def test_what_the_lead_alone_has_is_saved_once(places, begun, tmp_path):
     """And it is no leaf of which each device has its own."""
-    case, devices = CASES["adam"], places["cpu+twin"]
-    stopped, _, _ = run(case, devices, tmp_path / "a", until=EVERY)
-    alike, _, _ = run(case, places["2 cpus"], tmp_path / "b", until=EVERY)
-    assert isinstance(stopped.opt_state[0].mu["a"], LeadArray)
+    devices = places["cpu+twin"]
+    run, alike = begun("adam", *devices), begun("adam", *places["2 cpus"])
+    assert isinstance(run.stopped.opt_state[0].mu["a"], LeadArray)
     sizes = [
-        sum(path.stat().st_size for path in (tmp_path / name).rglob("*") if path.is_file())
-        for name in "ab"
+        sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+        for saved in (run.saved, alike.saved)
     ]
     assert abs(sizes[0] - sizes[1]) < 0.2 * sizes[1]
-    state, _, _ = restored(case, devices, tmp_path / "b")
-    assert content(state) == content(alike)
+    state, _, _ = restored(CASES["adam"], devices, alike.saved, tmp_path)
+    assert content(state) == content(alike.stopped)
 
 
 @pytest.mark.parametrize(
