@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 from hypothesis import given, strategies as st
@@ -150,6 +151,7 @@ def test_a_total_of_ones_own():
 
 
 @given(solo=st.lists(MS, min_size=2, max_size=5), sync_ms=st.floats(0, 30))
+@mock.patch("elche_jax.advice.predict.SETTLE", 20)  # it holds however many windows settle them
 def test_the_line_to_paste_begins_with_the_counts_of_the_plan(solo, sync_ms):
     advice = advice_of(solo, sync_ms=sync_ms)
     cadence = eval(advice.cadence, {"elche": elche})

@@ -1,6 +1,7 @@
 """What cadences would give, against windows played through one microbatch at a time."""
 
 from itertools import combinations, product
+from unittest import mock
 
 import pytest
 from hypothesis import given, strategies as st
@@ -18,6 +19,8 @@ from elche_jax.cadence import (
 
 MS = st.floats(0.5, 40)
 SYNC = st.floats(0, 30)
+few_windows = mock.patch("elche_jax.advice.predict.SETTLE", 20)
+"""For what holds however many windows a cadence is given to settle."""
 
 
 def played(ms, counts, sync_ms, batch_size, windows=7):
@@ -41,6 +44,7 @@ def alike(ms, sync_ms):
 
 
 @given(ms=st.lists(MS, min_size=2, max_size=5), sync_ms=SYNC, batch_size=st.integers(1, 64))
+@few_windows
 def test_plans_are_what_windows_come_to(ms, sync_ms, batch_size):
     for cadence in (ElChe(anchor=4), FixedTotal(16), EveryBatch()):
         made = plan("it", cadence, alike(ms, sync_ms), batch_size)
@@ -145,6 +149,7 @@ def test_one_device_steps_as_rarely_as_elche_would(ms, step_ms, anchor, target):
     epoch=st.integers(4, 400),
     anchor=st.integers(1, 50),
 )
+@few_windows
 def test_an_epoch_is_whole_windows_and_the_rest(ms, sync_ms, epoch, anchor):
     """As the loop has it: a window of what is planned, or of what is left."""
     speeds = Speeds(tuple(ms), tuple(ms), sync_ms, (sync_ms,) * len(ms))
@@ -170,6 +175,7 @@ def test_an_epoch_is_whole_windows_and_the_rest(ms, sync_ms, epoch, anchor):
     slower=st.tuples(*3 * [st.floats(1, 4)]),
     sync_ms=st.floats(0, 300),
 )
+@few_windows
 def test_the_best_of_three_devices_is_the_best_of_all_sets(solo, slower, sync_ms):
     """With three devices the sets that are looked at leave out slower single ones alone."""
     together = tuple(ms * factor for ms, factor in zip(solo, slower, strict=True))
