@@ -130,46 +130,53 @@ NAN, INF = np.nan, np.inf
 VALUES = np.array([1.0, 2.0, 4.0, 8.0], "float32")
 
 
-@pytest.mark.parametrize(
-    ("value", "examples", "total", "weight"),
-    [
-        (VALUES, 4, 15, 4),
-        (VALUES, 3, 7, 3),
-        (np.float32(5), 4, 20, 4),
-        (np.float32(5), 3, 15, 3),  # the mean over the valid ones
-        (5.0, 3, 15, 3),  # a number of Python's
-        (np.array([True, False, True, True]), 3, 2, 3),
-        (np.array([1, -2, 3, 4], "int8"), 4, 6, 4),
-        (np.stack([VALUES, 10 * VALUES], axis=1), 2, [3, 30], 2),
-        (np.ones((4, 2, 3), "bfloat16"), 3, np.full((2, 3), 3), 3),
-        (np.zeros((4, 0)), 3, [], 3),
-        # what is not valid is not looked at
-        (np.array([1, 2, NAN, INF], "float32"), 2, 3, 2),
-        (np.array([1, 2, NAN, 1], "float32"), 4, NAN, 4),
-        (elche.Weighted(np.float32(5), np.float32(0.5)), 4, 2.5, 0.5),
-        (elche.Weighted(7, 3), 4, 21, 3),
-        (elche.Weighted(np.float32(NAN), np.float32(0)), 4, 0, 0),
-        (elche.Weighted(np.float32(INF), np.float32(0)), 4, 0, 0),
-        (elche.Weighted(np.float32(5), np.float32(-1)), 4, NAN, NAN),
-        (elche.Weighted(np.float32(5), np.float32(NAN)), 4, NAN, NAN),
-        (elche.Weighted(VALUES, np.array([3, 0, 2, 5])), 4, 51, 10),
-        (elche.Weighted(VALUES, np.array([3, 0, 2, 5])), 3, 11, 5),
-        (elche.Weighted(VALUES, np.array([True, False, True, False])), 4, 5, 2),
-        (elche.Weighted(np.array([1, NAN, INF, 2.0]), np.array([1, 0, 0, 1.0])), 4, 3, 2),
-        (elche.Weighted(VALUES, np.array([1, 1, 1, -1.0])), 4, NAN, NAN),
-        (elche.Weighted(VALUES, np.array([1, 1, 1, -1.0])), 3, 7, 3),
-        (elche.Weighted(VALUES, np.array([1, 1, NAN, NAN])), 2, 3, 2),
-    ],
-)
-def test_what_a_microbatch_adds(value, examples, total, weight):
-    def fn(params, batch):
-        return {"m": jax.tree.map(jnp.asarray, value)}
+ADDED = [
+    (VALUES, 4, 15, 4),
+    (VALUES, 3, 7, 3),
+    (np.float32(5), 4, 20, 4),
+    (np.float32(5), 3, 15, 3),  # the mean over the valid ones
+    (5.0, 3, 15, 3),  # a number of Python's
+    (np.array([True, False, True, True]), 3, 2, 3),
+    (np.array([1, -2, 3, 4], "int8"), 4, 6, 4),
+    (np.stack([VALUES, 10 * VALUES], axis=1), 2, [3, 30], 2),
+    (np.ones((4, 2, 3), "bfloat16"), 3, np.full((2, 3), 3), 3),
+    (np.zeros((4, 0)), 3, [], 3),
+    # what is not valid is not looked at
+    (np.array([1, 2, NAN, INF], "float32"), 2, 3, 2),
+    (np.array([1, 2, NAN, 1], "float32"), 4, NAN, 4),
+    (elche.Weighted(np.float32(5), np.float32(0.5)), 4, 2.5, 0.5),
+    (elche.Weighted(7, 3), 4, 21, 3),
+    (elche.Weighted(np.float32(NAN), np.float32(0)), 4, 0, 0),
+    (elche.Weighted(np.float32(INF), np.float32(0)), 4, 0, 0),
+    (elche.Weighted(np.float32(5), np.float32(-1)), 4, NAN, NAN),
+    (elche.Weighted(np.float32(5), np.float32(NAN)), 4, NAN, NAN),
+    (elche.Weighted(VALUES, np.array([3, 0, 2, 5])), 4, 51, 10),
+    (elche.Weighted(VALUES, np.array([3, 0, 2, 5])), 3, 11, 5),
+    (elche.Weighted(VALUES, np.array([True, False, True, False])), 4, 5, 2),
+    (elche.Weighted(np.array([1, NAN, INF, 2.0]), np.array([1, 0, 0, 1.0])), 4, 3, 2),
+    (elche.Weighted(VALUES, np.array([1, 1, 1, -1.0])), 4, NAN, NAN),
+    (elche.Weighted(VALUES, np.array([1, 1, 1, -1.0])), 3, 7, 3),
+    (elche.Weighted(VALUES, np.array([1, 1, NAN, NAN])), 2, 3, 2),
+]
+"""A value, so many examples of it that are valid, their total, and their weight."""
 
-    _, ((_, shape),) = inspect_metrics(BatchFn(fn, mask_key="mask"), *SHAPES, ragged=True)
-    assert shape == np.shape(total)
-    ((results, _),) = Setup(score(fn, (("m", shape),)), 1, examples).run((1,), 1)
-    np.testing.assert_array_equal(results["m"][0][0], np.asarray(total, "float32"))
-    np.testing.assert_array_equal(results["m"][1][0], np.float32(weight))
+
+def test_what_a_microbatch_adds():
+    """All values as metrics of one function."""
+    named = {f"m{number}": row for number, row in enumerate(ADDED)}
+
+    def fn(params, batch):
+        return {name: jax.tree.map(jnp.asarray, value) for name, (value, *_) in named.items()}
+
+    _, shapes = inspect_metrics(BatchFn(fn, mask_key="mask"), *SHAPES, ragged=True)
+    assert dict(shapes) == {name: np.shape(total) for name, (*_, total, _) in named.items()}
+    for valid in (2, 3, 4):
+        ((results, _),) = Setup(score(fn, shapes), 1, valid).run((1,), 1)
+        for name, (value, examples, total, weight) in named.items():
+            if examples == valid:
+                got, said = results[name][0][0], repr((value, examples))
+                np.testing.assert_array_equal(got, np.asarray(total, "float32"), said)
+                np.testing.assert_array_equal(results[name][1][0], np.float32(weight), said)
 
 
 # -- outputs
