@@ -485,6 +485,7 @@ def test_what_is_saved_is_of_its_window(world, tmp_path, monkeypatch):
     assert len(fresh.counts_history) == 2
 
 
+@pytest.mark.slow  # test_a_loop_saves_and_goes_on_later
 def test_saving_changes_nothing(tmp_path):
     case = GRADIENTS["dropout"]
     saved, train = run(case, tmp_path)

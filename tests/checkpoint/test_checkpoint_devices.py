@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from functools import cache
 
 import jax
 import numpy as np
@@ -83,6 +84,18 @@ def test_other_devices_save_again_and_come_back(tmp_path):
     assert back.counts_history == train.counts_history and len(train.counts_history) == EVERY
 
 
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """A run of a case in which devices have their own, up to the stop, and its checkpoint."""
+
+    @cache
+    def own(name):
+        folder = tmp_path_factory.mktemp("own")
+        return *run(AVERAGES[name], folder, until=EVERY), folder
+
+    return own
+
+
 def check_pending(state, devices):
     """What was pending is in the parameters; several devices exchange it with their next window."""
     if state.averaging is None:
@@ -103,11 +116,10 @@ def check_pending(state, devices):
     + [slow(name, 1) for name in ("average", "fragments", "int8", "delay")]
     + [slow(name, 2) for name in ("keep", "average", "fragments", "int8", "delay")],
 )
-def test_devices_that_have_their_own_are_averaged(name, now, tmp_path):
-    case = AVERAGES[name]
-    stopped, first = run(case, tmp_path, until=EVERY)
+def test_devices_that_have_their_own_are_averaged(name, now, own):
+    stopped, first, folder = own(name)
     wanted = {key: np.array(leaf) for key, leaf in first.average(stopped).items()}
-    train, state, cursor = taken_up(case, tmp_path, now)
+    train, state, cursor = taken_up(AVERAGES[name], folder, now)
     for key in PLAIN:
         rows = raw(state.params[key])
         assert (rows == rows[:1]).all()

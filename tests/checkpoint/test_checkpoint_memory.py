@@ -17,6 +17,12 @@ AT = 7
 FULL = "OSError: [Errno 28] No space left on device"
 
 
+@pytest.fixture(scope="module")
+def train():
+    """A training step for all runs that are asked, each of which begins anew."""
+    return CASE.build()
+
+
 @pytest.fixture
 def memory(monkeypatch, tmp_path):
     """A folder as a launcher gives it."""
@@ -51,9 +57,8 @@ def asked(monkeypatch):
     monkeypatch.setattr(_progress, "_asked", False)
 
 
-def stopped(folder, before=lambda: None, at=AT, score=None, **options):
-    """Trains until the job is asked to start again, after a window; returns the error."""
-    train = CASE.build()
+def stopped(train, folder, before=lambda: None, at=AT, score=None, **options):
+    """Trains until the job is asked to start again, after a window."""
     state = CASE.init(train)
     saving = elche.Checkpoints(folder, **{"every_windows": 3} | options)
     with (
@@ -82,10 +87,12 @@ def kept(memory):
     return sorted(path.name for path in memory.glob("*/*") if path.name.isdecimal())
 
 
-def test_the_next_run_begins_with_what_did_not_reach_the_disk(memory, saves, tmp_path, caplog):
+def test_the_next_run_begins_with_what_did_not_reach_the_disk(
+    train, memory, saves, tmp_path, caplog
+):
     whole, _ = run(CASE)
     folder = tmp_path / "saved"
-    stopped(folder, lambda: saves.update({folder: full}))
+    stopped(train, folder, lambda: saves.update({folder: full}))
     assert (steps(folder), kept(memory)) == ([3, 6], [str(AT)])
     assert caplog.messages[-1] == (
         f"elche: the checkpoint after {AT} windows is in memory only, until the next generation "
@@ -110,26 +117,26 @@ def best(folder):
         return int(saver.best(CASE.init(train)).step[0])
 
 
-def test_it_keeps_its_score(memory, saves, tmp_path):
+def test_it_keeps_its_score(train, memory, saves, tmp_path):
     folder = tmp_path / "saved"
-    stopped(folder, lambda: saves.update({folder: full}), score=0.9, **BEST)
+    stopped(train, folder, lambda: saves.update({folder: full}), score=0.9, **BEST)
     saves.clear()
     assert restored(folder, **BEST).window == AT
     assert best(folder) == AT
 
 
-def test_a_score_of_another_metric_is_none(memory, saves, tmp_path):
+def test_a_score_of_another_metric_is_none(train, memory, saves, tmp_path):
     folder = tmp_path / "saved"
-    stopped(folder, lambda: saves.update({folder: full}), score=0.9, **BEST)
+    stopped(train, folder, lambda: saves.update({folder: full}), score=0.9, **BEST)
     saves.clear()
     assert restored(folder, **BEST | {"monitor": "loss"}).window == AT
     with pytest.raises(ValueError, match="must hold a checkpoint with a score of 'accuracy'"):
         best(folder)
 
 
-def test_it_is_written_even_if_no_window_is_left(memory, saves, tmp_path):
+def test_it_is_written_even_if_no_window_is_left(train, memory, saves, tmp_path):
     folder = tmp_path / "saved"
-    stopped(folder, lambda: saves.update({folder: full}))
+    stopped(train, folder, lambda: saves.update({folder: full}))
     with pytest.raises(elche.CheckpointError, match="must take checkpoints, but OSError"):
         restored(folder)
     with pytest.raises(elche.CheckpointError):  # at the end
@@ -141,7 +148,7 @@ def test_it_is_written_even_if_no_window_is_left(memory, saves, tmp_path):
     assert restored(folder).window == AT
 
 
-def test_it_is_kept_before_a_disk_that_hangs(memory, saves, tmp_path):
+def test_it_is_kept_before_a_disk_that_hangs(train, memory, saves, tmp_path):
     folder, seen = tmp_path / "saved", []
 
     def hangs(step, *_):
@@ -150,14 +157,14 @@ def test_it_is_kept_before_a_disk_that_hangs(memory, saves, tmp_path):
         seen.append(kept(memory))
 
     saves[folder] = hangs
-    stopped(folder)
+    stopped(train, folder)
     assert seen == [[], [str(AT)], [str(AT)]]
     assert (steps(folder), kept(memory)) == ([3, 6, AT], [])
 
 
-def test_memory_that_is_short_is_no_error(memory, tmp_path, monkeypatch, caplog):
+def test_memory_that_is_short_is_no_error(train, memory, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(module, "_room", lambda _: 100.0)
-    stopped(tmp_path / "saved")
+    stopped(train, tmp_path / "saved")
     assert (steps(tmp_path / "saved"), kept(memory)) == ([3, 6, AT], [])
     (said,) = [text for text in caplog.messages if "memory" in text]
     assert said.startswith(
@@ -206,26 +213,27 @@ def test_what_memory_a_control_group_leaves(line, names, groups, room, tmp_path)
     assert module._room(tmp_path, tmp_path) == room
 
 
-def test_another_run_has_a_memory_of_its_own(memory, saves, tmp_path):
+def test_another_run_has_a_memory_of_its_own(train, memory, saves, tmp_path):
     folder = tmp_path / "saved"
-    stopped(folder, lambda: saves.update({folder: full}))
+    stopped(train, folder, lambda: saves.update({folder: full}))
     assert restored(tmp_path / "other") is None
     assert kept(memory) == [str(AT)]
 
 
-def test_a_run_that_begins_anew_does_not_find_it(memory, saves, tmp_path):
+def test_a_run_that_begins_anew_does_not_find_it(train, memory, saves, tmp_path):
     folder = tmp_path / "saved"
-    stopped(folder, lambda: saves.update({folder: full}))
+    stopped(train, folder, lambda: saves.update({folder: full}))
     saves.clear()
     shutil.rmtree(folder)
     assert restored(folder) is None
-    stopped(folder, lambda: saves.update({folder: full}), at=5)  # an earlier one takes its place
+    # an earlier one takes its place
+    stopped(train, folder, lambda: saves.update({folder: full}), at=5)
     assert (steps(folder), kept(memory)) == ([3], ["5"])
 
 
-def test_what_is_older_than_the_disk_is_not_used(memory, saves, tmp_path):
+def test_what_is_older_than_the_disk_is_not_used(train, memory, saves, tmp_path):
     folder = tmp_path / "saved"
-    stopped(folder, lambda: saves.update({folder: full}), at=5)
+    stopped(train, folder, lambda: saves.update({folder: full}), at=5)
     (path,) = memory.glob("*/5")
     shutil.copytree(path.parent, tmp_path / "copy")
     saves.clear()
@@ -236,9 +244,9 @@ def test_what_is_older_than_the_disk_is_not_used(memory, saves, tmp_path):
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
-def test_what_is_damaged_is_not_used(where, memory, saves, tmp_path, caplog):
+def test_what_is_damaged_is_not_used(where, train, memory, saves, tmp_path, caplog):
     folder = tmp_path / "saved"
-    stopped(folder, lambda: saves.update({folder: full}))
+    stopped(train, folder, lambda: saves.update({folder: full}))
     saves.clear()
     (path,) = memory.glob(f"*/{AT}")
     if where == "disk":  # ended between the two
