@@ -74,7 +74,7 @@ def _job(model: nn.Module, shape: tuple[int, ...], batch_size: int) -> dict[str,
     return {
         "loss_fn": cross_entropy(model),
         "optimizer": optax.adam(1e-3),
-        "params": model.init(jax.random.key(0), x[:1]),
+        "params": jax.jit(model.init)(jax.random.key(0), x[:1]),
         "data": data,
         "batch_size": batch_size,
     }
