@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from marks import slow
 from reference import LEAVES
+from test_averaging_lanes import APART
 from test_averaging_table import COUNTS, TABLE
 
 from elche_jax.engine.collectives import broadcast_from
@@ -20,10 +21,7 @@ def applied_by_the_last(self, ended, mean):
     return self.adopt(ended, agreed), agreed.fine
 
 
-QUICK = ("DiLoCo, int8, one pending",)
-
-
-@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in TABLE])
+@pytest.mark.parametrize("name", ["DiLoCo, int8, one pending", *map(slow, APART)])
 def test_what_one_device_agrees_on_serves_all(name, monkeypatch):
     rule, _ = TABLE[name]
     want, *_ = averaged.train_on(rule, COUNTS[2])

@@ -21,7 +21,7 @@ from elche_jax.train.timing import Timing
         slow("average", -0.5, THREE),
         slow("keep", 0.0, THREE),
         ("keep", 2.0, COUNTS),
-        ("reset", 1.0, THREE),
+        slow("reset", 1.0, THREE),
     ],
 )
 def test_parameter_averaging(how, exponent, counts):
@@ -46,27 +46,22 @@ def test_an_exponent_that_follows_a_schedule():
         np.testing.assert_allclose(said["share"], powers / powers.sum(), rtol=1e-5)
 
 
-TWO_OR_THREE = [slow(COUNTS, id="two"), pytest.param(THREE, id="three")]
-
-
-@pytest.mark.parametrize("counts", TWO_OR_THREE)
-@pytest.mark.parametrize("how", [slow("average"), "keep", slow("reset")])
+@pytest.mark.parametrize("how", ["average", "keep", "reset"])
 @pytest.mark.slow  # test_every_rule_on_every_transport has such a rule
-def test_diloco_with_nesterov(how, counts):
+def test_diloco_with_nesterov(how):
     rule = elche.DiLoCo(outer=optax.sgd(**NESTEROV), optimizer_state=how)
-    history, _, state, _ = train_on(rule, counts)
-    assert_history(history, run(counts, outer=Outer(0.7, 0.9, True), optimizer_state=how))
+    history, _, state, _ = train_on(rule, THREE)
+    assert_history(history, run(THREE, outer=Outer(0.7, 0.9, True), optimizer_state=how))
     elche.check_replicas(state.params)
     elche.check_replicas(state.averaging.outer)
 
 
-@pytest.mark.parametrize("fragments", [slow(1), 2, slow(3)])
-@pytest.mark.parametrize("counts", TWO_OR_THREE)
+@pytest.mark.parametrize("fragments", [1, 2, 3])
 @pytest.mark.slow  # test_every_rule_on_every_transport has such a rule
-def test_fragments(counts, fragments):
+def test_fragments(fragments):
     rule = elche.DiLoCo(outer=optax.sgd(**NESTEROV), fragments=fragments)
-    history, metrics, state, _ = train_on(rule, counts)
-    want = run(counts, outer=Outer(0.7, 0.9, True), optimizer_state="keep", parts=PARTS[fragments])
+    history, metrics, state, _ = train_on(rule, THREE)
+    want = run(THREE, outer=Outer(0.7, 0.9, True), optimizer_state="keep", parts=PARTS[fragments])
     assert_history(history, want)
     sizes = {"b": 1, "v": 2, "w": 3}
     for window, said in enumerate(metrics):
@@ -92,6 +87,7 @@ def test_int8_with_error_feedback():
     elche.check_replicas(state.params)
 
 
+@pytest.mark.slow  # test_bytes, and test_every_rule_on_every_transport has such a rule
 def test_bfloat16_on_the_wire():
     rule = elche.DiLoCo(outer=optax.sgd(1.0), compression="bfloat16")
     history, metrics, _, _ = train_on(rule, THREE)
@@ -142,15 +138,10 @@ def test_one_device_is_plain_training_bit_for_bit(rule):
             assert got[name][0].tobytes() == np.asarray(p[name]).tobytes()
 
 
+@pytest.mark.slow  # test_every_rule_on_every_transport has both rules
+@pytest.mark.parametrize("tx", [optax.sgd(LEARNING_RATE), TX], ids=["plain", "momentum"])
 @pytest.mark.parametrize(
-    "tx", [slow(optax.sgd(LEARNING_RATE), id="plain"), pytest.param(TX, id="momentum")]
-)
-@pytest.mark.parametrize(
-    "rule",
-    [
-        pytest.param(elche.ParameterAveraging(), id="pa"),
-        slow(elche.DiLoCo(outer=optax.sgd(1.0)), id="diloco"),
-    ],
+    "rule", [elche.ParameterAveraging(), elche.DiLoCo(outer=optax.sgd(1.0))], ids=["pa", "diloco"]
 )
 def test_windows_of_one_microbatch_are_gradient_mode(tx, rule):
     """Of SGD: with the state averaged, or kept where it is the same as averaged, none."""
@@ -176,29 +167,17 @@ def test_what_no_device_changes_stays_to_the_last_bit():
 # delay
 
 
-@pytest.mark.parametrize("counts", TWO_OR_THREE)
-@pytest.mark.parametrize("exponent", [1.0, slow(0.0)])
+@pytest.mark.parametrize("exponent", [1.0, 0.0])
 @pytest.mark.slow  # test_every_rule_on_every_transport has such a rule
-def test_delay_of_the_average(counts, exponent):
+def test_delay_of_the_average(exponent):
     rule = elche.ParameterAveraging(exponent=exponent, optimizer_state="keep", delay=1)
-    history, metrics, state, _ = train_on(rule, counts)
-    assert_history(history, run(counts, exponent=exponent, optimizer_state="keep", delay=1))
+    history, metrics, state, _ = train_on(rule, THREE)
+    assert_history(history, run(THREE, exponent=exponent, optimizer_state="keep", delay=1))
     elche.check_replicas(state.averaging.base)
-    for said, before in zip(metrics[1:], counts, strict=False):
+    for said, before in zip(metrics[1:], THREE, strict=False):
         powers = np.array([float(c) ** exponent if c else 0.0 for c in before])
         np.testing.assert_allclose(said["share"], powers / powers.sum(), rtol=1e-6)
         assert said["weight"] == sum(before)
-
-
-@pytest.mark.parametrize("counts", TWO_OR_THREE)
-@pytest.mark.slow  # test_every_rule_on_every_transport has such a rule
-def test_delay_of_diloco(counts):
-    rule = elche.DiLoCo(outer=optax.sgd(**NESTEROV), delay=1)
-    history, _, state, _ = train_on(rule, counts)
-    want = run(counts, outer=Outer(0.7, 0.9, True), optimizer_state="keep", delay=1)
-    assert_history(history, want)
-    elche.check_replicas(state.averaging.base)
-    elche.check_replicas(state.averaging.outer)
 
 
 @pytest.mark.parametrize(

@@ -38,16 +38,14 @@ APART = [
 ]
 """Rules that have all parts of a rule between them: what is kept, sent, pending and weighed."""
 QUICK = [(name, FLEETS[at % len(FLEETS)]) for at, name in enumerate(APART)]
-ROWS = [
-    (name, lanes)
-    for number, name in enumerate(TABLE)
-    for at, lanes in enumerate(FLEETS)
-    if at == number % len(FLEETS) or name in APART
-]
-"""Those in all lanes, and every other rule in some."""
+MORE = [(APART[0], lanes) for lanes in FLEETS]
+MORE += [(name, "2+2" if lanes == "1+1" else "1+1") for name, lanes in QUICK]
+MORE += [(name, FLEETS[at % len(FLEETS)]) for at, name in enumerate(TABLE) if name not in APART]
+ROWS = [*QUICK, *(slow(*row) for row in dict.fromkeys(MORE) if row not in QUICK)]
+"""One rule over all lanes, the others APART over lanes of one device and of several."""
 
 
-@pytest.mark.parametrize(("name", "lanes"), [row if row in QUICK else slow(*row) for row in ROWS])
+@pytest.mark.parametrize(("name", "lanes"), ROWS)
 def test_every_rule_over_lanes(name, lanes, twins):
     rule, by_hand = TABLE[name]
     devices, parts = fleet(lanes, twins)
@@ -82,9 +80,8 @@ def test_lanes_of_alike_devices_change_no_more_than_the_order_of_sums(name):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "name", [slow("mean gradient"), "mean gradient, one pending", slow("Local SGD")]
-)
+@pytest.mark.slow  # test_a_run_in_which_a_lane_rests replays one
+@pytest.mark.parametrize("name", ["mean gradient", "mean gradient, one pending", "Local SGD"])
 def test_the_same_kinds_give_the_same_bits(name, twins):
     rule, _ = TABLE[name]
     devices, _ = fleet("2+1", twins)

@@ -69,8 +69,11 @@ def test_programs_with_a_collective(name):
         assert lower(fn, *args).platforms == ("cuda",)
 
 
-@pytest.mark.parametrize("name", [name if name in APART else slow(name) for name in TABLE])
-def test_programs_of_lanes(name):
+@pytest.mark.parametrize("name", APART)
+def test_programs_of_lanes(name, monkeypatch):
+    """They can use what they donate: JAX warns of a buffer for which there is no result."""
+    # on a CPU they donate nothing
+    monkeypatch.setattr("elche_jax.engine.lanes.compiled._donated", lambda lane, *at: at)
     runner, call = runner_of(TABLE[name][0], ((0,), (1,)))
     compiled, program = runner._compiled, runner._program
     data, call_args = one(call.payload), one(call.call_args)
@@ -86,18 +89,10 @@ def test_programs_of_lanes(name):
         ]
     for fn, *args in programs:
         assert lower(fn, *args).platforms == ("cuda",)
-
-
-@pytest.mark.parametrize("name", [name if name in APART else slow(name) for name in TABLE])
-def test_what_lanes_donate_can_be_used(name, monkeypatch):
-    """On a CPU they donate nothing; JAX warns of a buffer for which there is no result."""
-    monkeypatch.setattr("elche_jax.engine.lanes.compiled._donated", lambda lane, *at: at)
-    runner, call = runner_of(TABLE[name][0], ((0,), (1,)))
-    compiled = runner._compiled
-    programs = [compiled.accumulating(0, runner._lanes.part(call.payload, 0))]
+    made = [compiled.accumulating(0, runner._lanes.part(call.payload, 0))]
     for part in compiled.parts:
         contribute, agree, adopt = compiled._ending(part, 0)
-        programs += [contribute[0], agree, adopt[0]]
-    for one in programs:
-        one.mapped.lower(*one.shapes())  # a warning is an error
+        made += [contribute[0], agree, adopt[0]]
+    for each in made:
+        each.mapped.lower(*each.shapes())  # a warning is an error
     assert adopt[0].mapped.lower(*adopt[0].shapes()).args_info[0][0].step.donated

@@ -59,7 +59,7 @@ def train(devices, counts=COUNTS, **options):
     ],
 )
 def test_the_loss_of_each_device(averaging, devices):
-    _, said, _ = train(devices, averaging=averaging, again=True)
+    _, said, _ = train(devices, averaging=averaging)
     np.testing.assert_allclose(losses(said), expected(COUNTS), rtol=1e-5)
     assert np.isnan(losses(said)[2][0]) and np.isnan(losses(said)[3][1]), "no work, no loss"
 
