@@ -104,11 +104,8 @@ def test_a_window_in_which_no_device_is_finite_changes_nothing(world):
 def test_what_is_kept_apart_is_not_compared():
     """verify_every looks at what must be alike, and only at that."""
     config = elche.DDPConfig(verify_every=1)
-    for rule in (
-        elche.ParameterAveraging(optimizer_state="keep"),
-        elche.DiLoCo(outer=optax.sgd(0.5), fragments=2, compression="int8"),
-    ):
-        train_on(rule, THREE, config=config)
+    rule = elche.DiLoCo(outer=optax.sgd(0.5), fragments=2, compression="int8")
+    train_on(rule, THREE[:4], config=config)
 
 
 def test_average_gives_one_set_of_parameters():

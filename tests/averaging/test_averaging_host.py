@@ -38,6 +38,19 @@ def first(microbatches):
     return {name: leaf[: microbatches * BATCH] for name, leaf in data().items()}
 
 
+def built(config):
+    return elche.build_train_step(
+        loss_fn, TX, devices=jax.devices()[:2], averaging=KEEP, config=config,
+        cadence=elche.Replay([(2, 1)] * 6),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def step():
+    """A training step whose windows wait for their average; every run begins anew."""
+    return built(HOST)
+
+
 # -- every window waits for its average
 
 
@@ -397,12 +410,9 @@ def test_a_state_that_was_changed_waits_for_its_average():
 
 
 @pytest.mark.parametrize("config", [HOST, ahead()], ids=["cadence", "async"])
-def test_a_window_whose_run_is_over(config):
+def test_a_window_whose_run_is_over(config, step):
     """It stays usable, and is like any other."""
-    train = elche.build_train_step(
-        loss_fn, TX, devices=jax.devices()[:2], averaging=KEEP, config=config,
-        cadence=elche.Replay([(2, 1)] * 2),
-    )  # fmt: skip
+    train = step if config is HOST else built(config)
     state = train.init(params())
     with train.windows(first(6), BATCH, shuffle=False) as windows:
         window = next(windows)
@@ -451,16 +461,12 @@ def test_memory_is_given_back():
         assert after == before and train.records
 
 
-def test_a_state_that_was_put_together_on_one_device():
-    train = elche.build_train_step(
-        loss_fn, TX, devices=jax.devices()[:2], averaging=KEEP, config=HOST,
-        cadence=elche.Replay([(2, 1)] * 2),
-    )  # fmt: skip
-    state = jax.tree.map(jnp.asarray, jax.device_get(train.init(params())))
+def test_a_state_that_was_put_together_on_one_device(step):
+    state = jax.tree.map(jnp.asarray, jax.device_get(step.init(params())))
     history = []
-    with train.windows(first(6), BATCH, shuffle=False) as windows:
+    with step.windows(first(6), BATCH, shuffle=False) as windows:
         for window in windows:
-            state, _ = train(state, window)
+            state, _ = step(state, window)
             history.append(jax.device_get(state.params))
     assert_history(history, run([(2, 1)] * 2, optimizer_state="keep"))
 
@@ -709,7 +715,7 @@ def test_a_slow_device_gets_less_when_it_is_late_again():
         emulate=EmulatedSpeeds([1.0, 40.0]), guard=elche.NoGuard(),
     )  # fmt: skip
     state, counts = train.init(params()), []
-    with train.windows(data(16 * 150), BATCH) as windows:
+    with train.windows(data(16 * 40), BATCH) as windows:
         for window in windows:
             state, _ = train(state, window)
             counts.append(window.counts)
@@ -745,13 +751,9 @@ def test_a_device_that_sleeps_for_five_seconds_once():
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["cadence", "async"])
-def test_an_interrupt_while_the_loop_waits(late, monkeypatch):
+def test_an_interrupt_while_the_loop_waits(late, step, monkeypatch):
     """The state is as it was before the window, and can be trained on."""
-    counts = [(2, 1)] * 6
-    train = elche.build_train_step(
-        loss_fn, TX, devices=jax.devices()[:2], averaging=KEEP, cadence=elche.Replay(counts),
-        config=ahead(max_overshoot=0) if late else HOST,
-    )  # fmt: skip
+    train = built(ahead(max_overshoot=0)) if late else step
     state, at = train.init(params()), "admit" if late else "outcome"
     method, calls = getattr(Coordinator, at), []
 
@@ -772,19 +774,15 @@ def test_an_interrupt_while_the_loop_waits(late, monkeypatch):
         for window in windows:
             state, _ = train(state, window)
     assert elche.unreplicate(state.microbatches) == 18
-    whole = elche.build_train_step(
-        loss_fn, TX, devices=jax.devices()[:2], averaging=KEEP, cadence=elche.Replay(counts),
-        config=HOST,
-    )  # fmt: skip
-    other = whole.init(params())
-    with whole.windows(data(18), BATCH) as windows:
-        for window in windows:
-            other, _ = whole(other, window)
-    if not late:
-        for name in LEAVES:
-            np.testing.assert_array_equal(state.params[name], other.params[name])
-    else:
+    if late:
         assert np.isfinite(train.average(state)["w"]).all()
+        return
+    other = step.init(params())
+    with step.windows(data(18), BATCH) as windows:
+        for window in windows:
+            other, _ = step(other, window)
+    for name in LEAVES:
+        np.testing.assert_array_equal(state.params[name], other.params[name])
 
 
 def test_an_error_in_a_thread_reaches_the_loop(monkeypatch):

@@ -129,13 +129,12 @@ def test_weights_that_share_nothing_out_are_an_error(times, delay, exchange):
 @table(rule=RULES, exchange=["device", "host"])
 def test_what_a_run_leaves_pending_is_taken_up_in_the_next(rule, exchange):
     """Four calls of `windows` are one, also with the state in another one's place."""
-    counts = [(2, 1)] * 8
+    train = elche.build_train_step(
+        loss_fn, averaged.TX, devices=jax.devices()[:2], averaging=RULES[rule](2),
+        cadence=elche.Replay([(2, 1)] * 8), config=elche.DDPConfig(exchange=exchange),
+    )  # fmt: skip
 
     def trained(calls):
-        train = elche.build_train_step(
-            loss_fn, averaged.TX, devices=jax.devices()[:2], averaging=RULES[rule](2),
-            cadence=elche.Replay(counts), config=elche.DDPConfig(exchange=exchange),
-        )  # fmt: skip
         rows = {name: leaf[: 24 * BATCH] for name, leaf in data().items()}
         state, each = train.init(params()), 8 // calls
         for call in range(calls):
@@ -257,10 +256,10 @@ def test_a_dynamic_scale_goes_over_the_host(run_ahead):
             scales.append(float(metrics["loss_scale"]))
         return elche.unreplicate(state.params), scales
 
-    plain, scales = trained()
     hosted, reported = trained(exchange=elche.HostExchange(run_ahead=run_ahead))
-    assert scales[0] == reported[0] == 8 and reported[-1] > 8
+    assert reported[0] == 8 and reported[-1] > 8
     if not run_ahead:
+        plain, scales = trained()
         assert reported == scales
         np.testing.assert_allclose(hosted["w"], plain["w"], rtol=1e-5)
 
