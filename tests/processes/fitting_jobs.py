@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 import elche_jax as elche
@@ -25,6 +26,12 @@ FIRST, OTHER = jax.process_index() == 0, jax.process_index() == 1
 def trainer(**options):
     options = {"cadence": elche.FixedTotal(6)} | options
     return elche.Trainer(loss_fn, optax.adam(1e-2), **options)
+
+
+@cache
+def shared():
+    """That of runs which need none of their own: what one has compiled, the next ones use."""
+    return trainer()
 
 
 def fit(made, epochs=2, **options):
@@ -69,7 +76,7 @@ def whole(folder):
         trainer(timeline=timeline), run_dir=own, callbacks=[steps], log_every=4,
         early_stopping=elche.EarlyStopping(patience=9),
     )  # fmt: skip
-    fit(trainer(), epochs=1, run_dir=own.with_name("half" if FIRST else "nothing"))
+    fit(shared(), epochs=1, run_dir=own.with_name("half" if FIRST else "nothing"))
     again = fit(trainer(), run_dir=own.with_name("half" if FIRST else "nothing"), resume="must")
     return {
         "history": history(result), "losses": [epoch.loss for epoch in result.history],
@@ -86,21 +93,21 @@ def stopped(folder):
     """Who stops a run, why, and after how many windows; only one process asks for it."""
     found = {}
     limits = {"max_seconds": 1e-6 if OTHER else 1e6, "max_windows": None}
-    result = fit(trainer(), epochs=None, **limits)
+    result = fit(shared(), epochs=None, **limits)
     found["max_seconds"] = [result.stopped, result.windows]
-    result = fit(trainer(), epochs=None, max_windows=7)
+    result = fit(shared(), epochs=None, max_windows=7)
     found["max_windows"] = [result.stopped, result.windows]
     steps = Steps(3, lambda context: context.stop() if FIRST else None)
-    result = fit(trainer(), epochs=None, callbacks=[steps])
+    result = fit(shared(), epochs=None, callbacks=[steps])
     found["callback"] = [result.stopped, result.windows]
-    handle = trainer().start(params(), ROWS, BATCH, None, progress=False)
+    handle = shared().start(params(), ROWS, BATCH, None, progress=False)
     if OTHER:
         next(handle.metrics())
         handle.stop()
     result = handle.join()
     found["stop"] = [result.stopped, result.windows, history(result)]
     rule = elche.EarlyStopping(patience=1, min_delta=1e9)
-    result = fit(trainer(), epochs=9, early_stopping=rule)
+    result = fit(shared(), epochs=9, early_stopping=rule)
     found["early_stopping"] = [result.stopped, result.windows]
     return found
 
@@ -115,7 +122,7 @@ def interrupted(folder):
     saving = elche.Checkpoints(folder / "interrupted")
     try:
         steps = Steps(3, interrupt)
-        result = fit(trainer(), epochs=None, callbacks=[steps], checkpoints=saving)
+        result = fit(shared(), epochs=None, callbacks=[steps], checkpoints=saving)
         return [result.stopped, result.windows]
     except KeyboardInterrupt:
         return ["KeyboardInterrupt", steps.seen[-1] + 1]
@@ -130,15 +137,15 @@ def broken(folder):
             raise RuntimeError("the callback is broken")
 
     steps = Steps(2, fail)
-    found["callback"] = raised(lambda: fit(trainer(), epochs=None, callbacks=[steps]))
+    found["callback"] = raised(lambda: fit(shared(), epochs=None, callbacks=[steps]))
     found["windows"] = steps.seen[-1]
     writers = [Broken()]
-    found["writer"] = raised(lambda: fit(trainer(), writers=writers))
+    found["writer"] = raised(lambda: fit(shared(), writers=writers))
     place = folder / ("file/run" if FIRST else "run2")
     if FIRST:
         (folder / "file").touch()
-    found["run_dir"] = raised(lambda: fit(trainer(), run_dir=place))
-    found["must"] = raised(lambda: fit(trainer(), run_dir=folder / "new", resume="must"))
+    found["run_dir"] = raised(lambda: fit(shared(), run_dir=place))
+    found["must"] = raised(lambda: fit(shared(), run_dir=folder / "new", resume="must"))
     return found
 
 
