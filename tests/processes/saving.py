@@ -258,7 +258,11 @@ if __name__ == "__main__":
     elif phase == "endless":
         run(build(cadence=elche.FixedTotal(3)), place, None, every_windows=1)
     elif phase == "straight":
-        said = {"straight": straight(place, rules)}
+        halves = [rule for rule in RULES if (place / "alone" / rule).exists()]
+        said = {
+            "straight": straight(place, rules),
+            "resumed": resumed(place / "alone", halves),
+        }
         print(json.dumps(said | {scene.__name__: scene(place) for scene in SCENES}))
     else:
         print(json.dumps({"resumed": resumed(place, rules)}))

@@ -18,12 +18,36 @@ RULES = ["mean", slow("local"), "diloco"]
 """As with "local", every device has an optimizer of its own with "diloco"."""
 
 
+def alone(folder, rules):
+    """Halves of runs of one process with three devices, and their other halves."""
+    wholes = {}
+    for rule in rules:
+        devices = jax.devices()[:3]
+        saving.run(saving.build(rule, devices=devices), folder / rule, saving.STOP)
+        train = saving.build(rule, devices=devices)
+        state, _ = saving.run(train, folder / f"{rule}-once", saving.LAST)
+        wholes[rule] = saving.said_of(train, state)
+    return wholes
+
+
 @pytest.fixture(scope="module")
-def job(request, tmp_path_factory):
+def place(tmp_path_factory):
+    """The folder of the job."""
+    return tmp_path_factory.mktemp("two")
+
+
+@pytest.fixture(scope="module")
+def wholes(request, place):
+    """What runs of one process with three devices become; the job finds halves of them."""
+    return alone(place / "alone", jobs.asked(request, "half"))
+
+
+@pytest.fixture(scope="module")
+def job(request, place, wholes):
     """What the two processes say, by the names of the scenes, and their folder."""
-    folder, rules = tmp_path_factory.mktemp("two"), {"mean", *jobs.asked(request, "rule")}
     # other scenes look at what the mean has saved
-    return jobs.run("saving.py", FLEET, "straight", folder, *sorted(rules)), folder
+    rules = sorted({"mean", *jobs.asked(request, "rule")})
+    return jobs.run("saving.py", FLEET, "straight", place, *rules), place
 
 
 def assert_params(got, want):
@@ -55,36 +79,20 @@ def test_one_process_goes_on_with_a_checkpoint_of_two(rule, job):
     assert all(alike) == (rule == "mean" or saving.RULES[rule].optimizer_state == "average")
 
 
-def alone(folder, rules):
-    """Halves of runs of one process with three devices, and their other halves."""
-    wholes = {}
-    for rule in rules:
-        devices = jax.devices()[:3]
-        saving.run(saving.build(rule, devices=devices), folder / rule, saving.STOP)
-        train = saving.build(rule, devices=devices)
-        state, _ = saving.run(train, folder / f"{rule}-once", saving.LAST)
-        wholes[rule] = saving.said_of(train, state)
-    return wholes
+@pytest.mark.parametrize("half", [slow("mean"), slow("local"), "diloco"])
+def test_two_processes_go_on_with_a_checkpoint_of_one(half, job, wholes):
+    for process in job[0]:
+        got, whole = process["resumed"][half], wholes[half]
+        assert_params(got, whole)
+        assert got["counts"] == [list(row) for row in whole["counts"]]
 
 
-@pytest.mark.parametrize("some", [["diloco"], slow(["mean", "local"])], ids="-".join)
-def test_two_processes_go_on_with_a_checkpoint_of_one(some, tmp_path):
-    wholes = alone(tmp_path, some)
-    for process in jobs.run("saving.py", FLEET, "resumed", tmp_path, *some):
-        for rule, whole in wholes.items():
-            got = process["resumed"][rule]
-            assert_params(got, whole)
-            assert got["counts"] == [list(row) for row in whole["counts"]]
-
-
-@pytest.mark.slow  # the same as with a checkpoint of one
-def test_two_processes_go_on_with_a_checkpoint_of_three(job, tmp_path):
-    said, _ = job
-    wholes = said[0]["straight"]
-    jobs.run("saving.py", (1, 1, 1), "half", tmp_path, *wholes)
-    for process in jobs.run("saving.py", FLEET, "resumed", tmp_path, *wholes):
-        for rule, whole in wholes.items():
-            assert_params(process["resumed"][rule], whole["once"])
+@pytest.mark.parametrize("rule", [slow("local")])  # the same as with a checkpoint of one
+def test_two_processes_go_on_with_a_checkpoint_of_three(rule, job, tmp_path):
+    whole = job[0][0]["straight"][rule]["once"]
+    jobs.run("saving.py", (1, 1, 1), "half", tmp_path, rule)
+    for process in jobs.run("saving.py", FLEET, "resumed", tmp_path, rule):
+        assert_params(process["resumed"][rule], whole)
 
 
 def test_every_example_once_over_stop_and_resume(job):
