@@ -66,8 +66,7 @@ if __name__ == "__main__":
         reads = 10**9 if jax.process_index() == 0 else 100
         told = raised(lambda: asked(width, ms, Broken(reads)))
     else:
-        advice = asked(width, ms, seconds=2.0 if what == "train" else 0.1)
+        advice = asked(width, ms, seconds=2.0)
         told = {"advice": advice.to_dict(), "text": str(advice), "share": advice.sync_share}
-        if what == "train":
-            told["counts"], told["params"] = trained(width, ms, 8)
+        told["counts"], told["params"] = trained(width, ms, 8)
     print(json.dumps(told))

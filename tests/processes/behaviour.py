@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 
 import elche_jax as elche
 
@@ -17,6 +18,7 @@ from held import Held
 from reference import data, loss_fn, params
 from scenes import Noted, raised
 
+from elche_jax._processes import Processes
 from elche_jax.engine.job import Job
 from elche_jax.lab.emulate import EmulatedSpeeds
 
@@ -315,6 +317,33 @@ def replayed_pending(rule, **options):
     return [bits(state), bits(part), repr(said), repr(early + late), *plans]
 
 
+def two_threads():
+    """A second thread begins to train in the middle of a window; nothing is trained after that."""
+    together, said = Processes.together, {}
+
+    def trained(name):
+        train = build(cadence=elche.FixedTotal(6))
+        state = train.init(params())
+        with train.windows(ROWS, BATCH) as windows:
+            for window in windows:
+                if window.index == 2 and name == "first":
+                    Processes.together = meanwhile
+                state, _ = train(state, window)
+
+    def begins(name):
+        said[name] = raised(lambda: trained(name))
+
+    def meanwhile(self, leads, exchange):
+        Processes.together = together
+        second = threading.Thread(target=begins, args=["second"])
+        second.start()
+        second.join()
+        return together(self, leads, exchange)
+
+    begins("first")
+    return said
+
+
 DILOCO = elche.DiLoCo(optax.sgd(0.7, momentum=0.9))
 DILOCO_LATE = elche.DiLoCo(optax.sgd(0.7, momentum=0.9), delay=3)
 AHEAD = elche.HostExchange(run_ahead=True)
@@ -361,6 +390,7 @@ SCENES = {
     "kept, ahead": lambda: kept_for_later(exchange=AHEAD),
     "planned_apart": planned_apart,
     "errors": errors,
+    "two_threads": two_threads,
 }
 
 if __name__ == "__main__":

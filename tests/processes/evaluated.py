@@ -11,6 +11,7 @@ import jax  # after it, as what follows
 import jax.numpy as jnp
 import numpy as np
 import optax
+from advising import asked
 from reference import data, loss_fn, params
 from scenes import Noted, raised
 
@@ -198,10 +199,16 @@ def averaged():
     return plain(train.average(state))
 
 
+def advised():
+    """What is advised if the device of the other process is slow."""
+    advice = asked(4, [4.0, 4.0, 12.0])
+    return {"advice": advice.to_dict(), "text": str(advice)}
+
+
 SCENES = evaluated, predicted, big, failing, by_hand
 
 if __name__ == "__main__":
     found = {scene.__name__: scene() for scene in SCENES}
     if len(jax.devices()) == 3:
-        found["averaged"] = averaged()
+        found |= {"averaged": averaged(), "advised": advised()}
     print(json.dumps(found))
