@@ -88,7 +88,7 @@ def check(folder, alone, out, sizes, repeated=()):
 
 
 @pytest.mark.parametrize(
-    ("how", "sizes"), [("loop", (1, 2)), slow("loop", (3, 2, 4)), slow("fit", (3, 2, 4))]
+    ("how", "sizes"), [("loop", (1, 2)), slow("loop", (3, 2, 4)), slow("fit", (1, 3, 2))]
 )
 def test_as_many_processes_as_are_wanted(how, sizes, alone, tmp_path):
     number = tmp_path / "number"
