@@ -66,17 +66,22 @@ def test_who_is_stuck_is_named_and_killed(moment, tmp_path):
 
 
 @pytest.mark.slow  # one of ten moments that are known is tested by `make test`
-@pytest.mark.parametrize("seed", range(10))
-def test_stopped_at_a_random_moment(seed, tmp_path):
-    chance = random.Random(seed)  # in the first window, whose programs are compiled, or later
-    moment = [0, chance.uniform(0, 0.5)] if seed < 3 else [chance.randrange(3, 40), 0.005]
-    done = launched(tmp_path, 1, {"1": {"any": moment}}, "--on-failure", "continue")
+@pytest.mark.parametrize("seeds", [(0, 3, 4, 5), (1, 6, 7), (2, 8, 9)], ids=str)
+def test_stopped_at_random_moments(seeds, tmp_path):
+    """One process after the other: in the first window, whose programs are compiled, or later."""
+    moments = {}
+    for process, seed in enumerate(seeds, 1):
+        chance = random.Random(seed)
+        moment = [0, chance.uniform(0, 0.5)] if seed < 3 else [chance.randrange(3, 40), 0.005]
+        moments[str(process)] = {"any": moment}
+    count = "-n", 1 + len(seeds), "--cpu-devices", 1
+    done = launched(tmp_path, 1, moments, *count, "--on-failure", "continue")
     assert done.returncode == 0, done.stderr
-    assert "[0] trained 450\n" in done.stdout
-    assert "[1] trained" not in done.stdout
-    (line,) = re.findall(r"^elche-jax launch: (.* no progress .*)$", done.stderr, re.MULTILINE)
-    assert line.startswith("process 1 (ranks 2 and 3) made no progress for "), line
-    assert line.endswith("stopped by a signal: killed"), line
+    assert re.findall(r"^\[(\d)\] trained 450$", done.stdout, re.MULTILINE) == ["0"]
+    lines = re.findall(r"^elche-jax launch: (.* no progress .*)$", done.stderr, re.MULTILINE)
+    for process, line in zip(moments, sorted(lines), strict=True):
+        assert line.startswith(f"process {process} (rank {process}) made no progress for "), line
+        assert line.endswith("stopped by a signal: killed"), line
 
 
 @pytest.mark.slow
