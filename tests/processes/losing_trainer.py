@@ -31,15 +31,11 @@ def metric_fn(p, batch):
     return {"error": batch["x"] @ p["w"] + p["b"] + p["v"].sum() - batch["y"]}
 
 
-def main(rule, folder, dies, exchange=None):
-    if jax.process_index() == jax.process_count() - 1 and dies:
-        # with fragments after an evaluation, for which the parameters are averaged
-        last = 15 if rule == "fragments" else 5
-        die_in(LanesWindow, "_agree_across", last)
-        die_in(HostAverage, "__call__", last)
+def trained(rule, folder, exchange=None, **options):
+    """A run that goes on from what is saved in a folder; what became of it."""
     saving = elche.Checkpoints(Path(folder) / "saved", every_windows=3, keep_last=99)
     result = fit(
-        trainer(averaging=RULES[rule], exchange=EXCHANGES[exchange]),
+        trainer(averaging=RULES[rule], exchange=EXCHANGES[exchange], **options),
         checkpoints=saving, resume="auto",
         evaluation=elche.Evaluation(metric_fn, ROWS, BATCH),
     )  # fmt: skip
@@ -47,14 +43,19 @@ def main(rule, folder, dies, exchange=None):
     pending = () if kept is None else [(one.progress, one.steps) for one in kept.pending]
     work = [] if kept is None else jax.tree.leaves((kept.steps, kept.error, pending))
     params = elche.unreplicate(result.state.params)
-    print(json.dumps({
+    return {
         "history": history(result), "loss": result.loss, "stopped": str(result.stopped),
         "metrics": result.history[-1].evaluation if result.history else {},
         # whether each device has something that it has not exchanged yet
         "work": [[bool(np.any(row)) for row in np.asarray(leaf)] for leaf in work],
         "params": {name: np.asarray(leaf).tolist() for name, leaf in params.items()},
-    }))  # fmt: skip
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3] == "dies", *sys.argv[4:])
+    if jax.process_index() == jax.process_count() - 1:
+        # with fragments after an evaluation, for which the parameters are averaged
+        last = 15 if sys.argv[1] == "fragments" else 5
+        die_in(LanesWindow, "_agree_across", last)
+        die_in(HostAverage, "__call__", last)
+    print(json.dumps(trained(*sys.argv[1:])))

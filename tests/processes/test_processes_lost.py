@@ -5,6 +5,7 @@ import json
 import fitting_jobs
 import jax
 import jobs
+import losing_trainer
 import numpy as np
 import optax
 import pytest
@@ -151,17 +152,18 @@ def test_the_job_ends_with_its_first_process():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
-def test_at_a_random_moment(seed):
-    fleet = (1, 1, 1)
-    said = run(fleet, "mean gradient", TOTAL, p2=("time", seed))
-    check(said, fleet, "mean gradient", [2])
+@pytest.mark.parametrize("seeds", [range(5), range(5, 10)], ids=str)
+def test_at_random_moments(seeds):
+    """One process after the other, until two are left."""
+    dying = {f"p{at}": ("time", seed) for at, seed in enumerate(seeds, 1)}
+    fleet, lost = (1,) * (2 + len(dying)), range(1, 1 + len(dying))
+    check(run(fleet, "mean gradient", TOTAL, **dying), fleet, "mean gradient", lost)
 
 
 @pytest.mark.slow  # in `make test` a training step goes on
 @pytest.mark.parametrize("rule", ["mean gradient", "averaging", "diloco"])
 def test_a_trainer_goes_on_and_saves(rule, tmp_path):
-    first, second, _ = jobs.run("losing_trainer.py", (1, 1, 1), rule, tmp_path, "dies", killed=[2])
+    first, second, _ = jobs.run("losing_trainer.py", (1, 1, 1), rule, tmp_path, killed=[2])
     check_fit(first, second, rule, tmp_path)
 
 
@@ -178,9 +180,9 @@ def check_fit(first, second, rule, folder, *exchange):
 
 
 def resumed(rule, first, folder, *exchange):
-    """What one process with three devices gets of the last checkpoint, in which none is missing."""
+    """What three devices of one process get of the last checkpoint, in which none is missing."""
     # the last checkpoint is whole, also for a job of another size: nothing is left to train
-    (again,) = jobs.run("losing_trainer.py", (3,), rule, folder, "lives", *exchange)
+    again = losing_trainer.trained(rule, folder, *exchange, devices=jax.devices()[:3])
     for name, values in first["params"].items():
         np.testing.assert_allclose(again["params"][name], values, rtol=1e-6)
     return again
@@ -190,7 +192,7 @@ def resumed(rule, first, folder, *exchange):
 @pytest.mark.parametrize("rule", ["int8, one pending", "fragments"])
 def test_a_checkpoint_has_no_work_of_a_lost_device(rule, tmp_path):
     """It would be the first device's, and count twice."""
-    first, *_ = jobs.run("losing_trainer.py", (1, 1, 1), rule, tmp_path, "dies", killed=[2])
+    first, *_ = jobs.run("losing_trainer.py", (1, 1, 1), rule, tmp_path, killed=[2])
     again = resumed(rule, first, tmp_path)
     assert any(any(left) for *left, _ in again["work"])  # a device may have none in a window
     assert not any(lost for *_, lost in again["work"])

@@ -109,10 +109,9 @@ def test_two_that_end_one_after_the_other(second):
     assert check(said, fleet, THREE) == [[1, 3], [2, {9: 4, 8: 3, 6: 1}[second]]]
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_at_a_random_moment(seed):
+def test_at_a_random_moment():
     fleet = (1, 1, 1)
-    check(run(fleet, ONE, TOTAL, p2=("time", seed)), fleet, ONE)
+    check(run(fleet, ONE, TOTAL, p2=("time", 0)), fleet, ONE)
 
 
 LOST = "train: process 1 (device 1) ended before window {} was complete; 1 of 2 devices are left. "
