@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+from functools import cache
 
 import elche_jax as elche
 
@@ -114,9 +115,15 @@ def poisoned(at=5, windows=3, **options):
     return [said, train.skipped, train.left_out]
 
 
+@cache
+def verifying():
+    """A step that compares the replicas after each window."""
+    return build(cadence=elche.Replay([(2, 1, 1)] * 8), verify_every=1)
+
+
 def changed(part, change):
     """What is raised if a part of the state is changed after the second window, and when."""
-    train = build(cadence=elche.Replay([(2, 1, 1)] * 8), verify_every=1)
+    train = verifying()
     state, trained = train.init(params()), []
 
     def loop(state):

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import elche_jax as elche
@@ -37,6 +38,12 @@ def build(rule="mean", **options):
     return elche.build_train_step(
         loss_fn, optax.adam(1e-2), averaging=RULES[rule], cadence=cadence, **options
     )
+
+
+@cache
+def shared():
+    """That of scenes which look at other things than how it trains."""
+    return build(cadence=elche.FixedTotal(3))
 
 
 def run(train, folder, last, resume="auto", rows=ROWS, **when):
@@ -122,7 +129,7 @@ def coverage(folder):
 
 def timed(folder):
     """Windows after which the first process saved, as only its clock said so."""
-    train = build(cadence=elche.FixedTotal(3))
+    train = shared()
     state, saved, written = train.init(params()), [], []
     when = elche.Checkpoints(folder / "timed", every_seconds=1e-3 if FIRST else 1e6)
     with elche.Checkpointer(train, when) as saver, train.windows(ROWS, BATCH) as windows:
@@ -143,7 +150,7 @@ def full(folder):
     said, known = {}, Store.save
     Store.save = save
     for when in ("now", "end"):
-        train, trained = build(cadence=elche.FixedTotal(3)), []
+        train, trained = shared(), []
 
         def loop(train=train, trained=trained, when=when):
             state = train.init(params())
@@ -199,16 +206,15 @@ def errors(folder):
     return {
         "must": raised(lambda: restore("must", "none")),
         "never": raised(lambda: restore("never", "mean")),
-        "later": raised(lambda: later(folder)),
+        "later": raised(lambda: later(train, folder)),
         "folder": raised(lambda: elche.Checkpointer(train, elche.Checkpoints(nowhere))),
         "best": raised(lambda: elche.Checkpointer(
             train, elche.Checkpoints(folder / "best")).best(state)),
     }  # fmt: skip
 
 
-def later(folder):
+def later(train, folder):
     """Saves over a checkpoint of a later window."""
-    train = build()
     state = train.init(params())
     where = elche.Checkpoints(folder / "once-mean")
     with elche.Checkpointer(train, where) as saver, train.windows(ROWS, BATCH) as windows:
@@ -219,7 +225,7 @@ def later(folder):
 
 def again(folder):
     """After which window all end if one is asked to start again, and what it has saved."""
-    train, trained = build(cadence=elche.FixedTotal(3)), []
+    train, trained = shared(), []
     state = train.init(params())
     try:
         with elche.Checkpointer(train, elche.Checkpoints(folder / "again")) as saver:
