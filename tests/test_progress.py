@@ -241,7 +241,7 @@ def test_start_up_and_the_loop_are_no_notes_of_their_own(one):
 
 
 def test_outside_of_a_run_a_process_may_do_what_it_wants():
-    assert stuck_after([(1000 * T, [WAITS, noted(running=False)])]) is None
+    assert stuck_after([(100 * T, [WAITS, noted(running=False)])]) is None
 
 
 def test_progress_is_a_phase_that_is_another_one():
@@ -257,7 +257,7 @@ def test_time_in_which_a_process_could_not_go_on_does_not_count():
     work = noted(phases=WAITS.phases[1:])  # the same phase without the exchange
     assert stuck_after([(0.9 * T, [work]), (100 * T, [WAITS]), (0.1 * T, [work])], 4) is None
     assert stuck_after([(0.9 * T, [work]), (10 * T, [noted("window", "compile")])], 1) is None
-    assert stuck_after([(1000 * T, [Seen(work, "t")])], 1) is None, "in a debugger"
+    assert stuck_after([(100 * T, [Seen(work, "t")])], 1) is None, "in a debugger"
     assert stuck_after([(0.9 * T, [work]), (10 * T, [WAITS]), (0.2 * T, [work])], 4)[0]
 
 
@@ -277,11 +277,11 @@ def test_a_collective_in_which_all_wait():
 
 
 def test_not_all_wait():
-    assert stuck_after([(1000 * T, [WAITS, WAITS])], processes=3) is None, "some on another host"
-    assert stuck_after([(1000 * T, [WAITS, None])]) is None, "one has ended"
-    assert stuck_after([(1000 * T, [WAITS])], processes=1) is None, "its own watchdog knows no more"
+    assert stuck_after([(100 * T, [WAITS, WAITS])], processes=3) is None, "some on another host"
+    assert stuck_after([(100 * T, [WAITS, None])]) is None, "one has ended"
+    assert stuck_after([(100 * T, [WAITS])], processes=1) is None, "its own watchdog knows no more"
     alone = WAITS._replace(several=False)
-    assert stuck_after([(1000 * T, [alone])], processes=1)[1].process == 0, "its own devices"
+    assert stuck_after([(100 * T, [alone])], processes=1)[1].process == 0, "its own devices"
 
 
 def test_a_watchdog_that_was_asleep_blames_nobody():
