@@ -180,7 +180,10 @@ class Clock(Protocol):
         del window
 
     def accumulated(self, window: int) -> tuple[float, ...] | None:
-        """Wait until all devices have accumulated; return when each did, None after a close."""
+        """Wait until all devices have accumulated; return when each did.
+
+        None after a close, or if the window was dropped.
+        """
         del window
         return None
 
@@ -337,6 +340,8 @@ class _Collector:
         with self._lock:
             self._dropped.add(number)
             self._open.pop(number, None)
+            with self._arrived:
+                self._arrived.notify_all()
             self._report()
 
     def close(self) -> None:
@@ -352,10 +357,13 @@ class _Collector:
             window = self._open.get(number)
             return {} if window is None else window.accumulated
 
+        def over() -> bool:
+            return self._closed or number in self._dropped
+
         with self._arrived:
-            self._arrived.wait_for(lambda: self._closed or len(ends()) == len(self._ranks))
+            self._arrived.wait_for(lambda: over() or len(ends()) == len(self._ranks))
             found = ends()
-            return None if self._closed else tuple(found[rank] for rank in self._ranks)
+            return None if over() else tuple(found[rank] for rank in self._ranks)
 
     def wait(self, rank: int, job: _Job) -> None:
         """Wait for one device, or for all of them, in a thread."""

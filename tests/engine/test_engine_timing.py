@@ -256,6 +256,18 @@ def test_close_leaves_no_thread_and_may_be_called_again():
     assert watchers() == []
 
 
+def test_nobody_waits_for_a_window_that_is_dropped():
+    stopwatch, _ = stopwatch_and_log(2)
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(stopwatch.accumulated(0)))
+    waiting.start()
+    stopwatch.dropped(0)
+    waiting.join(GIVE_UP)
+    ended = not waiting.is_alive()
+    stopwatch.close()  # which ends it in any case
+    assert ended and found == [None]
+
+
 def test_dropping_it_leaves_no_thread():
     stopwatch, _ = stopwatch_and_log(3)
     assert len(watchers()) == 3
