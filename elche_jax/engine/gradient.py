@@ -18,7 +18,15 @@ import optax
 from elche_jax.engine.exchange import SUM_BELOW, Packing
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.mapped import AXIS
-from elche_jax.engine.microbatch import Terms, all_finite, chosen, clip, computed_once, floats
+from elche_jax.engine.microbatch import (
+    Terms,
+    all_finite,
+    chosen,
+    clip,
+    computed_once,
+    floats,
+    plus,
+)
 from elche_jax.engine.precision import adjust
 from elche_jax.engine.reduce import Contribution, Mean, Reduction, Row
 from elche_jax.engine.rule import Agreed, Ended, Leaves, Rule
@@ -26,30 +34,6 @@ from elche_jax.engine.state import PendingUpdate, TrainState, averaging_of, with
 from elche_jax.engine.wire import encode
 
 PyTree = Any
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Sums:
-    """A device's sums over its microbatches of a window; all float32.
-
-    Attributes:
-        grads: Sum of `weight * grad(loss)` of the trained parameters, packed into buffers.
-        loss: Sum of `weight * loss`.
-        weight: Sum of the weights.
-        metrics: Sums of `weight * metric`.
-        model_state: The device's model state after its last microbatch.
-    """
-
-    grads: list[Any]
-    loss: Any
-    weight: Any
-    metrics: dict[str, Any]
-    model_state: PyTree
-
-    def replace(self, **changes: Any) -> "Sums":
-        """Return a copy with some fields changed."""
-        return replace(self, **changes)
 
 
 @dataclass(frozen=True)
@@ -74,32 +58,25 @@ class GradientRule(Rule):
             state = state.replace(averaging=None)
         return state.replace(model_state=None) if self.late else state
 
-    def zeros(self, state: TrainState) -> Sums:
+    def zeros(self, state: TrainState) -> Terms:
         zero = jnp.zeros((), jnp.float32)
         trained, _ = self.work.selection.split(state.params)
         grads = [jnp.zeros(shape, jnp.float32) for shape in self._packing(trained).shapes]
-        return Sums(grads, zero, zero, dict.fromkeys(self.work.metrics, zero), state.model_state)
+        return Terms(grads, zero, zero, dict.fromkeys(self.work.metrics, zero), state.model_state)
 
     def body(
         self, state: TrainState, payload: Payload, call_args: CallArgs
-    ) -> Callable[[Any, Sums], Sums]:
+    ) -> Callable[[Any, Terms], Terms]:
         trained, _ = self.work.selection.split(state.params)
         gradient, packing = self.work.gradient(state, payload, call_args), self._packing(trained)
 
-        def plus(sums: Sums, own: Terms) -> Sums:
-            grads = packing.pack(own.grads)
-            return Sums(
-                [total + g * own.weight for total, g in zip(sums.grads, grads, strict=True)],
-                sums.loss + own.loss * own.weight,
-                sums.weight + own.weight,
-                {name: sums.metrics[name] + own.metrics[name] for name in self.work.metrics},
-                own.model_state,
-            )
+        def packed(sums: Terms, own: Terms) -> Terms:
+            return plus(sums, own.replace(grads=packing.pack(own.grads)))
 
-        return lambda i, sums: gradient.add(plus, sums, i, trained)
+        return lambda i, sums: gradient.add(packed, sums, i, trained)
 
     def finish(
-        self, state: TrainState, carry: Sums, catch_up: Any = False
+        self, state: TrainState, carry: Terms, catch_up: Any = False
     ) -> tuple[TrainState, PendingUpdate]:
         weight = jnp.where(carry.weight > 0, carry.weight, 1.0)
         grads = clip(carry.grads, self.max_grad_norm, weight)

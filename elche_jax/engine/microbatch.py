@@ -2,8 +2,8 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,15 @@ from elche_jax.engine.trainable import Selection
 PyTree = Any
 
 
-class Terms(NamedTuple):
-    """The results of one microbatch.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Terms:
+    """The results of one microbatch, or their sums over several.
 
     Attributes:
-        grads: Gradient of the mean loss, float32, in the structure of the trained parameters.
-        loss: Mean loss.
+        grads: Gradient of the mean loss, float32, in the structure of the trained parameters; in
+            sums times the weight.
+        loss: Mean loss; in sums times the weight.
         weight: Weight; if 0, the gradient is zero and the model state unchanged.
         metrics: Metrics times the weight.
         model_state: Model state after the microbatch.
@@ -35,22 +38,16 @@ class Terms(NamedTuple):
     metrics: dict[str, Any]
     model_state: PyTree
 
+    def replace(self, **changes: Any) -> "Terms":
+        """Return a copy with some fields changed."""
+        return replace(self, **changes)
+
 
 LEAVES_PER_REDUCTION = 8
 """Number of equally shaped arrays that one reduction checks for non-finite values."""
 
 Part = Callable[[Any, PyTree, PyTree], Terms]
 """`part(p, trained parameters, model state)`, for part `p` of a microbatch."""
-
-
-class HasModelState(Protocol):
-    """Sums over microbatches that hold the model state."""
-
-    @property
-    def model_state(self) -> PyTree: ...
-
-
-S = TypeVar("S", bound=HasModelState)
 
 
 @dataclass(frozen=True)
@@ -74,12 +71,14 @@ class Gradient:
         zero = jnp.zeros((), jnp.float32)
         grads = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained)
         sums = Terms(grads, zero, zero, dict.fromkeys(self.metrics, zero), model_state)
-        sums = self.add(_plus, sums, i, trained)
+        sums = self.add(plus, sums, i, trained)
         weight = jnp.where(sums.weight > 0, sums.weight, 1)
         grads = jax.tree.map(lambda g: g / weight, sums.grads)
-        return sums._replace(grads=grads, loss=sums.loss / weight)
+        return sums.replace(grads=grads, loss=sums.loss / weight)
 
-    def add(self, plus: Callable[[S, Terms], S], sums: S, i: Any, trained: PyTree) -> S:
+    def add(
+        self, plus: Callable[[Terms, Terms], Terms], sums: Terms, i: Any, trained: PyTree
+    ) -> Terms:
         """Add microbatch `i` to sums, part by part, so that only they hold a whole gradient.
 
         Args:
@@ -90,14 +89,15 @@ class Gradient:
         """
         part = self.read(i)
 
-        def body(p: Any, sums: S) -> S:
+        def body(p: Any, sums: Terms) -> Terms:
             return plus(sums, part(p, trained, sums.model_state))
 
         # a loop, as otherwise XLA may run the parts, and hold what they need, at the same time
         return body(0, sums) if self.split == 1 else jax.lax.fori_loop(0, self.split, body, sums)
 
 
-def _plus(sums: Terms, own: Terms) -> Terms:
+def plus(sums: Terms, own: Terms) -> Terms:
+    """Return sums with the terms of one more microbatch, or part of one."""
     return Terms(
         jax.tree.map(lambda total, g: total + g * own.weight, sums.grads, own.grads),
         sums.loss + own.loss * own.weight,
@@ -175,7 +175,7 @@ class Microbatches:
                     made = self._of_part(made)
                 if self.form == "weighted" or self.split > 1:
                     made = _worked(made, model_state)
-                return made._replace(grads=jax.tree.map(unscaled, made.grads))
+                return made.replace(grads=jax.tree.map(unscaled, made.grads))
 
             return part
 
@@ -188,7 +188,7 @@ class Microbatches:
             weight, metrics = jax.tree.map(lambda x: x / self.split, (weight, metrics))
         # without a valid example, means are 0 / 0
         loss, metrics = jax.tree.map(lambda x: jnp.where(weight > 0, x, 0), (made.loss, metrics))
-        return made._replace(loss=loss, weight=weight, metrics=metrics)
+        return made.replace(loss=loss, weight=weight, metrics=metrics)
 
 
 def _part(p: Any, split: int, batch: PyTree, valid: Any) -> tuple[PyTree, Any]:
@@ -207,7 +207,7 @@ def _worked(made: Terms, model_state: PyTree) -> Terms:
         (made.grads, made.model_state),
         (jax.tree.map(jnp.zeros_like, made.grads), model_state),
     )
-    return made._replace(grads=grads, model_state=new_state)
+    return made.replace(grads=grads, model_state=new_state)
 
 
 def clip(grads: PyTree, max_norm: float | None, weight: Any = 1.0) -> PyTree:
