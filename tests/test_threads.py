@@ -32,7 +32,7 @@ def prefetch():
     return Prefetch(make, lambda: None)
 
 def pool():
-    threads = DeviceThreads("test", 1, lambda rank, job: job(), lambda error: None)
+    threads = DeviceThreads("test", 1, lambda error: None)
     threads.put(0, work)
     return threads
 

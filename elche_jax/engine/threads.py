@@ -5,23 +5,21 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, TypeVar
 
 from elche_jax._threads import wait_at_exit
 
-J = TypeVar("J")
+Job = Callable[[], object]
 
 
-class DeviceThreads(Generic[J]):
-    """One thread per device, which works through jobs in the order they are put.
+class DeviceThreads:
+    """One thread per device, which calls its jobs in the order they are put.
 
-    The threads end when the pool is closed or dropped. So `work`, `failed` and `also` must not
+    The threads end when the pool is closed or dropped. So jobs, `failed` and `also` must not
     refer to the owner of the pool.
 
     Args:
         name: Purpose of the threads, part of their names.
         world_size: Number of devices.
-        work: Called with a rank and a job, in the thread of the rank.
         failed: Called with the exception that a job raised; its thread then ends.
         end: Called first on close; it tells threads that wait elsewhere to stop.
         also: Further functions, each run in a thread of its own, by the purpose of the thread.
@@ -31,19 +29,16 @@ class DeviceThreads(Generic[J]):
         self,
         name: str,
         world_size: int,
-        work: Callable[[int, J], None],
         failed: Callable[[BaseException], None],
         end: Callable[[], None] = lambda: None,
         also: Mapping[str, Callable[[], None]] | None = None,
     ):
         stop = threading.Event()
-        self._queues: list[queue.SimpleQueue[J | None]] = [
-            queue.SimpleQueue() for _ in range(world_size)
-        ]
+        self._queues = [queue.SimpleQueue[Job | None]() for _ in range(world_size)]
         threads = [
             threading.Thread(
                 target=_run,
-                args=(rank, jobs, work, failed, stop),
+                args=(jobs, failed, stop),
                 name=f"elche-{name}-{rank}",
                 daemon=True,
             )
@@ -59,7 +54,7 @@ class DeviceThreads(Generic[J]):
             thread.start()
             wait_at_exit(thread, self._finish)
 
-    def put(self, rank: int, job: J) -> None:
+    def put(self, rank: int, job: Job) -> None:
         """Give the thread of a device its next job."""
         self._queues[rank].put(job)
 
@@ -73,15 +68,13 @@ class DeviceThreads(Generic[J]):
 
 
 def _run(
-    rank: int,
-    jobs: "queue.SimpleQueue[J | None]",
-    work: Callable[[int, J], None],
+    jobs: "queue.SimpleQueue[Job | None]",
     failed: Callable[[BaseException], None],
     stop: threading.Event,
 ) -> None:
     while (job := jobs.get()) is not None and not stop.is_set():
         try:
-            work(rank, job)
+            job()
         except BaseException as error:  # the training loop raises it
             failed(error)
             return
@@ -90,7 +83,7 @@ def _run(
 
 def _close(
     threads: Sequence[threading.Thread],
-    queues: "Sequence[queue.SimpleQueue[J | None]]",
+    queues: "Sequence[queue.SimpleQueue[Job | None]]",
     stop: threading.Event,
     end: Callable[[], None],
 ) -> None:

@@ -16,7 +16,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import Any, ClassVar, Protocol
 
@@ -225,27 +226,28 @@ class Stopwatch(Clock):
             collector.close()  # nobody waits for times that do not come
             failed(error)
 
-        self._threads = DeviceThreads("watch", world_size, collector.wait, end)
+        self._threads = DeviceThreads("watch", world_size, end)
 
     def accumulating(
         self, window: int, dispatched: float, token: Any, ranks: Sequence[int] | None = None
     ) -> None:
         """See `Clock.accumulating`."""
-        self._put(_Job(window, dispatched, token, combined=False), ranks)
+        wait = partial(self._collector.wait, window, dispatched, combined=False, whole=False)
+        self._put(wait, token, range(self._world_size) if ranks is None else ranks)
 
     def combining(self, window: int, dispatched: float, token: Any, timed: bool = True) -> None:
         """See `Clock.combining`."""
-        job = _Job(window, dispatched, token, combined=True, whole=not timed)
+        wait = partial(self._collector.wait, window, dispatched, combined=True, whole=not timed)
         if timed:
-            self._put(job)
+            self._put(wait, token, range(self._world_size))
         else:  # waking a thread per device would take longer than the rest of the dispatch
-            self._threads.put(0, job)
+            self._threads.put(0, partial(wait, 0, token))
 
-    def _put(self, job: "_Job", ranks: Sequence[int] | None = None) -> None:
+    def _put(self, wait: Callable[[int, Any], None], token: Any, ranks: Sequence[int]) -> None:
         # here, not in the threads: JAX builds an array's list of shards at the first access, in
         # 0.10 without a lock, and threads that all access it first may see an incomplete list
-        for at, rank in enumerate(range(self._world_size) if ranks is None else ranks):
-            self._threads.put(rank, replace(job, token=job.token.addressable_data(at)))
+        for at, rank in enumerate(ranks):
+            self._threads.put(rank, partial(wait, rank, token.addressable_data(at)))
 
     def dropped(self, window: int) -> None:
         """See `Clock.dropped`."""
@@ -304,16 +306,6 @@ class LoopClock(Clock):
         self._open.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    window: int
-    dispatched: float
-    token: Any
-    combined: bool
-    whole: bool = False
-    """Whether one thread waits for all devices."""
-
-
 @dataclass
 class _Open:
     """A window that not all devices are done with; their ends by rank."""
@@ -365,20 +357,22 @@ class _Collector:
             found = ends()
             return None if over() else tuple(found[rank] for rank in self._ranks)
 
-    def wait(self, rank: int, job: _Job) -> None:
-        """Wait for one device, or for all of them, in a thread."""
-        with _progress.phase("exchange" if job.combined and not job.whole else "window"):
-            job.token.block_until_ready()
+    def wait(
+        self, number: int, dispatched: float, rank: int, token: Any, combined: bool, whole: bool
+    ) -> None:
+        """Wait for one device, or if `whole` for all of them, in a thread."""
+        with _progress.phase("exchange" if combined and not whole else "window"):
+            token.block_until_ready()
         # before the lock, which another thread may hold while it reports a window
         now = time.perf_counter()
         with self._lock:  # held in `_done`, too, so that windows are reported in order
-            if job.window in self._dropped:
+            if number in self._dropped:
                 return
-            window = self._open.setdefault(job.window, _Open(job.dispatched))
-            seen = dict.fromkeys(self._ranks if job.whole else (rank,), now)
-            if job.combined:
+            window = self._open.setdefault(number, _Open(dispatched))
+            seen = dict.fromkeys(self._ranks if whole else (rank,), now)
+            if combined:
                 window.combined |= seen
-            if job.whole or not job.combined:
+            if whole or not combined:
                 window.accumulated |= seen
             with self._arrived:
                 self._arrived.notify_all()

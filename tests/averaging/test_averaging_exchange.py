@@ -438,7 +438,7 @@ def test_an_exception_in_a_thread(setup, where):
     if where == "device":
         one.gates.seconds = None
         one.exchange._threads.put(0, "not a job")
-        error = AttributeError
+        error = TypeError
     else:
         error = ArithmeticError
         one.launch(1, (1, 1))

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -58,9 +57,9 @@ class LiveExchange(Clock):
         self.used = False
         self.coordinator = coordinator
         # threads refer to the coordinator only, so that they end with the last reference to self
-        fetch = _Fetch(coordinator, seconds, [0.0] * coordinator.world_size)
-        self._threads: DeviceThreads[_Job] = DeviceThreads(
-            "fetch", coordinator.world_size, fetch, coordinator.failed, coordinator.end,
+        self._fetch = partial(_fetch, coordinator, seconds)
+        self._threads = DeviceThreads(
+            "fetch", coordinator.world_size, coordinator.failed, coordinator.end,
             {"average": partial(TURNS.of_windows, partial(_average, coordinator, averaging))},
         )  # fmt: skip
 
@@ -89,7 +88,7 @@ class LiveExchange(Clock):
         self.coordinator.open(window)
         for rank, delivery in enumerate(deliveries):
             if delivery is not None:
-                self._threads.put(rank, _Job(window, delivery))
+                self._threads.put(rank, partial(self._fetch, rank, window, delivery))
 
     def accumulating(
         self, window: int, dispatched: float, token: Any, ranks: Sequence[int] | None = None
@@ -120,32 +119,24 @@ class LiveExchange(Clock):
         self._threads.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    window: OpenWindow
-    delivery: Delivery
-
-
-@dataclass(frozen=True)
-class _Fetch:
-    """Fetches deliveries from the devices; `free` is when each device was done, by rank."""
-
-    coordinator: Coordinator
-    seconds: Seconds | None
-    free: list[float]
-
-    def __call__(self, rank: int, job: _Job) -> None:
-        jax.block_until_ready(job.delivery)
-        # emulated here: on a CPU, programs with a host callback run one device after the other
-        if self.seconds is not None:
-            window = job.window
-            begun = max(window.at, self.free[rank])
-            due = begun + self.seconds(window.step, rank, window.counts[rank])
-            # not a sleep, so that closing the run ends it
-            self.coordinator.stop.wait(max(0.0, due - time.perf_counter()))
-        self.free[rank] = time.perf_counter()
-        host = jax.tree.map(lambda leaf: leaf[0], jax.device_get(job.delivery))
-        self.coordinator.delivered(rank, job.window.number, self.free[rank], host)
+def _fetch(
+    coordinator: Coordinator,
+    seconds: Seconds | None,
+    rank: int,
+    window: OpenWindow,
+    delivery: Delivery,
+) -> None:
+    """Fetch a delivery from its device."""
+    jax.block_until_ready(delivery)
+    # emulated here: on a CPU, programs with a host callback run one device after the other
+    if seconds is not None:
+        begun = max(window.at, coordinator.free[rank] or 0.0)
+        due = begun + seconds(window.step, rank, window.counts[rank])
+        # not a sleep, so that closing the run ends it
+        coordinator.stop.wait(max(0.0, due - time.perf_counter()))
+    now = time.perf_counter()
+    host = jax.tree.map(lambda leaf: leaf[0], jax.device_get(delivery))
+    coordinator.delivered(rank, window.number, now, host)
 
 
 def _average(coordinator: Coordinator, averaging: Averaging) -> None:

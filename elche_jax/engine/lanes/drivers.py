@@ -9,8 +9,8 @@ donated buffers only once it may run. Neither must delay another lane.
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import TypeVar
 
 import jax
 
@@ -18,14 +18,6 @@ from elche_jax.engine.threads import DeviceThreads
 from elche_jax.engine.timing import Done, Failed, Stopwatch
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class _Task(Generic[T]):
-    call: Callable[[], T]
-    result: "Future[T]"
-    x64: bool
-    """Whether 64-bit types are enabled where the task was made: JAX keeps that per thread."""
 
 
 class Drivers:
@@ -37,9 +29,9 @@ class Drivers:
 
     def __init__(self, lanes: int):
         self._dispatching, self._moving = (
-            DeviceThreads[_Task[Any]](name, lanes, _work, _raise) for name in ("lane", "move")
+            DeviceThreads(name, lanes, _raise) for name in ("lane", "move")
         )
-        self._agreeing = DeviceThreads[_Task[Any]]("agree", 1, _work, _raise)
+        self._agreeing = DeviceThreads("agree", 1, _raise)
 
     def dispatch(self, lane: int, call: Callable[[], T]) -> "Future[T]":
         """Call a function in the thread that dispatches a lane's programs."""
@@ -84,20 +76,20 @@ class LanesClock(Stopwatch):
         super().close()
 
 
-def _put(threads: DeviceThreads[_Task[Any]], lane: int, call: Callable[[], T]) -> "Future[T]":
-    task = _Task(call, Future[T](), bool(jax.config.read("jax_enable_x64")))
-    threads.put(lane, task)
-    return task.result
+def _put(threads: DeviceThreads, lane: int, call: Callable[[], T]) -> "Future[T]":
+    result = Future[T]()
+    # JAX keeps per thread whether 64-bit types are enabled
+    threads.put(lane, partial(_work, call, result, bool(jax.config.read("jax_enable_x64"))))
+    return result
 
 
-def _work(lane: int, task: _Task[Any]) -> None:
-    del lane
+def _work(call: Callable[[], T], result: "Future[T]", x64: bool) -> None:
     try:
-        with jax.enable_x64(task.x64):
-            result = task.call()
-        task.result.set_result(result)
+        with jax.enable_x64(x64):
+            found = call()
+        result.set_result(found)
     except BaseException as error:  # raised by whoever waits for the result
-        task.result.set_exception(error)
+        result.set_exception(error)
 
 
 def _raise(error: BaseException) -> None:
