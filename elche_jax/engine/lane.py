@@ -20,7 +20,6 @@ from elche_jax.engine.job import Job
 from elche_jax.engine.laned import LanedArray, LateArray, LeadArray, Stacked, StackedArray
 from elche_jax.engine.mapped import Mapped, PerDevice, stack_shards, stacked_sharding
 from elche_jax.engine.shapes import shapes_of
-from elche_jax.engine.timing import Clock, Done, Failed, LoopClock, Stopwatch
 
 PyTree = Any
 
@@ -86,15 +85,6 @@ class Fleet(ABC):
         """Whether there is a single device, whose work and synchronization need no separate
         times."""
         return self.job.world_size == 1
-
-    def clock(self, done: Done, failed: Failed) -> Clock:
-        """Return a clock for the windows of a run: threads, or for one device the loop itself.
-
-        Args:
-            done: Called with the times of every finished window, in order.
-            failed: Called with an exception raised in a thread.
-        """
-        return LoopClock(done) if self.alone else Stopwatch(self.world_size, done, failed)
 
 
 @dataclass(frozen=True)

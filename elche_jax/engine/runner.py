@@ -19,7 +19,7 @@ from elche_jax.engine.lane import Fleet, MappedFunction
 from elche_jax.engine.shapes import one_of, shapes_of
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.survey import Survey
-from elche_jax.engine.timing import Clock
+from elche_jax.engine.timing import Clock, LoopClock, Stopwatch
 
 PyTree = Any
 Program = tuple[Hashable, Callable[[], Any]]
@@ -130,7 +130,9 @@ class FleetRunner(ABC):
             failed: Called with an exception raised in a thread.
         """
         del learned  # no window finishes without a device
-        return self.fleet.clock(done, failed)
+        if self.fleet.alone:  # the loop itself waits, without a thread
+            return LoopClock(done)
+        return Stopwatch(self.fleet.world_size, done, failed)
 
     def ready(self, payload: Payload) -> bool:
         """Return whether the programs for data of these shapes are compiled."""

@@ -162,7 +162,7 @@ class Clock(Protocol):
             token: The array.
             ranks: Ranks of its entries if it is that of one lane; None for all devices.
         """
-        ...
+        del window, dispatched, token, ranks  # not every clock wants them
 
     def combining(self, window: int, dispatched: float, token: Any, timed: bool = True) -> None:
         """Pass a stacked array whose entry `d` is ready when device `d` has combined.
@@ -279,11 +279,6 @@ class LoopClock(Clock):
     def __init__(self, done: Done):
         self._done = done
         self._open: deque[tuple[int, float, jax.Array]] = deque()
-
-    def accumulating(
-        self, window: int, dispatched: float, token: Any, ranks: Sequence[int] | None = None
-    ) -> None:
-        """Do nothing: a single device waits for no others."""
 
     def combining(
         self, window: int, dispatched: float, token: jax.Array, timed: bool = True

@@ -90,11 +90,6 @@ class LiveExchange(Clock):
             if delivery is not None:
                 self._threads.put(rank, partial(self._fetch, rank, window, delivery))
 
-    def accumulating(
-        self, window: int, dispatched: float, token: Any, ranks: Sequence[int] | None = None
-    ) -> None:
-        """Do nothing: the window was handed over by `launch`."""
-
     def combining(self, window: int, dispatched: float, token: Any, timed: bool = True) -> None:
         """Register a window: from now on `done` may be called with it."""
         self.coordinator.register(window)
