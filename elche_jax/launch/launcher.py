@@ -15,7 +15,7 @@ from elche_jax.launch.elastic import Elastic, Ended, Outcome, parsed
 from elche_jax.launch.generation import Asked, Generation, say
 from elche_jax.launch.marked import end_marked, kill
 from elche_jax.launch.memory import Folder, make_memory, remove_memory
-from elche_jax.launch.output import Output
+from elche_jax.launch.output import Output, Unwritable
 from elche_jax.launch.program import MARK, start
 
 ENDING = {signal.SIGINT: 0, signal.SIGTERM: 1, signal.SIGHUP: 1}
@@ -139,13 +139,13 @@ class _Launcher:
             for key, _ in self._selector.select(seconds):
                 if key.fileobj in self._selector.get_map():  # not closed by one before
                     key.data()
-        except OSError as error:  # nobody reads any more, or a disk is full
+        except Unwritable as raised:
             self._output.drop()
             if not self._unwritable:  # once: the processes have time to end
                 self._unwritable = True
-                broken = isinstance(error, BrokenPipeError)
+                broken = isinstance(raised.__cause__, BrokenPipeError)
                 if not broken:
-                    self._say(f"what is printed cannot be written ({error}), all are ended")
+                    self._say(f"what is printed cannot be written ({raised}), all are ended")
                 self._stop(BROKEN_PIPE if broken else 1, 1)
 
     def _wait_s(self, generation: Generation) -> float | None:

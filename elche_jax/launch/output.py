@@ -56,6 +56,10 @@ class Lines:
         return b"%b%b\n" % (self._prefix, line)
 
 
+class Unwritable(Exception):
+    """What processes print cannot be written; its argument is the error."""
+
+
 class Output:
     """Writes whole lines to stdout and stderr, in the order in which they came, without blocking.
 
@@ -90,11 +94,15 @@ class Output:
         """Write a part; the stream is ready.
 
         Raises:
-            BrokenPipeError: If nobody reads any more.
-            OSError: If it cannot be written.
+            Unwritable: If nobody reads any more, or a disk is full.
         """
         stream, lines = self._waiting[0]
-        done = os.write(stream, lines[:PART])
+        try:
+            done = os.write(stream, lines[:PART])
+        except BlockingIOError:  # another program has filled the same pipe meanwhile
+            return
+        except OSError as error:
+            raise Unwritable(error) from error
         self._size -= done
         if done < len(lines):
             self._waiting[0] = stream, lines[done:]
