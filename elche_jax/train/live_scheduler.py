@@ -52,7 +52,7 @@ KEPT = MOST + 16
 """Windows after which the state is kept, more than are planned ahead: with a delay on the host one
 more than it has windows."""
 
-PER_DEVICE = ("counts", "ms_per_batch", "throughput", "ratios", "runs")
+PER_DEVICE = ("counts", "next_counts", "ms_per_batch", "throughput", "ratios", "runs")
 """Fields of the states of cadences, and of the shift detector, with a number for each device."""
 
 HINT_AFTER = 20
@@ -218,9 +218,11 @@ class LiveScheduler:
             state = state.to_dict()
         state = self._controller.scheduler.from_dict(state)
         for part in (state.cadence, state.shift):
-            fields = {} if part is None else vars(part)
+            fields: dict[str, Any] = {} if part is None else dict(vars(part))
+            if part is state.cadence and not self.cadence.scripted:
+                fields["counts"] = state.counts  # which may be a property
             for name in PER_DEVICE:  # a user's state may have other fields
-                if name in fields:
+                if isinstance(fields.get(name), tuple):
                     self._check_numbers(name, fields[name])
         # `knows` then looks for speeds in the state, as a saved one may have none
         with self._observing:

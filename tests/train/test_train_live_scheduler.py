@@ -149,9 +149,14 @@ def test_what_the_longest_delay_plans_from_is_kept():
 
 @dataclass(frozen=True)
 class LossesState(State):
-    counts: tuple[int, ...]
+    plan: tuple[int, ...]
     last: tuple[float, ...] = ()
+    runs: int = 3
     words: tuple[str, ...] = ("warm", "up", "now")
+
+    @property
+    def counts(self):
+        return self.plan
 
 
 class Losses(elche.Cadence):
@@ -174,6 +179,11 @@ def test_fields_of_a_users_state_need_not_be_by_device():
     again.restore(scheduler.state.to_dict())
     assert again.state == scheduler.state
     assert again.state.cadence.last == (-3.0, 2.0, 1.0)
+    with pytest.raises(ValueError, match=r"counts must have one entry per device \(3\), got 2"):
+        scheduler_of(Losses(), 3).restore(scheduler.state)
+    four = scheduler_of(elche.Replay([(1, 1, 1, 1)]), 4)
+    with pytest.raises(ValueError, match=r"next_counts must have one entry .* \(2\), got 4"):
+        scheduler_of(elche.Replay([(1, 1)]), 2).restore(four.state)
 
 
 @pytest.mark.parametrize("part", ["ms_per_batch", "throughput"])
