@@ -126,9 +126,9 @@ def restored(case, devices, saved, folder):
     return state, train, cursor
 
 
-def goes_on(state, train, cursor):
+def goes_on(state, train, cursor, saver=None):
     """The state and the metrics of the run from there to its end."""
-    state, metrics = loop(train, state, data(), cursor, None, None)
+    state, metrics = loop(train, state, data(), cursor, saver, None)
     return state, jax.device_get(metrics)
 
 
@@ -144,8 +144,9 @@ def test_the_same_kinds_go_on_with_the_same_bits(name, places, begun, tmp_path):
     assert train.counts_history == run.counts
     for leaf, before in zip(jax.tree.leaves(state), jax.tree.leaves(run.stopped), strict=True):
         assert isinstance(leaf, Stacked) and leaf.dtype == before.dtype
-    got, metrics = goes_on(state, train, cursor)
-    assert content(got) == content(run.ended)
+    saver = elche.Checkpointer(train, elche.Checkpoints(tmp_path / "later", every_windows=2))
+    got, metrics = goes_on(state, train, cursor, saver)
+    assert content(got) == content(run.ended) and saver.written > EVERY, "it saves as before"
     assert_bitwise(metrics, run.metrics)
     assert train.counts_history == run.all_counts
 
