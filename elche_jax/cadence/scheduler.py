@@ -6,6 +6,7 @@ Pure. The controller keeps one `SchedulerState`, calls `Scheduler.plan` before a
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from statistics import median_low
 from typing import Any
 
 from elche_jax import _check as check
@@ -16,6 +17,10 @@ from elche_jax.cadence.shift import Shift, ShiftState
 # after 8 reports: errors below 10 % shrink by a tenth with each, so less than half is left
 REPLAN_AFTER = 8
 """Number of reports of one plan after which its counts are fitted to the estimates."""
+
+# 3: with 5 a lasting change is answered a window later, and two odd windows in five are rare
+SYNC_REPORTS = 3
+"""Number of reports whose median is the cost of a synchronisation."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,8 @@ class SchedulerState:
         settled: Whether a window that ran a plan made from measured times was reported.
         agreed: Number of reports of the current plan since its counts last changed or were
             fitted to the estimates.
+        sync_ms: Costs of the last synchronisations in milliseconds, at most `SYNC_REPORTS`,
+            oldest first.
     """
 
     cadence: Any
@@ -36,6 +43,7 @@ class SchedulerState:
     shifts: int = 0
     settled: bool = False
     agreed: int = 0
+    sync_ms: tuple[float, ...] = ()
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -56,7 +64,7 @@ class SchedulerState:
             >>> Scheduler(EveryBatch(), shift=None).init(2).to_dict()
             ... # doctest: +NORMALIZE_WHITESPACE
             {'cadence': {'counts': [1, 1]}, 'shift': None, 'shifts': 0, 'settled': False,
-             'agreed': 0}
+             'agreed': 0, 'sync_ms': []}
         """
         if not isinstance(self.cadence, State):
             where, rule = "SchedulerState.to_dict", "be an elche_jax.cadence.State"
@@ -64,14 +72,15 @@ class SchedulerState:
             todo = "Derive the cadence's state class from State to store it."
             raise TypeError(check.message(where, "cadence", rule, got, todo))
         shift = self.shift and self.shift.to_dict()
-        return vars(self) | {"cadence": self.cadence.to_dict(), "shift": shift}
+        parts = {"cadence": self.cadence.to_dict(), "shift": shift, "sync_ms": [*self.sync_ms]}
+        return vars(self) | parts
 
 
 @dataclass(frozen=True)
 class Scheduler:
     """A cadence with a shift detector, made robust to reports of real runs.
 
-    Four rules are added to the cadence's own, if it estimates times (`ElChe`, `FixedTotal`,
+    Five rules are added to the cadence's own, if it estimates times (`ElChe`, `FixedTotal`,
     or any other with ``estimates``):
 
     - The first report of a window that ran a plan made from measured times replaces the
@@ -83,6 +92,9 @@ class Scheduler:
       the data, or planned before the last change) says nothing about the plan's overhead.
       Its ``sync_ms`` is rescaled to the plan's busy time, see `rescale_sync`; otherwise the
       last window of every epoch would raise the anchor.
+    - The cost of a synchronisation is the median of the last three reports' (of two, the
+      smaller). One that took ten times as long, as a process was not scheduled, would otherwise
+      multiply the anchor, which then falls by 1 per window.
     - Counts that did not change for `REPLAN_AFTER` reports are fitted to the estimates, which
       are steady by then: within the dead zone an imbalance of up to 10 % would remain.
 
@@ -197,6 +209,8 @@ class Scheduler:
         # the second: a fleet of 5, 5, 10 and 20 ms kept counts of (40, 37, 20, 10) without it
         if shifted or (measured_plan and not state.settled):
             before = self.cadence.recalibrate(before)  # the report is then taken as is
+        costs = (*state.sync_ms, report.sync_ms)[-SYNC_REPORTS:]
+        report = replace(report, sync_ms=median_low(costs))
         rescaled = rescale_sync(report, planned)
         cadence = self._checked("update", self.cadence.update(before, rescaled, verdict))
         # reports of other plans do not count, but do not reset the number either
@@ -204,7 +218,7 @@ class Scheduler:
         if agreed >= REPLAN_AFTER:
             cadence, agreed = self.cadence.replan(cadence), 0
         settled = state.settled or measured_plan
-        return SchedulerState(cadence, shift, state.shifts + shifted, settled, agreed)
+        return SchedulerState(cadence, shift, state.shifts + shifted, settled, agreed, costs)
 
     def without(self, state: SchedulerState, ranks: Collection[int]) -> SchedulerState:
         """Return the state for the devices that are left when some are lost.
@@ -221,7 +235,8 @@ class Scheduler:
         """
         cadence = self._checked("without", self.cadence.without(state.cadence, ranks))
         shift = self.shift and self.shift.init(len(cadence.counts))
-        return replace(state, cadence=cadence, shift=shift, agreed=0)
+        # an exchange among fewer devices costs less
+        return replace(state, cadence=cadence, shift=shift, agreed=0, sync_ms=())
 
     def _checked(self, method: str, state: Any) -> Any:
         """Return a state made by the cadence, after checking that it has the attributes needed."""
@@ -244,10 +259,10 @@ class Scheduler:
             The equal state.
 
         Raises:
-            TypeError: If the cadence has no ``state_type``.
-            ValueError: If the keys are wrong, as in the state of another cadence, if the
-                cadence's ``check_state`` rejects the state, or if only one of the state and
-                this scheduler has a shift detector.
+            TypeError: If the cadence has no ``state_type``, or a cost is not a number.
+            ValueError: If the keys are wrong, as in the state of another cadence, if a cost is
+                below 0, if the cadence's ``check_state`` rejects the state, or if only one of the
+                state and this scheduler has a shift detector.
 
         Examples:
             >>> from elche_jax.cadence import FixedTotal
@@ -258,7 +273,8 @@ class Scheduler:
         """
         where = "Scheduler.from_dict"
         names = sorted(field.name for field in fields(SchedulerState))
-        if sorted(values) != names:
+        # states that were saved before costs were kept go on without
+        if sorted({"sync_ms", *values}) != names:
             rule = f"have the keys {names}"
             raise ValueError(check.message(where, "values", rule, sorted(values)))
         state_type: object = self.cadence.state_type
@@ -276,7 +292,8 @@ class Scheduler:
         cadence = state_type.from_dict(values["cadence"])
         self.cadence.check_state(cadence)
         shift = None if shift is None else ShiftState.from_dict(shift)
-        parts: dict[str, Any] = {**values, "cadence": cadence, "shift": shift}
+        costs = check.reals(where, "sync_ms", values.get("sync_ms", ()), low=0)[-SYNC_REPORTS:]
+        parts: dict[str, Any] = {**values, "cadence": cadence, "shift": shift, "sync_ms": costs}
         return SchedulerState(**parts)
 
 

@@ -103,6 +103,27 @@ def test_a_window_cut_short_does_not_raise_the_anchor():
     assert scheduler.update(state, tail).cadence.anchor == 10
 
 
+@pytest.mark.parametrize(
+    ("costs", "anchor"),
+    [
+        ((5.0, 5.0, 80.0), 10),  # one odd window of 1 ms * 100: 80 % would be an anchor of 80
+        ((80.0,), 80),  # the first is all there is to go by
+        ((5.0, 80.0, 5.0, 5.0, 80.0, 5.0), 10),
+        ((5.0, 20.0, 20.0), 20),  # two in a row are a lasting change, of 20 %
+        ((5.0, 80.0, 20.0), 20),
+    ],
+)
+def test_one_odd_synchronisation_does_not_raise_the_anchor(costs, anchor):
+    scheduler = Scheduler(ElChe(anchor=10, overhead_target=0.1))
+    state = scheduler.init(2)
+    for cost in costs:
+        # before the anchor rises, a window takes 100 ms
+        state = scheduler.update(state, WindowReport((100.0, 100.0), (10, 10), cost))
+    assert state.cadence.anchor == anchor
+    assert state.sync_ms == costs[-3:]
+    assert scheduler.without(state, [0]).sync_ms == ()
+
+
 def test_a_report_of_an_older_plan_does_not_raise_the_anchor_twice():
     scheduler = Scheduler(ElChe(anchor=10, overhead_target=0.1))
     first = WindowReport((100.0, 100.0), (10, 10), 20.0)
@@ -244,7 +265,7 @@ def test_from_dict_errors():
     with pytest.raises(
         ValueError,
         match=r"^Scheduler\.from_dict: values must have the keys \['agreed', 'cadence', "
-        r"'settled', 'shift', 'shifts'\], got \['cadence'\]\.$",
+        r"'settled', 'shift', 'shifts', 'sync_ms'\], got \['cadence'\]\.$",
     ):
         scheduler.from_dict({"cadence": values["cadence"]})
     with pytest.raises(
@@ -255,6 +276,12 @@ def test_from_dict_errors():
         Scheduler(ElChe(), shift=None).from_dict(values)
     with pytest.raises(ValueError, match=r"^Scheduler\.from_dict: shift must fit .*, got none\. "):
         scheduler.from_dict(values | {"shift": None})
+    del values["sync_ms"]  # saved before there were any
+    assert scheduler.from_dict(values) == scheduler.init(2)
+    with pytest.raises(
+        ValueError, match=r"^Scheduler\.from_dict: sync_ms\[1\] must be at least 0, got -1\."
+    ):
+        scheduler.from_dict(values | {"sync_ms": [1.0, -1]})
     with pytest.raises(
         ValueError, match=r"^FixedTotalState\.from_dict: values must have the keys "
     ):
