@@ -16,7 +16,10 @@ from elche_jax._processes import COUNT, PROCESSES
 logger = logging.getLogger("elche_jax")
 
 HEARTBEAT_S = 30
-"""Default number of seconds without a sign of life after which a process counts as gone."""
+"""Default number of seconds within which the others know that a process has ended."""
+
+LOOKS_S = 1
+"""How often JAX's coordinator looks for processes that give no sign of life, in seconds."""
 
 LIMIT = "--xla_cpu_collective_timeout_seconds"
 """XLA's flag for the seconds that a collective on CPUs may take."""
@@ -55,8 +58,8 @@ def initialize(
         coordinator_address: Address and port of process 0, as `"10.0.0.1:1234"`.
         num_processes: Number of processes, at least 1.
         process_id: Number of this process, from 0 on.
-        heartbeat_timeout: Seconds after which a process that gives no sign of life counts as gone,
-            at least 1.
+        heartbeat_timeout: Seconds within which the others know that a process has ended, at least
+            2. One that gives no sign of life for a second less counts as gone.
         exchange_timeout: Seconds that one exchange may take on the devices, at least 1. If a
             process ends in the middle of one, the others may wait that long. On CPUs only.
         recoverable: Whether the others go on if a process ends, except for process 0. If not,
@@ -76,7 +79,7 @@ def initialize(
     where = "distributed.initialize"
     address = _address(coordinator_address)
     count, number = _given(num_processes, COUNT), _given(process_id, ID)
-    heartbeat_timeout = check.integer(where, "heartbeat_timeout", heartbeat_timeout, low=1)
+    heartbeat_timeout = check.integer(where, "heartbeat_timeout", heartbeat_timeout, low=2)
     exchange_timeout = check.integer(where, "exchange_timeout", exchange_timeout, low=1)
     check.instance(where, "recoverable", recoverable, bool)
     if (chosen := options.get("local_device_ids")) is not None:
@@ -96,7 +99,7 @@ def initialize(
     _limit_collectives(exchange_timeout)
     jax.config.update("jax_enable_recoverability", recoverable)
     _progress.joined(number or 0, several=True)
-    options["heartbeat_timeout_seconds"] = heartbeat_timeout
+    options["heartbeat_timeout_seconds"] = heartbeat_timeout - LOOKS_S
     try:
         with _progress.phase("connect"):
             jax.distributed.initialize(**known, **options)

@@ -30,6 +30,7 @@ print(json.dumps({
     "no port": said("localhost", num_processes=2, process_id=0),
     "port no number": said(coordinator_address="localhost:x", num_processes=2, process_id=0),
     "devices no numbers": said(local_device_ids="a"),
+    "too short": said(heartbeat_timeout=1),
     "too late": jax.devices() and said(
         coordinator_address="localhost:1234", num_processes=2, process_id=0),
 }))
@@ -45,6 +46,7 @@ SAID = {
     "a port, as 10.0.0.1:1234, got 'localhost:x'.",
     "devices no numbers": "TypeError: distributed.initialize: local_device_ids must be a sequence "
     "of integers, got 'a' (str).",
+    "too short": "ValueError: distributed.initialize: heartbeat_timeout must be at least 2, got 1.",
     "too late": "RuntimeError: distributed.initialize: it must be called before JAX is used, but a "
     "backend is running. Call it first thing, before jax.devices() or any array.",
 }
