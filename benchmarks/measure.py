@@ -147,7 +147,7 @@ def show(results: list[Result], path: Path) -> None:
     """
     print(f"\njax {jax.__version__}, {len(jax.devices())} x {jax.devices()[0].device_kind}")
     print(
-        f"{'case':<5}{'what':<56}{'median':>8}{'min':>8}{'max':>8}{'noise':>8}  {'asked':<9}"
+        f"{'case':<8}{'what':<56}{'median':>8}{'min':>8}{'max':>8}{'noise':>8}  {'asked':<9}"
         f"{'':<12} |{'limit':>7}{'control':>9}{'bound':>7}"
     )
     for r in results:
@@ -155,7 +155,7 @@ def show(results: list[Result], path: Path) -> None:
         asked = f"<= {r.most}" if r.most is not None else asked
         low, high = min(r.repeats, default=r.value), max(r.repeats, default=r.value)
         print(
-            f"{r.case:<5}{r.what:<56}{r.value:>8.3f}{low:>8.3f}{high:>8.3f}{r.noise:>8.3f}  "
+            f"{r.case:<8}{r.what:<56}{r.value:>8.3f}{low:>8.3f}{high:>8.3f}{r.noise:>8.3f}  "
             f"{asked:<9}{r.verdict or r.unit:<12} |"
             f"{_cell(r.of_limit):>7}{_cell(r.control):>9}{_cell(r.bound):>7}"
         )
