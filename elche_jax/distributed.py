@@ -21,6 +21,9 @@ HEARTBEAT_S = 30
 LOOKS_S = 1
 """How often JAX's coordinator looks for processes that give no sign of life, in seconds."""
 
+HEARTBEAT = "heartbeat_timeout_seconds"
+"""JAX's name of that time."""
+
 LIMIT = "--xla_cpu_collective_timeout_seconds"
 """XLA's flag for the seconds that a collective on CPUs may take."""
 
@@ -59,7 +62,7 @@ def initialize(
         num_processes: Number of processes, at least 1.
         process_id: Number of this process, from 0 on.
         heartbeat_timeout: Seconds within which the others know that a process has ended, at least
-            2. One that gives no sign of life for a second less counts as gone.
+            2. One that pauses for half of them may count as gone, too.
         exchange_timeout: Seconds that one exchange may take on the devices, at least 1. If a
             process ends in the middle of one, the others may wait that long. On CPUs only.
         recoverable: Whether the others go on if a process ends, except for process 0. If not,
@@ -68,7 +71,8 @@ def initialize(
 
     Raises:
         RuntimeError: If JAX has been used before, or the job was joined before.
-        TypeError: If a number is none, the address no text, or `recoverable` no bool.
+        TypeError: If a number is none, the address no text, or `recoverable` no bool; or if
+            `options` has JAX's `heartbeat_timeout_seconds`.
         ValueError: If a number is out of range, the address is not a host and a port, or some of
             the three are missing.
 
@@ -96,10 +100,13 @@ def initialize(
         raise RuntimeError(
             f"{where}: it must be called once, this process has joined a job before."
         )
+    if HEARTBEAT in options:
+        rule, todo = "be left out", "Pass heartbeat_timeout."
+        raise TypeError(check.message(where, HEARTBEAT, rule, options[HEARTBEAT], todo))
     _limit_collectives(exchange_timeout)
     jax.config.update("jax_enable_recoverability", recoverable)
     _progress.joined(number or 0, several=True)
-    options["heartbeat_timeout_seconds"] = heartbeat_timeout - LOOKS_S
+    options[HEARTBEAT] = heartbeat_timeout - LOOKS_S
     try:
         with _progress.phase("connect"):
             jax.distributed.initialize(**known, **options)

@@ -25,14 +25,22 @@ def said(address=None, **arguments):
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
+def told():
+    given = {}
+    jax.distributed.initialize = lambda **options: given.update(options)
+    elche.distributed.initialize("localhost:1", 2, 0, heartbeat_timeout=7, recoverable=False)
+    return given
+
 print(json.dumps({
     "address only": said("localhost:1234"),
     "no port": said("localhost", num_processes=2, process_id=0),
     "port no number": said(coordinator_address="localhost:x", num_processes=2, process_id=0),
     "devices no numbers": said(local_device_ids="a"),
     "too short": said(heartbeat_timeout=1),
+    "JAX's name": said(heartbeat_timeout_seconds=9),
     "too late": jax.devices() and said(
         coordinator_address="localhost:1234", num_processes=2, process_id=0),
+    "told": told(),
 }))
 """
 VARIABLES = "JAX_COORDINATOR_ADDRESS, ELCHE_NUM_PROCESSES and ELCHE_PROCESS_ID"
@@ -47,6 +55,8 @@ SAID = {
     "devices no numbers": "TypeError: distributed.initialize: local_device_ids must be a sequence "
     "of integers, got 'a' (str).",
     "too short": "ValueError: distributed.initialize: heartbeat_timeout must be at least 2, got 1.",
+    "JAX's name": "TypeError: distributed.initialize: heartbeat_timeout_seconds must be left out, "
+    "got 9. Pass heartbeat_timeout.",
     "too late": "RuntimeError: distributed.initialize: it must be called before JAX is used, but a "
     "backend is running. Call it first thing, before jax.devices() or any array.",
 }
@@ -63,6 +73,16 @@ def said():
 @pytest.mark.parametrize("mistake", SAID)
 def test_what_is_missing_or_too_late_is_said(mistake, said):
     assert said[mistake] == SAID[mistake]
+
+
+def test_jax_looks_for_processes_early_enough(said):
+    """It does every second, and the end is to be known within the time that was given."""
+    assert said["told"] == {
+        "coordinator_address": "localhost:1",
+        "num_processes": 2,
+        "process_id": 0,
+        "heartbeat_timeout_seconds": 6,
+    }
 
 
 ALONE = """
