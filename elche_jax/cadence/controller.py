@@ -13,7 +13,7 @@ from elche_jax import _check as check
 from elche_jax.cadence.base import HOLD_GROWTH, STABLE, Cadence, Verdict, WindowReport, stronger
 from elche_jax.cadence.guards import HISTORY, Guard, NoGuard, judge
 from elche_jax.cadence.rest import Rest, RestState
-from elche_jax.cadence.scheduler import Scheduler, SchedulerState, longest_as_planned
+from elche_jax.cadence.scheduler import Scheduler, SchedulerState
 from elche_jax.cadence.shift import Shift
 from elche_jax.cadence.window import Divergence, WindowRecord
 
@@ -188,7 +188,8 @@ class Controller:
 
         The guard is called if the record has a divergence. The cadence is updated if the
         window's times are steady, or if it counts all windows, with the strictest verdict
-        since its last update. After a cold window the verdict for a cadence with an overhead
+        since its last update. What the synchronisation of a cold window costs says nothing, nor
+        if a device rested in it; after a cold window the verdict for a cadence with an overhead
         target is at least *hold growth*. A scripted cadence is never updated, and a cadence
         that follows the loss is not updated with a loss that is not finite.
 
@@ -231,27 +232,15 @@ class Controller:
             if record.cold and cadence.overhead_target:
                 # the first synchronisation costs more than later ones: no reason to grow
                 verdict = stronger(verdict, HOLD_GROWTH)
-            if (
-                self.rest is not None
-                and cadence.overhead_target
-                and _missed(report, schedule.counts)
-            ):
-                report = replace(report, sync_ms=self._on_target_ms(report, schedule.counts))
-        elif cadence.counts_windows:
+            # The exchange costs less while devices rest. Windows sized by that would be too short
+            # for all, and change size with every trial.
+            rested = self.rest is not None and _missed(report, schedule.counts)
+            return self.scheduler.update(schedule, report, verdict, not (record.cold or rested))
+        if cadence.counts_windows:
             # times of 0 mean not measured, so the estimates stay
             report = WindowReport((0.0,) * len(record.counts), record.counts, 0.0, loss)
-        else:
-            return None
-        return self.scheduler.update(schedule, report, verdict)
-
-    def _on_target_ms(self, report: WindowReport, planned: Sequence[int]) -> float:
-        """Return a cost of synchronization that changes no anchor, see `rescale_sync`.
-
-        The exchange costs less while devices rest. Windows sized by that would be too short for
-        all, and change size with every trial.
-        """
-        # between half the target and the target, where `ElChe` leaves the anchor
-        return 0.75 * self.cadence.overhead_target * longest_as_planned(report, planned)
+            return self.scheduler.update(schedule, report, verdict)
+        return None
 
 
 def _missed(report: WindowReport, planned: Sequence[int]) -> bool:

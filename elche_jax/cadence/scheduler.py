@@ -4,7 +4,7 @@ Pure. The controller keeps one `SchedulerState`, calls `Scheduler.plan` before a
 `Scheduler.update` with every report.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from statistics import median_low
 from typing import Any
@@ -20,7 +20,10 @@ REPLAN_AFTER = 8
 
 # 3: with 5 a lasting change is answered a window later, and two odd windows in five are rare
 SYNC_REPORTS = 3
-"""Number of reports whose median is the cost of a synchronisation."""
+"""Number of known costs whose median is the cost of a synchronisation."""
+
+ON_TARGET = 0.75
+"""Share of the target at which `ElChe` leaves the anchor as it is: between a half and 1."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,8 @@ class SchedulerState:
         settled: Whether a window that ran a plan made from measured times was reported.
         agreed: Number of reports of the current plan since its counts last changed or were
             fitted to the estimates.
-        sync_ms: Costs of the last synchronisations in milliseconds, at most `SYNC_REPORTS`,
-            oldest first.
+        sync_ms: The last known costs of a synchronisation in milliseconds, at most
+            `SYNC_REPORTS`, oldest first.
     """
 
     cadence: Any
@@ -92,9 +95,10 @@ class Scheduler:
       the data, or planned before the last change) says nothing about the plan's overhead.
       Its ``sync_ms`` is rescaled to the plan's busy time, see `rescale_sync`; otherwise the
       last window of every epoch would raise the anchor.
-    - The cost of a synchronisation is the median of the last three reports' (of two, the
-      smaller). One that took ten times as long, as a process was not scheduled, would otherwise
-      multiply the anchor, which then falls by 1 per window.
+    - The cost of a synchronisation is the median of the last three that are known (of two, the
+      smaller one); before, the overhead counts as on target. One that took ten times as long, as
+      a process was not scheduled, would otherwise multiply the anchor, which then falls by 1 per
+      window.
     - Counts that did not change for `REPLAN_AFTER` reports are fitted to the estimates, which
       are steady by then: within the dead zone an imbalance of up to 10 % would remain.
 
@@ -165,7 +169,11 @@ class Scheduler:
         return state.counts
 
     def update(
-        self, state: SchedulerState, report: WindowReport, verdict: Verdict = STABLE
+        self,
+        state: SchedulerState,
+        report: WindowReport,
+        verdict: Verdict = STABLE,
+        cost_known: bool = True,
     ) -> SchedulerState:
         """Return the state after a report.
 
@@ -174,6 +182,8 @@ class Scheduler:
             report: The measurements of a window. A report whose times are all 0 counts as a
                 window for the cadence but changes no estimate.
             verdict: The guard's verdict.
+            cost_known: Whether ``sync_ms`` says anything about later windows. If not, the
+                overhead counts as on target: the anchor neither rises nor falls by it.
 
         Returns:
             The next state.
@@ -209,10 +219,12 @@ class Scheduler:
         # the second: a fleet of 5, 5, 10 and 20 ms kept counts of (40, 37, 20, 10) without it
         if shifted or (measured_plan and not state.settled):
             before = self.cadence.recalibrate(before)  # the report is then taken as is
-        costs = (*state.sync_ms, report.sync_ms)[-SYNC_REPORTS:]
-        report = replace(report, sync_ms=median_low(costs))
-        rescaled = rescale_sync(report, planned)
-        cadence = self._checked("update", self.cadence.update(before, rescaled, verdict))
+        costs = (*state.sync_ms, *[report.sync_ms] * cost_known)[-SYNC_REPORTS:]
+        if cost_known and len(costs) > 1:
+            report = rescale_sync(replace(report, sync_ms=median_low(costs)), planned)
+        elif target := self.cadence.overhead_target:
+            report = replace(report, sync_ms=ON_TARGET * target * max(report.wall_ms))
+        cadence = self._checked("update", self.cadence.update(before, report, verdict))
         # reports of other plans do not count, but do not reset the number either
         agreed = state.agreed + of_plan if cadence.counts == planned else 0
         if agreed >= REPLAN_AFTER:
@@ -235,8 +247,7 @@ class Scheduler:
         """
         cadence = self._checked("without", self.cadence.without(state.cadence, ranks))
         shift = self.shift and self.shift.init(len(cadence.counts))
-        # an exchange among fewer devices costs less
-        return replace(state, cadence=cadence, shift=shift, agreed=0, sync_ms=())
+        return replace(state, cadence=cadence, shift=shift, agreed=0)
 
     def _checked(self, method: str, state: Any) -> Any:
         """Return a state made by the cadence, after checking that it has the attributes needed."""
@@ -261,8 +272,8 @@ class Scheduler:
         Raises:
             TypeError: If the cadence has no ``state_type``, or a cost is not a number.
             ValueError: If the keys are wrong, as in the state of another cadence, if a cost is
-                below 0, if the cadence's ``check_state`` rejects the state, or if only one of the
-                state and this scheduler has a shift detector.
+                below 0 or there are too many, if the cadence's ``check_state`` rejects the state,
+                or if only one of the state and this scheduler has a shift detector.
 
         Examples:
             >>> from elche_jax.cadence import FixedTotal
@@ -292,31 +303,12 @@ class Scheduler:
         cadence = state_type.from_dict(values["cadence"])
         self.cadence.check_state(cadence)
         shift = None if shift is None else ShiftState.from_dict(shift)
-        costs = check.reals(where, "sync_ms", values.get("sync_ms", ()), low=0)[-SYNC_REPORTS:]
+        costs = check.reals(where, "sync_ms", values.get("sync_ms", ()), low=0)
+        if len(costs) > SYNC_REPORTS:
+            rule = f"have at most {SYNC_REPORTS} entries"
+            raise ValueError(check.message(where, "sync_ms", rule, len(costs)))
         parts: dict[str, Any] = {**values, "cadence": cadence, "shift": shift, "sync_ms": costs}
         return SchedulerState(**parts)
-
-
-def longest_as_planned(report: WindowReport, planned: Sequence[int]) -> float:
-    """Return the longest busy time that a device with work would have had under another plan.
-
-    Args:
-        report: The measurements.
-        planned: The plan, one entry per device.
-
-    Returns:
-        ``max(wall_ms * planned / counts)`` in milliseconds; 0 if no device had work.
-
-    Examples:
-        >>> longest_as_planned(WindowReport((20.0, 0.0), (2, 0), sync_ms=5.0), (10, 20))
-        100.0
-    """
-    as_planned = (
-        wall * plan / ran
-        for wall, plan, ran in zip(report.wall_ms, planned, report.counts, strict=True)
-        if ran > 0
-    )
-    return max(as_planned, default=0.0)
 
 
 def rescale_sync(report: WindowReport, planned: tuple[int, ...]) -> WindowReport:
@@ -347,7 +339,12 @@ def rescale_sync(report: WindowReport, planned: tuple[int, ...]) -> WindowReport
     """
     if report.counts == planned:
         return report
-    longest = longest_as_planned(report, planned)
+    as_planned = (
+        wall * plan / ran
+        for wall, plan, ran in zip(report.wall_ms, planned, report.counts, strict=True)
+        if ran > 0
+    )
+    longest = max(as_planned, default=0.0)
     if longest <= 0:
         return report
     return replace(report, sync_ms=report.sync_ms * max(report.wall_ms) / longest)

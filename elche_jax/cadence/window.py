@@ -128,8 +128,8 @@ class WindowRecord(WindowMeasurement):
     Attributes:
         first: Number of the window's first microbatch in the epoch.
         share: Share of the microbatches that the cadence asked for, see `WindowPlan`.
-        cold: Whether the window's programs ran for the first time. The cost of its
-            synchronisation then says nothing about later windows.
+        cold: Whether the window's programs ran for the first time, or those of the window that
+            `sync_ms` is from. That then says nothing about later windows.
         left_out: Ranks of the devices that were late and are not in the window's average.
         divergence: How far apart the devices were; with `delay=1`, in the previous window.
             None in gradient mode.

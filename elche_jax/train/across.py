@@ -203,7 +203,7 @@ def record_of(
 
     A loop that does other work before it asks for a window does not count unless it is later
     than those of the other processes. What the exchange costs is known after it, so `sync` is that
-    of the window before.
+    of the window before; if that is unknown, it is 0 and the window is cold.
 
     Args:
         plan: The window.
@@ -215,6 +215,7 @@ def record_of(
     told = Measured(*rows[list(left)].T)
     done = told.idle - told.idle.min() + told.ready
     sync = float(told.sync.min())
+    cold = bool(told.cold.any()) or sync == inf
     sync = 0.0 if sync == inf else sync
     return plan.measured(
         busy_ms=tuple(Measured(*rows.T).busy.tolist()),
@@ -222,7 +223,7 @@ def record_of(
         sync_ms=sync,
         skew_ms=float(done.max() - done.min()),
         steady=bool(told.steady.all()),
-        cold=bool(told.cold.any()),
+        cold=cold,
         left_out=tuple(np.flatnonzero(told.left_out).tolist()),
         **known,
     )

@@ -246,10 +246,9 @@ class LiveScheduler:
             return False
         pairs = zip(rates, state.counts, strict=True)
         wall = [0.0 if rate is None else 1e3 * count / rate for rate, count in pairs]
-        # a cost at which `ElChe` leaves the anchor as it is
-        report = WindowReport(wall, state.counts, 0.75 * cadence.overhead_target * max(wall))
+        report = WindowReport(wall, state.counts, 0.0)
         with self._observing:
-            schedule = self._controller.scheduler.update(state, report)
+            schedule = self._controller.scheduler.update(state, report, cost_known=False)
             believed = replace(self._state, schedule=schedule, told=False)
             self._state = self._before = self._controller.begin(believed)
             self._after.clear()

@@ -150,7 +150,9 @@ class Telling:
             free: When they were done with what they did before.
             known: Further fields of its record, which all processes know.
         """
-        self._sync_ms, self._replicas, window.known = times.sync_ms, UNKNOWN, known
+        # programs that run for the first time, also those of an exchange among fewer, cost more
+        self._sync_ms = times.sync_ms if window.steady and not window.cold else inf
+        self._replicas, window.known = UNKNOWN, known
         if self.of_last:
             own = np.asarray(window.token).tolist()
             window.tell = partial(

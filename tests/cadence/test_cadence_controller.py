@@ -142,8 +142,10 @@ def test_a_cold_synchronisation_does_not_move_the_anchor():
     cold = replace(record(0, counts=(10, 10)), sync_ms=80.0, cold=True, busy_ms=(100.0, 50.0))
     state = controller.observe(controller.init(2), cold)
     assert controller.plan(state, 1) == (10, 20)
+    assert state.schedule.sync_ms == ()
     warm = replace(cold, cold=False)
-    assert min(controller.plan(controller.observe(controller.init(2), warm), 1)) == 80
+    state = controller.observe(controller.observe(state, warm), warm)
+    assert min(controller.plan(state, 3)) == 80
 
 
 def test_a_verdict_waits_until_the_cadence_is_told():

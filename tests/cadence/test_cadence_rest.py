@@ -10,12 +10,15 @@ from marks import slow
 from elche_jax.cadence import (
     Controller,
     ControllerState,
+    Divergence,
     ElChe,
+    Guard,
     Replay,
     Rest,
     WindowRecord,
     WindowReport,
     clamp_counts,
+    nudge_down,
 )
 
 PLAN = (6, 3, 2)
@@ -414,6 +417,33 @@ def test_the_controller_plans_without_devices_at_rest():
     assert min(state.schedule.counts) == 4, "the exchange costs less at rest: no shorter windows"
     without = drive(Controller(ElChe(anchor=4)), job, 200)
     assert without.rest is None and min(without.schedule.counts) > 0
+
+
+def test_the_speed_of_windows_in_which_devices_rest_moves_no_anchor():
+    """Their cost is no measurement: a slower machine, or a guard's nudge, must not add up."""
+    rest = Rest(((0,), (1,)))
+    controller = Controller(ElChe(anchor=10), rest=rest, guard=Nudges())
+    state = controller.init(2)
+    state = replace(state, rest=replace(state.rest, resting=(False, True)))
+    anchors = []
+    for number in range(60):
+        ms = 20.0 if number % 12 > 9 else 10.0
+        counts = (controller.plan(state, number)[0], 0)
+        busy = (ms * counts[0], 0.0)
+        apart = Divergence(number, counts, *[(0.1, 0.1)] * 4) if number == 30 else None
+        record = WindowRecord(number, 0, counts, 64, busy, max(busy) + 9, 9.0, 0.0, True)
+        record = replace(record, divergence=apart)
+        state = controller.observe(state, record)
+        state = replace(state, rest=replace(state.rest, resting=(False, True)))
+        anchors.append(state.schedule.cadence.anchor)
+    assert anchors == [10] * 30 + [5] * 30
+
+
+class Nudges(Guard):
+    """Says so of every divergence."""
+
+    def verdict(self, history):
+        return nudge_down(0.5)
 
 
 @pytest.mark.parametrize("cut", [None, 1.5, 3.0, 10.0])

@@ -1,9 +1,10 @@
 """The scheduler: shifts, windows cut short, plans, and states in a checkpoint."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
+from hypothesis import given, strategies as st
 
 from elche_jax.cadence import (
     Balanced,
@@ -95,7 +96,7 @@ def test_a_threefold_slow_down_is_tracked_within_three_windows(cadence):
 def test_a_window_cut_short_does_not_raise_the_anchor():
     cadence = ElChe(anchor=10, overhead_target=0.1)
     scheduler = Scheduler(cadence)
-    state = run(scheduler, scheduler.init(2), (10.0, 10.0), sync_ms=8.0)
+    state = run(scheduler, scheduler.init(2), (10.0, 10.0), 3, sync_ms=8.0)
     assert state.cadence.anchor == 10  # 8 % of 100 ms
     tail = WindowReport((10.0, 10.0), (1, 1), 8.0)
     # 80 % of 10 ms would be an anchor of 80
@@ -106,10 +107,12 @@ def test_a_window_cut_short_does_not_raise_the_anchor():
 @pytest.mark.parametrize(
     ("costs", "anchor"),
     [
-        ((5.0, 5.0, 80.0), 10),  # one odd window of 1 ms * 100: 80 % would be an anchor of 80
-        ((80.0,), 80),  # the first is all there is to go by
+        ((80.0,), 10),  # 80 % of 100 ms would be an anchor of 80
+        ((80.0, 5.0, 5.0), 10),
+        ((5.0, 5.0, 80.0), 10),
         ((5.0, 80.0, 5.0, 5.0, 80.0, 5.0), 10),
-        ((5.0, 20.0, 20.0), 20),  # two in a row are a lasting change, of 20 %
+        ((20.0, 20.0), 20),  # two in a row are a lasting cost, of 20 %
+        ((5.0, 20.0, 20.0), 20),
         ((5.0, 80.0, 20.0), 20),
     ],
 )
@@ -121,13 +124,32 @@ def test_one_odd_synchronisation_does_not_raise_the_anchor(costs, anchor):
         state = scheduler.update(state, WindowReport((100.0, 100.0), (10, 10), cost))
     assert state.cadence.anchor == anchor
     assert state.sync_ms == costs[-3:]
-    assert scheduler.without(state, [0]).sync_ms == ()
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(1.0, 1000.0), st.floats(0.0, 1e4), st.integers(1, 30), st.integers(0, 60)
+        ),
+        max_size=20,
+    ),
+    st.integers(4, 20),
+)
+def test_an_unknown_cost_changes_no_anchor(windows, anchor):
+    scheduler = Scheduler(ElChe(anchor=4, overhead_target=0.1))
+    state = scheduler.init(2)
+    state = replace(state, cadence=replace(state.cadence, anchor=anchor))
+    for ms, cost, first, second in windows:
+        report = WindowReport((ms * first, ms * second), (first, second), cost)
+        state = scheduler.update(state, report, cost_known=False)
+    assert state.cadence.anchor == anchor
+    assert state.sync_ms == ()
 
 
 def test_a_report_of_an_older_plan_does_not_raise_the_anchor_twice():
     scheduler = Scheduler(ElChe(anchor=10, overhead_target=0.1))
     first = WindowReport((100.0, 100.0), (10, 10), 20.0)
-    state = scheduler.update(scheduler.init(2), first)
+    state = scheduler.update(scheduler.update(scheduler.init(2), first), first)
     assert state.counts == (20, 20)
     # planned and dispatched before the first report came: still (10, 10)
     assert scheduler.update(state, first).counts == (20, 20)
@@ -276,6 +298,10 @@ def test_from_dict_errors():
         Scheduler(ElChe(), shift=None).from_dict(values)
     with pytest.raises(ValueError, match=r"^Scheduler\.from_dict: shift must fit .*, got none\. "):
         scheduler.from_dict(values | {"shift": None})
+    with pytest.raises(
+        ValueError, match=r"^Scheduler\.from_dict: sync_ms must have at most 3 entries, got 4\.$"
+    ):
+        scheduler.from_dict(values | {"sync_ms": [1.0] * 4})
     del values["sync_ms"]  # saved before there were any
     assert scheduler.from_dict(values) == scheduler.init(2)
     with pytest.raises(

@@ -76,6 +76,12 @@ def test_all_processes_plan_alike(scene, said):
     assert len(first["records"]) == len(first["counts"])
 
 
+def test_what_the_first_exchange_costs_says_nothing_of_later_ones(said):
+    """The second window tells it, as only then it is known."""
+    cold = ["cold=True" in record for record in said[0]["unequal_devices"]["records"]]
+    assert cold[:2] == [True, True] and not all(cold)
+
+
 @pytest.mark.parametrize("scene", PLANNED)
 def test_speeds_of_another_process_are_learned(scene, said):
     counts, busy = (said[0][scene][name] for name in ("counts", "busy"))
