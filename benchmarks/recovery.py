@@ -60,6 +60,7 @@ class Way:
     Attributes:
         name: Its name.
         back_s: Seconds from each kill to the next window beyond those that were finished.
+        known_s: Seconds from each kill until the others know of it; empty if they do not go on.
         lost_s: What each kill cost, in seconds of all devices.
         again_s: What was trained again of it, on average.
         goodput: Microbatches of the schedule over those of all devices without a fault.
@@ -67,6 +68,7 @@ class Way:
 
     name: str
     back_s: list[float] = field(default_factory=list)
+    known_s: list[float] = field(default_factory=list)
     lost_s: list[float] = field(default_factory=list)
     again_s: float = 0.0
     goodput: float = 0.0
@@ -89,6 +91,7 @@ class Job:
         ]  # fmt: skip
         self._said: queue.Queue[dict | None] = queue.Queue()
         self.pids: dict[int, int] = {}
+        self.known: list[float] = []  # when a process said that another one had ended
         self._start()
 
     def _start(self) -> None:
@@ -116,6 +119,8 @@ class Job:
                 self._start()
             elif "pid" in said:
                 self.pids[said["process"]] = said["pid"]
+            elif "known" in said:
+                self.known.append(said["known"])
             else:
                 yield said["at"], said["done"]
 
@@ -151,6 +156,8 @@ def measure(name: str, seconds: float, seed: int = 0) -> Way:
             job.end()
     if len(kills) < faults:
         raise SystemExit(f"{name}: it ended before {faults} processes were killed")
+    if job.known:
+        way.known_s = [min(t for t in job.known if t > at) - at for at in kills]
     _reckon(way, seen[READY:], kills, part, seconds)
     return way
 
@@ -181,10 +188,12 @@ def results(ways: Sequence[Way]) -> list[Result]:
     for way in ways:
         case, lost = way.name, median(way.lost_s)
         back = tuple(way.back_s)
-        beat = 0 if case == "by hand" else HEARTBEAT
+        known = tuple(way.known_s) or (0.0,) * len(back)
+        apart = tuple(b - k for b, k in zip(back, known, strict=True))
         found += [
             Result(case, "kill to the next new window", median(back), "s", repeats=back),
-            Result(case, "the same, heartbeat apart", median(back) - beat, "s"),
+            Result(case, "kill until the others know", median(known), "s", repeats=known),
+            Result(case, "from then to the next new window", median(apart), "s", repeats=apart),
             Result(case, "goodput of the schedule", way.goodput),
         ]
         if case == "go on":  # its devices do not come back: what a fault costs has no end

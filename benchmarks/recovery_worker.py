@@ -4,6 +4,7 @@ recovery_worker.py FOLDER SECONDS_BETWEEN_CHECKPOINTS HEARTBEAT
 """
 
 import json
+import logging
 import os
 import sys
 import time
@@ -15,10 +16,20 @@ EPOCH = 10**6
 """Examples; a run of minutes does not come to the end of them."""
 
 
+class Known(logging.Handler):
+    """Says when this process knows that another one has ended."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Says it, if that is what is logged."""
+        if "ended before" in record.getMessage():
+            print(json.dumps({"known": record.created}), flush=True)
+
+
 def main(folder: str, every: float, heartbeat: int) -> None:
     """Trains until it is killed."""
     print(json.dumps({"pid": os.getpid()}), flush=True)
     elche.distributed.initialize(heartbeat_timeout=heartbeat)
+    logging.getLogger("elche_jax").addHandler(Known())
     import jax
     import numpy as np
     import optax
