@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import jax
 from jax.experimental import multihost_utils
 
-from elche_jax import _leaving, _progress
+from elche_jax import _coordinator, _leaving, _neighbours, _progress
 from elche_jax._exit import before_exit
 from elche_jax._turns import TURNS
 
@@ -139,6 +139,7 @@ class Processes:
         self._logged: set[int] = set()  # of whose end the user knows
         self._warned = self._has_left = False
         self._store: Any = None  # asks the coordinator after that
+        self._neighbours: _neighbours.Neighbours | None = None
         self._why: Why | None = None  # this process may leave in the middle of the others' loop
         # those that go on: an evaluation, for example, is a loop within another one
         self._loops: weakref.WeakSet[object] = weakref.WeakSet()
@@ -175,6 +176,15 @@ class Processes:
         if count != "1" and not jax.distributed.is_initialized() and not self._warned:
             self._warned = True
             logger.warning(ALONE, count)
+
+    def joined(self, secure: bool) -> None:
+        """Note that this process has joined a job that outlives its processes.
+
+        Args:
+            secure: Whether who joins needs a certificate: then nobody can in another one's name.
+        """
+        self._watch_no_more()
+        self._neighbours = None if secure else _neighbours.watch()
 
     @property
     def recoverable(self) -> bool:
@@ -224,10 +234,15 @@ class Processes:
             with multihost_utils.live_devices(list(self._asked)) as there:
                 if before - _processes_of(there):
                     raise ExchangeLost
+                if self.gone & _processes_of(there):  # started again, after its end was noticed
+                    raise ProcessLostError(REPLACED)
                 result = run()
         except (multihost_utils.ProcessFailureError, ExchangeLost) as error:
             _progress.log_told()
             gone = before - _processes_of(multihost_utils.live_devices.devices or ())
+            if not gone:  # one seems to have come back: who has told of its end, for a moment
+                back = _processes_of(getattr(error, "failed_devices", ()))
+                gone = {process for process in back if _neighbours.found_ended(process)}
             if not gone:  # else it would be tried again for ever
                 raise ProcessLostError(REPLACED) from error
             self.gone |= gone
@@ -246,16 +261,17 @@ class Processes:
         an error, and if that ends it, it waits for them only for a while.
         """
         error = getattr(sys, "last_value", None)
-        why, first = self._why if error is None else _why(error), _leaving.index() == 0
+        why, first = self._why if error is None else _why(error), _coordinator.index() == 0
         with _progress.phase("leave"):
             if first and why in (None, Why(LEFT)):
                 self._wait()
+                self._watch_no_more()
                 jax.distributed.shutdown()
                 return
             # the others go on without one that has not begun
             self._leave_at_once(why if first or self._asked else None)
             if first:
-                others = set(_leaving.others()) - self.gone
+                others = set(_coordinator.others()) - self.gone
                 # one that has handled its error waits as after success
                 seconds = math.inf if error is None else _leaving.PATIENCE_S
                 _leaving.wait_for_others(self._store, others, seconds)
@@ -267,9 +283,14 @@ class Processes:
             self._has_left = True
             if why is not None:
                 # first: as soon as the others know, a launcher may see one of them end
-                _progress.blame(_leaving.index() if why.process is None else why.process)
+                _progress.blame(_coordinator.index() if why.process is None else why.process)
                 _leaving.tell_reason(why.text)
+            self._watch_no_more()
             self._store = _leaving.disconnect()
+
+    def _watch_no_more(self) -> None:
+        if self._neighbours is not None:
+            self._neighbours.close()
 
     def _wait(self) -> None:
         if not self._asked:

@@ -24,6 +24,9 @@ LOOKS_S = 1
 HEARTBEAT = "heartbeat_timeout_seconds"
 """JAX's name of that time."""
 
+TLS = "mtls_cert_file"
+"""JAX's argument, and what it has in its settings, if connections are encrypted."""
+
 LIMIT = "--xla_cpu_collective_timeout_seconds"
 """XLA's flag for the seconds that a collective on CPUs may take."""
 
@@ -130,6 +133,7 @@ def initialize(
         ) from error
     else:
         if recoverable:
+            PROCESSES.joined(secure=TLS in options or bool(jax.config.values.get(f"jax_{TLS}")))
             before_exit(_leave, last=True)
 
 

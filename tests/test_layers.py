@@ -18,14 +18,16 @@ BELOW = {
     "_check": set(),
     "_exit": set(),
     "_lazy": set(),
-    "_leaving": set(),
+    "_coordinator": set(),
+    "_leaving": {"_coordinator"},
+    "_neighbours": {"_coordinator", "_leaving"},
     "_progress": set(),
     "_threads": set(),
     "_turns": set(),
     "_waiting": set(),
     "cadence": {"_check"},
     "launch": {"_progress"},
-    "_processes": {"_exit", "_leaving", "_progress", "_turns"},
+    "_processes": {"_coordinator", "_exit", "_leaving", "_neighbours", "_progress", "_turns"},
     "distributed": {"_check", "_exit", "_processes", "_progress", "launch"},
     "observe": {"_check", "cadence"},
     "config": {"_check", "averaging", "cadence"},
@@ -71,7 +73,7 @@ LATE = {"checkpoint/handler.py": {"orbax", "tensorstore"}}
 PRIVATE = {
     ("engine/mapped.py", "jax._src.pmap"): "nothing public lets go of what `jax.pmap` keeps",
     ("engine/mapped.py", "_cached_shard_map"): "what it keeps; without it programs stay",
-    ("_leaving.py", "jax._src.distributed"): "nothing public tells others why a process leaves",
+    ("_coordinator.py", "jax._src.distributed"): "nothing public tells others why a process leaves",
     ("_exit.py", "_register_atexit"): "`atexit` is later than the end of pools of threads",
 }
 NO_JAX = ("__init__", "_lazy", "_progress", "launch", "cadence", "observe", "_check", "config")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from elche_jax import ProcessLostError, RestartRequested, _leaving, _progress
+from elche_jax import ProcessLostError, RestartRequested, _coordinator, _leaving, _progress
 from elche_jax._processes import (
     LEFT,
     REPLACED,
@@ -29,7 +29,7 @@ class Service:
     def __call__(self, asked):
         self.calls += 1
         if self.calls > 1:
-            raise multihost_utils.ProcessFailureError("changed")
+            raise multihost_utils.ProcessFailureError({LEADS[1]})
         yield asked
 
 
@@ -54,6 +54,25 @@ def test_a_process_that_another_one_replaced_ends_the_job(monkeypatch, processes
     with pytest.raises(ProcessLostError) as found:
         processes.together(LEADS, lambda: None)
     assert str(found.value) == REPLACED and not processes.gone
+
+
+def test_one_that_is_started_again_after_its_end_was_noticed_ends_the_job(monkeypatch, processes):
+    processes.gone = frozenset({1})
+    monkeypatch.setattr(multihost_utils, "live_devices", Service(LEADS))
+    with pytest.raises(ProcessLostError) as found:
+        processes.together(LEADS, lambda: None)
+    assert str(found.value) == REPLACED
+
+
+def test_one_that_seems_to_have_come_back_as_its_end_is_told_is_gone(monkeypatch, processes):
+    """Who tells it joins in its name, and leaves: others may find it there for this moment."""
+    monkeypatch.setattr(multihost_utils, "live_devices", Service(LEADS))
+    monkeypatch.setattr(
+        _coordinator, "told", lambda _, key: "" if key.endswith("ended/1") else None
+    )
+    with pytest.raises(ExchangeLost):
+        processes.together(LEADS, lambda: None)
+    assert processes.gone == {1}
 
 
 def test_a_process_that_is_gone_without_a_word_is_a_loss(monkeypatch, processes):
@@ -117,12 +136,12 @@ def test_the_coordinator_stays_when_the_first_process_leaves(monkeypatch):
     state = SimpleNamespace(process_id=0, num_processes=3, service="coordinator", client=None)
     seen = []
     state.client = SimpleNamespace(key_value_set=lambda *told: seen.append(told))
-    monkeypatch.setattr(_leaving, "_state", lambda: state)
+    monkeypatch.setattr(_coordinator, "state", lambda: state)
     monkeypatch.setattr(_leaving, "_kept", [])
     monkeypatch.setattr(jax.distributed, "shutdown", lambda: seen.append(state.service))
     assert _leaving.disconnect() is state.client
     assert seen == [None, ("elche_jax/left/0", "left")], "first it leaves, then it says so"
-    assert _leaving._kept == ["coordinator"] and _leaving.others() == [1, 2]
+    assert _leaving._kept == ["coordinator"] and _coordinator.others() == [1, 2]
 
 
 def test_the_others_let_the_first_one_end_before():
@@ -205,7 +224,7 @@ def met(context, error):
 def test_because_of_whom_a_process_leaves(error, whose, monkeypatch, processes):
     blamed = []
     monkeypatch.setattr(_progress, "blame", blamed.append)
-    monkeypatch.setattr(_leaving, "index", lambda: 3)
+    monkeypatch.setattr(_coordinator, "index", lambda: 3)
     monkeypatch.setattr(_leaving, "tell_reason", lambda why: None)
     monkeypatch.setattr(_leaving, "disconnect", lambda: None)
     processes.raised(error)  # and the script ends in another way
@@ -217,8 +236,8 @@ def test_because_of_whom_a_process_leaves(error, whose, monkeypatch, processes):
 def test_how_long_the_first_process_waits(error, seconds, monkeypatch, processes):
     waits, told = [], []
     monkeypatch.setattr(sys, "last_value", error, raising=False)
-    monkeypatch.setattr(_leaving, "index", lambda: 0)
-    monkeypatch.setattr(_leaving, "others", lambda: [1, 2, 3])
+    monkeypatch.setattr(_coordinator, "index", lambda: 0)
+    monkeypatch.setattr(_coordinator, "others", lambda: [1, 2, 3])
     monkeypatch.setattr(_leaving, "tell_reason", told.append)
     monkeypatch.setattr(_leaving, "disconnect", lambda: "client")
     monkeypatch.setattr(_leaving, "wait_for_others", lambda *given: waits.append(given))

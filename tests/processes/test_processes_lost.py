@@ -20,11 +20,14 @@ SIZE = len(ROWS["x"]) // BATCH
 """Microbatches of an epoch."""
 
 
-def run(fleet, rule, cadence, exchange=None, **dying):
-    """What the processes say that are left; `dying` says how the others end, by their number."""
+def run(fleet, rule, cadence, exchange=None, *more, **dying):
+    """What the processes say that are left; `dying` says how the others end, by their number.
+
+    None waits for a heartbeat, which none would outlive: they see each other's end.
+    """
     how = {int(name[1:]): moment for name, moment in dying.items()}
     lost, job = [*how], json.dumps((rule, cadence, how, None, exchange))
-    said = jobs.run("losing.py", fleet, job, killed=lost)
+    said = jobs.run("losing.py", fleet, job, *more, killed=lost)
     return [one for at, one in enumerate(said) if at not in lost]
 
 
@@ -85,6 +88,12 @@ def test_the_others_go_on(moment):
     assert (counts[0][2] == 0) == (moment in ("as it compiles", "in the first exchange"))
     assert sum(said[0]["next"]) == 8, "the total is that of the cadence"
     assert said[0]["throughput"][2] is None
+
+
+@pytest.mark.slow
+def test_the_heartbeat_tells_the_end_of_one_on_another_host():
+    fleet, rule = (1, 1, 1), "mean gradient"
+    check(run(fleet, rule, TOTAL, None, "apart", p2=("exchange", 7)), fleet, rule, [2])
 
 
 @pytest.mark.parametrize("rule", [slow(rule) for rule in RULES if rule != "pending"])

@@ -1,0 +1,150 @@
+"""Notices soon that another process of the job has ended, if it was on the same host.
+
+JAX's coordinator misses a process after the heartbeat timeout. The kernel knows at once: a thread
+of every process looks at those on its host a few times a second, and the first to see an end
+tells the coordinator, which then answers who waits for the process that has ended. Where a whole
+host ends, or where processes do not see each other, the heartbeat is what is left: in containers
+with namespaces of their own, and on other systems than Linux.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from elche_jax import _coordinator
+from elche_jax._leaving import has_left
+
+logger = logging.getLogger("elche_jax")
+
+WHERE = "elche_jax/where"
+"""Folder of the keys under which processes say where they are, by their index."""
+
+ENDED_KEY = "elche_jax/ended/{}"
+"""Key under which it is told that a process has ended, by its index."""
+
+EVERY_S = 0.1
+"""Between two looks."""
+
+CLOSE_S = 10.0
+"""Seconds to wait for the thread at most, which may be telling an end."""
+
+
+class Place(NamedTuple):
+    """Where a process is.
+
+    Attributes:
+        host: What tells hosts, and namespaces of processes on them, apart.
+        pid: Its number there.
+        began: When it began, in ticks since the host did: a number may be used again.
+    """
+
+    host: str
+    pid: int
+    began: str
+
+    @classmethod
+    def here(cls) -> Self | None:
+        """Return the place of this process; None if the system does not say it."""
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+            host = f"{os.uname().nodename}/{boot}/{os.readlink('/proc/self/ns/pid')}"
+            return cls(host, os.getpid(), _stat(os.getpid())[1])
+        except (AttributeError, OSError):  # Windows has no `uname`
+            return None
+
+    @classmethod
+    def read(cls, said: str) -> Self:
+        """Return the place that a process has said, as text."""
+        host, pid, began = said.split()
+        return cls(host, int(pid), began)
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self))
+
+    def ended(self) -> bool:
+        """Return whether the process, which must be on this host, has ended."""
+        try:
+            state, began = _stat(self.pid)
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        except OSError:  # no more files may be opened, for example: it says nothing
+            return False
+        return state in "ZX" or began != self.began
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """Return state and start of a process."""
+    text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+    fields = text.rpartition(")")[2].split()  # in front is its name, which may be anything
+    return fields[0], fields[19]
+
+
+class Neighbours:
+    """Watches the processes of the job that are on this host, until it is closed.
+
+    Args:
+        here: Where this process is.
+        others: Indices of the others.
+    """
+
+    def __init__(self, here: Place, others: Iterable[int]):
+        self._here, self._client = here, _coordinator.client()
+        # the coordinator ends with process 0, and JAX ends all
+        self._unknown, self._places = set(others) - {0}, dict[int, Place]()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="elche-neighbours", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, and wait for it."""
+        self._closing.set()
+        self._thread.join(CLOSE_S)
+
+    def _watch(self) -> None:
+        looks = 0
+        while not self._closing.wait(EVERY_S) and _coordinator.client() is self._client:
+            looks += 1
+            if self._unknown and looks & (looks - 1) == 0:  # 1, 2, 4, 8: ever more seldom
+                self._ask()
+            for process, place in [*self._places.items()]:
+                if place.ended():
+                    del self._places[process]
+                    self._tell(process)
+
+    def _ask(self) -> None:
+        """Ask where the others are that have not said it yet."""
+        for name, said in _coordinator.told_in(self._client, WHERE).items():
+            if (process := int(name)) in self._unknown:
+                self._unknown.remove(process)
+                place = Place.read(said)
+                # what was never seen alive is left to the heartbeat
+                if place.host == self._here.host and not place.ended():
+                    self._places[process] = place
+
+    def _tell(self, process: int) -> None:
+        """Tell the coordinator that a process has ended, unless another one does."""
+        # The end is told first: whoever sees that another one has come in its place knows why.
+        if has_left(process) or not _coordinator.tell(self._client, ENDED_KEY.format(process)):
+            return
+        try:
+            _coordinator.disconnect(process)
+        except (AttributeError, TypeError, RuntimeError) as error:
+            # what is used of JAX is not public; the heartbeat does the same later
+            logger.info("elche: that process %d has ended is known later: %s", process, error)
+
+
+def found_ended(process: int) -> bool:
+    """Return whether another process has seen the end of one."""
+    return _coordinator.told(_coordinator.client(), ENDED_KEY.format(process)) is not None
+
+
+def watch() -> Neighbours | None:
+    """Watch the other processes of the job on this host; None if the system cannot."""
+    if (here := Place.here()) is None:
+        return None
+    client: Any = _coordinator.client()
+    _coordinator.tell(client, f"{WHERE}/{_coordinator.index()}", str(here))
+    return Neighbours(here, _coordinator.others())
