@@ -59,17 +59,22 @@ def disconnect() -> Any:
     return client
 
 
-def wait_for_others(client: Any, processes: Collection[int], seconds: float) -> None:
+def wait_for_others(
+    client: Any, processes: Collection[int], ended: Callable[[int], bool], seconds: float
+) -> None:
     """Wait in process 0 until others have left; nobody can tell it without a coordinator.
 
     Args:
         client: What `disconnect` returned; None if the script itself has ended the job.
         processes: Their indices.
+        ended: Returns whether one was seen to end without a word.
         seconds: How long at most.
     """
 
     def over() -> bool:
-        left = all(_coordinator.told(client, LEFT_KEY.format(one)) for one in processes)
+        left = all(
+            _coordinator.told(client, LEFT_KEY.format(one)) or ended(one) for one in processes
+        )
         return left or not _coordinator.answers(client)
 
     _wait(over, seconds)

@@ -94,6 +94,7 @@ class Neighbours:
         self._here, self._client = here, _coordinator.client()
         # the coordinator ends with process 0, and JAX ends all
         self._unknown, self._places = set(others) - {0}, dict[int, Place]()
+        self._ended: set[int] = set()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="elche-neighbours", daemon=True)
         self._thread.start()
@@ -103,6 +104,11 @@ class Neighbours:
         self._closing.set()
         self._thread.join(CLOSE_S)
 
+    def saw_end_of(self, process: int) -> bool:
+        """Return whether a process on this host has ended; also after this was closed."""
+        place = self._places.get(process)
+        return process in self._ended or (place is not None and place.ended())
+
     def _watch(self) -> None:
         looks = 0
         while not self._closing.wait(EVERY_S) and _coordinator.client() is self._client:
@@ -111,6 +117,7 @@ class Neighbours:
                 self._ask()
             for process, place in [*self._places.items()]:
                 if place.ended():
+                    self._ended.add(process)
                     del self._places[process]
                     self._tell(process)
 

@@ -263,7 +263,7 @@ class Processes:
         error = getattr(sys, "last_value", None)
         why, first = self._why if error is None else _why(error), _coordinator.index() == 0
         with _progress.phase("leave"):
-            if first and why in (None, Why(LEFT)):
+            if first and why is None and self._asked:
                 self._wait()
                 self._watch_no_more()
                 jax.distributed.shutdown()
@@ -274,7 +274,7 @@ class Processes:
                 others = set(_coordinator.others()) - self.gone
                 # one that has handled its error waits as after success
                 seconds = math.inf if error is None else _leaving.PATIENCE_S
-                _leaving.wait_for_others(self._store, others, seconds)
+                _leaving.wait_for_others(self._store, others, self._ended, seconds)
             elif isinstance(error, ProcessLostError) and 0 in error.processes:
                 _leaving.wait_for_first(self._store)
 
@@ -292,10 +292,10 @@ class Processes:
         if self._neighbours is not None:
             self._neighbours.close()
 
+    def _ended(self, process: int) -> bool:
+        return self._neighbours is not None and self._neighbours.saw_end_of(process)
+
     def _wait(self) -> None:
-        if not self._asked:
-            first = {device.process_index: device for device in reversed(jax.devices())}
-            self._asked = tuple(first.values())
         # a process that has ended is no matter any more
         ended, asked = multihost_utils.ProcessFailureError, list(self._asked)
         with suppress(ended), multihost_utils.live_devices(asked):

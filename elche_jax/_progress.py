@@ -265,8 +265,8 @@ def completed(window: int, trains: bool) -> None:
 
 def joined(process: int, several: bool) -> None:
     """Note the index of this process in its job, and whether that has others."""
-    if _board is not None:
-        _board.joined(process, several)
+    if (board := _board or _given) is not None:
+        board.joined(process, several)
 
 
 def opened(window: int, ranks: Sequence[int], process: int) -> None:

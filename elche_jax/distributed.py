@@ -2,8 +2,10 @@
 
 import logging
 import os
+import socket
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +75,8 @@ def initialize(
         **options: Further arguments of `jax.distributed.initialize`.
 
     Raises:
-        RuntimeError: If JAX has been used before, or the job was joined before.
+        RuntimeError: If JAX has been used before, the job was joined before, or the port of
+            process 0 is in use.
         TypeError: If a number is none, the address no text, or `recoverable` no bool; or if
             `options` has JAX's `heartbeat_timeout_seconds`.
         ValueError: If a number is out of range, the address is not a host and a port, or some of
@@ -103,6 +106,8 @@ def initialize(
         raise RuntimeError(
             f"{where}: it must be called once, this process has joined a job before."
         )
+    if address is not None and number == 0:
+        _check_port(int(address.rpartition(":")[2]))
     if HEARTBEAT in options:
         rule, todo = "be left out", "Pass heartbeat_timeout."
         raise TypeError(check.message(where, HEARTBEAT, rule, options[HEARTBEAT], todo))
@@ -242,6 +247,15 @@ def _address(given: str | None) -> str | None:
         rule = "be a host and a port, as 10.0.0.1:1234"
         raise ValueError(check.message(where, name, rule, repr(given)))
     return given
+
+
+def _check_port(port: int) -> None:
+    """Check that nobody listens at the port of the coordinator: JAX may crash, or meet others."""
+    with suppress(OSError), socket.create_connection(("localhost", port), timeout=1.0):
+        raise RuntimeError(
+            f"distributed.initialize: nobody may listen at the port of coordinator_address, but "
+            f"{port} is in use. End what uses it, such as an earlier job, or choose another port."
+        )
 
 
 def _given(value: int | None, variable: str) -> int | None:

@@ -11,7 +11,7 @@ from marks import slow
 from elche_jax._processes import PROCESSES
 
 MISTAKES = """
-import json, os
+import json, os, socket
 import elche_jax as elche, jax
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
@@ -24,6 +24,11 @@ def said(address=None, **arguments):
         elche.distributed.initialize(**arguments)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+def listened():
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+        return said(f"localhost:{port}", num_processes=2, process_id=0).replace(str(port), "PORT")
 
 def told():
     given = {}
@@ -38,6 +43,7 @@ print(json.dumps({
     "devices no numbers": said(local_device_ids="a"),
     "too short": said(heartbeat_timeout=1),
     "JAX's name": said(heartbeat_timeout_seconds=9),
+    "in use": listened(),
     "too late": jax.devices() and said(
         coordinator_address="localhost:1234", num_processes=2, process_id=0),
     "told": told(),
@@ -57,6 +63,9 @@ SAID = {
     "too short": "ValueError: distributed.initialize: heartbeat_timeout must be at least 2, got 1.",
     "JAX's name": "TypeError: distributed.initialize: heartbeat_timeout_seconds must be left out, "
     "got 9. Pass heartbeat_timeout.",
+    "in use": "RuntimeError: distributed.initialize: nobody may listen at the port of "
+    "coordinator_address, but PORT is in use. End what uses it, such as an earlier job, or choose "
+    "another port.",
     "too late": "RuntimeError: distributed.initialize: it must be called before JAX is used, but a "
     "backend is running. Call it first thing, before jax.devices() or any array.",
 }

@@ -122,13 +122,23 @@ def standing(monkeypatch):
 
 def test_the_first_process_waits_until_the_others_have_left():
     client = Coordinator({"elche_jax/left/1": 3, "elche_jax/left/3": 5})
-    _leaving.wait_for_others(client, [1, 3], math.inf)
+    _leaving.wait_for_others(client, [1, 3], nobody, math.inf)
     assert [client.asked.count(f"elche_jax/left/{one}") for one in (1, 2, 3)] == [7, 0, 5]
+
+
+def nobody(process):
+    return False
+
+
+def test_nor_for_one_that_it_saw_end():
+    client = Coordinator({"elche_jax/left/1": 3})
+    _leaving.wait_for_others(client, [1, 2], lambda one: one == 2, math.inf)
+    assert client.asked.count("elche_jax/left/1") == 3
 
 
 def test_it_does_not_wait_for_ever(monkeypatch):
     monkeypatch.setattr(_leaving, "PATIENCE_S", 0.05)
-    _leaving.wait_for_others(Coordinator({}), [1], 0.05)
+    _leaving.wait_for_others(Coordinator({}), [1], nobody, 0.05)
     _leaving.wait_for_first(Coordinator({}))
 
 
@@ -152,13 +162,13 @@ def test_the_others_let_the_first_one_end_before():
 
 def test_the_first_one_does_not_wait_for_what_nobody_can_tell(standing):
     client = Coordinator({"elche_jax/left/1": 1}, answers=9)
-    _leaving.wait_for_others(client, [1, 2], math.inf)
+    _leaving.wait_for_others(client, [1, 2], nobody, math.inf)
     assert len(standing) == 3, "three answers a round"
 
 
 def test_without_a_coordinator_nobody_waits(standing):
     _leaving.wait_for_first(None)
-    _leaving.wait_for_others(None, [1], math.inf)
+    _leaving.wait_for_others(None, [1], nobody, math.inf)
     assert standing == []
     assert _leaving.reason_of(0) is None
 
@@ -244,5 +254,5 @@ def test_how_long_the_first_process_waits(error, seconds, monkeypatch, processes
     processes.gone = frozenset([2])
     processes.raised(ValueError("a mistake"))
     processes.leave()
-    assert waits == [("client", {1, 3}, seconds)]
+    assert waits == [("client", {1, 3}, processes._ended, seconds)]
     assert told == ["raised ValueError: a mistake"]

@@ -169,6 +169,11 @@ class Generation:
         """Whether a process has trained a window."""
         return any(board.read().trained for board in self._boards.values())
 
+    @property
+    def _raised(self) -> int | None:
+        """A process that lives, and has an error that ends others."""
+        return next((at for at in self._alive if self._boards[at].because == at), None)
+
     def read(self) -> None:
         """Read what the processes print, unless too much of it waits to be written."""
         for child in self._children:
@@ -189,7 +194,10 @@ class Generation:
         for child in [*self._alive.values()]:
             if (code := child.ended()) is not None:
                 del self._alive[child.number]
-                end = End(child.number, code, self._boards[child.number].because)
+                because = self._boards[child.number].because
+                if because is None and code:
+                    because = self._raised  # JAX aborted it, before it could say so itself
+                end = End(child.number, code, because)
                 for one in self._ends.after(end, self._alive, time.monotonic()):
                     self._on_end(one)
         for one in self._ends.overdue(time.monotonic()):
@@ -267,7 +275,8 @@ class Generation:
         if not self._asked.go_on:
             return ", the others are ended"
         if end.because is None:
-            return ", the others go on"
+            ends = end.number == 0 and self._boards[0].read().several
+            return ", the job ends with it" if ends else ", the others go on"
         # those that exchange once more raise, too
         return ", the others are told why" if end.because == end.number else ""
 

@@ -347,6 +347,40 @@ def test_the_one_whose_error_ended_another_is_blamed(launched):
     assert err == "elche-jax launch: process 1 ended with exit code 7, the others are ended\n"
 
 
+def test_one_that_is_aborted_before_it_can_say_because_of_whom(launched):
+    """As JAX does with those that have not trained yet, when an error has ended process 0."""
+    script = BLAMES.replace("    _progress.blame(1)\n    sys.exit(5)", ABORTS, 1)
+    script = script.replace("    reaped(0)", "    Path('blamed').touch()\n    reaped(0)")
+    with launched(script + "time.sleep(600)\n", "-n", "3") as process:
+        code, _, err = outcome(process)
+    assert code == 7
+    assert err == "elche-jax launch: process 1 ended with exit code 7, the others are ended\n"
+
+
+ABORTS = """
+    while not Path("blamed").exists():
+        time.sleep(0.01)
+    os.abort()
+"""
+
+
+def test_that_nobody_goes_on_without_the_first_process_of_a_job_is_said(launched):
+    begin, _, _ = BLAMES.partition("if me == 0:")
+    script = (
+        begin
+        + """
+_progress.joined(me, several=True)
+if me == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+reaped(0)
+"""
+    )
+    with launched(script, "-n", "2", "--on-failure", "continue") as process:
+        code, _, err = outcome(process)
+    assert code == 137
+    assert err == "elche-jax launch: process 0 ended with SIGKILL, the job ends with it\n"
+
+
 def test_that_others_go_on_is_not_said_of_an_error_that_they_are_told(launched):
     with launched(BLAMES, "-n", "3", "--on-failure", "continue") as process:
         code, _, err = outcome(process)

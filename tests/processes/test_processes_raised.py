@@ -24,7 +24,8 @@ HOW = {
 }
 
 
-CASES = [*((1, how) for how in HOW), *((0, how) for how in ("data", "exit", "loss"))]
+OF_FIRST = ("data", "exit", "exit, without with", "break", "loss")
+CASES = [*((1, how) for how in HOW), *((0, how) for how in OF_FIRST)]
 QUICK = 0, "data"
 """By the process with the coordinator; of another one a launcher says below that it was heard."""
 
@@ -54,6 +55,12 @@ def test_an_error_of_all_processes_is_that_of_each(how):
     for code, _, err in jobs.outcomes("raising.py", (1, 1), how, -1):
         assert code == 1 and "ValueError: a mistake" in err
         assert "the JAX distributed service detected fatal errors" not in err
+
+
+def test_processes_that_find_nothing_to_do_end_at_once():
+    """Without a device of JAX: who asked for one would wait minutes for those that have left."""
+    for code, out, err in jobs.outcomes("raising.py", (1, 1), "nothing to do"):
+        assert (code, out) == (0, "") and "Traceback" not in err
 
 
 @pytest.mark.slow  # the exchange takes five seconds
