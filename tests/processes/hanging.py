@@ -13,12 +13,14 @@ if __name__ == "__main__":  # before it takes part in the job
     if "start-up" in MOMENTS:
         time.sleep(MOMENTS.pop("start-up") or 600)
 
+from beats import HEARTBEAT
+
 import elche_jax as elche  # after it, as what follows
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
         elche.distributed.watch(float(sys.argv[2]))
-    elche.distributed.initialize(heartbeat_timeout=600, exchange_timeout=5)
+    elche.distributed.initialize(heartbeat_timeout=HEARTBEAT, exchange_timeout=5)
 
 import optax  # after it, as what follows
 from reference import data, loss_fn, params

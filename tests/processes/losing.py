@@ -7,13 +7,15 @@ import signal
 import sys
 import threading
 
+from beats import HEARTBEAT
+
 import elche_jax as elche
 from elche_jax import _neighbours
 
 if __name__ == "__main__":  # before anything asks for a device
     if apart := sys.argv[2:] == ["apart"]:  # as on hosts of their own
         _neighbours.place = lambda pid: None
-    elche.distributed.initialize(heartbeat_timeout=4 if apart else 600, exchange_timeout=5)
+    elche.distributed.initialize(heartbeat_timeout=4 if apart else HEARTBEAT, exchange_timeout=5)
 
 import jax  # after it, as what follows
 import numpy as np

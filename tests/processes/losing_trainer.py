@@ -4,10 +4,12 @@ import json
 import sys
 from pathlib import Path
 
+from beats import HEARTBEAT
+
 import elche_jax as elche
 
 if __name__ == "__main__":  # before anything asks for a device
-    elche.distributed.initialize(heartbeat_timeout=600, exchange_timeout=5)
+    elche.distributed.initialize(heartbeat_timeout=HEARTBEAT, exchange_timeout=5)
 
 import jax  # after it, as what follows
 import numpy as np
