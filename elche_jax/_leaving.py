@@ -39,9 +39,9 @@ def reason_of(process: int) -> str | None:
     return _coordinator.told(_coordinator.client(), REASON_KEY.format(process))
 
 
-def has_left(process: int) -> bool:
-    """Return whether a process has left the job."""
-    return _coordinator.told(_coordinator.client(), LEFT_KEY.format(process)) is not None
+def has_left(client: Any, process: int) -> bool:
+    """Return whether a process has left the job; `client` asks the coordinator."""
+    return _coordinator.told(client, LEFT_KEY.format(process)) is not None
 
 
 def disconnect() -> Any:
@@ -72,9 +72,7 @@ def wait_for_others(
     """
 
     def over() -> bool:
-        left = all(
-            _coordinator.told(client, LEFT_KEY.format(one)) or ended(one) for one in processes
-        )
+        left = all(has_left(client, one) or ended(one) for one in processes)
         return left or not _coordinator.answers(client)
 
     _wait(over, seconds)

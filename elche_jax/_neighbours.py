@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from elche_jax import _coordinator
 from elche_jax._leaving import has_left
@@ -133,8 +133,10 @@ class Neighbours:
 
     def _tell(self, process: int) -> None:
         """Tell the coordinator that a process has ended, unless another one does."""
+        if has_left(self._client, process):
+            return
         # The end is told first: whoever sees that another one has come in its place knows why.
-        if has_left(process) or not _coordinator.tell(self._client, ENDED_KEY.format(process)):
+        if not _coordinator.tell(self._client, ENDED_KEY.format(process)):
             return
         try:
             _coordinator.disconnect(process)
@@ -152,6 +154,5 @@ def watch() -> Neighbours | None:
     """Watch the other processes of the job on this host; None if the system cannot."""
     if (here := Place.here()) is None:
         return None
-    client: Any = _coordinator.client()
-    _coordinator.tell(client, f"{WHERE}/{_coordinator.index()}", str(here))
+    _coordinator.tell(_coordinator.client(), f"{WHERE}/{_coordinator.index()}", str(here))
     return Neighbours(here, _coordinator.others())

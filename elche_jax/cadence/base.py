@@ -365,7 +365,7 @@ class Cadence(ABC, Generic[S]):
     def check_state(self, state: S) -> None:
         """Raise ``ValueError`` if a stored state does not fit this cadence's arguments."""
 
-    def _unwritten(self, hook: str, flag: str) -> NotImplementedError:
+    def _unwritten(self, hook: str, flag: str) -> NotImplementedError:  # what a flag promises
         rule = f"be defined if {flag} is True"
         return NotImplementedError(check.message(type(self).__name__, hook, rule, "none"))
 

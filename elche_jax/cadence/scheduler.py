@@ -219,7 +219,9 @@ class Scheduler:
         # the second: a fleet of 5, 5, 10 and 20 ms kept counts of (40, 37, 20, 10) without it
         if shifted or (measured_plan and not state.settled):
             before = self.cadence.recalibrate(before)  # the report is then taken as is
-        costs = (*state.sync_ms, *[report.sync_ms] * cost_known)[-SYNC_REPORTS:]
+        costs = state.sync_ms
+        if cost_known:
+            costs = (*costs, report.sync_ms)[-SYNC_REPORTS:]
         if cost_known and len(costs) > 1:
             report = rescale_sync(replace(report, sync_ms=median_low(costs)), planned)
         elif target := self.cadence.overhead_target:
