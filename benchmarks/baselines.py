@@ -180,20 +180,20 @@ class PlainJit:
         self._params, self._opt = jax.tree.map(jnp.copy, state)  # the step donates them
         if resident is not None:
             held = jax.device_put(resident, device)
-            rows = _shuffled(np.arange(len(held["y"]), dtype=np.int32), count, batch)
+            rows = shuffled(np.arange(len(held["y"]), dtype=np.int32), count, batch)
             self._batches = ((each, held) for each in rows)
         elif stream is None:
             one = jax.tree.map(lambda a: a[0], microbatches(count, batch, 1))
             self._batches = repeat(jax.device_put(one, device))
         else:
-            self._batches = _shuffled(stream, count, batch)
+            self._batches = shuffled(stream, count, batch)
 
     def __call__(self):
         self._params, self._opt, loss = self._step(self._params, self._opt, next(self._batches))
         return loss
 
 
-def _shuffled(data, count: int, batch: int):
+def shuffled(data, count: int, batch: int):
     """Yields the examples of a step, leaves `(count, batch, ...)`, in a new order every epoch."""
     rng, size = np.random.default_rng(0), len(jax.tree.leaves(data)[0])
     each = count * batch

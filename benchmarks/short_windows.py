@@ -1,0 +1,89 @@
+"""Two equal devices, short windows, streamed data, beside a hand-written fused pmap step.
+
+    python benchmarks/short_windows.py [--ms 50] [--repeats 7] [--out FILE]
+
+A transformer of two layers (Flax linen, 38 arrays, Adam). Both read their examples from the host
+in a shuffled order. Where the devices are the machine's processors, every other thread of a loop
+takes time of theirs: *per processor time* divides by the time of all threads, and hardly depends
+on what else is running.
+"""
+
+import argparse
+from pathlib import Path
+
+import jax
+import numpy as np
+import setup_devices  # noqa: F401  (before the backend starts)
+from baselines import OPTIMIZER, PlainPmap, shuffled
+from first_window import transformer
+from loops import Loop, Meter, steps_rate
+from measure import Result, interleave, ratios, result, show
+
+import elche_jax as elche
+
+BATCH = 8
+TURN_S = 1.0
+LEAST = {50: 0.98}
+"""Required share of the hand-written step, by the length of a window in ms."""
+
+
+class StreamingPmap(PlainPmap):
+    """The hand-written step with examples from the host, in a new order every epoch."""
+
+    def __init__(self, params, devices, count: int, loss, data):
+        counts = (count,) * len(devices)
+        super().__init__(params, devices, counts, BATCH, loss=loss)
+        self._shape = len(devices), count
+        self._read = shuffled(data, sum(counts), BATCH)
+
+    def __call__(self):
+        self._batches = jax.tree.map(
+            lambda a: a.reshape(*self._shape, *a.shape[1:]), next(self._read)
+        )
+        return super().__call__()
+
+
+def case(ms: float, repeats: int) -> list[Result]:
+    """Windows of about `ms` milliseconds."""
+    params, loss_fn, data = transformer(layers=2)
+    data = jax.tree.map(lambda a: np.tile(a, (128, 1)), data)
+    devices = jax.devices()[:2]
+
+    def by_hand(count: int) -> StreamingPmap:
+        return StreamingPmap(params, devices, count, loss_fn, data)
+
+    some = 8
+    count = max(1, round(ms * steps_rate(by_hand(some), some, TURN_S)))
+    plain = by_hand(count)
+    cadence = elche.Replay([(count, count)] * 100_000)
+    train = elche.build_train_step(loss_fn, OPTIMIZER, devices=devices, cadence=cadence)
+    ours = Loop(train, params, data, BATCH, placement="stream")
+    ours.warm(40)  # from the 20th on most windows are one program, see docs/design/0018
+    measures = {
+        "ours": lambda: ours.rate(TURN_S),
+        "by hand": lambda: steps_rate(plain, 2 * count, TURN_S),
+    }
+    meter = Meter()
+    rates = interleave(meter.on(measures), repeats)
+    spent = meter.rates()
+    asked = {"least": LEAST[ms]} if ms in LEAST else {}
+    name = f"{ms:g} ms, {count} microbatches: "
+    of_speed, of_time = (ratios(found["ours"], found["by hand"]) for found in (rates, spent))
+    return [
+        result("short", f"{name}of the speed by hand", of_speed, **asked),
+        result("short", f"{name}per processor time", of_time),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ms", type=float, action="append", help="length of a window")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/out/short_windows.json"))
+    args = parser.parse_args()
+    results = [one for ms in args.ms or [5, 14, 50, 200] for one in case(ms, args.repeats)]
+    show(results, args.out)
+
+
+if __name__ == "__main__":
+    main()
