@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Sequence
 from os import PathLike, fsdecode
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, cast
 
@@ -246,7 +247,7 @@ def instance(where: str, argument: str, value: object, kind: Any, rule: str = ""
 
 
 def path(where: str, argument: str, value: object, *, rule: str = "be a path") -> Path:
-    """Return ``value`` as a path.
+    """Return ``value`` as a path, with a leading ``~`` replaced by the home folder.
 
     Raises:
         TypeError: If ``value`` is neither a string nor a path.
@@ -265,7 +266,8 @@ def path(where: str, argument: str, value: object, *, rule: str = "be a path") -
         raise ValueError(message(where, argument, "not be empty", repr(text), todo))
     if "\0" in text:
         raise ValueError(message(where, argument, "hold no null byte", repr(text)))
-    return Path(text)
+    # `Path.expanduser` raises RuntimeError for an unknown user
+    return Path(expanduser(text))
 
 
 def per_device(where: str, argument: str, got: int, expected: int) -> None:

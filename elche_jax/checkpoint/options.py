@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from os import PathLike
-from os.path import expanduser  # keeps the name of an unknown user as it is
 from pathlib import Path
 
 from elche_jax import _check as check
@@ -72,5 +71,4 @@ class Checkpoints:
         """The folder as a path."""
         if self.folder is None:
             return None
-        path = check.path("Checkpoints", "folder", self.folder, rule="be a path or None")
-        return Path(expanduser(path))
+        return check.path("Checkpoints", "folder", self.folder, rule="be a path or None")

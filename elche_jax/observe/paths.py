@@ -7,22 +7,6 @@ from pathlib import Path
 from elche_jax import _check as check
 
 
-def given_path(where: str, argument: str, value: str | PathLike[str]) -> Path:
-    """Return a path with a leading `~` replaced by the home folder.
-
-    Raises:
-        TypeError: `value` is not a path.
-        ValueError: It is empty or contains a null byte.
-
-    Examples:
-        >>> from elche_jax.observe.paths import given_path
-        >>> "~" in str(given_path("Timeline", "path", "~/run.jsonl"))
-        False
-    """
-    # `Path.expanduser` raises RuntimeError for an unknown user.
-    return Path(os.path.expanduser(check.path(where, argument, value)))
-
-
 def given_file(where: str, argument: str, value: str | PathLike[str], example: str) -> Path:
     """Return the path of a file, which need not exist; `example` is a name for the message.
 
@@ -30,7 +14,7 @@ def given_file(where: str, argument: str, value: str | PathLike[str], example: s
         TypeError: `value` is not a path.
         ValueError: It is empty, contains a null byte, or is a folder.
     """
-    path = given_path(where, argument, value)
+    path = check.path(where, argument, value)
     # In Python 3.11 `Path.is_dir` raises OSError for a name that is too long.
     if os.path.isdir(path):
         todo = f"Name a file in it, such as {path / example}."

@@ -6,6 +6,7 @@ from operator import attrgetter
 from os import PathLike
 from typing import Any, TypeVar, cast
 
+from elche_jax import _check as check
 from elche_jax.cadence import WindowMeasurement
 from elche_jax.observe.events import (
     AnchorEvent,
@@ -18,7 +19,6 @@ from elche_jax.observe.events import (
     SkipEvent,
     WindowEvent,
 )
-from elche_jax.observe.paths import given_path
 from elche_jax.observe.report import RunReport, busy_ms, make_report
 from elche_jax.observe.timeline import TIMELINE, Timeline
 
@@ -206,7 +206,7 @@ def read_run(path: str | PathLike[str]) -> Run:
         >>> run.devices, run.report().limit_share
         (('device 0', 'device 1'), 0.5)
     """
-    path = given_path("read_run", "path", path)
+    path = check.path("read_run", "path", path)
     file = path / TIMELINE if path.is_dir() else path
     name = path.resolve().name if path.is_dir() else path.stem
     clocks: list[list[Event]] = []  # one per process, whose times begin at 0

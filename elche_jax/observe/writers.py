@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol, cast, runtime_checkable
 
 from elche_jax import _check as check
 from elche_jax.observe.atomic import replacing
-from elche_jax.observe.paths import given_file, given_path
+from elche_jax.observe.paths import given_file
 
 logger = logging.getLogger("elche_jax")
 
@@ -268,7 +268,7 @@ class TensorBoardWriter(_FileWriter):
 
     def __init__(self, folder: str | PathLike[str]):
         super().__init__()
-        self._folder = given_path("TensorBoardWriter", "folder", folder)
+        self._folder = check.path("TensorBoardWriter", "folder", folder)
         try:  # here rather than in `scalars`, so that a missing package shows before the run
             from tensorboardX import record_writer, summary
             from tensorboardX.proto import event_pb2

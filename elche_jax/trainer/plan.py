@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
-from os.path import expanduser
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -86,10 +85,8 @@ class FitPlan:
         for name, kind in kinds.items():
             if getattr(self, name) is not None:
                 check.instance(where, name, getattr(self, name), kind)
-        folder, saving = (
-            self.folder,
-            self.saving,
-        )  # resolved now, in case the working directory changes
+        # resolved now, in case the working directory changes
+        folder, saving = self.folder, self.saving
         check.one_of(where, "resume", self.resume, RESUME)
         check.instance(where, "progress", self.progress, bool)
         parts = (("callbacks", self.callbacks, Callback), ("writers", self.writers, Writer))
@@ -114,7 +111,7 @@ class FitPlan:
         if self.run_dir is None:
             return None
         path = check.path("Trainer.fit", "run_dir", self.run_dir, rule="be a path or None")
-        return Path(expanduser(path)).absolute()
+        return path.absolute()
 
     @cached_property
     def saving(self) -> Checkpoints | None:
