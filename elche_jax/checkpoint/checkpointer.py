@@ -100,7 +100,6 @@ class Checkpointer:
         self._job = train.fleet.job
         self.written: int | None = None
         self._written: int | None = None  # by the thread; the others know it later
-        self._lost = False  # whether the thread could not write
         self._thread: threading.Thread | None = None
         self._done = threading.Event()  # set at the end of the thread
         self._error: BaseException | None = None  # of the thread, or of opening the folder
@@ -253,7 +252,8 @@ class Checkpointer:
             if seconds is not None and time.monotonic() - self._last >= seconds:
                 wishes.add("save")
             if self._thread is not None and self._done.is_set():
-                wishes.add("lost" if self._lost else "wrote")
+                # the thread forgets the step that it could not write
+                wishes.add("lost" if self._step is None else "wrote")
         agreed = wishes.agreed
         if "wrote" in agreed or "lost" in agreed:
             self._join()
@@ -349,7 +349,6 @@ class Checkpointer:
     def _begin(self, job: tuple[Any, ...]) -> None:
         """Begin to write a checkpoint; `job` has the arguments of `_write`."""
         thread = threading.Thread(target=self._write, args=job, name="elche-checkpoint")
-        self._lost = False
         self._done.clear()
         thread.start()
         self._thread = thread
@@ -369,14 +368,11 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk or has failed; all processes call it."""
         self._join()
-        if self._job.one_process:
-            self.written = self._written
-        else:
-            self.written, self._step, text = self._job.by_first(self._outcome)
+        self.written, self._step, text = self._job.by_first(self._outcome)
+        self._shared = None
+        if text is not None:
             first = self._job.devices[0].process_index
-            self._shared = None
-            if text is not None:
-                self._shared = self._error or of_process(RuntimeError(text), first)
+            self._shared = self._error or of_process(RuntimeError(text), first)
 
     def _outcome(self) -> tuple[int | None, int | None, str | None]:
         """Return what the other processes have to know of the last checkpoint."""
@@ -471,7 +467,7 @@ class Checkpointer:
                     "not logged.", step, described(error),
                 )  # fmt: skip
             # no step: a window whose checkpoint failed may be saved again
-            self._error, self._step, self._lost = self._error or error, None, True
+            self._error, self._step = self._error or error, None
         else:
             self._written = step
             if self._job.one_process:
