@@ -316,17 +316,18 @@ class Checkpointer:
         self._job.by_first(lambda: self._check_free(step))
         # copied before this returns: the next window donates the state's buffers
         snapshot = take(state, self._train.common(state), self._job)
-        content = cache(partial(content_of, window, snapshot, self._train.run_to_dict(), notes))
+        run = self._train.run_to_dict()
+        content = cache(partial(content_of, window, snapshot, run, notes, score))
         if again:
             if self._store is not None:  # before the disk, which may fail or hang
                 after = max(self._store.steps, default=-1)
-                self._memory.keep(step, after, content, snapshot.own, score)
+                self._memory.keep(step, after, content)
             self._one_at_a_time()
         self._step, self._last = step, time.monotonic()
         for wish in ("save", "wrote", "lost"):  # these are of the one before, which all know of
             pipeline.wishes.clear(wish)
         if self._store is not None:  # the first process writes
-            self._begin((self._store, window, content, snapshot.own, score))
+            self._begin(self._store, window, content)
         if again:
             self.wait()
             self.check()
@@ -346,8 +347,9 @@ class Checkpointer:
         self.wait()
         self.check()
 
-    def _begin(self, job: tuple[Any, ...]) -> None:
-        """Begin to write a checkpoint; `job` has the arguments of `_write`."""
+    def _begin(self, store: Store, window: Window, content: Callable[[], Content]) -> None:
+        """Begin to fetch and write a checkpoint."""
+        job = store, window, content
         thread = threading.Thread(target=self._write, args=job, name="elche-checkpoint")
         self._done.clear()
         thread.start()
@@ -442,16 +444,13 @@ class Checkpointer:
         what = described(error) if self._job.first else str(error)
         return CheckpointError(f"checkpoints: {self._folder} must take checkpoints, but {what}")
 
-    def _write(
-        self, store: Store, window: Window, content: Callable[[], Content], own: frozenset[str],
-        score: float | None,
-    ) -> None:  # fmt: skip
+    def _write(self, store: Store, window: Window, content: Callable[[], Content]) -> None:
         """Fetch and write a checkpoint, on the thread."""
         begun, step = time.perf_counter(), window.index + 1
         try:
-            leaves, notes = content()
+            fetched = content()
             with _progress.phase("checkpoint", window.index):
-                size = store.save(step, leaves, own, notes, score)
+                size = store.save(step, *fetched)
             self._memory.forget(step)
         except BaseException as error:  # raised later by `check` or `close`
             if self._memory.step == step:

@@ -17,12 +17,16 @@ COUNTS = "counts_history"
 """Name under which the counts are saved next to the leaves of the state."""
 
 Notes = Callable[[], Mapping[str, Any]]
-Content = tuple[Mapping[str, np.ndarray], Mapping[str, Any]]
-"""The leaves of a checkpoint by name, and its notes."""
+Content = tuple[Mapping[str, np.ndarray], frozenset[str], Mapping[str, Any], float | None]
+"""What `Store.save` takes of a checkpoint: its leaves, those of each device, notes and score."""
 
 
 def content_of(
-    window: Window, snapshot: Snapshot, run: Mapping[str, Any], more: Notes | None
+    window: Window,
+    snapshot: Snapshot,
+    run: Mapping[str, Any],
+    more: Notes | None,
+    score: float | None,
 ) -> Content:
     """Fetch what a checkpoint holds.
 
@@ -31,6 +35,7 @@ def content_of(
         snapshot: The state after it.
         run: What is known of the run, see `TrainStep.run_to_dict`.
         more: Returns further notes.
+        score: Score of the state.
     """
     notes = {
         "world_size": len(run["left_out"]),
@@ -38,7 +43,7 @@ def content_of(
         "run": {name: value for name, value in run.items() if name != "counts"},
         "notes": {} if more is None else dict(more()),
     }
-    return snapshot.fetch() | {COUNTS: run["counts"]}, notes
+    return snapshot.fetch() | {COUNTS: run["counts"]}, snapshot.own, notes, score
 
 
 def state_of(saved: Saved, train: TrainStep, like: TrainState, folder: Path) -> TrainState:

@@ -4,13 +4,12 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from elche_jax._progress import DESTINATION, MEMORY
+from elche_jax.checkpoint.content import Content
 from elche_jax.checkpoint.errors import described
 from elche_jax.checkpoint.leaves import digest
 from elche_jax.checkpoint.store import Saved, Store
@@ -51,27 +50,18 @@ class Memory:
         self._place = Path(given, digest(str(folder).encode())) if given else None
         self.step: int | None = None
 
-    def keep(
-        self,
-        step: int,
-        after: int,
-        content: Callable[[], tuple[Mapping[str, np.ndarray], Mapping[str, Any]]],
-        own: frozenset[str],
-        score: float | None,
-    ) -> None:
+    def keep(self, step: int, after: int, content: Callable[[], Content]) -> None:
         """Keep a checkpoint, see `Store.save`; an error is logged, as the disk comes next.
 
         Args:
             step: Number of windows trained.
             after: The newest checkpoint on disk, -1 if there is none.
-            content: Returns the leaves and the notes.
-            own: See `Store.save`.
-            score: See `Store.save`.
+            content: Returns it.
         """
         if self._place is None:
             return
         try:
-            leaves, notes = content()
+            leaves, own, notes, score = content()
             need, room = sum(leaf.nbytes for leaf in leaves.values()), _room(self._place.parent)
             if ROOM * need > room:
                 text = f"{need} bytes, of which {room:.0f} are free"
@@ -80,11 +70,8 @@ class Memory:
                 self.forget(there)
             self._place.mkdir(exist_ok=True)
             (self._place / DESTINATION).write_text(str(self._folder))
-            store = Store(self._place, monitor=self._monitor)
-            try:
+            with closing(Store(self._place, monitor=self._monitor)) as store:
                 store.save(step, leaves, own, {**notes, AFTER: after}, score)
-            finally:
-                store.close()
             self.step = step
         except Exception as error:  # whatever it is, the checkpoint may still reach the disk
             logger.warning(
@@ -110,11 +97,8 @@ class Memory:
         """
         if self._place is None or max(self.steps, default=-1) <= on_disk:
             return None
-        store = Store(self._place, monitor=self._monitor)
-        try:
+        with closing(Store(self._place, monitor=self._monitor)) as store:
             saved = store.newest()
-        finally:
-            store.close()
         return None if saved is None or saved.notes[AFTER] > seen else saved
 
     def forget(self, step: int) -> None:
