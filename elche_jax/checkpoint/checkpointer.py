@@ -221,14 +221,14 @@ class Checkpointer:
         """
 
         def read() -> Saved:
-            ranked = [] if self._store is None else self._store.ranked
-            if self._store is None or not ranked:
+            store = self._store
+            if store is None or not store.ranked:
                 raise ValueError(
                     f"checkpoints: {self._folder} must hold a checkpoint with a score of "
                     f"{self._checkpoints.monitor!r}, got none. Train with keep_best and an "
                     "evaluation."
                 )
-            return self._store.read(ranked[0])
+            return store.read(store.ranked[0])
 
         with _progress.phase("restore"):
             saved = read_by_first(self._job, read)
@@ -311,7 +311,7 @@ class Checkpointer:
             return False
         again = "again" in pipeline.wishes.agreed
         if not again:
-            self._one_at_a_time()
+            self._wait_or_raise()  # one at a time, which bounds the memory for copies
         pipeline.finish()
         self._job.by_first(lambda: self._check_free(step))
         # copied before this returns: the next window donates the state's buffers
@@ -322,15 +322,14 @@ class Checkpointer:
             if self._store is not None:  # before the disk, which may fail or hang
                 after = max(self._store.steps, default=-1)
                 self._memory.keep(step, after, content)
-            self._one_at_a_time()
+            self._wait_or_raise()
         self._step, self._last = step, time.monotonic()
         for wish in ("save", "wrote", "lost"):  # these are of the one before, which all know of
             pipeline.wishes.clear(wish)
         if self._store is not None:  # the first process writes
             self._begin(self._store, window, content)
         if again:
-            self.wait()
-            self.check()
+            self._wait_or_raise()
             if self.written == step:
                 raise RestartRequested(step)
             pipeline.wishes.clear("again")  # it will be asked for again: the run is not lost
@@ -342,8 +341,8 @@ class Checkpointer:
             )
         return True
 
-    def _one_at_a_time(self) -> None:
-        """Wait for the checkpoint before, which bounds the memory for copies."""
+    def _wait_or_raise(self) -> None:
+        """Wait for the checkpoint that is being written, if one is."""
         self.wait()
         self.check()
 
@@ -370,16 +369,13 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk or has failed; all processes call it."""
         self._join()
-        self.written, self._step, text = self._job.by_first(self._outcome)
+        error = None if self._error is None else described(self._error)
+        outcome = self._written, self._step, error
+        self.written, self._step, text = self._job.by_first(lambda: outcome)
         self._shared = None
         if text is not None:
             first = self._job.devices[0].process_index
             self._shared = self._error or of_process(RuntimeError(text), first)
-
-    def _outcome(self) -> tuple[int | None, int | None, str | None]:
-        """Return what the other processes have to know of the last checkpoint."""
-        error = self._error
-        return self._written, self._step, None if error is None else described(error)
 
     def _join(self) -> None:
         """Wait for the thread."""

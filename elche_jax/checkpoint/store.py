@@ -182,12 +182,10 @@ class Store:
         """
         try:
             return self._read(step)
-        except (OtherFormat, MemoryError):
-            raise
-        except OSError as error:
-            if not isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
-                raise  # a failure of the disk or network, not damage
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
             raise self._damaged(step, error) from error
+        except (OtherFormat, MemoryError, OSError):  # an OSError is of the disk or network
+            raise
         except Exception as error:  # tensorstore and json raise errors of many kinds
             raise self._damaged(step, error) from error
 
