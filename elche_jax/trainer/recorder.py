@@ -72,23 +72,21 @@ class RunRecorder:
         self._log, self._before = EpochSums(0), 0
         self._writers: list[Writer] = list(plan.writers) if job.first else []
         self._progress: Progress | None = None
-        timelines = self._own
         with ExitStack() as self._stack:
-            opened: list[Recorder] = []
-            job.by_first(lambda: self._open(plan, opened))
-            timelines = [*self._own, *opened]
-            self._plan, self._timelines = plan, timelines
             try:
+                job.by_first(lambda: self._open(plan))
+                self._plan = plan
                 yield
             finally:
                 self._plan, self._timelines = None, self._own
                 # they hold arrays on the devices
                 self._metrics.clear()
 
-    def _open(self, plan: FitPlan, timelines: list[Recorder]) -> None:
+    def _open(self, plan: FitPlan) -> None:
         if plan.folder is not None:
             _prepare(plan.folder, plan.resume)
-            timelines.append(self._stack.enter_context(_timeline(plan.folder)))
+            timeline = self._stack.enter_context(_timeline(plan.folder))
+            self._timelines = [*self._own, timeline]
             self._writers.append(self._stack.enter_context(Table(plan.folder / "metrics.csv")))
 
     @contextmanager
