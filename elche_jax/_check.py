@@ -84,6 +84,26 @@ def integer(
     return int(plain)
 
 
+def number(where: str, argument: str, value: object, todo: str = "") -> float:
+    """Return ``value`` as a plain ``float``, which may be NaN or infinite.
+
+    Raises:
+        TypeError: If ``value`` is not a number (a bool is not).
+
+    Examples:
+        >>> number("CSVWriter.scalars", "values['loss']", 1)
+        1.0
+    """
+    plain = _plain(value)
+    if isinstance(plain, bool) or not isinstance(plain, int | float):
+        rule = "be a number"
+        raise TypeError(message(where, argument, rule, describe(value), todo))
+    try:
+        return float(plain)
+    except OverflowError:
+        return math.inf
+
+
 def real(
     where: str,
     argument: str,
@@ -113,23 +133,16 @@ def real(
         >>> real("ElChe", "overhead_target", 0.1, low=0.01, high=0.5)
         0.1
     """
-    plain = _plain(value)
-    if isinstance(plain, bool) or not isinstance(plain, int | float):
-        rule = "be a number"
-        raise TypeError(message(where, argument, rule, describe(value), todo))
-    try:
-        number = float(plain)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(message(where, argument, "be finite", number, todo))
-    if low is not None and number < low:
+    found, plain = number(where, argument, value, todo), _plain(value)
+    if not math.isfinite(found):
+        raise ValueError(message(where, argument, "be finite", found, todo))
+    if low is not None and found < low:
         raise ValueError(message(where, argument, f"be at least {low}", plain, todo))
-    if above is not None and number <= above:
+    if above is not None and found <= above:
         raise ValueError(message(where, argument, f"be above {above}", plain, todo))
-    if high is not None and number > high:
+    if high is not None and found > high:
         raise ValueError(message(where, argument, f"be at most {high}", plain, todo))
-    return number
+    return found
 
 
 def items(where: str, argument: str, values: object, of: str) -> tuple[Any, ...]:

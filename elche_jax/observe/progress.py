@@ -123,7 +123,9 @@ class Progress:
         epoch = check.integer(where, "epoch", epoch, low=0)
         done = check.integer(where, "done", done, low=0)
         for name, value in (("loss", loss), ("examples_per_s", examples_per_s)):
-            _check_number(where, name, value)
+            # a scalar array may still be computed: it is not read here
+            if value is not None and getattr(value, "ndim", None) != 0:
+                check.number(where, name, value)
         if busy is not None:
             busy = check.reals(where, "busy", busy)
         status = self._status = _Status(epoch, done, loss, examples_per_s, busy)
@@ -214,14 +216,6 @@ class Progress:
             return f"busy: {spread} of {len(busy)} devices"
         pairs = zip(self._devices, busy, strict=False)
         return "busy: " + "   ".join(f"{name} {share:.0%}" for name, share in pairs)
-
-
-def _check_number(where: str, name: str, value: object) -> None:
-    """Check that a value is a number, without waiting for one that is still being computed."""
-    if value is None or getattr(value, "ndim", None) == 0:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(check.message(where, name, "be a number", check.describe(value)))
 
 
 def _numbers(status: _Status) -> list[str]:

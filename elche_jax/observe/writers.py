@@ -72,18 +72,13 @@ class _FileWriter:
             raise ValueError(check.message(where, "the writer", "be open", "a closed one"))
         step = check.integer(where, "step", step, low=self._last)
         check.instance(where, "values", values, Mapping)
-        numbers = {name: _number(where, name, value) for name, value in values.items()}
+        for name in values:
+            check.instance(where, "a name in values", name, str)
+        numbers = {
+            name: check.number(where, f"values[{name!r}]", value) for name, value in values.items()
+        }
         self._last = step
         return step, numbers
-
-
-def _number(where: str, name: object, value: object) -> float:
-    check.instance(where, "a name in values", name, str)
-    plain = cast(Any, value).item() if getattr(value, "ndim", None) == 0 else value
-    if isinstance(plain, bool) or not isinstance(plain, int | float):
-        text = check.message(where, f"values[{name!r}]", "be a number", check.describe(value))
-        raise TypeError(text)
-    return float(plain)
 
 
 def _append(file: FileIO, line: bytes) -> None:
