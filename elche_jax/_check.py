@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Sequence
 from os import PathLike, fsdecode
-from os.path import expanduser
+from os.path import expanduser, isdir
 from pathlib import Path
 from typing import Any, cast
 
@@ -281,6 +281,27 @@ def path(where: str, argument: str, value: object, *, rule: str = "be a path") -
         raise ValueError(message(where, argument, "hold no null byte", repr(text)))
     # `Path.expanduser` raises RuntimeError for an unknown user
     return Path(expanduser(text))
+
+
+def file(where: str, argument: str, value: object, example: str) -> Path:
+    """Return ``value`` as the path of a file, which need not exist.
+
+    Args:
+        where: The class, method or function the user called.
+        argument: The argument's name.
+        value: The path.
+        example: A name for such a file, for the message.
+
+    Raises:
+        TypeError: If ``value`` is neither a string nor a path.
+        ValueError: If it is empty, contains a null byte, or is a folder.
+    """
+    found = path(where, argument, value)
+    # in Python 3.11 `Path.is_dir` raises OSError for a name that is too long
+    if isdir(found):
+        todo = f"Name a file in it, such as {found / example}."
+        raise ValueError(message(where, argument, "be a file", f"the folder {found}", todo))
+    return found
 
 
 def per_device(where: str, argument: str, got: int, expected: int) -> None:

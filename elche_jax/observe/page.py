@@ -14,7 +14,6 @@ from pathlib import Path
 from elche_jax import _check as check
 from elche_jax.observe.atomic import replacing
 from elche_jax.observe.page_data import page_data
-from elche_jax.observe.paths import given_file
 from elche_jax.observe.report import RunReport, counted, file_size
 from elche_jax.observe.run import LEFT_OUT, Run
 
@@ -59,7 +58,7 @@ def write_page(run: Run, path: str | PathLike[str], title: str | None = None) ->
     check.instance("write_page", "run", run, Run)
     if title is not None:
         check.instance("write_page", "title", title, str)
-    path = given_file("write_page", "path", path, "report.html")
+    path = check.file("write_page", "path", path, "report.html")
     report = run.report()
     script, style = _read_part("page.js"), _read_part("page.css")
     parts = {

@@ -11,7 +11,6 @@ import numpy as np
 
 from elche_jax import _check as check
 from elche_jax.cadence import WindowMeasurement
-from elche_jax.observe.paths import given_file
 from elche_jax.observe.report import device_reports
 
 INK, FAINT = "#1f2933", "#c3ccd5"
@@ -59,7 +58,7 @@ def plot_run(
         ...     plot_run(windows, f"{folder}/run.png", "two devices").stat().st_size > 0
         True
     """
-    target = given_file("plot_run", "path", path, "run.png")
+    target = check.file("plot_run", "path", path, "run.png")
     world_size = _check(records, baseline, devices)
     labels = [f"device {rank}" for rank in range(world_size)] if devices is None else devices
     runs = [(names[0], records)]

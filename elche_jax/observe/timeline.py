@@ -27,7 +27,6 @@ from elche_jax.observe.events import (
     values_of,
 )
 from elche_jax.observe.line_writer import LineWriter
-from elche_jax.observe.paths import given_file
 
 TIMELINE = "timeline.jsonl"
 """File name of the timeline in a run's folder."""
@@ -95,7 +94,7 @@ class Timeline:
         keep = check.integer("Timeline", "keep", keep, low=1)
         self._lock = threading.Lock()
         self._events: deque[Event] = deque(maxlen=keep)
-        self._path = None if path is None else given_file("Timeline", "path", path, TIMELINE)
+        self._path = None if path is None else check.file("Timeline", "path", path, TIMELINE)
         self._writer = None if self._path is None else LineWriter(_open(self._path), self, _to_line)
         self._began = time.perf_counter()
 
@@ -220,7 +219,7 @@ class Timeline:
             >>> Timeline.read(path)
             [SkipEvent(window=7, epoch=1, reason='NaN', at=2.5)]
         """
-        path = given_file("Timeline.read", "path", path, TIMELINE)
+        path = check.file("Timeline.read", "path", path, TIMELINE)
         *lines, last = path.read_bytes().rstrip(NUL).split(b"\n")
         where = "Timeline.read"
         events = [_from_line(where, path, f"line {at + 1}", line) for at, line in enumerate(lines)]

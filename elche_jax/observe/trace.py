@@ -12,7 +12,6 @@ from typing import Any, Final, cast
 from elche_jax import _check as check
 from elche_jax.observe.atomic import replacing
 from elche_jax.observe.events import NAMES, LossEvent, values_of
-from elche_jax.observe.paths import given_file
 from elche_jax.observe.run import Run
 
 PROCESS: Final = 1
@@ -62,7 +61,7 @@ def write_trace(run: Run, path: str | PathLike[str]) -> Path:
         [40000.0, 36000.0]
     """
     check.instance("write_trace", "run", run, Run)
-    path = given_file("write_trace", "path", path, "trace.json.gz")
+    path = check.file("write_trace", "path", path, "trace.json.gz")
     tracks = _device_tracks(run)
     losses = (_event("C", event.at, "loss", {"loss": event.loss}) for event in run.losses)
     anchors = (_event("C", at, "anchor", {"anchor": anchor}) for at, anchor in run.anchor_steps)

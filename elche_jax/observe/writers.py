@@ -17,7 +17,6 @@ from typing import Any, Final, Protocol, cast, runtime_checkable
 
 from elche_jax import _check as check
 from elche_jax.observe.atomic import replacing
-from elche_jax.observe.paths import given_file
 
 logger = logging.getLogger("elche_jax")
 
@@ -131,7 +130,7 @@ class CSVWriter(_FileWriter):
 
     def __init__(self, path: str | PathLike[str]):
         super().__init__()
-        self._path = given_file("CSVWriter", "path", path, "metrics.csv")
+        self._path = check.file("CSVWriter", "path", path, "metrics.csv")
         self._columns: list[str] = []
         self._begun = False  # whether the rows of an earlier run have been dropped
 
