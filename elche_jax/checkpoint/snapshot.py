@@ -26,28 +26,24 @@ class Snapshot:
     """Copies of a state on the devices, possibly still being computed.
 
     Attributes:
-        names: Names of the leaves.
-        copies: For each leaf, one array `(1, ...)`, or one per device if their values differ.
+        copies: By name of the leaf, one array `(1, ...)`, or one per device if their values differ.
         gathered: Arrays of the host with a row per device, in a job of several processes, in place
             of the copies of leaves whose values differ.
     """
 
-    names: list[str]
-    copies: list[list[jax.Array]]
+    copies: Mapping[str, list[jax.Array]]
     gathered: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def own(self) -> frozenset[str]:
         """Names of the leaves of which each device has its own value."""
-        pairs = zip(self.names, self.copies, strict=True)
-        return frozenset(name for name, copies in pairs if len(copies) > 1) | {*self.gathered}
+        apart = {name for name, copies in self.copies.items() if len(copies) > 1}
+        return frozenset(apart | {*self.gathered})
 
     def fetch(self) -> dict[str, np.ndarray]:
         """Return the arrays by name, on the host; wait for the devices."""
         leaves = dict(self.gathered)
-        for name, copies in zip(self.names, self.copies, strict=True):
-            if name in leaves:
-                continue
+        for name, copies in self.copies.items():
             rows = [np.asarray(copy) for copy in copies]
             leaves[name] = rows[0][0] if len(rows) == 1 else np.concatenate(rows)
         return leaves
@@ -72,28 +68,29 @@ def take(state: TrainState, common: TrainState, job: Job) -> Snapshot:
     Returns:
         The copies. With one process nothing is waited for.
     """
-    names, own = names_of(state), own_names(state, common)
-    copies: list[list[jax.Array]] = [[] for _ in names]
+    arrays, own = _named(state), own_names(state, common)
     gathered: dict[str, np.ndarray] = {}
     if not job.one_process:
-        pairs = zip(names, _raw(state), strict=True)
-        gathered = job.rows_at_first({name: np.asarray(x) for name, x in pairs if name in own})
+        apart = {name: np.asarray(array) for name, array in arrays.items() if name in own}
+        gathered = job.rows_at_first(apart)
         if not job.first:
-            return Snapshot(names, copies)
+            return Snapshot({})
         _forget_work(gathered, job.members.lost)
-    held: dict[jax.Device, list[tuple[int, int, jax.Array]]] = {}
-    for at, (name, array) in enumerate(zip(names, _raw(state), strict=True)):
+    copies: dict[str, list[jax.Array]] = {}
+    held: dict[jax.Device, list[tuple[str, int]]] = {}
+    for name, array in arrays.items():
         if name in gathered:
             continue
         shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-        for place, shard in enumerate(shards[: None if name in own else 1]):
-            held.setdefault(shard.device, []).append((at, place, shard.data))
-            copies[at].append(shard.data)
-    for rows in held.values():  # one program per device
-        made = _copies([row for *_, row in rows])
-        for (at, place, _), copy in zip(rows, made, strict=True):
-            copies[at][place] = copy
-    return Snapshot(names, copies, gathered)
+        shards = shards if name in own else shards[:1]
+        copies[name] = [shard.data for shard in shards]
+        for place, shard in enumerate(shards):
+            held.setdefault(shard.device, []).append((name, place))
+    for places in held.values():  # one program per device
+        made = _copies([copies[name][place] for name, place in places])
+        for (name, place), copy in zip(places, made, strict=True):
+            copies[name][place] = copy
+    return Snapshot(copies, gathered)
 
 
 def _forget_work(gathered: Mapping[str, np.ndarray], lost: Sequence[int]) -> None:
@@ -120,7 +117,7 @@ def difference(like: TrainState, specs: Mapping[str, LeafSpec]) -> str:
     """
     shapes = {
         name: (tuple(leaf.shape[1:]), np.dtype(leaf.dtype).name)
-        for name, leaf in zip(names_of(like), _raw(like), strict=True)
+        for name, leaf in _named(like).items()
     }
     for name, (shape, dtype) in shapes.items():
         if name not in specs:
@@ -184,5 +181,6 @@ def put(like: TrainState, rows: TrainState, fleet: Fleet) -> TrainState:
     return jax.tree.map(place, like, rows)
 
 
-def _raw(state: TrainState) -> list[Any]:
-    return list(map(raw, jax.tree.leaves(state)))
+def _named(state: TrainState) -> dict[str, Any]:
+    """Return the leaves by name; of typed keys their raw data."""
+    return dict(zip(names_of(state), map(raw, jax.tree.leaves(state)), strict=True))
