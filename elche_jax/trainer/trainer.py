@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -200,17 +201,14 @@ class Trainer:
                 control.stop("exit")
                 control.wait()
 
-            forget = None
-            try:
-                # Python closes its thread pools before it waits for threads, and orbax needs one
-                forget = before_exit(end)
-                control.finish(session.run())
-            except BaseException as error:
-                control.finish(error=error)
-            finally:
-                if forget is not None:
-                    forget()
-                self._busy.release()
+            with ExitStack() as stack:
+                stack.callback(self._busy.release)
+                try:
+                    # Python closes its thread pools before it waits for threads: orbax needs one
+                    stack.callback(before_exit(end))
+                    control.finish(session.run())
+                except BaseException as error:
+                    control.finish(error=error)
 
         return run, control
 
