@@ -235,7 +235,10 @@ def one_of(where: str, argument: str, value: object, choices: Sequence[str]) -> 
         raise ValueError(message(where, argument, rule, repr(value)))
 
 
-def instance(where: str, argument: str, value: object, kind: Any, rule: str = "") -> None:
+def instance(
+    where: str, argument: str, value: object, kind: Any, rule: str = "", todo: str = "", *,
+    brief: bool = False, no_class: bool = False,
+) -> None:  # fmt: skip
     """Check that an argument is an instance of a class.
 
     Args:
@@ -244,6 +247,9 @@ def instance(where: str, argument: str, value: object, kind: Any, rule: str = ""
         value: The argument.
         kind: A class, or a union of classes and None.
         rule: What must hold, for the message; required with a union.
+        todo: What to do about it, one sentence.
+        brief: Whether the message has only the value's type: the value may be long.
+        no_class: Whether a class is none, although it has the methods of a protocol, too.
 
     Raises:
         TypeError: If it is not.
@@ -254,9 +260,10 @@ def instance(where: str, argument: str, value: object, kind: Any, rule: str = ""
         ...
         TypeError: ElChe.update: verdict must be of type int, got 'stable' (str).
     """
-    if not isinstance(value, kind):
+    if not isinstance(value, kind) or (no_class and isinstance(value, type)):
         rule = rule or f"be of type {kind.__name__}"
-        raise TypeError(message(where, argument, rule, describe(value)))
+        got = type(value).__name__ if brief else describe(value)
+        raise TypeError(message(where, argument, rule, got, todo))
 
 
 def path(where: str, argument: str, value: object, *, rule: str = "be a path") -> Path:

@@ -343,7 +343,6 @@ def check_timeline(where: str, timeline: Recorder | None) -> None:
     Raises:
         TypeError: If it cannot.
     """
-    if timeline is not None and (isinstance(timeline, type) or not isinstance(timeline, Recorder)):
-        rule, got = "be a Timeline", check.describe(timeline)
-        todo = "Pass elche_jax.Timeline(path)."
-        raise TypeError(check.message(where, "timeline", rule, got, todo))
+    if timeline is not None:
+        rule, todo = "be a Timeline", "Pass elche_jax.Timeline(path)."
+        check.instance(where, "timeline", timeline, Recorder, rule, todo, no_class=True)

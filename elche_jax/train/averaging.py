@@ -32,12 +32,11 @@ def check_averaging(averaging: Any, guard: Any) -> None:
         TypeError: If `averaging` is not a rule, or `guard` is not a guard.
         ValueError: If there is a guard without averaging, or the rule contradicts itself.
     """
-    if guard is not None and (isinstance(guard, type) or not isinstance(guard, Guard)):
+    if guard is not None:
         must, todo = "be a guard such as TrendGuard()", "It needs a method verdict(history)."
-        raise TypeError(check.message(WHERE, "guard", must, check.describe(guard), todo))
-    if averaging is not None and not isinstance(averaging, MeanGradient | AveragingRule):
-        must = "be ParameterAveraging(...), DiLoCo(...), MeanGradient(...) or None"
-        raise TypeError(check.message(WHERE, "averaging", must, check.describe(averaging)))
+        check.instance(WHERE, "guard", guard, Guard, must, todo, no_class=True)
+    must = "be ParameterAveraging(...), DiLoCo(...), MeanGradient(...) or None"
+    check.instance(WHERE, "averaging", averaging, MeanGradient | AveragingRule | None, must)
     if isinstance(averaging, AveragingRule):
         check_rule(averaging)
     elif guard is not None:

@@ -187,18 +187,12 @@ def build_train_step(
         [1.0, -2.0, 3.0]
     """
     check_outside("build_train_step")
-    if not callable(loss_fn):
-        raise TypeError(
-            f"build_train_step: loss_fn must be callable, got {type(loss_fn).__name__}."
-        )
+    check.instance("build_train_step", "loss_fn", loss_fn, Callable, "be callable", brief=True)
     check.instance("build_train_step", "has_aux", has_aux, bool)
     check.instance("build_train_step", "device_loss", device_loss, bool)
     check_parts("build_train_step", optimizer=optimizer, cadence=cadence, emulate=emulate)
-    if config is not None and not isinstance(config, DDPConfig):
-        raise TypeError(
-            f"build_train_step: config must be a DDPConfig, got {type(config).__name__}."
-        )
-    config = config or DDPConfig()
+    config = DDPConfig() if config is None else config
+    check.instance("build_train_step", "config", config, DDPConfig, "be a DDPConfig", brief=True)
     given = config.or_given(
         max_grad_norm=max_grad_norm, compute_dtype=compute_dtype, verify_every=verify_every,
         timeline=timeline,
@@ -256,11 +250,9 @@ def _exchange(exchange: HostExchange | None, config: DDPConfig) -> HostExchange 
     """Return the exchange on the host, given as an argument or in `config`."""
     if exchange is None:
         return config.host_exchange()
-    if not isinstance(exchange, HostExchange):
-        rule = "be a HostExchange or None"
-        todo = "Pass elche_jax.HostExchange(), or nothing for an exchange on the devices."
-        got = check.describe(exchange)
-        raise TypeError(check.message("build_train_step", "exchange", rule, got, todo))
+    rule = "be a HostExchange or None"
+    todo = "Pass elche_jax.HostExchange(), or nothing for an exchange on the devices."
+    check.instance("build_train_step", "exchange", exchange, HostExchange, rule, todo)
     if config.exchange == "host":
         rule = "be left out where config says it (exchange='host')"
         raise ValueError(check.message("build_train_step", "exchange", rule, exchange))

@@ -95,25 +95,18 @@ def schedule_by_work(
         0.36
         0.28
     """
-    if not callable(factory):
-        raise TypeError(
-            check.message(
-                "schedule_by_work", "factory", "be a function that makes an optimizer",
-                type(factory).__name__,
-                "Pass optax.adamw, say, and its arguments to what comes back.",
-            )
-        )  # fmt: skip
-    check.one_of("schedule_by_work", "unit", unit, get_args(Unit))
+    where = "schedule_by_work"
+    rule = "be a function that makes an optimizer"
+    todo = "Pass optax.adamw, say, and its arguments to what comes back."
+    check.instance(where, "factory", factory, Callable, rule, todo, brief=True)
+    check.one_of(where, "unit", unit, get_args(Unit))
     static = {static_args} if isinstance(static_args, str) else set(static_args)
     signature = inspect.signature(factory)
     kinds = {parameter.kind for parameter in signature.parameters.values()}
     if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
-        raise TypeError(
-            check.message(
-                "schedule_by_work", "factory", "name all its arguments", f"one of {signature}",
-                "Wrap it: lambda learning_rate: factory(learning_rate=learning_rate).",
-            )
-        )  # fmt: skip
+        rule, got = "name all its arguments", f"one of {signature}"
+        todo = "Wrap it: lambda learning_rate: factory(learning_rate=learning_rate)."
+        raise TypeError(check.message(where, "factory", rule, got, todo))
     inject = optax.inject_hyperparams(factory, static, jnp.float32)
 
     @functools.wraps(factory)
@@ -278,16 +271,13 @@ def scale_learning_rate(
         >>> updates.tolist()
         [-1.5, -1.5]
     """
-    if not isinstance(optimizer, optax.GradientTransformation):
-        raise TypeError(
-            check.message(
-                "scale_learning_rate", "optimizer", "be an optax optimizer",
-                type(optimizer).__name__,
-                "An object like optax.MultiSteps goes in as "
-                "optax.GradientTransformationExtraArgs(it.init, it.update).",
-            )
-        )  # fmt: skip
-    factor = _factor("scale_learning_rate", world_size, rule, ratio)
+    where, kind = "scale_learning_rate", optax.GradientTransformation
+    todo = (
+        "An object like optax.MultiSteps goes in as "
+        "optax.GradientTransformationExtraArgs(it.init, it.update)."
+    )
+    check.instance(where, "optimizer", optimizer, kind, "be an optax optimizer", todo, brief=True)
+    factor = _factor(where, world_size, rule, ratio)
     return optax.chain(optimizer, optax.scale(factor))
 
 

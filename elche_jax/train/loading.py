@@ -71,8 +71,7 @@ class Loading:
             epochs = check.integer(where, "epochs", epochs, low=1)
         check.instance(where, "shuffle", shuffle, bool)
         check.instance(where, "drop_last", drop_last, bool)
-        if mask_key is not None and not isinstance(mask_key, str):
-            raise TypeError(f"{where}: mask_key must be a string, got {type(mask_key).__name__}.")
+        check.instance(where, "mask_key", mask_key, str | None, "be a string", brief=True)
         source = self._source(data)
         size = check_batch_size(source, batch_size, epochs, drop_last)
         shapes = microbatch_shapes(source, size)

@@ -80,11 +80,8 @@ class DataPlan:
         """
         if cursor is None:
             return Cursor(window=windows, reading=self.reading)
-        if not isinstance(cursor, Cursor):
-            raise TypeError(
-                f"windows: cursor must be a Cursor, got {type(cursor).__name__}. Make one of a "
-                "dictionary with Cursor.from_dict."
-            )
+        todo = "Make one of a dictionary with Cursor.from_dict."
+        check.instance("windows", "cursor", cursor, Cursor, "be a Cursor", todo, brief=True)
         if self.epochs is not None and cursor.epoch >= self.epochs:
             raise ValueError(
                 f"windows: cursor.epoch must be below epochs ({self.epochs}, counted from the "

@@ -353,9 +353,7 @@ class TrainStep:
             TypeError: `window` is not a `Window`.
             ValueError: It is another training step's.
         """
-        if not isinstance(window, Window):
-            rule, got = "come from TrainStep.windows", type(window).__name__
-            raise TypeError(check.message(where, "window", rule, got))
+        check.instance(where, "window", window, Window, "come from TrainStep.windows", brief=True)
         pipeline = self._pipelines.get(window.run)
         if pipeline is None:
             rule, got = "come from this training step's windows", "one of another step's"
