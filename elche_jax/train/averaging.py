@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from elche_jax import _check as check
-from elche_jax.averaging.exchange import HostExchange
 from elche_jax.averaging.rules import (
     AveragingRule,
     DeviceWork,
@@ -44,33 +43,22 @@ def check_averaging(averaging: Any, guard: Any) -> None:
         raise ValueError(check.message(WHERE, "guard", must, type(guard).__name__))
 
 
-def check_together(
-    rule: AveragingRule | MeanGradient,
-    exchange: HostExchange | None,
-    *,
-    world_size: int,
-    chosen: Sequence[str],
-    nonfinite: str,
-    dynamic_scale: bool,
-) -> None:
+def check_together(options: Options, chosen: Sequence[str]) -> None:
     """Check that the settings can be combined.
 
     Args:
-        rule: The rule, complete.
-        exchange: The exchange on the host; None for an exchange on the devices.
-        world_size: Number of devices.
+        options: The options of the training step.
         chosen: The settings that select the cadence, for messages.
-        nonfinite: See `build_train_step`.
-        dynamic_scale: Whether the loss scale is dynamic.
 
     Raises:
         TypeError: If a schedule, or the weights of a rule, cannot be traced.
         ValueError: If a setting contradicts the rule.
     """
+    rule, exchange = options.rule, options.exchange
     name = type(rule).__name__
     if isinstance(rule, AveragingRule):
-        _check_local(rule, world_size, chosen, nonfinite, dynamic_scale)
-    if nonfinite == "ignore" and rule.compression == "int8":
+        _check_local(rule, options, chosen)
+    if not options.finite.drops and rule.compression == "int8":
         must = "be None or 'bfloat16' with nonfinite='ignore', as int8 has no number for NaN"
         raise ValueError(check.message(name, "compression", must, "'int8'"))
     if exchange is not None and exchange.run_ahead:
@@ -81,20 +69,14 @@ def check_together(
             raise ValueError(check.message(name, "delay", must, rule.delay))
 
 
-def _check_local(
-    rule: AveragingRule,
-    world_size: int,
-    chosen: Sequence[str],
-    nonfinite: str,
-    dynamic_scale: bool,
-) -> None:
+def _check_local(rule: AveragingRule, options: Options, chosen: Sequence[str]) -> None:
     name = type(rule).__name__
     _check_exponent(name, rule.exponent)
-    _check_weigh(name, rule, world_size)
-    if nonfinite == "ignore":
+    _check_weigh(name, rule, options.world_size)
+    if not options.finite.drops:
         must = f"be 'raise' or 'skip' with averaging={name}, which leaves such devices out"
-        raise ValueError(check.message(WHERE, "nonfinite", must, repr(nonfinite)))
-    if dynamic_scale:
+        raise ValueError(check.message(WHERE, "nonfinite", must, repr(options.finite.action)))
+    if options.loss_scale is not None:
         must = f"be a number with averaging={name}, whose devices step on their own"
         raise ValueError(check.message(WHERE, "loss_scale", must, "a DynamicScale"))
     if rule.inner_steps is not None and chosen:

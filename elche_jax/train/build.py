@@ -213,10 +213,6 @@ def build_train_step(
     _check_kinds(exchange, kinds, lanes)
     rule = config.rule(averaging, run_ahead=exchange is not None and exchange.run_ahead)
     chosen = _chosen(cadence, config)
-    check_together(
-        rule, exchange, world_size=len(devices), chosen=chosen, nonfinite=nonfinite,
-        dynamic_scale=dynamic is not None,
-    )  # fmt: skip
     job = fleet.job
     if isinstance(rule, AveragingRule):
         cadence = cadence_of(rule, cadence, config, len(devices))
@@ -227,8 +223,6 @@ def build_train_step(
     # that of a `Trainer` sums up the run in all of them
     everywhere = getattr(given["timeline"], "everywhere", False)
     hint = first and cadence is None and config.policy == "auto"
-    cadence = cadence or config.cadence_for(len(devices), kinds=len(set(kinds)))
-    _warn_of_knobs(config, cadence, len(devices))
     options = Options(
         given["max_grad_norm"], finite, trainable, merge, Precision(given["compute_dtype"], scale),
         dynamic, rule, len(devices), guard, given["verify_every"],
@@ -236,6 +230,9 @@ def build_train_step(
         exchange=exchange,
         split=checked_split("build_train_step", microbatch_split, kinds), device_loss=device_loss,
     )  # fmt: skip
+    check_together(options, chosen)
+    cadence = cadence or config.cadence_for(len(devices), kinds=len(set(kinds)))
+    _warn_of_knobs(config, cadence, len(devices))
     job.check_same(
         "build_train_step", devices=list(map(str, devices)), cadence=settings_of(cadence),
         **options.shared(),
