@@ -18,9 +18,9 @@ from elche_jax.engine.survey import Survey
 from elche_jax.engine.timing import Clock
 from elche_jax.train.across import plan_number, plans_error, unmeasured_rows
 from elche_jax.train.feed import Feed
-from elche_jax.train.finite_check import FiniteCheck
 from elche_jax.train.in_flight import Window
 from elche_jax.train.live_scheduler import LiveScheduler
+from elche_jax.train.window_checks import WindowChecks
 
 STATE = (
     "the state is not the one that the last of them returned, or the first of them began with "
@@ -43,13 +43,13 @@ class TakeOver:
     Args:
         feed: Loads windows.
         scheduler: Plans them.
-        finite: Checks windows that run again.
+        checks: Checks windows that run again.
         pending: Number of windows that are pending in the state between two windows.
     """
 
-    def __init__(self, feed: Feed, scheduler: LiveScheduler, finite: FiniteCheck, pending: int):
+    def __init__(self, feed: Feed, scheduler: LiveScheduler, checks: WindowChecks, pending: int):
         self._feed, self._scheduler, self._job = feed, scheduler, feed.fleet.job
-        self._finite, self._pending = finite, pending
+        self._checks, self._pending = checks, pending
         self._plans: deque[WindowPlan] = deque(maxlen=pending)  # of those in the state
 
     def dispatched(self, plan: WindowPlan) -> None:
@@ -228,7 +228,7 @@ class TakeOver:
         for plan, column in zip(plans, rows.T, strict=True):
             fine = column > 0
             fine[list(lost.lost)] = True
-            self._finite(plan, bool(fine.all()), fine, 0)
+            self._checks.count(plan, bool(fine.all()), fine, 0)
 
 
 def _put_back(runner: WindowRunner, state: TrainState, plans: Sequence[WindowPlan]) -> TrainState:

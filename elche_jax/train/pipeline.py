@@ -25,7 +25,6 @@ from elche_jax.train.across import finite_by_rank, plan_number, plans_error, rec
 from elche_jax.train.divergence import DivergenceReader
 from elche_jax.train.feed import Feed
 from elche_jax.train.finite import FiniteWatch
-from elche_jax.train.finite_check import FiniteCheck
 from elche_jax.train.in_flight import InFlight, Window
 from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.lost import TakeOver
@@ -101,9 +100,8 @@ class Pipeline(Planning[R]):
         # a program on all devices of a lane at once
         self._lockstep = [] if combines else on_host
         self._dispatches = 0
-        finite = FiniteCheck(watch, scheduler, self.errors)
-        self._checks = WindowChecks(finite, telling, self.errors, feed.fleet, compared)
-        self._take_over = TakeOver(feed, scheduler, finite, pending)
+        self._checks = WindowChecks(watch, scheduler, telling, self.errors, feed.fleet, compared)
+        self._take_over = TakeOver(feed, scheduler, self._checks, pending)
         self._watching: int | None = None  # the thread that records a window
         self.trained: int | None = None
         self._without_times: dict[int, InFlight] = {}  # complete, except for a late device

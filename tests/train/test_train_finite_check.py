@@ -5,7 +5,7 @@ import pytest
 
 from elche_jax.cadence import WindowPlan
 from elche_jax.train.finite import FinitePolicy, FiniteWatch
-from elche_jax.train.finite_check import FiniteCheck
+from elche_jax.train.window_checks import WindowChecks
 
 
 class Said:
@@ -36,7 +36,7 @@ def watch():
 
 
 def test_what_was_skipped_is_not_skipped_again(said, watch):
-    check = FiniteCheck(watch, said, said)
+    check = WindowChecks(watch, said, None, said, None, None).count
     for window, finite in enumerate([True, False, False]):
         check(plan(window), finite, [finite] * 2, 0)
     for window, finite in [(1, False), (2, False), (2, False)]:  # run again, and told late
@@ -47,14 +47,14 @@ def test_what_was_skipped_is_not_skipped_again(said, watch):
 
 
 def test_what_is_finite_again_does_not_begin_the_row_anew(said, watch):
-    check = FiniteCheck(watch, said, said)
+    check = WindowChecks(watch, said, None, said, None, None).count
     for window, finite in [(0, True), (1, False), (0, True)]:
         check(plan(window), finite, [finite] * 2, 0)
     assert watch.in_a_row == 1
 
 
 def test_what_is_not_finite_when_run_again_counts(said, watch):
-    check = FiniteCheck(watch, said, said)
+    check = WindowChecks(watch, said, None, said, None, None).count
     for finite in (True, False):
         check(plan(0), finite, [finite] * 2, 0)
     assert (watch.skipped, said.skips) == (1, [0])
