@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import jax
 
 from elche_jax._processes import PROCESSES, ExchangeLost
+from elche_jax.engine.checksum import checksums
 from elche_jax.engine.lane import Fleet
+from elche_jax.engine.laned import StackedArray
 from elche_jax.engine.runner import WindowRunner
 from elche_jax.engine.state import TrainState
 from elche_jax.train.in_flight import Window
@@ -14,10 +16,14 @@ from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.options import Options
 from elche_jax.train.pipeline import Pipeline
 from elche_jax.train.timing import Timing
-from elche_jax.train.verify import ReplicaCheck
 
 Trained = tuple[TrainState, dict[str, jax.Array]]
 """The state after a window, and the metrics."""
+
+VERIFY_IN_JOB = 100
+"""Windows between two comparisons of the replicas in a job of several processes, unless a user says
+otherwise. Each process has an optimizer of its own: another learning rate in one of them would
+train processes apart without any other sign, so a job is always checked."""
 
 
 class Training:
@@ -33,7 +39,9 @@ class Training:
     def __init__(self, fleet: Fleet, options: Options, scheduler: LiveScheduler, timing: Timing):
         self._fleet, self._options, self._scheduler = fleet, options, scheduler
         self._timing = timing
-        self._replica_check = ReplicaCheck(fleet, options.verify_every)
+        default = None if fleet.job.one_process else VERIFY_IN_JOB
+        self._verify_every = options.verify_every or default
+        self._verified = False
 
     def run(self, pipeline: Pipeline[WindowRunner], state: TrainState, window: Window) -> Trained:
         """Train a window.
@@ -86,7 +94,21 @@ class Training:
                 explain(state, runner.state, self._fleet, error)
                 raise
             if not pipeline.late:  # reading the sums would wait for the late device
-                flight.sums = self._replica_check.launch(window.index, state, runner.replicated)
+                flight.sums = self._checksums(runner, state, window.index)
             # if windows are pending, the metrics are those of an earlier one
             flight.finite = flight.token if self._options.pending else flight.metrics["finite"]
         return state, dict(flight.metrics)  # a copy: the watcher thread reads the original
+
+    def _checksums(
+        self, runner: WindowRunner, state: TrainState, window: int
+    ) -> StackedArray | None:
+        """Launch checksums of the replicas after a window if they are due; do not wait for them.
+
+        They are due every so many windows, and at the first window seen, so that nothing is
+        compiled later. In a job what they say is told in the exchange of the next window.
+        """
+        every = self._verify_every
+        if every is None or (self._verified and window % every):
+            return None
+        self._verified = True
+        return checksums(runner.replicated(state), self._fleet)
