@@ -1,7 +1,7 @@
 """`DDPConfig`: a flat bundle of settings, resolved into the objects that hold them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from elche_jax import _check as check
@@ -10,6 +10,7 @@ from elche_jax.averaging.rules import AveragingRule, MeanGradient, changed, chec
 from elche_jax.cadence import Balanced, Cadence, ElChe, EveryBatch
 from elche_jax.cadence.apportion import MAX_TOTAL
 from elche_jax.cadence.hint import SpeedHint, checked_hint, speeds_of_kinds
+from elche_jax.cadence.knobs import CheckedFields
 
 Policy = Literal["auto", "sync", "cadence", "async"]
 POLICIES = ("auto", "sync", "cadence", "async")
@@ -38,7 +39,7 @@ class Recorder(Protocol):
 
 
 @dataclass(frozen=True)
-class DDPConfig:
+class DDPConfig(CheckedFields):
     """Settings of a training step in one flat place, for scripts and command lines.
 
     Each field stands for an attribute of an object that `build_train_step` takes (a cadence,
@@ -101,30 +102,37 @@ class DDPConfig:
     """
 
     policy: Policy = "auto"
-    anchor: int = 10
+    anchor: int = field(default=10, metadata={"low": 1})
     overhead_target: float = 0.10
-    max_anchor: int | None = None
+    max_anchor: int | None = field(default=None, metadata={"low": 0})
     max_batch_diff: int | None = None
     speed_hint: tuple[int, float] | SpeedHint | None = None
     max_grad_norm: float | None = None
     compute_dtype: str | None = None
     exchange_dtype: str = "float32"
     verify_every: int | None = None
-    total: int | None = None
+    total: int | None = field(default=None, metadata={"low": 1, "high": MAX_TOTAL})
     timeline: Recorder | None = None
     exchange: str = "device"
-    exchange_timeout: float = HostExchange.timeout
-    max_overshoot: int | None = None
+    exchange_timeout: float = field(default=HostExchange.timeout, metadata={"above": 0})
+    max_overshoot: int | None = field(default=None, metadata={"low": 0})
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(
                 f"DDPConfig: policy must be one of {', '.join(POLICIES)}, got {self.policy!r}."
             )
+        super().__post_init__()
         check_arguments("DDPConfig", **{name: getattr(self, name) for name in ARGUMENTS})
         check.one_of("DDPConfig", "exchange_dtype", self.exchange_dtype, EXCHANGE_DTYPES)
         self._check_exchange()
-        self._check_cadence()
+        object.__setattr__(self, "speed_hint", checked_hint("DDPConfig", self.speed_hint))
+        self.elche()  # checks the others
+        if self.max_anchor == 0:
+            self._check_balancer()
+        elif self.total is not None:
+            rule, todo = "be None unless max_anchor is 0", "Pass max_anchor=0 with it."
+            raise ValueError(check.message("DDPConfig", "total", rule, self.total, todo))
 
     def cadence_for(self, world_size: int, kinds: int) -> Cadence[Any]:
         """Return the cadence that these settings select on a machine.
@@ -240,33 +248,12 @@ class DDPConfig:
             name: arguments[name] for name in both
         }
 
-    def _check_cadence(self) -> None:
-        where = "DDPConfig"
-        plain: dict[str, Any] = {"anchor": check.integer(where, "anchor", self.anchor, low=1)}
-        if self.max_anchor is not None:
-            plain["max_anchor"] = check.integer(where, "max_anchor", self.max_anchor, low=0)
-        if self.total is not None:
-            plain["total"] = check.integer(where, "total", self.total, low=1, high=MAX_TOTAL)
-        if self.speed_hint is not None:
-            plain["speed_hint"] = checked_hint(where, self.speed_hint)
-        for name, value in plain.items():
-            object.__setattr__(self, name, value)
-        self.elche()  # checks the others
-        if self.max_anchor == 0:
-            self._check_balancer()
-        elif self.total is not None:
-            rule, todo = "be None unless max_anchor is 0", "Pass max_anchor=0 with it."
-            raise ValueError(check.message(where, "total", rule, self.total, todo))
-
     def _check_exchange(self) -> None:
         where = "DDPConfig"
         if isinstance(self.exchange, HostExchange):
             rule, todo = "be 'device' or 'host'", "Pass the object to build_train_step."
             raise TypeError(check.message(where, "exchange", rule, self.exchange, todo))
         check.one_of(where, "exchange", self.exchange, EXCHANGES)
-        check.real(where, "exchange_timeout", self.exchange_timeout, above=0)
-        if self.max_overshoot is not None:
-            check.integer(where, "max_overshoot", self.max_overshoot, low=0)
         default, ahead = HostExchange.timeout, self.exchange == "host" and self.policy == "async"
         if self.max_overshoot is not None and not ahead:
             rule = "be None unless exchange='host' and policy='async'"
