@@ -218,8 +218,8 @@ def reals(
     )
 
 
-def one_of(where: str, argument: str, value: object, choices: Sequence[str]) -> None:
-    """Check that an argument is one of several strings.
+def one_of(where: str, argument: str, value: object, choices: Sequence[str | None]) -> None:
+    """Check that an argument is one of several strings, or None where that is one of them.
 
     Raises:
         ValueError: If it is not.
@@ -230,7 +230,7 @@ def one_of(where: str, argument: str, value: object, choices: Sequence[str]) -> 
         ...
         ValueError: Checkpoints: mode must be one of 'min', 'max', got 'least'.
     """
-    if not isinstance(value, str) or value not in choices:
+    if not isinstance(value, str | None) or value not in choices:
         rule = f"be one of {', '.join(map(repr, choices))}"
         raise ValueError(message(where, argument, rule, repr(value)))
 

@@ -223,9 +223,8 @@ class DiLoCo(AveragingRule):
 
     def __post_init__(self) -> None:
         where = type(self).__name__
-        if not isinstance(self.outer, optax.GradientTransformation):
-            rule, todo = "be an optax optimizer", "Pass optax.sgd(0.7, momentum=0.9), say."
-            raise TypeError(check.message(where, "outer", rule, check.describe(self.outer), todo))
+        rule, todo = "be an optax optimizer", "Pass optax.sgd(0.7, momentum=0.9), say."
+        check.instance(where, "outer", self.outer, optax.GradientTransformation, rule, todo)
         check_rule(self)
         fragments = check.integer(where, "fragments", self.fragments, low=1)
         object.__setattr__(self, "fragments", fragments)
@@ -279,9 +278,7 @@ def changed(rule: MeanGradient | AveragingRule, **knobs: Any) -> MeanGradient | 
 
 def _check_exchange(where: str, rule: MeanGradient | AveragingRule) -> None:
     object.__setattr__(rule, "delay", check.integer(where, "delay", rule.delay, low=0, high=MOST))
-    if rule.compression not in COMPRESSIONS:
-        must = f"be one of {', '.join(map(repr, COMPRESSIONS))}"
-        raise ValueError(check.message(where, "compression", must, repr(rule.compression)))
+    check.one_of(where, "compression", rule.compression, COMPRESSIONS)
 
 
 def check_rule(rule: AveragingRule) -> None:
@@ -294,9 +291,7 @@ def check_rule(rule: AveragingRule) -> None:
     _check_exchange(where, rule)
     if not callable(rule.exponent):
         object.__setattr__(rule, "exponent", check.real(where, "exponent", rule.exponent))
-    if rule.optimizer_state not in OPTIMIZER_STATES:
-        must = f"be one of {', '.join(map(repr, OPTIMIZER_STATES))}"
-        raise ValueError(check.message(where, "optimizer_state", must, repr(rule.optimizer_state)))
+    check.one_of(where, "optimizer_state", rule.optimizer_state, OPTIMIZER_STATES)
     if rule.fragments > 1 and rule.optimizer_state != "keep":
         must = f"be 'keep' with fragments={rule.fragments}, whose exchanges lie apart"
         raise ValueError(check.message(where, "optimizer_state", must, repr(rule.optimizer_state)))

@@ -168,9 +168,7 @@ def judge(guard: Guard, history: Sequence[Divergence]) -> Verdict:
         TypeError: If the guard does not return a verdict.
     """
     verdict = guard.verdict(history)
-    if not isinstance(verdict, Verdict):
-        rule = "return a Verdict (STABLE, HOLD_GROWTH or nudge_down(factor))"
-        got = check.describe(verdict)
-        raise TypeError(check.message(type(guard).__name__, "verdict", rule, got))
+    rule = "return a Verdict (STABLE, HOLD_GROWTH or nudge_down(factor))"
+    check.instance(type(guard).__name__, "verdict", verdict, Verdict, rule)
     unopposed = verdict.action == "stable" and not isinstance(guard, NoGuard)
     return HOLD_GROWTH if unopposed and not is_level(history) else verdict

@@ -69,11 +69,9 @@ class SchedulerState:
             {'cadence': {'counts': [1, 1]}, 'shift': None, 'shifts': 0, 'settled': False,
              'agreed': 0, 'sync_ms': []}
         """
-        if not isinstance(self.cadence, State):
-            where, rule = "SchedulerState.to_dict", "be an elche_jax.cadence.State"
-            got = check.describe(self.cadence)
-            todo = "Derive the cadence's state class from State to store it."
-            raise TypeError(check.message(where, "cadence", rule, got, todo))
+        where, rule = "SchedulerState.to_dict", "be an elche_jax.cadence.State"
+        todo = "Derive the cadence's state class from State to store it."
+        check.instance(where, "cadence", self.cadence, State, rule, todo)
         shift = self.shift and self.shift.to_dict()
         parts = {"cadence": self.cadence.to_dict(), "shift": shift, "sync_ms": [*self.sync_ms]}
         return vars(self) | parts

@@ -73,20 +73,14 @@ def listed(devices: Sequence[jax.Device] | None, where: str) -> tuple[jax.Device
         ValueError: If it is empty or holds duplicates, or if a device's backend is gone.
     """
     chosen = jax.local_devices() if devices is None else devices
-    if not isinstance(chosen, Iterable):
-        raise TypeError(
-            f"{where}: devices must be a sequence of jax.Device objects, got "
-            f"{type(chosen).__name__}. Write [device] for one."
-        )
+    rule, todo = "be a sequence of jax.Device objects", "Write [device] for one."
+    check.instance(where, "devices", chosen, Iterable, rule, todo, brief=True)
     chosen = tuple(chosen)
     if not chosen:
         raise ValueError(f"{where}: devices must hold at least one device, got none.")
     for device in chosen:
-        if not isinstance(device, jax.Device):
-            raise TypeError(
-                f"{where}: devices must be jax.Device objects (see jax.local_devices()), "
-                f"got {type(device).__name__}."
-            )
+        rule = "be jax.Device objects (see jax.local_devices())"
+        check.instance(where, "devices", device, jax.Device, rule, brief=True)
     in_use = {id(client) for client in backends().values()}
     for device in chosen:
         if id(device.client) not in in_use:

@@ -49,5 +49,4 @@ def checked_output(name: str, tree: PyTree) -> PyTree:
 
 def check_metric_name(where: str, name: object) -> None:
     """Raise `TypeError` if the name of a metric is not a string."""
-    if not isinstance(name, str):
-        raise TypeError(f"{where}: names of metrics must be strings, got {check.describe(name)}.")
+    check.instance(where, "names of metrics", name, str, "be strings")

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from elche_jax import _check as check
 from elche_jax.cadence import Cadence, WindowRecord
 from elche_jax.cadence.scheduler import SchedulerState
 from elche_jax.data.split import piece_lengths
@@ -171,10 +172,7 @@ def build_eval_step(
         {'error': 6.0}
     """
     check_outside("build_eval_step")
-    if not callable(metric_fn):
-        raise TypeError(
-            f"build_eval_step: metric_fn must be callable, got {type(metric_fn).__name__}."
-        )
+    check.instance("build_eval_step", "metric_fn", metric_fn, Callable, "be callable", brief=True)
     chosen = select_job(devices, "build_eval_step")
 
     def make(fn: BatchFn, variables: Variables, batch: PyTree, ragged: bool) -> tuple[Score, int]:
@@ -247,8 +245,7 @@ def predict(
         [0.0, 2.0, 4.0, 6.0, 8.0]
     """
     check_outside("predict")
-    if not callable(apply_fn):
-        raise TypeError(f"predict: apply_fn must be callable, got {type(apply_fn).__name__}.")
+    check.instance("predict", "apply_fn", apply_fn, Callable, "be callable", brief=True)
     chosen = select_job(devices, "predict")
     sweep = _kept_sweep(_Same(apply_fn), chosen, _Same(cadence), _Same(emulate))
     blocks: list[list[np.ndarray]] = []

@@ -209,11 +209,8 @@ class LiveScheduler:
 
     def restore(self, state: SchedulerState | Mapping[str, Any]) -> None:
         """Set the state to a saved one, after checking its numbers."""
-        if not isinstance(state, Mapping | SchedulerState):
-            raise TypeError(
-                f"{self._where}: the value must be a SchedulerState or the dict its "
-                f"to_dict gave, got {type(state).__name__}."
-            )
+        rule = "be a SchedulerState or the dict its to_dict gave"
+        check.instance(self._where, "the value", state, Mapping | SchedulerState, rule, brief=True)
         if isinstance(state, SchedulerState):
             state = state.to_dict()
         state = self._controller.scheduler.from_dict(state)
