@@ -381,7 +381,7 @@ class TrainStep:
         with self._calls("TrainStep.whole"):
             pipeline = self.pipeline_of(window, "TrainStep.whole")
             self._check_state(state, "TrainStep.whole")
-            return self._training.whole(pipeline, state)
+            return self._training.run(pipeline, state, None)[0]
 
     def average(self, state: TrainState) -> PyTree:
         """Return one set of parameters, even if the devices' copies differ.

@@ -1,7 +1,5 @@
 """Trains one window: dispatches it, and again if a process of the job ends in its exchange."""
 
-from collections.abc import Sequence
-
 import jax
 
 from elche_jax._processes import PROCESSES, ExchangeLost
@@ -43,35 +41,27 @@ class Training:
         self._verify_every = options.verify_every or default
         self._verified = False
 
-    def run(self, pipeline: Pipeline[WindowRunner], state: TrainState, window: Window) -> Trained:
-        """Train a window.
+    def run(
+        self, pipeline: Pipeline[WindowRunner], state: TrainState, window: Window | None
+    ) -> Trained:
+        """Train a window, and again those that are lost.
 
         Args:
             pipeline: That of the window.
             state: The state; its buffers are donated.
-            window: The window.
+            window: The window; None to wait until no window lacks its mean.
         """
-        return self._train(pipeline, state, [window], window)
-
-    def whole(self, pipeline: Pipeline[WindowRunner], state: TrainState) -> TrainState:
-        """Wait until no window lacks its mean; return the state after those that ran again."""
-        return self._train(pipeline, state, [], None)[0]
-
-    def _train(
-        self, pipeline: Pipeline[WindowRunner], state: TrainState, windows: Sequence[Window],
-        last: Window | None,
-    ) -> Trained:  # fmt: skip
-        """Train windows, and again those that are lost; `last`: see `Pipeline.wait_for_means`."""
+        windows = [] if window is None else [window]
         metrics, lost = dict[str, jax.Array](), False
         while True:
             # if an exchange is lost, the state is as before the window, which is run again
             state, windows = pipeline.present(state, windows, pipeline.runner, lost)
             try:
-                for window in windows[:1]:
-                    state, metrics = self._dispatch(pipeline, state, window)
+                for first in windows[:1]:
+                    state, metrics = self._dispatch(pipeline, state, first)
                     windows, lost = windows[1:], False
                 if not windows:
-                    pipeline.wait_for_means(last)
+                    pipeline.wait_for_means(window)
                     return state, metrics
             except ExchangeLost:
                 lost = True
