@@ -19,7 +19,6 @@ from elche_jax.cadence.guards import Guard
 from elche_jax.config import DDPConfig
 from elche_jax.engine.merge import MergeRules
 from elche_jax.train.options import Options
-from elche_jax.train.pipeline import IN_FLIGHT
 
 WHERE = "build_train_step"
 
@@ -119,11 +118,6 @@ def _check_weigh(name: str, rule: AveragingRule, world_size: int) -> None:
 
 def _is_number(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-
-
-def in_flight(options: Options) -> int:
-    """Return how many windows may be dispatched and not complete."""
-    return IN_FLIGHT if options.host is None else options.host.in_flight
 
 
 def check_merge(options: Options, rules: MergeRules) -> None:

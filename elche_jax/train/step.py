@@ -29,7 +29,7 @@ from elche_jax.engine.shapes import shapes_of
 from elche_jax.engine.state import TrainState
 from elche_jax.observe.report import RunReport, make_report
 from elche_jax.train.across import check_same_data, check_same_start
-from elche_jax.train.averaging import check_merge, in_flight
+from elche_jax.train.averaging import check_merge
 from elche_jax.train.divergence import divergence_reader
 from elche_jax.train.in_flight import Run, Window
 from elche_jax.train.initial import (
@@ -43,7 +43,7 @@ from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.loading import WINDOW_BYTES, Loading
 from elche_jax.train.options import Options
 from elche_jax.train.outside import Calls
-from elche_jax.train.pipeline import Pipeline
+from elche_jax.train.pipeline import IN_FLIGHT, Pipeline
 from elche_jax.train.resume import (
     adopt,
     join_devices,
@@ -296,9 +296,11 @@ class TrainStep:
             check_same_data(self.fleet.job, plan, start)
             runner = self._runners.get(self._initial, plan)
             feed = self._loading.feed(plan, runner, self._scheduler.cadence)
+            limits = self._options.host
             pipeline = Pipeline(
                 feed, self._scheduler, start, self._watch, runner, self._cache,
-                divergence=self._divergence, in_flight=in_flight(self._options),
+                divergence=self._divergence,
+                in_flight=IN_FLIGHT if limits is None else limits.in_flight,
                 compared=runner.replicated(runner.state), timing=self._timing,
                 pending=self._options.pending, verifies=self._options.verify_every is not None,
             )  # fmt: skip
