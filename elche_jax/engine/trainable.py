@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from elche_jax.engine.loss import describe
+from elche_jax.engine.shapes import named
 from elche_jax.engine.spread import spread
 
 PyTree = Any
@@ -74,13 +75,12 @@ def select_trainable(trainable: Trainable | None, params: PyTree) -> Selection:
     """
     if trainable is None:
         return Selection()
-    named = jax.tree_util.tree_flatten_with_path(params)[0]
-    names = [jax.tree_util.keystr(path) or "params" for path, _ in named]
+    leaves = [(name or "params", leaf) for name, leaf in named(params)]
     if callable(trainable):
-        flags = [trainable(name, leaf) for name, (_, leaf) in zip(names, named, strict=True)]
+        flags = [trainable(name, leaf) for name, leaf in leaves]
     else:
         flags = spread("trainable", "params", trainable, params)
-    for name, flag in zip(names, flags, strict=True):
+    for (name, _), flag in zip(leaves, flags, strict=True):
         if not isinstance(flag, bool | np.bool_):
             got = describe(flag) if hasattr(flag, "shape") else repr(flag)
             raise TypeError(

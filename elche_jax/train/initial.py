@@ -17,11 +17,11 @@ from elche_jax.engine.gradient import GradientRule
 from elche_jax.engine.lane import Fleet, Lane
 from elche_jax.engine.laned import LanedArray, LeadArray, StackedArray, devices_of
 from elche_jax.engine.local import LocalRule
-from elche_jax.engine.loss import describe
+from elche_jax.engine.loss import describe, is_real
 from elche_jax.engine.merge import MergeRules, resolve_merge
 from elche_jax.engine.replicas import hold_over, is_key, is_stacked, replicate_over
 from elche_jax.engine.returned import named_leaves
-from elche_jax.engine.shapes import difference, shapes_of
+from elche_jax.engine.shapes import difference, named, shapes_of
 from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
 from elche_jax.engine.trainable import Selection, select_trainable
 from elche_jax.train.options import Options
@@ -122,7 +122,7 @@ def initial_averaging(
 
 def check_params(trained: PyTree, frozen: PyTree) -> None:
     """Raise if a trained parameter is not a float array, or a frozen one not an array."""
-    for name, leaf in _named(frozen):
+    for name, leaf in named(frozen):
         if not hasattr(leaf, "dtype"):
             raise TypeError(
                 "TrainStep.init: every leaf of params must be an array, frozen leaf "
@@ -131,7 +131,7 @@ def check_params(trained: PyTree, frozen: PyTree) -> None:
         _check_kept(name, leaf)
     if not jax.tree.leaves(trained):
         raise ValueError("TrainStep.init: params must hold at least one array, got none.")
-    for name, leaf in _named(trained):
+    for name, leaf in named(trained):
         if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
                 f"TrainStep.init: every leaf of params must be a float array, leaf "
@@ -209,9 +209,8 @@ def _check_kept(name: str, leaf: Any) -> None:
 
 def check_model_state(model_state: PyTree) -> None:
     """Raise if a leaf of the model state has no merge rule for its dtype."""
-    for name, leaf in _named(model_state):
-        dtype = np.asarray(leaf).dtype if not hasattr(leaf, "dtype") else leaf.dtype
-        if any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
+    for name, leaf in named(model_state):
+        if is_real(leaf if hasattr(leaf, "dtype") else np.asarray(leaf)):
             continue
         raise TypeError(
             f"TrainStep.init: every leaf of model_state must be an array of floats, integers or "
@@ -283,7 +282,7 @@ def check_buffers(state: Any, where: str = "train") -> None:
             f"{on_host if isinstance(state, TrainState) else ''}."
         )
     if any(leaf.is_deleted() for leaf in arrays):
-        name = next(name for name, leaf in _named(state) if leaf.is_deleted())
+        name = next(name for name, leaf in named(state) if leaf.is_deleted())
         raise ValueError(
             f"{where}: state must be the one the last call returned, got leaf {name} whose "
             "buffer was given up. Write `state, metrics = train(state, window)`; what is to "
@@ -291,17 +290,11 @@ def check_buffers(state: Any, where: str = "train") -> None:
         )
     if len(set(map(id, arrays))) < len(arrays):
         seen: set[int] = set()
-        name = next(name for name, leaf in _named(state) if id(leaf) in seen or seen.add(id(leaf)))
+        name = next(name for name, leaf in named(state) if id(leaf) in seen or seen.add(id(leaf)))
         raise ValueError(
             f"{where}: every leaf of state must be an array of its own, got leaf {name}, which is "
             "in the state twice. Copy it: leaf.copy()."
         )
-
-
-def _named(tree: PyTree) -> list[tuple[str, Any]]:
-    """Return the leaves of a pytree with their names."""
-    named = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in named]
 
 
 def as_key(rng: Any) -> jax.Array:

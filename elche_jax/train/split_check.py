@@ -26,6 +26,7 @@ from elche_jax.engine.jaxprs import origins, smallest_float
 from elche_jax.engine.loss import LossForm, batch_size_of, inspect_loss
 from elche_jax.engine.microbatch import Microbatches, Terms
 from elche_jax.engine.precision import Precision
+from elche_jax.engine.shapes import named, one_of, stacked
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.traced import trace
 from elche_jax.train.spec import DataPlan
@@ -87,7 +88,7 @@ def check_shapes(call: LossCall, split: int) -> None:
         ValueError: If the loss does not take parts, changes the model state, or uses its key.
     """
     size = batch_size_of(call.batch)
-    batch = _shapes(call.batch, size // split)
+    batch = stacked(one_of(call.batch), size // split)
     _check_form(call, batch, size)
     mask = jax.ShapeDtypeStruct((size // split,), jnp.bool_)
     args = (call.params, call.model_state, batch, mask, call.key)
@@ -96,8 +97,7 @@ def check_shapes(call: LossCall, split: int) -> None:
     loss, new_state, _ = traced.outputs
     first = len(jax.tree.leaves(call.params))
     after = len(jax.tree.leaves(loss))
-    names = [jax.tree_util.keystr(path) for path, _ in _named(new_state)]
-    for at, name in enumerate(names):
+    for at, (name, _) in enumerate(named(new_state)):
         if made[after + at].copy_of != first + at:
             rule = "return model_state as it got it under microbatch_split"
             got = f"another value of leaf {name or 'model_state'}"
@@ -251,10 +251,10 @@ def _differences(whole: Terms, halves: Terms) -> dict[str, float] | None:
 
 def _values(terms: Terms) -> dict[str, np.ndarray]:
     """Return what a microbatch contributes, by name."""
-    named = {f"{GRADIENT}{jax.tree_util.keystr(path)}": x for path, x in _named(terms.grads)}
-    named |= {"a loss": terms.loss, "a weight": terms.weight}
-    named |= {f"a metric {name!r}": value for name, value in terms.metrics.items()}
-    return {name: np.asarray(value, np.float64) for name, value in named.items()}
+    values = {f"{GRADIENT}{name}": grad for name, grad in named(terms.grads)}
+    values |= {"a loss": terms.loss, "a weight": terms.weight}
+    values |= {f"a metric {name!r}": value for name, value in terms.metrics.items()}
+    return {name: np.asarray(value, np.float64) for name, value in values.items()}
 
 
 def _near(params: PyTree) -> PyTree:
@@ -279,14 +279,6 @@ def _examples(plan: DataPlan, count: int) -> PyTree:
     else:
         rows = source.rows(np.linspace(0, source.size - 1, count).astype(np.int64))
     return jax.tree.map(lambda row, like: np.asarray(row, like.dtype), rows, plan.microbatch)
-
-
-def _shapes(batch: PyTree, size: int) -> PyTree:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), batch)
-
-
-def _named(tree: PyTree) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_flatten_with_path(tree)[0]
 
 
 def _norm(value: Any) -> float:
