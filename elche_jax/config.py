@@ -155,13 +155,11 @@ class DDPConfig(CheckedFields):
         """
         if world_size <= 1:
             return EveryBatch()
-        if self.max_anchor == 0:
-            balanced = self._balanced(world_size)
-            balanced.init(world_size)  # checks the hint
-            return balanced
-        self.elche().init(world_size)  # checks the hint, used or not
+        balances = self.max_anchor == 0
+        cadence = self._balanced(world_size) if balances else self.elche()
+        cadence.init(world_size)  # checks the hint, used or not
         unlike = self.policy in ("cadence", "async") or (self.policy == "auto" and kinds > 1)
-        return self.elche() if unlike else EveryBatch()
+        return cadence if balances or unlike else EveryBatch()
 
     def for_kinds(self, kinds: Sequence[str]) -> "DDPConfig":
         """Return the settings for devices of these kinds, with one hinted speed per device."""
@@ -177,9 +175,9 @@ class DDPConfig(CheckedFields):
         late = ["policy='async'"]
         if self.exchange == "host" and self.policy == "async":
             late.append(f"max_batch_diff={self.max_batch_diff!r}")
-        mine = [field for field in fields(self) if field.name in CADENCE_KNOBS]
-        values = {field.name: getattr(self, field.name) for field in mine}
-        said = [f"{f.name}={values[f.name]!r}" for f in mine if values[f.name] != f.default]
+        mine = [knob for knob in fields(self) if knob.name in CADENCE_KNOBS]
+        chosen = [knob.name for knob in mine if getattr(self, knob.name) != knob.default]
+        said = [f"{name}={getattr(self, name)!r}" for name in chosen]
         return [knob for knob in said if knob not in late]
 
     def rule(
