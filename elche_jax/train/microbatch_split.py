@@ -51,10 +51,8 @@ def checked_split(
         >>> checked_split("build_train_step", "auto", ["NVIDIA L4", "cpu"])
         {'NVIDIA L4': 'auto', 'cpu': 'auto'}
     """
-    if split is None:
-        return {}
     if not isinstance(split, Mapping):
-        parts = _checked_parts(where, "microbatch_split", split)
+        parts = _checked_parts(where, "microbatch_split", 1 if split is None else split)
         return dict.fromkeys(kinds, parts) if parts != 1 else {}
     there = ", ".join(map(repr, dict.fromkeys(kinds)))
     for kind in split:
