@@ -130,9 +130,9 @@ class DDPConfig(CheckedFields):
         self.elche()  # checks the others
         if self.max_anchor == 0:
             self._check_balancer()
-        elif self.total is not None:
-            rule, todo = "be None unless max_anchor is 0", "Pass max_anchor=0 with it."
-            raise ValueError(check.message("DDPConfig", "total", rule, self.total, todo))
+        else:
+            todo = "Pass max_anchor=0 with it."
+            self._check_unset("total", "be None unless max_anchor is 0", todo)
 
     def cadence_for(self, world_size: int, kinds: int) -> Cadence[Any]:
         """Return the cadence that these settings select on a machine.
@@ -252,34 +252,31 @@ class DDPConfig(CheckedFields):
             rule, todo = "be 'device' or 'host'", "Pass the object to build_train_step."
             raise TypeError(check.message(where, "exchange", rule, self.exchange, todo))
         check.one_of(where, "exchange", self.exchange, EXCHANGES)
-        default, ahead = HostExchange.timeout, self.exchange == "host" and self.policy == "async"
-        if self.max_overshoot is not None and not ahead:
+        if self.exchange != "host" or self.policy != "async":
             rule = "be None unless exchange='host' and policy='async'"
             todo = "Otherwise no device runs ahead; leave it out."
-            raise ValueError(check.message(where, "max_overshoot", rule, self.max_overshoot, todo))
-        if self.exchange != "host" and self.exchange_timeout != default:
-            rule, todo = f"be left at {default} unless exchange='host'", "Leave it out."
-            raise ValueError(
-                check.message(where, "exchange_timeout", rule, self.exchange_timeout, todo)
-            )
+            self._check_unset("max_overshoot", rule, todo)
+        if self.exchange != "host":
+            rule = f"be left at {HostExchange.timeout} unless exchange='host'"
+            self._check_unset("exchange_timeout", rule, "Leave it out.")
 
     def _check_balancer(self) -> None:
-        where = "DDPConfig"
-        if self.policy != "auto":
-            rule = "be 'auto' with max_anchor=0, which chooses the balancer"
-            todo = "Leave out one of the two."
-            raise ValueError(check.message(where, "policy", rule, repr(self.policy), todo))
+        rule = "be 'auto' with max_anchor=0, which chooses the balancer"
+        self._check_unset("policy", rule, "Leave out one of the two.")
         idle = {"overhead_target": "max_anchor=0", "max_batch_diff": "max_anchor=0"}
         if self.total is not None:
             idle["anchor"] = f"total={self.total}"
         elif self.anchor == 1:
             idle["speed_hint"] = "max_anchor=0 and anchor=1, one microbatch each"
-        for knob in fields(self):
-            value = getattr(self, knob.name)
-            if knob.name in idle and value != knob.default:
-                rule = f"be left at {knob.default} with {idle[knob.name]}"
-                todo = "It has no effect there; leave it out."
-                raise ValueError(check.message(where, knob.name, rule, value, todo))
+        for name, why in idle.items():
+            rule = f"be left at {getattr(DDPConfig, name)} with {why}"
+            self._check_unset(name, rule, "It has no effect there; leave it out.")
+
+    def _check_unset(self, name: str, rule: str, todo: str) -> None:
+        """Check that a setting which has no effect, or contradicts another, has its default."""
+        value = getattr(self, name)
+        if value != getattr(DDPConfig, name):
+            raise ValueError(check.message("DDPConfig", name, rule, repr(value), todo))
 
     def _balanced(self, world_size: int) -> Balanced:
         total = self.anchor * world_size if self.total is None else self.total
