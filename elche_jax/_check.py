@@ -9,11 +9,12 @@ numbers.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import Field, fields
 from os import PathLike, fsdecode
 from os.path import expanduser, isdir
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 
 def describe(value: object) -> str:
@@ -89,6 +90,7 @@ def number(where: str, argument: str, value: object, todo: str = "") -> float:
 
     Raises:
         TypeError: If ``value`` is not a number (a bool is not).
+        OverflowError: If it is an integer beyond the range of floats.
 
     Examples:
         >>> number("CSVWriter.scalars", "values['loss']", 1)
@@ -98,10 +100,7 @@ def number(where: str, argument: str, value: object, todo: str = "") -> float:
     if isinstance(plain, bool) or not isinstance(plain, int | float):
         rule = "be a number"
         raise TypeError(message(where, argument, rule, describe(value), todo))
-    try:
-        return float(plain)
-    except OverflowError:
-        return math.inf
+    return float(plain)
 
 
 def real(
@@ -133,7 +132,11 @@ def real(
         >>> real("ElChe", "overhead_target", 0.1, low=0.01, high=0.5)
         0.1
     """
-    found, plain = number(where, argument, value, todo), _plain(value)
+    plain = _plain(value)
+    try:
+        found = number(where, argument, value, todo)
+    except OverflowError:
+        found = math.inf if cast(int, plain) > 0 else -math.inf
     if not math.isfinite(found):
         raise ValueError(message(where, argument, "be finite", found, todo))
     if low is not None and found < low:
@@ -326,6 +329,68 @@ def per_device(where: str, argument: str, got: int, expected: int) -> None:
     if got != expected:
         rule = f"have one entry per device ({expected})"
         raise ValueError(message(where, argument, rule, got))
+
+
+class CheckedFields:
+    """Mixin for frozen dataclasses: checks the fields that state their bounds.
+
+    A field with bounds in its ``metadata`` must be an integer if it is annotated as one, and
+    otherwise a finite number. The bounds are ``low``, ``high`` and, for numbers, ``above``.
+    ``None`` is allowed if it is the default, or part of the annotation.
+
+    Raises:
+        TypeError: If a value is of the wrong type.
+        ValueError: If a value is out of range.
+
+    Examples:
+        >>> from dataclasses import dataclass, field
+        >>> @dataclass(frozen=True)
+        ... class Rule(CheckedFields):
+        ...     anchor: int = field(default=10, metadata={"low": 1})
+        >>> Rule(0)
+        Traceback (most recent call last):
+        ...
+        ValueError: Rule: anchor must be at least 1, got 0.
+    """
+
+    def __post_init__(self) -> None:
+        for field in fields(cast(Any, self)):
+            stated = _stated(type(self), field.name)
+            if stated is None:
+                continue
+            # types, not their names: bounds are not stated in files that postpone annotations,
+            # where integers would become floats
+            kinds = (stated.type, *get_args(stated.type))
+            optional = field.default is None or type(None) in kinds
+            if not (optional and getattr(self, field.name) is None):
+                rule = integer if int in kinds else real
+                keep_checked(self, field.name, rule, **stated.metadata)
+
+
+def _stated(kind: type, name: str) -> Field[Any] | None:
+    """Return the field that states the bounds: a subclass may give it another default."""
+    own: dict[str, Field[Any]] = vars(kind).get("__dataclass_fields__", {})
+    if name in own and own[name].metadata:
+        return own[name]
+    found = (_stated(base, name) for base in kind.__bases__)
+    return next(filter(None, found), None)
+
+
+def keep_checked(config: object, name: str, rule: Callable[..., Any], **bounds: Any) -> None:
+    """Check a field of a frozen dataclass and store it as plain numbers.
+
+    Args:
+        config: The dataclass, in its ``__post_init__``.
+        name: Name of the field.
+        rule: `integer`, `integers`, `real` or `reals` of this module.
+        **bounds: Keyword arguments of the rule.
+
+    Raises:
+        TypeError: If the value is of the wrong type.
+        ValueError: If the value is not finite, or out of range.
+    """
+    value = rule(type(config).__name__, name, getattr(config, name), **bounds)
+    object.__setattr__(config, name, value)
 
 
 def is_address(text: str) -> bool:

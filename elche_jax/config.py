@@ -10,7 +10,6 @@ from elche_jax.averaging.rules import AveragingRule, MeanGradient, changed, chec
 from elche_jax.cadence import Balanced, Cadence, ElChe, EveryBatch
 from elche_jax.cadence.apportion import MAX_TOTAL
 from elche_jax.cadence.hint import SpeedHint, checked_hint, speeds_of_kinds
-from elche_jax.cadence.knobs import CheckedFields
 
 Policy = Literal["auto", "sync", "cadence", "async"]
 POLICIES = ("auto", "sync", "cadence", "async")
@@ -39,7 +38,7 @@ class Recorder(Protocol):
 
 
 @dataclass(frozen=True)
-class DDPConfig(CheckedFields):
+class DDPConfig(check.CheckedFields):
     """Settings of a training step in one flat place, for scripts and command lines.
 
     Each field stands for an attribute of an object that `build_train_step` takes (a cadence,
@@ -269,13 +268,13 @@ class DDPConfig(CheckedFields):
         elif self.anchor == 1:
             idle["speed_hint"] = "max_anchor=0 and anchor=1, one microbatch each"
         for name, why in idle.items():
-            rule = f"be left at {getattr(DDPConfig, name)} with {why}"
+            rule = f"be left at {getattr(type(self), name)} with {why}"
             self._check_unset(name, rule, "It has no effect there; leave it out.")
 
     def _check_unset(self, name: str, rule: str, todo: str) -> None:
         """Check that a setting which has no effect, or contradicts another, has its default."""
         value = getattr(self, name)
-        if value != getattr(DDPConfig, name):
+        if value != getattr(type(self), name):
             raise ValueError(check.message("DDPConfig", name, rule, repr(value), todo))
 
     def _balanced(self, world_size: int) -> Balanced:

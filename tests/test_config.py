@@ -344,3 +344,24 @@ def test_what_is_no_timeline(timeline):
         match=r"^DDPConfig: timeline must be a Timeline, got .*\. Pass elche_jax\.Timel",
     ):
         DDPConfig(timeline=timeline)
+
+
+POSTPONED = """
+from __future__ import annotations
+from dataclasses import dataclass
+from elche_jax.config import DDPConfig
+
+@dataclass(frozen=True)
+class Mine(DDPConfig):
+    anchor: int = 20
+    overhead_target: float = 0.2
+    total: int | None = None
+"""
+
+
+def test_a_subclass_has_its_own_defaults_in_a_file_that_postpones_annotations():
+    names = {"__name__": __name__}
+    exec(POSTPONED, names)
+    mine = names["Mine"](policy="cadence")
+    assert type(mine.anchor) is int and mine.cadence_for(2, kinds=1).anchor == 20
+    assert names["Mine"](max_anchor=0).cadence_for(2, kinds=1).total == 40

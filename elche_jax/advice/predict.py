@@ -15,7 +15,6 @@ from elche_jax.cadence import (
     WindowPlan,
     clamp_counts,
 )
-from elche_jax.cadence.knobs import keep_checked
 
 SIGNIFICANT = 0.02
 """Relative difference in throughput below which short measurements are not conclusive."""
@@ -58,12 +57,12 @@ class Speeds:
         for name, bound in bounds.items():
             if name == "step_ms" and self.step_ms is None:
                 continue
-            keep_checked(self, name, check.reals, **bound)
+            check.keep_checked(self, name, check.reals, **bound)
             if not self.solo_ms:
                 rule = "have one entry per device"
                 raise ValueError(check.message("Speeds", "solo_ms", rule, "none"))
             check.per_device("Speeds", name, len(getattr(self, name)), len(self.solo_ms))
-        keep_checked(self, "sync_ms", check.real, low=0)
+        check.keep_checked(self, "sync_ms", check.real, low=0)
 
     def step_of(self, rank: int) -> float:
         """Return the cost of an optimizer step on a device alone, in milliseconds."""

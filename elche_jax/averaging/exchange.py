@@ -1,6 +1,6 @@
 """The exchange on the host, as chosen by the user."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from elche_jax import _check as check
 
 
 @dataclass(frozen=True)
-class HostExchange:
+class HostExchange(check.CheckedFields):
     """Exchange on the host: devices deliver their contributions, and none waits in a collective.
 
     A device that has not delivered `timeout` seconds after the first one is *late*: the window
@@ -39,21 +39,18 @@ class HostExchange:
         False
     """
 
-    timeout: float = 60.0
+    timeout: float = field(default=60.0, metadata={"above": 0})
     run_ahead: bool = False
-    max_overshoot: int | None = None
-    max_batch_diff: int | None = None
+    max_overshoot: int | None = field(default=None, metadata={"low": 0})
+    max_batch_diff: int | None = field(default=None, metadata={"low": 1})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         where = "HostExchange"
-        check.real(where, "timeout", self.timeout, above=0)
         check.instance(where, "run_ahead", self.run_ahead, bool | np.bool_, "be a bool")
-        for name, low in (("max_overshoot", 0), ("max_batch_diff", 1)):
+        for name in ("max_overshoot", "max_batch_diff"):
             value = getattr(self, name)
-            if value is None:
-                continue
-            check.integer(where, name, value, low=low)
-            if not self.run_ahead:
+            if value is not None and not self.run_ahead:
                 todo = "Otherwise no device runs ahead; leave it out."
                 rule = "be None unless run_ahead=True"
                 raise ValueError(check.message(where, name, rule, value, todo))

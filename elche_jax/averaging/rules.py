@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
 
@@ -166,7 +166,7 @@ class ParameterAveraging(AveragingRule):
 
 
 @dataclass(frozen=True)
-class DiLoCo(AveragingRule):
+class DiLoCo(check.CheckedFields, AveragingRule):
     """Local steps whose averaged difference is the gradient of an outer optimizer.
 
     With `x`, `y[d]` and `w[d]` as in `ParameterAveraging`,
@@ -214,10 +214,10 @@ class DiLoCo(AveragingRule):
     """
 
     outer: optax.GradientTransformation  # pyright: ignore[reportIncompatibleVariableOverride]  # frozen
-    inner_steps: int | None = None
+    inner_steps: int | None = field(default=None, metadata={"low": 1})
     exponent: Exponent = 1.0
     optimizer_state: OptimizerState = "keep"
-    fragments: int = 1
+    fragments: int = field(default=1, metadata={"low": 1})
     compression: Compression | None = None
     delay: int = 0
 
@@ -225,15 +225,11 @@ class DiLoCo(AveragingRule):
         where = type(self).__name__
         rule, todo = "be an optax optimizer", "Pass optax.sgd(0.7, momentum=0.9), say."
         check.instance(where, "outer", self.outer, optax.GradientTransformation, rule, todo)
+        super().__post_init__()
         check_rule(self)
-        fragments = check.integer(where, "fragments", self.fragments, low=1)
-        object.__setattr__(self, "fragments", fragments)
-        if self.inner_steps is not None:
-            steps = check.integer(where, "inner_steps", self.inner_steps, low=1)
-            if steps % fragments:
-                rule = f"be a multiple of fragments ({fragments})"
-                raise ValueError(check.message(where, "inner_steps", rule, steps))
-            object.__setattr__(self, "inner_steps", steps)
+        if self.inner_steps is not None and self.inner_steps % self.fragments:
+            rule = f"be a multiple of fragments ({self.fragments})"
+            raise ValueError(check.message(where, "inner_steps", rule, self.inner_steps))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Final, Generic, Literal, Protocol, Self, TypeV
 import numpy as np
 
 from elche_jax import _check as check
-from elche_jax.cadence.knobs import CheckedFields, keep_checked
 
 MAX_TOTAL: Final = 2**53
 """Largest number of microbatches in a window: float64 represents every count up to it."""
@@ -56,12 +55,12 @@ class WindowReport:
     share: float = 1.0
 
     def __post_init__(self) -> None:
-        keep_checked(self, "wall_ms", check.reals, low=0)
-        keep_checked(self, "counts", check.integers, low=0)
-        keep_checked(self, "sync_ms", check.real, low=0)
+        check.keep_checked(self, "wall_ms", check.reals, low=0)
+        check.keep_checked(self, "counts", check.integers, low=0)
+        check.keep_checked(self, "sync_ms", check.real, low=0)
         if self.loss is not None:
-            keep_checked(self, "loss", check.real)
-        keep_checked(self, "share", check.real, above=0, high=1)
+            check.keep_checked(self, "loss", check.real)
+        check.keep_checked(self, "share", check.real, above=0, high=1)
         if not self.wall_ms:
             rule = "have one entry per device"
             raise ValueError(check.message("WindowReport", "wall_ms", rule, "none"))
@@ -101,7 +100,7 @@ class Verdict:
         if self.action == "nudge_down":
             if self.factor is None:
                 object.__setattr__(self, "factor", 0.5)
-            keep_checked(self, "factor", check.real, above=0, high=1)
+            check.keep_checked(self, "factor", check.real, above=0, high=1)
         elif self.factor is not None:
             rule = f"be None for {self.action!r}"
             todo = "Only nudge_down has a factor."
@@ -393,10 +392,10 @@ HOOKS: Final = [
 """Methods that a subclass of `Cadence` may define for the loop."""
 
 
-class CheckedCadence(CheckedFields, Cadence[S]):
+class CheckedCadence(check.CheckedFields, Cadence[S]):
     """Base of the library's cadences, which checks all arguments.
 
-    A subclass states the bounds of its fields as in `CheckedFields`, and defines ``_first``
+    A subclass states the bounds of its fields as in `check.CheckedFields`, and defines ``_first``
     and ``_next``, which get the checked arguments of ``init`` and ``update``.
     """
 

@@ -12,7 +12,6 @@ from typing import Protocol, runtime_checkable
 
 from elche_jax import _check as check
 from elche_jax.cadence.base import HOLD_GROWTH, STABLE, Verdict, nudge_down
-from elche_jax.cadence.knobs import CheckedFields
 from elche_jax.cadence.window import Divergence
 
 HISTORY = 64
@@ -60,7 +59,7 @@ class NoGuard:
 
 
 @dataclass(frozen=True)
-class TrendGuard(CheckedFields):
+class TrendGuard(check.CheckedFields):
     """Guard that objects when the largest distance rises.
 
     - *Nudge down* by `factor` if the last distance is above twice the threshold.
@@ -99,7 +98,7 @@ class TrendGuard(CheckedFields):
 
 
 @dataclass(frozen=True)
-class LevelGuard(CheckedFields):
+class LevelGuard(check.CheckedFields):
     """Guard that keeps the largest distance below a level, whether it rises or not.
 
     - *Nudge down* by `factor` if the mean over the last windows is above twice the level.

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from elche_jax import _check as check
 from elche_jax.cadence.anchor_rule import AnchorRule, AnchorRuleState
-from elche_jax.cadence.knobs import keep_checked
 
 CEILING = 2**31 - 1
 """Largest anchor: at a learning rate of 0 the rule itself has no bound."""
@@ -59,9 +58,9 @@ class QSR(AnchorRule[AnchorRuleState]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        keep_checked(self, "max_anchor", check.integer, low=self.base)
+        check.keep_checked(self, "max_anchor", check.integer, low=self.base)
         if not callable(self.learning_rate):
-            keep_checked(self, "learning_rate", check.real, above=0)
+            check.keep_checked(self, "learning_rate", check.real, above=0)
 
     def target_anchor(self, state: AnchorRuleState) -> int:
         """Return the anchor for the learning rate at the state's step."""

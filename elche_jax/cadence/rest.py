@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from elche_jax import _check as check
-from elche_jax.cadence.knobs import CheckedFields
 from elche_jax.cadence.window import WindowRecord
 
 CLEAR = 1.25
@@ -79,7 +78,7 @@ class RestState:
 
 
 @dataclass(frozen=True)
-class Rest(CheckedFields):
+class Rest(check.CheckedFields):
     """Lets devices rest while the others are faster without them.
 
     With ``v`` the median over a block's windows of ``sum(counts) / wall_ms``, and the median

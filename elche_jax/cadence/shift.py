@@ -14,7 +14,6 @@ import numpy as np
 from elche_jax import _check as check
 from elche_jax.cadence.base import State
 from elche_jax.cadence.estimate import FloatArray, as_array
-from elche_jax.cadence.knobs import CheckedFields
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class ShiftState(State):
 
 
 @dataclass(frozen=True)
-class Shift(CheckedFields):
+class Shift(check.CheckedFields):
     """Detector of lasting changes in the devices' speeds.
 
     A device deviates in a window if ``|measured - expected| > threshold * expected``.

@@ -1,6 +1,6 @@
 """`Checkpoints`: where and when to save checkpoints, and which to keep."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 
@@ -10,7 +10,7 @@ RESUME = ("never", "auto", "must")
 
 
 @dataclass(frozen=True)
-class Checkpoints:
+class Checkpoints(check.CheckedFields):
     """Where to save checkpoints, how often, and which to keep.
 
     Attributes:
@@ -42,11 +42,11 @@ class Checkpoints:
     """
 
     folder: str | PathLike[str] | None = None
-    every_windows: int | None = None
-    every_seconds: float | None = None
-    every_epochs: int | None = 1
-    keep_last: int = 3
-    keep_best: int = 0
+    every_windows: int | None = field(default=None, metadata={"low": 1})
+    every_seconds: float | None = field(default=None, metadata={"above": 0})
+    every_epochs: int | None = field(default=1, metadata={"low": 1})
+    keep_last: int = field(default=3, metadata={"low": 1})
+    keep_best: int = field(default=0, metadata={"low": 0})
     monitor: str = "loss"
     mode: str = "min"
     on_error: str = "now"
@@ -54,14 +54,7 @@ class Checkpoints:
     def __post_init__(self) -> None:
         where = "Checkpoints"
         _ = self.path  # checks the folder
-        for name in ("every_windows", "every_epochs"):
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, check.integer(where, name, value, low=1))
-        if self.every_seconds is not None:
-            check.real(where, "every_seconds", self.every_seconds, above=0)
-        check.integer(where, "keep_last", self.keep_last, low=1)
-        check.integer(where, "keep_best", self.keep_best, low=0)
+        super().__post_init__()
         check.instance(where, "monitor", self.monitor, str)
         check.one_of(where, "mode", self.mode, ("min", "max"))
         check.one_of(where, "on_error", self.on_error, ("now", "end"))

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from elche_jax import _check as check
 from elche_jax._check import message
-from elche_jax.cadence.knobs import CheckedFields
 
 FIELDS = ("epoch", "microbatch", "window")
 
@@ -64,7 +64,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Cursor(CheckedFields):
+class Cursor(check.CheckedFields):
     """Position in a run's data, as plain numbers that a checkpoint can hold.
 
     Attributes:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elche_jax import _check as check
@@ -10,7 +10,7 @@ from elche_jax.data.source import IterableSource, as_source
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(check.CheckedFields):
     """A periodic evaluation run by `Trainer` on all devices, see `build_eval_step`.
 
     Attributes:
@@ -38,17 +38,15 @@ class Evaluation:
 
     metric_fn: Callable[..., Any]
     data: Any
-    batch_size: int | None = None
-    every_epochs: int | None = 1
-    every_windows: int | None = None
+    batch_size: int | None = field(default=None, metadata={"low": 1})
+    every_epochs: int | None = field(default=1, metadata={"low": 1})
+    every_windows: int | None = field(default=None, metadata={"low": 1})
     mask_key: str | None = None
 
     def __post_init__(self) -> None:
         where = "Evaluation"
         check.instance(where, "metric_fn", self.metric_fn, Callable, "be callable")
-        for name in ("batch_size", "every_epochs", "every_windows"):
-            if getattr(self, name) is not None:
-                check.integer(where, name, getattr(self, name), low=1)
+        super().__post_init__()
         # checked here, as the evaluation step would say it only after the first epoch
         if self.batch_size is None and not isinstance(as_source(self.data), IterableSource):
             rule = "be an integer unless data is an iterable of microbatches"
@@ -59,7 +57,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class EarlyStopping:
+class EarlyStopping(check.CheckedFields):
     """Stop a run once a metric has stopped improving.
 
     Attributes:
@@ -82,15 +80,14 @@ class EarlyStopping:
 
     monitor: str = "loss"
     mode: str = "min"
-    patience: int = 3
-    min_delta: float = 0.0
+    patience: int = field(default=3, metadata={"low": 1})
+    min_delta: float = field(default=0.0, metadata={"low": 0})
 
     def __post_init__(self) -> None:
         where = "EarlyStopping"
         check.instance(where, "monitor", self.monitor, str)
         check.one_of(where, "mode", self.mode, ("min", "max"))
-        check.integer(where, "patience", self.patience, low=1)
-        check.real(where, "min_delta", self.min_delta, low=0)
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
