@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elche_jax.data.convert import as_arrays
-from elche_jax.data.order import epoch_order
+from elche_jax.data.order import Reading, epoch_order
 from elche_jax.data.source import ArraySource, IterableSource, MapSource, stack
 
 PyTree = Any
@@ -85,7 +85,7 @@ class IndexedReader:
 class IterableReader:
     """One epoch of an iterable; holds the microbatches of the window being read."""
 
-    def __init__(self, source: IterableSource, batch_size: int | None, drop_last: bool):
+    def __init__(self, source: IterableSource, batch_size: int, drop_last: bool):
         self._items: Iterator[PyTree] = source.epoch()
         self._batch_size, self._drop_last = batch_size, drop_last
         self._held: list[PyTree] = []
@@ -126,8 +126,6 @@ class IterableReader:
         number = self._first + len(self._held)
         item = as_arrays(item)
         size = microbatch_size(item, number)
-        if self._batch_size is None:
-            self._batch_size = size
         if self._short is not None:
             raise ValueError(
                 f"data: only the last microbatch of an iterator may be smaller, but "
@@ -170,37 +168,25 @@ def microbatch_size(item: PyTree, number: int) -> int:
 
 
 def open_epoch(
-    source: ArraySource | MapSource | IterableSource,
-    batch_size: int | None,
-    *,
-    seed: int,
-    epoch: int,
-    start: int,
-    shuffle: bool,
-    drop_last: bool,
+    source: ArraySource | MapSource | IterableSource, reading: Reading, epoch: int, start: int
 ) -> Reader:
     """Return a reader of one epoch of a source, from microbatch `start` on.
 
     Args:
         source: The data.
-        batch_size: Examples per microbatch; None, for iterables only, for the size of the
-            first microbatch.
-        seed: Seed of the order.
+        reading: How they are read.
         epoch: Number of the epoch.
         start: First microbatch that will be read.
-        shuffle: Whether to shuffle; False keeps the order of the source.
-        drop_last: Whether to leave out the last microbatch if it is smaller.
 
     Raises:
         ValueError: If the epoch has fewer than `start` microbatches.
     """
     if isinstance(source, IterableSource):
-        reader = IterableReader(source, batch_size, drop_last)
+        reader = IterableReader(source, reading.batch_size, reading.drop_last)
     else:
-        assert batch_size is not None  # checked by windows()
-        size = source.size
-        order = epoch_order(size, seed, epoch) if shuffle else np.arange(size)
-        reader = IndexedReader(source, batch_size, order, drop_last)
+        size, seed = source.size, reading.seed
+        order = np.arange(size) if seed is None else epoch_order(size, seed, epoch)
+        reader = IndexedReader(source, reading.batch_size, order, reading.drop_last)
     reader.skip(start)
     return reader
 

@@ -74,15 +74,7 @@ class Feed:
         """Return a reader of the cursor's epoch that starts at its microbatch."""
         plan = self._plan
         with _progress.phase("data", cursor.window):
-            return open_epoch(
-                plan.source,
-                plan.batch_size,
-                seed=plan.seed,
-                epoch=cursor.epoch,
-                start=cursor.microbatch,
-                shuffle=plan.shuffle,
-                drop_last=plan.drop_last,
-            )
+            return open_epoch(plan.source, plan.reading, cursor.epoch, cursor.microbatch)
 
     def load(
         self, counts: tuple[int, ...], first: int, reader: Reader

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from elche_jax.data.order import epoch_order
+from elche_jax.data.order import Reading, epoch_order
 from elche_jax.data.reader import (
     IndexedReader,
     IterableReader,
@@ -68,10 +68,8 @@ def read_epoch(reader, batch, wants, start=0):
 def test_every_example_exactly_once(kind, size, batch, drop, wants):
     if drop and size < batch:
         size += batch
-    reader = open_epoch(
-        source_of(kind, size, batch), batch,
-        seed=3, epoch=2, start=0, shuffle=True, drop_last=drop,
-    )  # fmt: skip
+    reading = Reading(batch, shuffle=True, seed=3, drop_last=drop)
+    reader = open_epoch(source_of(kind, size, batch), reading, epoch=2, start=0)
     order = list(range(size)) if kind == "iterable" else epoch_order(size, 3, 2).tolist()
     used = size // batch * batch if drop else size
     assert read_epoch(reader, batch, wants) == order[:used]
@@ -84,24 +82,14 @@ def test_every_example_exactly_once(kind, size, batch, drop, wants):
 @given(data=st.data(), size=st.integers(1, 60), batch=st.integers(1, 9), wants=WANTS)
 def test_resuming_reads_what_is_left(kind, data, size, batch, wants):
     start = data.draw(st.integers(0, -(-size // batch)))
-    reader = open_epoch(
-        source_of(kind, size, batch), batch,
-        seed=3, epoch=2, start=start, shuffle=False, drop_last=False,
-    )  # fmt: skip
+    reading = Reading(batch, drop_last=False)
+    reader = open_epoch(source_of(kind, size, batch), reading, epoch=2, start=start)
     left = list(range(start * batch, size))
     assert read_epoch(reader, batch, wants, start) == left
 
 
 def test_without_shuffling_the_order_is_that_of_the_source():
-    reader = open_epoch(
-        source_of("arrays", 7, 2),
-        2,
-        seed=1,
-        epoch=1,
-        start=0,
-        shuffle=False,
-        drop_last=True,
-    )
+    reader = open_epoch(source_of("arrays", 7, 2), Reading(2), epoch=1, start=0)
     np.testing.assert_array_equal(reader.index(0, 3), [[0, 1], [2, 3], [4, 5]])
 
 
@@ -123,15 +111,13 @@ def test_index_fills_the_last_microbatch_with_its_first_example(size, batch):
 
 @pytest.mark.parametrize("kind", ["arrays", "map", "iterable"])
 def test_a_cursor_beyond_the_epoch_is_an_error(kind):
+    reading = Reading(2, shuffle=True, seed=0, drop_last=False)
     with pytest.raises(
         ValueError,
         match=r"^data: cursor.microbatch must lie within the epoch \(4 microbatches\), "
         r"got 5\. Resume with the data and batch_size it came from\.$",
     ):
-        open_epoch(
-            source_of(kind, 7, 2), 2,
-            seed=0, epoch=0, start=5, shuffle=True, drop_last=False,
-        )  # fmt: skip
+        open_epoch(source_of(kind, 7, 2), reading, epoch=0, start=5)
 
 
 @PROFILE
@@ -159,7 +145,7 @@ def test_an_iterable_reads_like_slices_of_its_list(length, batch, wants):
 
 
 def test_microbatches_of_an_iterable_are_read_as_they_come():
-    reader = IterableReader(IterableSource([np.zeros(3), np.zeros(3)]), None, drop_last=False)
+    reader = IterableReader(IterableSource([np.zeros(3), np.zeros(3)]), 3, drop_last=False)
     assert reader.available(0, 9) == 2
     assert reader.block(0, 2).shape == (2, 3)
 
