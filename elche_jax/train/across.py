@@ -21,6 +21,7 @@ from elche_jax.engine.digests import Described, digest_of, number_of
 from elche_jax.engine.job import Job, Measured
 from elche_jax.engine.replicas import ReplicaMismatch
 from elche_jax.engine.timing import WindowTimes
+from elche_jax.train.in_flight import InFlight
 from elche_jax.train.spec import DataPlan
 
 PyTree = Any
@@ -28,11 +29,12 @@ PyTree = Any
 SAMPLES = 8
 """Examples by which arrays are compared between processes, beside their number."""
 
-NOTHING = False, False, 0
-"""Of a device that is in time, in a process that wants nothing: `left_out`, `late` and `wishes`."""
-
 UNKNOWN, APART = -1, -2
 """In place of a number for the replicas: nothing to compare; those of the process itself differ."""
+
+NOTHING = 0, UNKNOWN, False, False, 0
+"""Of a device that is in time, in a process that wants nothing, before `numbered`: `plan`,
+`replicas`, `left_out`, `late` and `wishes`."""
 
 
 def check_alike(job: Job, exchange: HostExchange | None) -> None:
@@ -88,46 +90,53 @@ def _kinds(microbatch: PyTree, skip: int) -> PyTree:
 
 
 def measured_rows(
+    window: InFlight,
     times: WindowTimes,
     free: Sequence[float],
-    requested: float,
     sync_ms: float,
     steady: bool,
-    cold: bool,
     own: Sequence[bool],
-    plan: int,
-    replicas: int,
 ) -> np.ndarray:
     """Return what this process tells of a window, a row per device.
 
     Args:
+        window: The window.
         times: When its devices were done.
         free: When each device was done with its previous window.
-        requested: When the loop asked for the window.
         sync_ms: The smallest wait of its devices in the last exchange; infinite if unknown.
         steady: Whether nothing was compiled for the window.
-        cold: Whether its programs run for the first time.
         own: For each device, whether its own sums are finite.
-        plan: See `plan_number`.
-        replicas: See `replicas_number`; or `UNKNOWN`, or `APART`.
 
     Returns:
-        float32, one column for each field of `Measured`.
+        float32, one column for each field of `Measured`; `plan` and `replicas` are unknown.
     """
     before = max(free)
-    begun = max(requested, before)
-    idle = 1e3 * max(0.0, requested - before) if isfinite(before) else 0.0
+    begun = max(window.requested, before)
+    idle = 1e3 * max(0.0, window.requested - before) if isfinite(before) else 0.0
     rows = [
-        (busy, 1e3 * (done - begun), idle, sync_ms, steady, cold, plan, replicas, *NOTHING, mine)
+        (busy, 1e3 * (done - begun), idle, sync_ms, steady, window.cold, *NOTHING, mine)
         for busy, done, mine in zip(times.busy_ms(free), times.arrived, own, strict=True)
     ]
     return np.array(rows, np.float32)
 
 
-def unmeasured_rows(own: Sequence[bool], plan: int, replicas: int = UNKNOWN) -> np.ndarray:
+def unmeasured_rows(own: Sequence[bool]) -> np.ndarray:
     """Return the rows of a window of which a process has no times, see `measured_rows`."""
-    rows = [(0, 0, 0, inf, False, False, plan, replicas, *NOTHING, mine) for mine in own]
-    return np.array(rows, np.float32)
+    return np.array([(0, 0, 0, inf, False, False, *NOTHING, mine) for mine in own], np.float32)
+
+
+def numbered(rows: np.ndarray, plan: int, replicas: int = UNKNOWN) -> np.ndarray:
+    """Return rows that also tell of a plan and of replicas.
+
+    Args:
+        rows: See `measured_rows`.
+        plan: See `plan_number`.
+        replicas: See `replicas_number`; or `UNKNOWN`, or `APART`.
+    """
+    rows = rows.copy()
+    told = Measured(*rows.T)
+    told.plan[:], told.replicas[:] = plan, replicas
+    return rows
 
 
 def finite_by_rank(rows: np.ndarray, lost: Sequence[int]) -> np.ndarray:
@@ -159,13 +168,13 @@ def plans_error(job: Job, plan: WindowPlan, rows: np.ndarray) -> RuntimeError | 
         plan: The window.
         rows: See `record_of`.
     """
-    told, processes = Measured(*rows.T), list(job.ranks_of)
-    firsts = [ranks[0] for ranks in job.ranks_of.values()]
-    for process, rank in zip(processes, firsts, strict=True):
-        if told.plan[rank] != told.plan[firsts[0]]:
+    told = _by_process(job, rows)
+    first = next(iter(told))
+    for process, own in told.items():
+        if own.plan != told[first].plan:
             return RuntimeError(
                 f"train: all processes must plan the same windows, but process {process} has "
-                f"another plan for its window than process {processes[0]}: here window "
+                f"another plan for its window than process {first}: here window "
                 f"{plan.window} has counts {plan.counts}. Loops must take the same windows, and a "
                 "cadence or guard of your own must compute the same everywhere."
             )
@@ -174,21 +183,24 @@ def plans_error(job: Job, plan: WindowPlan, rows: np.ndarray) -> RuntimeError | 
 
 def replicas_error(job: Job, rows: np.ndarray) -> ReplicaMismatch | None:
     """Return an error if the processes have different replicas; arguments as of `plans_error`."""
-    told, processes = Measured(*rows.T), list(job.ranks_of)
-    firsts = [ranks[0] for ranks in job.ranks_of.values()]
+    told, rule = _by_process(job, rows), "train: all replicas must be bitwise equal, but"
     # one that has a late device does not read the checksums
-    known = [told.replicas[rank] for rank in firsts if told.replicas[rank] != UNKNOWN]
-    for process, rank in zip(processes, firsts, strict=True):
-        number, rule = told.replicas[rank], "train: all replicas must be bitwise equal, but"
-        if number == APART:
+    known = [own.replicas for own in told.values() if own.replicas != UNKNOWN]
+    for process, own in told.items():
+        if own.replicas == APART:
             return ReplicaMismatch(f"{rule} after a window those of process {process} differ.")
-        if number not in (UNKNOWN, *known[:1]):
+        if own.replicas not in (UNKNOWN, *known[:1]):
             return ReplicaMismatch(
                 f"{rule} after the last window that was verified those of process {process} "
-                f"differ from those of process {processes[0]}. Most likely their "
+                f"differ from those of process {next(iter(told))}. Most likely their "
                 "optimizers differ, or the order in which they train several steps."
             )
     return None
+
+
+def _by_process(job: Job, rows: np.ndarray) -> dict[int, Measured]:
+    """Return what each process that is there tells of all of its devices alike, by its index."""
+    return {process: Measured(*rows[ranks[0]]) for process, ranks in job.ranks_of.items()}
 
 
 def record_of(

@@ -1,6 +1,6 @@
 """A window with its data on the devices, and the same while it is dispatched and runs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,10 +12,6 @@ from elche_jax.engine.host.coordinator import Outcome
 from elche_jax.engine.laned import StackedArray
 from elche_jax.engine.runner import Call, Launch
 from elche_jax.engine.timing import WindowTimes
-
-Tell = Callable[[int, int], np.ndarray]
-"""Returns what a process tells the others of a window, see `elche_jax.train.across.measured_rows`,
-with the last two arguments of that."""
 
 
 class Run:
@@ -80,7 +76,8 @@ class InFlight:
         timed: Whether the devices' own times will be known.
         tells: The window before, which this one's exchange tells the other processes of; None
             unless windows are pending.
-        tell: What this process tells of it then; None before it is complete.
+        rows: What this process tells of it then, see `elche_jax.train.across.measured_rows`; None
+            before it is complete.
         known: What all processes know of it: fields of its record.
         again: The window without its data, to be trained again if it is lost.
     """
@@ -96,7 +93,7 @@ class InFlight:
     steady: bool = True
     timed: bool = True
     tells: "InFlight | None" = None
-    tell: Tell | None = None
+    rows: np.ndarray | None = None
     known: Mapping[str, Any] = field(default_factory=dict)
     again: Window | None = None
 

@@ -16,7 +16,7 @@ from elche_jax.engine.runner import Call, Launch, WindowRunner
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.survey import Survey
 from elche_jax.engine.timing import Clock
-from elche_jax.train.across import plan_number, plans_error, unmeasured_rows
+from elche_jax.train.across import numbered, plan_number, plans_error, unmeasured_rows
 from elche_jax.train.feed import Feed
 from elche_jax.train.in_flight import Window
 from elche_jax.train.live_scheduler import LiveScheduler
@@ -200,7 +200,8 @@ class TakeOver:
         while todo:
             plan, calls = self.shared_out(todo[0])
             # what it tells of itself is whether its devices are finite: below
-            rows = unmeasured_rows([True] * self._feed.fleet.world_size, plan_number(plan))
+            own_rows = unmeasured_rows([True] * self._feed.fleet.world_size)
+            rows = numbered(own_rows, plan_number(plan))
             survey = Survey(lambda rows=rows: rows)
             now = time.perf_counter()
             launch = Launch(clock, 0, now, plan.counts, survey=survey, timed=False)

@@ -386,7 +386,7 @@ class Pipeline(Planning[R]):
         self, told: InFlight, rows: np.ndarray, lost: Sequence[int], at: int, number: int
     ) -> None:
         """Record a window, of which all know these rows since window `at`, dispatch `number`."""
-        if told.tell is not None or not self._telling.of_last:  # else of a run that was closed
+        if told.rows is not None or not self._telling.of_last:  # else of a run that was closed
             left = [rank for rank in range(self._job.world_size) if rank not in lost]
             self._record(told, record_of(told.plan, rows, left, **told.known), at)
         self._checks.finite(told, finite_by_rank(rows, lost), number)

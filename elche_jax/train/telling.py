@@ -6,7 +6,6 @@ of the window before. What no exchange tells any more, at the end of a loop, is 
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import inf
 from typing import Any
 
@@ -20,6 +19,7 @@ from elche_jax.train.across import (
     APART,
     UNKNOWN,
     measured_rows,
+    numbered,
     replicas_error,
     replicas_number,
     unmeasured_rows,
@@ -88,13 +88,13 @@ class Telling:
             window: The window before.
             plan: A number for the plan of the window whose exchange tells it.
         """
-        tell = None if window is None else window.tell
-        if tell is None:
-            own = [True] * self._devices
-            if window is not None:  # of a run that was closed
-                own = np.asarray(window.token).tolist()
-            tell = partial(unmeasured_rows, own)
-        return tell(plan, self._replicas)
+        if window is None:
+            rows = unmeasured_rows([True] * self._devices)
+        elif window.rows is None:  # of a run that was closed
+            rows = unmeasured_rows(np.asarray(window.token).tolist())
+        else:
+            rows = window.rows
+        return numbered(rows, plan, self._replicas)
 
     def survey(
         self, window: InFlight, plan: int, fleet: Fleet, lockstep: Sequence[Sequence[int]],
@@ -118,26 +118,9 @@ class Telling:
         began = launch.watch.began(launch.number, launch.at)
         times = WindowTimes(launch.number, began, ends, ends)
         free = ENDS.before(fleet.devices, ends, lockstep)
-        return self.rows(window, plan, times, free, steady())
-
-    def rows(
-        self, window: InFlight, plan: int, times: WindowTimes, free: Sequence[float],
-        steady: bool,
-    ) -> np.ndarray:  # fmt: skip
-        """Return what to tell of a window in its own exchange, see `measured_rows`.
-
-        Args:
-            window: The window.
-            plan: A number for its plan.
-            times: When the devices were done.
-            free: When they were done with what they did before.
-            steady: Whether nothing was compiled for it.
-        """
         own = [True] * self._devices
-        return measured_rows(
-            times, free, window.requested, self._sync_ms, steady, window.cold, own, plan,
-            self._replicas,
-        )  # fmt: skip
+        rows = measured_rows(window, times, free, self._sync_ms, steady(), own)
+        return numbered(rows, plan, self._replicas)
 
     def completed(
         self, window: InFlight, times: WindowTimes, free: Sequence[float], known: dict[str, Any]
@@ -155,10 +138,7 @@ class Telling:
         self._replicas, window.known = UNKNOWN, known
         if self.of_last:
             own = np.asarray(window.token).tolist()
-            window.tell = partial(
-                measured_rows, times, free, window.requested, times.sync_ms, window.steady,
-                window.cold, own,
-            )  # fmt: skip
+            window.rows = measured_rows(window, times, free, times.sync_ms, window.steady, own)
         return self.told_by(window)
 
     def told_by(self, window: InFlight) -> InFlight | None:

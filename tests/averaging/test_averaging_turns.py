@@ -24,7 +24,7 @@ class OfJob(Setup):
         super().__init__(2, average)
 
     def dispatch(self, number):
-        self.begin(number, (1, 1), survey=Survey(partial(unmeasured_rows, [True, True], 0)))
+        self.begin(number, (1, 1), survey=Survey(partial(unmeasured_rows, [True, True])))
         self.exchange.combining(number, 0.0, None)
 
 
