@@ -270,11 +270,6 @@ class Pipeline(Planning[R]):
         first = min((one.plan.window for one in self._flights.values()), default=self._next)
         return self._take_over.ended(first)
 
-    @property
-    def late(self) -> frozenset[int]:
-        """Ranks of the devices that have not delivered in time and get no work until they do."""
-        return frozenset() if self.clock is None else self.clock.late
-
     def settle(self) -> None:
         """Raise an error of the windows that the loop has not seen, before a new run begins."""
         self._checks.settle()

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
@@ -25,7 +24,7 @@ LOOKAHEAD = 4
 """Windows that may be planned and not yet complete if plans do not depend on reports."""
 
 
-class Planning(ABC, Generic[R]):
+class Planning(Generic[R]):
     """Plans the windows of a run, and knows which are planned and which in flight.
 
     Plans wait for reports: a window is planned when all but one of the windows before it are
@@ -71,9 +70,9 @@ class Planning(ABC, Generic[R]):
         self.clock: Clock | None = None
 
     @property
-    @abstractmethod
     def late(self) -> frozenset[int]:
         """Ranks of the devices that have not delivered in time and get no work until they do."""
+        return frozenset() if self.clock is None else self.clock.late
 
     # -- the prefetch thread ---------------------------------------------------------
 
