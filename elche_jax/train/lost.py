@@ -125,10 +125,12 @@ class TakeOver:
         """Return the error that a window and those after it are lost, and their loop has ended."""
         return self._error(window, "their loop has ended")
 
-    def _error(self, window: int, why: str) -> ProcessLostError:
+    def _error(
+        self, window: int, why: str, which: str = "that have no mean yet"
+    ) -> ProcessLostError:
         members = self._job.members
         said, processes = _loss_of(members, self._new or members.lost, window)
-        rule = f"Windows that have no mean yet would have to run again, and {why}."
+        rule = f"Windows {which} would have to run again, and {why}."
         return ProcessLostError(f"{said} {rule} Resume from a checkpoint.", processes)
 
     @property
@@ -178,13 +180,8 @@ class TakeOver:
         """Return the windows that are pending in a state, oldest first."""
         there = min(self._pending, int(np.asarray(state.step)[0]))
         if there > len(self._plans):
-            members = self._job.members
-            said, processes = _loss_of(members, members.lost, window)
-            rule = (
-                "Windows pending since before this call of windows would have to run again, and "
-                "their data are closed."
-            )
-            raise ProcessLostError(f"{said} {rule} Resume from a checkpoint.", processes)
+            before = "pending since before this call of windows"
+            raise self._error(window, "their data are closed", before)
         return list(self._plans)[len(self._plans) - there :]
 
     def _run_again(
@@ -241,30 +238,23 @@ def _put_back(runner: WindowRunner, state: TrainState, plans: Sequence[WindowPla
 def _loss_of(
     members: Members, ranks: Sequence[int], window: int, where: str = "train"
 ) -> tuple[str, list[int]]:
-    """Return the message that processes with devices of these ranks were lost, and which."""
-    processes = sorted({members.devices[rank].process_index for rank in ranks})
-    return lost_message(members, processes, ranks, window, where), processes
-
-
-def lost_message(
-    members: Members, processes: Sequence[int], ranks: Sequence[int], window: int, where: str
-) -> str:
-    """Return which processes were lost, for messages.
+    """Return the message that processes with devices of these ranks were lost, and which.
 
     Args:
-        members: Those that are left.
-        processes: Indices of those that were lost.
-        ranks: Ranks of their devices.
+        members: The processes that are left.
+        ranks: Ranks of the devices that were lost.
         window: Number of the window that was to run.
         where: The function the user called.
     """
+    processes = sorted({members.devices[rank].process_index for rank in ranks})
     several, names = len(processes) > 1, ", ".join(map(str, processes))
     of_devices = "devices" if len(ranks) > 1 else "device"
-    return (
+    said = (
         f"{where}: process{'es' if several else ''} {names} ({of_devices} "
         f"{', '.join(map(str, ranks))}) ended before window {window} was complete; "
         f"{len(members.left)} of {len(members.devices)} devices are left."
     )
+    return said, processes
 
 
 def taken_over(counts: Sequence[int], lost: Collection[int]) -> tuple[int, ...]:

@@ -41,8 +41,7 @@ class SweepPipeline(Pipeline[SweepRunner]):
 
     def again(self, window: Window) -> Window:
         """Return a window with its data, without work for devices that are lost."""
-        plan, calls = self._take_over.shared_out(window.plan)
-        return replace(window, plan=plan, calls=calls)
+        return self._take_over.shared(window)
 
     def tell(self, told: Sequence[Sequence[WindowRecord]]) -> None:
         """Take what `own_records` returned in each process."""
