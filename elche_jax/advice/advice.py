@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from elche_jax.advice.predict import SIGNIFICANT, Plan, Speeds, best_plan, plain_pmap, plan
-from elche_jax.cadence import ElChe, FixedTotal
+from elche_jax.advice.predict import SIGNIFICANT, Plan, Speeds, best_plan, plan
+from elche_jax.cadence import ElChe, EveryBatch, FixedTotal
 from elche_jax.observe.report import counted
 
 ADDITIVE = 0.95
@@ -272,7 +272,7 @@ def make_advice(
             for rank, name in enumerate(names)
         ),
         sync_ms=speeds.sync_ms,
-        plain=plain_pmap(speeds, batch_size, epoch),
+        plain=planned("plain pmap", EveryBatch()),
         fixed_total=fixed_total,
         elche=elche,
         best=best,

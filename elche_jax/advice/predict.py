@@ -273,14 +273,3 @@ def best_plan(
     # no device is left out for nothing
     plans = [plan(name, cadence, speeds, batch_size, ranks, epoch) for ranks in sorted(fewer)]
     return max([all_devices, *plans], key=lambda plan: plan.examples_per_s)
-
-
-def plain_pmap(speeds: Speeds, batch_size: int, epoch: int | None = None) -> Plan:
-    """Return the plan of the usual loop: one microbatch per device, then all synchronise.
-
-    Examples:
-        >>> from elche_jax.advice.predict import Speeds, plain_pmap
-        >>> plain_pmap(Speeds((5.0, 19.0), (5.0, 19.0), 1.0), batch_size=10).examples_per_s
-        1000.0
-    """
-    return plan("plain pmap", EveryBatch(), speeds, batch_size, epoch=epoch)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from elche_jax.advice import Speeds
-from elche_jax.advice.predict import best_plan, one_device, plain_pmap, plan, settled
+from elche_jax.advice.predict import best_plan, one_device, plan, settled
 from elche_jax.cadence import (
     Cadence,
     ElChe,
@@ -99,7 +99,7 @@ def test_the_cadence_is_told_of_its_own_counts():
 
 
 def test_plain_pmap_waits_for_the_slowest_at_every_microbatch():
-    made = plain_pmap(alike((5, 5, 10, 20), 1.0), 8)
+    made = plan("plain pmap", EveryBatch(), alike((5, 5, 10, 20), 1.0), 8)
     assert made.counts == (1, 1, 1, 1)
     assert made.examples_per_s == pytest.approx(4 * 8 / 0.021)
 
