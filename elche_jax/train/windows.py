@@ -40,7 +40,6 @@ class Windows(Iterator[Window]):
         if pipelines is not None:
             pipelines[run] = pipeline
         self._stop = threading.Event()
-        self._ended = False
         self._prefetch: Prefetch[Window] | None = None
         # the threads must not keep the pipeline alive: it is closed when the loop drops it
         pipeline.clock = clock = pipeline.runner.watch(
@@ -57,7 +56,7 @@ class Windows(Iterator[Window]):
         return self
 
     def __next__(self) -> Window:
-        if self._ended:
+        if self._stop.is_set():
             raise StopIteration
         try:
             self._pipeline.on_request()
@@ -108,9 +107,8 @@ class Windows(Iterator[Window]):
 
     def close(self) -> None:
         """End the threads of this run. Idempotent; windows handed out stay usable."""
-        self._ended = True
-        PROCESSES.loop_closes(self)
         self._stop.set()
+        PROCESSES.loop_closes(self)
         if self._prefetch is not None:
             self._prefetch.close()
         self._finish()
