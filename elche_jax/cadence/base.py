@@ -471,9 +471,7 @@ class ConstantTotal(CheckedCadence[S]):
     def check_state(self, state: S) -> None:
         """Raise ``ValueError`` if a stored state has another total."""
         if sum(state.counts) != self.total:
-            where, rule = (
-                f"{type(self).__name__}.check_state",
-                f"share out {self.total} microbatches",
-            )
+            where = f"{type(self).__name__}.check_state"
+            rule = f"share out {self.total} microbatches"
             todo = "Begin without the stored state."
             raise ValueError(check.message(where, "state", rule, sum(state.counts), todo))

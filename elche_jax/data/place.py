@@ -43,18 +43,17 @@ def choose_placement(placement: str, source: Source, free: int | None) -> Placem
         raise ValueError(
             f"data: placement must be 'auto', 'resident' or 'stream', got {placement!r}."
         )
-    arrays = isinstance(source, ArraySource)
-    if placement == "stream" or (placement == "auto" and not arrays):
+    if placement == "stream":
         return "stream"
-    if not arrays:
-        raise ValueError(
-            "data: placement='resident' needs data that is a pytree of arrays, got "
-            f"a {type(source).__name__}. Use placement='stream'."
-        )
-    if placement == "resident":
-        return "resident"
-    fits = free is not None and source.nbytes <= RESIDENT_SHARE * free
-    return "resident" if fits else "stream"
+    if isinstance(source, ArraySource):
+        fits = free is not None and source.nbytes <= RESIDENT_SHARE * free
+        return "resident" if fits or placement == "resident" else "stream"
+    if placement == "auto":
+        return "stream"
+    raise ValueError(
+        "data: placement='resident' needs data that is a pytree of arrays, got "
+        f"a {type(source).__name__}. Use placement='stream'."
+    )
 
 
 class Stacking(Protocol):

@@ -79,12 +79,11 @@ class Planning(Generic[R]):
     def plan(self, stop: threading.Event, run: Run) -> Iterator[Window]:
         """Yield the windows of a run, waiting for reports if plans depend on them."""
         cursor = self._start
-        depth = self._ahead
         epochs = self._feed.epochs
         while epochs is None or cursor.epoch < epochs:
             reader = self._feed.open_epoch(cursor)
             begun = cursor.microbatch
-            while self._wait(stop, depth, cursor.window):
+            while self._wait(stop, self._ahead, cursor.window):
                 with _progress.phase("data", cursor.window):
                     window = self._make(cursor, reader, run)
                 if window is None:
