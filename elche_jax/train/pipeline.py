@@ -86,7 +86,7 @@ class Pipeline(Planning[R]):
         pending: int = 0,
         verifies: bool = False,
     ):
-        telling = Telling(feed.fleet.job, feed.fleet.world_size, pending > 0, verifies)
+        telling = Telling(feed.fleet, pending > 0, verifies)
         super().__init__(feed, scheduler, start, runner, in_flight, timing, telling)
         self._cache, self._watch = cache, watch
         self._divergence = divergence
@@ -394,9 +394,8 @@ class Pipeline(Planning[R]):
                 lambda: self._over or min(self._flights, default=number) >= number
             )
         rows = self._telling.survey(
-            flight, plan_number(flight.plan), self._feed.fleet, self._lockstep,
-            lambda: self._cache.misses == misses,
-        )  # fmt: skip
+            flight, plan_number(flight.plan), lambda: self._cache.misses == misses
+        )
         Measured(*rows.T).wishes[:] = self.wishes.own
         return rows
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from elche_jax.engine.job import Job, Measured
+from elche_jax.engine.job import Measured
 from elche_jax.engine.lane import Fleet
 from elche_jax.engine.replicas import ReplicaMismatch
 from elche_jax.engine.timing import ENDS, WindowTimes
@@ -37,20 +37,19 @@ class Telling:
         mismatch: A difference between this process's own replicas.
 
     Args:
-        job: The processes.
-        devices: Number of devices of this process.
+        fleet: The devices of this process.
         pending: Whether windows are pending in the state between two windows.
         verifies: Whether what the last comparison of replicas found is told at the end of a loop.
     """
 
-    def __init__(self, job: Job, devices: int, pending: bool, verifies: bool):
-        self._job, self._devices = job, devices
-        self.of_last = pending and not job.one_process
+    def __init__(self, fleet: Fleet, pending: bool, verifies: bool):
+        self._fleet, self._job = fleet, fleet.job
+        self.of_last = pending and not self._job.one_process
         self.untold: InFlight | None = None
         self.mismatch: ReplicaMismatch | None = None
         self._sync_ms, self._replicas = inf, UNKNOWN
         # not whether there is a number: one with a late device has none
-        self._verifies, self._owes = verifies and not job.one_process, False
+        self._verifies, self._owes = verifies and not self._job.one_process, False
         # by window, the ranks that were late when it was averaged
         self._late: dict[int, frozenset[int]] = {}
 
@@ -89,24 +88,19 @@ class Telling:
             plan: A number for the plan of the window whose exchange tells it.
         """
         if window is None:
-            rows = unmeasured_rows([True] * self._devices)
+            rows = unmeasured_rows([True] * self._fleet.world_size)
         elif window.rows is None:  # of a run that was closed
             rows = unmeasured_rows(np.asarray(window.token).tolist())
         else:
             rows = window.rows
         return numbered(rows, plan, self._replicas)
 
-    def survey(
-        self, window: InFlight, plan: int, fleet: Fleet, lockstep: Sequence[Sequence[int]],
-        steady: Callable[[], bool],
-    ) -> np.ndarray:  # fmt: skip
+    def survey(self, window: InFlight, plan: int, steady: Callable[[], bool]) -> np.ndarray:
         """Return what to tell in the exchange of a window; waits until its devices are done.
 
         Args:
             window: The window.
             plan: A number for its plan.
-            fleet: The devices of this process.
-            lockstep: Ranks that begin a program at the same time, see `Ends.before`.
             steady: Returns whether nothing was compiled for it.
         """
         launch = window.launch
@@ -117,8 +111,8 @@ class Telling:
             return self.rows_of_last(None, plan)
         began = launch.watch.began(launch.number, launch.at)
         times = WindowTimes(launch.number, began, ends, ends)
-        free = ENDS.before(fleet.devices, ends, lockstep)
-        own = [True] * self._devices
+        free = ENDS.before(self._fleet.devices, ends)
+        own = [True] * self._fleet.world_size
         rows = measured_rows(window, times, free, self._sync_ms, steady(), own)
         return numbered(rows, plan, self._replicas)
 

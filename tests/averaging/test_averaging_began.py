@@ -56,9 +56,9 @@ def test_that_is_what_other_processes_are_told():
         for rank, end in enumerate([5.0, 6.0]):
             one.coordinator.delivered(rank, 1, end, None)
         flight = InFlight(WindowPlan(1, 0, (1, 1), 2), 1.0, Launch(one.exchange, 1, 2.0, (1, 1)))
-        fleet = SimpleNamespace(devices=(Mock(), Mock()))
-        telling = Telling(SimpleNamespace(one_process=False), 2, False, False)
-        rows = telling.survey(flight, 0, fleet, [], lambda: True)
+        job = SimpleNamespace(one_process=False)
+        fleet = SimpleNamespace(devices=(Mock(), Mock()), world_size=2, job=job)
+        rows = Telling(fleet, False, False).survey(flight, 0, lambda: True)
     finally:
         one.exchange.close()
     assert Measured(*rows.T).busy == pytest.approx([1000.0, 2000.0])
