@@ -5,7 +5,7 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -51,6 +51,7 @@ class Pipeline(Planning[R]):
     be *lost* before that, and is then dispatched again.
 
     Attributes:
+        combines: Whether the devices synchronise at the end of a window.
         trained: Number of the window dispatched last, or None.
         wishes: What processes ask of each other.
 
@@ -61,7 +62,6 @@ class Pipeline(Planning[R]):
         watch: Counts windows that are not finite.
         runner: Runs the windows.
         cache: Compiled programs.
-        combines: Whether the devices synchronise at the end of a window.
         compared: Shapes of the part of a state that must be equal on all devices.
         divergence: Reads how far the devices drifted apart; None in gradient mode.
         in_flight: Windows that may be dispatched and not yet complete.
@@ -69,6 +69,8 @@ class Pipeline(Planning[R]):
         pending: Number of windows that are pending in the state between two windows.
         verifies: Whether what the last comparison of replicas found is told at the end of a loop.
     """
+
+    combines: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -78,7 +80,6 @@ class Pipeline(Planning[R]):
         watch: FiniteWatch,
         runner: R,
         cache: CompileCache,
-        combines: bool = True,
         compared: PyTree = None,
         divergence: DivergenceReader | None = None,
         in_flight: int = IN_FLIGHT,
@@ -91,14 +92,14 @@ class Pipeline(Planning[R]):
         self._cache, self._watch = cache, watch
         self._divergence = divergence
         # whether windows end in an exchange with other processes, in which times travel
-        self._trains, self._surveys = combines, combines and not self._job.one_process
+        self._surveys = self.combines and not self._job.one_process
         self.wishes = Wishes(self._job.one_process, in_flight)
         lanes = feed.fleet.in_lanes()
         on_host = [lane.ranks for lane in lanes if lane.devices[0].platform == "cpu"]
         self._remote = len(on_host) < len(lanes)
         # without a synchronisation devices end at different times, but the CPU runtime starts
         # a program on all devices of a lane at once
-        self._lockstep = [] if combines else on_host
+        self._lockstep = [] if self.combines else on_host
         self._dispatches = 0
         self._checks = WindowChecks(watch, scheduler, telling, self.errors, feed.fleet, compared)
         self._take_over = TakeOver(feed, scheduler, self._checks, pending)
@@ -362,7 +363,7 @@ class Pipeline(Planning[R]):
                     at = window.plan.window
                     self._record_across(told, rows, survey.lost, at, times.window)
             self._checks.replicas(window)
-            _progress.completed(window.plan.window, self._trains)
+            _progress.completed(window.plan.window, self.combines)
             # last: the loop must not go on to the end of the run before all is recorded
             with self._changed:
                 self._flights.pop(times.window, None)

@@ -233,9 +233,7 @@ class Sweep:
         feed = self._loading.feed(plan, runner, self.scheduler.cadence)
         self.scheduler.restart()
         watch = FiniteWatch(FinitePolicy("ignore"), self.devices)
-        return SweepPipeline(
-            feed, self.scheduler, Cursor(), watch, runner, self._cache, combines=False
-        )
+        return SweepPipeline(feed, self.scheduler, Cursor(), watch, runner, self._cache)
 
     def _variables(self, params: PyTree, model_state: PyTree) -> Variables:
         """Return stacked parameters and model state: those of a training state, or copies."""

@@ -18,6 +18,7 @@ class SweepPipeline(Pipeline[SweepRunner]):
     the windows of a round from the records of those before: all plan alike.
     """
 
+    combines = False
     _own: tuple[WindowRecord, ...] = ()  # the other processes do not know these yet
     _told = -1  # the last window that all know
 

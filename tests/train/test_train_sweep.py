@@ -28,6 +28,7 @@ from elche_jax.train.finite import FinitePolicy, FiniteWatch
 from elche_jax.train.in_flight import InFlight
 from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.pipeline import Pipeline
+from elche_jax.train.sweep_pipeline import SweepPipeline
 
 DEVICES = jax.devices()
 DATA = examples(20)
@@ -225,14 +226,15 @@ def test_counts_that_are_none(kind, cadence, message):
 
 
 @pytest.mark.parametrize(
-    ("combines", "platform", "busy"),
+    ("kind", "platform", "busy"),
     [
-        (False, "cpu", (2.0, 6.0)),  # the faster one's next window begins with the slower one's
-        (False, "gpu", (6.0, 6.0)),  # here it begins at once, and has taken so long
-        (True, "cpu", (6.0, 6.0)),
+        # the faster one's next window begins with the slower one's
+        (SweepPipeline, "cpu", (2.0, 6.0)),
+        (SweepPipeline, "gpu", (6.0, 6.0)),  # here it begins at once, and has taken so long
+        (Pipeline, "cpu", (6.0, 6.0)),
     ],
 )
-def test_when_a_device_begins_its_next_window(combines, platform, busy, monkeypatch):
+def test_when_a_device_begins_its_next_window(kind, platform, busy, monkeypatch):
     """Two windows dispatched at 0 ms; the devices end them at 2 and 6, and at 8 and 12 ms."""
     devices = tuple(Mock(platform=platform, process_index=0) for _ in range(2))
     feed = SimpleNamespace(fleet=Lane(devices, (0, 1)))
@@ -240,7 +242,7 @@ def test_when_a_device_begins_its_next_window(combines, platform, busy, monkeypa
     monkeypatch.setattr(scheduler, "observe", lambda record, at: measured.append(record))
     monkeypatch.setattr("elche_jax.train.pipeline.ENDS", Ends())
     watch = FiniteWatch(FinitePolicy("ignore"), devices)
-    run = Pipeline(feed, scheduler, elche.Cursor(), watch, None, None, combines)
+    run = kind(feed, scheduler, elche.Cursor(), watch, None, None)
     for number, ends in enumerate([(0.002, 0.006), (0.008, 0.012)]):
         plan = WindowPlan(number, 0, (1, 1), 2)
         run._flights[number] = InFlight(plan, 0.0, Launch(None, number, 0.0, plan.counts))
