@@ -1,1 +1,1 @@
-"""Reading the examples of a window and placing them on the devices."""
+"""Reading the examples of a window."""

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from elche_jax import _progress
 from elche_jax.cadence import Cadence
 from elche_jax.data.order import Cursor
-from elche_jax.data.place import Placer
 from elche_jax.data.reader import IndexedReader, Reader, open_epoch
 from elche_jax.data.source import IterableSource
 from elche_jax.data.split import capacity_for, piece_lengths, split_window
 from elche_jax.engine.fetch import CallArgs, Payload, Pieces, Rows
+from elche_jax.engine.place import Placer
 from elche_jax.engine.runner import Call, FleetRunner
 from elche_jax.train.spec import DataPlan
 

@@ -8,11 +8,11 @@ import jax
 from elche_jax import _check as check
 from elche_jax._processes import noting_errors
 from elche_jax.cadence import Cadence
-from elche_jax.data.place import Placer, check_fits, choose_placement
 from elche_jax.data.source import ArraySource, IterableSource, Source, as_source
 from elche_jax.engine.devices import free_bytes
 from elche_jax.engine.lane import Fleet
 from elche_jax.engine.loss import check_mask_key
+from elche_jax.engine.place import Placer, check_fits, choose_placement
 from elche_jax.engine.replicas import replicate_over
 from elche_jax.engine.runner import FleetRunner
 from elche_jax.train.feed import Feed
@@ -92,7 +92,7 @@ class Loading:
     def feed(self, plan: DataPlan, runner: FleetRunner, cadence: Cadence[Any]) -> Feed:
         """Return a feed of these data for the programs of a runner."""
         resident = self._place(plan.source) if plan.placement == "resident" else None
-        return Feed(plan, Placer(self._fleet, self._fleet.job.ranks), runner, resident, cadence)
+        return Feed(plan, Placer(self._fleet), runner, resident, cadence)
 
     def release(self) -> None:
         """Drop the data on the devices, and an iterator that has been read."""

@@ -1,4 +1,4 @@
-"""Microbatch `i` of a call, out of what lies on the device (data/test_data_place.py
+"""Microbatch `i` of a call, out of what lies on the device (test_engine_place.py
 has the way there)."""
 
 import jax

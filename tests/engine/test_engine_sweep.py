@@ -10,13 +10,13 @@ from marks import slow
 
 import elche_jax as elche
 from elche_jax.data.order import Reading
-from elche_jax.data.place import Placer
 from elche_jax.data.reader import open_epoch
 from elche_jax.data.source import ArraySource
 from elche_jax.data.split import piece_lengths, split_window
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.fetch import CallArgs, Pieces, Rows
 from elche_jax.engine.lane import lanes_of
+from elche_jax.engine.place import Placer
 from elche_jax.engine.replicas import replicate
 from elche_jax.engine.runner import Call
 from elche_jax.engine.shapes import shapes_of

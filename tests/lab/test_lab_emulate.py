@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, strategies as st
 from marks import slow
 
-from elche_jax.data.place import Placer
 from elche_jax.data.split import Range
 from elche_jax.engine.collective import CollectiveProgram
 from elche_jax.engine.fetch import CallArgs, Pieces
@@ -21,6 +20,7 @@ from elche_jax.engine.loss import LossFn
 from elche_jax.engine.mapped import AXIS, Mapped, stacked_sharding
 from elche_jax.engine.merge import MergeRules
 from elche_jax.engine.microbatch import Microbatches
+from elche_jax.engine.place import Placer
 from elche_jax.engine.replicas import replicate
 from elche_jax.engine.state import TrainState
 from elche_jax.lab import (

@@ -3,12 +3,11 @@
 Streamed data is transferred without padding: a device's share consists of pieces whose
 lengths are the binary digits of its count (`data.split`). If a device has no piece of some
 length, the program gets a block of zeros that was placed once and is never read. Resident
-data is on every device as a whole, and only example numbers are transferred. No other file
-of `data` transfers anything.
+data is on every device as a whole, and only example numbers are transferred.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -17,6 +16,7 @@ from jax import dtypes
 from elche_jax.data.reader import IndexedReader, Partial, Reader
 from elche_jax.data.source import ArraySource, Source
 from elche_jax.data.split import Range, piece_lengths
+from elche_jax.engine.lane import Fleet
 
 PyTree = Any
 Placement = Literal["resident", "stream"]
@@ -56,25 +56,6 @@ def choose_placement(placement: str, source: Source, free: int | None) -> Placem
     )
 
 
-class Stacking(Protocol):
-    """Devices that stacked arrays are placed on."""
-
-    devices: tuple[jax.Device, ...]
-
-    @property
-    def alone(self) -> bool:
-        """Whether there is a single device."""
-        ...
-
-    def stack(self, shards: Sequence[jax.Array]) -> Any:
-        """Assemble a stacked array from the devices' entries `(1, ...)`."""
-        ...
-
-    def put(self, rows: np.ndarray) -> Any:
-        """Place row `d` of a host array on device `d`."""
-        ...
-
-
 class Placer:
     """Placement of the data of program calls on the devices.
 
@@ -84,12 +65,10 @@ class Placer:
 
     Args:
         fleet: The devices.
-        ranks: Their ranks in the job; None for all ranks in order.
     """
 
-    def __init__(self, fleet: Stacking, ranks: Sequence[int] | None = None):
+    def __init__(self, fleet: Fleet):
         self._fleet, self._devices = fleet, fleet.devices
-        self._ranks = range(len(self._devices)) if ranks is None else ranks
         self._single = fleet.alone
         self._blanks: dict[tuple[Any, ...], list[Any]] = {}
 
@@ -166,7 +145,7 @@ class Placer:
             place, valid = partial.microbatch - first, partial.valid
         numbers = [
             (r.count, r.start, int(fresh), place, valid, *totals, rank, 0, r.count)
-            for rank, r in zip(self._ranks, ranges, strict=True)
+            for rank, r in zip(self._fleet.job.ranks, ranges, strict=True)
         ]
         return self.rows(np.array(numbers, np.int32))
 

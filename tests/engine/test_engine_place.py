@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from marks import slow
 
-from elche_jax.data import place
-from elche_jax.data.place import Placer, choose_placement
 from elche_jax.data.reader import IndexedReader, Partial
 from elche_jax.data.source import ArraySource, IterableSource, MapSource
 from elche_jax.data.split import Range, split_window
+from elche_jax.engine import place
 from elche_jax.engine.fetch import Pieces
 from elche_jax.engine.lane import lanes_of
 from elche_jax.engine.mapped import Mapped
+from elche_jax.engine.place import Placer, choose_placement
 
 BATCH = 2
 SIZE = 200
