@@ -9,8 +9,7 @@ import pytest
 
 from elche_jax import DDPConfig, DiLoCo, HostExchange, NoGuard, Timeline
 from elche_jax.advice import advise, measure
-from elche_jax.advice.measure import LEAST, WARM, alone_ms, team_ms
-from elche_jax.advice.of_rank import OfRank
+from elche_jax.advice.measure import LEAST, WARM, OfRank, alone_ms, team_ms
 from elche_jax.cadence import EveryBatch, FixedTotal, WindowTime
 from elche_jax.cadence.window import WindowRecord
 from elche_jax.lab import EmulatedSpeeds, ExtraWork
