@@ -32,7 +32,6 @@ from elche_jax.cadence.base import (
     Verdict as Verdict,
     WindowReport as WindowReport,
     nudge_down as nudge_down,
-    stronger as stronger,
 )
 from elche_jax.cadence.controller import (
     Controller as Controller,

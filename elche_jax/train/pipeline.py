@@ -112,30 +112,30 @@ class Pipeline(Planning[R]):
     # -- the training loop -----------------------------------------------------------
 
     def present(
-        self, state: TrainState, windows: Sequence[Window], runner: WindowRunner, lost: bool
+        self: "Pipeline[WindowRunner]", state: TrainState, windows: Sequence[Window], lost: bool
     ) -> tuple[TrainState, list[Window]]:
         """Return a state, and the windows to train from it, for the devices that are left.
 
         Args:
             state: The state before the windows.
             windows: Windows that are to be dispatched.
-            runner: Runs them.
             lost: Whether an exchange was lost since the last call. Where the loop runs ahead of
                 exchanges, this process may know of a loss that another one does not know of yet.
         """
-        clock, windows = None if self.closed else self.clock, list(windows)
+        clock, runner = None if self.closed else self.clock, self.runner
         if lost and runner.runs_ahead:
             with self.errors.seen():
                 state, windows = self._take_over.take_back(
                     state, windows, runner, clock, self._take_back
                 )
         if not windows:
-            return state, windows
+            return state, []
         first, *later = windows
         if runner.runs_ahead:
-            return state, [self._take_over.shared(first), *later]
-        recorded = self._wait_for_records
-        state, first = self._take_over.present(state, first, runner, clock, recorded)
+            first = self._take_over.shared(first)
+        else:
+            recorded = self._wait_for_records
+            state, first = self._take_over.present(state, first, runner, clock, recorded)
         return state, [first, *later]
 
     def _take_back(self) -> list[Window]:

@@ -55,7 +55,7 @@ class Training:
         metrics, lost = dict[str, jax.Array](), False
         while True:
             # if an exchange is lost, the state is as before the window, which is run again
-            state, windows = pipeline.present(state, windows, pipeline.runner, lost)
+            state, windows = pipeline.present(state, windows, lost)
             try:
                 for first in windows[:1]:
                     state, metrics = self._dispatch(pipeline, state, first)
