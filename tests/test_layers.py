@@ -174,7 +174,7 @@ ONE_DEVICE = {
     ("train/options.py", "host"): "there is nobody to exchange with",
     ("train/options.py", "late"): "nobody is waited for",
     ("train/build.py", "_warn_of_knobs"): "a knob without effect is named",
-    ("train/live_scheduler.py", "knows_after"): "its cadence hears of no times",
+    ("train/live_scheduler.py", "knows"): "its cadence hears of no times",
     ("train/feed.py", "__init__"): "one microbatch needs no loop, and windows seldom grow",
     ("train/sweep.py", "__init__"): "there are no shares to balance",
     ("train/runners.py", "exchanged_bytes"): "nothing is exchanged",

@@ -158,16 +158,15 @@ class LiveScheduler:
             records = [record.of(state.left) for record in records]
         return records, len(state.left)
 
-    @property
-    def knows(self) -> bool:
-        """Whether plans already follow from measured speeds, or never will."""
-        return self.knows_after(None)
+    def knows(self, after: int | None = None) -> bool:
+        """Return whether plans already follow from measured speeds, or never will.
 
-    def knows_after(self, window: int | None) -> bool:
-        """Return `knows` as it was after the record of a window; None for the last one."""
+        Args:
+            after: Number of the last window that counts; None for all.
+        """
         if self._world_size == 1 or not self.cadence.adaptive:
             return True
-        state = self._state_after(window)
+        state = self._state_after(after)
         rates = speeds.throughput(state.schedule.cadence, [], len(state.left))
         return state.told or any(rate is not None for rate in rates)
 

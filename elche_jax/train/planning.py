@@ -133,7 +133,7 @@ class Planning(Generic[R]):
             known = min(self._open, default=window) > self._known_at(window, below)
             # else the loop would wait for a plan, and the plan for what the loop has to run again
             return known or (self._asks == window and self._lost)
-        waits = self._timing.surprised or not self._scheduler.knows
+        waits = self._timing.surprised or not self._scheduler.knows()
         return len(self._open) < (1 if waits else below)
 
     def _known_at(self, window: int, ahead: int) -> int:
@@ -142,7 +142,7 @@ class Planning(Generic[R]):
         What a process happens to know when it plans must not matter: all have to plan alike.
         """
         last = window - ahead
-        return last if self._scheduler.knows_after(last) else window - 1
+        return last if self._scheduler.knows(last) else window - 1
 
     def _make(self, cursor: Cursor, reader: Reader, run: Run) -> Window | None:
         if reader.available(cursor.microbatch, 1) == 0:

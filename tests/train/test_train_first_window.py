@@ -83,11 +83,11 @@ def test_what_is_known_is_not_waited_for():
     """Speeds that were restored: the second window is planned while the first one runs."""
     train = trained(cadence=elche.ElChe(anchor=10))
     again = build(cadence=elche.ElChe(anchor=10))
-    assert not again._scheduler.knows
+    assert not again._scheduler.knows()
     again.cadence_state = again.cadence_state
-    assert not again._scheduler.knows, "nothing was measured"
+    assert not again._scheduler.knows(), "nothing was measured"
     again.cadence_state = train.cadence_state
-    assert again._scheduler.knows and again.counts == train.counts
+    assert again._scheduler.knows() and again.counts == train.counts
     state = again.init({"w": np.ones(3, "float32")})
     with again.windows(DATA, 4) as windows:
         pipeline = again.pipeline_of(first := next(windows), "test")
