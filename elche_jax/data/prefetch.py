@@ -22,11 +22,11 @@ _Ready = queue.SimpleQueue[tuple[Any, BaseException | None]]
 """Items, and finally the exception that ends the iteration."""
 
 _Room = queue.SimpleQueue[None]
-"""One entry for each item that may still be made ready."""
+"""An entry if an item may still be made ready."""
 
 
 class Prefetch(Generic[Item]):
-    """Iterator that runs another iterator in a thread, at most `depth` items ahead.
+    """Iterator that runs another iterator in a thread, which holds one item ready.
 
     An exception of that iterator is raised, with its traceback, in the loop that requests the
     next item. The thread ends with `close`, which is also called when the last reference is
@@ -36,19 +36,12 @@ class Prefetch(Generic[Item]):
         make: Returns the iterator. Called in the thread, with an event that is set when the
             thread must end. If the iterator waits, `wake` must be able to end the wait.
         wake: Called once, after the event was set.
-        depth: Number of items held ready, at least 1.
     """
 
-    def __init__(
-        self,
-        make: Callable[[threading.Event], Iterator[Item]],
-        wake: Callable[[], None],
-        depth: int = 1,
-    ):
+    def __init__(self, make: Callable[[threading.Event], Iterator[Item]], wake: Callable[[], None]):
         ready: _Ready = queue.SimpleQueue()
         room: _Room = queue.SimpleQueue()
-        for _ in range(depth):
-            room.put(None)
+        room.put(None)
         stop = threading.Event()
         # a daemon, as a source that is stuck must not keep the process from ending
         thread = threading.Thread(

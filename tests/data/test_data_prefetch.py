@@ -18,17 +18,15 @@ def nothing():
     pass
 
 
-@pytest.mark.parametrize("depth", [1, 2, 5])
-def test_items_come_in_order_and_then_the_end(depth):
-    prefetch = Prefetch(lambda stop: iter(range(20)), nothing, depth)
+def test_items_come_in_order_and_then_the_end():
+    prefetch = Prefetch(lambda stop: iter(range(20)), nothing)
     assert iter(prefetch) is prefetch
     assert list(prefetch) == list(range(20))
     assert next(prefetch, "over") == "over"
     assert producers() == []
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_it_runs_ahead_and_not_further_than_its_depth(depth):
+def test_it_runs_ahead_and_holds_one_item_ready():
     taken = 0
     most = 0
     filled = threading.Event()
@@ -37,17 +35,17 @@ def test_it_runs_ahead_and_not_further_than_its_depth(depth):
         nonlocal most
         for made in range(1, 40):
             most = max(most, made - taken)
-            if made == depth + 1:
-                filled.set()  # `depth` items lie ready and one waits for room
+            if made == 2:
+                filled.set()  # one item lies ready and one waits for room
             yield made
 
-    prefetch = Prefetch(make, nothing, depth)
+    prefetch = Prefetch(make, nothing)
     assert filled.wait(GIVE_UP)
     while True:
         taken += 1
         if next(prefetch, None) is None:
             break
-    assert most == depth + 1
+    assert most == 2
 
 
 def test_an_error_comes_after_the_items_before_it_with_its_traceback():
