@@ -174,32 +174,11 @@ class Sweep:
                 while len(pending) > (0 if last else IN_FLIGHT):
                     found.append(read(*pending.popleft()))
                 if found and (last or self.fleet.job.one_process):
-                    yield self._told(talk, pipeline, found, again)
+                    yield pipeline.told(talk, self._where, found, again)
                     found, ran = [], []
         found += [read(*one) for one in pending]
         if found:
-            yield self._told(talk, pipeline, found, again)
-
-    def _told(
-        self, talk: Talk, pipeline: SweepPipeline, found: list[T], again: Callable[[], list[T]]
-    ) -> list[list[T]]:
-        """Tell the other processes what is read of the last windows, and their times.
-
-        Args:
-            talk: Tells them.
-            pipeline: The windows.
-            found: What is read.
-            again: Runs these windows again without work for devices that are lost.
-        """
-        if self.fleet.job.one_process:
-            return [found]
-        records = pipeline.own_records()
-        told = talk.tell((found, records))
-        # what a process had read that ended meanwhile is lost with it
-        while pipeline.lose(self._where):
-            told = talk.tell((again(), records))
-        pipeline.tell([records for _, records in told])
-        return [values for values, _ in told]
+            yield pipeline.told(talk, self._where, found, again)
 
     def _dispatch(
         self, pipeline: SweepPipeline, variables: Variables, window: Window

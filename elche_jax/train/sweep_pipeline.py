@@ -1,13 +1,17 @@
 """The windows of a sweep over several processes, which exchange times after some of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from elche_jax.cadence import WindowRecord
 from elche_jax.engine.job import Job
 from elche_jax.engine.sweep import SweepRunner
+from elche_jax.engine.talk import Talk
 from elche_jax.train.in_flight import InFlight, Window
 from elche_jax.train.pipeline import Pipeline
+
+T = TypeVar("T")
 
 
 class SweepPipeline(Pipeline[SweepRunner]):
@@ -26,31 +30,43 @@ class SweepPipeline(Pipeline[SweepRunner]):
         """Return whether the processes exchange what they know after this window."""
         return not self._job.one_process and told_before(window + 1) == window
 
-    def own_records(self) -> tuple[WindowRecord, ...]:
-        """Wait for the windows so far; return the records that the other processes lack."""
-        self.finish()
-        return self._own
-
     def begin(self, where: str) -> None:
         """Plan without devices that are lost; `where` is the function the user called."""
         if self._take_over.lose(0, self._wait_for_records, where, again=False):
             self._scheduler.restart()
 
-    def lose(self, where: str) -> bool:
-        """Plan without devices that were lost; return whether any was, see `TakeOver.lose`."""
-        return self._take_over.lose(self._told + 1, self._wait_for_records, where)
-
     def again(self, window: Window) -> Window:
         """Return a window with its data, without work for devices that are lost."""
         return self._take_over.shared(window)
 
-    def tell(self, told: Sequence[Sequence[WindowRecord]]) -> None:
-        """Take what `own_records` returned in each process."""
-        for records in zip(*told, strict=True):
-            self._scheduler.observe(joined_record(self._job, records))
+    def told(
+        self, talk: Talk, where: str, found: list[T], again: Callable[[], list[T]]
+    ) -> list[list[T]]:
+        """Tell the other processes what is read of the last windows, and their times.
+
+        Args:
+            talk: Tells them.
+            where: The function the user called, for messages.
+            found: What is read.
+            again: Runs these windows again without work for devices that are lost.
+
+        Returns:
+            What each process has read.
+        """
+        if self._job.one_process:
+            return [found]
+        self.finish()
+        records = self._own
+        told = talk.tell((found, records))
+        # what a process had read that ended meanwhile is lost with it
+        while self._take_over.lose(self._told + 1, self._wait_for_records, where):
+            told = talk.tell((again(), records))
+        for of_window in zip(*(records for _, records in told), strict=True):
+            self._scheduler.observe(joined_record(self._job, of_window))
         with self._changed:
-            self._own, self._told = (), self._told + len(told[0])
+            self._own, self._told = (), self._told + len(records)
             self._changed.notify_all()
+        return [values for values, _ in told]
 
     def _record(self, window: InFlight, record: WindowRecord, at: int | None = None) -> None:
         if self._job.one_process:
