@@ -1,5 +1,6 @@
 """Loads the data of windows, and places them on the devices."""
 
+from collections.abc import Sequence
 from threading import Lock
 from typing import Any
 
@@ -11,7 +12,7 @@ from elche_jax.cadence import Cadence
 from elche_jax.data.order import Cursor
 from elche_jax.data.reader import IndexedReader, Reader, open_epoch
 from elche_jax.data.source import IterableSource
-from elche_jax.data.split import capacity_for, piece_lengths, split_window
+from elche_jax.data.split import Range, capacity_for, piece_lengths, split_window
 from elche_jax.engine.fetch import CallArgs, Payload, Pieces, Rows
 from elche_jax.engine.place import Placer
 from elche_jax.engine.runner import Call, FleetRunner
@@ -90,31 +91,27 @@ class Feed:
             The number of valid examples, and the program calls.
         """
         with self._lock:
-            return self._load(counts, first, reader)
+            ranks = self.fleet.job.ranks
+            capacity = self.capacity(max(counts[rank] for rank in ranks))
+            totals = sum(counts), self._examples(first, sum(counts), reader)
+            calls = []
+            # each call gets an even share: where a program starts on all devices at once, filling
+            # one call after the other made the window 1.4 times as long
+            for ranges in split_window(counts, capacity, ranks):
+                payload = self._payload(first, ranges, capacity, reader)
+                call_args = self._placer.call_args(ranges, first, not calls, reader.partial, totals)
+                _ = payload.signature  # computed here and kept, to spare the loop's thread
+                calls.append(Call(payload, CallArgs(call_args), ranges))
+            return totals[1], tuple(calls)
 
-    def _load(
-        self, counts: tuple[int, ...], first: int, reader: Reader
-    ) -> tuple[int, tuple[Call, ...]]:
-        ranks = self.fleet.job.ranks
-        capacity = self.capacity(max(counts[rank] for rank in ranks))
-        totals = sum(counts), self._examples(first, sum(counts), reader)
-        calls = []
-        # each call gets an even share: where a program starts on all devices at once, filling
-        # one call after the other made the window 1.4 times as long
-        for ranges in split_window(counts, capacity, ranks):
-            payload: Payload
-            if self._resident is None:
-                spec = self._plan.microbatch
-                pieces = self._placer.pieces(reader, first, ranges, capacity, spec)
-                payload = Pieces(pieces)
-            else:
-                assert isinstance(reader, IndexedReader)  # resident data is an array
-                index = self._placer.index(reader, first, ranges, capacity)
-                payload = Rows(self._resident, index)
-            call_args = self._placer.call_args(ranges, first, not calls, reader.partial, totals)
-            _ = payload.signature  # computed here and kept, to spare the loop's thread
-            calls.append(Call(payload, CallArgs(call_args), ranges))
-        return totals[1], tuple(calls)
+    def _payload(
+        self, first: int, ranges: Sequence[Range], capacity: int, reader: Reader
+    ) -> Payload:
+        if self._resident is None:
+            spec = self._plan.microbatch
+            return Pieces(self._placer.pieces(reader, first, ranges, capacity, spec))
+        assert isinstance(reader, IndexedReader)  # resident data is an array
+        return Rows(self._resident, self._placer.index(reader, first, ranges, capacity))
 
     def capacity(self, count: int) -> int:
         """Return the capacity for a window with this largest count.
