@@ -52,9 +52,10 @@ def test_that_is_what_other_processes_are_told():
     """A window dispatched at 2 s, which began at 4 s, and which the devices end at 5 and 6 s."""
     one = Setup(2)
     try:
-        one.coordinator.open(OpenWindow(1, 4.0, (1, 1), 1, frozenset(), ahead=True))
+        window = OpenWindow(1, 4.0, (1, 1), 1, frozenset(), ahead=True)
+        one.coordinator.open(window)
         for rank, end in enumerate([5.0, 6.0]):
-            one.coordinator.delivered(rank, 1, end, None)
+            one.coordinator.delivered(rank, window, end, None)
         flight = InFlight(WindowPlan(1, 0, (1, 1), 2), 1.0, Launch(one.exchange, 1, 2.0, (1, 1)))
         job = SimpleNamespace(one_process=False)
         fleet = SimpleNamespace(devices=(Mock(), Mock()), world_size=2, job=job)

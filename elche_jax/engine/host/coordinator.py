@@ -80,8 +80,8 @@ class OpenWindow:
         applied: When the devices had applied the average, if the loop waits for that.
         registered: Whether the loop allows it to be reported.
         closing: Whether averaging has begun: deliveries from now on are too late.
-        claimed: Whether a thread reports it or has done so, or it was abandoned.
-        reported: Whether reporting has finished.
+        abandoned: Whether it is never reported.
+        tardy: Whether it was reported and is to be reported again, once its late devices are back.
         lost: Whether it has no average, as a process of the job has ended.
     """
 
@@ -103,8 +103,8 @@ class OpenWindow:
     applied: tuple[float, ...] | None = None
     registered: bool = False
     closing: bool = False
-    claimed: bool = False
-    reported: bool = False
+    abandoned: bool = False
+    tardy: bool = False
     lost: bool = False
 
     def __post_init__(self) -> None:
@@ -147,7 +147,6 @@ class Coordinator:
         incidents: By rank, how often the device became late since it was last on time.
         windows: Windows that are not over, by number, oldest first.
         unread: Closed windows that the loop has not read yet, if devices run ahead.
-        tardy: Windows that are over, with deliveries of late devices still to come.
         lost: Number of the oldest window that is lost, if devices run ahead; None if none is.
         error: The first exception raised in a thread.
     """
@@ -165,7 +164,6 @@ class Coordinator:
     incidents: list[int] = field(default_factory=list)
     windows: dict[int, OpenWindow] = field(default_factory=dict)
     unread: deque[tuple[int, Outcome]] = field(default_factory=deque)
-    tardy: dict[int, OpenWindow] = field(default_factory=dict)
     lost: int | None = None
     error: BaseException | None = None
 
@@ -234,8 +232,8 @@ class Coordinator:
         """
         with self.changed:
             first, self.lost = self.lost, None
-            if first is not None:
-                self.windows = {at: one for at, one in self.windows.items() if at < first}
+            for number in [at for at in self.windows if first is not None and at >= first]:
+                self.windows.pop(number).closing = True
             self.changed.notify_all()
             return first
 
@@ -274,7 +272,7 @@ class Coordinator:
             if window is not None and (window.average is not None or window.lost):
                 del self.windows[number]
             elif window is not None:  # `close` removes it
-                window.claimed = True
+                window.abandoned = True
 
     def _gaps(self, at: float, absent: frozenset[int]) -> list[float]:
         """Return each device's idle time so far; for those without programs, the longest."""
@@ -311,28 +309,24 @@ class Coordinator:
 
     # -- the threads -----------------------------------------------------------------
 
-    def delivered(self, rank: int, number: int, now: float, delivery: Delivery) -> None:
+    def delivered(self, rank: int, window: OpenWindow, now: float, delivery: Delivery) -> None:
         """Record a delivery."""
         with self.changed:
             begin, self.free[rank] = self.free[rank], now
             self.owed[rank] -= 1
             if not self.owed[rank]:
                 self.late.discard(rank)
-            window = self.windows.get(number)
-            if window is not None and not window.closing:
+            if not window.closing:
                 window.got[rank] = delivery
                 if window.counts[rank] and rank not in self.late:
                     self.incidents[rank] = 0  # it was on time
                 # a device without work delivers at once: the others would seem late
                 if window.counts[rank] and window.first is None:
                     window.first = now
-            window = window or self.tardy.get(number)
-            if window is not None:
-                window.ends[rank] = now
-                window.begins[rank] = max(window.at, begin or window.at)
+            window.ends[rank] = now
+            window.begins[rank] = max(window.at, begin or window.at)
             self.changed.notify_all()
-        if window is not None:
-            self._report_late(window)
+        self._report_late(window)
 
     def _report_late(self, window: OpenWindow) -> None:
         """Call `learned` if a window is over and its last delivery has now arrived.
@@ -341,12 +335,13 @@ class Coordinator:
         """
         with self.changed:
             known = all(window.ends[r] is not None for r in window.worked)
-            if not (window.reported and known and self.tardy.pop(window.number, None)):
+            if not (window.tardy and known):
                 return
+            window.tardy = False
             slow = all(self.incidents[rank] > 1 for rank in window.late)
-            times = _times(window)
+            times, begins = _times(window), list(window.begins) if slow else None
         # without the lock, which a cadence that reads the training step may wait for
-        self.learned(times, window.begins if slow else None)
+        self.learned(times, begins)
 
     def next_complete(self) -> tuple[OpenWindow, list[Delivery | None]] | None:
         """Wait until the oldest open window has all its deliveries; None when stopped."""
@@ -380,7 +375,7 @@ class Coordinator:
             window.got = []
             if window.ahead:
                 self.unread.append((window.number, self._outcome(window)))
-            if window.claimed:
+            if window.abandoned:
                 del self.windows[window.number]
             self.changed.notify_all()
         self._report(window.number)
@@ -391,7 +386,7 @@ class Coordinator:
             window.lost, window.got = True, []
             if window.ahead:
                 self.lost = window.number
-            elif window.claimed:
+            elif window.abandoned:
                 del self.windows[window.number]
             self.changed.notify_all()
         if window.ahead:
@@ -424,19 +419,17 @@ class Coordinator:
     def _report(self, number: int) -> None:
         with self.changed:
             window = self.windows.get(number)
-            if window is None or window.claimed or not window.complete:
+            if window is None or not window.complete:
                 return
-            window.claimed = True  # by this thread: `done` is called without the lock
-            del self.windows[number]
-            if window.will_be_known:
-                self.tardy[number] = window
+            del self.windows[number]  # by this thread: `done` is called without the lock
             times, outcome = _times(window), self._outcome(window)
         try:
             self.done(times, outcome)
         except BaseException as error:  # raised by a guard, for example; it must not lose the state
             self.failed(error)
         with self.changed:
-            window.average, window.reported = None, True  # do not keep its arrays alive
+            window.average = None  # do not keep its arrays alive
+            window.tardy = window.will_be_known
         self._report_late(window)
 
 

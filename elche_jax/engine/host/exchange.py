@@ -131,7 +131,7 @@ def _fetch(
         coordinator.stop.wait(max(0.0, due - time.perf_counter()))
     now = time.perf_counter()
     host = jax.tree.map(lambda leaf: leaf[0], jax.device_get(delivery))
-    coordinator.delivered(rank, window.number, now, host)
+    coordinator.delivered(rank, window, now, host)
 
 
 def _average(coordinator: Coordinator, averaging: Averaging) -> None:
