@@ -5,6 +5,7 @@ A *per-device value* is the device's own value inside a mapped function; elsewhe
 with one entry per device that has delivered.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -95,21 +96,44 @@ class DeviceAxis:
 
 
 @dataclass(frozen=True)
-class HostAxis:
-    """The devices whose deliveries have reached the host; methods are those of `DeviceAxis`.
+class ListAxis(ABC):
+    """Devices whose values are in a list; methods are those of `DeviceAxis`.
 
     Attributes:
         size: Number of devices in the job.
+    """
+
+    size: int
+
+    def each(self, fn: Callable[..., Any], *values: PerDevice) -> PerDevice:
+        return [fn(*one) for one in zip(*values, strict=True)]
+
+    def any(self, value: PerDevice) -> Any:
+        return value[0]
+
+    def sums(self, *terms: tuple[PerDevice, PerDevice | None]) -> tuple[PyTree, ...]:
+        return tuple(self._sum(trees, weights) for trees, weights in terms)
+
+    def decoded_sum(self, sent: PerDevice, weight: PerDevice | None) -> list[Any]:
+        (total,) = self.sums(([decoded(one) for one in sent], weight))
+        return total
+
+    @abstractmethod
+    def _sum(self, trees: PerDevice, weights: PerDevice | None) -> PyTree:
+        """Return the sum over the list."""
+
+
+@dataclass(frozen=True)
+class HostAxis(ListAxis):
+    """The devices whose deliveries have reached the host.
+
+    Attributes:
         ranks: Ranks that have delivered, ascending.
         xp: The module of array functions.
     """
 
-    size: int
     ranks: Sequence[int]
     xp: ClassVar[ModuleType] = np
-
-    def each(self, fn: Callable[..., Any], *values: PerDevice) -> PerDevice:
-        return [fn(*one) for one in zip(*values, strict=True)]
 
     def rows(self, value: PerDevice) -> Any:
         rows = np.zeros((self.size, *np.shape(value[0])), np.result_type(value[0]))
@@ -118,12 +142,6 @@ class HostAxis:
 
     def mine(self, rows: Any) -> PerDevice:
         return [rows[rank] for rank in self.ranks]
-
-    def any(self, value: PerDevice) -> Any:
-        return value[0]
-
-    def sums(self, *terms: tuple[PerDevice, PerDevice | None]) -> tuple[PyTree, ...]:
-        return tuple(self._sum(trees, weights) for trees, weights in terms)
 
     def _sum(self, trees: PerDevice, weights: PerDevice | None) -> PyTree:
         if weights is None:
@@ -141,9 +159,6 @@ class HostAxis:
             return reduce(lambda a, b: np.add(a, b, out=a), parts, np.asarray(out))
 
         return jax.tree.map(total, *trees)
-
-    def decoded_sum(self, sent: PerDevice, weight: PerDevice | None) -> list[Any]:
-        return self._sum([decoded(one) for one in sent], weight)
 
     def largest(self, leaf: PerDevice, worked: PerDevice) -> Any:
         return np.maximum.reduce(self._of(leaf, worked))
@@ -182,10 +197,6 @@ class HostProcessAxis(HostAxis):
         shaped = [part.reshape(np.shape(leaf)) for part, leaf in zip(parts, leaves, strict=True)]
         return structure.unflatten(shaped)
 
-    def decoded_sum(self, sent: PerDevice, weight: PerDevice | None) -> list[Any]:
-        (total,) = self.sums(([decoded(one) for one in sent], weight))
-        return total
-
     def largest(self, leaf: PerDevice, worked: PerDevice) -> Any:
         known = self.rows(worked)
         return np.maximum.reduce(self.rows(leaf)[known if known.any() else slice(None)])
@@ -195,22 +206,16 @@ class HostProcessAxis(HostAxis):
 
 
 @dataclass(frozen=True)
-class LeadAxis:
+class LeadAxis(ListAxis):
     """The devices of several lanes, whose contributions have reached the lead.
 
-    Methods are those of `DeviceAxis`. A tree without arrays counts as 0: another one of its lane
-    is the sum over the lane.
+    A tree without arrays counts as 0: another one of its lane is the sum over the lane.
 
     Attributes:
-        size: Number of devices in the job.
         xp: The module of array functions.
     """
 
-    size: int
     xp: ClassVar[ModuleType] = jnp
-
-    def each(self, fn: Callable[..., Any], *values: PerDevice) -> PerDevice:
-        return [fn(*one) for one in zip(*values, strict=True)]
 
     def rows(self, value: PerDevice) -> Any:
         return jnp.stack(value)
@@ -218,20 +223,11 @@ class LeadAxis:
     def mine(self, rows: Any) -> PerDevice:
         return list(rows)
 
-    def any(self, value: PerDevice) -> Any:
-        return value[0]
-
-    def sums(self, *terms: tuple[PerDevice, PerDevice | None]) -> tuple[PyTree, ...]:
-        return tuple(self._sum(trees, weights) for trees, weights in terms)
-
     def _sum(self, trees: PerDevice, weights: PerDevice | None) -> PyTree:
         if weights is not None:
             trees = [_times(tree, weight) for tree, weight in zip(trees, weights, strict=True)]
         there = [tree for tree in trees if jax.tree.leaves(tree)]
         return jax.tree.map(lambda *leaves: reduce(jnp.add, leaves), *(there or trees[:1]))
-
-    def decoded_sum(self, sent: PerDevice, weight: PerDevice | None) -> list[Any]:
-        return self._sum([decoded(one) for one in sent], weight)
 
     def largest(self, leaf: PerDevice, worked: PerDevice) -> Any:
         return self._of(leaf, worked, lambda x, y, has: jnp.where(has, jnp.maximum(x, y), x))
@@ -253,8 +249,7 @@ class LeadAxis:
 class ProcessAxis(LeadAxis):
     """The devices of several processes: a list on each process's lead, the leads a mapped axis.
 
-    Methods are those of `DeviceAxis`. A process with fewer devices than others has values of no
-    work in place of those it lacks.
+    A process with fewer devices than others has values of no work in place of those it lacks.
 
     Attributes:
         ranks: For each process that is there the ranks of its devices, ascending. Rows of other
@@ -288,7 +283,7 @@ class ProcessAxis(LeadAxis):
             own = None if weight is None else weight[0]
             return DeviceAxis(len(self.ranks)).decoded_sum(sent[0], own)
         if sent[0].scales is None:  # rounded once more: what travels is one sum per process
-            own = super().decoded_sum(sent, weight)
+            own = self._sum([decoded(one) for one in sent], weight)
             return sum_bfloat16(Encoded([x.astype(jnp.bfloat16) for x in own]), None)
         # all as they were encoded: another rounding would have no error feedback
         weights = [1.0] * len(sent) if weight is None else weight
