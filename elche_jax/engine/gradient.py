@@ -8,7 +8,7 @@ With `N` the sum of all weights, the update is computed from
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -112,7 +112,7 @@ class GradientRule(Rule):
         trained, opt_state, merged = chosen(good, new, old)
         loss_scale = adjust(after.loss_scale, finite)
         leaves, fine = jax.tree.leaves(trained), fine | ~mean.finite
-        return Agreed(leaves, opt_state, merged, (), loss_scale, good, fine)
+        return Agreed(leaves, None, merged, opt_state, loss_scale, good, fine)
 
     def adopt(self, ended: Ended, agreed: Agreed) -> TrainState:
         after, selection = ended.after, self.work.selection
@@ -122,9 +122,8 @@ class GradientRule(Rule):
         errors = averaging_of(after).error, averaging_of(ended.before).error
         error = chosen(agreed.good, *errors)
         state = with_averaging(self.with_merged(ended, agreed.merged), error=error)
-        return state.replace(
-            params=params, opt_state=agreed.opt_state, loss_scale=agreed.loss_scale
-        )
+        state = state.replace(params=params, loss_scale=agreed.loss_scale)
+        return self.join_lead(state, agreed.held)
 
     @property
     def takes_agreed(self) -> bool:
@@ -142,10 +141,6 @@ class GradientRule(Rule):
     @staticmethod
     def join_lead(state: TrainState, held: PyTree) -> TrainState:
         return state.replace(opt_state=held)
-
-    @staticmethod
-    def split_agreed(agreed: Agreed) -> tuple[Agreed, PyTree]:
-        return replace(agreed, opt_state=None), agreed.opt_state
 
     def reduction(self, state: TrainState) -> Reduction:
         del state

@@ -219,7 +219,7 @@ class LocalRule(Rule):
         elif steps is not None:
             steps = steps.at[part].set(0)
         base = base if kept.base else []
-        state = with_averaging(state, base=base, outer=agreed.outer, steps=steps)
+        state = with_averaging(state, base=base, outer=agreed.held, steps=steps)
         if not self.late:  # without any contribution everything stays as it was
             state = state.replace(**chosen(good, _changed(state), _changed(before)))
         return state
@@ -231,10 +231,6 @@ class LocalRule(Rule):
     @staticmethod
     def join_lead(state: TrainState, held: PyTree) -> TrainState:
         return with_averaging(state, outer=held)
-
-    @staticmethod
-    def split_agreed(agreed: Agreed) -> tuple[Agreed, PyTree]:
-        return replace(agreed, outer=()), agreed.outer
 
     def reduction(self, state: TrainState) -> Reduction:
         rules = self.merge_rules

@@ -61,9 +61,9 @@ class Agreed:
 
     Attributes:
         trained: Trained parameters of the part that was exchanged, in the order of their leaves.
-        opt_state: State of the optimizer; None if every device has its own.
+        opt_state: Averaged state of the optimizer; None if it is held, or every device has its own.
         merged: Merged leaves of model state.
-        outer: State of the outer optimizer.
+        held: What only `agree` reads and changes, see `Rule.split_lead`.
         loss_scale: Dynamic scale of the loss, or None.
         good: Whether the mean is applied; if not, the state stays as it is.
         fine: False if the new state would not be finite although the mean is.
@@ -72,7 +72,7 @@ class Agreed:
     trained: Leaves
     opt_state: PyTree
     merged: Leaves
-    outer: tuple[PyTree, ...]
+    held: PyTree
     loss_scale: PyTree
     good: Any
     fine: Any
@@ -177,11 +177,6 @@ class Rule(ABC):
     @abstractmethod
     def join_lead(state: TrainState, held: PyTree) -> TrainState:
         """Invert `split_lead`."""
-
-    @staticmethod
-    @abstractmethod
-    def split_agreed(agreed: Agreed) -> tuple[Agreed, PyTree]:
-        """Split off the new value of what `split_lead` splits off."""
 
     def apply(self, ended: Ended, mean: Mean) -> tuple[TrainState, Any]:
         """Apply the mean of a window.

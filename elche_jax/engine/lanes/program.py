@@ -100,7 +100,7 @@ class LanesProgram(CollectiveProgram):
         if self.pending:
             metrics["loss"] = jnp.where(metrics["weight"] > 0, metrics["loss"], jnp.nan)
         agreed = replace(agreed, fine=agreed.fine & mean.sound)
-        return rule.split_agreed(agreed), metrics
+        return (replace(agreed, held=()), agreed.held), metrics
 
     def agree_across(
         self, part: int, state: TrainState, held: PyTree, contributions: list[Contribution],
