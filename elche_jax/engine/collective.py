@@ -23,7 +23,7 @@ from elche_jax.engine.state import TrainState, averaging_of, with_averaging
 PyTree = Any
 Sums = dict[str, Any]
 Exchanged = tuple[Mean, dict[str, Any], Leaves]
-Result = tuple[TrainState, Any, dict[str, Any]]
+Result = tuple[tuple[TrainState, Any], dict[str, Any]]
 
 
 @jax.tree_util.register_dataclass
@@ -79,14 +79,45 @@ class CollectiveProgram:
         """
         return self._loop(state, self._begun(state, carried, call_args), payload, call_args), None
 
-    def combine(self, state: TrainState, carried: Carried) -> tuple[tuple[TrainState, Any], Any]:
+    def combine(
+        self, state: TrainState, carried: Carried, exchanged: Exchanged | None = None
+    ) -> Result:
         """End the window.
+
+        Args:
+            state: The state at the start of the window.
+            carried: The carry after its microbatches.
+            exchanged: The mean, if its exchange overlapped with them.
 
         Returns:
             `((state, finite), metrics)`; `finite` says whether the device's own part is.
         """
-        state, own, metrics = self._end(state, carried)
-        return (state, own), metrics
+        after, new = self.rule.finish(state, carried.own)
+        sums = (*carried.before, self.rule.sums_of(carried.own))[0]
+        queue = [*(averaging_of(state).pending if self.pending else ()), new]
+
+        def end(part: int) -> Result:
+            oldest, *later = queue
+            ended = Ended(state, after, oldest, part, later)
+            made = exchanged or self._exchange(ended, sums)
+            if self.pending:  # the same bits whether or not the exchange overlapped with the steps
+                made = jax.lax.optimization_barrier(made)
+            mean, metrics, error = made
+            ended = replace(ended, after=with_averaging(after, error=error))
+            now, fine = self.rule.apply(ended, mean)
+            if self.pending:
+                now = with_averaging(now, pending=tuple(later))
+            return (now, fine & mean.sound), metrics | {"finite": metrics["finite"] & fine}
+
+        branches = [partial(end, part) for part in range(self.rule.parts)]
+        (now, fine), metrics = jax.lax.switch(state.step % len(branches), branches)
+        now = self.advanced(now, carried)
+        metrics |= self.rule.reports(state)
+        if not self.pending:
+            return (now, new.own), metrics
+        # the metrics are those of an earlier window; in the first ones there is none
+        metrics["loss"] = jnp.where(metrics["weight"] > 0, metrics["loss"], jnp.nan)
+        return (now, new.own & fine), metrics
 
     def last_call(
         self, state: TrainState, carried: Carried, payload: Payload, call_args: CallArgs
@@ -105,12 +136,12 @@ class CollectiveProgram:
         carried, _ = self._loop(state, carried, payload, call_args)
         if self.pending:  # as in two programs: fused, loop and end would round differently
             carried, exchanged = jax.lax.optimization_barrier((carried, exchanged))
-        state, own, metrics = self._end(state, carried, exchanged)
+        (state, own), metrics = self.combine(state, carried, exchanged)
         return (state, carried, own), metrics
 
     def window(
         self, single: bool, state: TrainState, payload: Payload, call_args: CallArgs
-    ) -> tuple[tuple[TrainState, Any], Any]:
+    ) -> Result:
         """Run a whole window as one program; `single` if it has a single microbatch."""
         carried = self.zeros(state)
         if single and self.hook is None:
@@ -142,36 +173,6 @@ class CollectiveProgram:
         body = self.rule.body(state, payload, call_args)
         own, token = run_loop(self.hook, state.step, call_args, body, carried.own)
         return replace(carried, own=own, work=jnp.stack(call_args.totals)), token
-
-    def _end(
-        self, state: TrainState, carried: Carried, exchanged: Exchanged | None = None
-    ) -> Result:
-        after, new = self.rule.finish(state, carried.own)
-        sums = (*carried.before, self.rule.sums_of(carried.own))[0]
-        queue = [*(averaging_of(state).pending if self.pending else ()), new]
-
-        def end(part: int) -> Result:
-            oldest, *later = queue
-            ended = Ended(state, after, oldest, part, later)
-            made = exchanged or self._exchange(ended, sums)
-            if self.pending:  # the same bits whether or not the exchange overlapped with the steps
-                made = jax.lax.optimization_barrier(made)
-            mean, metrics, error = made
-            ended = replace(ended, after=with_averaging(after, error=error))
-            now, fine = self.rule.apply(ended, mean)
-            if self.pending:
-                now = with_averaging(now, pending=tuple(later))
-            return now, fine & mean.sound, metrics | {"finite": metrics["finite"] & fine}
-
-        branches = [partial(end, part) for part in range(self.rule.parts)]
-        now, fine, metrics = jax.lax.switch(state.step % len(branches), branches)
-        now = self.advanced(now, carried)
-        metrics |= self.rule.reports(state)
-        if not self.pending:
-            return now, new.own, metrics
-        # the metrics are those of an earlier window; in the first ones there is none
-        metrics["loss"] = jnp.where(metrics["weight"] > 0, metrics["loss"], jnp.nan)
-        return now, new.own & fine, metrics
 
     def advanced(self, state: TrainState, carried: Carried) -> TrainState:
         """Count the window in a state whose counters are still those before it."""
