@@ -113,11 +113,8 @@ class CollectiveProgram:
         (now, fine), metrics = jax.lax.switch(state.step % len(branches), branches)
         now = self.advanced(now, carried)
         metrics |= self.rule.reports(state)
-        if not self.pending:
-            return (now, new.own), metrics
-        # the metrics are those of an earlier window; in the first ones there is none
-        metrics["loss"] = jnp.where(metrics["weight"] > 0, metrics["loss"], jnp.nan)
-        return (now, new.own & fine), metrics
+        own = new.own & fine if self.pending else new.own
+        return (now, own), metrics
 
     def last_call(
         self, state: TrainState, carried: Carried, payload: Payload, call_args: CallArgs

@@ -97,8 +97,6 @@ class LanesProgram(CollectiveProgram):
         none: Any = None
         agreed = rule.agree(Ended(whole, whole, none, part), mean)
         metrics |= {"finite": metrics["finite"] & agreed.fine} | rule.reports(state)
-        if self.pending:
-            metrics["loss"] = jnp.where(metrics["weight"] > 0, metrics["loss"], jnp.nan)
         agreed = replace(agreed, fine=agreed.fine & mean.sound)
         return (replace(agreed, held=()), agreed.held), metrics
 
