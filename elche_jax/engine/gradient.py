@@ -9,7 +9,7 @@ With `N` the sum of all weights, the update is computed from
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,8 @@ class GradientRule(Rule):
             fewer of a window's programs, and arguments take a large part of the time of the
             first window. Off if sums are not arguments, or if each array has its own scale.
     """
+
+    takes_agreed: ClassVar[bool] = True
 
     drop_nonfinite: bool = True
     packs: bool = False
@@ -124,10 +126,6 @@ class GradientRule(Rule):
         state = with_averaging(self.with_merged(ended, agreed.merged), error=error)
         state = state.replace(params=params, loss_scale=agreed.loss_scale)
         return self.join_lead(state, agreed.held)
-
-    @property
-    def takes_agreed(self) -> bool:
-        return True
 
     @property
     def rests(self) -> bool:

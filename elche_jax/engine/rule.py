@@ -15,7 +15,7 @@ one of them; `adopt` puts it into a device's own state.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +94,10 @@ class Rule(ABC):
         max_grad_norm: Norm to which gradients are clipped; or None.
         parts: Number of parts of the parameters, which are exchanged in turn.
         device_loss: Whether the metrics hold each device's own loss.
+        takes_agreed: Whether a device's new trained parameters are `Agreed.trained`, as they are.
     """
+
+    takes_agreed: ClassVar[bool] = False
 
     work: Microbatches
     tx: optax.GradientTransformation
@@ -198,11 +201,6 @@ class Rule(ABC):
         Args:
             state: A device's state, or its shapes.
         """
-
-    @property
-    def takes_agreed(self) -> bool:
-        """Whether a device's new trained parameters are `Agreed.trained`, as they are."""
-        return False
 
     @property
     def rests(self) -> bool:
