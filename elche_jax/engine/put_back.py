@@ -1,5 +1,6 @@
 """The state as of the last mean, as if the windows that are pending had not run."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -37,19 +38,27 @@ def without_pending(
     def apart(leaf: Any) -> Any:  # no array may be in a state twice
         return fleet.put(leaf) if isinstance(leaf, np.ndarray) else leaf.copy()
 
-    def nothing(update: PendingUpdate) -> PendingUpdate:
-        progress, steps = jax.tree.map(zero, (update.progress, update.steps))
-        unchanged = rule.merge_rules.unchanged(kept.merged)
-        own = fleet.put(np.ones(update.own.shape, np.bool_))
-        return PendingUpdate(progress, steps, own, [apart(leaf) for leaf in unchanged])
-
     state = rule.agreed(state)
     kept = averaging_of(state)
-    base, merged = jax.tree.map(apart, (kept.base, kept.merged))
-    steps, pending = jax.tree.map(zero, kept.steps), tuple(map(nothing, kept.pending))
+    unchanged = rule.merge_rules.unchanged(kept.merged)
+    nothing = tuple(no_update(one, unchanged) for one in kept.pending)
+    base, merged, pending = jax.tree.map(apart, (kept.base, kept.merged, nothing))
+    steps = jax.tree.map(zero, kept.steps)
     state = with_averaging(state, base=base, merged=merged, steps=steps, pending=pending)
     return state.replace(
         microbatches=less(state.microbatches, microbatches),
         examples=less(state.examples, examples),
         step=less(state.step, windows),
     )
+
+
+def no_update(like: PendingUpdate, unchanged: Sequence[Any]) -> PendingUpdate:
+    """Return the update of a window in which a device did nothing, as host arrays.
+
+    Args:
+        like: An update of these shapes.
+        unchanged: Its changes of model state, see `MergeRules.unchanged`.
+    """
+    progress = [np.zeros(leaf.shape, leaf.dtype) for leaf in like.progress]
+    steps, own = np.zeros(like.steps.shape, np.float32), np.ones(like.own.shape, np.bool_)
+    return PendingUpdate(progress, steps, own, list(unchanged))

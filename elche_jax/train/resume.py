@@ -17,6 +17,7 @@ from elche_jax.engine.lane import kinds_of
 from elche_jax.engine.local import average
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.merge import MergeRules
+from elche_jax.engine.put_back import no_update
 from elche_jax.engine.replicas import raw, with_type_of
 from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
 from elche_jax.engine.trainable import Selection
@@ -228,16 +229,7 @@ def adopt(
 def _idle(kept: AveragingState, merge: MergeRules) -> tuple[PendingUpdate, ...]:
     """Return pending updates of zero steps."""
     unchanged = merge.sent.unchanged(kept.merged)
-    return tuple(
-        replace(
-            one,
-            progress=jax.tree.map(np.zeros_like, one.progress),
-            steps=np.zeros_like(one.steps),
-            own=np.ones_like(one.own),
-            model_state=unchanged,
-        )
-        for one in kept.pending
-    )
+    return tuple(no_update(one, unchanged) for one in kept.pending)
 
 
 def join_rows(rows: np.ndarray) -> np.ndarray:

@@ -35,7 +35,7 @@ from elche_jax.engine.host.session import Begun, Session
 from elche_jax.engine.lane import Fleet
 from elche_jax.engine.laned import StackedArray, entries_of
 from elche_jax.engine.loop import Seconds
-from elche_jax.engine.put_back import without_pending
+from elche_jax.engine.put_back import no_update, without_pending
 from elche_jax.engine.reduce import Mean
 from elche_jax.engine.replicas import is_stacked, replicate
 from elche_jax.engine.runner import Call, Launch, Program, WindowRunner
@@ -357,8 +357,7 @@ class HostRunner(WindowRunner):
         if rule.late:
             now = rule.merge.of_sent(session.parts[rank].model_state)
             changes = rule.merge_rules.unchanged(now)
-        progress = jax.tree.map(zeros, self._compiled.shapes.pending.progress)
-        update = PendingUpdate(progress, np.zeros(1, np.float32), np.ones(1, bool), changes)
+        update = no_update(self._compiled.shapes.pending, changes)
         return jax.device_put(update, self.fleet.devices[rank])
 
     def _restore(self, session: Session, rank: int) -> None:
