@@ -354,7 +354,7 @@ def test_a_window_is_over_only_when_the_loop_is_ready_to_hear_of_it(setup):
     one = setup(2)
     one.gates.open(1, 0, 1)
     one.begin(1, (1, 1))
-    eventually(lambda: one.coordinator.windows[1].average is not None)
+    eventually(lambda: one.coordinator.windows[1].outcome is not None)
     assert one.windows == []
     one.exchange.combining(1, 0.0, None)
     assert one.windows == [1] and one.coordinator.windows == {}
@@ -379,7 +379,7 @@ def test_nobody_hears_of_a_window_that_was_abandoned(setup, closed_first):
     one.begin(1, (1, 1))
     if closed_first:
         one.gates.open(1, 0, 1)
-        eventually(lambda: one.coordinator.windows[1].average is not None)
+        eventually(lambda: one.coordinator.windows[1].outcome is not None)
     one.coordinator.abandon(1)
     one.gates.open(1, 0, 1)
     eventually(lambda: one.coordinator.windows == {})

@@ -74,7 +74,7 @@ class OpenWindow:
         begins: When the device began.
         gaps: Seconds for which the device was idle before.
         first: When the first device with work delivered.
-        average: The average, from the close of the window until it was reported.
+        outcome: Its outcome, from the close of the window until it was reported.
         late: Ranks of the devices with work that are not part of the average.
         missing: Ranks of the devices with programs that are not part of the average.
         applied: When the devices had applied the average, if the loop waits for that.
@@ -97,7 +97,7 @@ class OpenWindow:
     begins: list[float] = field(init=False)
     gaps: list[float] = field(init=False)
     first: float | None = None
-    average: Average | None = None
+    outcome: Outcome | None = None
     late: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
     applied: tuple[float, ...] | None = None
@@ -120,7 +120,7 @@ class OpenWindow:
     @property
     def complete(self) -> bool:
         """Whether it can be reported: nothing is missing except late deliveries."""
-        return self.registered and self.average is not None and (self.ahead or bool(self.applied))
+        return self.registered and self.outcome is not None and (self.ahead or bool(self.applied))
 
     @property
     def worked(self) -> list[int]:
@@ -202,10 +202,10 @@ class Coordinator:
         with interruptible(), self.changed:
             window = self.windows[number]
             # an earlier one may be lost, too, whose state the loop has dropped
-            self._until(lambda: window.average or window.lost or self.lost is not None)
-            if window.average is None:
+            self._until(lambda: window.outcome or window.lost or self.lost is not None)
+            if window.outcome is None:
                 raise ExchangeLost
-            return self._outcome(window)
+            return window.outcome
 
     def closed(self) -> list[tuple[int, Outcome]]:
         """Return the windows closed since the last call, in order."""
@@ -269,7 +269,7 @@ class Coordinator:
         """Never report a window."""
         with self.changed:
             window = self.windows.get(number)
-            if window is not None and (window.average is not None or window.lost):
+            if window is not None and (window.outcome is not None or window.lost):
                 del self.windows[number]
             elif window is not None:  # `close` removes it
                 window.abandoned = True
@@ -296,7 +296,7 @@ class Coordinator:
         """Windows that will have an average and have none yet, oldest first."""
         if self.lost is not None:  # the oldest one is, and so are the others
             return []
-        return [w for w in self.windows.values() if w.average is None and not w.lost]
+        return [w for w in self.windows.values() if w.outcome is None and not w.lost]
 
     def _has_room(self, counts: tuple[int, ...]) -> bool:
         owed = [w for w in self._open if self._missing(w)]
@@ -371,10 +371,12 @@ class Coordinator:
     def close(self, window: OpenWindow, average: Average) -> None:
         """Record the average of a window."""
         with self.changed:
-            window.average = average
+            window.outcome = outcome = Outcome(
+                average, window.late, window.missing, window.ahead, window.will_be_known
+            )
             window.got = []
             if window.ahead:
-                self.unread.append((window.number, self._outcome(window)))
+                self.unread.append((window.number, outcome))
             if window.abandoned:
                 del self.windows[window.number]
             self.changed.notify_all()
@@ -411,24 +413,19 @@ class Coordinator:
         there = self.late | window.absent
         return [r for r, got in enumerate(window.got) if got is None and r not in there]
 
-    def _outcome(self, window: OpenWindow) -> Outcome:
-        assert window.average is not None
-        known = window.will_be_known
-        return Outcome(window.average, window.late, window.missing, window.ahead, known)
-
     def _report(self, number: int) -> None:
         with self.changed:
             window = self.windows.get(number)
-            if window is None or not window.complete:
+            if window is None or window.outcome is None or not window.complete:
                 return
             del self.windows[number]  # by this thread: `done` is called without the lock
-            times, outcome = _times(window), self._outcome(window)
+            times, outcome = _times(window), window.outcome
         try:
             self.done(times, outcome)
         except BaseException as error:  # raised by a guard, for example; it must not lose the state
             self.failed(error)
         with self.changed:
-            window.average = None  # do not keep its arrays alive
+            window.outcome = None  # do not keep its arrays alive
             window.tardy = window.will_be_known
         self._report_late(window)
 
