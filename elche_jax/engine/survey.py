@@ -14,15 +14,18 @@ class Survey:
     Attributes:
         measure: Returns the rows of this process's devices, see `Measured`.
         lost: Ranks of the devices that the window does without, as their processes have ended.
+        rows: What it returned.
         found: The rows of all devices, on a device or the host; None before the exchange.
     """
 
     measure: Callable[[], np.ndarray] | None
     lost: tuple[int, ...] = ()
+    rows: Any = None
     found: Any = None
 
     def take(self) -> np.ndarray:
         """Measure, once: the function refers to the run, which refers to this."""
         assert self.measure is not None
         measure, self.measure = self.measure, None
-        return measure()
+        self.rows = measure()
+        return self.rows

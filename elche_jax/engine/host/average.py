@@ -13,19 +13,7 @@ from elche_jax.engine.axis import HostAxis, HostProcessAxis
 from elche_jax.engine.host.program import Delivery
 from elche_jax.engine.job import Job, Measured
 from elche_jax.engine.reduce import Mean, Reduction
-
-
-@dataclass(frozen=True)
-class Told:
-    """What a process tells the others of a window.
-
-    Attributes:
-        rows: A row per device of this process, see `Measured`.
-        lost: Ranks of the devices that the window does without, the same in all processes.
-    """
-
-    rows: np.ndarray
-    lost: tuple[int, ...]
+from elche_jax.engine.survey import Survey
 
 
 @dataclass(frozen=True)
@@ -36,14 +24,11 @@ class Average:
         mean: The mean, to be sent to the devices.
         metrics: Metrics of the window; per-device ones have shape `(devices,)`.
         own: For every device, whether its delivery was finite; True if it delivered nothing.
-        rows: What the processes of a job tell each other, see `Measured`, by rank; None if there
-            is one.
     """
 
     mean: Mean
     metrics: dict[str, Any]
     own: np.ndarray
-    rows: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +44,7 @@ class HostAverage:
     job: Job | None = None
 
     def __call__(
-        self, deliveries: Sequence[Delivery | None], window: int, told: Told | None = None
+        self, deliveries: Sequence[Delivery | None], window: int, survey: Survey | None = None
     ) -> Average:
         """Average the deliveries of one window.
 
@@ -67,13 +52,13 @@ class HostAverage:
             deliveries: By rank, at least one; None for a device that is late. Those of this
                 process.
             window: Index of the window, for an exponent that is a schedule.
-            told: What this process tells the others; None if there is one.
+            survey: What processes tell each other, measured in this one; None if there is one.
 
         Raises:
             ExchangeLost: In all processes that are there, if one of the others has ended since the
                 window was dispatched: what it had delivered may be in a part of the sums.
         """
-        self._check_members(told)  # an exchange of before has found it, in all processes
+        self._check_members(survey)  # an exchange of before has found it, in all processes
         there = {rank: one for rank, one in enumerate(deliveries) if one is not None}
         # NumPy: on the CPU backend a program waits for those dispatched to its device before it, so
         # the average of a window would wait for the next window's steps
@@ -85,15 +70,15 @@ class HostAverage:
         own = np.array([one is None or bool(one.contribution.row[1]) for one in deliveries])
         lost = axis.rows([not one.finite for one in there.values()])
         metrics["finite"] = np.bool_(metrics["finite"] and not lost.any())
-        if self.job is None or told is None:
-            return Average(mean, metrics, own)
-        Measured(*told.rows.T).own[:] = own
-        rows = self.job.gather_rows(told.rows)
-        self._check_members(told)
-        return Average(mean, metrics, own, rows)
+        if self.job is not None and survey is not None:
+            Measured(*survey.rows.T).own[:] = own
+            found = self.job.gather_rows(survey.rows)
+            self._check_members(survey)
+            survey.found = found
+        return Average(mean, metrics, own)
 
-    def _check_members(self, told: Told | None) -> None:
-        if self.job is not None and told is not None and self.job.members.lost != told.lost:
+    def _check_members(self, survey: Survey | None) -> None:
+        if self.job is not None and survey is not None and self.job.members.lost != survey.lost:
             raise ExchangeLost
 
     def _axis(self, devices: int, there: tuple[int, ...]) -> HostAxis:

@@ -9,7 +9,7 @@ import jax
 
 from elche_jax._processes import ExchangeLost
 from elche_jax._turns import TURNS
-from elche_jax.engine.host.average import Average, Told
+from elche_jax.engine.host.average import Average
 from elche_jax.engine.host.coordinator import Coordinator, OpenWindow, Outcome
 from elche_jax.engine.host.program import Delivery
 from elche_jax.engine.host.session import Session
@@ -20,7 +20,7 @@ from elche_jax.engine.survey import Survey
 from elche_jax.engine.threads import DeviceThreads
 from elche_jax.engine.timing import Clock
 
-Averaging = Callable[[Sequence[Delivery | None], int, Told | None], Average]
+Averaging = Callable[[Sequence[Delivery | None], int, Survey | None], Average]
 Left = Callable[[Session, list[tuple[int, Outcome]]], None]
 
 
@@ -138,10 +138,9 @@ def _average(coordinator: Coordinator, averaging: Averaging) -> None:
     while (found := coordinator.next_complete()) is not None:
         window, deliveries = found
         try:
-            told = None if window.survey is None else _told(coordinator, window, window.survey)
-            average = averaging(deliveries, window.step, told)
             if window.survey is not None:
-                window.survey.found = average.rows
+                _measure(coordinator, window, window.survey)
+            average = averaging(deliveries, window.step, window.survey)
             coordinator.close(window, average)
             del average, found, window, deliveries  # hold no arrays while waiting
         except ExchangeLost:  # the loop runs the window again, and those after it
@@ -152,12 +151,10 @@ def _average(coordinator: Coordinator, averaging: Averaging) -> None:
             return
 
 
-def _told(coordinator: Coordinator, window: OpenWindow, survey: Survey) -> Told:
-    """Return what this process tells the others of a window whose average is being computed."""
-    told = survey.take()
-    rows = Measured(*told.T)
+def _measure(coordinator: Coordinator, window: OpenWindow, survey: Survey) -> None:
+    """Measure what this process tells the others of a window whose average is being computed."""
+    rows = Measured(*survey.take().T)
     rows.left_out[list(window.late)] = True
     rows.steady[:] *= not window.late
     with coordinator.changed:
         rows.late[list(coordinator.late)] = True
-    return Told(told, survey.lost)
