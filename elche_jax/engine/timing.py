@@ -180,18 +180,13 @@ class Clock(Protocol):
         """Forget a window whose dispatch has failed, which may have passed a token."""
         del window
 
-    def accumulated(self, window: int) -> tuple[float, ...] | None:
-        """Wait until all devices have accumulated; return when each did.
+    def accumulated(self, window: int) -> WindowTimes | None:
+        """Wait until all devices have accumulated; return the times, without those of the combine.
 
         None after a close, or if the window was dropped.
         """
         del window
         return None
-
-    def began(self, window: int, dispatched: float) -> float:
-        """Return when the devices could begin a window whose dispatch began at a time."""
-        del window
-        return dispatched
 
     def wait(self, changed: threading.Condition, until: Callable[[], object]) -> None:
         """Wait until a condition holds that the end of a window may bring about.
@@ -253,7 +248,7 @@ class Stopwatch(Clock):
         """See `Clock.dropped`."""
         self._collector.drop(window)
 
-    def accumulated(self, window: int) -> tuple[float, ...] | None:
+    def accumulated(self, window: int) -> WindowTimes | None:
         """See `Clock.accumulated`."""
         return self._collector.accumulated(window)
 
@@ -337,8 +332,8 @@ class _Collector:
             self._closed = True
             self._arrived.notify_all()
 
-    def accumulated(self, number: int) -> tuple[float, ...] | None:
-        """See `Stopwatch.accumulated`."""
+    def accumulated(self, number: int) -> WindowTimes | None:
+        """See `Clock.accumulated`."""
 
         def ends() -> dict[int, float]:
             window = self._open.get(number)
@@ -349,8 +344,11 @@ class _Collector:
 
         with self._arrived:
             self._arrived.wait_for(lambda: over() or len(ends()) == len(self._ranks))
-            found = ends()
-            return None if over() else tuple(found[rank] for rank in self._ranks)
+            window = self._open.get(number)  # before the test: `drop` may take it away meanwhile
+            if window is None or over():
+                return None
+            found = tuple(window.accumulated[rank] for rank in self._ranks)
+            return WindowTimes(number, window.dispatched, found, found)
 
     def wait(
         self, number: int, dispatched: float, rank: int, token: Any, combined: bool, whole: bool

@@ -107,11 +107,9 @@ class Telling:
         if self.of_last:
             return self.rows_of_last(window.tells, plan)
         # no clock, or none that ends: of a run that was closed, which plans no more
-        if launch.watch is None or (ends := launch.watch.accumulated(launch.number)) is None:
+        if launch.watch is None or (times := launch.watch.accumulated(launch.number)) is None:
             return self.rows_of_last(None, plan)
-        began = launch.watch.began(launch.number, launch.at)
-        times = WindowTimes(launch.number, began, ends, ends)
-        free = ENDS.before(self._fleet.devices, ends)
+        free = ENDS.before(self._fleet.devices, times.arrived)
         own = [True] * self._fleet.world_size
         rows = measured_rows(window, times, free, self._sync_ms, steady(), own)
         return numbered(rows, plan, self._replicas)

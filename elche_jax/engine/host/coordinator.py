@@ -255,15 +255,10 @@ class Coordinator:
                 self.windows[number].registered = True
         self._report(number)
 
-    def accumulated(self, number: int) -> tuple[float, ...]:
-        """Return when each device had delivered to a window whose average is being computed."""
+    def accumulated(self, number: int) -> WindowTimes:
+        """Return the times so far of a window whose average is being computed."""
         with self.changed:
-            return _times(self.windows[number]).arrived
-
-    def began(self, number: int) -> float:
-        """Return when the dispatch of a window began whose average is being computed."""
-        with self.changed:
-            return self.windows[number].at
+            return _times(self.windows[number])
 
     def abandon(self, number: int) -> None:
         """Never report a window."""

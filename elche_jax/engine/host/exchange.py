@@ -18,7 +18,7 @@ from elche_jax.engine.loop import Seconds
 from elche_jax.engine.mapped import MappedAcross
 from elche_jax.engine.survey import Survey
 from elche_jax.engine.threads import DeviceThreads
-from elche_jax.engine.timing import Clock
+from elche_jax.engine.timing import Clock, WindowTimes
 
 Averaging = Callable[[Sequence[Delivery | None], int, Survey | None], Average]
 Left = Callable[[Session, list[tuple[int, Outcome]]], None]
@@ -94,14 +94,9 @@ class LiveExchange(Clock):
         """Register a window: from now on `done` may be called with it."""
         self.coordinator.register(window)
 
-    def accumulated(self, window: int) -> tuple[float, ...]:
+    def accumulated(self, window: int) -> WindowTimes:
         """See `Clock.accumulated`."""
         return self.coordinator.accumulated(window)
-
-    def began(self, window: int, dispatched: float) -> float:
-        """See `Clock.began`; the loop may have waited for an average before."""
-        del dispatched
-        return self.coordinator.began(window)
 
     def close(self) -> None:
         """End the threads; windows still on the devices are not averaged. Idempotent."""
