@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from elche_jax.checkpoint.leaves import LeafSpec, names_of
+from elche_jax.engine.bits import raw, with_type_of
 from elche_jax.engine.job import Job
 from elche_jax.engine.lane import Fleet
 from elche_jax.engine.laned import LeadArray, StackedArray
-from elche_jax.engine.replicas import raw, with_type_of
 from elche_jax.engine.state import TrainState
 
 PyTree = Any

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from elche_jax.engine.bits import is_key
 from elche_jax.engine.collective import CollectiveProgram
 from elche_jax.engine.lane import Fleet
 from elche_jax.engine.replicas import replicate_over
@@ -77,5 +78,4 @@ class Accumulators:
 
 def zeros(like: jax.ShapeDtypeStruct) -> Any:
     """Return an array of zeros, on the host if the dtype allows it."""
-    is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
-    return (jnp if is_key else np).zeros(like.shape, like.dtype)
+    return (jnp if is_key(like) else np).zeros(like.shape, like.dtype)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from elche_jax.engine.bits import as_bits, raw
 from elche_jax.engine.lane import Fleet, MappedFunction
 from elche_jax.engine.laned import StackedArray
 
@@ -68,16 +69,9 @@ def _mix(word: Any) -> Any:
 
 def _words(leaf: Any) -> Any:
     """Return the bits of an array as 32-bit words; smaller types take one word per element."""
-    # bitcasts take neither keys nor complex numbers, bools or types of less than a byte
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
+    leaf = raw(leaf)
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         leaf = jnp.stack([leaf.real, leaf.imag])
-    if leaf.dtype == jnp.bool_:
-        leaf = leaf.astype(jnp.uint8)
-    if jnp.issubdtype(leaf.dtype, jnp.integer) and jnp.iinfo(leaf.dtype).bits < 8:
-        leaf = leaf.astype(jnp.int8)
-    if leaf.dtype.itemsize >= 4:
-        return jax.lax.bitcast_convert_type(leaf, jnp.uint32).reshape(-1)
-    small = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
-    return small.astype(jnp.uint32).reshape(-1)
+    # not by way of 64 bits, which there are only with `jax_enable_x64`
+    words = leaf if leaf.dtype.itemsize >= 4 else as_bits(leaf)[0]
+    return jax.lax.bitcast_convert_type(words, jnp.uint32).reshape(-1)

@@ -4,12 +4,12 @@ All take a pytree of per-device values and the name of the mapped axis, and run 
 `jax.pmap`, `jax.vmap` or `jax.shard_map`.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from elche_jax.engine.bits import as_bits, raw, with_type_of
 from elche_jax.engine.exchange import packed_psum
 
 PyTree = Any
@@ -103,13 +103,9 @@ def broadcast_from(tree: PyTree, source: Any, axis_name: str) -> PyTree:
 
     def broadcast(leaf: Any) -> Any:
         leaf = jnp.asarray(leaf)
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            # bitcasts do not take typed keys
-            data = broadcast(jax.random.key_data(leaf))
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
         # bits, not floats: -0.0 + 0.0 would lose the sign
-        bits, back = _as_bits(leaf)
-        return back(jax.lax.psum(jnp.where(here, bits, 0), axis_name))
+        bits, back = as_bits(raw(leaf))
+        return with_type_of(leaf, back(jax.lax.psum(jnp.where(here, bits, 0), axis_name)))
 
     return jax.tree.map(broadcast, tree)
 
@@ -134,23 +130,3 @@ def weighted_terms(where: str, tree: PyTree, weight: Any) -> tuple[PyTree, Any]:
         return jnp.where(weight != 0, wide * weight.astype(wide.dtype), 0)
 
     return jax.tree_util.tree_map_with_path(times, tree), weight
-
-
-def _as_bits(leaf: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Return an array's bits as integers that every backend can sum, and the inverse."""
-    dtype = leaf.dtype
-    if dtype == jnp.bool_:
-        return leaf.astype(jnp.uint32), lambda bits: bits.astype(jnp.bool_)
-    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:  # no bitcast takes these
-        return leaf.astype(jnp.int32), lambda bits: bits.astype(dtype)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        parts = jnp.stack([leaf.real, leaf.imag])
-        bits, parts_back = _as_bits(parts)
-        return bits, lambda bits: jax.lax.complex(*parts_back(bits))
-    raw = jnp.dtype(f"uint{8 * dtype.itemsize}")
-    sent = jnp.promote_types(raw, jnp.uint32)
-
-    def back(bits: Any) -> Any:
-        return jax.lax.bitcast_convert_type(bits.astype(raw), dtype)
-
-    return jax.lax.bitcast_convert_type(leaf, raw).astype(sent), back

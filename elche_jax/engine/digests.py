@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+
+from elche_jax.engine.bits import raw
 
 PyTree = Any
 
@@ -95,7 +96,7 @@ def digest_of(tree: PyTree) -> bytes:
     """Return a digest of the arrays of a pytree, of their names, shapes and dtypes."""
     found = hashlib.blake2b(digest_size=16)
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        array = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+        array = np.asarray(raw(leaf))
         found.update(f"{jax.tree_util.keystr(path)}{array.shape}{array.dtype}".encode())
         found.update(array.tobytes())
     return found.digest()
@@ -137,10 +138,6 @@ def _text(value: Any) -> str | None:
         said = ", ".join(f"{field}={text}" for field, text in texts.items())
         return None if None in texts.values() else f"{name}({said})"
     return None if None in map(_text, items) else repr(value)
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _digest(value: Any) -> np.ndarray:

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from elche_jax.engine.replicas import is_key
+from elche_jax.engine.bits import is_key, raw, with_type_of
 from elche_jax.engine.spread import spread
 
 PyTree = Any
@@ -91,7 +91,7 @@ class MergeRules:
         With differences, a leaf that no device changed stays bitwise the same.
         """
         return [
-            wide(new) - _finite(wide(old)) if rule in MEANS else _key_data(new)
+            wide(new) - _finite(wide(old)) if rule in MEANS else raw(new)
             for rule, old, new in zip(self.rules, before, after, strict=True)
         ]
 
@@ -103,7 +103,7 @@ class MergeRules:
         return [
             # an old value that is not finite counts as 0 here and in `differences`, so that the new
             # values can replace it
-            _finite(old) + new.astype(old.dtype) if rule in MEANS else _like(new, old)
+            _finite(old) + new.astype(old.dtype) if rule in MEANS else with_type_of(old, new)
             for rule, old, new in triples
         ]
 
@@ -161,7 +161,7 @@ def opt_rules(opt_state: PyTree) -> MergeRules:
     `"max"` for the rest."""
 
     def rule(leaf: Any) -> str:
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if is_key(leaf):
             return "first"
         return "mean" if _is_float(leaf) else "max"
 
@@ -199,16 +199,6 @@ def resolve_merge(merge: Merge | None, model_state: PyTree, may_keep: bool = Fal
 def _finite(values: Any) -> Any:
     """Replace values that are not finite by 0."""
     return jnp.where(jnp.isfinite(values), values, 0)
-
-
-def _key_data(leaf: Any) -> Any:
-    """Return the data of a PRNG key, which unlike the key can be copied to the host."""
-    return jax.random.key_data(leaf) if is_key(leaf) else leaf
-
-
-def _like(new: Any, old: Any) -> Any:
-    """Invert `_key_data`."""
-    return jax.random.wrap_key_data(new, impl=jax.random.key_impl(old)) if is_key(old) else new
 
 
 def _checked(rule: Any, known: tuple[str, ...], path: Any, leaf: Any) -> str:

@@ -1,14 +1,13 @@
 """Replicas of a pytree: copy it to every device, take one copy back, compare the copies."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, TypeGuard
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from elche_jax import _check as check
+from elche_jax.engine.bits import is_key, raw, with_type_of
 from elche_jax.engine.checksum import checksums, differing
 from elche_jax.engine.devices import listed
 from elche_jax.engine.job import Job
@@ -214,32 +213,6 @@ def is_stacked(leaf: Any) -> TypeGuard[StackedArray]:
         return False
     # an array with as many rows as devices may be sharded along another axis, or not at all
     return leaf.sharding.shard_shape(leaf.shape) == (1, *leaf.shape[1:])
-
-
-def is_key(leaf: Any) -> TypeGuard[jax.Array]:
-    """Return whether a leaf is an array of typed PRNG keys."""
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def raw(leaf: Any) -> Any:
-    """Return the data of an array of typed PRNG keys, and any other leaf as it is."""
-    if isinstance(leaf, Stacked):
-        return leaf.map(raw)
-    return jax.random.key_data(leaf) if is_key(leaf) else leaf
-
-
-def with_type_of(like: StackedArray, data: StackedArray) -> StackedArray:
-    """Invert `raw`.
-
-    Args:
-        like: The array that it got, or another of its dtype.
-        data: Its result.
-    """
-    one = like.arrays[0] if isinstance(like, Stacked) else like
-    if not is_key(one):
-        return data
-    wrap = partial(jax.random.wrap_key_data, impl=jax.random.key_impl(one))
-    return data.map(wrap) if isinstance(data, Stacked) else wrap(data)
 
 
 def _shards(where: str, path: Any, leaf: Any) -> Any:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from elche_jax.data.split import piece_lengths
+from elche_jax.engine.bits import is_key
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.lane import Fleet
@@ -239,7 +240,7 @@ def inspect_outputs(fn: BatchFn, variables: Variables, batch: PyTree) -> Traced:
                 f"predict: every output of apply_fn must have one entry per example ({size}) "
                 f"on its first axis, got {describe(leaf)} for leaf {name}."
             )
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # NumPy has no such dtype
+        if is_key(leaf):  # NumPy has no such dtype
             raise TypeError(
                 "predict: every output of apply_fn must be of numbers or bools, got "
                 f"{describe(leaf)} for leaf {name}. Return jax.random.key_data of it."

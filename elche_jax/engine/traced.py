@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from elche_jax.engine.bits import raw
 from elche_jax.engine.returned import checked_output
 
 PyTree = Any
@@ -165,13 +166,9 @@ class _Value:
             return True
         if isinstance(a, jax.Array):
             # by bytes, as -0.0 == 0.0 and NaN != NaN
-            return a.shape == b.shape and a.dtype == b.dtype and _bytes(a) == _bytes(b)
+            alike = a.shape == b.shape and a.dtype == b.dtype
+            return alike and np.asarray(raw(a)).tobytes() == np.asarray(raw(b)).tobytes()
         try:
             return bool(a == b)
         except Exception:  # not comparable
             return False
-
-
-def _bytes(array: jax.Array) -> bytes:
-    is_key = jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(array) if is_key else array).tobytes()

@@ -12,6 +12,7 @@ import optax
 from elche_jax import _check as check
 from elche_jax.averaging.fragments import assign_fragments
 from elche_jax.data.convert import check_plain
+from elche_jax.engine.bits import is_key
 from elche_jax.engine.devices import names_of
 from elche_jax.engine.gradient import GradientRule
 from elche_jax.engine.lane import Fleet, Lane
@@ -19,7 +20,7 @@ from elche_jax.engine.laned import LanedArray, LeadArray, StackedArray, devices_
 from elche_jax.engine.local import LocalRule
 from elche_jax.engine.loss import describe, is_real
 from elche_jax.engine.merge import MergeRules, resolve_merge
-from elche_jax.engine.replicas import hold_over, is_key, is_stacked, replicate_over
+from elche_jax.engine.replicas import hold_over, is_stacked, replicate_over
 from elche_jax.engine.returned import named_leaves
 from elche_jax.engine.shapes import difference, named, shapes_of
 from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
@@ -303,7 +304,7 @@ def as_key(rng: Any) -> jax.Array:
     if isinstance(rng, int | np.integer) and not isinstance(rng, bool):
         # jax.random.key accepts larger seeds, but without 64-bit types drops the upper half
         return jax.random.key(check.integer("TrainStep.init", "rng", rng, low=0, high=2**32 - 1))
-    if is_key(rng):
+    if isinstance(rng, jax.Array) and is_key(rng):
         key = rng
     elif isinstance(rng, jax.Array) and rng.dtype == jnp.uint32:
         key = jax.random.wrap_key_data(rng)

@@ -12,13 +12,13 @@ import numpy as np
 from elche_jax.averaging.rules import AveragingRule
 from elche_jax.cadence.base import State
 from elche_jax.engine.axis import DeviceAxis
+from elche_jax.engine.bits import raw, with_type_of
 from elche_jax.engine.job import Job
 from elche_jax.engine.lane import kinds_of
 from elche_jax.engine.local import average
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.merge import MergeRules
 from elche_jax.engine.put_back import no_update
-from elche_jax.engine.replicas import raw, with_type_of
 from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
 from elche_jax.engine.trainable import Selection
 from elche_jax.train import speeds

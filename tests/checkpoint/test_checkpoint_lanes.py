@@ -25,8 +25,8 @@ from resumed import (
 )  # fmt: skip
 
 import elche_jax as elche
+from elche_jax.engine.bits import raw as data_of
 from elche_jax.engine.laned import LeadArray, Stacked
-from elche_jax.engine.replicas import raw as data_of
 
 EVERY = 3
 """Windows before the stop."""

@@ -1,5 +1,7 @@
 """Checksums of replicas: every changed bit shows, and is named."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +37,14 @@ def random(dtype, shape=(3, 5)):
     if dtype == jnp.bool_:
         return rng.integers(0, 2, shape).astype(bool)
     return rng.integers(-100, 100, shape).astype(dtype)
+
+
+def test_64_bits_are_compared_where_there_are_none_by_default():
+    with jax.enable_x64(True):
+        copies = elche.replicate({"w": np.float64([1, 2])}, jax.devices()[:2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        elche.check_replicas(copies)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -53,6 +53,20 @@ def test_replicate_and_back(world_size, backwards):
         np.testing.assert_array_equal(np.asarray(leaf), np.asarray(original))
 
 
+class Tensor:
+    """One of another library, whose `dtype` NumPy does not know."""
+
+    dtype, shape = "other.float32", (2,)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.float32([1, 2])
+
+
+def test_tensors_of_other_libraries():
+    copies = replicate({"w": Tensor()}, jax.devices()[:2])
+    np.testing.assert_array_equal(copies["w"], [[1, 2], [1, 2]])
+
+
 def test_a_copy_does_not_share_memory_with_the_argument():
     raw = np.zeros(64 * 17, np.float32)
     w = raw[-raw.ctypes.data % 64 // 4 :][: 64 * 16]  # aligned: could be read in place

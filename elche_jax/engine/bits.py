@@ -1,0 +1,61 @@
+"""What arrays consist of: the data of typed PRNG keys, and bits that every backend takes."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeGuard
+
+import jax
+import jax.numpy as jnp
+
+from elche_jax.engine.laned import Stacked, StackedArray
+
+
+def is_key(leaf: Any) -> TypeGuard[jax.Array]:
+    """Return whether a leaf, or what has its shape, is of typed PRNG keys."""
+    known = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)  # others have dtypes of their own
+    return known and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def raw(leaf: Any) -> Any:
+    """Return the data of an array of typed PRNG keys, and any other leaf as it is."""
+    if isinstance(leaf, Stacked):
+        return leaf.map(raw)
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def with_type_of(like: StackedArray, data: StackedArray) -> StackedArray:
+    """Invert `raw`.
+
+    Args:
+        like: The array that it got, or another of its dtype.
+        data: Its result.
+    """
+    one = like.arrays[0] if isinstance(like, Stacked) else like
+    if not is_key(one):
+        return data
+    wrap = partial(jax.random.wrap_key_data, impl=jax.random.key_impl(one))
+    return data.map(wrap) if isinstance(data, Stacked) else wrap(data)
+
+
+def as_bits(leaf: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """Return an array's bits as integers that every backend can sum, and the inverse.
+
+    These have 32 bits, or 64 where an element has as many. Bitcasts take no typed keys: `leaf` is
+    `raw`.
+    """
+    dtype = leaf.dtype
+    if dtype == jnp.bool_:
+        return leaf.astype(jnp.uint32), lambda bits: bits.astype(jnp.bool_)
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:  # no bitcast takes these
+        return leaf.astype(jnp.int32), lambda bits: bits.astype(dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        parts = jnp.stack([leaf.real, leaf.imag])
+        bits, parts_back = as_bits(parts)
+        return bits, lambda bits: jax.lax.complex(*parts_back(bits))
+    bare = jnp.dtype(f"uint{8 * dtype.itemsize}")
+    sent = jnp.promote_types(bare, jnp.uint32)
+
+    def back(bits: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(bits.astype(bare), dtype)
+
+    return jax.lax.bitcast_convert_type(leaf, bare).astype(sent), back
