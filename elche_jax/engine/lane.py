@@ -29,8 +29,6 @@ class MappedFunction(Protocol):
 
     def __call__(self, *args: PyTree) -> tuple[PyTree, PyTree]: ...
 
-    def compile(self, *args: PyTree) -> PerDevice: ...
-
     def lower(self, *args: PyTree) -> Any: ...
 
     def finish(self, lowered: Any) -> PerDevice: ...
@@ -246,10 +244,6 @@ class MappedLanes:
     def __call__(self, *args: PyTree) -> tuple[PyTree, PyTree]:
         """Call the function; it compiles at the first call with these shapes."""
         return self._run(self._each, args)
-
-    def compile(self, *args: PyTree) -> PerDevice:
-        """Compile ahead of time for arguments of these shapes and dtypes."""
-        return self.finish(self.lower(*args))
 
     def lower(self, *args: PyTree) -> list[jax.stages.Lowered]:
         """Trace and lower for such arguments, under the JAX settings of this thread."""

@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from typing import Any
 
 import jax
@@ -73,6 +74,12 @@ class Mapped:
             weakref.finalize(self, _forget, traced).atexit = False
         else:
             self._jitted = jax.jit(_on_one(fn), donate_argnums=donate)
+
+    def on(self, device: jax.Device) -> "Mapped":
+        """Return the function on another device, if it is mapped over one."""
+        other = copy(self)
+        other._devices, other._sharding = (device,), stacked_sharding([device])
+        return other
 
     def __call__(self, *args: PyTree) -> tuple[PyTree, PyTree]:
         """Call the function; it compiles at the first call with these shapes."""
@@ -143,10 +150,6 @@ class MappedAcross:
         """Call the function; it compiles at the first call with these shapes."""
         return self._run(self._jitted, args)
 
-    def compile(self, *args: PyTree) -> PerDevice:
-        """Compile ahead of time for arguments of these shapes and dtypes, leaves `(1, ...)`."""
-        return self.finish(self.lower(*args))
-
     def lower(self, *args: PyTree) -> jax.stages.Lowered:
         """Trace and lower for such arguments, under the JAX settings of this thread."""
         return self._jitted.lower(
@@ -185,31 +188,6 @@ class MappedAcross:
 
     def _over(self, own: Any) -> tuple[int, ...]:
         return (len(self._devices), *own.shape[1:])
-
-
-class PerDeviceJit:
-    """A function that each of several devices runs independently, without collectives.
-
-    Args:
-        fn: Function of one device's values, as for `Mapped`.
-        devices: The devices.
-        donate: Positions of arguments whose buffers the program may reuse.
-    """
-
-    def __init__(self, fn: PerDevice, devices: Sequence[jax.Device], donate: tuple[int, ...] = ()):
-        self._devices = tuple(devices)
-        self._jitted = jax.jit(_on_one(fn), donate_argnums=donate)
-
-    def compile(self, rank: int, *args: PyTree) -> PerDevice:
-        """Compile for one of the devices, for arguments of these shapes and dtypes.
-
-        Args:
-            rank: Rank of the device.
-            *args: Pytrees of arrays or `jax.ShapeDtypeStruct`, leaves `(1, ...)`.
-        """
-        device = self._devices[rank]
-        shapes = _shapes(args, SingleDeviceSharding(device))
-        return _compiled(self._jitted.lower(*shapes), device.platform)
 
 
 def _shapes(tree: PyTree, sharding: Sharding | None) -> PyTree:

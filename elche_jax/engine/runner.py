@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,39 @@ from elche_jax.engine.collective import CollectiveProgram
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.lane import Fleet, MappedFunction
+from elche_jax.engine.mapped import PerDevice
 from elche_jax.engine.shapes import one_of, shapes_of
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.survey import Survey
 from elche_jax.engine.timing import Clock, LoopClock, Stopwatch
 
 PyTree = Any
-Program = tuple[Hashable, Callable[[], Any]]
-"""Key of a program in the compile cache, and the function that compiles it."""
-
 _NUMBERS = count()
+
+
+class Program(NamedTuple):
+    """A program that may have to be compiled.
+
+    Attributes:
+        key: Its key in the compile cache.
+        mapped: The function.
+        shapes: Returns the shapes of its stacked arguments.
+    """
+
+    key: Hashable
+    mapped: MappedFunction
+    shapes: Callable[[], tuple[PyTree, ...]]
+
+    def build(self) -> PerDevice:
+        """Compile it."""
+        return self.traced()()
+
+    def traced(self) -> Callable[[], PerDevice]:
+        """Trace it, and return what compiles it in another thread.
+
+        A new thread lacks the user's settings (`jax.enable_x64`, ...).
+        """
+        return partial(self.mapped.finish, self.mapped.lower(*self.shapes()))
 
 
 @dataclass(frozen=True)
@@ -136,12 +159,16 @@ class FleetRunner(ABC):
 
     def ready(self, payload: Payload) -> bool:
         """Return whether the programs for data of these shapes are compiled."""
-        return all(self._cache.ready(key) for key, _ in self._programs(payload))
+        return all(self._cache.ready(program.key) for program in self._programs(payload))
 
     def prepare(self, payload: Payload) -> None:
         """Compile the programs for data of these shapes in the background."""
         for program in self._programs(shapes_of(payload)):
-            self._cache.prepare(*program)
+            self._cache.prepare(program.key, program.build)
+
+    def _get(self, program: Program) -> PerDevice:
+        """Return a program, compiled."""
+        return self._cache.get(program.key, program.build)
 
     def _mapped(
         self, name: str, mapped: MappedFunction, payload: Payload, *carried: PyTree
@@ -149,7 +176,7 @@ class FleetRunner(ABC):
         """Return a program of data; `carried` are the shapes of its first arguments."""
         key = (name, self._number, payload.signature)
         shape = jax.ShapeDtypeStruct((self.fleet.world_size, CallArgs.WIDTH), jnp.int32)
-        return key, lambda: mapped.compile(*carried, payload, CallArgs(shape))
+        return Program(key, mapped, lambda: (*carried, payload, CallArgs(shape)))
 
 
 class WindowRunner(FleetRunner):
@@ -264,16 +291,14 @@ class Runner(WindowRunner):
         """See `FleetRunner.begin`; the combine, which takes longest, compiles in parallel."""
         self._multiple_calls |= len(calls) > 1  # from now on two programs serve all windows
         if self._one_program:
-            self._cache.get(*self._program(calls[0].payload))
+            self._get(self._program(calls[0].payload))
         else:
-            combine, build = self._combine_program()
-            if not self._cache.ready(combine):
-                # traced here: a new thread lacks the user's settings (`jax.enable_x64`, ...)
-                lowered = self._combine.lower(self.state, self.sums.shapes)
-                self._cache.begin(combine, partial(self._combine.finish, lowered))
+            combine = self._combine_program()
+            if not self._cache.ready(combine.key):
+                self._cache.begin(combine.key, combine.traced())
             for call in calls:
-                self._cache.get(*self._program(call.payload))
-            self._cache.get(combine, build)
+                self._get(self._program(call.payload))
+            self._get(combine)
             # allocated before the dispatch, as the first window is timed
             self.sums.put(self.sums.take())
         self.begun = True
@@ -282,10 +307,10 @@ class Runner(WindowRunner):
         """See `WindowRunner.fuses`."""
         if self._one_program:
             return False
-        key, _ = self._last_program(payload)
-        if not self._cache.ready(key):
-            self._cache.prepare(*self._last_program(shapes_of(payload)))
-        return self._cache.ready(key)
+        last = self._last_program(payload)
+        if not self._cache.ready(last.key):
+            self._cache.prepare(last.key, self._last_program(shapes_of(payload)).build)
+        return self._cache.ready(last.key)
 
     @property
     def _one_program(self) -> bool:
@@ -298,22 +323,22 @@ class Runner(WindowRunner):
         """See `WindowRunner.run`."""
         self._multiple_calls |= len(calls) > 1
         if self._one_program:
-            whole = self._cache.get(*self._program(calls[0].payload))
+            whole = self._get(self._program(calls[0].payload))
             (state, end), metrics = whole(state, calls[0].payload, calls[0].call_args)
             return state, metrics, end
         read, token, sums = self._computation.reads(state), None, None
         for call in calls[:-1] if fused else calls:
-            accumulate = self._cache.get(*self._program(call.payload))
+            accumulate = self._get(self._program(call.payload))
             (sums, token), _ = accumulate(read, self.sums.take(), call.payload, call.call_args)
             self.sums.put(sums)
         if fused:
-            last = self._cache.get(*self._last_program(calls[-1].payload))
+            last = self._get(self._last_program(calls[-1].payload))
             (state, sums, end), metrics = last(
                 state, self.sums.take(), calls[-1].payload, calls[-1].call_args
             )
             self.sums.put(sums)
             return state, metrics, end
-        combine = self._cache.get(*self._combine_program())
+        combine = self._get(self._combine_program())
         assert token is not None  # a window has at least one call
         launch(token)
         (state, end), metrics = combine(state, sums)
@@ -338,4 +363,4 @@ class Runner(WindowRunner):
 
     def _combine_program(self) -> Program:
         shapes = (self.state, self.sums.shapes)
-        return ("combine", self._number), lambda: self._combine.compile(*shapes)
+        return Program(("combine", self._number), self._combine, lambda: shapes)

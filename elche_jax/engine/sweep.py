@@ -175,12 +175,12 @@ class SweepRunner(FleetRunner):
     def begin(self, calls: Sequence[Call]) -> None:
         """See `FleetRunner.begin`."""
         for call in calls:
-            self._cache.get(*self._program(call.payload))
+            self._get(self._program(call.payload))
         self.begun = True
 
     def run(self, variables: Variables, call: Call) -> tuple[PyTree, jax.Array]:
         """Dispatch a call; return its results and its token, stacked."""
-        program = self._cache.get(*self._program(call.payload))
+        program = self._get(self._program(call.payload))
         return program(variables, call.payload, call.call_args)[0]
 
     def _programs(self, payload: Payload) -> list[Program]:

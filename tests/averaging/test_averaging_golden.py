@@ -198,7 +198,7 @@ def test_windows_that_are_not_timed_give_the_same_bits(rule, window_bytes, monke
     plain, first, _, _ = train_on(rule, counts, window_bytes=window_bytes)
 
     def fuses(runner, payload):  # without waiting for the background
-        return runner._cache.get(*runner._last_program(payload)) is not None
+        return runner._get(runner._last_program(payload)) is not None
 
     monkeypatch.setattr(Runner, "fuses", fuses)
     monkeypatch.setattr(Timing, "timed", lambda self, window, counts: window % 6 < 2)

@@ -222,7 +222,7 @@ def test_a_function_runs_in_every_lane(lanes, mixed):
     mapped = lanes.mapped(lambda x, y: ({"sum": x + y, "top": x.max()}, None))
     x, y = np.nan_to_num(ROWS), np.float32([1, 2, 3])[:, None, None]
     want = {"sum": x + y, "top": x.max(axis=(1, 2))}
-    for call in (mapped, mapped.compile(lanes.put(x), lanes.put(y))):
+    for call in (mapped, mapped.finish(mapped.lower(lanes.put(x), lanes.put(y)))):
         got, none = call(lanes.put(x), lanes.put(y))
         assert none is None and got["sum"].devices() == set(mixed)
         for name, value in want.items():

@@ -15,7 +15,7 @@ from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.host.limits import Limits
 from elche_jax.engine.host.program import HostProgram
 from elche_jax.engine.lane import Fleet
-from elche_jax.engine.mapped import PerDeviceJit
+from elche_jax.engine.mapped import Mapped, PerDevice
 from elche_jax.engine.reduce import Mean
 from elche_jax.engine.runner import Program
 from elche_jax.engine.shapes import one_of, stacked
@@ -61,11 +61,15 @@ class Programs:
         self._cache, self._limits, self._number, self._program = cache, limits, number, program
         self._split = program.rule.work.selection.split
         self.parts, devices = range(program.rule.parts), fleet.devices
-        self._world_size = len(devices)
-        self._accumulate = PerDeviceJit(program.accumulate, devices, donate=(1,))
+
+        def on_each(fn: PerDevice, donate: tuple[int, ...] = ()) -> list[Mapped]:
+            first = Mapped(fn, devices[:1], donate)
+            return [first.on(device) for device in devices]  # traced once for all of them
+
+        self._accumulate = on_each(program.accumulate, donate=(1,))
         # no donation: devices that run ahead apply means to the state that the user still has
         self._deliver, self._apply = (
-            [PerDeviceJit(partial(fn, part), devices, donate=()) for part in self.parts]
+            [on_each(partial(fn, part)) for part in self.parts]
             for fn in (program.deliver, program.apply)
         )
         self.shapes, metrics = self._shapes_of(one_of(state))
@@ -117,20 +121,21 @@ class Programs:
         args = (thin, thin, self.shapes.means[part], pending, [pending] * later, flag)
         return self._each(self._apply[part], ("host apply", part, later), *args)
 
-    def _each(self, fn: PerDeviceJit, key: tuple[Any, ...], *args: PyTree) -> list[Program]:
-        """Return the programs of all devices, with how to compile them."""
+    def _each(self, fns: list[Mapped], key: tuple[Any, ...], *args: PyTree) -> list[Program]:
+        """Return the programs of all devices."""
         kind, *rest = key
         return [
-            ((kind, self._number, rank, *rest), partial(fn.compile, rank, *args))
-            for rank in range(self._world_size)
+            Program((kind, self._number, rank, *rest), fn, lambda: args)
+            for rank, fn in enumerate(fns)
         ]
 
-    def get(self, programs: list[Program]) -> list[Any]:
+    def get(self, programs: list[Program]) -> list[PerDevice]:
         """Compile programs, two at a time."""
-        first = self._cache.get(*programs[0])
-        for one in programs[1:]:
-            self._cache.prepare(*one)
-        return [first, *(self._cache.get(*one) for one in programs[1:])]
+        first, *others = programs
+        made = self._cache.get(first.key, first.build)
+        for one in others:
+            self._cache.prepare(one.key, one.build)
+        return [made, *(self._cache.get(one.key, one.build) for one in others)]
 
     def laters(self) -> Sequence[int]:
         """Return how many later windows there may be when a mean is applied."""

@@ -13,11 +13,12 @@ from elche_jax.engine.collective import Carried
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.job import Measured, Members
-from elche_jax.engine.lane import Lane, Lanes
+from elche_jax.engine.lane import Lane, Lanes, MappedFunction
 from elche_jax.engine.lanes.program import LanesProgram, Sent
 from elche_jax.engine.mapped import Mapped, MappedAcross, PerDevice
 from elche_jax.engine.reduce import Contribution
 from elche_jax.engine.rule import Agreed
+from elche_jax.engine.runner import Program
 from elche_jax.engine.shapes import shapes_of, stacked
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.wire import Encoded
@@ -26,25 +27,6 @@ PyTree = Any
 
 TOGETHER = 6
 """Programs that are compiled at the same time."""
-
-
-@dataclass(frozen=True)
-class One:
-    """A program that may have to be compiled.
-
-    Attributes:
-        key: Its key in the compile cache.
-        mapped: The function.
-        shapes: Returns the shapes of its stacked arguments.
-    """
-
-    key: Hashable
-    mapped: Mapped | MappedAcross
-    shapes: Callable[[], tuple[PyTree, ...]]
-
-    def build(self) -> PerDevice:
-        """Compile it."""
-        return self.mapped.compile(*self.shapes())
 
 
 @dataclass(frozen=True)
@@ -103,14 +85,14 @@ class Programs:
             ]
             for part in self.parts
         ]
-        self._agree: dict[Hashable, Mapped | MappedAcross] = {}
+        self._agree: dict[Hashable, MappedFunction] = {}
         # what was agreed has the shapes of the state: there is no result for buffers of both
         self._adopt = [
             [lane.mapped(partial(program.adopt, part), _donated(lane, 0)) for lane in lanes.lanes]
             for part in self.parts
         ]
 
-    def _on_lead(self, part: int, lead: int) -> Mapped | MappedAcross:
+    def _on_lead(self, part: int, lead: int) -> MappedFunction:
         """Map `agree` over the first device of a lane, or over the leads of all processes."""
         job = self._lanes.job
         key = part, lead, job.members.gone
@@ -130,7 +112,7 @@ class Programs:
         # nothing is donated: if another process ends, this one goes on from what it had
         return MappedAcross(partial(program.agree_across, part), members.leads)
 
-    def accumulating(self, lane: int, payload: Payload) -> One:
+    def accumulating(self, lane: int, payload: Payload) -> Program:
         """Return the program that runs microbatches of such data in a lane."""
 
         def shapes() -> tuple[PyTree, ...]:
@@ -140,7 +122,7 @@ class Programs:
             return read, carried, shapes_of(payload), numbers
 
         key = ("lane accumulate", self._number, lane, payload.signature)
-        return One(key, self._accumulate[lane], shapes)
+        return Program(key, self._accumulate[lane], shapes)
 
     def ending(self, part: int, lead: int) -> Ending:
         """Return the compiled programs that end a window, for the index of the lane that leads."""
@@ -149,11 +131,11 @@ class Programs:
             [self.get(one) for one in contribute], self.get(agree), [self.get(one) for one in adopt]
         )
 
-    def get(self, one: One) -> PerDevice:
+    def get(self, one: Program) -> PerDevice:
         """Return a program, compiled."""
         return self._cache.get(one.key, one.build)
 
-    def compile(self, programs: Sequence[One], lead: int) -> None:
+    def compile(self, programs: Sequence[Program], lead: int) -> None:
         """Compile programs at the same time, and those that end a window."""
         for part in self.parts:
             contribute, agree, adopt = self._ending(part, lead)
@@ -161,9 +143,7 @@ class Programs:
         programs = [one for one in programs if not self._cache.ready(one.key)]
         for some in (programs[at : at + TOGETHER] for at in range(0, len(programs), TOGETHER)):
             for one in some:
-                # traced here: a new thread lacks the user's settings (`jax.enable_x64`, ...)
-                lowered = one.mapped.lower(*one.shapes())
-                self._cache.begin(one.key, partial(one.mapped.finish, lowered))
+                self._cache.begin(one.key, one.traced())
             for one in some:
                 self.get(one)
 
@@ -172,13 +152,12 @@ class Programs:
         for part in self.parts:
             one = self._ending(part, lead)[1]
             if not self._cache.ready(one.key):
-                lowered = one.mapped.lower(*one.shapes())  # here, as in `compile`
-                self._cache.prepare(one.key, partial(one.mapped.finish, lowered))
+                self._cache.prepare(one.key, one.traced())
 
-    def _ending(self, part: int, lead: int) -> tuple[list[One], One, list[One]]:
-        def each(name: str, fns: Sequence[Mapped], shapes: Callable[[], PyTree]) -> list[One]:
+    def _ending(self, part: int, lead: int) -> tuple[list[Program], Program, list[Program]]:
+        def each(name: str, fns: Sequence[Mapped], shapes: Callable[[], PyTree]) -> list[Program]:
             return [
-                One((name, self._number, at, part), fn, lambda n=size: stacked(shapes(), n))
+                Program((name, self._number, at, part), fn, lambda n=size: stacked(shapes(), n))
                 for at, (fn, size) in enumerate(zip(fns, self._sizes, strict=True))
             ]
 
@@ -194,7 +173,7 @@ class Programs:
         brings = [not self.summed or rank in first for rank in range(members.width)]
         rows = jax.ShapeDtypeStruct((members.width, len(Measured._fields)), np.float32)
         measured = () if self._lanes.job.one_process else (rows,)
-        agree = One(
+        agree = Program(
             ("lead agree", self._number, lead, part, members.gone),
             self._on_lead(part, lead),
             lambda: stacked((state, self._held, self._gathered(part, brings), *measured), 1),

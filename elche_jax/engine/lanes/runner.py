@@ -15,7 +15,7 @@ from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.fetch import Payload
 from elche_jax.engine.lane import Lanes
 from elche_jax.engine.laned import LateArray, LeadArray, entries_of
-from elche_jax.engine.lanes.compiled import One, Programs
+from elche_jax.engine.lanes.compiled import Programs
 from elche_jax.engine.lanes.drivers import Drivers, LanesClock
 from elche_jax.engine.lanes.program import LanesProgram
 from elche_jax.engine.lanes.window import LanesWindow, Result, Work
@@ -76,7 +76,7 @@ class LanesRunner(WindowRunner):
         """See `FleetRunner.begin`."""
         leads = self._lanes.lead_order
         lead, *others = leads if self._rule.rests and self._lanes.job.one_process else leads[:1]
-        programs = [one for call in calls for one in self._accumulating(call.payload)]
+        programs = [one for call in calls for one in self._programs(call.payload)]
         self._compiled.compile(programs, lead)
         for other in others:
             self._compiled.prepare(other)
@@ -253,12 +253,9 @@ class LanesRunner(WindowRunner):
             return step
         return int(np.asarray(state.step.addressable_data(0))[0])
 
-    def _accumulating(self, payload: Payload) -> list[One]:
+    def _programs(self, payload: Payload) -> list[Program]:
         parts = self._lanes.split(shapes_of(payload))
         return [self._compiled.accumulating(at, own) for at, own in enumerate(parts)]
-
-    def _programs(self, payload: Payload) -> list[Program]:
-        return [(one.key, one.build) for one in self._accumulating(payload)]
 
 
 def _replicated(rule: Rule, state: TrainState) -> TrainState:
