@@ -17,6 +17,7 @@ from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.lane import Fleet, MappedFunction
 from elche_jax.engine.mapped import PerDevice
+from elche_jax.engine.rule import Rule
 from elche_jax.engine.shapes import one_of, shapes_of
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.survey import Survey
@@ -186,11 +187,21 @@ class WindowRunner(FleetRunner):
 
     Attributes:
         state: Shapes of the stacked state.
-        replicated: Function of a state that returns the part equal on all devices.
+
+    Args:
+        fleet: The devices.
+        cache: Cache of compiled programs.
+        state: Shapes of the stacked state.
+        rule: The rule that combines windows.
     """
 
-    state: TrainState
-    replicated: Callable[[TrainState], TrainState]
+    def __init__(self, fleet: Fleet, cache: CompileCache, state: TrainState, rule: Rule):
+        super().__init__(fleet, cache)
+        self.state, self._rule = state, rule
+
+    def replicated(self, state: TrainState) -> TrainState:
+        """Return the part of a state that is equal on all devices."""
+        return self._rule.common(state)
 
     @abstractmethod
     def run(
@@ -212,7 +223,6 @@ class WindowRunner(FleetRunner):
             are finite.
         """
 
-    @abstractmethod
     def fuses(self, payload: Payload) -> bool:
         """Return whether the last call and the combine can run as one compiled program.
 
@@ -221,6 +231,8 @@ class WindowRunner(FleetRunner):
         Args:
             payload: The data of the last call.
         """
+        del payload
+        return False  # what the devices agree on is computed between two programs
 
     @abstractmethod
     def release(self) -> None:
@@ -269,9 +281,7 @@ class Runner(WindowRunner):
     def __init__(
         self, program: CollectiveProgram, fleet: Fleet, cache: CompileCache, state: TrainState
     ):
-        super().__init__(fleet, cache)
-        self.state = state
-        self.replicated = program.rule.common
+        super().__init__(fleet, cache, state, program.rule)
         self._computation = program
         # only the sums: later calls and the combine still read the state
         self._accumulate = fleet.mapped(program.accumulate, donate=(1,))

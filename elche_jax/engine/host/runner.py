@@ -67,10 +67,8 @@ class HostRunner(WindowRunner):
         limits: Limits,
         seconds: Seconds | None,
     ):
-        super().__init__(fleet, cache)
-        self.limits, self.state = limits, state
-        self.replicated = program.rule.common
-        self._program, self._seconds = program, seconds
+        super().__init__(fleet, cache, state, program.rule)
+        self.limits, self._program, self._seconds = limits, program, seconds
         if seconds is not None and not fleet.job.one_process:  # which number devices of the job
             ranks = fleet.job.ranks
             self._seconds = lambda step, at, count: seconds(step, ranks[at], count)
@@ -99,11 +97,6 @@ class HostRunner(WindowRunner):
     def runs_ahead(self) -> bool:
         """See `FleetRunner.runs_ahead`."""
         return self.limits.ahead and not self.fleet.job.one_process
-
-    def fuses(self, payload: Payload) -> bool:
-        """Return False: every device ends its window by itself."""
-        del payload
-        return False
 
     def begin(self, calls: Sequence[Call]) -> None:
         """See `FleetRunner.begin`."""
@@ -167,7 +160,7 @@ class HostRunner(WindowRunner):
             at, absent = time.perf_counter(), frozenset(session.absent)
             step, survey = session.step, launch.survey
             window = OpenWindow(launch.number, at, counts, step, absent, ahead, survey)
-            reports = self._program.rule.reports(session.parts[session.present[0]])
+            reports = self._rule.reports(session.parts[session.present[0]])
             reports = {name: value[0] for name, value in reports.items()}
             # the order matters: averages that are known go into the state before its next window
             deliveries = self._dispatch(session, window, calls, launch, catch_up=not known)
@@ -219,7 +212,7 @@ class HostRunner(WindowRunner):
             self._restore(session, rank)
         microbatches, examples = sum(sum(one.counts) for one in lost), sum(o.examples for o in lost)
         state = without_pending(
-            self._program.rule, self.fleet, self._whole(session, state), len(lost), microbatches,
+            self._rule, self.fleet, self._whole(session, state), len(lost), microbatches,
             examples,
         )  # fmt: skip
         new = self._begin(state)
@@ -353,7 +346,7 @@ class HostRunner(WindowRunner):
 
     def _nothing(self, session: Session, rank: int) -> PendingUpdate:
         """Return the update of a device in a window in which it got no programs."""
-        rule, changes = self._program.rule, []
+        rule, changes = self._rule, []
         if rule.late:
             now = rule.merge.of_sent(session.parts[rank].model_state)
             changes = rule.merge_rules.unchanged(now)
@@ -365,7 +358,7 @@ class HostRunner(WindowRunner):
 
         The state is then complete for any reader, and the device can continue when it is back.
         """
-        rule, own = self._program.rule.thin, session.parts[rank]
+        rule, own = self._rule.thin, session.parts[rank]
         healthy = rule.agreed(session.parts[session.present[0]])
         sent = rule.merge.of_sent(healthy.model_state)
         kept: AveragingState | None = healthy.averaging

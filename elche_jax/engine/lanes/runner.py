@@ -21,7 +21,6 @@ from elche_jax.engine.lanes.program import LanesProgram
 from elche_jax.engine.lanes.window import LanesWindow, Result, Work
 from elche_jax.engine.put_back import without_pending
 from elche_jax.engine.reduce import Contribution
-from elche_jax.engine.rule import Rule
 from elche_jax.engine.runner import Call, Launch, Program, WindowRunner
 from elche_jax.engine.shapes import one_of, shapes_of
 from elche_jax.engine.state import TrainState
@@ -49,10 +48,8 @@ class LanesRunner(WindowRunner):
     """
 
     def __init__(self, program: LanesProgram, lanes: Lanes, cache: CompileCache, state: TrainState):
-        super().__init__(lanes, cache)
-        self.state, self._lanes, self._program = state, lanes, program
-        self._rule = program.rule
-        self.replicated = partial(_replicated, program.rule)
+        super().__init__(lanes, cache, state, program.rule)
+        self._lanes, self._program = lanes, program
         one = one_of(state)
         own, held = program.rule.split_lead(one)
         selection = program.rule.work.selection
@@ -66,6 +63,10 @@ class LanesRunner(WindowRunner):
         """By lane, what it contributed to a window without work for it, on the lead."""
         self._was_led_by = lanes.lead_order[0]
         """Index of the lane that led the last window."""
+
+    def replicated(self, state: TrainState) -> TrainState:
+        """Return the part of a state of which every device has a copy, all alike."""
+        return self._rule.split_lead(super().replicated(state))[0]
 
     def watch(self, done: Done, learned: Callable[..., None], failed: Failed) -> LanesClock:
         """See `FleetRunner.watch`."""
@@ -83,11 +84,6 @@ class LanesRunner(WindowRunner):
         # allocated before the dispatch, as the first window is timed
         self.sums.put(self.sums.take())
         self.begun = True
-
-    def fuses(self, payload: Payload) -> bool:
-        """Return False: what the lanes agree on is computed between two programs."""
-        del payload
-        return False
 
     def release(self) -> None:
         """See `WindowRunner.release`."""
@@ -256,11 +252,6 @@ class LanesRunner(WindowRunner):
     def _programs(self, payload: Payload) -> list[Program]:
         parts = self._lanes.split(shapes_of(payload))
         return [self._compiled.accumulating(at, own) for at, own in enumerate(parts)]
-
-
-def _replicated(rule: Rule, state: TrainState) -> TrainState:
-    """Return the part of a state of which every device has a copy, all alike."""
-    return rule.split_lead(rule.common(state))[0]
 
 
 def _finished(
