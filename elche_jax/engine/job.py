@@ -207,12 +207,7 @@ class Job:
         """
         place = f"{socket.gethostname()}/{os.environ.get('ELCHE_LOCAL_ID', '')}"
         told = self.exchange([f"{place}/{device.local_hardware_id}" for device in self.local])
-        known = {
-            rank: name
-            for ranks, names in zip(self.ranks_of.values(), told, strict=True)
-            for rank, name in zip(ranks, names, strict=True)
-        }
-        return tuple(known.get(rank, "") for rank in range(self.world_size))
+        return self.by_rank(told, "")
 
     def gather(self, row: np.ndarray) -> np.ndarray:
         """Return an array of the host from each process that is there, stacked.
