@@ -156,28 +156,16 @@ def _refuse_donated(mark: str, named: _Named) -> None:
             raise ValueError(check.message("DDP.timed", mark, rule, got, todo))
 
 
-class _Entry:
-    """What one device's thread waits for: its entries of some stacked arrays."""
-
-    def __init__(self, shards: Sequence[jax.Array]):
-        self._shards = shards
-
-    def block_until_ready(self) -> None:
-        for shard in self._shards:
-            shard.block_until_ready()
-
-
 class _Entries:
     """Stacked arrays, seen as one by `Stopwatch`."""
 
     def __init__(self, mark: str, named: _Named, devices: Sequence[jax.Device]):
         if not named:
             raise ValueError(check.message("DDP.timed", mark, "get at least one array", "none"))
-        rows = [_shards(mark, path, leaf, devices) for path, leaf in named]
-        self._entries = [_Entry(shards) for shards in zip(*rows, strict=True)]
+        self._rows = [_shards(mark, path, leaf, devices) for path, leaf in named]
 
-    def addressable_data(self, rank: int) -> _Entry:
-        return self._entries[rank]
+    def addressable_data(self, rank: int) -> Sequence[jax.Array]:
+        return [row[rank] for row in self._rows]
 
 
 def _shards(mark: str, path: str, leaf: Any, devices: Sequence[jax.Device]) -> Sequence[jax.Array]:
@@ -194,17 +182,17 @@ def _shards(mark: str, path: str, leaf: Any, devices: Sequence[jax.Device]) -> S
     return shards
 
 
-class _Watch:
+class _Watch(Stopwatch):
     """Threads that time one window after the other."""
 
     def __init__(self, world_size: int):
         # the threads must not refer to this object: dropping it ends them
         self._results: queue.SimpleQueue[WindowTimes | BaseException] = queue.SimpleQueue()
-        self._stopwatch = Stopwatch(world_size, self._results.put, self._results.put)
+        super().__init__(world_size, self._results.put, self._results.put)
         self._window = 0
 
     def mark(self, at: int, begun: float, entries: _Entries) -> None:
-        put = (self._stopwatch.accumulating, self._stopwatch.combining)[at]
+        put = (self.accumulating, self.combining)[at]
         put(self._window, begun, entries)
 
     def result(self) -> WindowTimes:
@@ -214,9 +202,6 @@ class _Watch:
             raise times
         self._window += 1
         return times
-
-    def close(self) -> None:
-        self._stopwatch.close()
 
 
 class Watches:

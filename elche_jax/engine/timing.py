@@ -355,7 +355,7 @@ class _Collector:
     ) -> None:
         """Wait for one device, or if `whole` for all of them, in a thread."""
         with _progress.phase("exchange" if combined and not whole else "window"):
-            token.block_until_ready()
+            jax.block_until_ready(token)
         # before the lock, which another thread may hold while it reports a window
         now = time.perf_counter()
         with self._lock:  # held in `_done`, too, so that windows are reported in order
