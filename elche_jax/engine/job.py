@@ -377,20 +377,15 @@ class Job:
         step = max(1, PIECE // width)
         for begin in range(0, own.shape[1], step):
             part = own[:, begin : begin + step]
-            row = np.zeros((width, _rounded(part.shape[1])), np.uint8)
-            row[: len(part), : part.shape[1]] = part
-            found = self.gather(row)
+            size = part.shape[1]
+            found = self.gather_rows(np.pad(part, ((0, 0), (0, _rounded(size) - size))))
             if self.members.gone != gone:  # again: no row may be half one device's, half another's
                 return self.rows_at_first(rows)
             if self.first:
-                # a device that is lost gets what the first one has
-                ranks = list(self.ranks_of.values())
-                places = np.array(places_of(ranks, width, self.world_size))
-                places[places == width * len(ranks)] = 0
-                found = found.reshape(-1, row.shape[1])[places]
-                whole[:, begin : begin + step] = found[:, : part.shape[1]]
+                whole[:, begin : begin + step] = found[:, :size]
         if not self.first:
             return {}
+        whole[list(self.members.lost)] = whole[0]  # a device that is lost gets the first one's
         ends = np.cumsum([one.shape[1] for one in flat])
         columns = np.split(whole, ends[:-1], axis=1)
         return {
