@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from elche_jax._turns import TURNS
+from elche_jax.engine.shapes import shapes_of
 
 PyTree = Any
 PerDevice = Callable[..., tuple[PyTree, PyTree]]
@@ -95,7 +96,7 @@ class Mapped:
 
     def lower(self, *args: PyTree) -> jax.stages.Lowered:
         """Trace and lower for such arguments, under the JAX settings of this thread."""
-        return self._jitted.lower(*_shapes(args, self._sharding))
+        return self._jitted.lower(*shapes_of(args, self._sharding))
 
     def finish(self, lowered: jax.stages.Lowered) -> PerDevice:
         """Compile a lowered program; may be called in any thread."""
@@ -188,11 +189,6 @@ class MappedAcross:
 
     def _over(self, own: Any) -> tuple[int, ...]:
         return (len(self._devices), *own.shape[1:])
-
-
-def _shapes(tree: PyTree, sharding: Sharding | None) -> PyTree:
-    """Return shapes and dtypes, placed so or, if None, as the mapping places them."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
 def _compiled(lowered: jax.stages.Lowered, platform: str) -> PerDevice:

@@ -4,13 +4,19 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
+from jax.sharding import Sharding
 
 PyTree = Any
 
 
-def shapes_of(tree: PyTree) -> PyTree:
-    """Return shapes and dtypes only, so that a queued compile keeps no data alive."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+def shapes_of(tree: PyTree, sharding: Sharding | None = None) -> PyTree:
+    """Return shapes and dtypes only, so that a queued compile keeps no data alive.
+
+    Args:
+        tree: Pytree of arrays or shapes.
+        sharding: Where the arrays are to be; None if that does not matter.
+    """
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
 def stacked(tree: PyTree, size: int) -> PyTree:
