@@ -13,6 +13,7 @@ from elche_jax.engine.devices import listed
 from elche_jax.engine.job import Job
 from elche_jax.engine.lane import Fleet, Lanes, lanes_of
 from elche_jax.engine.laned import LanedArray, LeadArray, Stacked, StackedArray
+from elche_jax.engine.shapes import named
 from elche_jax.engine.talk import Talk
 
 PyTree = Any
@@ -51,18 +52,19 @@ def replicate(tree: PyTree, devices: Sequence[jax.Device]) -> PyTree:
 def replicate_over(fleet: Fleet, tree: PyTree) -> PyTree:
     """Copy a pytree to every device of a fleet, see `replicate`."""
 
-    def copy(path: Any, leaf: Any) -> StackedArray:
+    def copy(name: str, leaf: Any) -> StackedArray:
         if is_key(leaf):
-            return with_type_of(leaf, copy(path, raw(leaf)))
+            return with_type_of(leaf, copy(name, raw(leaf)))
         row = np.array(leaf)[None]  # a copy, as CPU devices may alias host memory
         if row.dtype.kind in "OSUMm":
             raise TypeError(
-                f"replicate: every leaf must be an array of numbers, leaf {_name(path)} is of "
+                f"replicate: every leaf must be an array of numbers, leaf {name} is of "
                 f"dtype {row.dtype}."
             )
         return fleet.copies(row)
 
-    return jax.tree_util.tree_map_with_path(copy, tree)
+    copies = [copy(name, leaf) for name, leaf in named(tree)]
+    return jax.tree.structure(tree).unflatten(copies)
 
 
 def hold_over(fleet: Fleet, tree: PyTree) -> PyTree:
@@ -87,9 +89,8 @@ def unreplicate(tree: PyTree) -> PyTree:
     Raises:
         ValueError: If a leaf is not stacked, for instance because it is already unreplicated.
     """
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _shards("unreplicate", path, leaf)[0].data[0], tree
-    )
+    firsts = [_shards("unreplicate", name, leaf)[0].data[0] for name, leaf in named(tree)]
+    return jax.tree.structure(tree).unflatten(firsts)
 
 
 def check_replicas(tree: PyTree) -> None:
@@ -142,29 +143,29 @@ def _copies(tree: PyTree) -> tuple[str | None, list[tuple[str, str, bytes]]]:
     Returns:
         Where they differ, or None; and for each leaf its name, first device and checksum.
     """
-    named = jax.tree_util.tree_flatten_with_path(tree)[0]
+    leaves = named(tree)
     groups: dict[Fleet, list[int]] = {}
-    for i, (path, leaf) in enumerate(named):
-        devices = [shard.device for shard in _shards("check_replicas", path, leaf)]
+    for i, (name, leaf) in enumerate(leaves):
+        devices = [shard.device for shard in _shards("check_replicas", name, leaf)]
         if not isinstance(leaf, LeadArray):  # which has no copies
             lanes = leaf.ranks if isinstance(leaf, LanedArray) else [range(len(devices))]
             keys = {rank: at for at, ranks in enumerate(lanes) for rank in ranks}
             fleet = lanes_of(devices, [keys[rank] for rank in range(len(devices))])
             groups.setdefault(fleet, []).append(i)
     launched = [
-        (ms, checksums(fleet.restack([named[i][1] for i in ms]), fleet))
+        (ms, checksums(fleet.restack([leaves[i][1] for i in ms]), fleet))
         for fleet, ms in groups.items()
     ]
     # reading waits for the devices, so only after all are launched
     found = [(ms[leaf], rank) for ms, sums in launched for leaf, rank in differing(sums)]
     if found:
         leaf, rank = min(found)
-        return _difference(*named[leaf], rank), []
+        return _difference(*leaves[leaf], rank), []
     firsts: dict[int, bytes] = {}
     for ms, sums in launched:
         firsts |= {i: row.tobytes() for i, row in zip(ms, np.asarray(sums)[0], strict=True)}
     return None, [
-        (_name(named[i][0]), str(devices_of(named[i][1])[0]), firsts[i]) for i in sorted(firsts)
+        (leaves[i][0], str(devices_of(leaves[i][1])[0]), firsts[i]) for i in sorted(firsts)
     ]
 
 
@@ -180,29 +181,28 @@ def mismatch(where: str, tree: PyTree, devices: Sequence[jax.Device], sums: Any)
     found = differing(sums)
     if not found:
         return None
-    names = [_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     leaf, rank = found[0]
     others = f" ({len(found) - 1} more such pairs)" if len(found) > 1 else ""
     return (
-        f"{where}: all replicas must be bitwise equal, but leaf {names[leaf]} on "
+        f"{where}: all replicas must be bitwise equal, but leaf {named(tree)[leaf][0]} on "
         f"{devices[rank]} differs from {devices[0]}{others}."
     )
 
 
-def _difference(path: Any, leaf: StackedArray, rank: int) -> str:
-    shards = _shards("check_replicas", path, raw(leaf))
+def _difference(name: str, leaf: StackedArray, rank: int) -> str:
+    shards = _shards("check_replicas", name, raw(leaf))
     first, other = shards[0], shards[rank]
     # bits, as NaN != NaN and -0.0 == 0.0
     count = int(np.any(_bits(other.data) != _bits(first.data), axis=-1).sum())
     return (
-        f"check_replicas: all replicas must be bitwise equal, but leaf {_name(path)} on "
+        f"check_replicas: all replicas must be bitwise equal, but leaf {name} on "
         f"{other.device} differs from {first.device} in {count} of {first.data.size} elements."
     )
 
 
 def devices_of(leaf: StackedArray) -> tuple[jax.Device, ...]:
     """Return the devices of a stacked array, in rank order."""
-    return tuple(shard.device for shard in _shards("devices_of", (), leaf))
+    return tuple(shard.device for shard in _shards("devices_of", "tree", leaf))
 
 
 def is_stacked(leaf: Any) -> TypeGuard[StackedArray]:
@@ -215,20 +215,16 @@ def is_stacked(leaf: Any) -> TypeGuard[StackedArray]:
     return leaf.sharding.shard_shape(leaf.shape) == (1, *leaf.shape[1:])
 
 
-def _shards(where: str, path: Any, leaf: Any) -> Any:
+def _shards(where: str, name: str, leaf: Any) -> Any:
     """Return the shards of a stacked leaf in rank order, each `(1,) + shape` on its device."""
     if not is_stacked(leaf):
         shape = f"{type(leaf).__name__} of shape {np.shape(leaf)}"
         raise ValueError(
             f"{where}: every leaf must be a stacked array with one entry per device, leaf "
-            f"{_name(path)} is {shape}. Pass what replicate or a training step returned."
+            f"{name} is {shape}. Pass what replicate or a training step returned."
         )
     # by rank, in whatever order JAX lists them
     return sorted(leaf.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path) or "tree"
 
 
 def _bits(array: jax.Array) -> np.ndarray:

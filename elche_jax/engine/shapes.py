@@ -29,16 +29,16 @@ def one_of(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
 
 
-def named(tree: PyTree) -> list[tuple[str, Any]]:
-    """Return the leaves of a pytree with their names, which is empty for a tree that is a leaf."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
-
-
 def signature(tree: PyTree) -> Hashable:
     """Return structure, shapes and dtypes of a pytree, the key of its programs."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+def named(tree: PyTree, root: str = "tree") -> list[tuple[str, Any]]:
+    """Return the leaves of a pytree with their names; `root` is that of a pytree that is a leaf."""
+    pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [(jax.tree_util.keystr(path) or root, leaf) for path, leaf in pairs]
 
 
 def difference(got: PyTree, want: PyTree) -> str:
@@ -48,6 +48,5 @@ def difference(got: PyTree, want: PyTree) -> str:
         return f"structure {structures[0]} instead of {structures[1]}"
     for (name, a), b in zip(named(got), jax.tree.leaves(want), strict=True):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
-            name = name or "tree"
             return f"leaf {name} is {a.dtype}{list(a.shape)} instead of {b.dtype}{list(b.shape)}"
     return ""

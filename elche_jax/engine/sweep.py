@@ -28,6 +28,7 @@ from elche_jax.engine.loss import (
 )
 from elche_jax.engine.returned import check_metric_name
 from elche_jax.engine.runner import Call, FleetRunner, Program
+from elche_jax.engine.shapes import named
 from elche_jax.engine.traced import Traced, trace
 
 PyTree = Any
@@ -232,9 +233,8 @@ def inspect_outputs(fn: BatchFn, variables: Variables, batch: PyTree) -> Traced:
     size = batch_size_of(batch)
     traced = fn.trace("apply_fn", variables, batch)
     outputs = traced.outputs
-    named = jax.tree_util.tree_flatten_with_path(outputs)[0]
-    for path, leaf in named:
-        name = jax.tree_util.keystr(path) or "output"
+    leaves = named(outputs, "output")
+    for name, leaf in leaves:
         if leaf.shape[:1] != (size,):
             raise TypeError(
                 f"predict: every output of apply_fn must have one entry per example ({size}) "
@@ -245,7 +245,7 @@ def inspect_outputs(fn: BatchFn, variables: Variables, batch: PyTree) -> Traced:
                 "predict: every output of apply_fn must be of numbers or bools, got "
                 f"{describe(leaf)} for leaf {name}. Return jax.random.key_data of it."
             )
-    if not named:
+    if not leaves:
         raise TypeError(f"predict: apply_fn must return arrays, got {describe(outputs)}.")
     return traced
 

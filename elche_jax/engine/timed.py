@@ -18,6 +18,7 @@ from elche_jax.cadence import WindowReport
 from elche_jax.engine.lane import Fleet
 from elche_jax.engine.laned import Stacked
 from elche_jax.engine.loss import describe
+from elche_jax.engine.shapes import named
 from elche_jax.engine.timing import ENDS, Stopwatch, WindowTimes
 
 T = TypeVar("T")
@@ -106,13 +107,10 @@ class WindowTimer:
             got = "a second call" if len(self._marked) > at else "a call without worked"
             got = "a call after its end" if self._watch is None else got
             raise RuntimeError(check.message("DDP.timed", name, rule, got))
-        named = [
-            (jax.tree_util.keystr(path) or "out", leaf)
-            for path, leaf in jax.tree_util.tree_flatten_with_path(out)[0]
-        ]
-        _refuse_donated(name, named)
-        self._watch.mark(at, self._begun, _Entries(name, named, self._devices))
-        self._marked.append(named)
+        leaves = named(out, "out")
+        _refuse_donated(name, leaves)
+        self._watch.mark(at, self._begun, _Entries(name, leaves, self._devices))
+        self._marked.append(leaves)
         return out
 
     def _end(self, watch: "_Watch") -> None:
@@ -144,12 +142,12 @@ class WindowTimer:
         self._marked.clear()  # hold no arrays
 
     def _refuse_any_donated(self) -> None:
-        for name, named in zip(_MARKS, self._marked, strict=False):
-            _refuse_donated(name, named)
+        for name, leaves in zip(_MARKS, self._marked, strict=False):
+            _refuse_donated(name, leaves)
 
 
-def _refuse_donated(mark: str, named: _Named) -> None:
-    for path, leaf in named:
+def _refuse_donated(mark: str, leaves: _Named) -> None:
+    for path, leaf in leaves:
         if isinstance(leaf, jax.Array | Stacked) and leaf.is_deleted():
             rule, got = "get arrays that are not donated in the block", f"leaf {path}"
             todo = "Leave out its donate_argnums, or donate it below the block."
@@ -159,10 +157,10 @@ def _refuse_donated(mark: str, named: _Named) -> None:
 class _Entries:
     """Stacked arrays, seen as one by `Stopwatch`."""
 
-    def __init__(self, mark: str, named: _Named, devices: Sequence[jax.Device]):
-        if not named:
+    def __init__(self, mark: str, leaves: _Named, devices: Sequence[jax.Device]):
+        if not leaves:
             raise ValueError(check.message("DDP.timed", mark, "get at least one array", "none"))
-        self._rows = [_shards(mark, path, leaf, devices) for path, leaf in named]
+        self._rows = [_shards(mark, path, leaf, devices) for path, leaf in leaves]
 
     def addressable_data(self, rank: int) -> Sequence[jax.Array]:
         return [row[rank] for row in self._rows]

@@ -75,7 +75,7 @@ def select_trainable(trainable: Trainable | None, params: PyTree) -> Selection:
     """
     if trainable is None:
         return Selection()
-    leaves = [(name or "params", leaf) for name, leaf in named(params)]
+    leaves = named(params, "params")
     if callable(trainable):
         flags = [trainable(name, leaf) for name, leaf in leaves]
     else:

@@ -123,7 +123,7 @@ def initial_averaging(
 
 def check_params(trained: PyTree, frozen: PyTree) -> None:
     """Raise if a trained parameter is not a float array, or a frozen one not an array."""
-    for name, leaf in named(frozen):
+    for name, leaf in named(frozen, "params"):
         if not hasattr(leaf, "dtype"):
             raise TypeError(
                 "TrainStep.init: every leaf of params must be an array, frozen leaf "
@@ -132,11 +132,11 @@ def check_params(trained: PyTree, frozen: PyTree) -> None:
         _check_kept(name, leaf)
     if not jax.tree.leaves(trained):
         raise ValueError("TrainStep.init: params must hold at least one array, got none.")
-    for name, leaf in named(trained):
+    for name, leaf in named(trained, "params"):
         if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
                 f"TrainStep.init: every leaf of params must be a float array, leaf "
-                f"{name or 'params'} is {describe(leaf)}. Convert numbers "
+                f"{name} is {describe(leaf)}. Convert numbers "
                 "with jnp.asarray; name what is not trained with trainable."
             )
 
@@ -210,7 +210,7 @@ def _check_kept(name: str, leaf: Any) -> None:
 
 def check_model_state(model_state: PyTree) -> None:
     """Raise if a leaf of the model state has no merge rule for its dtype."""
-    for name, leaf in named(model_state):
+    for name, leaf in named(model_state, "model_state"):
         if is_real(leaf if hasattr(leaf, "dtype") else np.asarray(leaf)):
             continue
         raise TypeError(

@@ -97,10 +97,10 @@ def check_shapes(call: LossCall, split: int) -> None:
     loss, new_state, _ = traced.outputs
     first = len(jax.tree.leaves(call.params))
     after = len(jax.tree.leaves(loss))
-    for at, (name, _) in enumerate(named(new_state)):
+    for at, (name, _) in enumerate(named(new_state, "model_state")):
         if made[after + at].copy_of != first + at:
             rule = "return model_state as it got it under microbatch_split"
-            got = f"another value of leaf {name or 'model_state'}"
+            got = f"another value of leaf {name}"
             todo = f"Statistics of parts (BatchNorm) are not those of the microbatch. {INSTEAD}"
             raise ValueError(check.message("windows", "loss_fn", rule, got, todo))
     if any(key in one.reads for one in made):
@@ -251,7 +251,7 @@ def _differences(whole: Terms, halves: Terms) -> dict[str, float] | None:
 
 def _values(terms: Terms) -> dict[str, np.ndarray]:
     """Return what a microbatch contributes, by name."""
-    values = {f"{GRADIENT}{name}": grad for name, grad in named(terms.grads)}
+    values = {f"{GRADIENT}{name}": grad for name, grad in named(terms.grads, "")}
     values |= {"a loss": terms.loss, "a weight": terms.weight}
     values |= {f"a metric {name!r}": value for name, value in terms.metrics.items()}
     return {name: np.asarray(value, np.float64) for name, value in values.items()}
