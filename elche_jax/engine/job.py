@@ -25,6 +25,7 @@ from elche_jax.engine.mapped import AXIS, MappedAcross
 
 PyTree = Any
 T = TypeVar("T")
+Collective = Callable[[Any, str], Any]
 
 PIECE = 2**20
 """Bytes that a process sends at once, so that the leads need no more memory than some of them."""
@@ -109,19 +110,13 @@ class Members:
         own = [[self.devices[rank] for rank in ranks] for ranks in self.ranks_of.values()]
         return tuple(min(devices, key=lambda one: one.platform == "cpu") for devices in own)
 
-    def gathered(self, row: np.ndarray) -> np.ndarray:
-        """Return an array of the host from each process, stacked; all have to call it."""
-        return np.asarray(_gatherer(self.leads)(self._on_lead(row))[1])
-
-    def summed(self, row: np.ndarray) -> np.ndarray:
-        """Return the sum of an array of the host over processes; all have to call it."""
-        return np.asarray(_summer(self.leads)(self._on_lead(row))[1])
-
-    def _on_lead(self, row: np.ndarray) -> jax.Array:
+    def combined(self, collective: Collective, row: np.ndarray) -> np.ndarray:
+        """Combine an array of the host with those of the others; all have to call it."""
         if not PROCESSES.recoverable:  # else no exchange is on its way: each was waited for
             MappedAcross.settle()  # of a window, after an error in it
         lead = next(one for one in self.leads if one.process_index == jax.process_index())
-        return jax.device_put(row[None], lead)
+        own = jax.device_put(row[None], lead)
+        return np.asarray(_combiner(collective, self.leads)(own)[1])
 
 
 @dataclass(frozen=True)
@@ -214,17 +209,18 @@ class Job:
 
         All have to call it.
         """
-        if self.one_process:
-            return row[None]
-        while True:  # until no process ends meanwhile
-            with suppress(ExchangeLost), TURNS.call():
-                return PROCESSES.together(self.leads, lambda: self.members.gathered(row))
+        return row[None] if self.one_process else self._combine(jax.lax.all_gather, row)
 
     def sum(self, row: np.ndarray) -> np.ndarray:
         """Return the sum of an array of the host over processes; all have to call it."""
+        return self._combine(jax.lax.psum, row)
+
+    def _combine(self, collective: Collective, row: np.ndarray) -> np.ndarray:
         while True:  # until no process ends meanwhile
             with suppress(ExchangeLost), TURNS.call():
-                return PROCESSES.together(self.leads, lambda: self.members.summed(row))
+                return PROCESSES.together(
+                    self.leads, lambda: self.members.combined(collective, row)
+                )
 
     def gather_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return rows of all devices, by rank, from those of each process; all have to call it.
@@ -446,16 +442,10 @@ class Job:
                 raise ValueError(check.message(where, name, "be the same in all processes", got))
 
 
-@lru_cache(maxsize=4)
-def _gatherer(leads: tuple[jax.Device, ...]) -> MappedAcross:
-    """Return the program of `Job.gather`: it is compiled once, however many jobs are made."""
-    return MappedAcross(lambda rows: (None, jax.lax.all_gather(rows, AXIS)), leads)
-
-
-@lru_cache(maxsize=4)
-def _summer(leads: tuple[jax.Device, ...]) -> MappedAcross:
-    """Return the program of `Job.sum`."""
-    return MappedAcross(lambda row: (None, jax.lax.psum(row, AXIS)), leads)
+@lru_cache(maxsize=8)
+def _combiner(collective: Collective, leads: tuple[jax.Device, ...]) -> MappedAcross:
+    """Return a program of `Job.gather` or `Job.sum`, compiled once, however many jobs are made."""
+    return MappedAcross(lambda row: (None, collective(row, AXIS)), leads)
 
 
 def _rounded(size: int) -> int:
