@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -104,11 +105,9 @@ class LanesRunner(WindowRunner):
         del fused
         if isinstance(launch.watch, LanesClock):
             return self._run(launch.watch.drivers, state, calls, launch)
-        drivers = Drivers(len(self._lanes.lanes))
-        try:  # a window of a run that was closed before
+        # a window of a run that was closed before
+        with closing(Drivers(len(self._lanes.lanes))) as drivers:
             return self._run(drivers, state, calls, launch)
-        finally:
-            drivers.close()
 
     def _run(
         self, drivers: Drivers, state: TrainState, calls: Sequence[Call], launch: Launch
