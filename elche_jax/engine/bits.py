@@ -1,4 +1,4 @@
-"""What arrays consist of: the data of typed PRNG keys, and bits that every backend takes."""
+"""What arrays consist of: floats, typed PRNG keys and their data, bits that every backend takes."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +14,11 @@ def is_key(leaf: Any) -> TypeGuard[jax.Array]:
     """Return whether a leaf, or what has its shape, is of typed PRNG keys."""
     known = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)  # others have dtypes of their own
     return known and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def is_float(leaf: Any) -> bool:
+    """Return whether an array, or what has its shape, is of floats."""
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def raw(leaf: Any) -> Any:

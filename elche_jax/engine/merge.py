@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from elche_jax.engine.bits import is_key, raw, with_type_of
+from elche_jax.engine.bits import is_float, is_key, raw, with_type_of
 from elche_jax.engine.spread import spread
 
 PyTree = Any
@@ -163,7 +163,7 @@ def opt_rules(opt_state: PyTree) -> MergeRules:
     def rule(leaf: Any) -> str:
         if is_key(leaf):
             return "first"
-        return "mean" if _is_float(leaf) else "max"
+        return "mean" if is_float(leaf) else "max"
 
     rules = tuple(map(rule, jax.tree.leaves(opt_state)))
     return MergeRules(rules, (None,) * len(rules))
@@ -209,8 +209,8 @@ def _checked(rule: Any, known: tuple[str, ...], path: Any, leaf: Any) -> str:
             f"model_state, got {rule!r} for leaf {name}."
         )
     if rule == "auto":
-        return "mean" if _is_float(leaf) else "max"
-    if rule in MEANS and not _is_float(leaf):
+        return "mean" if is_float(leaf) else "max"
+    if rule in MEANS and not is_float(leaf):
         raise TypeError(
             f"TrainStep.init: merge must be 'max' or 'first' for leaves that are not floats, got "
             f"{rule!r} for leaf {name} of dtype {leaf.dtype}."
@@ -239,7 +239,3 @@ def _pairs(rules: list[str], named: list[Any]) -> tuple[int | None, ...]:
         if name == "var":
             mean_of[i] = partner
     return tuple(mean_of)
-
-
-def _is_float(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.floating)

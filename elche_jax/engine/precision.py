@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from elche_jax import _check as check
+from elche_jax.engine.bits import is_float
 
 PyTree = Any
 
@@ -40,7 +41,7 @@ class Precision:
         if self.compute_dtype is None:
             return tree
         dtype = jnp.dtype(self.compute_dtype)
-        return jax.tree.map(lambda x: x.astype(dtype) if _is_float(x) else x, tree)
+        return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
 
     def scale_of(self, loss_scale: Any) -> Any:
         """Return the scale to use, constant or from the state; None for no scaling."""
@@ -88,7 +89,3 @@ def first_scale(loss_scale: Any) -> tuple[float, Any]:
     return 1.0, loss_scale.replace(
         fin_steps=jnp.int32(loss_scale.fin_steps), scale=jnp.float32(loss_scale.scale)
     )
-
-
-def _is_float(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.floating)
