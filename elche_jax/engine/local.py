@@ -14,7 +14,7 @@ See `elche_jax.averaging.rules` for the user's options.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from elche_jax.engine.rule import Agreed, Ended, Leaves, Rule
 from elche_jax.engine.state import (
     AveragingState,
     PendingUpdate,
+    Replaceable,
     TrainState,
     averaging_of,
     with_averaging,
@@ -45,7 +46,7 @@ PyTree = Any
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class LocalSteps:
+class LocalSteps(Replaceable):
     """The carry of a device's loop over its steps of a window.
 
     Attributes:
@@ -65,10 +66,6 @@ class LocalSteps:
     weight: Any
     steps: Any
     metrics: dict[str, Any]
-
-    def replace(self, **changes: Any) -> "LocalSteps":
-        """Return a copy with some fields changed."""
-        return replace(self, **changes)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import optax
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.loss import Form, LossFn, batch_size_of, microbatch_terms
 from elche_jax.engine.precision import Precision
-from elche_jax.engine.state import TrainState
+from elche_jax.engine.state import Replaceable, TrainState
 from elche_jax.engine.trainable import Selection
 
 PyTree = Any
@@ -20,7 +20,7 @@ PyTree = Any
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Terms:
+class Terms(Replaceable):
     """The results of one microbatch, or their sums over several.
 
     Attributes:
@@ -37,10 +37,6 @@ class Terms:
     weight: Any
     metrics: dict[str, Any]
     model_state: PyTree
-
-    def replace(self, **changes: Any) -> "Terms":
-        """Return a copy with some fields changed."""
-        return replace(self, **changes)
 
 
 LEAVES_PER_REDUCTION = 8

@@ -1,16 +1,25 @@
 """The training state, of which every device holds a copy."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import jax
 
 PyTree = Any
 
 
+@dataclass(frozen=True)
+class Replaceable:
+    """A dataclass of which copies with other values are made."""
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with some fields changed."""
+        return replace(self, **changes)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class TrainState:
+class TrainState(Replaceable):
     """Everything that training changes. Leaves are stacked: `(world_size,) + shape`.
 
     Attributes:
@@ -36,10 +45,6 @@ class TrainState:
     loss_scale: PyTree = None
     averaging: PyTree = None
 
-    def replace(self, **changes: Any) -> "TrainState":
-        """Return a copy with some fields changed."""
-        return replace(self, **changes)
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class PendingUpdate:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class AveragingState:
+class AveragingState(Replaceable):
     """The part of the training state that only averaging needs; leaves are stacked alike.
 
     Attributes:
@@ -85,10 +90,6 @@ class AveragingState:
     error: list[Any] = field(default_factory=list)
     merged: list[Any] = field(default_factory=list)
     pending: tuple[PendingUpdate, ...] = ()
-
-    def replace(self, **changes: Any) -> "AveragingState":
-        """Return a copy with some fields changed."""
-        return replace(self, **changes)
 
 
 def averaging_of(state: TrainState) -> AveragingState:
