@@ -14,8 +14,6 @@ of the limit, and of the control, which takes a turn before and after each metho
 
 import setup_devices  # noqa: I001,F401  (first: it sets the devices)
 
-import argparse
-import json
 import sysconfig
 import time
 from pathlib import Path
@@ -25,6 +23,7 @@ import jax
 import numpy as np
 import optax
 from loops import apart
+from measure import options_of, write
 
 import elche_jax as elche
 from elche_jax.lab import EmulatedSpeeds
@@ -198,11 +197,10 @@ def plot(found: dict[str, list[dict]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__, "benchmarks/out/averaging.json")
     parser.add_argument("--microbatches", type=int, default=132_000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/out/averaging.json"))
     args = parser.parse_args()
     found = measure(args.microbatches, args.seeds)
     print(f"jax {jax.__version__}\n\n{summary(found)}")
@@ -214,8 +212,7 @@ def main() -> None:
           f"(asked +2 %): {'ok' if good else 'FALLS SHORT'}")  # fmt: skip
     if args.plot:
         plot(found, args.plot)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    write(found, args.out)
 
 
 if __name__ == "__main__":

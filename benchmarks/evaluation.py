@@ -10,16 +10,14 @@ loops over the same devices at the same time, each device with its own data and 
 
 import setup_devices  # noqa: I001,F401  (first: it sets the devices)
 
-import argparse
 import time
 from itertools import cycle
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from baselines import examples, mlp_params
 from loops import Apart
-from measure import Result, against_control, interleave, result, show, with_control
+from measure import Result, against_control, interleave, options_of, result, show, with_control
 
 import elche_jax as elche
 from elche_jax.lab import EmulatedSpeeds
@@ -131,10 +129,8 @@ def measure(batches: int, repeats: int) -> list[Result]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=7)
+    parser = options_of(__doc__, "benchmarks/out/evaluation.json", 7)
     parser.add_argument("--batches", type=int, default=600)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/out/evaluation.json"))
     args = parser.parse_args()
     show(measure(args.batches, args.repeats), args.out)
 

@@ -9,15 +9,13 @@ plain psum in the same repeat; below 1 is faster.
 
 import setup_devices  # noqa: I001,F401  (first: it sets the devices)
 
-import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from measure import Result, interleave, ratios, result, show
+from measure import Result, interleave, options_of, ratios, result, show
 
 import elche_jax as elche
 from elche_jax.engine.axis import DeviceAxis
@@ -122,11 +120,9 @@ def measure(megabytes: float, world: int, repeats: int) -> list[Result]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=9)
+    parser = options_of(__doc__, "benchmarks/out/exchange.json", 9)
     parser.add_argument("--megabytes", type=float, default=100)
     parser.add_argument("--devices", type=int, default=4)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/out/exchange.json"))
     args = parser.parse_args()
     show(measure(args.megabytes, args.devices, args.repeats), args.out)
 

@@ -9,7 +9,6 @@ persistent compilation cache. The clock starts when data and parameters are read
 call (ours: at `windows`), and stops when the loss is ready.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -17,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from measure import Result, interleave, ratios, result, show
+from measure import Result, interleave, options_of, ratios, result, show
 
 ROOT = Path(__file__).parents[1]
 ARRAYS = (100, 200, 400, 800)
@@ -177,10 +176,8 @@ WAYS = ("plain", "ours")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser = options_of(__doc__, "benchmarks/out/first_window.json", 3)
     parser.add_argument("--case", choices=CASES, action="append")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/out/first_window.json"))
     args = parser.parse_args()
     results = [row for case in args.case or CASES for row in measure(case, args.repeats)]
     import setup_devices  # noqa: F401  (only now: no child may share a backend with us)

@@ -1,5 +1,6 @@
-"""Figures of systems that took turns, their noise, and the table and JSON file."""
+"""Figures of systems that took turns, their noise, the table and JSON file, and the options."""
 
+import argparse
 import json
 import random
 from collections.abc import Callable, Iterable
@@ -54,6 +55,21 @@ class Result:
         if short <= 0:
             return "ok"
         return "FALLS SHORT" if short > self.noise else "noise?"
+
+
+def options_of(doc: str, out: str, repeats: int | None = None) -> argparse.ArgumentParser:
+    """Returns a parser of the options that benchmarks share.
+
+    Args:
+        doc: The benchmark's docstring.
+        out: Where its figures are written unless the user says it.
+        repeats: How many repeats there are unless the user says it; None if it has none.
+    """
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    if repeats is not None:
+        parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--out", type=Path, default=Path(out))
+    return parser
 
 
 def interleave(
@@ -159,10 +175,15 @@ def show(results: list[Result], path: Path) -> None:
             f"{asked:<9}{r.verdict or r.unit:<12} |"
             f"{_cell(r.of_limit):>7}{_cell(r.control):>9}{_cell(r.bound):>7}"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
     rows = [{**asdict(r), "verdict": r.verdict} for r in results]
-    path.write_text(json.dumps({"jax": jax.__version__, "results": rows}, indent=1))
+    write({"jax": jax.__version__, "results": rows}, path)
     print(f"written to {path}")
+
+
+def write(found: object, path: Path) -> None:
+    """Writes figures to a JSON file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _cell(value: float | None) -> str:

@@ -9,17 +9,15 @@ value are shares of the control; docs/benchmarks.md explains how to read them.
 
 import setup_devices  # noqa: I001,F401  (first: it sets the devices)
 
-import argparse
 import math
 from dataclasses import MISSING, fields
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import jax
 from baselines import OPTIMIZER, PlainPmap, examples, mlp_loss, mlp_params
 from loops import Apart, Loop, apart, steps_rate
-from measure import Result, against_control, interleave, result, show, with_control
+from measure import Result, against_control, interleave, options_of, result, show, with_control
 from overhead import case_b, case_c, case_f
 
 import elche_jax as elche
@@ -249,10 +247,8 @@ CASES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser = options_of(__doc__, "out/mixed_speeds.json", 7)
     parser.add_argument("--case", action="append", choices=sorted(CASES))
-    parser.add_argument("--out", type=Path, default=Path("out/mixed_speeds.json"))
     arguments = parser.parse_args()
     results = []
     for name in arguments.case or sorted(CASES):

@@ -12,15 +12,13 @@ parameters, the order of the examples and the split into training and test data.
 
 import setup_devices  # noqa: I001,F401  (first: it sets the devices)
 
-import argparse
-import json
-from pathlib import Path
 from statistics import mean, stdev
 
 import jax
 import numpy as np
 import optax
 from baselines import mlp_loss
+from measure import options_of, write
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
@@ -87,10 +85,9 @@ def accuracy(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__, "benchmarks/out/policies.json")
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/out/policies.json"))
     args = parser.parse_args()
     found: dict[str, list[tuple[float, int]]] = {name: [] for name in POLICIES}
     for seed in range(args.seeds):
@@ -107,8 +104,7 @@ def main() -> None:
         rates = [rate for rate, _ in runs]
         pairs = [a - b for a, b in zip(rates, base, strict=True)]
         print(f"{name}: {100 * mean(pairs):+.2f} points, seed by seed against gradients, sync")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    write(found, args.out)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ limit), plain pmap with equal shares, one microbatch or many a step, and this li
 installed, DDP over gloo with the same model, as a share of the sum of its own loops.
 """
 
-import argparse
 import importlib.util
 import json
 import os
@@ -18,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
-from measure import Result, interleave, ratios, result, show
+from measure import Result, interleave, options_of, ratios, result, show
 from slowed import slowed, started
 
 TURN_S, SLOWER = 12.0, 3
@@ -119,10 +118,8 @@ def measure(model: str, repeats: int) -> list[Result]:
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser = options_of(__doc__, "benchmarks/results/processes.json", 5)
     parser.add_argument("--model", choices=("1 MB", "20 MB"), action="append")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/processes.json"))
     arguments = parser.parse_args()
     found = []
     for model in arguments.model or ("1 MB", "20 MB"):

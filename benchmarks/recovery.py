@@ -18,7 +18,6 @@ cost of a fault; by hand, half of what lies between two checkpoints of the hour 
 what was trained again here.
 """
 
-import argparse
 import json
 import queue
 import random
@@ -36,7 +35,7 @@ from os import kill
 from pathlib import Path
 from statistics import median
 
-from measure import Result, show
+from measure import Result, options_of, show
 from recovery_worker import MS
 
 PROCESSES, FAULTS = 3, 3
@@ -216,10 +215,9 @@ def results(ways: Sequence[Way]) -> list[Result]:
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__, "benchmarks/results/recovery.json")
     parser.add_argument("--minutes", type=float, default=3)
     parser.add_argument("--way", choices=WAYS, action="append")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/recovery.json"))
     arguments = parser.parse_args()
     ways = [measure(name, 60 * arguments.minutes) for name in arguments.way or WAYS]
     show(results(ways), arguments.out)

@@ -15,17 +15,15 @@ from them. This is the hard case; separate devices are not affected.
 
 import setup_devices  # noqa: I001,F401  (first: it sets the devices)
 
-import argparse
 import tempfile
 import time
-from pathlib import Path
 from statistics import mean, median
 
 import jax
 import optax
 from baselines import examples, mlp_params
 from evaluation import outputs
-from measure import Result, ratios, result, show
+from measure import Result, options_of, ratios, result, show
 from turns import Turns, take_turns
 
 import elche_jax as elche
@@ -174,9 +172,7 @@ def recording(work: Work, windows: int = 2000) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/out/trainer.json"))
+    parser = options_of(__doc__, "benchmarks/out/trainer.json", 21)
     args = parser.parse_args()
     show(measure(args.repeats), args.out)
 
