@@ -8,11 +8,8 @@ of some milliseconds. With the CPU, a model of many small steps, in which a GPU 
 device, and `large`, for which the CPU is not worth its exchange.
 """
 
-import argparse
 from functools import partial
 from itertools import product
-from pathlib import Path
-from statistics import median
 
 import jax
 from baselines import (
@@ -24,8 +21,9 @@ from baselines import (
     surrogate_loss,
     surrogate_params,
 )
-from loops import Loop, apart, busiest, steps_rate
-from measure import Result, against_control, interleave, ratios, result, show, with_control
+from both import Both
+from loops import Loop, steps_rate
+from measure import Result, against_control, interleave, options_of, ratios, result, show
 
 import elche_jax as elche
 
@@ -67,40 +65,18 @@ def two_kinds(
     gpu: jax.Device, name: str, params, loss, batch: int, epoch: int, repeats: int
 ) -> list[Result]:
     """Measures a GPU and a CPU together, in epochs of so many microbatches."""
-    devices, data = [gpu, jax.devices("cpu")[0]], examples(epoch * batch)
-
-    def job(chosen, cadence) -> Loop:
-        train = elche.build_train_step(loss, OPTIMIZER, devices=chosen, cadence=cadence)
-        return Loop(train, params, data, batch)
-
-    both = job(devices, elche.ElChe())
-    both.warm(WARM)
-    counts = busiest(both.train)
-    alone = {
-        what: job([device], elche.FixedTotal(count))
-        for what, device, count in zip(("gpu", "cpu"), devices, counts, strict=True)
-    }
-    for loop in alone.values():
-        loop.warm(3)
-    control = apart(params, devices, counts, batch, loss=loss, resident=data)
-    loops = alone | {"both": both}
-    measures = {what: partial(loop.rate, 3 * TURN_S) for what, loop in loops.items()}
-    rates = interleave(with_control(measures, partial(control.rate, 3 * TURN_S)), repeats)
-    faster = max((rates[what] for what in alone), key=median)
-    sync = tuple(one.sync_ms for one in both.train.records if one.steady and all(one.counts))
-    print(name, counts, both.train.counts, both.train.report(), sep="\n")
-    return [
-        *(against_control(name, what, rates, what) for what in measures),
-        result(name, "both, of the faster alone", ratios(rates["both"], faster)),
-        result(name, "sync", sync, "ms"),
-    ]
+    devices, jobs = {"gpu": gpu, "cpu": jax.devices("cpu")[0]}, {"both": {"cadence": elche.ElChe()}}
+    both = Both(params, loss, examples(epoch * batch), batch, devices, jobs, WARM)
+    rates = both.rates(3 * TURN_S, repeats)
+    train = both.jobs["both"].train
+    print(name, both.counts, train.counts, train.report(), sep="\n")
+    shares = [against_control(name, what, rates, what) for what in (*devices, *jobs)]
+    return shares + both.results(name, "both", rates)
 
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu.json"))
+    parser = options_of(__doc__, "benchmarks/results/gpu.json", 5)
     arguments = parser.parse_args()
     gpu = jax.devices()[0]
     if gpu.platform != "gpu":

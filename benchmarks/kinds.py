@@ -17,13 +17,11 @@ them, which is what `ElChe(overhead_target=0.01)` would grow them to.
 
 import setup_kinds  # noqa: I001,F401  (first: it sets the devices)
 
-import argparse
-from pathlib import Path
+from functools import partial
 from statistics import median
 
 import jax
 from baselines import (
-    OPTIMIZER,
     PlainPmap,
     examples,
     mlp_loss,
@@ -31,8 +29,9 @@ from baselines import (
     surrogate_loss,
     surrogate_params,
 )
-from loops import Loop, apart, busiest, steps_rate
-from measure import Result, against_control, interleave, ratios, result, show, with_control
+from both import Both
+from loops import steps_rate
+from measure import Result, against_control, options_of, show
 
 import elche_jax as elche
 
@@ -51,53 +50,30 @@ RULES = {"mixed": None, "mixed, pending=1": elche.MeanGradient(delay=1)}
 
 def measure(name: str, params, loss, anchor: int, repeats: int, shared: bool) -> list[Result]:
     """Measures a model: every device alone, the control, and the job on both devices."""
-    devices, data = [jax.devices("cpu")[0], jax.devices("twin")[0]], examples(2**19)
-
-    def job(devices, **options) -> Loop:
-        train = elche.build_train_step(loss, OPTIMIZER, devices=devices, **options)
-        return Loop(train, params, data, BATCH)
-
+    devices = {"first": jax.devices("cpu")[0], "second": jax.devices("twin")[0]}
     long = elche.ElChe(anchor=anchor, max_anchor=anchor)
-    jobs = {what: job(devices, cadence=long, averaging=rule) for what, rule in RULES.items()}
-    for one in jobs.values():
-        one.warm(WARM)
-    counts = busiest(jobs["mixed"].train)
-    solo = {
-        what: job([device], cadence=elche.FixedTotal(count))
-        for what, device, count in zip(("first", "second"), devices, counts, strict=True)
-    }
-    for one in solo.values():
-        one.warm(3)
-    control = apart(params, devices, counts, BATCH, loss=loss, resident=data)
-    fast = max(range(2), key=counts.__getitem__)
-    plain = PlainPmap(params, [devices[fast]], (counts[fast],), BATCH, loss=loss)
-    measures = {"pmap": lambda: steps_rate(plain, counts[fast], TURN_S)} | {
-        what: (lambda one=one: one.rate(TURN_S)) for what, one in (solo | jobs).items()
-    }
-    rates = interleave(with_control(measures, lambda: control.rate(TURN_S)), repeats)
-    faster = max((rates[what] for what in solo), key=median)
+    jobs = {what: {"cadence": long, "averaging": rule} for what, rule in RULES.items()}
+    both = Both(params, loss, examples(2**19), BATCH, devices, jobs, WARM)
+    most = max(both.counts)
+    fast = list(devices.values())[both.counts.index(most)]
+    plain = PlainPmap(params, [fast], (most,), BATCH, loss=loss)
+    rates = both.rates(TURN_S, repeats, pmap=partial(steps_rate, plain, most, TURN_S))
     found = [
         against_control(name, what, rates, what, **asked)
-        for what in (*solo, "pmap", *jobs)
+        for what in (*devices, "pmap", *jobs)
         for asked in [{"least": 0.95} if what == "mixed" and not shared else {}]
     ]
-    for what, one in jobs.items():
-        asked = {"least": 1.0} if what == "mixed" else {}
-        share = ratios(rates[what], faster)
-        found.append(result(name, f"{what}, of the faster alone", share, **asked))
-        records = [record for record in one.train.records if record.steady and all(record.counts)]
-        found.append(result(name, f"{what}, sync", tuple(r.sync_ms for r in records), "ms"))
-        print(name, what, "counts", one.train.counts, "microbatches/s", median(rates[what]) * 1e3)
+    for what, job in both.jobs.items():
+        found += both.results(name, what, rates, **({"least": 1.0} if what == "mixed" else {}))
+        print(name, what, "counts", job.train.counts, "microbatches/s", median(rates[what]) * 1e3)
     return found
 
 
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__, "benchmarks/results/kinds.json", 5)
     parser.add_argument("--shared", action="store_true", help="all processors for each device")
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--model", choices=MODELS, action="append")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/kinds.json"))
     arguments = parser.parse_args()
     found = []
     for name in arguments.model or MODELS:
