@@ -8,35 +8,46 @@ import numpy as np
 import optax
 
 AXIS = "devices"
+FEATURES = 64
 OPTIMIZER = optax.adam(1e-3)
 
 
-def mlp_params(width: int, depth: int, features: int = 64, seed: int = 0) -> dict:
+def mlp_params(width: int, depth: int, seed: int = 0, gain: float = 1.0) -> dict:
     """Returns float32 parameters of a perceptron with `depth` hidden layers."""
     rng = np.random.default_rng(seed)
-    sizes = [features] + [width] * depth + [10]
+    sizes = [FEATURES] + [width] * depth + [10]
     return {
         f"layer{i}": {
-            "w": (rng.normal(size=(a, b)) / np.sqrt(a)).astype("float32"),
+            "w": (rng.normal(size=(a, b)) * np.sqrt(gain / a)).astype("float32"),
             "b": np.zeros(b, "float32"),
         }
         for i, (a, b) in enumerate(pairwise(sizes))
     }
 
 
-def mlp_loss(params, batch, rng):
-    """Mean cross-entropy of a microbatch."""
+def outputs(params, batch):
+    """Returns the logits of the perceptron."""
     x = batch["x"]
     for i in range(len(params)):
         x = x @ params[f"layer{i}"]["w"] + params[f"layer{i}"]["b"]
         if i + 1 < len(params):
             x = jax.nn.relu(x)
-    return optax.softmax_cross_entropy_with_integer_labels(x, batch["y"]).mean()
+    return x
 
 
-def surrogate_params(features: int = 64) -> dict:
+def mlp_losses(params, batch, rng):
+    """Returns the cross-entropy per example."""
+    return optax.softmax_cross_entropy_with_integer_labels(outputs(params, batch), batch["y"])
+
+
+def mlp_loss(params, batch, rng):
+    """Mean cross-entropy of a microbatch."""
+    return mlp_losses(params, batch, rng).mean()
+
+
+def surrogate_params() -> dict:
     """Returns the parameters of a linear surrogate, `w . x + b`."""
-    return {"w": np.zeros(features, "float32"), "b": np.float32(0)}
+    return {"w": np.zeros(FEATURES, "float32"), "b": np.float32(0)}
 
 
 def surrogate_loss(params, batch, rng):
@@ -57,11 +68,11 @@ def surrogate_loss(params, batch, rng):
     return jnp.mean((batch["x"] @ params["w"] + params["b"] - target) ** 2)
 
 
-def examples(count: int, features: int = 64, seed: int = 1) -> dict:
+def examples(count: int) -> dict:
     """Returns random examples: float32 features, random int32 labels."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(1)
     return {
-        "x": rng.normal(size=(count, features)).astype("float32"),
+        "x": rng.normal(size=(count, FEATURES)).astype("float32"),
         "y": rng.integers(0, 10, size=count).astype("int32"),
     }
 
@@ -105,7 +116,7 @@ class PlainPmap:
 
     Args:
         params: Initial parameters.
-        devices: The devices.
+        devices: The devices, also those of other processes.
         counts: Microbatches of each device per step.
         batch: Examples per microbatch.
         emulate: Slows the devices down, or None.
@@ -113,7 +124,7 @@ class PlainPmap:
     """
 
     def __init__(self, params, devices, counts, batch: int, emulate=None, loss=mlp_loss):
-        world, total = len(devices), sum(counts)
+        total = sum(counts)
 
         def step(params, opt_state, batches, number):
             rank = jax.lax.axis_index(AXIS)
@@ -124,14 +135,15 @@ class PlainPmap:
             return params, opt_state, jax.lax.psum(value, AXIS) / total
 
         self._step = jax.pmap(step, axis_name=AXIS, devices=devices, donate_argnums=(0, 1))
+        here = sum(device.process_index == jax.process_index() for device in devices)
         stack = jax.pmap(lambda a: a, devices=devices)
-        copies = jax.tree.map(lambda a: np.stack([np.asarray(a)] * world), params)
-        self._params = stack(copies)
-        self._opt = stack(
-            jax.tree.map(lambda a: np.stack([np.asarray(a)] * world), OPTIMIZER.init(params))
+        self._params, self._opt = stack(
+            jax.tree.map(
+                lambda a: np.stack([np.asarray(a)] * here), (params, OPTIMIZER.init(params))
+            )
         )
-        self._batches = stack(microbatches(max(counts), batch, world))
-        self._number = stack(np.zeros(world, np.int32))
+        self._batches = stack(microbatches(max(counts), batch, here))
+        self._number = stack(np.zeros(here, np.int32))
 
     def __call__(self):
         self._params, self._opt, loss = self._step(

@@ -15,7 +15,7 @@ from itertools import cycle
 
 import jax
 import jax.numpy as jnp
-from baselines import examples, mlp_params
+from baselines import examples, mlp_params, outputs
 from loops import Apart
 from measure import Result, against_control, interleave, options_of, result, show, with_control
 
@@ -25,16 +25,6 @@ from elche_jax.lab import EmulatedSpeeds
 FLEET = [5, 5, 10, 20]
 BATCH = 16
 SMALL = mlp_params(width=32, depth=1)
-
-
-def outputs(params, batch):
-    """Returns the logits of the perceptron in `baselines`."""
-    x = batch["x"]
-    for i in range(len(params)):
-        x = x @ params[f"layer{i}"]["w"] + params[f"layer{i}"]["b"]
-        if i + 1 < len(params):
-            x = jax.nn.relu(x)
-    return x
 
 
 def metric_fn(params, batch):

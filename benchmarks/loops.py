@@ -127,6 +127,10 @@ class Apart:
         with ThreadPoolExecutor(len(self._steps)) as pool:
             return tuple(pool.map(loop, self._steps, self._counts))
 
+    def alone(self, rank: int, seconds: float) -> float:
+        """Returns microbatches per ms of a device while the others are idle."""
+        return steps_rate(self._steps[rank], self._counts[rank], seconds)
+
     def rate(self, seconds: float) -> float:
         """Returns microbatches per ms of all devices."""
         return sum(self.rates(seconds))

@@ -34,18 +34,10 @@ def case_b(repeats: int) -> list[Result]:
     ours = Loop(train, params, examples(65536), 1, placement="resident")
     ours.warm(12)
     control = apart(params, devices, counts, 1, work, loss=surrogate_loss)
-    alone = [
-        PlainJit(params, device, count, 1, work, rank, loss=surrogate_loss)
-        for rank, (device, count) in enumerate(zip(devices, counts, strict=True))
-    ]
-
-    def solo(rank: int) -> float:
-        return steps_rate(alone[rank], counts[rank], TURN_S)
-
     measures = {
         "ours": lambda: ours.rate(TURN_S),
-        "fast": lambda: solo(0),
-        "slow": lambda: solo(1),
+        "fast": lambda: control.alone(0, TURN_S),
+        "slow": lambda: control.alone(1, TURN_S),
     }
     rates = interleave(with_control(measures, lambda: control.rate(TURN_S)), 2 * repeats)
     of = median(a + b for a, b in zip(rates["fast"], rates["slow"], strict=True))

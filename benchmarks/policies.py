@@ -17,7 +17,7 @@ from statistics import mean, stdev
 import jax
 import numpy as np
 import optax
-from baselines import mlp_loss
+from baselines import mlp_loss, mlp_params, outputs
 from measure import options_of, write
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -43,23 +43,6 @@ POLICIES = {
 }
 
 
-def first_params(seed: int) -> dict:
-    rng = np.random.default_rng(seed)
-    shapes = [(64, WIDTH), (WIDTH, 10)]
-    return {
-        f"layer{i}": {
-            "w": (rng.normal(size=shape) * np.sqrt(2 / shape[0])).astype("float32"),
-            "b": np.zeros(shape[1], "float32"),
-        }
-        for i, shape in enumerate(shapes)
-    }
-
-
-def outputs(params, x):
-    hidden = jax.nn.relu(x @ params["layer0"]["w"] + params["layer0"]["b"])
-    return hidden @ params["layer1"]["w"] + params["layer1"]["b"]
-
-
 def accuracy(
     options: dict, epochs: int, seed: int, rate: float, per_step: int
 ) -> tuple[float, int]:
@@ -75,12 +58,12 @@ def accuracy(
     train = elche.build_train_step(
         mlp_loss, tx, devices=jax.devices()[: len(FLEET)], emulate=EmulatedSpeeds(FLEET), **options
     )
-    state = train.init(first_params(seed))
+    state = train.init(mlp_params(WIDTH, 1, seed, gain=2.0))
     windows = train.windows({"x": parts[0], "y": parts[2]}, BATCH, epochs=epochs, seed=seed)
     for window in windows:
         state, _ = train(state, window)
     params = jax.device_get(train.average(state))
-    right = np.asarray(outputs(params, parts[1])).argmax(axis=1) == parts[3]
+    right = np.asarray(outputs(params, {"x": parts[1]})).argmax(axis=1) == parts[3]
     return float(right.mean()), window.index + 1
 
 

@@ -45,24 +45,11 @@ def pmap(each):
     """Plain pmap over all processes: every device has the same share of a step."""
 
     def make(params, loss, data):
-        from baselines import AXIS, OPTIMIZER, _accumulate, _apply, microbatches
+        from baselines import PlainPmap
 
-        def step(params, opt_state, batches):
-            value, grads = _accumulate(params, batches, each, loss)
-            grads = jax.tree.map(lambda g: jax.lax.pmean(g, AXIS) / each, grads)
-            params, opt_state = _apply(params, opt_state, grads)
-            return params, opt_state, jax.lax.pmean(value, AXIS)
-
-        mapped = jax.pmap(step, axis_name=AXIS, donate_argnums=(0, 1))
-        state = params, OPTIMIZER.init(params)
-        held = [jax.tree.map(lambda x: jax.numpy.asarray(x)[None], state)]
-        batches = microbatches(each, BATCH, 1)
-
-        def run():
-            *held[0], value = mapped(*held[0], batches)
-            return value
-
-        return run, lambda: each * jax.device_count()
+        world = jax.device_count()
+        step = PlainPmap(params, jax.devices(), (each,) * world, BATCH, loss=loss)
+        return step, lambda: each * world
 
     return make
 

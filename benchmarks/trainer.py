@@ -21,8 +21,7 @@ from statistics import mean, median
 
 import jax
 import optax
-from baselines import examples, mlp_params
-from evaluation import outputs
+from baselines import examples, mlp_losses, mlp_params
 from measure import Result, options_of, ratios, result, show
 from turns import Turns, take_turns
 
@@ -34,11 +33,6 @@ from elche_jax.trainer.control import Control
 
 BATCH = 16
 FLEET = [5, 5, 10, 20]
-
-
-def loss_fn(params, batch, rng):
-    """Returns the cross-entropy per example."""
-    return optax.softmax_cross_entropy_with_integer_labels(outputs(params, batch), batch["y"])
 
 
 class Switch:
@@ -82,10 +76,10 @@ class Work:
         config = elche.DDPConfig(timeline=self._timeline)
         self._loops = {"loop": self._build(), "again": self._build()}
         self._recorded = self._build(config=config)
-        self._trainer = elche.Trainer(loss_fn, optax.adam(1e-3), **self._fresh())
+        self._trainer = elche.Trainer(mlp_losses, optax.adam(1e-3), **self._fresh())
 
     def _build(self, **options) -> elche.TrainStep:
-        return elche.build_train_step(loss_fn, optax.adam(1e-3), **self._fresh(), **options)
+        return elche.build_train_step(mlp_losses, optax.adam(1e-3), **self._fresh(), **options)
 
     def _fresh(self):
         emulate = {} if self._ms is None else {"emulate": EmulatedSpeeds(self._ms)}
