@@ -9,6 +9,7 @@ from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from elche_jax._progress import AGAIN, MEMORY, VARIABLE, Board
 from elche_jax.launch.child import Child
@@ -65,6 +66,24 @@ class Asked:
     number_file: Path | None = None
 
 
+class Shared(NamedTuple):
+    """What all generations of a job use.
+
+    Attributes:
+        selector: Waits for what processes print.
+        output: Where that goes.
+        folder: A private folder.
+        memory: One in memory for what the next generation begins with; None if there is none.
+        mark: A variable of the environments of all processes.
+    """
+
+    selector: selectors.BaseSelector
+    output: Output
+    folder: Path
+    memory: Folder | None
+    mark: str
+
+
 class Generation:
     """The processes of a job that are started here.
 
@@ -75,26 +94,12 @@ class Generation:
     Args:
         asked: What is launched.
         places: The places of the processes on this machine, in the order of their numbers.
-        total: How many processes the job has.
-        selector: Waits for what they print.
-        output: Where that goes.
+        shared: What all generations use.
         folder: Where they note what they do; it must be new.
-        memory: A folder in memory for what the next generation begins with; None if there is none.
-        mark: A variable of all their environments.
     """
 
-    def __init__(
-        self,
-        asked: Asked,
-        places: Sequence[int],
-        total: int,
-        selector: selectors.BaseSelector,
-        output: Output,
-        folder: Path,
-        memory: Folder | None,
-        mark: str,
-    ):
-        self._asked, self._output, self._folder, self._memory = asked, output, folder, memory
+    def __init__(self, asked: Asked, places: Sequence[int], shared: Shared, folder: Path):
+        self._asked, self._output, self._folder = asked, shared.output, folder
         self._stack = ExitStack()
         self._children: list[Child] = []
         self._alive: dict[int, Child] = {}
@@ -111,27 +116,26 @@ class Generation:
         self._failures: list[Failure] = []
         self._asked_to_end = False
         try:
-            self._start(places, total, selector, mark)
+            self._start(places, shared)
         except BaseException:
             self.close()
             raise
 
-    def _start(
-        self, places: Sequence[int], total: int, selector: selectors.BaseSelector, mark: str
-    ) -> None:
-        asked = self._asked
+    def _start(self, places: Sequence[int], shared: Shared) -> None:
+        asked, memory = self._asked, shared.memory
+        total = asked.total if asked.elastic is None else len(places)
         address = asked.coordinator
         if address is None:
             address = f"localhost:{self._stack.enter_context(_free_port())}"
         common = os.environ | {
             "JAX_COORDINATOR_ADDRESS": address,
             "ELCHE_NUM_PROCESSES": str(total),
-            mark: "1",
+            shared.mark: "1",
         }
         for name, value in DEFAULTS.items():
             common.setdefault(name, value)
-        common[MEMORY] = "" if self._memory is None else str(self._memory.path)
-        inherited = () if self._memory is None else (self._memory.lock,)
+        common[MEMORY] = "" if memory is None else str(memory.path)
+        inherited = () if memory is None else (memory.lock,)
         common.pop(VARIABLE, None)
         if asked.cpu_devices is not None:
             common |= {"JAX_NUM_CPU_DEVICES": str(asked.cpu_devices), "JAX_PLATFORMS": "cpu"}
@@ -149,7 +153,7 @@ class Generation:
             own[VARIABLE] = str(self._boards[at].path)
             prefix = f"[{at:{width}}] ".encode()
             child = Child(
-                at, asked.command, common | own, prefix, self._output, selector, inherited
+                at, asked.command, common | own, prefix, shared.output, shared.selector, inherited
             )
             self._children.append(child)
             self._alive[at] = child

@@ -21,7 +21,8 @@ def main(parent: int, mark: str, folder: str, memory: str) -> None:
         time.sleep(EVERY_S)
     end_marked(mark)
     shutil.rmtree(folder, ignore_errors=True)
-    remove_memory(Path(memory) if memory else None)
+    if memory:
+        remove_memory(Path(memory))
 
 
 if __name__ == "__main__":

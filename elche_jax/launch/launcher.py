@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from elche_jax.launch.elastic import Elastic, Ended, Outcome, parsed
-from elche_jax.launch.generation import Asked, Generation, say
+from elche_jax.launch.generation import Asked, Generation, Shared, say
 from elche_jax.launch.marked import end_marked, kill
 from elche_jax.launch.memory import Folder, make_memory, remove_memory
 from elche_jax.launch.output import Output, Unwritable
@@ -39,9 +39,9 @@ def launch(asked: Asked) -> int:
         signals = stack.enter_context(_signals(selector))
         output = Output(selector)
         guarded = stack.enter_context(_guarded(asked.elastic is not None))
-        launcher = _Launcher(asked, selector, output, signals, *guarded)
+        launcher = _Launcher(asked, Shared(selector, output, *guarded), signals)
         if asked.elastic is None:
-            launcher.run(range(asked.processes), asked.total)
+            launcher.run(range(asked.processes))
         else:
             launcher.run_elastic(asked.elastic)
         launcher.flush()
@@ -55,18 +55,9 @@ class _Launcher:
         code: The exit code so far.
     """
 
-    def __init__(
-        self,
-        asked: Asked,
-        selector: selectors.BaseSelector,
-        output: Output,
-        signals: list[int],
-        folder: Path,
-        memory: Folder | None,
-        mark: str,
-    ):
-        self._asked, self._selector, self._output = asked, selector, output
-        self._signals, self._folder, self._memory, self._mark = signals, folder, memory, mark
+    def __init__(self, asked: Asked, shared: Shared, signals: list[int]):
+        self._asked, self._shared, self._output = asked, shared, shared.output
+        self._signals = signals
         self._number = 0  # of the generation
         self._generation: Generation | None = None
         self._elastic: Elastic | None = None
@@ -86,7 +77,7 @@ class _Launcher:
             fewer = f" ({elastic.wanted} wanted)" if len(places) < elastic.wanted else ""
             text = f"generation {self._number + 1}: {len(places)} process{several}{fewer}"
             self._say(f"{text}, resuming" if self._number else text)
-            outcome = self.run(places, len(places))
+            outcome = self.run(places)
             if self._failed:  # a signal, or nobody reads
                 return
             following = self._elastic.after(outcome)
@@ -97,16 +88,13 @@ class _Launcher:
                 return
             self._elastic = following
 
-    def run(self, places: Sequence[int], total: int) -> Outcome:
+    def run(self, places: Sequence[int]) -> Outcome:
         """Run a generation to its end; return how it ended."""
         self._number += 1
-        folder = self._folder / str(self._number)
+        folder = self._shared.folder / str(self._number)
         folder.mkdir()
         try:
-            self._generation = generation = Generation(
-                self._asked, places, total, self._selector, self._output, folder, self._memory,
-                self._mark,
-            )  # fmt: skip
+            self._generation = generation = Generation(self._asked, places, self._shared, folder)
             while not generation.over:
                 generation.read()
                 self._select(self._wait_s(generation))
@@ -116,7 +104,7 @@ class _Launcher:
                     generation.ask()
         finally:
             # what they left behind, in sessions of its own included, and then their output
-            end_marked(self._mark)
+            end_marked(self._shared.mark)
             if self._generation is not None:
                 self._generation.close()
         self._failed, self.code = generation.failed, generation.code
@@ -135,9 +123,10 @@ class _Launcher:
             self._select(None if deadline is None else deadline - time.monotonic())
 
     def _select(self, seconds: float | None) -> None:
+        selector = self._shared.selector
         try:
-            for key, _ in self._selector.select(seconds):
-                if key.fileobj in self._selector.get_map():  # not closed by one before
+            for key, _ in selector.select(seconds):
+                if key.fileobj in selector.get_map():  # not closed by one before
                     key.data()
         except Unwritable as raised:
             self._output.drop()

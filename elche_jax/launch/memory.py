@@ -71,10 +71,8 @@ def _remove_abandoned(place: Path) -> None:
                 os.close(lock)
 
 
-def remove_memory(folder: Path | None) -> None:
+def remove_memory(folder: Path) -> None:
     """Remove the folder, unless it holds a checkpoint later than those on disk: then say which."""
-    if folder is None:
-        return
     kept = [path for path in folder.glob("*/*") if path.name.isdecimal()]
     where = {path: Path((path.parent / DESTINATION).read_text()) for path in kept}
     only = [path for path in kept if _newest(where[path]) < int(path.name)]
