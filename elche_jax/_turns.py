@@ -40,29 +40,22 @@ class OneThread(AbstractContextManager[None]):
 
     def __init__(self, message: str, for_good: bool = False):
         self._message, self._for_good = message, for_good
-        self._lock = threading.Lock()
-        self._thread: int | None = None
-        self._depth = 0
+        self._calls = threading.RLock()  # those of one thread
         self._refused = False
 
     def __enter__(self) -> None:
-        own = threading.get_ident()
-        with self._lock:
-            second = self._thread not in (None, own)
-            if second and self._for_good and not self._refused:
-                self._refused = True
-                # said at once: the other one may wait for an exchange that does not come
-                logger.error("elche: %s", self._message)
-            if second or self._refused:
-                raise RuntimeError(self._message)
-            self._thread = own
-            self._depth += 1
+        if self._calls.acquire(blocking=False):
+            if not self._refused:  # asked now, as only this thread is in a call
+                return
+            self._calls.release()
+        elif self._for_good and not self._refused:
+            self._refused = True
+            # said at once: the other one may wait for an exchange that does not come
+            logger.error("elche: %s", self._message)
+        raise RuntimeError(self._message)
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._depth -= 1
-            if not self._depth:
-                self._thread = None
+        self._calls.release()
 
 
 class Turns:
