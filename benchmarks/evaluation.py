@@ -38,19 +38,6 @@ def rate(call, batches: int) -> float:
     return batches / (1e3 * (time.perf_counter() - begun))
 
 
-class EqualShares:
-    """Windows of one microbatch per device."""
-
-    def __init__(self, devices, data):
-        self._evaluate = elche.build_eval_step(
-            metric_fn, devices=devices, cadence=elche.EveryBatch(), emulate=EmulatedSpeeds(FLEET)
-        )
-        self._data = data
-
-    def __call__(self):
-        return self._evaluate(SMALL, self._data, BATCH)
-
-
 class PlainEvaluation:
     """A hand-written step that sums over the next microbatches of the data on one device."""
 
@@ -82,9 +69,10 @@ class PlainEvaluation:
 
 def measure(batches: int, repeats: int) -> list[Result]:
     devices = jax.devices()[: len(FLEET)]
-    data = examples(BATCH * batches - 5)
-    evaluate = elche.build_eval_step(metric_fn, devices=devices, emulate=EmulatedSpeeds(FLEET))
-    emulate = EmulatedSpeeds(FLEET)
+    data, emulate = examples(BATCH * batches - 5), EmulatedSpeeds(FLEET)
+    options = {"devices": devices, "emulate": emulate}
+    evaluate = elche.build_eval_step(metric_fn, **options)
+    in_equal_shares = elche.build_eval_step(metric_fn, cadence=elche.EveryBatch(), **options)
     counts = tuple(round(100 / ms) for ms in FLEET)  # calls of a tenth of a second, like ours
     control = Apart(
         [
@@ -94,13 +82,10 @@ def measure(batches: int, repeats: int) -> list[Result]:
         counts,
     )
 
-    def predict():
-        return elche.predict(outputs, SMALL, data, BATCH, devices=devices, emulate=emulate)
-
     calls = {
         "evaluation": lambda: evaluate(SMALL, data, BATCH),
-        "predict": predict,
-        "equal shares": EqualShares(devices, data),
+        "predict": lambda: elche.predict(outputs, SMALL, data, BATCH, **options),
+        "equal shares": lambda: in_equal_shares(SMALL, data, BATCH),
     }
     of = sum(1 / ms for ms in FLEET)
     first = {name: rate(call, batches) / of for name, call in calls.items()}

@@ -190,11 +190,10 @@ def case_e(repeats: int) -> list[Result]:
     measures = {name: lambda loop=loop: loop.rate(TURN_S) for name, loop in loops.items()}
     measures["pmap by hand"] = lambda: steps_rate(plain, sum(counts), TURN_S)
     rates = interleave(with_control(measures, lambda: control.rate(TURN_S)), repeats)
-    least = {"stream, pytree": 0.95, "stream, map-style": 0.95, "resident": 0.95}
     return [
         against_control(
             "e", f"4 devices of 5 ms x 20, {name}", rates, name, limit(fleet), 1.0,
-            **({"least": least[name]} if name in least else {}),
+            **({"least": 0.95} if name in forms else {}),
         )
         for name in measures
     ]  # fmt: skip
