@@ -8,11 +8,9 @@ from typing import Any
 import jax
 from baselines import OPTIMIZER
 from loops import Loop, apart, busiest
-from measure import Result, interleave, ratios, result, with_control
+from measure import Rates, Result, interleave, ratios, result, with_control
 
 import elche_jax as elche
-
-Rates = dict[str, tuple[float, ...]]
 
 
 class Both:

@@ -9,6 +9,7 @@ from threading import Barrier
 
 import jax
 from baselines import PlainJit
+from measure import Rates
 
 import elche_jax as elche
 
@@ -87,7 +88,7 @@ class Meter:
         """Returns the same turns, metered."""
         return {name: partial(self._metered, name, turn) for name, turn in turns.items()}
 
-    def rates(self) -> dict[str, tuple[float, ...]]:
+    def rates(self) -> Rates:
         """Returns microbatches per ms of processor time, in the form of `interleave`."""
         return {name: tuple(found) for name, found in self._per_ms.items()}
 

@@ -11,6 +11,9 @@ from statistics import median
 
 import jax
 
+Rates = dict[str, tuple[float, ...]]
+"""What was measured of each system, repeat by repeat."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -72,14 +75,12 @@ def options_of(doc: str, out: str, repeats: int | None = None) -> argparse.Argum
     return parser
 
 
-def interleave(
-    measures: dict[str, Callable[[], float]], repeats: int, seed: int = 0
-) -> dict[str, tuple[float, ...]]:
+def interleave(measures: dict[str, Callable[[], float]], repeats: int) -> Rates:
     """Calls every measure once per repeat, so that drift affects all equally.
 
     The order changes between repeats, so that no measure always follows the same one.
     """
-    order = random.Random(seed)
+    order = random.Random(0)
     values: dict[str, list[float]] = {name: [] for name in measures}
     for _ in range(repeats):
         for name in order.sample(list(measures), len(measures)):
@@ -121,7 +122,7 @@ def with_control(
 def against_control(
     case: str,
     what: str,
-    rates: dict[str, tuple[float, ...]],
+    rates: Rates,
     name: str,
     limit: float | None = None,
     bound: float | None = None,

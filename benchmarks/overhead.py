@@ -16,7 +16,7 @@ from baselines import (
     surrogate_params,
 )
 from loops import Loop, Meter, apart, steps_rate
-from measure import Result, against_control, interleave, ratios, result, with_control
+from measure import Rates, Result, against_control, interleave, ratios, result, with_control
 
 import elche_jax as elche
 from elche_jax.lab import ExtraWork
@@ -61,7 +61,7 @@ def case_c(repeats: int) -> list[Result]:
         ours.warm(4)
         return ours
 
-    def turns(world: int, plain, cadence) -> tuple[dict[str, tuple[float, ...]], ...]:
+    def turns(world: int, plain, cadence) -> tuple[Rates, ...]:
         counts = (count,) * world
         resident, streamed = (loop(world, cadence, where) for where in ("resident", "stream"))
         control = apart(params, devices[:world], counts, batch)
@@ -75,7 +75,7 @@ def case_c(repeats: int) -> list[Result]:
         # more, shorter turns: the required values are close to the noise
         return interleave(metered, 3 * repeats), meter.rates()
 
-    def rows(of, hand: str, found: tuple[dict[str, tuple[float, ...]], ...], **asked):
+    def rows(of, hand: str, found: tuple[Rates, ...], **asked):
         for rates, unit in zip(found, ("", ", per processor time"), strict=True):
             for name, what in (("resident", "resident"), ("stream", "stream"), ("by hand", hand)):
                 least = {} if unit else asked.get(name, {})
