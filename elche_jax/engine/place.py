@@ -7,7 +7,7 @@ data is on every device as a whole, and only example numbers are transferred.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -70,7 +70,7 @@ class Placer:
     def __init__(self, fleet: Fleet):
         self._fleet, self._devices = fleet, fleet.devices
         self._single = fleet.alone
-        self._blanks: dict[tuple[Any, ...], list[Any]] = {}
+        self._blanks: dict[tuple[Any, ...], _Blank] = {}
 
     def pieces(
         self, reader: Reader, first: int, ranges: Sequence[Range], capacity: int, spec: PyTree
@@ -91,10 +91,12 @@ class Placer:
             ValueError: If a microbatch does not match `spec`.
         """
         leaves_spec, structure = jax.tree.flatten(spec)
-        parts = {
-            length: [list(self._blank((length, *leaf.shape), leaf.dtype)) for leaf in leaves_spec]
+        blanks = {
+            length: [self._blank((length, *leaf.shape), leaf.dtype) for leaf in leaves_spec]
             for length in piece_lengths(capacity)
         }
+        # the shards of each piece that some device has
+        parts: dict[int, list[list[Any]]] = {}
         shards: list[list[Any]] = []
         ranks: list[int] = []
         rows: list[np.ndarray] = []
@@ -102,14 +104,17 @@ class Placer:
             for length, start in share.pieces().items():
                 block = reader.block(first + start, length)
                 _check_like(spec, block, first + start)
-                shards += parts[length]
+                shards += parts.setdefault(length, [list(one.shards) for one in blanks[length]])
                 ranks += [rank] * len(leaves_spec)
                 rows += [np.asarray(leaf)[None] for leaf in jax.tree.leaves(block)]
         # one transfer for all pieces of the call
         for leaf, rank, placed in zip(shards, ranks, self._put(rows, ranks), strict=True):
             leaf[rank] = placed
         return tuple(
-            jax.tree.unflatten(structure, list(map(self._stack, part))) for part in parts.values()
+            structure.unflatten(
+                map(self._stack, parts[length]) if length in parts else [one.whole for one in blank]
+            )
+            for length, blank in blanks.items()
         )
 
     def index(
@@ -161,12 +166,20 @@ class Placer:
     def _stack(self, shards: list[Any]) -> Any:
         return shards[0] if self._single else self._fleet.stack(shards)
 
-    def _blank(self, shape: tuple[int, ...], dtype: Any) -> list[Any]:
+    def _blank(self, shape: tuple[int, ...], dtype: Any) -> "_Blank":
         key = (shape, np.dtype(dtype))
         if key not in self._blanks:
             zeros = [np.zeros((1, *shape), dtype)] * len(self._devices)
-            self._blanks[key] = self._put(zeros, range(len(self._devices)))
+            shards = self._put(zeros, range(len(self._devices)))
+            self._blanks[key] = _Blank(shards, self._stack(shards))
         return self._blanks[key]
+
+
+class _Blank(NamedTuple):
+    """A block of zeros for each device, which no program reads: apart, and as a stacked array."""
+
+    shards: list[Any]
+    whole: Any
 
 
 def _check_like(spec: PyTree, block: PyTree, first: int) -> None:

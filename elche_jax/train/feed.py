@@ -61,6 +61,7 @@ class Feed:
         # kept by the runner, so that a later call of `windows` compiles nothing anew
         self._capacities = runner.capacities.setdefault(layout, set())
         self._largest = self._largest_capacity()
+        self._shapes: dict[int, Payload] = {}  # of payloads, by capacity
         # the loop loads a window again if a process is lost, while windows are read ahead
         self._lock = Lock()
         self.fleet = runner.fleet
@@ -150,6 +151,12 @@ class Feed:
         return (1 << (fit + 1).bit_length() - 1) - 1  # a capacity is 2**k - 1
 
     def _payload_shape(self, capacity: int) -> Payload:
+        """Return the shapes of a payload; made once, as it is asked for in every window."""
+        if capacity not in self._shapes:
+            self._shapes[capacity] = self._new_payload_shape(capacity)
+        return self._shapes[capacity]
+
+    def _new_payload_shape(self, capacity: int) -> Payload:
         n = self.fleet.world_size
         if self._resident is not None:
             index = jax.ShapeDtypeStruct((n, capacity, self._plan.batch_size), jnp.int32)
