@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from elche_jax import _check as check
 from elche_jax.engine.loss import describe
+from elche_jax.engine.shapes import named
 
 PyTree = Any
 Apply = Callable[[PyTree, PyTree, Any, Any, bool], tuple[Any, PyTree]]
@@ -115,8 +116,8 @@ def keep_structure(where: str, old: PyTree, new: PyTree) -> PyTree:
         rule = "keep its leaves, shapes and dtypes in a step of the module"
         raise TypeError(check.message(where, "model_state", rule, got, todo))
     # by name, as the module may return its state in another order or container
-    after = named_leaves(new)
-    return jax.tree.structure(old).unflatten([after[name] for name in named_leaves(old)])
+    after = leaves_by_name(new)
+    return jax.tree.structure(old).unflatten([after[name] for name in leaves_by_name(old)])
 
 
 def described(module: Any) -> str:
@@ -130,16 +131,15 @@ def copied(tree: PyTree) -> PyTree:
     return jax.tree.map(jnp.array, tree)
 
 
-def named_leaves(tree: PyTree) -> dict[str, Any]:
-    """Return the leaves of a pytree by path, in order."""
-    named = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(path) or "itself": leaf for path, leaf in named}
+def leaves_by_name(tree: PyTree) -> dict[str, Any]:
+    """Return the leaves of a pytree by their names, in order."""
+    return dict(named(tree, "itself"))
 
 
 def differing(one: PyTree, other: PyTree) -> Iterator[tuple[str, str | None, str | None]]:
     """Yield `(name, form, other form)` of the leaves that differ; None for a missing leaf."""
     forms, others = (
-        {name: _form(leaf) for name, leaf in named_leaves(tree).items()} for tree in (one, other)
+        {name: _form(leaf) for name, leaf in leaves_by_name(tree).items()} for tree in (one, other)
     )
     for name in {**forms, **others}:
         if forms.get(name) != others.get(name):

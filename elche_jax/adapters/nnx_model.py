@@ -18,7 +18,7 @@ from flax.traverse_util import unflatten_dict
 
 from elche_jax import _check as check
 from elche_jax.adapters.call import Call
-from elche_jax.adapters.model import Model, copied, named_leaves
+from elche_jax.adapters.model import Model, copied, leaves_by_name
 from elche_jax.train.initial import check_one_copy
 
 PyTree = Any
@@ -217,8 +217,8 @@ class NnxModel(Model):
                     raise ValueError(check.message(where, kind, rule, got, todo))
                 value = value[name]
             found[slot.names] = value
-        known = named_leaves(unflatten_dict(found))
-        extra = [name for name in named_leaves(tree) if name not in known]
+        known = leaves_by_name(unflatten_dict(found))
+        extra = [name for name in leaves_by_name(tree) if name not in known]
         if extra:
             rule, todo = "hold the module's variables only", "Is it another module's?"
             raise ValueError(check.message(where, kind, rule, f"leaf {extra[0]} too", todo))

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from elche_jax.engine.bits import is_float
 from elche_jax.engine.collectives import broadcast_from
 from elche_jax.engine.exchange import Packing, packed_psum
 from elche_jax.engine.job import Job, places_of
@@ -82,8 +83,7 @@ class DeviceAxis:
             return leaf
         if leaf.dtype == jnp.bool_:
             return self.largest(leaf.astype(jnp.int32), worked).astype(jnp.bool_)
-        floats = jnp.issubdtype(leaf.dtype, jnp.floating)
-        lowest = -jnp.inf if floats else jnp.iinfo(leaf.dtype).min
+        lowest = -jnp.inf if is_float(leaf) else jnp.iinfo(leaf.dtype).min
         return jax.lax.pmax(jnp.where(worked, leaf, jnp.asarray(lowest, leaf.dtype)), AXIS)
 
     def first(self, leaf: PerDevice, worked: PerDevice) -> Any:

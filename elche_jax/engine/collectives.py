@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from elche_jax.engine.bits import as_bits, raw, with_type_of
+from elche_jax.engine.bits import as_bits, is_float, raw, with_type_of
 from elche_jax.engine.exchange import packed_psum
 
 PyTree = Any
@@ -120,7 +120,7 @@ def weighted_terms(where: str, tree: PyTree, weight: Any) -> tuple[PyTree, Any]:
 
     def times(path: Any, leaf: Any) -> Any:
         leaf = jnp.asarray(leaf)
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        if not is_float(leaf):
             raise TypeError(
                 f"{where}: every leaf must be a float array, leaf "
                 f"{jax.tree_util.keystr(path) or 'tree'} is of dtype {leaf.dtype}."

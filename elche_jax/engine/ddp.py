@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from elche_jax import _check as check
+from elche_jax.engine.bits import is_float
 from elche_jax.engine.devices import fleet_of, select_job
 from elche_jax.engine.loss import describe
 from elche_jax.engine.mapped import AXIS
@@ -319,7 +319,7 @@ class DDP:
     def _reduce(self, name: str, grads: PyTree, weights: np.ndarray) -> PyTree:
         self._check(name, grads)
         for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]:
-            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            if not is_float(leaf):
                 raise TypeError(
                     f"DDP.{name}: every leaf of grads must be a float array, leaf "
                     f"{jax.tree_util.keystr(path) or 'grads'} is {describe(leaf)}."

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from elche_jax.engine.bits import is_float
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.loss import Form, LossFn, batch_size_of, microbatch_terms
 from elche_jax.engine.precision import Precision
@@ -253,4 +254,4 @@ def computed_once(value: Any) -> Any:
 
 def floats(tree: PyTree) -> list[Any]:
     """Return the leaves of a float dtype."""
-    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return [leaf for leaf in jax.tree.leaves(tree) if is_float(leaf)]

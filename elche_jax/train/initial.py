@@ -12,7 +12,7 @@ import optax
 from elche_jax import _check as check
 from elche_jax.averaging.fragments import assign_fragments
 from elche_jax.data.convert import check_plain
-from elche_jax.engine.bits import is_key
+from elche_jax.engine.bits import is_float, is_key
 from elche_jax.engine.devices import names_of
 from elche_jax.engine.gradient import GradientRule
 from elche_jax.engine.lane import Fleet, Lane
@@ -133,7 +133,7 @@ def check_params(trained: PyTree, frozen: PyTree) -> None:
     if not jax.tree.leaves(trained):
         raise ValueError("TrainStep.init: params must hold at least one array, got none.")
     for name, leaf in named(trained, "params"):
-        if not hasattr(leaf, "dtype") or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        if not hasattr(leaf, "dtype") or not is_float(leaf):
             raise TypeError(
                 f"TrainStep.init: every leaf of params must be a float array, leaf "
                 f"{name} is {describe(leaf)}. Convert numbers "

@@ -21,6 +21,7 @@ import numpy as np
 
 from elche_jax import _check as check
 from elche_jax.data.source import IterableSource
+from elche_jax.engine.bits import is_float
 from elche_jax.engine.fetch import CallArgs, Pieces
 from elche_jax.engine.jaxprs import origins, smallest_float
 from elche_jax.engine.loss import LossForm, batch_size_of, inspect_loss
@@ -262,7 +263,7 @@ def _near(params: PyTree) -> PyTree:
     noise = np.random.default_rng(0).normal(size=2**16)
 
     def moved(leaf: Any) -> Any:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.size == 0:
+        if not is_float(leaf) or leaf.size == 0:
             return leaf
         scale = _norm(leaf) / leaf.size**0.5 or max(leaf.shape[:-1], default=1) ** -0.5
         # far fewer draws than parameters: drawing takes longer than training with them

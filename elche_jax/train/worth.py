@@ -53,13 +53,13 @@ class LaneWorth:
                 logger.warning(
                     "elche: %s rests: the other devices train %.1f %% faster without it. It is "
                     "tried again after %d windows.",
-                    named(self._kinds[ranks[0]], ranks), 100 * (after.gain - 1), pause,
+                    _described(self._kinds[ranks[0]], ranks), 100 * (after.gain - 1), pause,
                 )  # fmt: skip
             if rested and not rests:
                 logger.warning(
                     "elche: %s works again: the job is %.1f %% faster with it.",
                     # in place of the others the gain is theirs
-                    named(self._kinds[ranks[0]], ranks),
+                    _described(self._kinds[ranks[0]], ranks),
                     100 * (max(after.gain, 1 / after.gain) - 1),
                 )  # fmt: skip
 
@@ -82,7 +82,7 @@ class LaneWorth:
                     "elche: %s does %.1f %% of the work and the exchange takes %.1f %% "
                     "of a window: the others are probably faster without it. Leave it out of "
                     "devices, or make windows longer.",
-                    named(self._lanes.pop(ranks), ranks), 100 * share, 100 * cost,
+                    _described(self._lanes.pop(ranks), ranks), 100 * share, 100 * cost,
                 )  # fmt: skip
 
     def _share(self, ranks: tuple[int, ...]) -> float:
@@ -91,6 +91,6 @@ class LaneWorth:
         )
 
 
-def named(kind: str, ranks: tuple[int, ...]) -> str:
+def _described(kind: str, ranks: tuple[int, ...]) -> str:
     """Return a kind of devices with their ranks, for messages."""
     return f"{kind} (rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})"
