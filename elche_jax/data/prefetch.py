@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
+from elche_jax._settings import with_settings
 from elche_jax._threads import wait_at_exit
 
 Item = TypeVar("Item")
@@ -28,6 +29,8 @@ _Room = queue.SimpleQueue[None]
 class Prefetch(Generic[Item]):
     """Iterator that runs another iterator in a thread, which holds one item ready.
 
+    JAX's settings in that thread are those of the thread that creates this.
+
     An exception of that iterator is raised, with its traceback, in the loop that requests the
     next item. The thread ends with `close`, which is also called when the last reference is
     dropped, after an exception, and when the interpreter exits.
@@ -45,7 +48,10 @@ class Prefetch(Generic[Item]):
         stop = threading.Event()
         # a daemon, as a source that is stuck must not keep the process from ending
         thread = threading.Thread(
-            target=_run, args=(make, ready, room, stop), name="elche-prefetch", daemon=True
+            target=with_settings(_run),
+            args=(make, ready, room, stop),
+            name="elche-prefetch",
+            daemon=True,
         )
         self._ready, self._room, self._stop = ready, room, stop
         # neither thread nor finalizer may refer to `self`, or it would never be collected

@@ -9,11 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elche_jax import _progress
+from elche_jax._settings import settings, with_settings
 from elche_jax._waiting import interruptible
 
 logger = logging.getLogger("elche_jax")
 
 Build = Callable[[], Any]
+_Key = tuple[tuple[Hashable, ...], Hashable]
+"""The settings of JAX, and the key of a program."""
 
 _MISSING = object()
 
@@ -47,6 +50,9 @@ class CompileCache:
     that exists only while there is something to build, `begin` in a thread of its own. A
     request that waits has priority: the background thread starts no new build meanwhile.
 
+    A program belongs to the settings of JAX that hold where it is requested (`jax.enable_x64`,
+    ...), which its build in another thread gets, too. Under others it is compiled anew.
+
     Args:
         on_compile: Called after each compile; None for no callback.
     """
@@ -54,12 +60,12 @@ class CompileCache:
     def __init__(self, on_compile: OnCompile | None = None) -> None:
         self._on_compile = on_compile
         self._changed = threading.Condition()
-        self._programs: dict[Hashable, Future[Any]] = {}
+        self._programs: dict[_Key, Future[Any]] = {}
         # what `get` answers at once; read without the lock, as every window does it
-        self._built: dict[Hashable, Any] = {}
+        self._built: dict[_Key, Any] = {}
         self._hits = 0
-        self._jobs: dict[Hashable, Build] = {}  # prepared, not started
-        self._begun: set[Hashable] = set()  # by `begin`, not requested since
+        self._jobs: dict[_Key, Build] = {}  # prepared, not started
+        self._begun: set[_Key] = set()  # by `begin`, not requested since
         self._stats = CompileStats()
         self._working = False
         self._waited_for = 0
@@ -78,14 +84,15 @@ class CompileCache:
 
     def ready(self, key: Hashable) -> bool:
         """Return whether the program is available without waiting."""
-        return key in self._built
+        return (settings(), key) in self._built
 
     def get(self, key: Hashable, build: Build) -> Any:
         """Return the program for a key, compiling it now if needed.
 
         A compile error is raised once and then forgotten: the next request tries again.
         """
-        built = self._built.get(key, _MISSING)
+        at = settings(), key
+        built = self._built.get(at, _MISSING)
         if built is not _MISSING:
             with self._changed:
                 self._hits += 1
@@ -94,14 +101,14 @@ class CompileCache:
         waits = 0  # an interrupt may come before it is counted
         try:
             with self._changed:  # once: `clear` in between would leave nobody to build it
-                new = key not in self._programs
-                program = self._programs.setdefault(key, Future())
+                new = at not in self._programs
+                program = self._programs.setdefault(at, Future())
                 self._waited_for, waits = self._waited_for + 1, 1
-                self._begun.discard(key)
-                if key in self._jobs:  # prepared, but not started: build it here
-                    new, build = True, self._jobs.pop(key)
+                self._begun.discard(at)
+                if at in self._jobs:  # prepared, but not started: build it here
+                    new, build = True, self._jobs.pop(at)
             if new:
-                self._fill(key, program, build)
+                self._fill(at, program, build)
             with interruptible():
                 error = program.exception()
         finally:
@@ -110,11 +117,11 @@ class CompileCache:
                 self._changed.notify_all()
         self._count(misses=1, waited_s=time.perf_counter() - start)
         with self._changed:
-            if self._programs.get(key) is program:  # not dropped in the meantime
+            if self._programs.get(at) is program:  # not dropped in the meantime
                 if error is None:
-                    self._built[key] = program.result()
+                    self._built[at] = program.result()
                 else:
-                    del self._programs[key]
+                    del self._programs[at]
         return program.result()
 
     def begin(self, key: Hashable, build: Build) -> None:
@@ -122,22 +129,24 @@ class CompileCache:
 
         That request counts as a miss even if the compile has finished by then.
         """
+        at, build = (settings(), key), with_settings(build)
         with self._changed:
-            if key in self._programs:
+            if at in self._programs:
                 return
-            self._programs[key] = program = Future[Any]()
-            self._begun.add(key)
-        self._start(lambda: self._fill(key, program, build))
+            self._programs[at] = program = Future[Any]()
+            self._begun.add(at)
+        self._start(lambda: self._fill(at, program, build))
 
     def prepare(self, key: Hashable, build: Build) -> None:
         """Compile a program in the background; return immediately.
 
         An error is logged, and raised when the program is requested.
         """
+        at, build = (settings(), key), with_settings(build)
         with self._changed:  # program and job together: a `get` in between would wait forever
-            if key in self._programs:
+            if at in self._programs:
                 return
-            self._programs[key], self._jobs[key] = Future(), build
+            self._programs[at], self._jobs[at] = Future(), build
             if self._working:
                 return
             self._working = True
@@ -156,8 +165,8 @@ class CompileCache:
     def clear(self) -> None:
         """Drop all programs; one that is being compiled is dropped once it is done."""
         with self._changed:
-            for key in self._jobs:  # they will not be built: end a `wait` for them
-                self._programs[key].set_result(None)
+            for at in self._jobs:  # they will not be built: end a `wait` for them
+                self._programs[at].set_result(None)
             for kept in (self._programs, self._built, self._jobs, self._begun):
                 kept.clear()
             self._changed.notify_all()
@@ -170,9 +179,9 @@ class CompileCache:
                 if not self._jobs or not threading.main_thread().is_alive():
                     self._working = False
                     return
-                key = next(iter(self._jobs))
-                program, build = self._programs[key], self._jobs.pop(key)
-            self._fill(key, program, build, ahead=1)
+                at = next(iter(self._jobs))
+                program, build = self._programs[at], self._jobs.pop(at)
+            self._fill(at, program, build, ahead=1)
             if (error := program.exception()) is not None:
                 logger.warning(
                     "elche: a program could not be compiled ahead of need (%s: %s); windows go on "
@@ -181,7 +190,7 @@ class CompileCache:
                     error,
                 )
 
-    def _fill(self, key: Hashable, program: "Future[Any]", build: Build, ahead: int = 0) -> None:
+    def _fill(self, at: _Key, program: "Future[Any]", build: Build, ahead: int = 0) -> None:
         start, built, error = time.perf_counter(), None, None
         try:
             with _progress.phase("compile"):
@@ -197,11 +206,11 @@ class CompileCache:
             self._changed
         ):  # before the result, as `wait` returns with it and `ready` must then hold
             # not if it was begun: the `get` to come must count as a miss
-            if self._programs.get(key) is program and key not in self._begun:
-                self._built[key] = built
+            if self._programs.get(at) is program and at not in self._begun:
+                self._built[at] = built
         program.set_result(built)
         if self._on_compile is not None:
-            self._on_compile(key, seconds, bool(ahead))
+            self._on_compile(at[1], seconds, bool(ahead))
 
     def _count(self, **more: float) -> None:
         with self._changed:

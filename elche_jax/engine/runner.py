@@ -45,10 +45,7 @@ class Program(NamedTuple):
         return self.traced()()
 
     def traced(self) -> Callable[[], PerDevice]:
-        """Trace it, and return what compiles it in another thread.
-
-        A new thread lacks the user's settings (`jax.enable_x64`, ...).
-        """
+        """Trace it, and return what compiles it; threads compile in parallel, but trace in turn."""
         return partial(self.mapped.finish, self.mapped.lower(*self.shapes()))
 
 

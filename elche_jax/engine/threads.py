@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
+from elche_jax._settings import with_settings
 from elche_jax._threads import wait_at_exit
 
 Job = Callable[[], object]
@@ -37,7 +38,7 @@ class DeviceThreads:
         self._queues = [queue.SimpleQueue[Job | None]() for _ in range(world_size)]
         threads = [
             threading.Thread(
-                target=_run,
+                target=with_settings(_run),
                 args=(jobs, failed, stop),
                 name=f"elche-{name}-{rank}",
                 daemon=True,
@@ -45,7 +46,7 @@ class DeviceThreads:
             for rank, jobs in enumerate(self._queues)
         ]
         threads += [
-            threading.Thread(target=fn, name=f"elche-{purpose}", daemon=True)
+            threading.Thread(target=with_settings(fn), name=f"elche-{purpose}", daemon=True)
             for purpose, fn in (also or {}).items()
         ]
         # `_close` gets the parts: a finalizer that refers to `self` would keep it alive

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from elche_jax import _progress
+from elche_jax._settings import settings
 from elche_jax.cadence import Cadence
 from elche_jax.data.order import Cursor
 from elche_jax.data.reader import IndexedReader, Reader, open_epoch
@@ -59,7 +60,7 @@ class Feed:
         shapes = jax.tree.leaves((plan.microbatch, resident))
         layout = (plan.placement, *((leaf.shape, leaf.dtype) for leaf in shapes))
         # kept by the runner, so that a later call of `windows` compiles nothing anew
-        self._capacities = runner.capacities.setdefault(layout, set())
+        self._capacities = runner.capacities.setdefault((settings(), layout), set())
         self._largest = self._largest_capacity()
         self._shapes: dict[int, Payload] = {}  # of payloads, by capacity
         # the loop loads a window again if a process is lost, while windows are read ahead

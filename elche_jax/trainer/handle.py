@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from elche_jax import _check as check
+from elche_jax._settings import with_settings
 from elche_jax.trainer.control import Control
 from elche_jax.trainer.epochs import EpochMetrics
 from elche_jax.trainer.result import FitResult
@@ -25,7 +26,9 @@ class Handle:
         self._joined = False
         self._polled = 0
         # not a daemon: a thread in the runtime when the interpreter ends would crash the process
-        self._thread = threading.Thread(target=run, name="elche-trainer", daemon=False)
+        self._thread = threading.Thread(
+            target=with_settings(run), name="elche-trainer", daemon=False
+        )
         self._thread.start()
 
     @property

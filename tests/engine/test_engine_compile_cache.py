@@ -320,8 +320,22 @@ def test_a_request_for_what_is_dropped_meanwhile_gets_a_program():
 def test_a_program_is_ready_as_soon_as_a_wait_for_it_may_end():
     cache, build, seen = CompileCache(), Build(), []
     cache.prepare("key", build)
-    cache._programs["key"].add_done_callback(lambda program: seen.append(cache.ready("key")))
+    [program] = cache._programs.values()
+    program.add_done_callback(lambda program: seen.append(cache.ready("key")))
     build.go.set()
     for thread in compilers():
         thread.join(GIVE_UP)
     assert seen == [True]
+
+
+@pytest.mark.parametrize("ahead", ["begin", "prepare"])
+def test_a_program_belongs_to_the_settings_of_jax(ahead):
+    cache = CompileCache()
+    with jax.default_matmul_precision("highest"):
+        getattr(cache, ahead)("key", lambda: jax.config.jax_default_matmul_precision)
+        assert cache.get("key", never) == "highest"
+        assert cache.ready("key")
+    assert not cache.ready("key")
+    assert cache.get("key", lambda: "another") == "another"
+    with jax.default_matmul_precision("highest"):
+        assert cache.get("key", never) == "highest"

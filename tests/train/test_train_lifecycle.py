@@ -575,22 +575,52 @@ def test_a_dropped_training_step_leaves_nothing_behind(how):
     assert [left(), left()] == [first] * 2
 
 
-def test_programs_are_traced_under_the_settings_of_the_loop():
-    """Some of JAX's settings hold in a thread alone; the optimizer is traced under them."""
-    seen = []
+class Seen:
+    """Data, a loss and an optimizer that note under which setting of JAX they are used."""
 
-    def update(updates, state, params=None):
-        seen.append(jax.config.jax_default_matmul_precision)
-        return updates, state
+    def __init__(self):
+        self.settings = {"read": set(), "loss": set(), "update": set()}
 
-    optimizer = optax.GradientTransformation(lambda params: (), update)
-    with jax.default_matmul_precision("highest"):
-        train = elche.build_train_step(
-            lambda params, batch, rng: ((params["w"] - batch) ** 2).mean(),
-            optimizer,
-            devices=jax.devices()[:2],
-        )
+    def note(self, where):
+        self.settings[where].add(jax.config.jax_default_matmul_precision)
+
+    def __len__(self):
+        return 8 * 40
+
+    def __getitem__(self, number):
+        self.note("read")
+        return np.ones(3, "float32")
+
+    def loss(self, params, batch, rng):
+        self.note("loss")
+        return ((params["w"] - batch) ** 2).mean()
+
+    def optimizer(self):
+        def update(updates, state, params=None):
+            self.note("update")
+            return updates, state
+
+        return optax.GradientTransformation(lambda params: (), update)
+
+
+@pytest.mark.parametrize("exchange", [None, elche.HostExchange()], ids=["devices", "host"])
+def test_threads_have_the_settings_of_the_loop(exchange):
+    """Some of JAX's settings hold in a thread alone. Data is read and programs are traced under
+    them, also those that a thread prepares: larger ones, fused ones, those of further devices."""
+    seen = Seen()
+    train = elche.build_train_step(
+        seen.loss, seen.optimizer(), devices=jax.devices()[:2], exchange=exchange,
+        cadence=elche.Replay([(2, 2)] * 22 + [(1, 3)] * 18),
+    )  # fmt: skip
+
+    def run():
         state = train.init({"w": np.zeros(3, "float32")})
-        for window in train.windows(np.ones((8, 3), "float32"), 2):
+        for window in train.windows(seen, 2, epochs=1):
             state, _ = train(state, window)
-    assert seen and set(seen) == {"highest"}
+            train._cache.wait()
+
+    with jax.default_matmul_precision("highest"):
+        run()
+    assert set(map(frozenset, seen.settings.values())) == {frozenset({"highest"})}
+    run()  # compiled anew, as `jax.jit` would be
+    assert set(map(frozenset, seen.settings.values())) == {frozenset({"highest", None})}

@@ -152,7 +152,7 @@ class Programs:
         for part in self.parts:
             one = self._ending(part, lead)[1]
             if not self._cache.ready(one.key):
-                self._cache.prepare(one.key, one.traced())
+                self._cache.prepare(one.key, one.build)
 
     def _ending(self, part: int, lead: int) -> tuple[list[Program], Program, list[Program]]:
         def each(name: str, fns: Sequence[Mapped], shapes: Callable[[], PyTree]) -> list[Program]:

@@ -1,0 +1,49 @@
+"""JAX's settings that hold in a single thread, taken along to the threads of a run."""
+
+import contextlib
+from collections.abc import Callable, Hashable
+from typing import ParamSpec, TypeVar
+
+import jax
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+NAMES = (
+    "enable_x64", "default_matmul_precision", "numpy_dtype_promotion", "numpy_rank_promotion",
+    "default_prng_impl", "threefry_partitionable", "enable_custom_prng", "legacy_prng_key",
+    "softmax_custom_jvp", "allow_f16_reductions", "default_device",
+)  # fmt: skip
+"""The context managers of `jax` that change what a function computes. Those that only watch it
+(`debug_nans`, `transfer_guard`, ...) stay in the thread that entered them."""
+
+_OPTIONS = tuple(f"jax_{name}" for name in NAMES)
+
+
+def settings() -> tuple[Hashable, ...]:
+    """Return the values that hold in this thread, in the order of `NAMES`."""
+    return tuple([getattr(jax.config, option) for option in _OPTIONS])
+
+
+def with_settings(fn: Callable[P, R]) -> Callable[P, R]:
+    """Return a function to be called in another thread, where this thread's settings hold.
+
+    Examples:
+        >>> import threading
+        >>> seen = []
+        >>> with jax.default_matmul_precision("highest"):
+        ...     read = with_settings(lambda: seen.append(jax.config.jax_default_matmul_precision))
+        >>> thread = threading.Thread(target=read)
+        >>> thread.start(); thread.join()
+        >>> seen
+        ['highest']
+    """
+    values = settings()
+
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        with contextlib.ExitStack() as stack:
+            for name, value in zip(NAMES, values, strict=True):
+                stack.enter_context(getattr(jax, name)(value))
+            return fn(*args, **kwargs)
+
+    return called
