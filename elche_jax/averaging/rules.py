@@ -240,7 +240,8 @@ class MeanGradient:
 
     Attributes:
         compression: Type in which gradients are sent: `"bfloat16"`, `"int8"` (with error
-            feedback, see `DiLoCo`), or None for float32. Sums are in float32 in any case.
+            feedback, see `DiLoCo`, for the device's own mean gradient of a window), or None
+            for float32. Sums are in float32 in any case.
         delay: Number of windows that may be pending. 0: devices wait for the exchange at the
             end of a window. `k`, at most 64: the gradient of a window is exchanged during the
             next windows and applied `k` windows later; the devices' parameters stay equal.

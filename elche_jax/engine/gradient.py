@@ -94,7 +94,11 @@ class GradientRule(Rule):
     def contribute(self, ended: Ended, sums: dict[str, Any]) -> tuple[Contribution, Leaves]:
         done, error = ended.done, averaging_of(ended.before).error
         worked = (done.steps > 0) & done.own
-        payload, error = encode(done.progress, error, worked, self.compression)
+        # rounding errors are kept of the device's mean, as the next window has another weight
+        unit = jnp.where(worked, done.steps, 1)
+        owed = [each * unit for each in error]
+        payload, owed = encode(done.progress, owed, worked, self.compression)
+        error = [each / unit for each in owed]
         none = jnp.float32(0)
         row = Row(done.steps, done.own.astype(jnp.float32), none, none, none)
         sums = sums | {"bad": (~done.own).astype(jnp.float32)}

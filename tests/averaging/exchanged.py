@@ -124,9 +124,11 @@ def train(
                     device.step(grads)
                 at += 1
             if local:
-                sums = {n: begun[n] - device.own[n] for n in LEAVES}
-            sent = device.sent(sums, kind) if delivers and count else None
-            device.pending.append((sums, count, losses[rank], sent))
+                progress = {n: begun[n] - device.own[n] for n in LEAVES}
+            else:
+                progress = {n: total / max(count, 1) for n, total in sums.items()}
+            sent = device.sent(progress, kind) if delivers and count else None
+            device.pending.append((progress, count, losses[rank], sent))
         since += np.array(each, float)[None]
         oldest = window + 1 - len(devices[0].pending)
         if not ahead and len(devices[0].pending) > delay and not (ran and ran[0][0] <= oldest):
@@ -148,12 +150,11 @@ def _exchange(devices, base, done, amount, names, local, outer, kind, weigh, los
                 sent = done[rank][3][name]
             else:
                 sent, device.error[name] = rounded(done[rank][0][name], kind, device.error[name])
-            total[name] += sent * (raw[rank] / raw.sum() if local else 1)
+            total[name] += sent * raw[rank] / raw.sum()
     for name in names:
         if not local:  # all devices take the same step
-            mean = total[name] / amount.sum()
             for device in devices:
-                device.trace[name] = mean + MOMENTUM * device.trace[name]
+                device.trace[name] = total[name] + MOMENTUM * device.trace[name]
                 device.own[name] = device.own[name] - LEARNING_RATE * device.trace[name]
             continue
         update = -total[name] if outer is None else outer.update(name, total[name])

@@ -291,6 +291,25 @@ def test_what_a_device_that_has_no_share_holds_is_not_read():
         np.testing.assert_allclose(host_sums(sent, np.asarray(share))[0], [1, 2], rtol=1e-2)
 
 
+@pytest.mark.parametrize("exchange", [None, slow(elche.HostExchange())], ids=["devices", "host"])
+def test_what_was_lost_of_a_long_window_does_not_swamp_a_short_one(exchange):
+    """What is sent next is the error of the mean, of whatever windows: at most half a level."""
+    gradient = np.float32([1, 0.0123, -0.0567, 0.25])
+    counts = [(60, 40), (1, 0), (0, 1), (30, 70), (0, 1)]
+    train = elche.build_train_step(
+        lambda params, batch, rng: (batch @ params).mean(), optax.sgd(1.0),
+        devices=jax.devices()[:2], averaging=elche.MeanGradient("int8"), exchange=exchange,
+        cadence=elche.Replay(counts),
+    )  # fmt: skip
+    state, at = train.init(np.zeros(4, "float32")), [np.zeros(4)]
+    for window in train.windows(np.tile(gradient, (sum(map(sum, counts)), 1)), 1, shuffle=False):
+        state, _ = train(state, window)
+        at.append(np.asarray(elche.unreplicate(state.params)))
+    updates = -np.diff(at, axis=0)
+    # half a level of this window, and half a level of the one before
+    assert np.abs(updates - gradient).max() <= 1.02 / 127
+
+
 def test_bytes():
     leaves = [jnp.zeros((3, 5)), jnp.zeros(7)]
     for compression, sent in ((None, 88), ("bfloat16", 44), ("int8", 30)):
