@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import logging
 import os
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -112,6 +113,14 @@ def mixed(twins: list[jax.Device]) -> list[jax.Device]:
     """Two devices of JAX's own client, and one of another between them."""
     cpus = jax.devices("cpu")
     return [cpus[0], twins[0], cpus[1]]
+
+
+@pytest.fixture
+def sigint() -> Iterator[None]:
+    """Ctrl-C interrupts, also in a suite that was started with it ignored (`nohup`)."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -1,8 +1,11 @@
-"""Waiting for other threads with Ctrl-C allowed."""
+"""Where a Ctrl-C may come: in waits for other threads, but not in the middle of a hand-over."""
 
+import signal
 import sys
+import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -24,3 +27,44 @@ def interruptible() -> Generator[None, None, None]:
         if isinstance(cause, Exception):
             raise
         raise cause from None
+
+
+class HeldInterrupt(AbstractContextManager["HeldInterrupt"]):
+    """Holds a Ctrl-C back, from `begin` to the end of the block; the caller has to raise it then.
+
+    Only one that Python's own handler would raise: handlers of others are left alone. The second
+    one is not held back. If the block ends with an error, `KeyboardInterrupt` takes its place.
+
+    Attributes:
+        came: Whether one came.
+
+    Examples:
+        >>> with HeldInterrupt() as interrupt:
+        ...     interrupt.begin()
+        ...     state = "handed over without an interrupt in the middle"
+        >>> interrupt.came
+        False
+    """
+
+    def __init__(self) -> None:
+        self.came = self._holds = False
+
+    def begin(self) -> None:
+        """Begin to hold it back; without effect if that began before, or in other threads."""
+        if self._holds or threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._note)
+            self._holds = True
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self.came:
+            signal.default_int_handler(number, frame)
+        self.came = True
+
+    def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
+        if self._holds:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._holds = False
+        if self.came and error is not None:
+            raise KeyboardInterrupt

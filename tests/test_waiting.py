@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from unittest import mock
 
 import jax
 import numpy as np
@@ -9,8 +10,10 @@ import optax
 import pytest
 
 import elche_jax as elche
-from elche_jax._waiting import interruptible
+from elche_jax._waiting import HeldInterrupt, interruptible
 from elche_jax.data.prefetch import Prefetch
+from elche_jax.engine.runner import Runner
+from elche_jax.engine.timing import LoopClock
 from elche_jax.lab import EmulatedSpeeds
 
 
@@ -123,3 +126,92 @@ def test_a_loop_that_waits_is_interrupted(place, torn):
                 torn()
                 if place == "drain":
                     windows.drain()
+
+
+def test_an_interrupt_is_held_back_once(sigint):
+    with HeldInterrupt() as interrupt:
+        interrupt.begin()
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.came
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(KeyboardInterrupt) as raised, HeldInterrupt() as interrupt:
+        interrupt.begin()
+        signal.raise_signal(signal.SIGINT)
+        raise ValueError("mine")
+    assert isinstance(raised.value.__context__, ValueError)
+
+
+def test_a_handler_of_ones_own_is_left_alone(sigint):
+    seen = []
+    signal.signal(signal.SIGINT, lambda *_: seen.append(1))
+    with HeldInterrupt() as interrupt:
+        interrupt.begin()
+        signal.raise_signal(signal.SIGINT)
+        assert seen == [1] and not interrupt.came
+
+
+@pytest.mark.parametrize(("world", "name"), [(1, "window"), (2, "combine"), (2, "last")])
+def test_ctrl_c_while_a_program_takes_the_state_over_loses_nothing(
+    world, name, sigint, monkeypatch
+):
+    data, seen, get = (
+        {"x": np.float32(np.random.default_rng(0).normal(size=(48, 3)))},
+        [],
+        Runner._get,
+    )
+
+    def pressing(self, program):
+        run = get(self, program)
+
+        def called(*args):
+            results = run(*args)  # the arguments are given up
+            seen.append(program.key[0])
+            if seen.count(name) == 2 and seen[-1] == name:
+                signal.raise_signal(signal.SIGINT)
+            return results
+
+        return called
+
+    def fit(cursor=None):
+        """Trains from a window on; how far it came, and whether it was interrupted."""
+        nonlocal state
+        interrupted = False
+        try:
+            for window in train.windows(data, 48 // 24 // world, shuffle=False, cursor=cursor):
+                state, _ = train(state, window)
+                train._cache.wait()  # from then on windows may be one program
+                cursor = window.cursor
+        except KeyboardInterrupt:
+            interrupted = True
+        return cursor, interrupted
+
+    train = elche.build_train_step(
+        loss_fn, optax.adam(0.1), devices=jax.devices()[:world], cadence=elche.EveryBatch()
+    )
+    state = train.init({"w": np.ones(3, "float32")})
+    fit()
+    whole, state = state, train.init({"w": np.ones(3, "float32")})
+    monkeypatch.setattr(Runner, "_get", pressing)
+    cursor, interrupted = fit()
+    assert interrupted and seen.count(name) == 2
+    assert int(elche.unreplicate(state.step)) == cursor.window < 24
+    assert fit(cursor) == (mock.ANY, False)
+    np.testing.assert_array_equal(state.params["w"], whole.params["w"])
+
+
+def test_a_window_whose_wait_was_interrupted_is_waited_for_again():
+    waits, done = [KeyboardInterrupt, None], []
+
+    class Token:
+        def block_until_ready(self):
+            if error := waits.pop(0):
+                raise error
+
+    clock = LoopClock(done.append)
+    clock.combining(7, 0.0, Token())
+    with pytest.raises(KeyboardInterrupt):
+        clock.wait(threading.Condition(), lambda: False)
+    clock.wait(threading.Condition(), lambda: False)
+    assert [times.window for times in done] == [7]

@@ -76,6 +76,8 @@ class Launch:
         examples: Valid examples of all of them.
         survey: What is exchanged of its times; None in a job of one process.
         timed: Whether the clock times it.
+        hold: Called before a program is dispatched that takes the state over: from then on a
+            Ctrl-C waits until the loop has the new one.
     """
 
     watch: Clock | None
@@ -85,6 +87,7 @@ class Launch:
     examples: int = 0
     survey: Survey | None = None
     timed: bool = True
+    hold: Callable[[], None] = lambda: None
 
     def __call__(self, token: Any, ranks: Sequence[int] | None = None) -> None:
         """Pass the clock a token that becomes ready when a device has accumulated.
@@ -331,6 +334,7 @@ class Runner(WindowRunner):
         self._multiple_calls |= len(calls) > 1
         if self._one_program:
             whole = self._get(self._program(calls[0].payload))
+            launch.hold()
             (state, end), metrics = whole(state, calls[0].payload, calls[0].call_args)
             return state, metrics, end
         read, token, sums = self._computation.reads(state), None, None
@@ -340,6 +344,7 @@ class Runner(WindowRunner):
             self.sums.put(sums)
         if fused:
             last = self._get(self._last_program(calls[-1].payload))
+            launch.hold()
             (state, sums, end), metrics = last(
                 state, self.sums.take(), calls[-1].payload, calls[-1].call_args
             )
@@ -348,6 +353,7 @@ class Runner(WindowRunner):
         combine = self._get(self._combine_program())
         assert token is not None  # a window has at least one call
         launch(token)
+        launch.hold()
         (state, end), metrics = combine(state, sums)
         return state, metrics, end
 

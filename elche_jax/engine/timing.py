@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Protocol
 import jax
 
 from elche_jax import _progress
-from elche_jax._waiting import interruptible
+from elche_jax._waiting import HeldInterrupt, interruptible
 from elche_jax.engine.threads import DeviceThreads
 
 
@@ -286,10 +286,15 @@ class LoopClock(Clock):
         """Wait for windows, oldest first, until the condition holds or none is left."""
         del changed  # no other thread changes anything
         while self._open and not until():
-            window, dispatched, token = self._open.popleft()
+            window, dispatched, token = self._open[0]
             with _progress.phase("window"):
-                token.block_until_ready()
-            self._done(WindowTimes(window, dispatched, None, (time.perf_counter(),)))
+                token.block_until_ready()  # interrupted, it is waited for again
+            with HeldInterrupt() as interrupt:
+                interrupt.begin()
+                self._open.popleft()
+                self._done(WindowTimes(window, dispatched, None, (time.perf_counter(),)))
+            if interrupt.came:
+                raise KeyboardInterrupt
 
     def close(self) -> None:
         """Drop the windows that are still running."""

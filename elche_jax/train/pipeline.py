@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -172,12 +172,18 @@ class Pipeline(Planning[R]):
         self.errors.check()
 
     @contextmanager
-    def dispatch(self, window: Window) -> Generator[InFlight]:
+    def dispatch(
+        self, window: Window, hold: Callable[[], None] = lambda: None
+    ) -> Generator[InFlight]:
         """Dispatch a window; the body of the `with` launches its programs.
 
         Waits first while too many windows are in flight, then compiles what the first window
         needs. The body fills in the token and whatever else the programs return. If it
         raises, the window counts as complete, so that no plan waits for it.
+
+        Args:
+            window: The window.
+            hold: See `Launch.hold`.
         """
         self._admit(window)
         launch = None
@@ -192,7 +198,9 @@ class Pipeline(Planning[R]):
             survey = None
             if self._surveys:
                 survey = Survey(lambda: self._measured(flight, misses), self._scheduler.lost)
-            launch = Launch(clock, self._dispatches, at, window.counts, window.examples, survey)
+            launch = Launch(
+                clock, self._dispatches, at, window.counts, window.examples, survey, hold=hold
+            )
             flight = InFlight(window.plan, self._requested, launch, self._cold)
             flight.tells = self._telling.untold
             if self.runner.runs_ahead:  # no other one is taken back

@@ -3,6 +3,7 @@
 import jax
 
 from elche_jax._processes import PROCESSES, ExchangeLost
+from elche_jax._waiting import HeldInterrupt
 from elche_jax.engine.checksum import checksums
 from elche_jax.engine.lane import Fleet
 from elche_jax.engine.laned import StackedArray
@@ -58,7 +59,10 @@ class Training:
             state, windows = pipeline.present(state, windows, lost)
             try:
                 for first in windows[:1]:
-                    state, metrics = self._dispatch(pipeline, state, first)
+                    with HeldInterrupt() as interrupt:
+                        state, metrics = self._dispatch(pipeline, state, first, interrupt)
+                    if interrupt.came:
+                        _interrupt(pipeline)
                     windows, lost = windows[1:], False
                 if not windows:
                     pipeline.wait_for_means(window)
@@ -67,10 +71,11 @@ class Training:
                 lost = True
 
     def _dispatch(
-        self, pipeline: Pipeline[WindowRunner], state: TrainState, window: Window
-    ) -> Trained:
+        self, pipeline: Pipeline[WindowRunner], state: TrainState, window: Window,
+        interrupt: HeldInterrupt,
+    ) -> Trained:  # fmt: skip
         runner = pipeline.runner
-        with pipeline.dispatch(window) as flight:
+        with pipeline.dispatch(window, interrupt.begin) as flight:
             timed = self._timing.timed(self._scheduler.windows, window.counts)
             # asked only if the window is not timed, so a short run never compiles the fused program
             flight.timed = timed or not runner.fuses(window.calls[-1].payload)
@@ -102,3 +107,10 @@ class Training:
             return None
         self._verified = True
         return checksums(runner.replicated(state), self._fleet)
+
+
+def _interrupt(pipeline: Pipeline[WindowRunner]) -> None:
+    """Raise a Ctrl-C that was held back once the loop has the new state."""
+    if pipeline.closed:
+        raise KeyboardInterrupt  # nobody asks for a next window
+    pipeline.errors.keep(KeyboardInterrupt())

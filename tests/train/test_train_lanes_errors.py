@@ -481,14 +481,6 @@ def interrupting(signals):
     return loss, examples, caught, go_on
 
 
-@pytest.fixture
-def sigint():
-    """Ctrl-C interrupts, also in a suite that was started with it ignored (`nohup`)."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pending
 def test_ctrl_c_waits_for_the_window_and_loses_nothing(averaging, sigint):
     loss, examples, _, _ = interrupting(signals=1)

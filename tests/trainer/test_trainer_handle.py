@@ -207,16 +207,12 @@ said.wait()
     assert steps(tmp_path)[-1] >= 6
 
 
-def test_what_fails_while_an_interrupted_run_ends_is_said():
+def test_what_fails_while_an_interrupted_run_ends_is_said(sigint):
     control = Control()
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
-    try:
-        with pytest.raises(KeyboardInterrupt) as raised, interrupts(control, say=False):
-            signal.raise_signal(signal.SIGINT)
-            assert control.reason == "interrupt"
-            control.finish(error=OSError("the disk is full"))
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt) as raised, interrupts(control, say=False):
+        signal.raise_signal(signal.SIGINT)
+        assert control.reason == "interrupt"
+        control.finish(error=OSError("the disk is full"))
     assert str(raised.value.__cause__) == "the disk is full"
 
 
