@@ -40,7 +40,8 @@ class Weighted:
         weight: Scalar, the number of counted items, at least 0. It is treated as a constant
             by the gradient. With weight 0 the microbatch contributes nothing, even if
             `loss` is NaN. A window is not finite if a weight is negative, or if weights above
-            0 sum to less than 2**-100 (8e-31).
+            0 sum to less than 2**-100 (8e-31). With windows pending (`delay`) such a sum drops
+            the window's update, and only `metrics["finite"]` says so.
 
     Examples:
         >>> import jax.numpy as jnp
