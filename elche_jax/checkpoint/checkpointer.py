@@ -298,7 +298,8 @@ class Checkpointer:
             NonFiniteError, ReplicaMismatch: Raised by a window in flight.
             TypeError: `window` is not a window.
             ValueError: The folder already has a checkpoint of this window or a later one, as
-                `restore` was not called; or another window was trained since.
+                `restore` was not called, or something else where it belongs; or another window
+                was trained since.
         """
         pipeline = self._train.pipeline_of(window, "Checkpointer.save")
         due = self.due(window)
@@ -365,6 +366,7 @@ class Checkpointer:
                 f"one to be saved ({step}), got one after {self._store.steps[-1]}. Call restore "
                 "before the loop and pass its cursor, or take another folder."
             )
+        self._store.check_free(step)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk or has failed; all processes call it."""

@@ -27,7 +27,8 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 """Part of the name of an unfinished checkpoint, the same as in Orbax."""
 
 STATE, MANIFEST = "state", "manifest/metadata"
-"""Paths of the arrays and of their manifest within a checkpoint."""
+"""Paths of the arrays and of their manifest within a checkpoint. A folder without the manifest's
+folder is none of ours, whatever its name: class folders, runs by seed, checkpoints of Orbax."""
 
 
 class DamagedCheckpoint(RuntimeError):
@@ -93,9 +94,7 @@ class Store:
         self._remove_unfinished()
         with _quiet():
             self._writer = ArrayWriter()
-        names = [path.name for path in self.folder.iterdir()]
-        steps = [int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name)]
-        self._scores = {step: self._score(step) for step in steps}
+        self._scores = {step: self._score(step) for step in steps_in(self.folder)}
 
     def save(
         self,
@@ -118,12 +117,11 @@ class Store:
             Size of the arrays in bytes.
 
         Raises:
-            ValueError: The step already exists.
+            ValueError: The step already exists, or there is something else of its name.
             OSError: The checkpoint could not be written.
         """
+        self.check_free(step)
         path = self._path(step)
-        if path.exists():
-            raise ValueError(f"checkpoint: {path} must not exist before it is written.")
         specs = {name: LeafSpec.of(array, name in own) for name, array in leaves.items()}
         score = None if score is None or not math.isfinite(score) else float(score)
         content = {
@@ -156,6 +154,20 @@ class Store:
         self._scores[step] = score
         self._remove_old()
         return sum(array.nbytes for array in leaves.values())
+
+    def check_free(self, step: int) -> None:
+        """Check that a checkpoint may be written.
+
+        Raises:
+            ValueError: The step already exists, or there is something else of its name.
+        """
+        path = self._path(step)
+        if os.path.lexists(path):
+            got = "another checkpoint" if step in self._scores else "something that is none"
+            raise ValueError(
+                f"checkpoints: {path} must not exist before a checkpoint is written there, got "
+                f"{got}. Move it, or use another folder."
+            )
 
     @property
     def steps(self) -> list[int]:
@@ -306,6 +318,32 @@ class Store:
         self._path(step).rename(aside)
         del self._scores[step]
         return aside
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps of the checkpoints in a folder, oldest first; whole or damaged ones.
+
+    Raises:
+        OSError: The folder, or one of its folders that may be a checkpoint, cannot be read.
+    """
+    names = [path.name for path in folder.iterdir()]
+    steps = sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
+    ours = [step for step in steps if _is_ours(folder / str(step))]
+    if len(ours) < len(steps):
+        others = ", ".join(str(step) for step in steps if step not in ours)
+        logger.warning(
+            "elche: %s in %s are no checkpoints, as they have no %s, and are left alone.",
+            shorten(others, 100), folder, Path(MANIFEST).parent,
+        )  # fmt: skip
+    return ours
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        os.listdir(path / Path(MANIFEST).parent)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 @contextmanager

@@ -119,6 +119,18 @@ def test_a_folder_that_has_later_ones(train, windows8, tmp_path):
     assert steps(tmp_path) == [7]
 
 
+def test_a_folder_in_the_place_of_a_checkpoint(train, windows8, tmp_path):
+    """Said by the loop, before anything is copied or written, whatever `on_error` is."""
+    state, windows = windows8
+    (tmp_path / "3").mkdir()
+    with saver_in(train, tmp_path, on_error="end") as saver:
+        assert saver.restore(state) == (state, None)
+        with pytest.raises(ValueError, match=r"/3 must not exist .*, got something that is none\."):
+            saver.save(state, windows[2])
+        assert saver.save(state, windows[3], force=True)
+    assert steps(tmp_path) == [3, 4] and not list((tmp_path / "3").iterdir())
+
+
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_the_best_by_score(mode, train, windows8, tmp_path):
     state, windows = windows8

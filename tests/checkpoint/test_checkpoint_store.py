@@ -96,11 +96,41 @@ def test_a_step_that_is_there_is_not_overwritten(tmp_path):
     store = Store(fill(tmp_path))
     with pytest.raises(
         ValueError,
-        match=r"^checkpoint: .*/2 must not exist before it is written\.$",
+        match=r"^checkpoints: .*/2 must not exist before a checkpoint is written there, got "
+        r"another checkpoint\. Move it, or use another folder\.$",
     ):
         store.save(2, LEAVES, OWN, {})
     assert is_whole(store.newest())
     store.close()
+
+
+def test_what_is_no_checkpoint_is_left_alone(tmp_path, caplog):
+    """Class folders, runs by seed and checkpoints of Orbax are also named by numbers."""
+    folder = fill(tmp_path, (4,))
+    for name in ("0", "1", "9"):
+        (folder / name / "state").mkdir(parents=True)
+        (folder / name / "state" / "mine.txt").write_text(name)
+    (folder / "8").write_text("mine")
+    others = {path: path.read_text() for path in folder.rglob("mine.txt")}
+    caplog.clear()
+    store = Store(folder, keep_last=1)
+    assert caplog.messages == [
+        f"elche: 0, 1, 8, 9 in {folder} are no checkpoints, as they have no manifest, and are "
+        "left alone."
+    ]
+    assert store.steps == [4] and is_whole(store.newest())
+    store.save(5, leaves(5), OWN, {"step": 5})
+    assert store.steps == [5] and is_whole(store.newest())
+    for step in (8, 9):
+        with pytest.raises(
+            ValueError,
+            match=rf"^checkpoints: .*/{step} must not exist before a checkpoint is written there, "
+            r"got something that is none\. Move it, or use another folder\.$",
+        ):
+            store.save(step, LEAVES, OWN, {})
+    store.close()
+    assert {path: path.read_text() for path in folder.rglob("mine.txt")} == others
+    assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "5", "8", "9"]
 
 
 # -- damage
