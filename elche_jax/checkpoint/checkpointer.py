@@ -22,7 +22,7 @@ from elche_jax.checkpoint.memory import Memory
 from elche_jax.checkpoint.options import RESUME, Checkpoints
 from elche_jax.checkpoint.reading import Restored, read_by_first
 from elche_jax.checkpoint.snapshot import take
-from elche_jax.checkpoint.store import Saved, Store
+from elche_jax.checkpoint.store import Saved, Store, may_hold
 from elche_jax.data.order import Cursor
 from elche_jax.engine.state import TrainState
 from elche_jax.observe.events import CheckpointEvent
@@ -62,8 +62,9 @@ class Checkpointer:
     Raises:
         ValueError: There is no folder.
         RuntimeError: Another process, or another `Checkpointer`, uses the folder.
-        OSError: The folder cannot be created, with `on_error="now"`; otherwise training runs
-            without checkpoints, and `close` raises `CheckpointError`.
+        OSError: The folder cannot be created or opened, with `on_error="now"`, or if there may be
+            checkpoints in it; otherwise training runs without checkpoints, and `close` raises
+            `CheckpointError`.
 
     Examples:
         >>> import tempfile, elche_jax as elche, jax, numpy as np, optax
@@ -132,6 +133,11 @@ class Checkpointer:
                 self._lock.close()
             if asked.on_error == "now":
                 raise
+            if may_hold(self._folder):  # not to begin anew as if there were none
+                raise OSError(
+                    f"checkpoints: {self._folder} must be open for reading and writing, as it may "
+                    f"hold checkpoints, but {described(error)}. Mend that, or use another folder."
+                ) from error
             logger.warning("elche: no checkpoints will be written: %s", described(error))
             self._error = error
             return False

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -46,6 +47,7 @@ def lock(folder: Path) -> IO[str] | None:
         )
         return None
     file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
+    # of use to those who are refused only: a full disk must not keep this one from reading
+    with suppress(OSError):
+        os.write(file.fileno(), str(os.getpid()).encode())
     return file

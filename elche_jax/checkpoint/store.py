@@ -1,5 +1,6 @@
 """A folder of checkpoints, each either complete or absent, with checksums."""
 
+import errno
 import json
 import logging
 import math
@@ -326,7 +327,7 @@ def steps_in(folder: Path) -> list[int]:
     Raises:
         OSError: The folder, or one of its folders that may be a checkpoint, cannot be read.
     """
-    names = [path.name for path in folder.iterdir()]
+    names = os.listdir(folder)
     steps = sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
     ours = [step for step in steps if _is_ours(folder / str(step))]
     if len(ours) < len(steps):
@@ -344,6 +345,14 @@ def _is_ours(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
+
+
+def may_hold(folder: Path) -> bool:
+    """Return whether there are checkpoints in a folder, or it cannot be known."""
+    try:
+        return bool(steps_in(folder))
+    except OSError as error:  # these say that there is no such folder
+        return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+import os
 import sys
 import threading
 
@@ -380,6 +381,56 @@ def test_a_folder_that_cannot_be_made(train, tmp_path, caplog):
     for where in (folder, tmp_path / ("a" * 300)):
         with pytest.raises(elche.CheckpointError), saver_in(train, where, on_error="end") as saver:
             loop(train, saver, "never")
+
+
+def test_a_full_disk_is_resumed_from(train, tmp_path, monkeypatch, caplog):
+    """Not even the process's id can be written; the lock holds all the same."""
+    with saver_in(train, tmp_path) as saver:
+        loop(train, saver)
+    write = os.write
+
+    def full(file, text):
+        if str(os.getpid()).encode() == text:
+            raise OSError(28, "No space left on device")
+        return write(file, text)
+
+    monkeypatch.setattr(os, "write", full)
+    broken(monkeypatch)
+    saver = saver_in(train, tmp_path, on_error="end")
+    with pytest.raises(RuntimeError, match=r"another one \(process unknown\) is using it"):
+        saver_in(train, tmp_path)
+    _, cursor = saver.restore(CASE.init(train))
+    assert cursor.window == 6
+    assert int(loop(train, saver, epochs=2).step[0]) == 16
+    with pytest.raises(elche.CheckpointError, match=FULL):
+        saver.close()
+    assert steps(tmp_path) == [3, 6]
+
+
+def test_checkpoints_that_cannot_be_opened(train, tmp_path, monkeypatch):
+    """A run that began anew would be as if they were not there."""
+    with saver_in(train, tmp_path) as saver:
+        loop(train, saver)
+
+    def fails(_):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("elche_jax.checkpoint.checkpointer.lock", fails)
+        with pytest.raises(
+            OSError,
+            match=rf"^checkpoints: {tmp_path} must be open for reading and writing, as it may hold "
+            r"checkpoints, but PermissionError: .* Permission denied\. Mend that, or use another",
+        ):
+            saver_in(train, tmp_path, on_error="end")
+        new = tmp_path / "new"
+        with pytest.raises(elche.CheckpointError), saver_in(train, new, on_error="end") as saver:
+            loop(train, saver)  # there are none
+        patch.setattr(os, "listdir", fails)
+        with pytest.raises(OSError, match="as it may hold"):  # whether it does is not known
+            saver_in(train, new, on_error="end")
+    with saver_in(train, tmp_path, on_error="end") as saver:
+        assert saver.restore(CASE.init(train))[1].window == 6
 
 
 FULL_DISK = """
