@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import cache, partial
 from os.path import exists  # unlike Path.exists, accepts any name
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from elche_jax import _check as check, _progress
 from elche_jax._exit import before_exit
@@ -108,7 +108,7 @@ class Checkpointer:
         self._closed = False
         self._step: int | None = None
         self._last = time.monotonic()
-        self._lock: IO[str] | None = None
+        self._unlock: Callable[[], None] | None = None
         self._created: list[Path] = []
         self._unwanted: list[Path] = []  # created folders to remove again in `close`
         self._store: Store | None = None  # of the first process
@@ -123,14 +123,14 @@ class Checkpointer:
         self._created = [path for path in parents if not exists(path)]
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._lock = lock(self._folder)  # before anything in it is changed
+            self._unlock = lock(self._folder)  # before anything in it is changed
             self._store = Store(
                 self._folder, asked.keep_last, asked.keep_best, asked.mode, asked.monitor
             )
             return True
         except OSError as error:
-            if self._lock is not None:
-                self._lock.close()
+            if self._unlock is not None:
+                self._unlock()
             if asked.on_error == "now":
                 raise
             if may_hold(self._folder):  # not to begin anew as if there were none
@@ -426,8 +426,8 @@ class Checkpointer:
                         path.rmdir()
             if self._store is not None:
                 self._store.close()
-            if self._lock is not None:
-                self._lock.close()
+            if self._unlock is not None:
+                self._unlock()
         self._raise()
 
     def __enter__(self) -> "Checkpointer":

@@ -2,7 +2,9 @@
 
 import logging
 import os
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -14,11 +16,11 @@ except ImportError:  # Windows: the folder is not locked
 logger = logging.getLogger("elche_jax")
 
 
-def lock(folder: Path) -> IO[str] | None:
-    """Lock a folder until the returned file is closed or the process ends.
+def lock(folder: Path) -> Callable[[], None] | None:
+    """Lock a folder until the returned function is called or the process ends.
 
     Returns:
-        The file; None where files cannot be locked.
+        The function, which may be called again; None where files cannot be locked.
 
     Raises:
         RuntimeError: Another process, or another object of this process, holds the lock.
@@ -50,4 +52,12 @@ def lock(folder: Path) -> IO[str] | None:
     # of use to those who are refused only: a full disk must not keep this one from reading
     with suppress(OSError):
         os.write(file.fileno(), str(os.getpid()).encode())
-    return file
+    return partial(_unlock, file, os.getpid())
+
+
+def _unlock(file: IO[str], owner: int) -> None:
+    # a process that was forked meanwhile has the file open, too: closing it here would leave it
+    # locked, and what the other one does with its copy must not unlock it
+    if fcntl is not None and not file.closed and os.getpid() == owner:
+        fcntl.flock(file, fcntl.LOCK_UN)
+    file.close()

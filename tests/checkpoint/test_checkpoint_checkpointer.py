@@ -1,6 +1,7 @@
 """`Checkpointer`: when it saves, what it says, and what happens where it cannot."""
 
 import dataclasses
+import fcntl
 import logging
 import math
 import os
@@ -603,6 +604,30 @@ def test_a_window_of_another_training_step(train, tmp_path):
         state, _ = other(state, window)
         with pytest.raises(ValueError, match=message):
             saver.save(state, window)
+
+
+def test_a_forked_process_has_no_part_in_the_lock(train, tmp_path, monkeypatch):
+    """It shares what its parent has opened, as if by a duplicate, for as long as it lives."""
+    shared, flock = [], fcntl.flock
+
+    def forks(file, how):
+        flock(file, how)
+        shared.append(os.dup(file.fileno()))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", forks)
+        saver, other = saver_in(train, tmp_path / "run"), saver_in(train, tmp_path / "other")
+    saver.close()
+    again = saver_in(train, tmp_path / "run")
+    again.close()
+    again.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)
+        other.close()  # by the forked process
+    with pytest.raises(RuntimeError, match=rf"another one \(process {os.getpid()}\) is using it"):
+        saver_in(train, tmp_path / "other")
+    for file in shared:
+        os.close(file)
 
 
 def test_something_else_than_what_saves(train, tmp_path):
