@@ -19,6 +19,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from elche_jax.checkpoint.leaves import LeafSpec, decode, digest, encode
+from elche_jax.observe.atomic import sync, sync_entries
 
 logger = logging.getLogger("elche_jax")
 
@@ -64,7 +65,7 @@ class Store:
 
     A checkpoint is written to a temporary folder, which is renamed when complete, so that a kill
     leaves the earlier checkpoints intact. A manifest with checksums of the leaves detects damage.
-    Old checkpoints are deleted after a new one is complete.
+    Old checkpoints are deleted after a new one is complete, and on disk even if the power is cut.
 
     Args:
         folder: The folder; created if missing.
@@ -145,6 +146,7 @@ class Store:
                 self._writer.write(temporary / STATE, unflatten_dict(there, sep="/"))
             (temporary / MANIFEST).parent.mkdir()
             (temporary / MANIFEST).write_text(json.dumps(manifest))
+            sync(temporary)  # orbax does so with the arrays alone
             temporary.rename(path)
         except BaseException as error:
             self._remove_unfinished()  # free the space on a full disk
@@ -153,6 +155,7 @@ class Store:
                 raise
             raise cause from error
         self._scores[step] = score
+        sync_entries(self.folder)  # a power cut must leave the new one, or the old ones
         self._remove_old()
         return sum(array.nbytes for array in leaves.values())
 

@@ -1,5 +1,6 @@
-"""Writing files completely or not at all."""
+"""Writing files completely or not at all, even if the power is cut."""
 
+import errno
 import os
 import threading
 from collections.abc import Generator
@@ -58,3 +59,40 @@ def replacing(path: str | PathLike[str]) -> Generator[BinaryIO, None, None]:
         if isinstance(error, OSError) and error.filename == str(temporary):
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder and all that is in it, is on disk.
+
+    A file that was renamed or is new is there after a power cut once its folder is synced, too.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    folder = path.is_dir()
+    for one in path.iterdir() if folder else ():
+        sync(one)
+    sync_entries(path) if folder else _sync(path, os.O_RDWR)
+
+
+def sync_entries(folder: Path) -> None:
+    """Wait until the names in a folder are on disk.
+
+    Raises:
+        OSError: They cannot be written.
+    """
+    if os.name == "nt":  # which has no such call
+        return
+    try:
+        _sync(folder, os.O_RDONLY)
+    except OSError as error:  # some file systems of a network have none either
+        if error.errno not in (errno.EINVAL, errno.EBADF):
+            raise
+
+
+def _sync(path: Path, flags: int) -> None:
+    file = os.open(path, flags)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

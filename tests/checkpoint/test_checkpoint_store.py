@@ -1,9 +1,12 @@
 """What is written is read, or known to be damaged; and what is kept."""
 
+import errno
 import json
 import logging
 import math
+import os
 import shutil
+import stat
 import sys
 import tempfile
 from pathlib import Path
@@ -277,6 +280,55 @@ def test_what_a_killed_save_leaves_behind(filled, tmp_path):
     assert is_whole(store.newest()) and store.steps == [2, 3]
     store.close()
     assert sorted(path.name for path in folder.iterdir()) == ["2", "3"]
+
+
+def test_all_is_on_disk_before_old_ones_go(tmp_path, monkeypatch):
+    """As a power cut may lose whatever was not synced, also the names in a folder."""
+    store, done = Store(fill(tmp_path, (1,)), keep_last=1), []
+
+    def noting(module, name, note):
+        call = getattr(module, name)
+
+        def noted(*arguments, **options):
+            done.append((name, note(*arguments)))
+            return call(*arguments, **options)
+
+        monkeypatch.setattr(module, name, noted)
+
+    noting(os, "fsync", lambda file: os.fstat(file).st_ino)
+    noting(os, "rename", lambda _, new: Path(new).name)
+    noting(shutil, "rmtree", lambda path, **_: Path(path).name)
+    store.save(2, leaves(2), OWN, {"step": 2})
+    monkeypatch.undo()
+    store.close()
+    there = [tmp_path / "2", *(tmp_path / "2").rglob("*")]
+    assert len([path for path in there if path.is_file()]) > 5
+    moved = done.index(("rename", "2"))
+    synced = {what for name, what in done[:moved] if name == "fsync"}
+    assert synced == {path.stat().st_ino for path in there}
+    old = "1.orbax-checkpoint-tmp-0"
+    assert done[moved + 1 :] == [
+        ("fsync", tmp_path.stat().st_ino), ("rename", old), ("rmtree", old)
+    ]  # fmt: skip
+
+
+def test_a_disk_that_cannot_sync(tmp_path, monkeypatch):
+    """Names in a folder cannot be synced everywhere; an error that is none of that is raised."""
+    store, fsync, codes = Store(fill(tmp_path, (1,)), keep_last=1), os.fsync, [errno.EINVAL]
+
+    def fails(file):
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(codes[0], os.strerror(codes[0]))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", fails)
+    store.save(2, leaves(2), OWN, {"step": 2})
+    codes[0] = errno.EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        store.save(3, leaves(3), OWN, {"step": 3})
+    assert store.steps == [2] and is_whole(store.newest())
+    store.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["2"]
 
 
 # -- what is kept
