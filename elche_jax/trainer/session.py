@@ -157,7 +157,11 @@ class Session:
             self._stopped = self._control.reason or self._stopped
 
     def _train_one(self, window: Window) -> None:
-        sums = self._recorder.sums = self._recorder.sums or EpochSums(window.epoch)
+        sums = self._recorder.sums
+        if sums is None:
+            # a checkpoint of the user's own loop has no sums: it may be of the middle of an epoch
+            midway = window.epoch == self._cursor.epoch and self._cursor.microbatch > 0
+            sums = self._recorder.sums = EpochSums(window.epoch, whole=not midway)
         self._state, self._metrics = self._train(self._state, window)
         if self._window is None:
             self._watching.training(self._names())
@@ -341,8 +345,6 @@ class Session:
         if notes:
             self._recorder.restore(notes)
             self._watching.restore(notes["watching"])
-        elif cursor.microbatch:  # saved midway through an epoch by the user's own loop
-            self._recorder.sums = EpochSums(cursor.epoch, whole=False)
         return cursor
 
     # -- result ------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from fitting import (
+    COUNTS,
     DATA,
     HELD_OUT,
     MODEL_STATE,
@@ -182,6 +183,34 @@ def test_other_devices_go_on(tmp_path, caplog):
     assert [len(m.share) for m in result.history] == [4, 4, 2, 2]
     assert told(result.history[:2]) == told(whole.history[:2])
     assert result.history[3].loss == pytest.approx(whole.history[3].loss, rel=0.1)
+
+
+@pytest.mark.parametrize("midway", [False, True])
+def test_a_loop_of_ones_own_goes_on(midway, tmp_path):
+    """It saves no sums: those of an epoch of which it has trained a part are of the rest."""
+    train, saving = shared().train, elche.Checkpoints(tmp_path)
+    state = train.init(PARAMS)
+    with elche.Checkpointer(train, saving) as saver:
+        for window in train.windows(DATA, 8):
+            state, _ = train(state, window)
+            if midway and window.index == 1:
+                break
+        saver.save(state, window, force=True)
+    options = {"checkpoints": saving, "progress": False, "resume": "must"}
+    none = shared().fit(PARAMS, DATA, 8, 3, **options, max_windows=1)
+    assert none.history == () and none.windows == window.index + 1
+    seen, never_better = PerWindow(), elche.EarlyStopping(patience=1, min_delta=1e9)
+    result = shared().fit(
+        PARAMS, DATA, 8, 3, **options, callbacks=[seen], early_stopping=never_better
+    )
+    first = 0 if midway else 1
+    assert [m.epoch for m in result.history] == [first, first + 1]  # the second is not better
+    assert [m.whole for m in result.history] == [not midway, True]
+    for metrics in result.history:
+        assert metrics.windows == sum(epoch == metrics.epoch for epoch, _ in seen.seen)
+        assert metrics.loss == pytest.approx(seen.means(metrics.epoch)["loss"], rel=1e-5)
+    rest = 192 - 8 * sum(map(sum, COUNTS[:2])) if midway else 192
+    assert [m.examples for m in result.history] == [rest, 192]
 
 
 def test_another_model_is_refused(tmp_path):
