@@ -111,6 +111,7 @@ class LiveScheduler:
         self._records: deque[WindowRecord] = deque(maxlen=RECORDS_KEPT)
         self._world_size = world_size
         self._history = array("q")
+        self._next_window = 0
         self._hint = hint and not self.cadence.adaptive
         self.timeline, self._worth = timeline, worth
         # a recorder with this method reads the loss from the metrics itself
@@ -129,20 +130,26 @@ class LiveScheduler:
 
     @property
     def windows(self) -> int:
-        """Windows dispatched so far."""
+        """Windows dispatched so far, on this number of devices."""
         with self._lock:
             return len(self._history) // self._world_size
 
     @property
+    def next_window(self) -> int:
+        """Number of the next window; windows before a resume on other devices count, too."""
+        with self._lock:
+            return self._next_window
+
+    @property
     def counts(self) -> tuple[int, ...]:
         """The plan for the next window; after the end of a recording, its last counts."""
-        cadence, window = self.cadence, self.windows
+        cadence, window = self.cadence, self.next_window
         if not cadence.scripted:
             return self._controller.plan(self._state, window)
         try:
             return cadence.counts_at(window)
         except ValueError:  # the recording is over
-            return self.history[-1] if window else cadence.counts_at(0)
+            return self.history[-1] if self.windows else cadence.counts_at(0)
 
     @property
     def throughput(self) -> tuple[float | None, ...]:
@@ -175,7 +182,7 @@ class LiveScheduler:
         """Share of the work that each device should get, see `elche_jax.train.speeds.ratios`."""
         state, planned = self._state, self.counts
         planned = [planned[rank] for rank in state.left]
-        counts = self._controller.checked(state, planned, self.windows)
+        counts = self._controller.checked(state, planned, self.next_window)
         records, _ = self._of(state)
         return state.spread(speeds.ratios(state.schedule.cadence, records, counts), 0.0)
 
@@ -267,12 +274,14 @@ class LiveScheduler:
         self,
         history: NDArray[np.int64] | None = None,
         divergence: Sequence[Divergence] = (),
+        window: int = 0,
     ) -> None:
         """Begin a run, or resume one: drop the records, keep the speeds.
 
         Args:
             history: Counts of the windows so far, `(windows, world_size)`; None for none.
             divergence: Divergence after the last windows, oldest first.
+            window: Number of the next window.
         """
         with self._observing, self._lock:
             self._records.clear()
@@ -285,6 +294,7 @@ class LiveScheduler:
             self._state = self._before = self._controller.begin(new)
             self._after.clear()
             self._history = array("q", () if history is None else history.ravel().tolist())
+            self._next_window = window
 
     def plan(
         self, window: int, after: int | None = None, late: Collection[int] = ()
@@ -346,15 +356,17 @@ class LiveScheduler:
         """Ranks of the devices that plans do without."""
         return self._state.lost
 
-    def on_dispatch(self, counts: tuple[int, ...]) -> None:
+    def on_dispatch(self, plan: WindowPlan) -> None:
         """Add the counts of a dispatched window to the history."""
         with self._lock:
-            self._history.extend(counts)
+            self._history.extend(plan.counts)
+            self._next_window = plan.window + 1
 
     def on_taken_back(self, windows: int) -> None:
         """Forget the counts of the last windows, which run again."""
         with self._lock:
             del self._history[len(self._history) - windows * self._world_size :]
+            self._next_window -= windows
 
     def on_skip(self, plan: WindowPlan, reason: str) -> None:
         """Record that a window's update was dropped, and why."""

@@ -239,7 +239,7 @@ class Pipeline(Planning[R]):
     def _hand_over(self, flight: InFlight) -> None:
         """Hand a dispatched window to the watcher threads."""
         self._cold = False
-        self._scheduler.on_dispatch(flight.plan.counts)
+        self._scheduler.on_dispatch(flight.plan)
         self.trained = flight.plan.window
         self._telling.dispatched(flight)
         self._take_over.dispatched(flight.plan)

@@ -56,6 +56,7 @@ def run_to_dict(
         "cadence": state.to_dict() if keeps else None,
         "cadence_name": type(scheduler.cadence).__name__,
         "counts": scheduler.history_array,
+        "next_window": scheduler.next_window,
         "divergence": [asdict(seen) for seen in scheduler.divergence],
         "unread": None if divergence is None else divergence.unread,
         "skipped": watch.skipped,
@@ -78,7 +79,10 @@ def restore_run(
     kinds = kinds_of(job.devices)
     world_size, saved_kinds = job.world_size, saved.get("kinds", kinds)
     before = len(saved["left_out"])
+    # earlier versions numbered windows by the counts
+    window = saved.get("next_window", len(saved["counts"]))
     if before != world_size:
+        scheduler.restart(window=window)
         knows = _believe(saved, kinds, job, scheduler)
         say(
             "elche: the number of devices is %d, the checkpoint's was %d: %sthe guard's history "
@@ -92,7 +96,7 @@ def restore_run(
         return
     watch.restore(saved["skipped"], saved["left_out"], saved["in_a_row"])
     seen = [] if divergence is None else saved["divergence"]
-    scheduler.restart(saved["counts"], [divergence_of(one) for one in seen])
+    scheduler.restart(saved["counts"], [divergence_of(one) for one in seen], window)
     if divergence is not None:
         divergence.restore(saved.get("unread") or ())
     name = type(scheduler.cadence).__name__

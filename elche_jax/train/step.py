@@ -292,7 +292,7 @@ class TrainStep:
                 window_bytes=window_bytes, epochs=epochs, seed=seed, shuffle=shuffle,
                 drop_last=drop_last,
             )  # fmt: skip
-            start = plan.start(cursor, self._scheduler.windows)
+            start = plan.start(cursor, self._scheduler.next_window)
             check_same_data(self.fleet.job, plan, start)
             runner = self._runners.get(self._initial, plan)
             feed = self._loading.feed(plan, runner, self._scheduler.cadence)
@@ -455,8 +455,8 @@ class TrainStep:
         """Return everything about the run but the state, as plain numbers; all processes call it.
 
         These are the cadence's state, `counts_history` (under `"counts"`, as an array
-        `(windows, world_size)`), `divergence`, `skipped`, `left_out`, and the metrics that the
-        next window reports of the last one.
+        `(windows, world_size)`), the number of the next window, `divergence`, `skipped`,
+        `left_out`, and the metrics that the next window reports of the last one.
         """
         known = run_to_dict(self.fleet.job, self._scheduler, self._watch, self._divergence)
         return known | {"unreported": rows_to_dict(self._runners.unreported)}

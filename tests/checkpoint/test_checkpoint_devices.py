@@ -74,6 +74,29 @@ def test_other_devices_go_on_with_the_same_numbers(before, now, tmp_path, caplog
     assert len(train.counts_history) == int(state.step[0]) - EVERY
 
 
+def test_windows_are_numbered_on_by_other_devices(tmp_path):
+    """In each call of `windows`, and also by a run that resumes on these devices once more."""
+
+    def two_calls(world):
+        """The numbers of windows in two calls, the first of which begins at the cursor."""
+        case, numbers = Case(plain_loss, PLAIN), []
+        train = case.build(world)
+        with elche.Checkpointer(train, elche.Checkpoints(tmp_path)) as saver:
+            state, cursor = saver.restore(case.init(train))
+            begun, done = (0, 0) if cursor is None else (cursor.epoch + 1, cursor.window)
+            for start, epochs in ((cursor, begun + 1), (None, 1)):
+                assert train.counts == SCRIPT[world][done + len(numbers)]
+                for window in train.windows(data(), 2, epochs=epochs, cursor=start):
+                    state, _ = train(state, window)
+                    numbers.append(window.index)
+                saver.save(state, window, force=True)
+        assert window.index + 1 == int(state.step[0])
+        return numbers
+
+    first, second, third = two_calls(4), two_calls(2), two_calls(2)
+    assert first + second + third == list(range(third[-1] + 1))
+
+
 @pytest.mark.slow  # test_other_devices_go_on_with_the_same_numbers
 def test_other_devices_save_again_and_come_back(tmp_path):
     case = GRADIENTS["dropout"]

@@ -244,8 +244,8 @@ def test_an_unmeasured_device_counts_as_the_mean():
 
 def test_after_a_recording_its_last_window_counts():
     scheduler = scheduler_of(elche.Replay([(1, 1), (1, 3)]), 2)
-    for counts in ((1, 1), (1, 3)):
-        scheduler.on_dispatch(counts)
+    for window, counts in enumerate(((1, 1), (1, 3))):
+        scheduler.on_dispatch(WindowPlan(window, 0, counts, 8))
     assert scheduler.ratios == (0.25, 0.75)
 
 
