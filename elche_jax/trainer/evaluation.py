@@ -65,7 +65,7 @@ class EarlyStopping(check.CheckedFields):
             metric, which are read at the end of each epoch.
         mode: `"min"` or `"max"`: whether lower or higher values are better.
         patience: Number of consecutive values without improvement after which the run stops,
-            at least 1. NaN is not an improvement.
+            at least 1. A value that is not finite is not an improvement.
         min_delta: Smallest change that counts as an improvement, at least 0.
 
     Raises:
@@ -105,8 +105,8 @@ class Patience:
     def update(self, rule: EarlyStopping, value: float) -> "Patience":
         """Return the state after one more value."""
         sign = 1 if rule.mode == "max" else -1
-        is_number = not math.isnan(value)
-        if is_number and (self.best is None or sign * (value - self.best) > rule.min_delta):
+        better = self.best is None or sign * (value - self.best) > rule.min_delta
+        if math.isfinite(value) and better:
             return Patience(value, 0)
         return replace(self, worse=self.worse + 1)
 

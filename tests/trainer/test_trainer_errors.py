@@ -1,10 +1,12 @@
 """Wrong arguments of `Trainer`, `fit` and what one hands to them."""
 
+import math
+
 import numpy as np
 import optax
 import pytest
 from fitting import DATA, HELD_OUT, PARAMS, loss_fn, metric_fn, shared
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 import elche_jax as elche
 from elche_jax.trainer.evaluation import Patience
@@ -124,9 +126,13 @@ def test_a_score_that_nobody_gives(one, tmp_path):
 
 
 @given(
-    st.lists(st.one_of(st.integers(0, 5).map(float), st.just(float("nan"))), max_size=12),
+    st.lists(
+        st.integers(0, 5).map(float) | st.sampled_from([math.nan, math.inf, -math.inf]), max_size=12
+    ),
     st.integers(1, 4), st.sampled_from(["min", "max"]), st.sampled_from([0.0, 1.0]),
 )  # fmt: skip
+@example([1.0, math.inf, 2.0, 3.0], 2, "max", 0.0)
+@example([-math.inf, 2.0, 1.0, 1.0], 2, "min", 0.0)
 def test_patience_by_its_definition(values, patience, mode, delta):
     rule = elche.EarlyStopping("x", mode, patience, delta)
     state, stopped = Patience(), None
@@ -138,7 +144,7 @@ def test_patience_by_its_definition(values, patience, mode, delta):
     best, since, want = None, 0, None
     for at, value in enumerate(values):
         signed = -value if mode == "min" else value
-        better = not np.isnan(value) and (best is None or signed > best + delta)
+        better = np.isfinite(value) and (best is None or signed > best + delta)
         best, since = (signed, 0) if better else (best, since + 1)
         if want is None and since == patience:
             want = at
