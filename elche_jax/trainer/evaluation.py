@@ -1,7 +1,7 @@
 """When `Trainer` evaluates, and when it stops early."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,15 +17,16 @@ class Evaluation(check.CheckedFields):
         metric_fn: `metric_fn(params, batch)`, with model state
             `metric_fn(params, model_state, batch)`, returns a dict of metrics. Metrics
             that are not scalars are passed to callbacks only.
-        data: Evaluation data, in any form that `TrainStep.windows` accepts.
+        data: Evaluation data, in any form that `TrainStep.windows` accepts, except for iterators,
+            as it is read in every evaluation.
         batch_size: Examples per microbatch; None for an iterable.
         every_epochs: Evaluate at the end of every N-th epoch, N at least 1; or None.
         every_windows: Evaluate after every N-th window, N at least 1; or None.
         mask_key: As in `TrainStep.windows`.
 
     Raises:
-        TypeError: `metric_fn` is not callable, a number is not an integer, or `batch_size` is
-            missing.
+        TypeError: `metric_fn` is not callable, `data` is an iterator, a number is not an integer,
+            or `batch_size` is missing.
         ValueError: A number is below 1, or `every_epochs` and `every_windows` are both None.
 
     Examples:
@@ -47,6 +48,10 @@ class Evaluation(check.CheckedFields):
         where = "Evaluation"
         check.instance(where, "metric_fn", self.metric_fn, Callable, "be callable")
         super().__post_init__()
+        if isinstance(self.data, Iterator):
+            rule, got = "be readable in every evaluation", type(self.data).__name__
+            todo = "Pass arrays, a dataset, or an object whose __iter__ starts anew."
+            raise TypeError(check.message(where, "data", rule, got, todo))
         # checked here, as the evaluation step would say it only after the first epoch
         if self.batch_size is None and not isinstance(as_source(self.data), IterableSource):
             rule = "be an integer unless data is an iterable of microbatches"

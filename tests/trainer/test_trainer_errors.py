@@ -65,6 +65,12 @@ def test_arguments_of_fit(one, options, error, message):
     ("options", "error", "message"),
     [
         ({"metric_fn": 3}, TypeError, r"^Evaluation: metric_fn must be callable, got 3 \(int\)"),
+        (
+            {"data": iter([HELD_OUT]), "batch_size": None},
+            TypeError,
+            r"^Evaluation: data must be readable in every evaluation, got list_iterator\. Pass "
+            r"arrays, a dataset, or an object whose __iter__ starts anew\.$",
+        ),
         ({"batch_size": 0}, ValueError, r"^Evaluation: batch_size must be at least 1, got 0"),
         ({"every_epochs": 0}, ValueError, r"^Evaluation: every_epochs must be at least 1, got 0"),
         (
