@@ -26,7 +26,8 @@ logger = logging.getLogger("elche_jax")
 FORMAT = 2
 
 UNFINISHED = ".orbax-checkpoint-tmp"
-"""Part of the name of an unfinished checkpoint, the same as in Orbax."""
+"""Part of the name of an unfinished checkpoint, the same as in Orbax. Those of ours have the step
+before it and a number after it; others may be written by Orbax in this folder at the moment."""
 
 STATE, MANIFEST = "state", "manifest/metadata"
 """Paths of the arrays and of their manifest within a checkpoint. A folder without the manifest's
@@ -234,7 +235,7 @@ class Store:
 
     def _remove_unfinished(self) -> None:
         """Delete what a kill or an error has left unfinished."""
-        for path in self.folder.glob(f"*{UNFINISHED}*"):
+        for path in self.folder.glob(f"[0-9]*{UNFINISHED}-[0-9]*"):
             shutil.rmtree(path, ignore_errors=True)  # leftovers are never taken for checkpoints
 
     def _remove_old(self) -> None:
