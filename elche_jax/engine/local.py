@@ -26,7 +26,7 @@ from elche_jax.averaging.fragments import assign_fragments
 from elche_jax.averaging.rules import AveragingRule, DeviceWork, ParameterAveraging
 from elche_jax.engine.axis import Axis, PerDevice
 from elche_jax.engine.fetch import CallArgs, Payload
-from elche_jax.engine.merge import MergeRules, opt_rules, wide
+from elche_jax.engine.merge import MergeRules, difference, opt_rules, wide
 from elche_jax.engine.microbatch import all_finite, chosen, clip, computed_once, floats
 from elche_jax.engine.reduce import Contribution, Mean, Reduction, Row, dot, shares_of
 from elche_jax.engine.rule import Agreed, Ended, Leaves, Rule
@@ -143,7 +143,7 @@ class LocalRule(Rule):
         if self.late:
             carried = jnp.where(catch_up, kept.steps[0], 0)
             begin = [jnp.where(catch_up, x, y) for x, y in zip(kept.base, start, strict=True)]
-            progress, steps = _less(begin, jax.tree.leaves(mine)), steps + carried
+            progress, steps = _progress(begin, jax.tree.leaves(mine)), steps + carried
             since = since - carried + steps
         elif since is not None:
             since = jnp.where(own, since + steps, 0)
@@ -158,11 +158,11 @@ class LocalRule(Rule):
         progress, steps = done.progress, done.steps
         if not self.late:
             now = jax.tree.leaves(self.work.selection.split(after.params)[0])
-            progress = _less(base, self._pick(now, part))
+            progress = _progress(base, self._pick(now, part))
             steps = kept.steps[part] if self.parts > 1 else steps
         error, worked = self._pick(kept.error, part), (steps > 0) & done.own
         payload, error = encode(progress, error, worked, self.compression)
-        known, weight = [wide(leaf) for leaf in base], sums["weight"]
+        known, weight = [leaf.astype(jnp.float32) for leaf in base], sums["weight"]
         loss = jnp.where(weight > 0, sums["loss"] / jnp.where(weight > 0, weight, 1), 0)
         own = done.own.astype(jnp.float32)
         row = Row(steps, own, loss, dot(known, known, jnp), dot(known, progress, jnp))
@@ -250,13 +250,14 @@ class LocalRule(Rule):
     def _moved(
         self, base: Leaves, own: Leaves, mean: Leaves, kept: AveragingState, part: int
     ) -> tuple[Leaves, tuple[PyTree, ...]]:
-        """Return the new parameters, float32, and the new state of the outer optimizer."""
-        x = [wide(leaf) for leaf in base]
+        """Return the new parameters, float32 or wider, and the outer optimizer's new state."""
         # on one device the mean is its own result, to the last bit
-        middle = own if self.size == 1 else _less(x, mean)
+        middle = own if self.size == 1 else _less(base, mean)
         if self.averaging.outer is None:
             return middle, ()
         tx = optax.with_extra_args_support(self.averaging.outer)
+        # in float32 as its state, whatever the parameters are
+        x = [leaf.astype(jnp.float32) for leaf in base]
         updates, state = tx.update(mean, kept.outer[part], x)
         leaves = jax.tree.leaves(updates)
         new = [m + (u + d) for m, u, d in zip(middle, leaves, mean, strict=True)]
@@ -324,8 +325,8 @@ def average(
         steps = axis.rows(axis.each(lambda k, number=number: k.steps[number], kept))
         work = DeviceWork(steps, jnp.zeros_like(steps), steps > 0, one.step, jnp)
         shares, _ = shares_of(partial(AveragingRule.weigh, averaging), work)
-        x = [wide(base[i]) for i in members]
-        progress = axis.each(lambda mine, x=x, at=members: _less(x, [mine[i] for i in at]), own)
+        x = [base[i] for i in members]
+        progress = axis.each(lambda mine, x=x, at=members: _progress(x, [mine[i] for i in at]), own)
         (mean,) = axis.sums((progress, axis.mine(shares)))
         for i, new in zip(members, _less(x, mean), strict=True):
             leaves[i] = new.astype(leaves[i].dtype)
@@ -347,5 +348,9 @@ def _changed(state: TrainState) -> dict[str, Any]:
     return {name: getattr(state, name) for name in names}
 
 
-def _less(a: Leaves, b: Leaves) -> Leaves:
-    return [wide(x) - wide(y) for x, y in zip(a, b, strict=True)]
+def _progress(before: Leaves, after: Leaves) -> Leaves:
+    return [difference(x, y) for x, y in zip(before, after, strict=True)]
+
+
+def _less(params: Leaves, progress: Leaves) -> Leaves:
+    return [wide(x) - g for x, g in zip(params, progress, strict=True)]

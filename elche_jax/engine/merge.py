@@ -91,7 +91,7 @@ class MergeRules:
         With differences, a leaf that no device changed stays bitwise the same.
         """
         return [
-            wide(new) - _finite(wide(old)) if rule in MEANS else raw(new)
+            difference(new, _finite(old)) if rule in MEANS else raw(new)
             for rule, old, new in zip(self.rules, before, after, strict=True)
         ]
 
@@ -118,8 +118,9 @@ class MergeRules:
             if mean_of is not None:
                 # a variance of 0 stays as it is, since no factor leads away from 0
                 factor = wide(new) / jnp.where(old > 0, wide(old), 1)
-                return jnp.where((old > 0) & jnp.isfinite(factor), factor, 1)
-            return _finite(wide(new) - wide(old)) if rule in MEANS else new
+                factor = jnp.where((old > 0) & jnp.isfinite(factor), factor, 1)
+                return factor.astype(jnp.float32)
+            return _finite(difference(new, old)) if rule in MEANS else new
 
         return list(map(change, self.rules, self.mean_of, before, after))
 
@@ -152,8 +153,13 @@ class MergeRules:
 
 
 def wide(leaf: Any) -> Any:
-    """Cast to float32, in which differences and means are computed."""
-    return leaf.astype(jnp.float32)
+    """Cast narrower floats to float32, in which differences and means are computed."""
+    return leaf if leaf.dtype == np.float64 else leaf.astype(np.float32)
+
+
+def difference(new: Any, old: Any) -> Any:
+    """Return a difference in float32, the type of exchanges: of 64 bits it keeps small changes."""
+    return (wide(new) - wide(old)).astype(np.float32)
 
 
 def opt_rules(opt_state: PyTree) -> MergeRules:

@@ -240,6 +240,35 @@ def test_64_bits(averaging):
         assert np.asarray(state.model_state["third"]).tolist() == [1 / 3] * 2
 
 
+@pytest.mark.parametrize("exchange", [None, elche.HostExchange()], ids=["devices", "host"])
+@pytest.mark.parametrize(
+    "averaging",
+    [None, elche.ParameterAveraging(), elche.DiLoCo(optax.sgd(1.0)),
+     slow(elche.DiLoCo(optax.sgd(1.0), fragments=2, optimizer_state="keep")),
+     elche.ParameterAveraging(optimizer_state="keep", delay=1)],
+    ids=["gradient", "averages", "DiLoCo", "fragments", "late"],
+)  # fmt: skip
+def test_small_steps_of_64_bits(averaging, exchange):
+    """Steps that float32 would lose, of parameters and model state: what travels is a change."""
+
+    def loss(p, state, batch, rng):
+        return p["w"].sum() + p["v"], {"time": state["time"] + 1e-6}
+
+    with jax.enable_x64(True):
+        train = elche.build_train_step(
+            loss, optax.sgd(1e-9), devices=jax.devices()[:2], averaging=averaging,
+            cadence=elche.EveryBatch(), exchange=exchange,
+        )  # fmt: skip
+        start = {"w": np.full(2, np.pi), "v": np.float64(np.e)}
+        state = train.init(start, model_state={"time": np.float64(1e6)})
+        for window in train.windows(np.zeros((16, 1)), 1):  # eight windows
+            state, _ = train(state, window)
+        for name, begin in start.items():
+            moved = np.asarray(state.params[name]) - begin
+            np.testing.assert_allclose(moved, -8e-9, rtol=1e-6)
+        np.testing.assert_allclose(np.asarray(state.model_state["time"]) - 1e6, 8e-6, rtol=1e-4)
+
+
 @pytest.mark.parametrize("run_ahead", [False, True])
 def test_a_dynamic_scale_goes_over_the_host(run_ahead):
     scale = DynamicScale(scale=8.0, growth_interval=3)
