@@ -33,7 +33,7 @@ class Loading:
 
     def __init__(self, fleet: Fleet):
         self._fleet = fleet
-        self._resident: tuple[list[jax.Array], PyTree] | None = None
+        self._resident: tuple[PyTree, PyTree] | None = None
         self._unread: IterableSource | None = None
 
     @noting_errors
@@ -127,14 +127,15 @@ class Loading:
         placed = replicate_over(self._fleet, source.tree)
         # NumPy arrays may change in place between two calls, JAX arrays cannot
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
-            self._resident = (leaves, placed)
+            self._resident = (source.tree, placed)
         return placed
 
     def _kept(self, source: Source) -> PyTree | None:
         """Return the copy of these data that an earlier call put on the devices."""
         if self._resident is None or not isinstance(source, ArraySource):
             return None
-        (known, placed), leaves = self._resident, jax.tree.leaves(source.tree)
+        tree, placed = self._resident
+        known, leaves = jax.tree.leaves(tree), jax.tree.leaves(source.tree)
+        same = jax.tree.structure(tree) == jax.tree.structure(source.tree)  # the names, too
         # identity suffices, as only JAX arrays are kept, which cannot change
-        same = len(known) == len(leaves) and all(map(operator.is_, known, leaves))
-        return placed if same else None
+        return placed if same and all(map(operator.is_, known, leaves)) else None

@@ -420,6 +420,20 @@ def test_resident_data_follows_the_users_arrays():
     assert mean() == 7.0
 
 
+def test_resident_data_follow_the_names_of_the_users_arrays():
+    def loss(params, batch, rng):
+        value = batch["up"].mean() if "up" in batch else -batch["down"].mean()
+        return params["w"][0] * 0 + value
+
+    train, rows, means = build(2, loss=loss), jnp.ones((8, 3)), []
+    for name in ("up", "down"):
+        state = train.init(PARAMS)
+        for window in train.windows({name: rows}, 4, placement="resident"):
+            state, metrics = train(state, window)
+        means.append(float(metrics["loss"]))
+    assert means == [1.0, -1.0]
+
+
 SCRIPT = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
