@@ -17,6 +17,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from elche_jax.engine.metric_names import WINDOW
 from elche_jax.engine.returned import check_metric_name, checked_output
 from elche_jax.engine.shapes import difference
 from elche_jax.engine.traced import no_named_axis
@@ -329,11 +330,7 @@ def _check_aux(aux: Any, size: int) -> dict[str, jax.ShapeDtypeStruct]:
         )
     for name, value in aux.items():
         check_metric_name("loss_fn", name)
-        if name in ("loss", "weight", "finite"):
-            raise TypeError(
-                f"loss_fn: aux must not use the name {name!r}, every window reports it "
-                "already. Choose another name."
-            )
+        WINDOW.check([name])
         if not hasattr(value, "shape") or value.shape not in ((), (size,)):
             raise TypeError(
                 f"loss_fn: aux[{name!r}] must be a scalar or one value per example "

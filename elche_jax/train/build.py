@@ -109,7 +109,8 @@ def build_train_step(
         config: Settings as a flat bundle; None for `DDPConfig()`. Each of them can also be
             set on an object or by an argument here, see `DDPConfig`.
         has_aux: Whether `loss_fn` also returns a dict of metrics, each a scalar or one value
-            per example; a window reports their means, weighted like the gradient.
+            per example; a window reports their means, weighted like the gradient. Names that
+            it reports itself are refused.
         nonfinite: What to do if a window's gradient is not finite. `"raise"` drops its
             update on all devices and raises `NonFiniteError` from the loop; `"skip"` drops
             it and continues (see `metrics["finite"]` and `train.skipped`); `"ignore"`

@@ -14,6 +14,7 @@ from elche_jax.engine.digests import settings_of
 from elche_jax.engine.host.limits import Limits
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.merge import Merge
+from elche_jax.engine.metric_names import DEVICES, LOCAL_STEPS, SCALE, Reserved
 from elche_jax.engine.precision import Precision
 from elche_jax.engine.trainable import Trainable
 from elche_jax.train.finite import AVERAGES, GRADIENTS, FinitePolicy, FiniteWatch
@@ -76,6 +77,18 @@ class Options:
     def finite_watch(self, devices: tuple[jax.Device, ...]) -> FiniteWatch:
         """Return the watch for windows with non-finite values."""
         return FiniteWatch(self.finite, devices, GRADIENTS if self.averaging is None else AVERAGES)
+
+    @property
+    def reserved(self) -> list[Reserved]:
+        """The names that metrics of the loss must not have with these options."""
+        used = {
+            SCALE: self.loss_scale is not None,
+            DEVICES: self.device_loss,
+            LOCAL_STEPS: self.averaging is not None,
+        }
+        # that of a `Trainer` reports metrics of epochs beside those of the loss
+        recorded = getattr(self.timeline, "reserved", ())
+        return [names for names, is_used in used.items() if is_used] + list(recorded)
 
     @property
     def averaging(self) -> AveragingRule | None:

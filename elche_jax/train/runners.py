@@ -1,7 +1,6 @@
 """The runners of a training step: one for each kind of state, loss and data."""
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -129,7 +128,8 @@ class Runners:
                 f"losses or take a mask (mask_key), got a {form.form} loss. Return one "
                 "loss per example, pass mask_key='mask', or drop_last=True."
             )
-        _check_names(form.aux, options)
+        for reserved in options.reserved:
+            reserved.check(form.aux)
         names = tuple(sorted(form.aux))
         # the function itself is not in the key: it is always the same, and may be unhashable
         kind = (
@@ -216,17 +216,3 @@ class Runners:
         seconds = None if emulate is None else emulate.on_host()
         program = HostProgram(rule, emulate if seconds is None else None)
         return HostRunner(program, *where, options.host, seconds)
-
-
-def _check_names(aux: Mapping[str, Any], options: Options) -> None:
-    """Raise if the loss reports a metric under a name that an option uses."""
-    taken = {
-        "loss_scale": ("where the scale is dynamic", options.loss_scale is not None),
-        "device_loss": ("with device_loss=True", options.device_loss),
-    }
-    for name, (where, used) in taken.items():
-        if used and name in aux:
-            raise TypeError(
-                f"loss_fn: aux must not use the name {name!r}, every window reports it "
-                f"already {where}. Choose another name."
-            )

@@ -21,6 +21,7 @@ from elche_jax.data.order import Cursor
 from elche_jax.data.source import as_source
 from elche_jax.engine.devices import device_summary, names_of
 from elche_jax.engine.job import Job
+from elche_jax.engine.metric_names import EPOCH
 from elche_jax.observe.events import EpochEvent, EvaluationEvent, LossEvent
 from elche_jax.observe.page import write_page
 from elche_jax.observe.progress import Progress
@@ -47,6 +48,9 @@ class RunRecorder:
 
     everywhere = True
     """It belongs to each process of a job: see `build_train_step`."""
+
+    reserved = (EPOCH,)
+    """Names that metrics of the loss must not have, as those of an epoch would replace them."""
 
     error: Exception | None = None
     """What an output or a callback raised in a job of several processes."""

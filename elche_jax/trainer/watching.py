@@ -50,7 +50,8 @@ class Watching:
         """Take the metrics of an evaluation after `step` windows.
 
         Raises:
-            ValueError: A monitored metric does not exist, as far as is known.
+            ValueError: A monitored metric does not exist, as far as is known, or a training
+                metric has the name that an evaluation metric is reported by.
         """
         if self._evaluated is None and self._rule is not None and self._rule.monitor in results:
             self._patience = Patience()  # until now it tracked the training metric of that name
@@ -98,6 +99,12 @@ class Watching:
     def _check(self) -> None:
         if self._training is None or self._evaluated is None:
             return  # the evaluation metrics are unknown until the first evaluation
+        for name in self._evaluated:
+            if f"eval_{name}" in self._training:
+                raise ValueError(
+                    f"metric_fn: metrics must not use the name {name!r}, the loss reports "
+                    f"'eval_{name}' already. Choose another name for one of them."
+                )
         names, saving = sorted({*self._training, *self._evaluated}), self._plan.saving
         best = saving if saving is not None and saving.keep_best else None
         for where, watches in (("EarlyStopping", self._rule), ("Checkpoints", best)):

@@ -209,6 +209,26 @@ def test_aux(value, message):
         windows(returns(value), build_options={"has_aux": True})
 
 
+AVERAGED = {"cosine", "distance", "exchange_bytes", "share", "update_norm", "workers"}
+
+
+@pytest.mark.parametrize("name", sorted(AVERAGED))
+def test_metrics_named_like_those_of_averaging(name):
+    loss = returns(lambda params, batch: (jnp.float32(1), {name: 1.0}))
+    windows(loss, build_options={"has_aux": True}).close()  # the mean gradient reports none
+    message = f"aux must not use the name '{name}', every window reports it already where param"
+    with pytest.raises(TypeError, match=f"^loss_fn: {message}"):
+        windows(loss, build_options={"has_aux": True, "averaging": elche.ParameterAveraging()})
+
+
+def test_these_are_the_names_that_averaging_reports():
+    train = build(averaging=elche.ParameterAveraging())
+    state = train.init(PARAMS)
+    with train.windows(DATA, 4) as run:
+        _, metrics = train(state, next(run))
+    assert metrics.keys() - {"finite", "loss", "weight"} == AVERAGED
+
+
 @pytest.mark.parametrize(
     ("value", "has_aux", "message"),
     [

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import optax
 import pytest
-from fitting import DATA, HELD_OUT, PARAMS, loss_fn, metric_fn, shared
+from fitting import DATA, HELD_OUT, PARAMS, loss_fn, metric_fn, shared, trainer
 from hypothesis import example, given, strategies as st
 
 import elche_jax as elche
@@ -123,6 +123,31 @@ def test_a_metric_that_nobody_gives(one, evaluation):
             PARAMS, DATA, 8, 2, evaluation=evaluation, progress=False,
             early_stopping=elche.EarlyStopping("accuracy"),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["examples_per_s", "seconds"])
+def test_a_metric_named_like_one_of_epochs(name):
+    def loss(params, batch, rng):
+        return loss_fn(params, batch, rng)[0], {name: 1.0}
+
+    one = trainer(loss=loss)
+    message = f"^loss_fn: aux must not use the name '{name}', every epoch of Trainer reports it al"
+    with pytest.raises(TypeError, match=message):
+        one.fit(PARAMS, DATA, 8, 1, progress=False)
+
+
+def test_these_are_the_names_that_epochs_report(one):
+    (epoch,) = one.fit(PARAMS, DATA, 8, 1, progress=False).history
+    assert epoch.values.keys() - {"loss", "mae"} == {"examples_per_s", "seconds"}
+
+
+def test_a_metric_named_like_one_of_the_evaluation():
+    def loss(params, batch, rng):
+        return loss_fn(params, batch, rng)[0], {"eval_error": 1.0}
+
+    message = r"^metric_fn: metrics must not use the name 'error', the loss reports 'eval_error' al"
+    with pytest.raises(ValueError, match=message):
+        trainer(loss=loss).fit(PARAMS, DATA, 8, 1, evaluation=EVALUATION, progress=False)
 
 
 def test_a_score_that_nobody_gives(one, tmp_path):
