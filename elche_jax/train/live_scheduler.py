@@ -389,13 +389,18 @@ class LiveScheduler:
             before, state = self._update(record, at)
             with self._lock:
                 self._records.append(record)
-                if self._hint:
-                    self._give_hint()
-            if self._worth is not None:
-                self._worth.observe(record)
-                if before.rest and state.rest and before.rest.resting != state.rest.resting:
-                    self._worth.changed(before.rest, state.rest)
-        # not under a lock: a recorder may write to a disk, or read this scheduler
+                idle = self._idle_to_hint_at() if self._hint else None
+        # not under a lock: a log handler or a recorder may write to a disk, or read this scheduler
+        if idle is not None:
+            logger.warning(
+                "elche: devices of one kind are unequally fast, %.0f %% of the machine "
+                "idles; cadence=ElChe() or FixedTotal(n) would use it.",
+                100 * idle,
+            )
+        if self._worth is not None:
+            self._worth.observe(record)
+            if before.rest and state.rest and before.rest.resting != state.rest.resting:
+                self._worth.changed(before.rest, state.rest)
         if self.timeline is not None:
             windows_to(self.timeline)(record)
             self._record_changes(self.timeline, record, before, state)
@@ -437,16 +442,12 @@ class LiveScheduler:
         if old != anchor and old is not None and anchor is not None:
             timeline.add(AnchorEvent, **where, before=old, anchor=anchor)
 
-    def _give_hint(self) -> None:
+    def _idle_to_hint_at(self) -> float | None:
+        """Return the share of the machine that idles, once it is known to be worth a hint."""
         steady = [record for record in self._records if record.steady]
         if len(steady) < HINT_AFTER:
-            return
+            return None
         self._hint = False
         idle = imbalance(steady)
         busy = median(sum(record.busy_ms) for record in steady)
-        if idle > HINT_ABOVE and busy >= HINT_MS * self._world_size:
-            logger.warning(
-                "elche: devices of one kind are unequally fast, %.0f %% of the machine "
-                "idles; cadence=ElChe() or FixedTotal(n) would use it.",
-                100 * idle,
-            )
+        return idle if idle > HINT_ABOVE and busy >= HINT_MS * self._world_size else None

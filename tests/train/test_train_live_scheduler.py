@@ -1,6 +1,8 @@
 """What `LiveScheduler` knows of the devices, and what it tells a timeline."""
 
+import logging
 import math
+import threading
 from dataclasses import dataclass, replace
 
 import pytest
@@ -58,6 +60,39 @@ class Ones(elche.Cadence):
 
     def update(self, state, report, verdict=None):
         return state
+
+
+def test_log_handlers_and_what_tells_of_lanes_may_read_it_and_set_it():
+    """Also in a thread that they wait for: nothing is said under a lock."""
+    free = []
+
+    def elsewhere():
+        def use():
+            assert scheduler.records
+            scheduler.restore(scheduler.state)
+
+        thread = threading.Thread(target=use, daemon=True)
+        thread.start()
+        thread.join(10)
+        free.append(not thread.is_alive())
+
+    class Tells(logging.Handler):
+        def emit(self, record):
+            elsewhere()
+
+    class Worth:
+        def observe(self, record):
+            if len(scheduler.records) == 1:
+                elsewhere()
+
+    scheduler = LiveScheduler(Controller(EveryBatch()), 2, hint=True, worth=Worth())
+    handler = Tells()
+    logging.getLogger("elche_jax").addHandler(handler)
+    try:
+        feed(scheduler, (20.0, 2.0), HINT_AFTER)
+    finally:
+        logging.getLogger("elche_jax").removeHandler(handler)
+    assert free == [True, True]
 
 
 # throughput
