@@ -240,7 +240,8 @@ class Cadence(ABC, Generic[S]):
             `recalibrate` forgets and `replan` fits the counts to.
         uses_loss: Whether reports must hold the window's loss.
         counts_windows: Whether ``update`` is also called for windows whose times are unknown;
-            the times of such a report are 0.
+            the times of such a report are 0. It is called once per window: times that become known
+            later, of a late device, change ``ms_per_batch`` alone, followed by `replan`.
         overhead_target: Share of a window that synchronisation may take; 0 for no target.
         rests: Whether devices of a kind that slows the others down may get no work, see
             `elche_jax.cadence.Rest`.

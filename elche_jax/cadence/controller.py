@@ -213,6 +213,37 @@ class Controller:
             # kept until a window updates the cadence, which may not be this one
             owed = stronger(state.owed, verdict)
             state = replace(state, divergence=divergence, verdict=verdict, owed=owed)
+        return self._updated(state, record)
+
+    def learn(self, state: ControllerState, record: WindowRecord) -> ControllerState:
+        """Return the state after the times of a window that was observed without them.
+
+        A cadence that counts windows was updated with it then: only its estimates of speed change.
+        Any other one is updated now.
+
+        Args:
+            state: The current state; it is not modified.
+            record: The window, with its times.
+
+        Examples:
+            >>> from elche_jax.cadence import PostLocal
+            >>> controller = Controller(PostLocal(switch=4))
+            >>> record = WindowRecord(0, 0, (1, 1), 16, (10.0, 90.0), 90.0, 1.0, 0.0, False)
+            >>> state = controller.observe(controller.init(2), record)
+            >>> cadence = controller.learn(state, replace(record, steady=True)).schedule.cadence
+            >>> cadence.windows, cadence.ms_per_batch
+            (1, (10.0, 90.0))
+        """
+        if state.lost:
+            record = record.of(state.left)
+        if not self.cadence.counts_windows:
+            return self._updated(state, record)
+        if not _timed(record):
+            return state
+        report = WindowReport(record.busy_ms, record.counts, record.sync_ms, share=record.share)
+        return replace(state, schedule=self.scheduler.learn(state.schedule, report), told=True)
+
+    def _updated(self, state: ControllerState, record: WindowRecord) -> ControllerState:
         schedule = self._update(state.schedule, record, state.owed)
         if schedule is None:
             return state

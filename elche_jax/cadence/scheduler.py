@@ -11,7 +11,7 @@ from typing import Any
 
 from elche_jax import _check as check
 from elche_jax.cadence.base import STABLE, Cadence, State, Verdict, WindowReport
-from elche_jax.cadence.estimate import measured_ms
+from elche_jax.cadence.estimate import as_times, measured_ms, update_ms
 from elche_jax.cadence.shift import Shift, ShiftState
 
 # after 8 reports: errors below 10 % shrink by a tenth with each, so less than half is left
@@ -231,6 +231,28 @@ class Scheduler:
             cadence, agreed = self.cadence.replan(cadence), 0
         settled = state.settled or measured_plan
         return SchedulerState(cadence, shift, state.shifts + shifted, settled, agreed, costs)
+
+    def learn(self, state: SchedulerState, report: WindowReport) -> SchedulerState:
+        """Return the state after times of a window that the cadence was updated with before.
+
+        Only the estimates of a cadence that has them change, and the counts that follow from them.
+
+        Args:
+            state: The current state; it is not modified.
+            report: The measurements of the window.
+
+        Examples:
+            >>> from elche_jax.cadence import ElChe
+            >>> scheduler = Scheduler(ElChe())
+            >>> report = WindowReport((90.0, 60.0), (10, 10), sync_ms=1.0)
+            >>> scheduler.learn(scheduler.init(2), report).cadence.ms_per_batch
+            (9.0, 6.0)
+        """
+        if not self.cadence.estimates:
+            return state
+        ms = as_times(update_ms(state.cadence.ms_per_batch, report))
+        cadence = self.cadence.replan(replace(state.cadence, ms_per_batch=ms))
+        return replace(state, cadence=self._checked("replan", cadence), agreed=0)
 
     def without(self, state: SchedulerState, ranks: Collection[int]) -> SchedulerState:
         """Return the state for the devices that are left when some are lost.

@@ -408,14 +408,17 @@ class LiveScheduler:
     def observe_late(self, record: WindowRecord) -> None:
         """Update the state with a completed window's times that were not known in time."""
         if record.steady:
-            self._update(record)
+            self._update(record, observe=self._controller.learn)
 
     def _update(
-        self, record: WindowRecord, at: int | None = None
+        self,
+        record: WindowRecord,
+        at: int | None = None,
+        observe: Callable[[ControllerState, WindowRecord], ControllerState] | None = None,
     ) -> tuple[ControllerState, ControllerState]:
         with self._observing:
             before = self._state
-            self._state = state = self._controller.observe(before, record)
+            self._state = state = (observe or self._controller.observe)(before, record)
             self._after[record.window if at is None else at] = state
             if len(self._after) > KEPT:
                 del self._after[min(self._after)]

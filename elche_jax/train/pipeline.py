@@ -341,12 +341,12 @@ class Pipeline(Planning[R]):
             ENDS.note(self._feed.fleet.devices, times.arrived if ahead else times.combined)
             if window is None:  # the run was closed
                 return
-            survey = window.launch.survey
+            survey, late_window = window.launch.survey, None
             if outcome is not None:
                 if survey is not None:  # of all processes
                     late = self._telling.averaged(window.plan.window, survey.found)
                 elif outcome.will_be_known:
-                    self._without_times[times.window] = window
+                    late_window = window
                 if late:
                     self._scheduler.on_skip(window.plan, LATE)
                     self._watch.on_late(window.plan, late)
@@ -357,6 +357,8 @@ class Pipeline(Planning[R]):
             if self._scheduler.wants_loss and "loss" in metrics:
                 loss = float(np.asarray(metrics["loss"]))
             known: Any = {"divergence": divergence, "loss": loss}
+            if late_window is not None:  # `window` itself is not steady any more
+                self._without_times[times.window] = replace(late_window, known={"loss": loss})
             if survey is None:
                 self._record(window, window.measured(times, free, ahead, left_out=late, **known))
                 self._checks.finite(window, window.token, times.window)
@@ -417,4 +419,6 @@ class Pipeline(Planning[R]):
         """
         window = self._without_times.pop(times.window, None)
         if window is not None and begins is not None:
-            self._scheduler.observe_late(window.measured(times, begins, ahead=False))
+            self._scheduler.observe_late(
+                window.measured(times, begins, ahead=False, **window.known)
+            )

@@ -580,6 +580,37 @@ def test_a_device_that_does_not_deliver(late, caplog):
     assert threads() == []
 
 
+@pytest.mark.parametrize(
+    "cadence", [elche.AdaComm(anchor=2), elche.PostLocal(switch=4, anchor=2)],
+    ids=lambda cadence: type(cadence).__name__,
+)  # fmt: skip
+def test_the_windows_of_a_slow_device_are_counted_once(cadence):
+    """Late, back, and late again: then the cadence is told its time, and nothing else."""
+    emulate = Held((window, 1) for window in range(60))
+    train = elche.build_train_step(
+        loss_fn, TX, devices=jax.devices()[:2], averaging=KEEP, cadence=cadence,
+        exchange=elche.HostExchange(timeout=0.1), emulate=emulate,
+    )  # fmt: skip
+
+    def speed():
+        return train.cadence_state.cadence.ms_per_batch[1]
+
+    state = train.init(params())
+    with train.windows(data(6 * 60), BATCH, epochs=None) as windows:
+        for window in windows:
+            state, _ = train(state, window)
+            if windows._pipeline.late:
+                for each in range(window.index + 1):
+                    emulate.let_go(each, 1)
+                eventually(lambda: not windows._pipeline.late)
+            if speed() is not None:
+                break
+    assert train.left_out[1] >= 2 and speed() > 0
+    seen = train.cadence_state.cadence
+    assert seen.windows == len(train.records) >= 2
+    assert seen.steps == sum(max(record.counts) for record in train.records)
+
+
 def test_a_late_device_has_no_part_in_the_average():
     """Its steps are gone until it is back; then it goes on from what the others made."""
     counts = [(2, 2)] * 7

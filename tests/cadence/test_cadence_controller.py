@@ -9,7 +9,9 @@ from hypothesis import given, settings, strategies as st
 
 from elche_jax.cadence import (
     HOLD_GROWTH,
+    QSR,
     STABLE,
+    AdaComm,
     Cadence,
     Controller,
     Divergence,
@@ -17,6 +19,7 @@ from elche_jax.cadence import (
     EveryBatch,
     FixedTotal,
     NoGuard,
+    PostLocal,
     Replay,
     State,
     WindowPlan,
@@ -112,6 +115,44 @@ def test_a_cadence_that_counts_windows_hears_of_all():
         ((0.0, 0.0), 3.0),
         ((10.0, 10.0), 2.0),
     ]
+
+
+def late(cadence):
+    """Runs a window whose times become known later; returns the state."""
+    controller = Controller(cadence)
+    state = run(controller, [record(0, steady=False, loss=3.0)])
+    return controller.learn(state, record(0, loss=3.0))
+
+
+def test_a_window_whose_times_come_later_is_told_once():
+    counts, loses, neither = Heard(counts_windows=True), Heard(uses_loss=True), Heard()
+    for cadence in (counts, loses, neither):
+        late(cadence)
+    assert [(r.wall_ms, r.loss) for r, _ in counts.told] == [((0.0, 0.0), None)]
+    assert [(r.wall_ms, r.loss) for r, _ in loses.told] == [((10.0, 10.0), 3.0)]
+    assert [(r.wall_ms, r.loss) for r, _ in neither.told] == [((10.0, 10.0), None)]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [AdaComm(anchor=4), PostLocal(switch=2), QSR(alpha=0.1, base=2, learning_rate=0.1)],
+    ids=lambda rule: type(rule).__name__,
+)
+def test_times_that_come_later_change_estimates_alone(rule):
+    state = late(rule).schedule.cadence
+    before = run(Controller(rule), [record(0, steady=False, loss=3.0)]).schedule.cadence
+    assert before.windows == 1 and before.ms_per_batch == (None, None)
+    assert state == replace(before, ms_per_batch=(10.0, 10.0))
+
+
+def test_counts_follow_times_that_come_later():
+    controller = Controller(PostLocal(switch=1, anchor=4))
+    state = run(controller, [record(0), record(1, counts=(4, 4))])
+    slow = replace(record(2, counts=(4, 4)), busy_ms=(40.0, 400.0))
+    state = controller.learn(state, slow)
+    # alpha is at most 0.8: 0.8 * 100 + 0.2 * 10 ms
+    assert state.schedule.cadence.ms_per_batch == pytest.approx((10.0, 82.0))
+    assert controller.plan(state, 3) == (33, 4)
 
 
 @pytest.mark.parametrize(("uses", "told"), [(True, [2.0]), (False, [None] * 3)])
