@@ -53,7 +53,7 @@ class Planning(Generic[R]):
         timing: Timing | None, telling: Telling,
     ):  # fmt: skip
         self._feed, self._scheduler, self._start, self.runner = feed, scheduler, start, runner
-        self._timing, self._telling = timing or Timing(always=True), telling
+        self._timing, self._telling = timing or Timing(lambda: True), telling
         self._job, self._in_flight = feed.fleet.job, in_flight
         self._ahead = in_flight if scheduler.cadence.adaptive else LOOKAHEAD
         # the lock of everything below, notified of every change

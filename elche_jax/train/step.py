@@ -53,7 +53,7 @@ from elche_jax.train.resume import (
     run_to_dict,
 )
 from elche_jax.train.runners import Runners, StateSpec
-from elche_jax.train.timing import Timing
+from elche_jax.train.timing import timing_for
 from elche_jax.train.training import Training
 from elche_jax.train.windows import Windows
 from elche_jax.train.worth import LaneWorth, rest_of
@@ -95,7 +95,7 @@ class TrainStep:
         self._initial: StateSpec | None = None
         self._bytes = 0, 0  # exchanged per device and window, saved by frozen parameters
         self._loading = Loading(fleet)
-        self._timing = Timing(always=options.timeline is not None)
+        self._timing = timing_for(options.timeline)
         self._training = Training(fleet, options, self._scheduler, self._timing)
         self._average: Callable[[TrainState], PyTree] | None = None
 

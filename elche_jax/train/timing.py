@@ -7,10 +7,11 @@ as the last timed window with the same counts.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from elche_jax.cadence import WindowRecord
+from elche_jax.config import Recorder
 
 FIRST = 20
 """Windows timed at the start of a run, while speeds are unknown and it is not clear that the run
@@ -34,32 +35,51 @@ SMOOTHING = 0.1
 """Weight of a window in the mean deviation."""
 
 
+def timing_for(recorder: Recorder | None) -> "Timing":
+    """Return the choice of windows for a run that is recorded, or not.
+
+    All windows are timed for a timeline, which shows each of them. That of a `Trainer` says with
+    `shows_windows` whether it does; if not, it sums up epochs.
+    """
+    if recorder is None:
+        return Timing()
+    shows_windows = getattr(recorder, "shows_windows", None)
+    if shows_windows is None:
+        return Timing(lambda: True)
+    return Timing(shows_windows, epochs=True)
+
+
 class Timing:
     """Decides for each window whether it is timed.
 
     Args:
-        always: Time every window, for a recording.
+        always: Returns whether every window is timed, for a recording.
+        epochs: Time the first window of every epoch, for a summary of each.
     """
 
-    def __init__(self, always: bool):
-        self._always = always
+    def __init__(self, always: Callable[[], bool] = lambda: False, epochs: bool = False):
+        self._always, self._epochs = always, epochs
+        self._epoch = 0
         self._counts: tuple[int, ...] = ()
         self._walls: deque[float] = deque(maxlen=8)  # milliseconds of windows of these counts
         self._deviation = 0.0
         self._surprised = 0
 
-    def timed(self, window: int, counts: Sequence[int]) -> bool:
+    def timed(self, window: int, counts: Sequence[int], epoch: int = 0) -> bool:
         """Return whether to time a window; called once per window, before its dispatch.
 
         Args:
             window: Number of windows of the run before this one.
             counts: Microbatches per device.
+            epoch: Its epoch.
         """
+        begins, self._epoch = self._epochs and epoch != self._epoch, epoch
         if self._surprised:
             self._surprised -= 1
             return True
         known = self._walls and self._counts == tuple(counts)
-        return bool(self._always or window < FIRST or window % EVERY == 0 or not known)
+        due = window < FIRST or window % EVERY == 0 or begins or not known
+        return due or self._always()
 
     @property
     def surprised(self) -> bool:

@@ -76,7 +76,7 @@ class Training:
     ) -> Trained:  # fmt: skip
         runner = pipeline.runner
         with pipeline.dispatch(window, interrupt.begin) as flight:
-            timed = self._timing.timed(self._scheduler.windows, window.counts)
+            timed = self._timing.timed(self._scheduler.windows, window.counts, window.epoch)
             # asked only if the window is not timed, so a short run never compiles the fused program
             flight.timed = timed or not runner.fuses(window.calls[-1].payload)
             try:

@@ -33,7 +33,7 @@ class EpochMetrics:
             measured.
         share: Fraction of the microbatches done by each device; sums to 1.
         busy: Fraction of the time each device was busy, 0 to 1. Like `throughput`, it covers
-            the windows since the last resume.
+            the windows since the last resume that were timed, at least one in six.
         skipped: Windows with non-finite values: dropped, or averaged without some devices.
         whole: Whether the metrics cover the whole epoch; False if the run stopped midway or
             resumed midway from the checkpoint of a loop other than `Trainer`.

@@ -62,6 +62,10 @@ class RunRecorder:
         # a deque needs no lock: watcher threads append, the loop pops
         self._metrics: deque[tuple[int, int, Mapping[str, Any]]] = deque()
 
+    def shows_windows(self) -> bool:
+        """Return whether a timeline shows each window; the history needs some times per epoch."""
+        return bool(self._timelines)
+
     def forget_own(self) -> None:
         """Record nothing in the user's timeline, which is that of the first process."""
         self._own.clear()

@@ -201,7 +201,7 @@ def test_windows_that_are_not_timed_give_the_same_bits(rule, window_bytes, monke
         return runner._get(runner._last_program(payload)) is not None
 
     monkeypatch.setattr(Runner, "fuses", fuses)
-    monkeypatch.setattr(Timing, "timed", lambda self, window, counts: window % 6 < 2)
+    monkeypatch.setattr(Timing, "timed", lambda self, window, counts, epoch: window % 6 < 2)
     fused, second, _, train = train_on(rule, counts, window_bytes=window_bytes)
     for a, b in zip(*map(jax.tree.leaves, ((plain, first), (fused, second))), strict=True):
         assert a.tobytes() == b.tobytes()

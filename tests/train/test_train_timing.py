@@ -9,7 +9,8 @@ from small import PARAMS, data, loss_fn
 import elche_jax as elche
 from elche_jax.cadence import WindowRecord
 from elche_jax.lab import EmulatedSpeeds, constant, throttle
-from elche_jax.train.timing import AFTER_A_SURPRISE, EVERY, FIRST, Timing
+from elche_jax.train.timing import AFTER_A_SURPRISE, EVERY, FIRST, Timing, timing_for
+from elche_jax.trainer.recorder import RunRecorder
 
 
 def record(window, wall_ms, counts=(2, 1), steady=True, cold=False):
@@ -26,17 +27,29 @@ def calm(timing, windows, wall_ms=10.0, counts=(2, 1)):
 
 
 def test_the_first_and_then_one_in_a_few():
-    said = calm(Timing(always=False), range(50))
+    said = calm(Timing(), range(50))
     assert said == [window < FIRST or window % EVERY == 0 for window in range(50)]
 
 
 def test_all_where_they_are_recorded():
-    assert all(calm(Timing(always=True), range(50)))
+    assert all(calm(timing_for(elche.Timeline()), range(50)))
+
+
+def test_one_in_every_epoch_where_epochs_are_summed_up():
+    """Each has three windows; those of the timeline are all timed while it is there."""
+    recorder = RunRecorder(None)
+    for timing, each in ((timing_for(recorder), [True, False, False]), (timing_for(None), None)):
+        calm(timing, range(24))
+        said = [timing.timed(25 + at, (2, 1), epoch=1 + at // 3) for at in range(9)]
+        others = [(25 + at) % EVERY == 0 for at in range(9)]
+        assert said == [a or b for a, b in zip((each or [False] * 3) * 3, others, strict=True)]
+    timing = timing_for(RunRecorder(elche.Timeline()))
+    assert all(calm(timing, range(50)))
 
 
 @pytest.mark.parametrize("wall_ms", [30.0, 4.0])
 def test_after_a_window_that_took_another_time(wall_ms):
-    timing = Timing(always=False)
+    timing = Timing()
     calm(timing, range(31))
     assert not timing.timed(31, (2, 1)) and not timing.surprised
     timing.observe(record(31, wall_ms, steady=False), timed=False)
@@ -48,7 +61,7 @@ def test_after_a_window_that_took_another_time(wall_ms):
 
 def surprises(walls):
     """How many of such windows are a surprise."""
-    timing, found = Timing(always=False), 0
+    timing, found = Timing(), 0
     for window, wall_ms in enumerate(walls):
         timed, before = timing.timed(window, (2, 1)), timing.surprised
         timing.observe(record(window, wall_ms, steady=timed), timed)
@@ -69,7 +82,7 @@ def test_windows_that_vary_by_themselves_are_no_surprise():
 
 
 def test_a_duration_of_nothing_is_no_measure():
-    timing = Timing(always=False)
+    timing = Timing()
     calm(timing, range(31))
     timing.observe(record(31, 0.0), timed=True)
     timing.observe(record(32, 0.0, steady=False), timed=False)
@@ -78,13 +91,13 @@ def test_a_duration_of_nothing_is_no_measure():
 
 
 def test_windows_of_other_counts():
-    timing = Timing(always=False)
+    timing = Timing()
     calm(timing, range(32))
     assert calm(timing, (32, 33, 34), counts=(4, 2)) == [True, False, False]
 
 
 def test_a_window_whose_programs_were_new_is_no_measure():
-    timing = Timing(always=False)
+    timing = Timing()
     for window in range(32):
         timing.observe(record(window, 500.0, cold=True), timed=True)
         timing.observe(record(window, 500.0, steady=False), timed=True)

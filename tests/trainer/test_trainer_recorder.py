@@ -53,6 +53,31 @@ def test_threads_that_report_while_the_loop_reads_lose_nothing():
     assert sums._epochs[0][0].tolist() == [6000.0, 6000.0]
 
 
+class Waits(elche.Callback):
+    """Waits for what is compiled in the background."""
+
+    def on_window(self, context):
+        if context.window.index > 20:
+            context.train._cache.wait()
+
+
+def times_of(epochs=15, **options):
+    """A run with a late mean and 3 windows in an epoch: which windows have times, the history."""
+    counts = elche.Replay([(4, 4)] * 3 * epochs)
+    one = trainer(2, averaging=elche.MeanGradient(delay=1), cadence=counts, **options)
+    result = one.fit(PARAMS, DATA, 8, epochs, progress=False, callbacks=[Waits()])
+    return [record.steady for record in one.train.records], result.history
+
+
+def test_windows_overlap_unless_a_timeline_shows_them():
+    steady, history = times_of()
+    assert not all(steady[30:])
+    assert all(steady[epoch * 3] for epoch in range(10, 15)), "the first of every epoch"
+    assert all(np.isfinite(epoch.throughput).all() and min(epoch.busy) > 0 for epoch in history)
+    steady, _ = times_of(timeline=Timeline())
+    assert all(steady[1:])
+
+
 def test_a_run_is_recorded_by_both_timelines_and_a_users_loop_by_its_own(tmp_path):
     own, sums = Timeline(), EpochSums(0)
     recorder = RunRecorder(own)
