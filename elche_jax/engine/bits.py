@@ -6,6 +6,7 @@ from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from elche_jax.engine.laned import Stacked, StackedArray
 
@@ -19,6 +20,22 @@ def is_key(leaf: Any) -> TypeGuard[jax.Array]:
 def is_float(leaf: Any) -> bool:
     """Return whether an array, or what has its shape, is of floats."""
     return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def unfit(leaf: Any) -> tuple[np.dtype[Any], int] | None:
+    """Return the dtype that JAX makes of an array, and an integer in it that this cannot hold.
+
+    Without 64-bit types JAX keeps 32 bits of every integer. None if all of them fit.
+    """
+    if is_key(leaf):
+        return None
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    if leaf.dtype == dtype or leaf.dtype.kind not in "iu" or leaf.size == 0:
+        return None
+    low, high, bounds = int(leaf.min()), int(leaf.max()), np.iinfo(dtype)
+    if low >= bounds.min and high <= bounds.max:
+        return None
+    return dtype, low if low < bounds.min else high
 
 
 def raw(leaf: Any) -> Any:

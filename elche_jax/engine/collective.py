@@ -173,9 +173,12 @@ class CollectiveProgram:
 
     def advanced(self, state: TrainState, carried: Carried) -> TrainState:
         """Count the window in a state whose counters are still those before it."""
+        examples = carried.work[1]
+        # it stays at its largest value, as the counters of optax do: a schedule has then ended
+        most = jnp.iinfo(state.examples.dtype).max
         return state.replace(
             microbatches=state.microbatches + carried.work[0],
-            examples=state.examples + carried.work[1],
+            examples=jnp.minimum(state.examples, most - examples) + examples,
             step=state.step + 1,
         )
 

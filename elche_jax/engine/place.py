@@ -16,6 +16,7 @@ from jax import dtypes
 from elche_jax.data.reader import IndexedReader, Partial, Reader
 from elche_jax.data.source import ArraySource, Source
 from elche_jax.data.split import Range, piece_lengths
+from elche_jax.engine.bits import unfit
 from elche_jax.engine.lane import Fleet
 
 PyTree = Any
@@ -203,12 +204,9 @@ def _check_like(spec: PyTree, block: PyTree, first: int) -> None:
 
 def check_fits(leaf: Any) -> None:
     """Raise `ValueError` if integers would overflow, as JAX without 64-bit types keeps 32 bits."""
-    dtype = dtypes.canonicalize_dtype(leaf.dtype)
-    if leaf.dtype == dtype or leaf.dtype.kind not in "iu" or leaf.size == 0:
-        return
-    low, high, bounds = int(leaf.min()), int(leaf.max()), np.iinfo(dtype)
-    if low < bounds.min or high > bounds.max:
+    if (found := unfit(leaf)) is not None:
+        dtype, value = found
         raise ValueError(
             f"data: integers must fit {dtype}, which JAX makes of {leaf.dtype}, got "
-            f"{low if low < bounds.min else high}. Encode them, or switch jax_enable_x64 on."
+            f"{value}. Encode them, or switch jax_enable_x64 on."
         )

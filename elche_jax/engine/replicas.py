@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from elche_jax import _check as check
-from elche_jax.engine.bits import is_key, raw, with_type_of
+from elche_jax.engine.bits import is_key, raw, unfit, with_type_of
 from elche_jax.engine.checksum import checksums, differing
 from elche_jax.engine.devices import listed
 from elche_jax.engine.job import Job
@@ -37,7 +37,8 @@ def replicate(tree: PyTree, devices: Sequence[jax.Device]) -> PyTree:
 
     Raises:
         TypeError: If `devices` is not a sequence of devices, or a leaf is not numeric.
-        ValueError: If there is no device, or one appears twice.
+        ValueError: If there is no device, or one appears twice, or an integer is beyond 32 bits
+            and JAX has no larger ones.
 
     Examples:
         >>> import jax, numpy as np
@@ -60,6 +61,12 @@ def replicate_over(fleet: Fleet, tree: PyTree) -> PyTree:
             raise TypeError(
                 f"replicate: every leaf must be an array of numbers, leaf {name} is of "
                 f"dtype {row.dtype}."
+            )
+        if (found := unfit(row)) is not None:
+            dtype, value = found
+            raise ValueError(
+                f"replicate: integers must fit {dtype}, which JAX makes of {row.dtype}, got "
+                f"{value} in leaf {name}. Switch jax_enable_x64 on."
             )
         return fleet.copies(row)
 

@@ -29,7 +29,7 @@ class TrainState(Replaceable):
         key: Raw data of the run's PRNG key, uint32. The key of microbatch `i` is
             `fold_in(key, i)`.
         microbatches: Microbatches used so far, int32: the index of the next one.
-        examples: Valid examples used so far, int32.
+        examples: Valid examples used so far, int32; it stays at 2**31 - 1.
         step: Windows so far, int32, including those whose update was dropped.
         loss_scale: Dynamic scale of the loss, or None.
         averaging: State that `averaging` needs, or None.

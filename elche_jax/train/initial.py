@@ -12,7 +12,7 @@ import optax
 from elche_jax import _check as check
 from elche_jax.averaging.fragments import assign_fragments
 from elche_jax.data.convert import check_plain
-from elche_jax.engine.bits import is_float, is_key
+from elche_jax.engine.bits import is_float, is_key, unfit
 from elche_jax.engine.devices import names_of
 from elche_jax.engine.gradient import GradientRule
 from elche_jax.engine.lane import Fleet, Lane
@@ -129,7 +129,7 @@ def check_params(trained: PyTree, frozen: PyTree) -> None:
                 "TrainStep.init: every leaf of params must be an array, frozen leaf "
                 f"{name} is {describe(leaf)}."
             )
-        _check_kept(name, leaf)
+        _check_fits("params", name, leaf)
     if not jax.tree.leaves(trained):
         raise ValueError("TrainStep.init: params must hold at least one array, got none.")
     for name, leaf in named(trained, "params"):
@@ -195,23 +195,22 @@ def _check_place(state: TrainState, fleet: Fleet, cause: BaseException) -> None:
         raise ValueError(check.message("train", "state", rule, got, todo)) from cause
 
 
-def _check_kept(name: str, leaf: Any) -> None:
-    """Raise if a frozen integer would overflow: without 64-bit types JAX keeps 32 bits."""
-    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) if not is_key(leaf) else leaf.dtype
-    if dtype == leaf.dtype or leaf.dtype.kind not in "iu" or leaf.size == 0:
-        return
-    bounds = np.iinfo(dtype)
-    if int(leaf.min()) < bounds.min or int(leaf.max()) > bounds.max:
+def _check_fits(argument: str, name: str, leaf: Any) -> None:
+    """Raise `ValueError` if an integer would overflow; trained leaves are floats."""
+    if (found := unfit(leaf)) is not None:
+        dtype, value = found
         raise ValueError(
-            f"TrainStep.init: integers of params must fit {dtype}, which JAX makes of "
-            f"{leaf.dtype}, frozen leaf {name} does not. Switch jax_enable_x64 on."
+            f"TrainStep.init: integers of {argument} must fit {dtype}, which JAX makes of "
+            f"{leaf.dtype}, got {value} in leaf {name}. Switch jax_enable_x64 on."
         )
 
 
 def check_model_state(model_state: PyTree) -> None:
-    """Raise if a leaf of the model state has no merge rule for its dtype."""
+    """Raise if a leaf of the model state has no merge rule for its dtype, or would overflow."""
     for name, leaf in named(model_state, "model_state"):
-        if is_real(leaf if hasattr(leaf, "dtype") else np.asarray(leaf)):
+        array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        if is_real(array):
+            _check_fits("model_state", name, array)
             continue
         raise TypeError(
             f"TrainStep.init: every leaf of model_state must be an array of floats, integers or "

@@ -50,7 +50,7 @@ def schedule_by_work(
     name the constants in `static_args`.)
 
     The training step passes the work to the optimizer's update as `microbatches=` and
-    `examples=`, int32 scalars, hence at most 2**31 - 1. A wrapper around the optimizer must
+    `examples=`, int32 scalars; the examples stay at 2**31 - 1. A wrapper around the optimizer must
     pass them on, as `optax.chain`, `masked`, `partition`, `apply_if_finite` and
     `contrib.schedule_free` do. `optax.MultiSteps`, `lookahead` and
     `contrib.split_real_and_imaginary` do not: put them inside,

@@ -172,6 +172,12 @@ def test_typed_keys_are_copied_and_compared(world_size):
             TypeError,
             r"^replicate: every leaf .* \['a'\] is of dtype obj",
         ),
+        (
+            {"a": 2**40 + 7},
+            None,
+            ValueError,
+            r"^replicate: integers must fit int32, which .* int64, got 1099511627783 in leaf \['a'",
+        ),
     ],
 )
 def test_what_cannot_be_replicated(tree, devices, error, message):

@@ -79,6 +79,25 @@ def test_merge_without_model_state():
         build(merge="pooled").init(PARAMS)
 
 
+@pytest.mark.parametrize("value", [3_000_000_000, np.array([1, -(2**40)]), np.uint64(2**32)])
+def test_integers_of_model_state_that_jax_would_cut_off(value):
+    got = np.asarray(value).ravel()[-1]
+    kind = "uint32" if got > 2**31 and got.dtype == "uint64" else "int32"
+    message = rf"^TrainStep\.init: integers of model_state must fit {kind}, .* got {got} in leaf "
+    with pytest.raises(ValueError, match=message + r"\['n'\]\. Switch jax_enable_x64 on\.$"):
+        build().init(PARAMS, model_state={"n": value})
+
+
+def test_the_count_of_examples_stays_at_its_largest_value():
+    train, most = build(cadence=elche.FixedTotal(2)), 2**31 - 1
+    state, seen = train.init(PARAMS), []
+    state = state.replace(examples=elche.replicate(np.int32(most - 10), train.devices))
+    for window in train.windows(DATA, 4, epochs=3):
+        state, _ = train(state, window)
+        seen.append(int(elche.unreplicate(state.examples)))
+    assert seen == [most - 2, most, most]
+
+
 def four(params, model_state, batch, rng):
     return loss_fn(params, batch, rng), model_state
 
