@@ -138,8 +138,8 @@ class Reduction:
                 [x * scale for x in total], merged, [x * scale for x in spread],
                 amount > 0, metrics["finite"], xp.bool_(True), metrics["loss"],
             )  # fmt: skip
-            if self.pending:  # the metrics are of an earlier window; in the first ones of none
-                metrics["loss"] = xp.where(totals["weight"] > 0, metrics["loss"], xp.nan)
+            # no loss without any weight, nor while the metrics are those of no window yet
+            metrics["loss"] = xp.where(totals["weight"] > 0, metrics["loss"], xp.nan)
             return mean, metrics
         rows = Row(*axis.rows(axis.each(lambda one: one.row, contributions)).T)
         worked = (rows.own > 0) & (rows.amount > 0)

@@ -13,6 +13,7 @@ import pytest
 import elche_jax as elche
 from elche_jax.data.order import epoch_order
 from elche_jax.engine.mapped import stack_shards, stacked_sharding
+from elche_jax.observe.events import LossEvent
 
 BAD = np.float32("nan")
 
@@ -437,6 +438,31 @@ def test_the_error_names_small_weights():
         elche.NonFiniteError, match=r"combine to was not, or weighs less than 2\*\*-"
     ):
         run(train, train.init(PARAMS), data(), epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("devices", "rule"),
+    [(1, {}), (2, {}), (2, {"exchange": elche.HostExchange()}), (2, RULES["averaging"])],
+    ids=["one device", "gradients", "gradients on the host", "averaging"],
+)
+def test_a_window_without_weight_has_no_loss(devices, rule):
+    def loss(params, batch, rng):
+        return elche.Weighted(loss_fn(params, batch, rng), batch["n"].sum())
+
+    timeline = elche.Timeline()
+    examples = {"x": data()["x"][:24], "n": np.repeat([1.0, 0, 1], 8).astype("float32")}
+    train = elche.build_train_step(
+        loss, optax.sgd(0.1), devices=jax.devices()[:devices], timeline=timeline,
+        cadence=Fixed((2,) if devices == 1 else (1, 1)), **rule,
+    )  # fmt: skip
+    state, losses = train.init(PARAMS), []
+    for window in train.windows(examples, 4, shuffle=False):
+        state, metrics = train(state, window)
+        losses.append(float(metrics["loss"]))
+        assert metrics["finite"]
+    assert np.isnan(losses).tolist() == [False, True, False] and losses[0] == pytest.approx(1.0)
+    told = [event.loss for event in timeline.events if isinstance(event, LossEvent)]
+    assert told == [losses[0], losses[2]]
 
 
 def test_a_window_without_weight_changes_nothing_of_the_optimizer():
