@@ -227,9 +227,6 @@ class DiLoCo(check.CheckedFields, AveragingRule):
         check.instance(where, "outer", self.outer, optax.GradientTransformation, rule, todo)
         super().__post_init__()
         check_rule(self)
-        if self.inner_steps is not None and self.inner_steps % self.fragments:
-            rule = f"be a multiple of fragments ({self.fragments})"
-            raise ValueError(check.message(where, "inner_steps", rule, self.inner_steps))
 
 
 @dataclass(frozen=True)
@@ -289,6 +286,16 @@ def check_rule(rule: AveragingRule) -> None:
     if not callable(rule.exponent):
         object.__setattr__(rule, "exponent", check.real(where, "exponent", rule.exponent))
     check.one_of(where, "optimizer_state", rule.optimizer_state, OPTIMIZER_STATES)
+    must = "be an optax optimizer or None"
+    check.instance(where, "outer", rule.outer, optax.GradientTransformation | None, must)
+    fragments = check.integer(where, "fragments", rule.fragments, low=1)
+    object.__setattr__(rule, "fragments", fragments)
+    if rule.inner_steps is not None:
+        steps = check.integer(where, "inner_steps", rule.inner_steps, low=1)
+        object.__setattr__(rule, "inner_steps", steps)
+        if steps % fragments:
+            must = f"be a multiple of fragments ({fragments})"
+            raise ValueError(check.message(where, "inner_steps", must, steps))
     if rule.fragments > 1 and rule.optimizer_state != "keep":
         must = f"be 'keep' with fragments={rule.fragments}, whose exchanges lie apart"
         raise ValueError(check.message(where, "optimizer_state", must, repr(rule.optimizer_state)))

@@ -1,6 +1,6 @@
 """The initial training state, its shapes, and the checks of what it is made from."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,7 +106,8 @@ def initial_averaging(
     state = AveragingState()
     if rule is not None and rule.outer is not None:
         wide = [jnp.asarray(leaf, jnp.float32) for leaf in leaves]
-        state = state.replace(outer=tuple(rule.outer.init([wide[i] for i in p]) for p in parts))
+        outer = (checked_outer(rule.outer, [wide[i] for i in part]) for part in parts)
+        state = state.replace(outer=tuple(outer))
     # kept on any number of devices and with a host exchange, so that a checkpoint can move there
     if rule is not None and (len(parts) > 1 or options.may_be_late):
         state = state.replace(base=leaves, steps=jnp.zeros((len(parts),), jnp.float32))
@@ -219,8 +220,17 @@ def check_model_state(model_state: PyTree) -> None:
         )
 
 
+INNER = "optimizer"
+OUTER = "outer optimizer of averaging"
+CALLS = {
+    INNER: "grads, state, params, value=loss, grad=grads, microbatches=m, examples=e",
+    OUTER: "difference, state, params",
+}
+"""Arguments of an optimizer's update, for messages."""
+
+
 def check_optimizer(
-    optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree
+    optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree, name: str = INNER
 ) -> None:
     """Raise if an update fails on these parameters, or changes the structure, shapes or
     dtypes of the optimizer state."""
@@ -228,28 +238,37 @@ def check_optimizer(
     def update(params: PyTree, opt_state: PyTree) -> PyTree:
         tx = optax.with_extra_args_support(optimizer)
         grads = jax.tree.map(jnp.asarray, params)
+        if name == OUTER:
+            return tx.update(grads, opt_state, params)[1]
         work = {"microbatches": jnp.int32(0), "examples": jnp.int32(0)}
         return tx.update(grads, opt_state, params, value=jnp.float32(0), grad=grads, **work)[1]
 
-    with _optimizer_errors():
+    with _optimizer_errors(name):
         new = jax.eval_shape(update, params, opt_state)
     differs = difference(new, jax.eval_shape(lambda: opt_state))
     if differs:
         raise TypeError(
-            "TrainStep.init: an update of the optimizer must keep the structure, shapes and "
+            f"TrainStep.init: an update of the {name} must keep the structure, shapes and "
             f"dtypes of its state, got another: {differs}."
         )
 
 
+def checked_outer(outer: optax.GradientTransformation, params: Sequence[Any]) -> PyTree:
+    """Return the state of an outer optimizer for these parameters, after the same checks."""
+    with _optimizer_errors(OUTER):
+        opt_state = outer.init(params)
+    check_optimizer(outer, params, opt_state, OUTER)
+    return opt_state
+
+
 @contextmanager
-def _optimizer_errors() -> Generator[None]:
+def _optimizer_errors(name: str = INNER) -> Generator[None]:
     """Turn any exception of an optimizer into an error that says how it is called."""
     try:
         yield
     except Exception as error:  # for example, it requires value_fn
         raise TypeError(
-            "TrainStep.init: the optimizer must work with update(grads, state, params, "
-            "value=loss, grad=grads, microbatches=m, examples=e), got "
+            f"TrainStep.init: the {name} must work with update({CALLS[name]}), got "
             f"{type(error).__name__}: {str(error).rstrip('.')}.{_instead(error)}"
         ) from error
 

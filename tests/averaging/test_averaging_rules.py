@@ -124,6 +124,48 @@ def test_a_state_of_another_rule_is_named():
 
 
 @pytest.mark.parametrize(
+    ("attributes", "kind", "message"),
+    [
+        ({"fragments": 0}, ValueError, r"fragments must be at least 1, got 0\.$"),
+        ({"fragments": 2.0}, TypeError, r"fragments must be an integer, got 2\.0 "),
+        ({"outer": "sgd"}, TypeError, r"outer must be an optax optimizer or None, got 'sgd' "),
+        ({"inner_steps": 2.5}, TypeError, r"inner_steps must be an integer, got 2\.5 "),
+        ({"inner_steps": 0}, ValueError, r"inner_steps must be at least 1, got 0\.$"),
+        ({"inner_steps": 5, "fragments": 2}, ValueError,
+         r"inner_steps must be a multiple of fragments \(2\), got 5\.$"),
+    ],
+)  # fmt: skip
+def test_attributes_of_a_rule_of_ones_own(attributes, kind, message):
+    rule = type("Own", (elche.AveragingRule,), {"optimizer_state": "keep"} | attributes)()
+    with pytest.raises(kind, match=f"^Own: {message}"):
+        build(rule)
+
+
+def takes_value(updates, state, params=None, *, value):
+    return updates, state
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize(
+    ("outer", "message"),
+    [
+        (optax.GradientTransformationExtraArgs(lambda p: (), takes_value),
+         r"the outer optimizer of averaging must work with update\(difference, state, params\), "
+         r"got TypeError: .*'value'\.$"),
+        (optax.GradientTransformation(lambda p: p["w"], None),
+         r"the outer optimizer of averaging must work with .*, got TypeError: .*\.$"),
+        (optax.GradientTransformation(lambda p: jnp.int32(0), lambda g, s, p=None: (g, s + 0.5)),
+         r"an update of the outer optimizer of averaging must keep the .* dtypes of its state, got "
+         r"another: .*float32"),
+    ],
+)  # fmt: skip
+def test_an_outer_optimizer_that_cannot_be_used(outer, message, fragments):
+    train = build(elche.DiLoCo(outer, fragments=fragments))
+    with pytest.raises(TypeError, match=rf"^TrainStep\.init: {message}"):
+        train.init(params())
+
+
+@pytest.mark.parametrize(
     ("rule", "world", "config", "cadence"),
     [
         (elche.DiLoCo(SGD, 50), 4, None, elche.ElChe(50, max_anchor=50)),
