@@ -25,7 +25,7 @@ class Calls:
     """
 
     def __init__(self, job: Job):
-        self._own, self._one_process = OneThread(ONE_THREAD), job.one_process
+        self._own, self._job = OneThread(ONE_THREAD), job
 
     @contextmanager
     def __call__(self, where: str) -> Generator[None]:
@@ -36,10 +36,11 @@ class Calls:
 
         Raises:
             RuntimeError: Another thread is in one.
-            ValueError: See `check_outside`.
+            ValueError: See `check_outside` and `check_mesh`.
         """
         check_outside(where)
-        with self._own, nullcontext() if self._one_process else TURNS.call():
+        check_mesh(where, self._job.world_size)
+        with self._own, nullcontext() if self._job.one_process else TURNS.call():
             yield
 
 
@@ -63,6 +64,26 @@ def check_outside(where: str) -> None:
             f"{where}: must be called outside of jit, vmap, grad and the like, got a call inside. "
             "It compiles and differentiates what it is given; call it as it is."
         )
+
+
+def check_mesh(where: str, world_size: int) -> None:
+    """Check that no mesh is set for the programs of a call, which have their own.
+
+    Args:
+        where: The function the user called.
+        world_size: Number of devices of these programs.
+
+    Raises:
+        ValueError: `jax.set_mesh` has set one, and it or the programs have several devices.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or max(mesh.size, world_size) == 1:  # one device is the same in any mesh
+        return
+    raise ValueError(
+        f"{where}: must be called without a mesh of jax.set_mesh, got one with the axes "
+        f"{dict(mesh.shape)}. Programs run on the devices given as devices; call it outside of "
+        "jax.set_mesh."
+    )
 
 
 @cache

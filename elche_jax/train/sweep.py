@@ -31,7 +31,7 @@ from elche_jax.train.in_flight import Window
 from elche_jax.train.initial import check_buffers, check_one_copy
 from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.loading import Loading
-from elche_jax.train.outside import check_outside
+from elche_jax.train.outside import check_mesh, check_outside
 from elche_jax.train.parts import check_parts
 from elche_jax.train.pipeline import IN_FLIGHT
 from elche_jax.train.spec import DataPlan
@@ -126,6 +126,7 @@ class Sweep:
             For each process what it read of the next windows, the same ones in all.
         """
         check_outside(self._where)
+        check_mesh(self._where, self.fleet.job.world_size)
         with Talk(self.fleet.job, self._where) as talk:
             variables = self._variables(params, model_state)
             plan = self._loading.open(self._where, data, **reading)

@@ -53,6 +53,28 @@ def test_without_the_compiler():
             call()
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_under_a_mesh(devices):
+    """Which JAX takes for that of the programs; building runs none."""
+    mesh = jax.make_mesh((devices,), ("batch",), devices=jax.devices()[:devices])
+    message = r": must be called without a mesh of jax\.set_mesh, got one with the axes "
+    message += rf"{{'batch': {devices}}}\. .* call it outside of jax\.set_mesh\.$"
+    for name, call in calls().items():
+        if name.startswith("build_") or name == "Trainer":
+            continue
+        with jax.set_mesh(mesh), pytest.raises(ValueError, match=WHERE.get(name, name) + message):
+            call()
+
+
+def test_under_a_mesh_of_the_one_device():
+    train = build(1)
+    with jax.set_mesh(jax.make_mesh((1,), ("batch",), devices=train.devices)):
+        state = train.init(PARAMS)
+        for window in train.windows(data(8), 4):
+            state, _ = train(state, window)
+    assert int(state.step[0]) == 2
+
+
 def test_a_state_that_a_transformation_has_in_hand():
     """`jax.jit` around the user's own step."""
     train = build()
