@@ -135,22 +135,28 @@ class HeadModel(Model):
 
         Returns:
             The head with `.params` replaced, in its original form; also `.model_state` unless
-            `.params` holds it; with an NNX module also `.module`.
+            `.params` holds it; with an NNX module also `.module`. No `__init__` or
+            `__post_init__` runs.
 
         Raises:
-            TypeError: The head lacks one of these attributes.
+            TypeError: The head lacks one of these attributes, or it cannot be set.
         """
         fields = self._form.fields(head, params, model_state)
         for name in fields:
             if not hasattr(head, name):
                 rule, got = f"have an attribute {name} to write to", type(head).__name__
                 raise TypeError(check.message("Model.write_back", "head", rule, got))
-        if dataclasses.is_dataclass(head) and not isinstance(head, type):
-            # it may be frozen, so that no attribute can be set
-            return dataclasses.replace(head, **fields)
+        # a copy, as `dataclasses.replace` runs `__init__`, which may make parameters of its own
         new = copy.copy(head)
+        # a dataclass may be frozen
+        put = object.__setattr__ if dataclasses.is_dataclass(head) else setattr
         for name, value in fields.items():
-            setattr(new, name, value)
+            try:
+                put(new, name, value)
+            except AttributeError as error:
+                rule = f"have an attribute {name} that can be set"
+                got = f"{type(head).__name__}: {error}"
+                raise TypeError(check.message("Model.write_back", "head", rule, got)) from error
         return new
 
 

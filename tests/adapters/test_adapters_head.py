@@ -1,6 +1,6 @@
 """Heads: objects that hold a module and its parameters, and objects with methods of their own."""
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +37,26 @@ class Plain:
 
     def __init__(self, module, params):
         self.module, self.params = module, params
+
+
+@dataclass
+class Initialized:
+    """A head that makes its own parameters."""
+
+    module: Any
+    seed: InitVar[int] = 0
+    params: Any = field(init=False)
+
+    def __post_init__(self, seed):
+        self.params = self.module.init(jax.random.key(seed), X[:1], True)
+
+
+class ReadOnly:
+    module = LinenMLP()
+
+    @property
+    def params(self):
+        return {}
 
 
 def variables(module=None):
@@ -119,6 +139,16 @@ def test_a_head_without_state_and_with_a_loss_given():
     jax.tree.map(lambda x: x.delete(), model.params)
     want = LinenMLP().apply({"params": head.params}, X, True)
     np.testing.assert_allclose(model.apply_fn(model.params, {"x": X}), want, rtol=1e-6)
+
+
+def test_a_head_that_makes_its_own_parameters_gets_the_trained_ones():
+    head = Initialized(LinenMLP(), seed=1)
+    model = from_head(head, cross_entropy)
+    params = jax.tree.map(lambda x: x + 1, model.params)
+    back = model.write_back(head, params)
+    assert isinstance(back, Initialized) and back.module is head.module
+    assert_equal(back.params, {"params": params})
+    assert_equal(head.params, LinenMLP().init(jax.random.key(1), X[:1], True))
 
 
 def test_options_of_the_module_are_passed_on():
@@ -254,6 +284,11 @@ ERRORS = {
             3, {}
         ),
         TypeError, r"Model.write_back: head must have an attribute params to write to, got int\.",
+    ),
+    "params that are read only": (
+        lambda: from_head(ReadOnly(), cross_entropy).write_back(ReadOnly(), {}),
+        TypeError, r"^Model.write_back: head must have an attribute params that can be set, got "
+        r"ReadOnly: .*no setter\.$",
     ),
     "state in two places": (
         lambda: from_head(
