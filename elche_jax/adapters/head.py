@@ -288,7 +288,7 @@ def _plain(tree: Any) -> Any:
     from flax import nnx
 
     if isinstance(tree, nnx.Variable):
-        return tree.get_value()
+        return tree.get_raw_value()
     if isinstance(tree, Mapping):
         return {str(name): _plain(value) for name, value in tree.items()}
     return tree

@@ -248,7 +248,8 @@ def _flat(module: Any) -> Any:
 
 
 def _value(leaf: Any) -> Any:
-    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+    # not `get_value`, which a kind of variable may overload: the module itself calls it
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
 def _reseeded(slot: Slot, rng: Any) -> Any:

@@ -1,6 +1,7 @@
 """NNX modules: what `from_nnx` trains is what a loss function written by hand does."""
 
 import zlib
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -273,6 +274,48 @@ def test_arrays_without_a_variable_are_state_and_a_variable_may_hold_several():
     assert_equal(new, {"shift": jnp.full(3, 2.0)})
     model.update({"both": {"w": jnp.zeros(3), "b": jnp.ones(3)}}, new)
     assert module(x).tolist() == [12, 12]
+
+
+class Positive(nnx.Param):
+    """Is the exponential of what it holds."""
+
+    def get_value(self, **options):
+        return jnp.exp(super().get_value(**options))
+
+
+class Scaled(nnx.Module):
+    def __init__(self):
+        self.scale = Positive(jnp.full(1, 0.5))
+        self.calls = nnx.Variable(jnp.int32(0))
+
+    def __call__(self, x):
+        return x * self.scale.get_value()
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_a_variable_may_overload_get_value(head):
+    module = Scaled()
+    if head:
+        given = SimpleNamespace(module=module, params=nnx.state(module, nnx.Param))
+        model = elche.from_head(given, lambda outputs, batch: outputs[:, 0])
+    else:
+        model = from_nnx(module, lambda outputs, batch: outputs[:, 0])
+    # what is trained is what the variable holds
+    assert_equal(model.params, {"scale": jnp.full(1, 0.5)})
+    x = jnp.ones((2, 1))
+    np.testing.assert_allclose(
+        model.apply_fn(model.params, model.model_state, x), np.exp([[0.5]] * 2), rtol=1e-6
+    )
+
+    def loss(params):
+        return model(params, model.model_state, x, jax.random.key(0))[0].mean()
+
+    np.testing.assert_allclose(jax.grad(loss)(model.params)["scale"], np.exp([0.5]), rtol=1e-6)
+    if not head:
+        model.update(model.params, model.model_state)
+        merged = model.merge(model.params, model.model_state)
+        for one in (module, merged):
+            assert one.scale.get_raw_value().tolist() == [0.5]
 
 
 def test_training_reaches_parts_that_are_switched_off():
