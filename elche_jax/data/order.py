@@ -23,16 +23,24 @@ def epoch_order(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
     Args:
         size: Number of examples, at least 0.
         seed: Seed of the run, 0 to 2**64 - 1.
-        epoch: Number of the epoch, from 0.
+        epoch: Number of the epoch, 0 to 2**64 - 1.
 
     Returns:
         Permutation of `0 .. size - 1`, shape `(size,)`, int64.
+
+    Raises:
+        TypeError: An argument is not an integer.
+        ValueError: An argument is out of range.
 
     Examples:
         >>> from elche_jax.data.order import epoch_order
         >>> sorted(epoch_order(5, seed=0, epoch=3).tolist())
         [0, 1, 2, 3, 4]
     """
+    # Python's integers, as a NumPy integer would lose the bits of the epoch
+    size = check.integer("epoch_order", "size", size, low=0)
+    seed = check.integer("epoch_order", "seed", seed, low=0, high=2**64 - 1)
+    epoch = check.integer("epoch_order", "epoch", epoch, low=0, high=2**64 - 1)
     # Philox takes one key of 128 bits; equal words are ranked by position
     words = np.random.Philox(key=seed | (epoch << 64)).random_raw(size)
     return np.argsort(words, kind="stable")

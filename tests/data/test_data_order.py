@@ -64,6 +64,23 @@ def test_order_depends_on_seed_and_epoch_each():
     assert tuple(epoch_order(64, 1, 1)) in call_args
 
 
+def test_order_takes_the_integers_of_numpy():
+    order = epoch_order(np.int32(20), np.int64(5), np.int64(3))
+    assert order.tolist() == epoch_order(20, 5, 3).tolist()
+
+
+@pytest.mark.parametrize("name, value, kind, message", [
+    ("size", -1, ValueError, r"size must be at least 0, got -1\."),
+    ("seed", -1, ValueError, r"seed must be at least 0, got -1\."),
+    ("seed", 2**64, ValueError, rf"seed must be at most {2**64 - 1}, got {2**64}\."),
+    ("epoch", 2**64, ValueError, rf"epoch must be at most {2**64 - 1}, got {2**64}\."),
+    ("epoch", 1.0, TypeError, r"epoch must be an integer, got 1\.0 \(float\)\."),
+])  # fmt: skip
+def test_order_rejects_what_is_no_key(name, value, kind, message):
+    with pytest.raises(kind, match=f"^epoch_order: {message}$"):
+        epoch_order(**{"size": 4, "seed": 0, "epoch": 0, name: value})
+
+
 def test_all_permutations_are_about_equally_frequent():
     seen = Counter(tuple(epoch_order(4, 5, epoch).tolist()) for epoch in range(2400))
     assert len(seen) == 24
