@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 from flax import errors, linen as nn
-from flax.core import unfreeze
+from flax.core import meta, unfreeze
 from flax.core.scope import DenyList, in_filter
 
 from elche_jax import _check as check
@@ -96,11 +96,12 @@ class LinenModel(Model):
             rule = "be a dict of collections"
             raise TypeError(check.message(self._where, "model_state", rule, describe(model_state)))
         args, kwargs = self._call.arguments(batch, train)
-        state = unfreeze(dict(model_state or {}))
+        boxed = unfreeze(dict(model_state or {}))
+        state = _unboxed(boxed)
         # not what the module sows beside its state, which would change the state's structure
         changing = [name for name in state if train and in_filter(self._mutable, name)]
         keys = self._keys(rng) if train else {}
-        variables = {"params": params, **state}
+        variables = {"params": _unboxed(params), **state}
         try:
             outputs, new = self._module.apply(
                 variables, *args, rngs=keys, mutable=changing, **kwargs
@@ -112,7 +113,7 @@ class LinenModel(Model):
             todo = "Was train.init given both?"
             where = "params and model_state"
             raise ValueError(check.message(self._where, where, rule, got, todo)) from error
-        return outputs, None if model_state is None else {**state, **unfreeze(new)}
+        return outputs, None if model_state is None else {**boxed, **_reboxed(boxed, unfreeze(new))}
 
     def _keys(self, rng: Any) -> dict[str, Any]:
         if len(self._rngs) < 2:  # the key itself, as in a hand-written loop
@@ -190,3 +191,25 @@ def key_of(where: str, rng: Any) -> jax.Array:
         return as_key(rng)
     except (TypeError, ValueError) as error:
         raise type(error)(str(error).replace("TrainStep.init", where)) from None
+
+
+def _unboxed(tree: PyTree) -> PyTree:
+    """Take the values of `nn.with_partitioning` out of their boxes.
+
+    Flax would constrain them to axes of the mesh of `nn.with_partitioning`, which the mesh of the
+    training lacks: here every device holds the whole arrays.
+    """
+
+    def value(box: Any) -> Any:
+        return box.unbox(apply_constraint=False) if isinstance(box, meta.Partitioned) else box
+
+    return meta.map_axis_meta(value, tree)
+
+
+def _reboxed(boxed: Any, tree: Any) -> Any:
+    """Put values that the module has changed back into the boxes that `_unboxed` opened."""
+    if isinstance(boxed, meta.Partitioned):
+        return boxed.replace_boxed(tree)
+    if isinstance(boxed, Mapping) and isinstance(tree, Mapping):
+        return {name: _reboxed(boxed.get(name), value) for name, value in tree.items()}
+    return tree

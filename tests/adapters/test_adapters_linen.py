@@ -1,5 +1,7 @@
 """Linen modules: what `from_linen` trains is what a loss function written by hand does."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,6 +89,47 @@ def test_predict_and_evaluate_without_dropout_by_running_averages():
     )
     found = evaluate(state.params, data(), 24, model_state=state.model_state)
     assert found == {"hit": pytest.approx(float(np.mean(want.argmax(-1) == data()["y"])))}
+
+
+class Partitioned(nn.Module):
+    """Says how a mesh would partition its kernel and its state."""
+
+    names: bool
+
+    @nn.compact
+    def __call__(self, x):
+        def given(init, *names):
+            return nn.with_partitioning(init, names) if self.names else init
+
+        calls = self.variable("seen", "calls", given(lambda: jnp.zeros(3), "model"))
+        if not self.is_initializing() and self.is_mutable_collection("seen"):
+            calls.value += 1
+        init = given(nn.initializers.lecun_normal(), None, "model")
+        return nn.Dense(3, kernel_init=init)(x.reshape(len(x), -1))
+
+
+@pytest.mark.parametrize("form", ["from_linen", "from_head"])
+def test_parameters_with_names_of_partitions_are_trained_as_those_without(form):
+    ends = []
+    for names in (True, False):
+        module = Partitioned(names)
+        if form == "from_linen":
+            model = from_linen(module, cross_entropy)
+            params, model_state = model.init(3, {"x": X[:1]})
+        else:
+            head = SimpleNamespace(module=module, params=module.init(jax.random.key(3), X[:1]))
+            model = elche.from_head(head, cross_entropy)
+            params, model_state = model.params, model.model_state
+        cadence = elche.Replay([(4, 4)] * 4)
+        state, _ = trained(model, params, model_state, world=2, cadence=cadence)
+        outputs = elche.predict(
+            model.apply_fn, state.params, X, 24, model_state=state.model_state,
+            devices=jax.devices()[:2],
+        )  # fmt: skip
+        ends.append((jax.tree.leaves((state.params, state.model_state)), outputs))
+        assert jax.tree.structure(state.params) == jax.tree.structure(params)
+        assert nn.meta.unbox(state.model_state["seen"]["calls"]).tolist() == [16] * 3
+    assert_equal(*ends)
 
 
 class Noisy(nn.Module):
