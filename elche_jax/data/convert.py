@@ -13,7 +13,7 @@ def as_arrays(item: PyTree) -> PyTree:
     """Return an example or a microbatch with NumPy or JAX arrays as leaves.
 
     In a dict or a tuple, a list of numbers or of such lists is converted to an array. On its
-    own such a list is ambiguous, as it could also be several arrays. Tensors of other
+    own such a list is ambiguous, as it could also be several arrays. Tensors and tables of other
     libraries are converted by their `__array__` or, if that fails, by DLPack. Everything else
     is returned unchanged.
 
@@ -21,7 +21,7 @@ def as_arrays(item: PyTree) -> PyTree:
         item: The example or the microbatch.
 
     Raises:
-        TypeError: If a leaf is a masked array, or a tensor that cannot be converted.
+        TypeError: If a leaf is a masked array, or a tensor or table that cannot be converted.
         ValueError: If lists of numbers differ in length, or `item` itself is such a list.
 
     Examples:
@@ -66,7 +66,7 @@ def has_numpy_dtype(leaf: Any) -> bool:
         return True
     try:
         np.dtype(leaf.dtype)
-    except TypeError:
+    except (AttributeError, TypeError):  # a table has a type for each column
         return False
     return True
 
@@ -96,9 +96,8 @@ def _as_array(path: Any, leaf: Any) -> Any:
     check_plain(path, leaf)
     if isinstance(leaf, list):
         return _of_list(path, leaf)
-    if not hasattr(leaf, "dtype") or has_numpy_dtype(leaf):
-        return leaf
-    return _of_tensor(path, leaf)
+    is_array = any(hasattr(leaf, name) for name in ("dtype", "shape", "__array__"))
+    return _of_tensor(path, leaf) if is_array and not has_numpy_dtype(leaf) else leaf
 
 
 def _of_list(path: Any, leaf: list[Any]) -> np.ndarray:

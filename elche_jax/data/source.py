@@ -81,7 +81,7 @@ class ArraySource:
                 f"data: all leaves must have the same number of examples, got {lengths}."
             )
         if not all(has_numpy_dtype(leaf) for _, leaf in named):
-            # tensors of other libraries
+            # tensors and tables of other libraries
             tree = as_arrays(tree)
         self.tree = tree
         self.size = next(iter(lengths.values()))
@@ -166,11 +166,11 @@ def as_source(data: Any) -> Source:
 
     Args:
         data: A pytree whose leaves all have a `shape`; an object with `__len__` and
-            `__getitem__`; or an iterable of microbatches. Tensors of other libraries count
-            as arrays, and so do lists of numbers within an example or a microbatch.
+            `__getitem__`; or an iterable of microbatches. Tensors and tables of other libraries
+            count as arrays, and so do lists of numbers within an example or a microbatch.
 
     Raises:
-        TypeError: If `data` is none of these.
+        TypeError: If `data` is none of these, or does not convert to arrays of numbers.
         ValueError: If the data is empty, or its leaves differ in length.
 
     Examples:

@@ -1,5 +1,7 @@
 """Examples and microbatches of other libraries, and of plain Python."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,6 +55,22 @@ class Narrow(Tensor):
         return self.on_device.__dlpack_device__()
 
 
+class Table:
+    """As a data frame: a type for each column, so none of the whole."""
+
+    def __init__(self, array):
+        self.array, self.shape = array, array.shape
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array
+
+    def __len__(self):
+        return len(self.array)
+
+    def __getitem__(self, column):
+        raise KeyError(column)
+
+
 class Plain:
     """A tensor without `shape` and length: what `as_arrays` makes of it, its `dtype` says."""
 
@@ -73,6 +91,7 @@ def assert_same(got, want):
     ("item", "want"),
     [
         (Tensor(X), X),
+        (Table(X), X),
         ([Tensor(X), (Tensor(X[0]), 3)], [X, (X[0], 3)]),  # as a loader collates pairs
         ({"x": [1.0, 2.5], "y": True}, {"x": np.array([1.0, 2.5]), "y": True}),
         (([[1, 2], [3, 4]],), (np.array([[1, 2], [3, 4]]),)),
@@ -105,6 +124,12 @@ def test_types_that_numpy_has_not_come_by_dlpack():
             TypeError,
             r"^data: every leaf must convert to a NumPy array, leaf \['x'\] is a \S*Tensor that "
             r"does not \(RuntimeError: Can't call numpy\(\) on it\)\. Convert it in the dataset\.$",
+        ),
+        (
+            {"x": Table(np.array([[1, "a"]], object))},
+            TypeError,
+            r"^data: every leaf must convert to a NumPy array, leaf \['x'\] is a \S*Table that "
+            r"does not \(TypeError: NumPy makes objects of it\)\. Convert it in the dataset\.$",
         ),
         (Plain(), TypeError, r"leaf data is a \S*Plain that does not \(TypeError: NumPy makes obj"),
         (
@@ -169,12 +194,26 @@ def test_every_form_trains_alike():
     train = elche.build_train_step(loss_fn, optax.sgd(0.1), devices=jax.devices()[:2])
     want = trained(train, {"x": X})
     assert np.abs(want).min() > 0.01
-    for make in (Tensor, np.ndarray.tolist):
+    for make in (Tensor, Table, np.ndarray.tolist):
         forms = [(Rows(list(map(make, X))), 4)]
         forms += [(Loader(lambda rows, make=make: {"x": make(rows)}), None)]
         for data, batch_size in forms:
             np.testing.assert_array_equal(trained(train, data, batch_size), want)
-    np.testing.assert_array_equal(trained(train, {"x": Tensor(X)}), want)
+    for make in (Tensor, Table):
+        np.testing.assert_array_equal(trained(train, {"x": make(X)}), want)
+
+
+@pytest.mark.parametrize("data", [Table(X), {"x": Table(X)}])
+def test_a_table_is_data(data):
+    source = as_source(data)
+    assert source.size == len(X) and source.nbytes == X.nbytes
+    (rows,) = jax.tree.leaves(source.rows(np.array([5, 0])))
+    np.testing.assert_array_equal(rows, X[[5, 0]])
+
+
+def test_what_has_only_a_shape_is_no_data():
+    with pytest.raises(TypeError, match=r"^data: every leaf must convert to a NumPy array, leaf "):
+        as_source({"x": SimpleNamespace(shape=(3,), ndim=1)})
 
 
 @pytest.mark.parametrize(
