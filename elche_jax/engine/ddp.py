@@ -13,8 +13,9 @@ import jax
 import numpy as np
 
 from elche_jax import _check as check
-from elche_jax.engine.bits import is_float
+from elche_jax.engine.bits import is_float, raw, with_type_of
 from elche_jax.engine.devices import fleet_of, select_job
+from elche_jax.engine.laned import StackedArray
 from elche_jax.engine.loss import describe
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.reductions import broadcaster, weighted_averager
@@ -88,7 +89,8 @@ class DDP:
         The replicas are not synchronized; call `sync_params` for that.
 
         Args:
-            replicas: One pytree of arrays per device, equal in structure, shapes and dtypes.
+            replicas: One pytree of arrays, typed PRNG keys or scalars per device, equal in
+                structure, shapes and dtypes.
             devices: The devices; None for all devices of the job.
 
         Returns:
@@ -115,8 +117,12 @@ class DDP:
                 rule = "have the same structure, shapes and dtypes"
                 got = f"another for replica {rank} than for replica 0: {differs}"
                 raise ValueError(check.message("DDP.wrap", "all replicas", rule, got))
+
+        def stack(*rows: Any) -> StackedArray:
+            return with_type_of(rows[0], ddp.fleet.put(np.stack([raw(row) for row in rows])))
+
         # leaf by leaf: the host holds one stacked leaf at a time
-        return ddp, jax.tree.map(lambda *xs: ddp.fleet.put(np.stack(xs)), *replicas)
+        return ddp, jax.tree.map(stack, *replicas)
 
     def replicate(self, tree: PyTree) -> PyTree:
         """Copy a pytree to every device; see `elche_jax.replicate`."""

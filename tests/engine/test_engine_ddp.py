@@ -84,6 +84,15 @@ def test_wrap_takes_replicas_as_they_are():
     assert ddp.sync_params(params)["w"].tolist() == np.zeros((3, 2, 2)).tolist()
 
 
+def test_wrap_takes_keys():
+    keys = [jax.random.key(seed) for seed in range(3)]
+    ddp, tree = elche.DDP.wrap([{"rng": key} for key in keys], DEVICES)
+    assert tree["rng"].dtype == keys[0].dtype and tree["rng"].shape == (3,)
+    assert tree["rng"].addressable_data(1).devices() == {DEVICES[1]}
+    draws = ddp.map(jax.random.normal)(tree["rng"])
+    np.testing.assert_array_equal(draws, [jax.random.normal(key) for key in keys])
+
+
 def test_one_program_per_shapes():
     ddp, grads, compiles = elche.DDP(DEVICES), [stacked([1.0], [2.0], [3.0])], []
 
