@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import lru_cache
 from itertools import chain
+from types import MethodType
 from typing import Any
 
 import jax
@@ -247,7 +248,7 @@ def predict(
     check_outside("predict")
     check.instance("predict", "apply_fn", apply_fn, Callable, "be callable", brief=True)
     chosen = select_job(devices, "predict")
-    sweep = _kept_sweep(_Same(apply_fn), chosen, _Same(cadence), _Same(emulate))
+    sweep = _kept_sweep(_SameFunction(apply_fn), chosen, _Same(cadence), _Same(emulate))
     blocks: list[list[np.ndarray]] = []
     structure = None
 
@@ -298,6 +299,15 @@ class _Same:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and bool(self._key == other._key)
+
+
+class _SameFunction(_Same):
+    """A cache key for a function: compares by identity, as equal ones may compute other things."""
+
+    def __init__(self, value: Any):
+        self.value = value
+        is_method = isinstance(value, MethodType)  # a new object at every access
+        self._key = (id(value.__self__), id(value.__func__)) if is_method else id(value)
 
 
 @lru_cache(maxsize=8)

@@ -3,7 +3,7 @@
 import functools
 import gc
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import flax.linen as nn
 import jax
@@ -20,7 +20,7 @@ from test_contract_no_stall import CompileCount
 
 import elche_jax as elche
 from elche_jax.lab import EmulatedSpeeds, ExtraWork
-from elche_jax.train.evaluate import _kept_sweep, _Same, clear_predict_cache
+from elche_jax.train.evaluate import _kept_sweep, _Same, _SameFunction, clear_predict_cache
 
 DEVICES = jax.devices()
 PARAMS = {"w": np.float32(1.5)}
@@ -156,7 +156,7 @@ def test_outputs_larger_than_the_data_are_cut_into_calls():
 def sweep_of(apply_fn, devices, cadence=None, emulate=None, **_):
     """The kept sweep of earlier calls with these arguments; fails where there is none."""
     before = _kept_sweep.cache_info().misses
-    sweep = _kept_sweep(_Same(apply_fn), tuple(devices), _Same(cadence), _Same(emulate))
+    sweep = _kept_sweep(_SameFunction(apply_fn), tuple(devices), _Same(cadence), _Same(emulate))
     assert _kept_sweep.cache_info().misses == before, "it was not kept"
     return sweep
 
@@ -325,12 +325,34 @@ def test_an_iterator_that_was_read_is_let_go():
     assert gone() is None
 
 
+@dataclass(frozen=True)
+class Table:
+    """A model that leaves its array out of comparisons, as `==` of arrays is no bool."""
+
+    array: np.ndarray = field(compare=False)
+
+    def __call__(self, params, x):
+        return x + self.array
+
+    def method(self, params, x):
+        return x + self.array
+
+
 def test_functions_that_are_alike_and_not_the_same():
     """Equal by value, but they may change: each is its own."""
     x, one, two = inputs(6), Unhashable(1.0), Unhashable(1.0)
     elche.predict(one, None, x, 2, **OPTIONS)
     two.shift = 5.0
     np.testing.assert_array_equal(elche.predict(two, None, x, 2, **OPTIONS), x + 5)
+
+
+@pytest.mark.parametrize("fn", [lambda model: model, lambda model: model.method])
+def test_functions_that_compare_equal_and_compute_other_things(fn):
+    x, models = inputs(6), [Table(np.float32(shift)) for shift in (1, 5)]
+    assert models[0] == models[1] and hash(models[0]) == hash(models[1])
+    for model in models:
+        got = elche.predict(fn(model), None, x, 2, **OPTIONS)
+        np.testing.assert_array_equal(got, x + model.array)
 
 
 @pytest.mark.parametrize("model", [Model(), Model([16, 10]), Unhashable(1.0)])
