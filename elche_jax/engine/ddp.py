@@ -16,7 +16,7 @@ from elche_jax import _check as check
 from elche_jax.engine.bits import is_float, raw, with_type_of
 from elche_jax.engine.devices import fleet_of, select_job
 from elche_jax.engine.laned import StackedArray
-from elche_jax.engine.loss import describe
+from elche_jax.engine.loss import SMALLEST_WEIGHT, describe
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.reductions import broadcaster, weighted_averager
 from elche_jax.engine.replicas import replicate_over
@@ -298,7 +298,8 @@ class DDP:
 
         Raises:
             ValueError: If `batch_counts` has the wrong length, an entry below 0, or no entry
-                above 0, or if a leaf is not stacked over these devices.
+                above 0, or a sum that float32 cannot hold accurately, or if a leaf is not stacked
+                over these devices.
             TypeError: If a count is not a number, or a leaf is not a float array.
 
         Examples:
@@ -315,6 +316,10 @@ class DDP:
         if not any(counts):
             rule = "have an entry above 0"
             raise ValueError(check.message(f"DDP.{name}", "batch_counts", rule, counts))
+        if not SMALLEST_WEIGHT <= sum(counts) < 2.0**127:  # half of what float32 can hold
+            rule = "have a sum of at least 2**-100, and below 2**127, as devices sum in float32"
+            todo = "Multiply all by one factor."
+            raise ValueError(check.message(f"DDP.{name}", "batch_counts", rule, counts, todo))
         return self._reduce(name, grads, np.array(counts, np.float32))
 
     def _sync(self, name: str, tree: PyTree) -> PyTree:

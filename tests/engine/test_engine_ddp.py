@@ -220,3 +220,13 @@ def test_a_pmap_with_the_same_axis_name_is_compiled_once():
     finally:
         jax.monitoring.clear_event_listeners()
     assert compiles == []
+
+
+@pytest.mark.parametrize("counts", [(1e-40, 1e-40, 0), (1e39, 0, 1), (1e38, 1e38, 0)])
+def test_counts_that_float32_cannot_sum(counts):
+    message = (
+        r"^DDP\.weighted_all_reduce_gradients: batch_counts must have a sum of at least 2\*\*-100, "
+        r"and below 2\*\*127, as devices sum in float32, got \(1e.*\)\. Multiply all by one fact"
+    )
+    with pytest.raises(ValueError, match=message):
+        DDP3.weighted_all_reduce_gradients(stacked([1.0], [1.0], [1.0]), counts)
