@@ -6,6 +6,7 @@ import sys
 from contextlib import redirect_stdout
 
 import elche_jax as elche
+from elche_jax import _check as check
 from elche_jax.advice import advise
 from elche_jax.cli import arguments
 from elche_jax.cli.errors import UsageError
@@ -74,10 +75,12 @@ def run(options: argparse.Namespace) -> int:
     chosen = options.devices is not None or options.cpu_devices is not None
     if chosen or job.get("devices") is None:
         job["devices"] = devices
+    # as `advise` checks it, which comes after the text below
+    seconds = check.real("advise", "seconds", job.get("seconds", 2.0), above=0)
     if not options.json:
         print(elche.device_summary(job["devices"]), flush=True)
         alone = "alone and all together " if len(job["devices"]) > 1 else ""
-        print(f"measuring each {alone}for {job.get('seconds', 2.0):g} s ...", file=sys.stderr)
+        print(f"measuring each {alone}for {seconds:g} s ...", file=sys.stderr)
     with redirect_stdout(sys.stderr):
         advice = advise(**job)
     print(json.dumps(advice.to_dict(), indent=2) if options.json else f"\n{advice}")

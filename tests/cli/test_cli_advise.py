@@ -124,6 +124,14 @@ def test_targets_that_are_none(target, tmp_path, capsys, name, message):
     assert capsys.readouterr().err == f"elche-jax advise: {message}\n"
 
 
+def test_seconds_of_a_target_that_are_no_number(target, capsys):
+    path = target()
+    path.write_text(path.read_text().replace("seconds=0.02", "seconds='2'"))
+    assert main(["advise", "my_job.py:job", "--devices", "0"]) == 1
+    message = "advise: seconds must be a number, got '2' (str)."
+    assert capsys.readouterr().err.startswith(f"madeelche-jax advise: TypeError: {message}")
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
