@@ -75,7 +75,8 @@ def schedule_by_work(
         does not return one number.
 
     Raises:
-        TypeError: `factory` is not callable, or takes `*args` or `**kwargs`.
+        TypeError: `factory` is not callable, takes `*args` or `**kwargs`, or has no signature;
+            `static_args` are no names.
         ValueError: `unit` is unknown; `factory` has no argument named in `static_args`.
 
     Examples:
@@ -100,13 +101,14 @@ def schedule_by_work(
     todo = "Pass optax.adamw, say, and its arguments to what comes back."
     check.instance(where, "factory", factory, Callable, rule, todo, brief=True)
     check.one_of(where, "unit", unit, get_args(Unit))
-    static = {static_args} if isinstance(static_args, str) else set(static_args)
-    signature = inspect.signature(factory)
-    kinds = {parameter.kind for parameter in signature.parameters.values()}
-    if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
-        rule, got = "name all its arguments", f"one of {signature}"
-        todo = "Wrap it: lambda learning_rate: factory(learning_rate=learning_rate)."
-        raise TypeError(check.message(where, "factory", rule, got, todo))
+    names = (static_args,) if isinstance(static_args, str) else static_args
+    rule = "be the name of an argument of factory, or several"
+    check.instance(where, "static_args", names, Iterable, rule)
+    static = set[str]()
+    for name in names:
+        check.instance(where, "static_args", name, str, rule)
+        static.add(name)
+    signature = _signature(factory)
     inject = optax.inject_hyperparams(factory, static, jnp.float32)
 
     @functools.wraps(factory)
@@ -124,6 +126,23 @@ def schedule_by_work(
         return inject(*bound.args, **bound.kwargs)
 
     return make
+
+
+def _signature(factory: Callable[..., Any]) -> inspect.Signature:
+    """Return the arguments of an optimizer's factory, which must have names."""
+    unnamed = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    try:
+        signature = inspect.signature(factory)
+    except ValueError:  # a function of C may have none
+        got = check.describe(factory)
+    else:
+        if not unnamed & {parameter.kind for parameter in signature.parameters.values()}:
+            return signature
+        got = f"one of {signature}"
+    todo = "Wrap it: lambda learning_rate: factory(learning_rate=learning_rate)."
+    raise TypeError(
+        check.message("schedule_by_work", "factory", "name all its arguments", got, todo)
+    )
 
 
 def _hyperparameter(name: str, value: Any, unit: str) -> Any:

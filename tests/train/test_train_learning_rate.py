@@ -394,6 +394,19 @@ def test_static_arguments_are_left_alone():
             (optax.sgd, "updates"), ValueError,
             r"schedule_by_work: unit must be one of 'microbatches', 'examples', got 'updates'\.",
         ),
+        (
+            (max,), TypeError,
+            r"^schedule_by_work: factory must name all its arguments, got .*\. Wrap it: lambda lea",
+        ),
+        (
+            (optax.sgd, "examples", 3), TypeError,
+            r"^schedule_by_work: static_args must be the name of an argument of factory, or "
+            r"several, got 3 \(int\)\.$",
+        ),
+        (
+            (optax.sgd, "examples", ["momentum", ["nesterov"]]), TypeError,
+            r"^schedule_by_work: static_args must be .*, got \['nesterov'\] \(list\)\.$",
+        ),
         ((optax.sgd, "examples", "mask"), ValueError, r"`static_args` must specify a subset of"),
     ],
 )  # fmt: skip
