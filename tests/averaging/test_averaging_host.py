@@ -3,6 +3,8 @@
 import gc
 import threading
 import time
+from collections import deque
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,8 @@ from waits import eventually
 
 import elche_jax as elche
 from elche_jax.engine.host.coordinator import Coordinator
+from elche_jax.engine.host.exchange import LiveExchange
+from elche_jax.engine.host.limits import Limits
 from elche_jax.lab import EmulatedSpeeds, ExtraWork
 
 HOST = elche.DDPConfig(exchange="host")
@@ -407,6 +411,55 @@ def test_a_state_that_was_changed_waits_for_its_average():
     moved = [sum(n * n for n in each) / sum(each) for each in merged]
     np.testing.assert_allclose(state.params["w"], np.full((2, 3), -sum(moved)), rtol=1e-5)
     assert np.isnan(losses[0]) and np.isfinite(losses[1:]).all()
+
+
+def sums(params, batch, rng):
+    """With a gradient that is what the batch says."""
+    return (params["w"] * batch["x"]).mean()
+
+
+def digits(counts):
+    """Windows of these counts in which every example has the gradient 10 to the power of one's
+    index: the digits of -w say how often each window's gradient was applied."""
+    exact = np.repeat(10.0 ** np.arange(len(counts)), [BATCH * sum(each) for each in counts])
+    return {"x": exact.astype("float32")}
+
+
+def delayed(counts, **options):
+    return elche.build_train_step(
+        sums, optax.sgd(1.0), devices=jax.devices()[:2], averaging=elche.MeanGradient(delay=1),
+        cadence=elche.Replay(counts), exchange=elche.HostExchange(), **options,
+    )  # fmt: skip
+
+
+def test_windows_before_a_changed_state_do_not_count_for_those_after_it():
+    """What was pending when the state was changed is lost, and nothing else."""
+    train = delayed([(1, 1)] * 6)
+    state, rows, cursor = train.init({"w": np.float32(0)}), digits([(1, 1)] * 6), None
+    for _ in range(2):
+        with train.windows(rows, BATCH, shuffle=False, cursor=cursor) as windows:
+            for window in windows:
+                state, _ = train(state.replace() if window.index == 2 else state, window)
+                if window.index == 3:
+                    windows.drain()
+                    break
+        cursor = window.cursor
+    # that of window 5 is pending
+    np.testing.assert_array_equal(state.params["w"], np.full(2, -11101.0))
+
+
+@pytest.mark.parametrize("closed", [[1], [3], [1, 3], [1, 3, 4], [1, 4]])
+def test_a_run_leaves_the_outcomes_of_its_own_windows(closed):
+    """Of windows 3 and 4, whatever the loop has not read of those before."""
+    left, begun = [], [SimpleNamespace(number=number) for number in (3, 4)]
+    session = SimpleNamespace(begun=begun, due=deque())
+    coordinator = Coordinator(1, Limits(1.0), *[lambda *_: None] * 3)
+    exchange = LiveExchange(coordinator, None, None, lambda *args: left.append(args))
+    exchange.session = session
+    coordinator.unread.extend((number, f"outcome of {number}") for number in closed)
+    exchange.close()
+    whole = [(session, [(3, "outcome of 3"), (4, "outcome of 4")])]
+    assert left == (whole if {3, 4} <= set(closed) else [])
 
 
 @pytest.mark.parametrize("config", [HOST, ahead()], ids=["cadence", "async"])

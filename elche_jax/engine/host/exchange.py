@@ -39,8 +39,8 @@ class LiveExchange(Clock):
         coordinator: The windows of the run.
         averaging: Averages the deliveries of a window.
         seconds: Emulated durations; or None.
-        left: Called on close with the session and the outcomes of its windows in flight, if all
-            of those are closed.
+        left: Called on close with the session and the outcomes of its windows in flight, in their
+            order, if all of those are closed.
     """
 
     ends_windows: ClassVar[bool] = True
@@ -102,10 +102,12 @@ class LiveExchange(Clock):
         """End the threads; windows still on the devices are not averaged. Idempotent."""
         session, self.session = self.session, None  # do not keep the state alive
         if session is not None and self._left is not None:
-            closed = [*session.due, *self.coordinator.closed()]
+            # by number: the loop may not have read those of windows before this session
+            known = dict([*session.due, *self.coordinator.closed()])
+            begun = [window.number for window in session.begun]
             # otherwise the next run begins a new session, whose first delivery includes that work
-            if len(closed) == len(session.begun):
-                self._left(session, closed)
+            if known.keys() >= set(begun):
+                self._left(session, [(number, known[number]) for number in begun])
         self._threads.close()
 
 
