@@ -198,6 +198,11 @@ class Clock(Protocol):
         with interruptible(), changed:
             changed.wait_for(until)
 
+    @property
+    def patience(self) -> float:
+        """Seconds for which a close waits, at most, for windows whose work would be lost."""
+        return 0.0
+
     def close(self) -> None:
         """End its threads. Idempotent."""
         ...

@@ -12,6 +12,7 @@ import numpy as np
 
 from elche_jax import _progress
 from elche_jax._processes import ExchangeLost, ProcessLostError
+from elche_jax._waiting import interruptible
 from elche_jax.cadence import WindowRecord
 from elche_jax.data.order import Cursor
 from elche_jax.engine.compile_cache import CompileCache
@@ -303,12 +304,26 @@ class Pipeline(Planning[R]):
         """End the timing; windows in flight go on, unmeasured.
 
         In a job of several processes their records are waited for, or not all of them would know
-        the same when they plan again.
+        the same when they plan again. So are, for a while, windows whose work would be lost.
         """
         _progress.closed()
+        try:
+            self._wait_for_rest()
+        finally:
+            self._close()
+
+    def _wait_for_rest(self) -> None:
+        """Wait for the records that a close needs."""
+        patience = 0.0 if self.clock is None else self.clock.patience
+        with interruptible(), self._changed:
+            if not self._job.one_process:
+                if self._watching != threading.get_ident():
+                    self._changed.wait_for(lambda: self.errors.first or self._recorded)
+            elif patience:
+                self._changed.wait_for(lambda: self._recorded or self.errors.broken, patience)
+
+    def _close(self) -> None:
         with self._changed:
-            if not self._job.one_process and self._watching != threading.get_ident():
-                self._changed.wait_for(lambda: self.errors.first or self._recorded)
             if self._lost and not self.errors.raised:
                 self.errors.keep(self._ended())
             self.closed = True

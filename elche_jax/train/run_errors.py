@@ -37,6 +37,11 @@ class RunErrors:
                 self.first = self.first or error
             self._changed.notify_all()
 
+    @property
+    def broken(self) -> bool:
+        """Whether there is an error; a Ctrl-C that waits to be raised is none."""
+        return self.first is not None and not isinstance(self.first, KeyboardInterrupt)
+
     def found(self, number: int, error: Exception) -> None:
         """Keep an error that every process finds in the window of this dispatch."""
         if self._job.one_process:

@@ -425,10 +425,10 @@ def digits(counts):
     return {"x": exact.astype("float32")}
 
 
-def delayed(counts, **options):
+def delayed(counts, delay=1, emulate=None, **options):
     return elche.build_train_step(
-        sums, optax.sgd(1.0), devices=jax.devices()[:2], averaging=elche.MeanGradient(delay=1),
-        cadence=elche.Replay(counts), exchange=elche.HostExchange(), **options,
+        sums, optax.sgd(1.0), devices=jax.devices()[:2], averaging=elche.MeanGradient(delay=delay),
+        cadence=elche.Replay(counts), exchange=elche.HostExchange(**options), emulate=emulate,
     )  # fmt: skip
 
 
@@ -460,6 +460,77 @@ def test_a_run_leaves_the_outcomes_of_its_own_windows(closed):
     exchange.close()
     whole = [(session, [(3, "outcome of 3"), (4, "outcome of 4")])]
     assert left == (whole if {3, 4} <= set(closed) else [])
+
+
+@pytest.mark.parametrize("how", ["break", "interrupt"])
+@pytest.mark.parametrize("options", [{"delay": 1}, {"delay": 0, "run_ahead": True}], ids=str)
+def test_a_loop_that_is_left_waits_for_what_is_pending(options, how, monkeypatch):
+    """The gradient of window 3 is on the devices until the loop waits for it."""
+    counts, emulate, wait = [(1, 1)] * 6, Held([(3, 0), (3, 1)]), threading.Condition.wait
+
+    def let_go_and_wait(condition, timeout=None):
+        if threading.current_thread() is threading.main_thread():
+            emulate.let_go(3, 0)
+            emulate.let_go(3, 1)
+        return wait(condition, timeout)
+
+    train = delayed(counts, emulate=emulate, **options)
+    state, cursor = train.init({"w": np.float32(0)}), None
+
+    def leave():
+        nonlocal state, cursor
+        windows = train.windows(digits(counts), BATCH, shuffle=False)
+        for window in windows:
+            state, _ = train(state, window)
+            if window.index == 3:
+                monkeypatch.setattr(threading.Condition, "wait", let_go_and_wait)
+                cursor = window.cursor
+                if how == "break":
+                    return
+                with windows:
+                    raise KeyboardInterrupt
+
+    if how == "break":
+        leave()
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            leave()
+    monkeypatch.undo()
+    gc.collect()
+    assert threads() == []
+    with train.windows(digits(counts), BATCH, shuffle=False, cursor=cursor) as windows:
+        for window in windows:
+            state, _ = train(state, window)
+            windows.drain()
+    # that of window 5 is pending; running ahead, the loop has applied what it knew before it
+    np.testing.assert_array_equal(state.params["w"], np.full(2, -11111.0))
+    assert [record.window for record in train.records] == list(range(6))
+
+
+@pytest.mark.parametrize("who", ["nobody", "another thread", "the loop"])
+def test_who_waits_for_what_is_pending(who):
+    """Only the loop that left it, while its state is there; for devices that hang, not for ever."""
+    counts, emulate = [(1, 1)] * 3, Held([(1, 0), (1, 1)])
+    train = delayed(counts, emulate=emulate, timeout=0.25)
+    state, windows = train.init({"w": np.float32(0)}), train.windows(digits(counts), BATCH)
+    for window in windows:
+        state, _ = train(state, window)
+        if window.index == 1:
+            break
+    clock, found = windows._pipeline.clock, []
+    if who == "nobody":
+        del state
+    if who == "another thread":
+        thread = threading.Thread(target=lambda: found.append(clock.patience))
+        thread.start()
+        thread.join()
+    else:
+        found.append(clock.patience)
+    assert found == [0.25 if who == "the loop" else 0.0]
+    windows.close()
+    for rank in range(2):
+        emulate.let_go(1, rank)
+    eventually(lambda: threads() == [])
 
 
 @pytest.mark.parametrize("config", [HOST, ahead()], ids=["cadence", "async"])

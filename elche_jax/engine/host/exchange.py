@@ -1,5 +1,6 @@
 """An exchange on the host: one thread per device fetches deliveries, one more averages them."""
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -55,6 +56,7 @@ class LiveExchange(Clock):
         self._left = left
         self.session: Session | None = None
         self.used = False
+        self._loop: threading.Thread | None = None
         self.coordinator = coordinator
         # threads refer to the coordinator only, so that they end with the last reference to self
         self._fetch = partial(_fetch, coordinator, seconds)
@@ -74,6 +76,17 @@ class LiveExchange(Clock):
         """See `Clock.lost`."""
         return self.coordinator.lost
 
+    @property
+    def patience(self) -> float:
+        """See `Clock.patience`: the timeout if the next run can go on with the session."""
+        session = self.session
+        # dropped as garbage by another thread, this could wait for that one; at the end of the
+        # process nobody goes on
+        waits = self._loop is threading.current_thread() and threading.main_thread().is_alive()
+        if session is None or not session.begun or session.state() is None or not waits:
+            return 0.0
+        return self.coordinator.limits.timeout_s
+
     def launch(self, window: OpenWindow, deliveries: Sequence[Delivery | None]) -> None:
         """Hand over the deliveries of a window, arrays that are still being computed.
 
@@ -81,7 +94,7 @@ class LiveExchange(Clock):
             window: The window; numbers are ascending.
             deliveries: By rank, leaves `(1, ...)` on the device; None for absent devices.
         """
-        self.used = True
+        self.used, self._loop = True, threading.current_thread()
         if window.survey is not None:  # in a job of several processes
             TURNS.begin(self.coordinator)
             MappedAcross.settle()  # what the loop has launched, before the thread begins
@@ -99,13 +112,16 @@ class LiveExchange(Clock):
         return self.coordinator.accumulated(window)
 
     def close(self) -> None:
-        """End the threads; windows still on the devices are not averaged. Idempotent."""
+        """End the threads; windows still on the devices are not averaged. Idempotent.
+
+        See `patience`: gradients of such windows are in no later delivery.
+        """
         session, self.session = self.session, None  # do not keep the state alive
         if session is not None and self._left is not None:
             # by number: the loop may not have read those of windows before this session
             known = dict([*session.due, *self.coordinator.closed()])
             begun = [window.number for window in session.begun]
-            # otherwise the next run begins a new session, whose first delivery includes that work
+            # otherwise the next run begins a new session, whose first delivery includes local steps
             if known.keys() >= set(begun):
                 self._left(session, [(number, known[number]) for number in begun])
         self._threads.close()
