@@ -40,7 +40,7 @@ class HeldInterrupt(AbstractContextManager["HeldInterrupt"]):
 
     Examples:
         >>> with HeldInterrupt() as interrupt:
-        ...     interrupt.begin()
+        ...     held = interrupt.begin()
         ...     state = "handed over without an interrupt in the middle"
         >>> interrupt.came
         False
@@ -49,13 +49,18 @@ class HeldInterrupt(AbstractContextManager["HeldInterrupt"]):
     def __init__(self) -> None:
         self.came = self._holds = False
 
-    def begin(self) -> None:
-        """Begin to hold it back; without effect if that began before, or in other threads."""
+    def begin(self) -> bool:
+        """Begin to hold it back; without effect if that began before, or in other threads.
+
+        Returns:
+            Whether it is held back: one that is raised from now on is the second one.
+        """
         if self._holds or threading.current_thread() is not threading.main_thread():
-            return
+            return self._holds
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._note)
             self._holds = True
+        return self._holds
 
     def _note(self, number: int, frame: Any) -> None:
         if self.came:

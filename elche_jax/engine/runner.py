@@ -77,7 +77,8 @@ class Launch:
         survey: What is exchanged of its times; None in a job of one process.
         timed: Whether the clock times it.
         hold: Called before a program is dispatched that takes the state over: from then on a
-            Ctrl-C waits until the loop has the new one.
+            Ctrl-C waits until the loop has the new one. Returns whether it does; the second one
+            does not.
     """
 
     watch: Clock | None
@@ -87,7 +88,7 @@ class Launch:
     examples: int = 0
     survey: Survey | None = None
     timed: bool = True
-    hold: Callable[[], None] = lambda: None
+    hold: Callable[[], bool] = lambda: False
 
     def __call__(self, token: Any, ranks: Sequence[int] | None = None) -> None:
         """Pass the clock a token that becomes ready when a device has accumulated.

@@ -174,7 +174,7 @@ class Pipeline(Planning[R]):
 
     @contextmanager
     def dispatch(
-        self, window: Window, hold: Callable[[], None] = lambda: None
+        self, window: Window, hold: Callable[[], bool] = lambda: False
     ) -> Generator[InFlight]:
         """Dispatch a window; the body of the `with` launches its programs.
 

@@ -1,6 +1,7 @@
 """Exchange on the host: the same averages, devices that run ahead, devices that are late."""
 
 import gc
+import signal
 import threading
 import time
 from collections import deque
@@ -938,6 +939,49 @@ def test_an_interrupt_while_the_loop_waits(late, step, monkeypatch):
             other, _ = step(other, window)
     for name in LEAVES:
         np.testing.assert_array_equal(state.params[name], other.params[name])
+
+
+@pytest.mark.parametrize("at", ["admit", "next_closed"])
+def test_ctrl_c_while_windows_are_pending_loses_none(at, sigint, monkeypatch):
+    """Before a window is launched it is not trained; after that the loop gets its state."""
+    counts, method, calls = [(1, 1)] * 6, getattr(Coordinator, at), []
+
+    def pressing(exchange, *args):
+        calls.append(args)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return method(exchange, *args)
+
+    train = delayed(counts)
+    state, cursor = train.init({"w": np.float32(0)}), None
+    monkeypatch.setattr(Coordinator, at, pressing)
+    with pytest.raises(KeyboardInterrupt):
+        for window in train.windows(digits(counts), BATCH, shuffle=False):
+            state, _ = train(state, window)
+            cursor = window.cursor
+    assert cursor.window == {"admit": 2, "next_closed": 4}[at]
+    for window in train.windows(digits(counts), BATCH, shuffle=False, cursor=cursor):
+        state, _ = train(state, window)
+    np.testing.assert_array_equal(state.params["w"], np.full(2, -11111.0))
+
+
+def test_ctrl_c_while_the_old_state_is_given_up(sigint, monkeypatch):
+    put, pressed = jax.device_put, []
+
+    def pressing(*args):
+        if state.params["w"].is_deleted() and not pressed:
+            pressed.append(window.index)
+            signal.raise_signal(signal.SIGINT)
+        return put(*args)
+
+    train = built(HOST)
+    state = train.init(params())
+    monkeypatch.setattr(jax, "device_put", pressing)
+    with pytest.raises(KeyboardInterrupt):
+        for window in train.windows(data(18), BATCH):
+            state, _ = train(state, window)
+    assert pressed == [0] and elche.unreplicate(state.step) == 1
+    assert np.isfinite(state.params["w"]).all()
 
 
 def test_an_error_in_a_thread_reaches_the_loop(monkeypatch):

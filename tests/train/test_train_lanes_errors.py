@@ -17,6 +17,7 @@ import elche_jax as elche
 from elche_jax.engine.lane import Lane
 from elche_jax.engine.lanes import window as window_module
 from elche_jax.engine.lanes.drivers import Drivers
+from elche_jax.engine.lanes.runner import LanesRunner, _finished
 from elche_jax.engine.lanes.window import LanesWindow
 from elche_jax.engine.runner import Launch
 
@@ -502,6 +503,41 @@ def test_ctrl_c_waits_for_the_window_and_loses_nothing(averaging, sigint):
         want, _ = whole(want, window)
     for name, leaf in want.params.items():
         np.testing.assert_allclose(np.asarray(state.params[name]), np.asarray(leaf), rtol=1e-6)
+
+
+@pending
+def test_ctrl_c_after_the_lanes_are_done(averaging, sigint, monkeypatch):
+    """When the old state is given up, and the loop does not have the new one yet."""
+    pressed, whole = [], LanesRunner._whole
+
+    def pressing(self, *args):
+        if not pressed:
+            pressed.append(window.index)
+            signal.raise_signal(signal.SIGINT)
+        return whole(self, *args)
+
+    devices = jax.devices("cpu")[:3]
+    train = build(devices, loss_fn, averaging=averaging, lanes=((0, 2), (1,)))
+    state = train.init(PARAMS)
+    monkeypatch.setattr(LanesRunner, "_whole", pressing)
+    with pytest.raises(KeyboardInterrupt):
+        for window in train.windows(data(), 4, shuffle=False):
+            state, _ = train(state, window)
+    assert pressed == [0] and state.step.tolist() == [1] * 3
+    assert all(np.isfinite(leaf).all() for leaf in state.params.values())
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_how_many_ctrl_c_the_lanes_wait_for(held):
+    """Where the first one is held back, that which is raised is the second."""
+    part = mock.Mock()
+    part.result.side_effect = [KeyboardInterrupt(), "done"]
+    if held:
+        with pytest.raises(KeyboardInterrupt):
+            _finished([part], held)
+        return
+    done, came = _finished([part], held)
+    assert done == ["done"] and isinstance(came, KeyboardInterrupt)
 
 
 @late

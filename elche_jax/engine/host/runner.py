@@ -148,11 +148,15 @@ class HostRunner(WindowRunner):
         ahead = coordinator.limits.ahead and (known or not exchange.used)
         if session is None or not known:
             session = self._begin(state)
-        exchange.session = None  # after an exception below, the next call starts a new session
         counts = tuple(sum(call.ranges[r].count for call in calls) for r in range(len(self)))
+        exchange.session = session  # as it was, if the wait for room is interrupted
+        # a device that is back has the state of the others at the last window, see `_restore`
+        absent = coordinator.admit(counts)
+        if session.begun:  # a Ctrl-C would lose these windows: from now on it waits for this one
+            launch.hold()
+        exchange.session = None  # after an exception below, the next call starts a new session
         try:
-            # a device that is back has the state of the others at the last window, see `_restore`
-            session.absent = set(coordinator.admit(counts))
+            session.absent = set(absent)
             # with a delay, averages are applied exactly that late (below), the same in every run
             if self.limits.delay is None:
                 self._apply_before(session, coordinator, launch.counts)
@@ -185,6 +189,7 @@ class HostRunner(WindowRunner):
             if isinstance(error, ExchangeLost) and ahead:  # the windows are taken back from here
                 session.state, exchange.session = weakref.ref(state), session
             raise
+        launch.hold()
         session.state = weakref.ref(new)
         exchange.session = session
         # the programs donate no state, so it is given up here

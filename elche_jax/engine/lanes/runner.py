@@ -127,10 +127,11 @@ class LanesRunner(WindowRunner):
             lanes, led_by, ending, pending, summed, lead, launch, drivers, found,
             self._compiled.absent(step % len(self._compiled.parts)),
         )  # fmt: skip
+        once = launch.hold()  # in the middle of the window, the old state is partly given up
         try:
             works = [(at, self._work(at, whole, carries, calls)) for at in working]
             parts = [drivers.dispatch(at, partial(window.run, at, work)) for at, work in works]
-            done, interrupt = _finished(parts)
+            done, interrupt = _finished(parts, once)
         except BaseException as error:
             window.fail(error)  # the lanes must not wait for each other any more
             # what the programs have not taken over is as before the window
@@ -254,12 +255,16 @@ class LanesRunner(WindowRunner):
 
 
 def _finished(
-    parts: Sequence["Future[Result]"],
+    parts: Sequence["Future[Result]"], held: bool
 ) -> tuple[list[Result], KeyboardInterrupt | None]:
     """Wait for the lanes; return what they leave, and a Ctrl-C that came meanwhile.
 
-    The first one waits for the window: in the middle of it, the old state is partly given up and
-    the new one not complete. The second one does not wait.
+    The first one waits for the window, the second one does not.
+
+    Args:
+        parts: What the lanes will leave.
+        held: Whether the first one is held back already, see `Launch.hold`: it may not be if a
+            handler of the user's own raises it.
     """
     interrupt = None
     while True:
@@ -267,6 +272,6 @@ def _finished(
             with interruptible():
                 return [part.result() for part in parts], interrupt
         except KeyboardInterrupt as error:
-            if interrupt is not None:
+            if held or interrupt is not None:
                 raise
             interrupt = error
