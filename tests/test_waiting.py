@@ -15,6 +15,7 @@ from elche_jax.data.prefetch import Prefetch
 from elche_jax.engine.runner import Runner
 from elche_jax.engine.timing import LoopClock
 from elche_jax.lab import EmulatedSpeeds
+from elche_jax.train.timing import Timing
 
 
 class Stop(KeyboardInterrupt):
@@ -194,11 +195,41 @@ def test_ctrl_c_while_a_program_takes_the_state_over_loses_nothing(
     fit()
     whole, state = state, train.init({"w": np.ones(3, "float32")})
     monkeypatch.setattr(Runner, "_get", pressing)
+    monkeypatch.setattr(Timing, "timed", lambda *_: name != "last")  # whatever windows take
     cursor, interrupted = fit()
     assert interrupted and seen.count(name) == 2
     assert int(elche.unreplicate(state.step)) == cursor.window < 24
     assert fit(cursor) == (mock.ANY, False)
     np.testing.assert_array_equal(state.params["w"], whole.params["w"])
+
+
+@pytest.mark.parametrize("how", ["close", "end", "error"])
+def test_ctrl_c_in_the_last_window_of_a_loop_is_raised_once(how, sigint, monkeypatch):
+    begin, pressed = HeldInterrupt.begin, []
+
+    def pressing(self):
+        held = begin(self)
+        if held and not pressed:
+            pressed.append("Ctrl-C")
+            signal.raise_signal(signal.SIGINT)
+        return held
+
+    train = elche.build_train_step(
+        loss_fn, optax.sgd(0.1), devices=jax.devices()[:2], cadence=elche.EveryBatch()
+    )
+    data, state = {"x": np.ones((24, 3), "float32")}, train.init({"w": np.ones(3, "float32")})
+    windows = train.windows(data, 2)
+    monkeypatch.setattr(HeldInterrupt, "begin", pressing)
+    state, _ = train(state, next(windows))
+    assert pressed and int(elche.unreplicate(state.step)) == 1
+    with pytest.raises(KeyboardInterrupt):
+        if how == "close":
+            windows.close()
+        with windows:
+            assert how == "end"
+    windows.close()
+    for window in train.windows(data, 2):
+        state, _ = train(state, window)
 
 
 def test_a_window_whose_wait_was_interrupted_is_waited_for_again():

@@ -305,12 +305,17 @@ class Pipeline(Planning[R]):
 
         In a job of several processes their records are waited for, or not all of them would know
         the same when they plan again. So are, for a while, windows whose work would be lost.
+
+        Raises:
+            KeyboardInterrupt: If one was held back in the last window.
         """
         _progress.closed()
         try:
             self._wait_for_rest()
         finally:
             self._close()
+        if self.errors.take_interrupt():
+            raise KeyboardInterrupt
 
     def _wait_for_rest(self) -> None:
         """Wait for the records that a close needs."""

@@ -42,6 +42,12 @@ class RunErrors:
         """Whether there is an error; a Ctrl-C that waits to be raised is none."""
         return self.first is not None and not isinstance(self.first, KeyboardInterrupt)
 
+    def take_interrupt(self) -> bool:
+        """Return whether a Ctrl-C waits to be raised, which the caller then has to do."""
+        waits = isinstance(self.first, KeyboardInterrupt) and not self.raised
+        self.raised |= waits
+        return waits
+
     def found(self, number: int, error: Exception) -> None:
         """Keep an error that every process finds in the window of this dispatch."""
         if self._job.one_process:

@@ -50,6 +50,7 @@ class Windows(Iterator[Window]):
         if not clock.inline:
             self._prefetch = Prefetch(lambda stop: pipeline.plan(stop, run), pipeline.wake)
         self._items: Iterator[Window] = self._prefetch or pipeline.plan(self._stop, run)
+        # for windows that are dropped, Python prints a Ctrl-C that was held back, and goes on
         self._finish = weakref.finalize(self, pipeline.close)
 
     def __iter__(self) -> "Windows":
@@ -106,7 +107,11 @@ class Windows(Iterator[Window]):
         self._pipeline.finish()
 
     def close(self) -> None:
-        """End the threads of this run. Idempotent; windows handed out stay usable."""
+        """End the threads of this run. Idempotent; windows handed out stay usable.
+
+        Raises:
+            KeyboardInterrupt: If one was held back in the last window.
+        """
         self._stop.set()
         PROCESSES.loop_closes(self)
         if self._prefetch is not None:
