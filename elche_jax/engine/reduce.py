@@ -138,9 +138,7 @@ class Reduction:
                 [x * scale for x in total], merged, [x * scale for x in spread],
                 amount > 0, metrics["finite"], xp.bool_(True), metrics["loss"],
             )  # fmt: skip
-            # no loss without any weight, nor while the metrics are those of no window yet
-            metrics["loss"] = xp.where(totals["weight"] > 0, metrics["loss"], xp.nan)
-            return mean, metrics
+            return mean, metrics | _known(totals, metrics, xp)
         rows = Row(*axis.rows(axis.each(lambda one: one.row, contributions)).T)
         worked = (rows.own > 0) & (rows.amount > 0)
         work = DeviceWork(rows.amount, rows.loss, worked, window, xp)
@@ -148,7 +146,7 @@ class Reduction:
         share = axis.mine(shares)
         totals, moved, total = self._sums(axis, payload, sums, state, share, share)
         metrics = _metrics(totals, xp) | self._by_device(axis, sums)
-        metrics["loss"] = xp.where(totals["weight"] > 0, metrics["loss"], xp.nan)
+        metrics |= _known(totals, metrics, xp)
         metrics["finite"] &= sound
         metrics |= {"share": shares, "exchange_bytes": self._bytes(axis, contributions)}
         metrics["workers"] = 1 / xp.where((shares > 0).any(), (shares**2).sum(), 1)
@@ -252,6 +250,15 @@ def _metrics(totals: dict[str, Any], xp: ModuleType) -> dict[str, Any]:
     finite = (totals["bad"] == 0) & xp.isfinite(totals["loss"]) & xp.isfinite(weight)
     finite &= ~counted | (weight >= SMALLEST_WEIGHT)
     return metrics | {"loss": totals["loss"] * scale, "weight": weight, "finite": finite}
+
+
+def _known(totals: dict[str, Any], metrics: dict[str, Any], xp: ModuleType) -> dict[str, Any]:
+    """Return the loss and the user's metrics, NaN without any weight.
+
+    So are those of the first windows where the metrics are those of an earlier window.
+    """
+    names = ("loss", *totals["metrics"])
+    return {name: xp.where(totals["weight"] > 0, metrics[name], xp.nan) for name in names}
 
 
 def _distances(

@@ -243,6 +243,25 @@ def test_64_bits(averaging):
 @pytest.mark.parametrize("exchange", [None, elche.HostExchange()], ids=["devices", "host"])
 @pytest.mark.parametrize(
     "averaging",
+    [elche.MeanGradient(delay=2), elche.ParameterAveraging(optimizer_state="keep", delay=2)],
+    ids=["gradient", "averages"],
+)
+def test_metrics_of_no_window_yet_are_nan(averaging, exchange):
+    train = elche.build_train_step(
+        lambda p, batch, rng: (p * batch.mean(), {"mine": batch.mean()}), optax.sgd(0.1),
+        has_aux=True, devices=jax.devices()[:2], averaging=averaging, exchange=exchange,
+        cadence=elche.EveryBatch(),
+    )  # fmt: skip
+    state, seen = train.init(np.float32(1)), []
+    for window in train.windows(np.ones(8, "float32"), 1):
+        state, metrics = train(state, window)
+        seen.append([float(metrics[name]) for name in ("loss", "mine")])
+    assert np.isnan(seen[:2]).all() and np.array(seen)[2:, 1].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("exchange", [None, elche.HostExchange()], ids=["devices", "host"])
+@pytest.mark.parametrize(
+    "averaging",
     [None, elche.ParameterAveraging(), elche.DiLoCo(optax.sgd(1.0)),
      slow(elche.DiLoCo(optax.sgd(1.0), fragments=2, optimizer_state="keep")),
      elche.ParameterAveraging(optimizer_state="keep", delay=1)],
