@@ -28,7 +28,9 @@ class DeviceWork:
 
     Attributes:
         steps: Optimizer steps, float32.
-        loss: Mean loss of the window, float32; 0 for a device without work.
+        loss: Mean loss of the window, float32; 0 for a device without work. Between two exchanges
+            of a fragment lie several windows: a device without work in the last one has the mean
+            loss of the others.
         worked: Whether the device is part of the mean: it had work and its result is finite.
         window: Number of the window.
         xp: Module of the arrays: `jax.numpy`, or `numpy` on the host.

@@ -165,7 +165,7 @@ class LocalRule(Rule):
         known, weight = [leaf.astype(jnp.float32) for leaf in base], sums["weight"]
         loss = jnp.where(weight > 0, sums["loss"] / jnp.where(weight > 0, weight, 1), 0)
         own = done.own.astype(jnp.float32)
-        row = Row(steps, own, loss, dot(known, known, jnp), dot(known, progress, jnp))
+        row = Row(steps, own, loss, weight, dot(known, known, jnp), dot(known, progress, jnp))
         state = done.model_state
         if self.averaging.optimizer_state == "average":
             leaves = jax.tree.leaves(before.opt_state), jax.tree.leaves(after.opt_state)

@@ -33,6 +33,7 @@ class Row(NamedTuple):
         amount: Amount of work: sum of weights, or number of optimizer steps.
         own: Whether the device's result is finite, 1 or 0.
         loss: Mean loss.
+        weight: Sum of the weights that the loss is a mean over.
         size: Squared norm of the parameters it started from.
         product: Inner product of those parameters with the payload.
     """
@@ -40,6 +41,7 @@ class Row(NamedTuple):
     amount: Any
     own: Any
     loss: Any
+    weight: Any
     size: Any
     product: Any
 
@@ -51,7 +53,7 @@ class Contribution:
 
     Attributes:
         payload: The arrays to average, encoded for the wire.
-        row: A `Row`, float32, shape `(5,)`.
+        row: A `Row`, float32, shape `(6,)`.
         sums: Sums over its microbatches: `loss`, `weight` and `metrics`, weighted, and `bad`,
             1 if the device's result is not finite.
         state: For every leaf of model state that is merged, its change if the rule is a mean,
@@ -141,7 +143,7 @@ class Reduction:
             return mean, metrics | _known(totals, metrics, xp)
         rows = Row(*axis.rows(axis.each(lambda one: one.row, contributions)).T)
         worked = (rows.own > 0) & (rows.amount > 0)
-        work = DeviceWork(rows.amount, rows.loss, worked, window, xp)
+        work = DeviceWork(rows.amount, _losses(rows, worked, xp), worked, window, xp)
         shares, sound = shares_of(self.weigh, work)
         share = axis.mine(shares)
         totals, moved, total = self._sums(axis, payload, sums, state, share, share)
@@ -218,6 +220,14 @@ class Reduction:
         state = contribution.state
         pooled = [state[i].size for i, mean in enumerate(self.merge.mean_of) if mean is not None]
         return contribution.payload.bytes + 4 * (sum(leaf.size for leaf in state) + sum(pooled))
+
+
+def _losses(rows: Row, worked: Any, xp: ModuleType) -> Any:
+    """Return the devices' losses; that of the others for one whose work is of earlier windows."""
+    measured = worked & (rows.weight > 0)
+    number = xp.maximum(measured.sum(), 1).astype(np.float32)
+    mean = xp.where(measured, rows.loss, 0).sum() / number
+    return xp.where(measured, rows.loss, xp.where(worked, mean, 0))
 
 
 def shares_of(weigh: Weigh, work: DeviceWork) -> tuple[Any, Any]:

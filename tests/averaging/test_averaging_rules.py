@@ -333,6 +333,32 @@ def test_what_a_device_that_has_no_share_holds_is_not_read():
         np.testing.assert_allclose(host_sums(sent, np.asarray(share))[0], [1, 2], rtol=1e-2)
 
 
+class InverseLoss(elche.DiLoCo):
+    """The weighting of `docs/averaging.md`."""
+
+    def weigh(self, work):
+        return 1 / work.xp.maximum(work.loss, 1e-6)
+
+
+@pytest.mark.parametrize("exchange", [None, elche.HostExchange()], ids=["devices", "host"])
+def test_a_device_whose_work_is_of_earlier_windows_has_the_loss_of_the_others(exchange):
+    losses = np.float32([1, 3])  # by example, which are those of one device each
+
+    def loss(params, batch, rng):
+        return batch.mean() + 0 * (params["a"].sum() + params["b"].sum()), {"mine": batch.mean()}
+
+    counts = [(1, 1), (1, 1), (1, 0), (1, 1)]
+    train = elche.build_train_step(
+        loss, SGD, devices=jax.devices()[:2], has_aux=True, exchange=exchange,
+        averaging=InverseLoss(outer=SGD, fragments=2), cadence=elche.Replay(counts),
+    )  # fmt: skip
+    state, shares = train.init({"a": np.ones(2, "float32"), "b": np.ones(2, "float32")}), []
+    for window in train.windows(losses[[0, 1, 0, 1, 0, 0, 1]], 1, shuffle=False):
+        state, metrics = train(state, window)
+        shares.append(np.asarray(metrics["share"]).tolist())
+    np.testing.assert_allclose(shares, [[0.75, 0.25], [0.75, 0.25], [0.5, 0.5], [0.75, 0.25]])
+
+
 @pytest.mark.parametrize("exchange", [None, slow(elche.HostExchange())], ids=["devices", "host"])
 def test_what_was_lost_of_a_long_window_does_not_swamp_a_short_one(exchange):
     """What is sent next is the error of the mean, of whatever windows: at most half a level."""
