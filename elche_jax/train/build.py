@@ -158,8 +158,8 @@ def build_train_step(
         verify_every: Compare the replicas bit by bit after every N-th window, N at least 1;
             None: never in one process, and after every 100th one in a job of several, in which an
             optimizer may be another one by mistake.
-        timeline: Records the run, a `Timeline`; None: nothing is recorded. Every window is then
-            timed, so that no exchange on the devices overlaps with the next window.
+        timeline: Records the run, a `Timeline`; None: nothing is recorded. With one, every
+            window is timed, so that no exchange on the devices overlaps with the next window.
         emulate: Slows devices down on purpose, see `elche_jax.lab`.
 
     Returns:

@@ -326,7 +326,7 @@ class TrainStep:
             `loss_fn` as weighted means, `weight` (its sum), and `finite`. Reading a metric
             waits for the window; reading it one window later does not. With `delay=k` they
             are those of `k` windows before, if devices run ahead those of the last window
-            averaged; NaN before the first. Where all weights are 0 the loss is NaN.
+            averaged; NaN before the first. Where all weights are 0 the means are NaN.
 
         Raises:
             TypeError: `state` or `window` has the wrong type.
