@@ -28,6 +28,7 @@ from elche_jax.train.microbatch_split import MicrobatchSplit, checked_split
 from elche_jax.train.options import Options
 from elche_jax.train.outside import check_outside
 from elche_jax.train.parts import check_parts
+from elche_jax.train.recording import EpochRecorder
 from elche_jax.train.step import TrainStep
 
 logger = logging.getLogger("elche_jax")
@@ -222,13 +223,12 @@ def build_train_step(
         guard = guard or (TrendGuard() if rule.inner_steps is None else NoGuard())
     # before the default is filled in: no hint if the user chose the cadence
     first = job.at == 0  # the process that records and logs
-    # that of a `Trainer` sums up the run in all of them
-    everywhere = getattr(given["timeline"], "everywhere", False)
+    records = first or isinstance(given["timeline"], EpochRecorder)
     hint = first and cadence is None and config.policy == "auto"
     options = Options(
         given["max_grad_norm"], finite, trainable, merge, Precision(given["compute_dtype"], scale),
         dynamic, rule, len(devices), guard, given["verify_every"],
-        given["timeline"] if first or everywhere else None, hint=hint, emulate=emulate,
+        given["timeline"] if records else None, hint=hint, emulate=emulate,
         exchange=exchange,
         split=checked_split("build_train_step", microbatch_split, kinds), device_loss=device_loss,
     )  # fmt: skip

@@ -39,8 +39,8 @@ from elche_jax.observe.events import (
     VerdictEvent,
 )
 from elche_jax.observe.report import imbalance
-from elche_jax.observe.timeline import Timeline
 from elche_jax.train import speeds
+from elche_jax.train.recording import EpochRecorder, windows_to
 from elche_jax.train.worth import LaneWorth
 
 logger = logging.getLogger("elche_jax")
@@ -63,15 +63,6 @@ HINT_MS = 1.0
 
 HINT_ABOVE = 0.15
 """Share of the machine that may idle without a hint."""
-
-
-def windows_to(recorder: Recorder) -> Callable[[WindowRecord], None]:
-    """Return the method of a recorder that takes windows measured by the training step.
-
-    That is `measured` for `Timeline` itself, and `window` for a subclass or any other recorder,
-    which may override it.
-    """
-    return recorder.measured if type(recorder) is Timeline else recorder.window
 
 
 class LiveScheduler:
@@ -114,8 +105,7 @@ class LiveScheduler:
         self._next_window = 0
         self._hint = hint and not self.cadence.adaptive
         self.timeline, self._worth = timeline, worth
-        # a recorder with this method reads the loss from the metrics itself
-        self._record_metrics = getattr(timeline, "window_metrics", None)
+        self._epochs = timeline if isinstance(timeline, EpochRecorder) else None
         self._recorded_verdict = STABLE
         self._where = f"{owner}.cadence_state"
         # by window, the state after what became known with it: processes plan from the same one
@@ -125,7 +115,7 @@ class LiveScheduler:
     @property
     def wants_loss(self) -> bool:
         """Whether the cadence or the timeline needs the loss of a window."""
-        records_loss = self.timeline is not None and self._record_metrics is None
+        records_loss = self.timeline is not None and self._epochs is None
         return self.cadence.uses_loss or records_loss
 
     @property
@@ -375,8 +365,8 @@ class LiveScheduler:
 
     def on_metrics(self, plan: WindowPlan, metrics: Mapping[str, Any]) -> None:
         """Pass the metrics of a completed window to a recorder that takes them."""
-        if self._record_metrics is not None:
-            self._record_metrics(plan.window, plan.epoch, metrics)
+        if self._epochs is not None:
+            self._epochs.window_metrics(plan.window, plan.epoch, metrics)
 
     def observe(self, record: WindowRecord, at: int | None = None) -> None:
         """Update the state with a completed window, and record it.
@@ -439,7 +429,7 @@ class LiveScheduler:
                 factor = verdict.factor or 1.0
                 timeline.add(VerdictEvent, **where, action=verdict.action, factor=factor)
             self._recorded_verdict = verdict
-        if record.loss is not None and isfinite(record.loss) and self._record_metrics is None:
+        if record.loss is not None and isfinite(record.loss) and self._epochs is None:
             timeline.add(LossEvent, **where, loss=record.loss)
         old, anchor = (self.cadence.anchor_of(s.schedule.cadence) for s in (before, state))
         if old != anchor and old is not None and anchor is not None:

@@ -18,6 +18,7 @@ from elche_jax.engine.metric_names import DEVICES, LOCAL_STEPS, SCALE, Reserved
 from elche_jax.engine.precision import Precision
 from elche_jax.engine.trainable import Trainable
 from elche_jax.train.finite import AVERAGES, GRADIENTS, FinitePolicy, FiniteWatch
+from elche_jax.train.recording import EpochRecorder
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,10 @@ class Options:
             DEVICES: self.device_loss,
             LOCAL_STEPS: self.averaging is not None,
         }
-        # that of a `Trainer` reports metrics of epochs beside those of the loss
-        recorded = getattr(self.timeline, "reserved", ())
-        return [names for names, is_used in used.items() if is_used] + list(recorded)
+        names = [names for names, is_used in used.items() if is_used]
+        if isinstance(self.timeline, EpochRecorder):
+            names += self.timeline.reserved
+        return names
 
     @property
     def averaging(self) -> AveragingRule | None:

@@ -12,6 +12,7 @@ from statistics import median
 
 from elche_jax.cadence import WindowRecord
 from elche_jax.config import Recorder
+from elche_jax.train.recording import EpochRecorder
 
 FIRST = 20
 """Windows timed at the start of a run, while speeds are unknown and it is not clear that the run
@@ -38,15 +39,14 @@ SMOOTHING = 0.1
 def timing_for(recorder: Recorder | None) -> "Timing":
     """Return the choice of windows for a run that is recorded, or not.
 
-    All windows are timed for a timeline, which shows each of them. That of a `Trainer` says with
-    `shows_windows` whether it does; if not, it sums up epochs.
+    All windows are timed for a timeline, which shows each of them. A recorder of epochs may show
+    sums alone.
     """
     if recorder is None:
         return Timing()
-    shows_windows = getattr(recorder, "shows_windows", None)
-    if shows_windows is None:
-        return Timing(lambda: True)
-    return Timing(shows_windows, epochs=True)
+    if isinstance(recorder, EpochRecorder):
+        return Timing(recorder.shows_windows, epochs=True)
+    return Timing(lambda: True)
 
 
 class Timing:

@@ -21,14 +21,14 @@ from elche_jax.data.order import Cursor
 from elche_jax.data.source import as_source
 from elche_jax.engine.devices import device_summary, names_of
 from elche_jax.engine.job import Job
-from elche_jax.engine.metric_names import EPOCH
+from elche_jax.engine.metric_names import EPOCH, Reserved
 from elche_jax.observe.events import EpochEvent, EvaluationEvent, LossEvent
 from elche_jax.observe.page import write_page
 from elche_jax.observe.progress import Progress
 from elche_jax.observe.run import read_run
 from elche_jax.observe.timeline import Timeline
 from elche_jax.observe.writers import CSVWriter, Writer
-from elche_jax.train.live_scheduler import windows_to
+from elche_jax.train.recording import windows_to
 from elche_jax.trainer.epochs import DeviceSums, EpochMetrics, EpochSums
 from elche_jax.trainer.plan import FitPlan
 
@@ -36,7 +36,7 @@ logger = logging.getLogger("elche_jax")
 
 
 class RunRecorder:
-    """The `Recorder` of a trainer's training step.
+    """The recorder of a trainer's training step, an `EpochRecorder`.
 
     During a run it sums up what is recorded and forwards it to the timeline of the
     configuration, the timeline of the run's folder, the writers and the progress bar. If the
@@ -46,10 +46,7 @@ class RunRecorder:
         own: The timeline of the trainer's configuration, or None.
     """
 
-    everywhere = True
-    """It belongs to each process of a job: see `build_train_step`."""
-
-    reserved = (EPOCH,)
+    reserved: Sequence[Reserved] = (EPOCH,)
     """Names that metrics of the loss must not have, as those of an epoch would replace them."""
 
     error: Exception | None = None
