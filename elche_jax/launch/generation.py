@@ -164,6 +164,11 @@ class Generation:
         return not self._alive and not self._ends
 
     @property
+    def ending(self) -> bool:
+        """Whether the processes were told to end."""
+        return self._step is not None
+
+    @property
     def outcome(self) -> Outcome:
         """How it has ended."""
         return Outcome(self._first_code, self._failures, self._progress, self._asked_to_end)
@@ -218,13 +223,21 @@ class Generation:
         for at in self._alive:
             self._boards[at].ask()
 
-    def stop(self, code: int, step: int) -> None:
-        """End all with an exit code, or hurry if they were told to end before."""
+    def stop(self, code: int, step: int, hurry: bool = False) -> None:
+        """End all with an exit code.
+
+        Args:
+            code: The exit code, unless all are ended with another one already.
+            step: With which step it begins; nothing is done if that has come already.
+            hurry: Whether these are told with the next step, at once.
+        """
         if not self.failed:
             self.failed, self.code = True, code
-        hurry = self._step is not None and self._stopped
+        if self._step is not None and hurry and self._stopped:
+            step = self._step + 1
         self._stopped = True
-        self._end(max(step, (self._step or 0) + hurry))
+        if self._step is None or step > self._step:
+            self._end(step)
 
     def close(self) -> None:
         """End what is left of the processes and their groups."""

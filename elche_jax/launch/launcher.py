@@ -130,12 +130,15 @@ class _Launcher:
                     key.data()
         except Unwritable as raised:
             self._output.drop()
+            self._take_signals()  # a Ctrl-C ends `| tee`, too
             if not self._unwritable:  # once: the processes have time to end
                 self._unwritable = True
                 broken = isinstance(raised.__cause__, BrokenPipeError)
                 if not broken:
                     self._say(f"what is printed cannot be written ({raised}), all are ended")
-                self._stop(BROKEN_PIPE if broken else 1, 1)
+                # those that are being ended keep their time
+                ending = self._generation is not None and self._generation.ending
+                self._stop(BROKEN_PIPE if broken else 1, 0 if ending else 1)
 
     def _wait_s(self, generation: Generation) -> float | None:
         seconds = generation.wait_s()
@@ -149,11 +152,13 @@ class _Launcher:
             number = self._signals.pop(0)
             if number in ENDING:
                 self._signalled = True
-                self._stop(128 + number, ENDING[signal.Signals(number)])
+                # others come more than once by themselves, as when a terminal is closed
+                hurry = number == signal.SIGINT
+                self._stop(128 + number, ENDING[signal.Signals(number)], hurry)
 
-    def _stop(self, code: int, step: int) -> None:
+    def _stop(self, code: int, step: int, hurry: bool = False) -> None:
         if self._generation is not None:
-            self._generation.stop(code, step)
+            self._generation.stop(code, step, hurry)
         elif not self._failed:
             self._failed, self.code = True, code
 

@@ -269,6 +269,45 @@ def test_all_end_if_a_disk_is_full(launched, tmp_path):
     assert (tmp_path / "saved").exists(), "it had the time to save"
 
 
+SAVES_SLOWLY = """
+def save(*_):
+    for _ in range(9):
+        os.write(1, b"saving\\n")
+        time.sleep(0.02)
+    open("saved", "w").close()
+    os._exit(0)
+signal.signal(signal.{begins}, save)
+print("begun", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_those_that_are_ended_may_save_if_the_reader_ends_too(launched, tmp_path, number, code):
+    """As `tee` does on Ctrl-C, and a terminal that is closed."""
+    begins = "SIGINT" if number == signal.SIGINT else "SIGTERM"
+    with launched(SAVES_SLOWLY.format(begins=begins), "-n", "1", "--grace", "600") as process:
+        assert process.stdout.readline() == "[0] begun\n"
+        process.stdout.close()
+        process.send_signal(number)
+        assert process.wait() == code
+    assert (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_only_ctrl_c_hurries(launched, tmp_path, number):
+    """A terminal that is closed sends SIGHUP twice, GNU's `timeout` SIGTERM."""
+    with launched(SAVES_SLOWLY.format(begins="SIGTERM"), "-n", "1", "--grace", "600") as process:
+        assert process.stdout.readline() == "[0] begun\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "[0] saving\n"
+        process.send_signal(number)
+        assert outcome(process)[0] == 143
+    assert (tmp_path / "saved").exists()
+
+
 def test_the_end_of_a_terminal_is_ignored_where_it_was(launched):
     with launched(POLITE, "-n", "1", before=["nohup"]) as process:
         family(process, 1)
