@@ -69,8 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--coordinator", type=arguments.address, metavar="HOST:PORT", help="where process 0 listens"
     )
     add("-m", action="store_true", dest="module", help="run a module, not a file")
-    add("script", metavar="SCRIPT", help="the script, or with -m the module")
-    add("args", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
+    # one argument: as two, argparse would take a `--` of the script for its own
+    add(
+        "program", nargs=argparse.PARSER, metavar="SCRIPT",
+        help="the script, or with -m the module, and its arguments",
+    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
@@ -80,8 +83,10 @@ def run(options: argparse.Namespace) -> int:
     from elche_jax.launch.generation import Asked
     from elche_jax.launch.launcher import launch
 
-    if not options.module and not Path(options.script).is_file():
-        raise UsageError(f"SCRIPT must be a file, got {options.script}")
+    own = options.program[0] == "--"  # behind the launcher's options
+    script, *args = options.program[own:]
+    if not options.module and not Path(script).is_file():
+        raise UsageError(f"SCRIPT must be a file, got {script}")
     hosts = options.num_processes, options.first_id, options.coordinator
     if None in hosts and hosts != (None, None, None):
         raise UsageError("--num-processes, --first-id and --coordinator must be given together")
@@ -92,9 +97,9 @@ def run(options: argparse.Namespace) -> int:
             f"({total - options.processes}), got {first}"
         )
     elastic = _elastic(options)
-    program = ["-m"] if options.module else []
+    module = ["-m"] if options.module else []
     asked = Asked(
-        command=[sys.executable, *program, options.script, *options.args],
+        command=[sys.executable, *module, script, *args],
         processes=options.processes,
         total=total,
         first=first,

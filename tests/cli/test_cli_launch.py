@@ -13,6 +13,7 @@ import pytest
 from waits import eventually
 
 from elche_jax.cli import main
+from elche_jax.launch import launcher
 from elche_jax.launch.ends import End, Ends
 from elche_jax.launch.output import LONGEST, Lines
 
@@ -457,6 +458,24 @@ def test_nobody_waits_for_one_that_has_ended_or_is_elsewhere():
     assert ends.after(one, alive=[2], now=0.0) == [one]
     assert ends.after(one, alive=[1, 2], now=0.0) == []
     assert ends.after(other, alive=[2], now=0.0) == [other, one], "each because of the other"
+
+
+@pytest.mark.parametrize(
+    ("given", "program"),
+    [
+        ("here.py -- x -- y", "here.py -- x -- y"),
+        ("-- here.py -n 3 --", "here.py -n 3 --"),
+        ("-m here -- -m", "-m here -- -m"),
+        ("-m -- here --help", "-m here --help"),
+    ],
+)
+def test_a_script_gets_all_that_stands_behind_it(given, program, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.py").touch()
+    asked = []
+    monkeypatch.setattr(launcher, "launch", lambda one: asked.append(one) or 0)
+    assert main(["launch", "-n", "1", *given.split()]) == 0
+    assert asked[0].command == [sys.executable, *program.split()]
 
 
 @pytest.mark.parametrize(
