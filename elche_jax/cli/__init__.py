@@ -120,12 +120,17 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _open_streams() -> None:
-    """Replace a missing stdout or stderr (a process started with `>&-`) with a null stream."""
-    for name in ("stdout", "stderr"):
+    """Replace missing standard streams (a process started with `>&-`) with null streams.
+
+    In this order each has its own number, which else a file or a pipe would get that is opened
+    later.
+    """
+    for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
-            null = os.open(os.devnull, os.O_WRONLY)
+            null = os.open(os.devnull, os.O_RDWR)
             # Never closed, so that interpreter shutdown can still flush the stream.
-            setattr(sys, name, os.fdopen(null, "w", encoding="utf-8", closefd=False))
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, os.fdopen(null, mode, encoding="utf-8", closefd=False))
 
 
 @contextmanager

@@ -258,6 +258,14 @@ time.sleep(600)
 """
 
 
+def test_it_runs_without_an_input_and_an_output(launched):
+    """As a daemon may start it."""
+    closed = "bash", "-c", '"$@" <&- >&-', "bash"
+    script = 'print("out"); print("err", file=sys.stderr)'
+    with launched(script, "-n", "1", before=closed) as process:
+        assert outcome(process) == (0, "", "[0] err\n")
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's device that is full")
 def test_all_end_if_a_disk_is_full(launched, tmp_path):
     with (
