@@ -23,6 +23,9 @@ ENDING = {signal.SIGINT: 0, signal.SIGTERM: 1, signal.SIGHUP: 1}
 
 BROKEN_PIPE = 141
 
+LONGEST_S = 3600.0
+"""For which it waits at once, as the system refuses to wait for weeks."""
+
 READ_S = 0.5
 """Between two looks at the file that says how many processes are wanted."""
 
@@ -125,7 +128,7 @@ class _Launcher:
     def _select(self, seconds: float | None) -> None:
         selector = self._shared.selector
         try:
-            for key, _ in selector.select(seconds):
+            for key, _ in selector.select(None if seconds is None else min(seconds, LONGEST_S)):
                 if key.fileobj in selector.get_map():  # not closed by one before
                     key.data()
         except Unwritable as raised:

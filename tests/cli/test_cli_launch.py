@@ -305,6 +305,14 @@ def test_those_that_are_ended_may_save_if_the_reader_ends_too(launched, tmp_path
     assert (tmp_path / "saved").exists()
 
 
+def test_the_time_to_end_may_be_as_long_as_one_likes(launched, tmp_path):
+    with launched(SAVES, "-n", "1", "--grace", "1e300") as process:
+        assert process.stdout.readline() == "[0] begun\n"
+        process.send_signal(signal.SIGTERM)
+        assert outcome(process)[::2] == (143, "")
+    assert (tmp_path / "saved").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_only_ctrl_c_hurries(launched, tmp_path, number):
     """A terminal that is closed sends SIGHUP twice, GNU's `timeout` SIGTERM."""
