@@ -261,7 +261,10 @@ class Generation:
             if asked.go_on:
                 self.code = code
                 self._waits_since = time.monotonic()
-        if not code or self._step is not None or (asked.elastic and code == AGAIN):
+        if not code or self._step is not None:
+            return
+        if code == AGAIN:  # no failure: it has saved, and the others leave as it did
+            self.code = self.code if asked.go_on else AGAIN
             return
         how = f"exit code {code}"
         if code > 128 and code - 128 in set(signal.Signals):

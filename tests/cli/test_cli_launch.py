@@ -373,6 +373,26 @@ while me and not Path("end").exists():
     assert line == "elche-jax launch: process 0 has ended, this waits for process 1, 2\n"
 
 
+def test_one_that_asks_to_be_started_again_is_no_failure(launched):
+    text = """
+try:
+    sys.exit({codes}[me])
+finally:
+    while me == 0 and sum(map(os.path.exists, ["left-1", "left-2"])) < 2:
+        time.sleep(0.01)
+    print("left", me)
+    open(f"left-{me}", "w").close()
+"""
+    with launched(text.replace("{codes}", "(75, 75, 75)"), "-n", "3") as process:
+        code, out, err = outcome(process)
+    left = [f"[{me}] left {me}" for me in range(3)]
+    assert (code, sorted(out.splitlines()), err) == (75, left, "")
+    with launched(text.replace("{codes}", "(0, 75, 7)"), "-n", "3") as process:
+        code, _, err = outcome(process)
+    assert code == 7
+    assert err.startswith("elche-jax launch: process 2 ended with exit code 7")
+
+
 BLAMES = """
 from pathlib import Path
 from elche_jax import _progress
