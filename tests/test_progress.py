@@ -12,6 +12,7 @@ import pytest
 from elche_jax import _progress, distributed
 from elche_jax._progress import Board, Noted, Phase
 from elche_jax.launch.judge import MORE, Judge, Seen
+from elche_jax.launch.watchdog import Watchdog
 
 T = 30.0
 """The timeout of the judges here."""
@@ -124,6 +125,14 @@ def test_what_was_told_is_logged_once_with_the_next_note(board, tmp_path, caplog
         "elche: process 1 was killed", "elche: process 2 was killed",
     ]  # fmt: skip
     assert _progress.told() == ["process 1 was killed", "process 2 was killed"]
+
+
+def test_what_cannot_be_told_ends_nobody(board, tmp_path, caplog):
+    watchdog = Watchdog({0: board}, timeout=1.0)
+    watchdog.tell(tmp_path / "cleared", "process 1 was killed", alive=[0])
+    with _progress.phase("data"):
+        pass
+    assert not caplog.records
 
 
 BLAMES = """

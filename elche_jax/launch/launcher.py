@@ -95,7 +95,7 @@ class _Launcher:
         """Run a generation to its end; return how it ended."""
         self._number += 1
         folder = self._shared.folder / str(self._number)
-        folder.mkdir()
+        folder.mkdir(parents=True)  # what clears old files away may have taken them all
         try:
             self._generation = generation = Generation(self._asked, places, self._shared, folder)
             while not generation.over:

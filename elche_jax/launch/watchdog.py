@@ -1,6 +1,7 @@
 """Watches processes from outside, by the files in which they note what they do."""
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from elche_jax._progress import TOLD, Board
@@ -51,8 +52,9 @@ class Watchdog:
         return stuck
 
     def tell(self, folder: Path, line: str, alive: Collection[int]) -> None:
-        """Leave a line where the processes that live find it."""
-        with (folder / TOLD).open("a", encoding="utf-8") as file:
+        """Leave a line where the processes that live find it, if there is room for it."""
+        # on a full disk, or if the folder was cleared away, they go on without it
+        with suppress(OSError), (folder / TOLD).open("a", encoding="utf-8") as file:
             print(line, file=file)
         for process in alive:
             self._boards[process].tell()

@@ -392,6 +392,21 @@ def test_another_number_is_wanted(launched, tmp_path):
     assert len([line for line in said if line.startswith(SAID)]) == 6, "each is said once"
 
 
+CLEARS = """
+import shutil
+train()
+if generation == 1:
+    shutil.rmtree(Path(os.environ["ELCHE_PROGRESS"]).parents[1])
+    sys.exit(75)
+print("done")
+"""
+
+
+def test_a_generation_follows_where_the_temporary_files_were_cleared_away(launched):
+    with launched(CLEARS, "-n", "1", "--elastic", "1") as process:
+        assert outcome(process)[:2] == (0, ["[0] done"])
+
+
 LEAVES = """
 from elche_jax.launch.marked import state_of
 idle = "import time; time.sleep(600)"
