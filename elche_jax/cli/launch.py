@@ -123,8 +123,11 @@ def _elastic(options: argparse.Namespace) -> "Elastic | None":
             if getattr(options, name) is not None:
                 raise UsageError(f"--{name.replace('_', '-')} must be given with --elastic")
         return None
-    if options.number_file is not None and Path(options.number_file).is_dir():
-        raise UsageError(f"--number-file must be a file, got the folder {options.number_file}")
+    path = options.number_file
+    if path is not None and path.exists() and not path.is_file():
+        # reading a pipe would wait for a writer, and let no signal through meanwhile
+        kind = "the folder" if path.is_dir() else "no regular one:"
+        raise UsageError(f"--number-file must be a file, got {kind} {path}")
     low, high = options.elastic
     if not low <= options.processes <= high:
         raise UsageError(

@@ -13,7 +13,7 @@ from waits import eventually
 
 from elche_jax._progress import AGAIN
 from elche_jax.cli import main
-from elche_jax.launch import memory
+from elche_jax.launch import launcher, memory
 from elche_jax.launch.elastic import Elastic, Ended, Failure, Outcome, parsed
 from elche_jax.launch.marked import descendants, state_of
 from elche_jax.launch.memory import IN_MEMORY
@@ -499,6 +499,10 @@ def test_a_number_that_is_none(text):
         ("-n 2 --max-restarts 1", "--max-restarts must be given with --elastic"),
         ("-n 2 --number-file x", "--number-file must be given with --elastic"),
         ("-n 2 --elastic 2 --number-file .", "--number-file must be a file, got the folder ."),
+        (
+            "-n 2 --elastic 2 --number-file pipe",
+            "--number-file must be a file, got no regular one: pipe",
+        ),
         ("-n 2 --elastic 2 --max-restarts -1", "must be an integer of at least 0, got '-1'"),
         ("-n 2 --elastic 2 --on-failure continue", "--elastic must be given without --on-failure"),
         (
@@ -510,5 +514,7 @@ def test_a_number_that_is_none(text):
 def test_usage(options, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("here.py").touch()
+    os.mkfifo("pipe")
+    monkeypatch.setattr(launcher, "launch", lambda asked: pytest.fail("it is launched"))
     assert main(["launch", *options.split(), "here.py"]) == 2
     assert re.match(f"elche-jax launch: .*{re.escape(message)}", capsys.readouterr().err)
