@@ -111,9 +111,10 @@ class Output:
             self._watch()
 
     def drop(self) -> None:
-        """Forget what nobody reads."""
-        self._waiting.clear()
-        self._size = 0
+        """Forget what waits for the stream that cannot be written, not what is for the other."""
+        unwritable = self._waiting[0][0]
+        self._waiting = deque(one for one in self._waiting if one[0] != unwritable)
+        self._size = sum(len(lines) for _, lines in self._waiting)
         self._watch()
 
     def _watch(self) -> None:

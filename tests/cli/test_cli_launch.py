@@ -246,6 +246,29 @@ def test_all_end_if_nobody_reads(launched):
         assert gone(pids)
 
 
+FAILS_UNREAD = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which comes as soon as nobody reads
+os.write(1, b"begun\\n")
+while not os.path.exists("unread"):
+    time.sleep(0.01)
+for stream, line in [(2, b"why\\n"), (1, b"more\\n"), (2, b"where\\n")] * 2:
+    os.write(stream, line)
+sys.exit(3)
+"""
+
+
+def test_errors_are_passed_on_if_nobody_reads_the_output(launched, tmp_path):
+    """As with `| head`, and a failure at that moment."""
+    with launched(FAILS_UNREAD, "-n", "1") as process:
+        assert process.stdout.readline() == "[0] begun\n"
+        process.stdout.close()
+        (tmp_path / "unread").touch()
+        err = process.stderr.read()
+        assert process.wait() in (3, 141), "whichever is seen first"
+    errors = [line for line in err.splitlines() if line.startswith("[0] ")]
+    assert errors == ["[0] why", "[0] where"] * 2
+
+
 SAVES = """
 def save(*_):
     for line in range(9):
