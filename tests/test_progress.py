@@ -1,6 +1,7 @@
 """What a process notes of its work, how a watchdog reads it, and whom it holds to be stuck."""
 
 import os
+import signal
 import sys
 import threading
 from contextlib import ExitStack
@@ -359,3 +360,23 @@ def test_a_watchdog_after_initialize_is_an_error(monkeypatch):
     rule = "it must be called before initialize, which was called"
     with pytest.raises(RuntimeError, match=rf"^distributed\.watch: {rule}\.$"):
         distributed.watch(60)
+
+
+HANGS = """
+import sys, time
+from pathlib import Path
+from elche_jax import _progress
+from elche_jax.launch.program import start
+from elche_jax.launch.watcher import BOARD
+folder = Path(sys.argv[1])
+_progress.write_to(_progress.Board.create(folder / BOARD))
+with _progress.phase("data", 3):
+    start("watcher", folder, 0.05)
+    time.sleep(10)
+"""
+
+
+def test_a_watchdog_ends_a_process_whose_errors_nobody_reads(tmp_path):
+    with children.started(sys.executable, "-c", HANGS, tmp_path) as process:
+        process.stderr.close()
+        assert process.wait() == -signal.SIGKILL

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from elche_jax._progress import Board
@@ -26,7 +27,8 @@ def main(watched: int, folder: Path, timeout: float) -> None:
     while os.getppid() == watched:
         for stuck in watchdog.look({0: watched}, time.monotonic()):
             stuck = stuck._replace(process=board.read().process)
-            print(f"elche-jax watch: {stuck}", file=sys.stderr, flush=True)
+            with suppress(OSError):  # nobody may read it, or a disk is full
+                print(f"elche-jax watch: {stuck}", file=sys.stderr, flush=True)
             for pid in [*descendants(watched), watched]:
                 if pid != os.getpid():
                     kill(pid)
