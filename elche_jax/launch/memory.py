@@ -36,18 +36,19 @@ def make_memory() -> Folder | None:
     nobody uses any more are removed: those of a launcher that was killed together with its guard.
     """
     given = os.environ.get(MEMORY)
-    place = IN_MEMORY if given is None else given
-    if not place or (given is None and not Path(place).is_dir()):
+    if given == "" or (given is None and not Path(IN_MEMORY).is_dir()):
         return None
+    # absolute: processes may go to another folder
+    place = Path(IN_MEMORY if given is None else given).absolute()
     try:
-        _remove_abandoned(Path(place))
+        _remove_abandoned(place)
         return _new(place)
     except OSError as error:
         _say(f"nothing is kept in memory between generations: {error}")
         return None
 
 
-def _new(place: str) -> Folder:
+def _new(place: Path) -> Folder:
     while True:  # until none is taken for abandoned before it is locked
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
         with suppress(FileNotFoundError):

@@ -108,6 +108,9 @@ def test_a_folder_in_memory_may_be_chosen(launched, tmp_path):
         code, (line,), _ = outcome(process)
     assert (code, Path(line.split("'")[1]).parent) == (0, tmp_path / "chosen")
     assert not [*(tmp_path / "chosen").iterdir()]
+    with launched(script, *one, env={"ELCHE_MEMORY": "chosen"}) as process:
+        code, (line,), _ = outcome(process)
+    assert (code, Path(line.split("'")[1]).parent) == (0, tmp_path / "chosen"), "absolute"
     with launched(script, *one, env={"ELCHE_MEMORY": ""}) as process:
         assert outcome(process)[:2] == (0, ["[0] ''"])
     with launched(script, "-n", "1", env={"ELCHE_MEMORY": str(tmp_path)}) as process:
@@ -203,7 +206,7 @@ def test_a_folder_is_not_removed_before_it_is_locked(tmp_path, monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(memory.tempfile, "mkdtemp", quicker)
-    folder = memory._new(str(tmp_path))
+    folder = memory._new(tmp_path)
     try:
         memory._remove_abandoned(tmp_path)
         assert [*tmp_path.iterdir()] == [folder.path] == made[1:]
