@@ -257,10 +257,9 @@ class Generation:
         """Take note of the end of a process."""
         asked, (number, code, because) = self._asked, end
         if number == asked.first and self._step is None:
-            self._first_code = code
+            self._first_code, self._waits_since = code, time.monotonic()
             if asked.go_on:
                 self.code = code
-                self._waits_since = time.monotonic()
         if not code or self._step is not None:
             return
         if code == AGAIN:  # no failure: it has saved, and the others leave as it did

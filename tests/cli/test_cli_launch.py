@@ -13,7 +13,8 @@ import pytest
 from waits import eventually
 
 from elche_jax.cli import main
-from elche_jax.launch import launcher
+from elche_jax.launch import generation, launcher
+from elche_jax.launch.elastic import Elastic
 from elche_jax.launch.ends import End, Ends
 from elche_jax.launch.output import LONGEST, Lines
 
@@ -394,6 +395,23 @@ while me and not Path("end").exists():
         (tmp_path / "end").touch()
         assert outcome(process) == (0, "", "")
     assert line == "elche-jax launch: process 0 has ended, this waits for process 1, 2\n"
+
+
+@pytest.mark.parametrize("asked", [{}, {"go_on": True}, {"elastic": Elastic(2, 2, 2)}])
+def test_for_whom_it_waits_is_said_in_every_job(asked, tmp_path, monkeypatch, capfd):
+    said, end = [], tmp_path / "end"
+    monkeypatch.setattr(generation, "LATE_S", 0.0)
+    monkeypatch.setattr(generation, "say", lambda _, text: said.append(text) or end.touch())
+    waits = f"""
+import os, time
+waits = 300 * int(os.environ["ELCHE_PROCESS_ID"])
+while waits and not os.path.exists({str(end)!r}):
+    time.sleep(0.01)
+    waits -= 1
+"""
+    job = generation.Asked([sys.executable, "-c", waits], processes=2, total=2, **asked)
+    assert launcher.launch(job) == 0
+    assert said == ["process 0 has ended, this waits for process 1"]
 
 
 def test_one_that_asks_to_be_started_again_is_no_failure(launched):
