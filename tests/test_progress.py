@@ -12,8 +12,10 @@ import pytest
 
 from elche_jax import _progress, distributed
 from elche_jax._progress import Board, Noted, Phase
-from elche_jax.launch.judge import MORE, Judge, Seen
+from elche_jax.launch import watcher
+from elche_jax.launch.judge import MORE, Judge, Seen, Stuck
 from elche_jax.launch.watchdog import Watchdog
+from elche_jax.launch.watcher import BOARD
 
 T = 30.0
 """The timeout of the judges here."""
@@ -380,3 +382,21 @@ def test_a_watchdog_ends_a_process_whose_errors_nobody_reads(tmp_path):
     with children.started(sys.executable, "-c", HANGS, tmp_path) as process:
         process.stderr.close()
         assert process.wait() == -signal.SIGKILL
+
+
+def test_a_watchdog_kills_what_it_may(tmp_path, monkeypatch):
+    """A process may have started one of another user, such as `sudo`."""
+    Board.create(tmp_path / BOARD)
+    killed, stuck = [], Stuck(0, "rank 0", 1.0, 3, "data")
+
+    def kill(pid, number):
+        killed.append(pid)
+        if pid == 8:
+            raise PermissionError
+
+    monkeypatch.setattr(os, "kill", kill)
+    monkeypatch.setattr(os, "getppid", lambda: 0 if killed else 7)
+    monkeypatch.setattr(watcher, "descendants", lambda pid: [8, 9])
+    monkeypatch.setattr(Watchdog, "look", lambda *_: [stuck])
+    watcher.main(7, tmp_path, 1.0)
+    assert killed == [8, 9, 7]

@@ -26,8 +26,8 @@ def end_marked(mark: str) -> None:
 
 
 def kill(pid: int) -> None:
-    """Send SIGKILL to a process, which may have ended."""
-    with suppress(ProcessLookupError):
+    """Send SIGKILL to a process, which may have ended, or be another user's, as `sudo` is."""
+    with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
 
 
