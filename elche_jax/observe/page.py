@@ -13,7 +13,7 @@ from pathlib import Path
 
 from elche_jax import _check as check
 from elche_jax.observe.atomic import replacing
-from elche_jax.observe.page_data import page_data
+from elche_jax.observe.page_data import METRICS, metric_names, page_data
 from elche_jax.observe.report import RunReport, counted, file_size
 from elche_jax.observe.run import LEFT_OUT, Run
 
@@ -115,6 +115,8 @@ def _notes(run: Run) -> Iterable[str]:
     if len(run.latest) < len(run.windows):
         latest = counted(len(run.latest), "window")
         yield f"Devices have changed: speeds and shares are those of the last {latest}."
+    if (metrics := len(metric_names(run))) > METRICS:
+        yield f"Curves are of the first {METRICS} of {metrics} metrics; the tables have all."
 
 
 def _figures(run: Run, report: RunReport) -> str:

@@ -146,21 +146,30 @@ def _overhead(bucket: Sequence[PlacedWindow]) -> float | None:
     return median(shares) if shares else None
 
 
+def metric_names(run: Run) -> list[str]:
+    """Return the names of all metrics, the loss first."""
+    names = ["loss"] if run.losses else []
+    names += [name for event in (*run.epochs, *run.evaluations) for name in event.names]
+    return list(dict.fromkeys(names))
+
+
 def _metrics(run: Run) -> list[dict[str, Any]]:
-    """Return the values of each metric by window, epoch and evaluation."""
-    series: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    """Return the values of the first `METRICS` metrics by window, epoch and evaluation."""
+    series: dict[str, dict[str, list[tuple[float, float]]]] = {
+        name: {} for name in metric_names(run)[:METRICS]
+    }
     if run.losses:
-        series["loss"] = {"window": [(event.at, event.loss) for event in run.losses]}
+        series["loss"]["window"] = [(event.at, event.loss) for event in run.losses]
     for label, events in (("epoch", run.epochs), ("evaluation", run.evaluations)):
         for event in events:
-            for name, value in event.metrics.items():
-                series.setdefault(name, {}).setdefault(label, []).append((event.at, value))
+            for name in event.metrics.keys() & series.keys():
+                series[name].setdefault(label, []).append((event.at, event.metrics[name]))
     return [
         {
             "name": name,
             "series": [{"label": label} | _columns(points) for label, points in lines.items()],
         }
-        for name, lines in list(series.items())[:METRICS]
+        for name, lines in series.items()
     ]
 
 

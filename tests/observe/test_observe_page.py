@@ -232,6 +232,21 @@ def test_curves_of_two_steps_in_turns_are_thinned(tmp_path, made):
     assert {*zip(*curves["counts"], strict=True)} == {(4, 2, 1), (3, 3, None)}
 
 
+def test_metrics_without_a_curve_are_counted(tmp_path, made):
+    named = {f"m{number}": number for number in range(page_data.METRICS)}
+    lines = [made.window(0, 1.0), made.metrics("evaluation", 0, 1.1, **named)]
+    path = made.write(tmp_path / "timeline.jsonl", lines)
+    text = written(read_run(path), tmp_path)
+    assert "Curves are of" not in text and len(Page(text).data["metrics"]) == page_data.METRICS
+    path = made.write(path, [*lines, made.metrics("epoch", 0, 1.2, loss=1.0, m3=2.0)])
+    page = Page(text := written(read_run(path), tmp_path))
+    assert "Curves are of the first 12 of 13 metrics; the tables have all." in text
+    shown = {metric["name"]: metric["series"] for metric in page.data["metrics"]}
+    assert [*shown] == ["loss", "m3", "m0", "m1", "m2", *(f"m{number}" for number in range(4, 11))]
+    assert {one["label"]: one["v"] for one in shown["m3"]} == {"epoch": [2], "evaluation": [3]}
+    assert "m11" in page.tables["Evaluations"][0]
+
+
 def test_the_runs_name_is_the_title(run16, tmp_path):
     assert Page(written(run16[1], tmp_path)).ids["title"] == tmp_path.name
 
