@@ -327,7 +327,8 @@ class Generation:
 
 def say(output: Output, text: str) -> None:
     """Print a line of the launcher."""
-    output.put(2, f"{NAME}: {text}\n".encode())
+    # with the bytes of a file's name as they are
+    output.put(2, f"{NAME}: {text}\n".encode("utf-8", "surrogateescape"))
 
 
 @contextmanager

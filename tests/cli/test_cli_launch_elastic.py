@@ -55,11 +55,11 @@ def launched(tmp_path):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
 
-    def launched(script, *options, env=()):
+    def launched(script, *options, env=(), **how):
         (tmp_path / "script.py").write_text(HEAD + script)
         return children.started(
             *COMMAND, *options, "script.py", cwd=tmp_path, limit=60,
-            env={"TMPDIR": str(temporary)} | dict(env),
+            env={"TMPDIR": str(temporary)} | dict(env), **how,
         )  # fmt: skip
 
     yield launched
@@ -408,6 +408,15 @@ print("done")
 def test_a_generation_follows_where_the_temporary_files_were_cleared_away(launched):
     with launched(CLEARS, "-n", "1", "--elastic", "1") as process:
         assert outcome(process)[:2] == (0, ["[0] done"])
+
+
+def test_a_file_may_have_any_name(launched, tmp_path):
+    name = os.fsdecode(b"\xff")
+    (tmp_path / name).write_text("none")
+    with launched("", "-n", "1", "--elastic", "1", "--number-file", name, text=False) as process:
+        _, err = process.communicate()
+    assert process.returncode == 0
+    assert err.startswith(b"elche-jax launch: \xff must hold a number from 1 to 1, got 'none'")
 
 
 LEAVES = """
