@@ -2,9 +2,10 @@
 
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from typing import BinaryIO
@@ -15,9 +16,9 @@ def replacing(path: str | PathLike[str]) -> Generator[BinaryIO, None, None]:
     """Open a temporary file that replaces `path` once it is complete.
 
     A reader of `path` sees either the old content or all of the new content. After an error
-    the old content stays. Missing folders are created. A symbolic link is kept, and its target
-    is written. Anything that is not a regular file, such as a pipe or a device, is written
-    directly, as it has no content to keep.
+    the old content stays. Missing folders are created. The permissions of an old file stay. A
+    symbolic link is kept, and its target is written. Anything that is not a regular file, such as
+    a pipe or a device, is written directly, as it has no content to keep.
 
     Args:
         path: The file to write.
@@ -48,6 +49,8 @@ def replacing(path: str | PathLike[str]) -> Generator[BinaryIO, None, None]:
     temporary = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         with temporary.open("wb") as new:
+            with suppress(OSError):  # there is none before, or the file system has no modes
+                shutil.copymode(file, temporary)
             yield new
             new.flush()
             # Otherwise a power loss after the rename could leave an empty file.

@@ -37,6 +37,16 @@ def test_it_may_be_read_by_those_who_may_read_any_new_file(tmp_path):
     assert mode == (tmp_path / "other").stat().st_mode
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no permissions for others")
+def test_what_only_some_may_read_stays_so(tmp_path):
+    path = tmp_path / "page.html"
+    path.touch(mode=0o600)
+    with replacing(path) as file:
+        assert {one.stat().st_mode & 0o777 for one in tmp_path.iterdir()} == {0o600}
+        file.write(b"new")
+    assert (path.read_bytes(), path.stat().st_mode & 0o777) == (b"new", 0o600)
+
+
 def test_a_link_stays_one_and_what_it_leads_to_is_written(tmp_path):
     (tmp_path / "there").mkdir()
     target, link = tmp_path / "there" / "page.html", tmp_path / "link.html"
