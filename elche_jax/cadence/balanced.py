@@ -48,7 +48,8 @@ class Balanced(ConstantTotal[BalancedState]):
 
     When the ratios change, a device that was never measured is assumed to be as fast as the
     mean of the measured devices. If no device was measured, the change waits for the next
-    report. Verdicts have no effect, as the total is constant.
+    report. Windows whose times are unknown count, too. Verdicts have no effect, as the total is
+    constant.
 
     With ``speed_hint`` the first ratios are proportional to the hinted speeds, and the first
     report with a measurement replaces them by measured ones: a wrong hint costs one window.
@@ -87,6 +88,7 @@ class Balanced(ConstantTotal[BalancedState]):
     """
 
     state_type = BalancedState
+    counts_windows = True
 
     alpha: float = field(default=0.3, metadata={"above": 0, "high": 1})
     calibration_windows: int = field(default=10, metadata={"low": 1})
@@ -122,12 +124,10 @@ class Balanced(ConstantTotal[BalancedState]):
         )
 
     def _next(self, state: BalancedState, report: WindowReport, verdict: Verdict) -> BalancedState:
-        speed = smoothed(
-            as_array(state.throughput), 1.0 / measured_ms(report), self.alpha * report.share
-        )
-        unknown = np.isnan(speed)
         windows = state.windows + 1
-        state = replace(state, throughput=as_times(speed), windows=windows)
+        state = replace(self.learn(state, report), windows=windows)
+        speed = as_array(state.throughput)
+        unknown = np.isnan(speed)
         if windows < state.next_rebalance or unknown.all():
             return state
         ratios = _ratios(np.where(unknown, speed[~unknown].mean(), speed), self.min_ratio)
@@ -136,6 +136,21 @@ class Balanced(ConstantTotal[BalancedState]):
         following = windows + self.rebalance_every if calibrated else self.calibration_windows
         counts = shard_sizes(ratios, self.total)
         return replace(state, counts=counts, ratios=ratios, next_rebalance=following)
+
+    def learn(self, state: BalancedState, report: WindowReport) -> BalancedState:
+        """Return the state with a window's times, and the counts as they are.
+
+        Args:
+            state: The current state; it is not modified.
+            report: The measurements of a window.
+
+        Examples:
+            >>> cadence, report = Balanced(total=8), WindowReport((8.0, 4.0), (4, 4), 1.0)
+            >>> cadence.learn(cadence.init(2), report).throughput
+            (0.5, 1.0)
+        """
+        old, new = as_array(state.throughput), 1.0 / measured_ms(report)
+        return replace(state, throughput=as_times(smoothed(old, new, self.alpha * report.share)))
 
     def without(self, state: BalancedState, ranks: Collection[int]) -> BalancedState:
         """Return the state for the devices that are left, which share out the same total.

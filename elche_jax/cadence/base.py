@@ -241,7 +241,8 @@ class Cadence(ABC, Generic[S]):
         uses_loss: Whether reports must hold the window's loss.
         counts_windows: Whether ``update`` is also called for windows whose times are unknown;
             the times of such a report are 0. It is called once per window: times that become known
-            later, of a late device, change ``ms_per_batch`` alone, followed by `replan`.
+            later, of a late device, change ``ms_per_batch`` alone, followed by `replan`; without
+            ``estimates`` they go to `learn`.
         overhead_target: Share of a window that synchronisation may take; 0 for no target.
         rests: Whether devices of a kind that slows the others down may get no work, see
             `elche_jax.cadence.Rest`.
@@ -337,6 +338,15 @@ class Cadence(ABC, Generic[S]):
 
         Called after the counts have not changed for a while, if ``estimates`` is set.
         """
+        return state
+
+    def learn(self, state: S, report: WindowReport) -> S:
+        """Return the state with times of a window that `update` was called for without them.
+
+        Called if ``counts_windows`` is set, and ``estimates`` is not. By default the times are
+        not used.
+        """
+        del report
         return state
 
     def without(self, state: S, ranks: Collection[int]) -> S:

@@ -235,7 +235,8 @@ class Scheduler:
     def learn(self, state: SchedulerState, report: WindowReport) -> SchedulerState:
         """Return the state after times of a window that the cadence was updated with before.
 
-        Only the estimates of a cadence that has them change, and the counts that follow from them.
+        Only the estimates of a cadence that has them change, and the counts that follow from them;
+        any other one says itself what changes (`Cadence.learn`).
 
         Args:
             state: The current state; it is not modified.
@@ -249,7 +250,8 @@ class Scheduler:
             (9.0, 6.0)
         """
         if not self.cadence.estimates:
-            return state
+            learnt = self.cadence.learn(state.cadence, report)
+            return replace(state, cadence=self._checked("learn", learnt))
         ms = as_times(update_ms(state.cadence.ms_per_batch, report))
         cadence = self.cadence.replan(replace(state.cadence, ms_per_batch=ms))
         return replace(state, cadence=self._checked("replan", cadence), agreed=0)

@@ -12,6 +12,7 @@ from elche_jax.cadence import (
     QSR,
     STABLE,
     AdaComm,
+    Balanced,
     Cadence,
     Controller,
     Divergence,
@@ -143,6 +144,27 @@ def test_times_that_come_later_change_estimates_alone(rule):
     before = run(Controller(rule), [record(0, steady=False, loss=3.0)]).schedule.cadence
     assert before.windows == 1 and before.ms_per_batch == (None, None)
     assert state == replace(before, ms_per_batch=(10.0, 10.0))
+
+
+def test_balanced_counts_the_windows_that_are_not_timed():
+    controller = Controller(Balanced(8, calibration_windows=2, rebalance_every=3))
+    timed = replace(record(0, counts=(4, 4)), busy_ms=(12.0, 4.0))
+    state = controller.observe(controller.init(2), timed)
+    untimed = [replace(timed, window=at, steady=False) for at in range(1, 5)]
+    plans = []
+    for each in untimed[:-1]:
+        state = controller.observe(state, each)
+        plans.append(controller.plan(state, each.window + 1))
+    # after windows 2 and 5, of which the first one alone is timed
+    assert plans == [(2, 6)] * 3
+    assert (state.schedule.cadence.windows, state.schedule.cadence.next_rebalance) == (4, 5)
+    # both are equal now, which becomes known later and changes no counts before window 5
+    state = controller.learn(state, replace(timed, busy_ms=(4.0, 4.0)))
+    assert controller.plan(state, 4) == (2, 6)
+    # 0.3 * 1 + 0.7 / 3 and 1
+    assert state.schedule.cadence.throughput == pytest.approx((0.533, 1.0), abs=1e-3)
+    state = controller.observe(state, untimed[-1])
+    assert controller.plan(state, 5) == (3, 5)
 
 
 def test_counts_follow_times_that_come_later():
