@@ -22,10 +22,12 @@ from elche_jax.config import CADENCE_KNOBS, DDPConfig
 from elche_jax.data.source import IterableSource, as_source
 from elche_jax.engine.devices import apart, names_of, select_job
 from elche_jax.engine.job import Job
+from elche_jax.engine.lane import kinds_of
 from elche_jax.engine.loop import Body, LoopHook, Seconds
 from elche_jax.engine.talk import Talk
 from elche_jax.observe.report import ms_per_batch
 from elche_jax.train.build import build_train_step
+from elche_jax.train.microbatch_split import checked_split
 
 PyTree = Any
 
@@ -163,6 +165,7 @@ def advise(
         hook: LoopHook | None,
         seconds: float,
         averaging: AveragingRule | None = None,
+        options: dict[str, Any] = options,
     ) -> list[WindowRecord]:
         """Train for some seconds and return the steady windows after the warm-up."""
         train = build_train_step(
@@ -188,7 +191,8 @@ def advise(
 
     def alone(rank: int) -> "_Alone":
         hook = None if emulate is None else OfRank(emulate, rank)
-        measured = partial(run, [chosen[rank]], hook=hook, seconds=seconds / 2)
+        own = _of_one(options, chosen, rank)
+        measured = partial(run, [chosen[rank]], hook=hook, seconds=seconds / 2, options=own)
         short = measured(EveryBatch())
         # as long as the windows of all devices; one microbatch has been measured already
         count = max(2, min(MAX_COUNT, round(window.window_ms / _full_windows(short)[1])))
@@ -356,6 +360,18 @@ def _measurable(options: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(check.message("advise", "config", rule, got, "Leave both out."))
     knobs = {field.name: field.default for field in fields(config) if field.name in CADENCE_KNOBS}
     return rest | {"config": replace(config, **knobs, timeline=None)}
+
+
+def _of_one(options: dict[str, Any], devices: Sequence[jax.Device], rank: int) -> dict[str, Any]:
+    """The options for a run of one of several devices, which has no lanes and no kinds."""
+    if len(devices) == 1:
+        return options
+    own = {name: value for name, value in options.items() if name != "lanes"}
+    if "microbatch_split" in own:
+        kinds = kinds_of(devices)
+        split = checked_split("advise", own["microbatch_split"], kinds)
+        own["microbatch_split"] = split.get(kinds[rank])
+    return own
 
 
 def team_ms(records: Sequence[WindowRecord]) -> tuple[tuple[float, ...], float]:

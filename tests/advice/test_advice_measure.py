@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from elche_jax import DDPConfig, DiLoCo, HostExchange, NoGuard, Timeline
+from elche_jax import DDPConfig, DiLoCo, HostExchange, NoGuard, Timeline, build_train_step
 from elche_jax.advice import advise, measure
 from elche_jax.advice.measure import LEAST, WARM, OfRank, alone_ms, team_ms
 from elche_jax.cadence import EveryBatch, FixedTotal, WindowTime
@@ -224,6 +224,29 @@ def test_of_a_config_what_chooses_the_cadence_does_not_count(monkeypatch):
     advice = job(config=config, cadence=None, model_state="state", rng=7, seconds=1e-9)
     assert [device.solo_ms for device in advice.devices] == [5.0, 5.0]
     assert built == 5 * [DDPConfig(max_grad_norm=0.5)]
+
+
+def test_of_a_device_alone_lanes_and_kinds_say_nothing(mixed, monkeypatch):
+    """The twin is of a kind of its own beside a CPU only, and lanes hold ranks of all devices."""
+    built = []
+
+    def build(loss, optimizer, *, devices, cadence, emulate, averaging, **options):
+        built.append((len(devices), cadence, options))
+        build_train_step(
+            loss, optimizer, devices=devices, cadence=cadence, averaging=averaging, **options
+        )
+        count = getattr(cadence, "total", 1)
+        alone = record((count,), (), 3 + 5.0 * count)
+        one = record((6, 2, 2), (30.0, 40.0, 40.0), 43.0, 3.0) if len(devices) == 3 else alone
+        return Built(devices, cadence, emulate, (WARM + LEAST) * [one])
+
+    monkeypatch.setattr(measure, "build_train_step", build)
+    given = {"lanes": ((0,), (1,), (2,)), "microbatch_split": {"twin": 2}, "has_aux": False}
+    job(devices=mixed, model_state="state", rng=7, seconds=1e-9, **given)
+    assert [built[0][2], len(built)] == [given, 7]
+    alone = [options for count, _, options in built if count == 1]
+    parts = [None, None, 2, 2, None, None]
+    assert alone == [{"has_aux": False, "microbatch_split": each} for each in parts]
 
 
 @pytest.mark.parametrize(
