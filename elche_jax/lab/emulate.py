@@ -80,6 +80,7 @@ def throttle(
         >>> slow(9, 0, 0), slow(10, 0, 0), slow(10, 1, 0)
         (5.0, 15.0, 5.0)
     """
+    _check_base("throttle", base)
     check.integer("throttle", "rank", rank, low=0)
     check.real("throttle", "factor", factor, above=0)
     check.integer("throttle", "at", at, low=0)
@@ -107,6 +108,7 @@ def drift(base: Schedule, rank: int, per_window: float) -> Schedule:
         >>> drift(constant([10, 10]), rank=1, per_window=0.01)(50, 1, 0)
         15.0
     """
+    _check_base("drift", base)
     check.integer("drift", "rank", rank, low=0)
     check.real("drift", "per_window", per_window, low=0)
 
@@ -130,6 +132,7 @@ def jitter(base: Schedule, share: float, seed: int = 0) -> Schedule:
         >>> 8.0 <= jitter(constant([10]), share=0.2)(0, 0, 0) <= 12.0
         True
     """
+    _check_base("jitter", base)
     check.real("jitter", "share", share, low=0, high=1)
     check.integer("jitter", "seed", seed, low=0)
 
@@ -138,6 +141,11 @@ def jitter(base: Schedule, share: float, seed: int = 0) -> Schedule:
         return base(window, device, microbatch) * (1.0 + share * draw)
 
     return schedule
+
+
+def _check_base(where: str, base: Any) -> None:
+    todo = "Pass constant([5, 20]) for one time per device."
+    check.instance(where, "base", base, Callable, "be a schedule", todo)
 
 
 class AtWork:
@@ -231,7 +239,7 @@ class EmulatedSpeeds(LoopHook):
                     "EmulatedSpeeds: schedule must give a time for every device of the training "
                     f"step, got {type(error).__name__} for device {rank}: {error}."
                 ) from error
-            check.real("EmulatedSpeeds", f"schedule(0, {rank}, 0)", ms, low=0)
+            _checked(ms, 0, rank, 0)
 
     def begin(self, device: Any, step: Any, fresh: Any) -> Any:
         """Start the clock of a device."""
@@ -290,9 +298,15 @@ class EmulatedSpeeds(LoopHook):
         return sum(self._ms(window, rank, i) for i in range(count)) / 1e3
 
     def _ms(self, window: int, rank: int, microbatch: int) -> float:
-        if callable(self.schedule):
-            return self.schedule(window, rank, microbatch)
-        return self.schedule[rank]
+        if not callable(self.schedule):
+            return self.schedule[rank]
+        return _checked(self.schedule(window, rank, microbatch), window, rank, microbatch)
+
+
+def _checked(ms: Any, window: int, rank: int, microbatch: int) -> float:
+    """Return what a user's schedule has returned, as a number."""
+    call = f"schedule({window}, {rank}, {microbatch})"
+    return check.real("EmulatedSpeeds", call, ms, low=0)
 
 
 def _tell(callback: Callable[[Any], np.float32], *numbers: Any) -> Any:

@@ -151,6 +151,18 @@ def test_schedules_compose():
             ValueError,
             r"jitter: seed must be at least 0, got -1\.",
         ),
+        *(
+            (
+                lambda change=change: change([5, 20]),
+                TypeError,
+                rf"{name}: base must be a schedule, got \[5, 20\] \(list\)\. Pass constant",
+            )
+            for name, change in {
+                "throttle": lambda base: throttle(base, rank=0, factor=2, at=0),
+                "drift": lambda base: drift(base, rank=0, per_window=0.1),
+                "jitter": lambda base: jitter(base, share=0.1),
+            }.items()
+        ),
         (
             lambda: EmulatedSpeeds([5, 5]).check(3),
             ValueError,
@@ -191,6 +203,23 @@ def test_schedules_compose():
 def test_what_is_out_of_range_is_an_error(make, kind, message):
     with pytest.raises(kind, match=f"^{message}"):
         make()
+
+
+@pytest.mark.parametrize(
+    ("ms", "kind", "message"),
+    [
+        (-5, ValueError, "be at least 0, got -5"),
+        (float("nan"), ValueError, "be finite, got nan"),
+        (None, TypeError, r"be a number, got None \(NoneType\)"),
+    ],
+)
+def test_times_of_later_microbatches_are_checked_too(ms, kind, message):
+    emulation = EmulatedSpeeds(lambda *place: ms if place == (3, 1, 2) else 1.0)
+    emulation.check(2)
+    seconds = emulation.on_host()
+    assert (seconds(3, 1, 2), seconds(3, 0, 3)) == (0.002, 0.003)
+    with pytest.raises(kind, match=rf"^EmulatedSpeeds: schedule\(3, 1, 2\) must {message}\.$"):
+        seconds(3, 1, 3)
 
 
 def test_what_fits_passes_the_check():
