@@ -8,10 +8,20 @@ from numpy.typing import NDArray
 
 from elche_jax.cadence.apportion import split
 from elche_jax.cadence.base import ConstantTotal, State, Verdict, WindowReport
-from elche_jax.cadence.estimate import FloatArray, Times, as_array, as_times, update_ms
+from elche_jax.cadence.estimate import (
+    FloatArray,
+    Times,
+    as_array,
+    as_times,
+    measured_ms,
+    update_ms,
+)
 
 MIN_GAIN = 0.02
 """Share of a window's time that another split must save to replace the current one."""
+
+SUDDEN = 2.0
+"""Ratio of a time to its estimate, or the other way round, above which it may be a pause."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,8 @@ class FixedTotal(ConstantTotal[FixedTotalState]):
       and the rest to the measured ones. All devices are thus measured after
       ``ceil(devices / total)`` windows.
     - A device too slow for any microbatch keeps its last estimate; after `recalibrate` it
-      is tried again.
+      is tried again. So it keeps one microbatch as long as its times are more than twice its
+      estimate, or less than half of it: a single pause is no reason to leave it without work.
     - Verdicts have no effect, as the total is constant.
 
     Attributes:
@@ -83,13 +94,34 @@ class FixedTotal(ConstantTotal[FixedTotalState]):
         if unknown.any():
             counts = self._probe(now, ms, unknown)
         else:
-            counts = split(self.total, ms)
+            counts = self._keeping(now, split(self.total, ms), ms, self._sudden(state, report))
             # the first split by measured times replaces a guess, however little it gains
             first = None in state.ms_per_batch
             gained = (counts * ms).max() < (1 - MIN_GAIN) * (now * ms).max()
             if not (first or gained):
                 counts = now
         return FixedTotalState(tuple(counts.tolist()), as_times(ms))
+
+    def _sudden(self, state: FixedTotalState, report: WindowReport) -> NDArray[np.bool_]:
+        """Return which devices took a time that their estimates do not explain."""
+        old, new = as_array(state.ms_per_batch), measured_ms(report)
+        # false where one of them is not known
+        return (new > SUDDEN * old) | (old > SUDDEN * new)
+
+    def _keeping(
+        self,
+        now: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        ms: FloatArray,
+        sudden: NDArray[np.bool_],
+    ) -> NDArray[np.int64]:
+        """Return the split with one microbatch for devices that would lose their last ones."""
+        kept = sudden & (now > 0) & (counts == 0)
+        if not kept.any():
+            return counts
+        counts = kept.astype(np.int64)
+        counts[~kept] = split(self.total - int(kept.sum()), ms[~kept])
+        return counts
 
     def _probe(
         self, now: NDArray[np.int64], ms: FloatArray, unknown: NDArray[np.bool_]

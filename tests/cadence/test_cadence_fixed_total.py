@@ -95,6 +95,42 @@ def test_recalibrate_tries_idle_devices_again():
     assert state == FixedTotalState((2, 2), (1.0, 1.0))
 
 
+@pytest.mark.parametrize(("total", "equal"), [(3, (1, 1, 1)), (16, (6, 5, 5))])
+def test_a_single_pause_leaves_no_device_without_work(total, equal):
+    cadence = FixedTotal(total)
+    state = FixedTotalState(equal, (5.0, 5.0, 5.0))
+    # a second in which device 1 did nothing; the next window was planned before
+    wall = [5.0 * count for count in equal]
+    paused = WindowReport([wall[0], wall[1] + 1000, wall[2]], equal, 1.0)
+    state = cadence.update(state, paused)
+    assert state.counts[1] == 1 and sum(state.counts) == total
+    state = cadence.update(state, WindowReport(wall, equal, 1.0))
+    for _ in range(10):
+        state = cadence.update(state, report(state, (5.0, 5.0, 5.0)))
+    # what is left of the pause in the estimate is below the gain that moves counts
+    assert state.counts[1] >= equal[1] - 1
+    assert state.ms_per_batch[1] < 6
+
+
+def test_a_device_that_stays_slow_loses_its_work_in_the_second_window():
+    cadence = FixedTotal(8)
+    state = FixedTotalState((3, 3, 2), (5.0, 5.0, 5.0))
+    state = cadence.update(state, report(state, (5.0, 500.0, 5.0)))
+    assert state.counts == (4, 1, 3)
+    # 401 ms are the estimate by now
+    state = cadence.update(state, report(state, (5.0, 500.0, 5.0)))
+    assert state.counts == (4, 0, 4)
+
+
+def test_the_only_microbatch_stays_where_it_took_long():
+    cadence = FixedTotal(1)
+    state = FixedTotalState((1, 0), (5.0, 6.0))
+    state = cadence.update(state, WindowReport((100.0, 0.0), (1, 0), 1.0))
+    assert state.counts == (1, 0)
+    state = cadence.update(state, WindowReport((100.0, 0.0), (1, 0), 1.0))
+    assert state.counts == (0, 1)
+
+
 @laws
 @given(
     st.integers(1, 60),
