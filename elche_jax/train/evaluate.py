@@ -160,7 +160,8 @@ def build_eval_step(
 
     Raises:
         TypeError: `metric_fn` is not callable, or `devices` are not devices.
-        ValueError: `devices` is empty, has duplicates, or has none of some process.
+        ValueError: `devices` is empty, has duplicates, or has none of some process; `cadence`
+            follows the loss.
 
     Examples:
         >>> import jax, numpy as np
@@ -231,8 +232,8 @@ def predict(
     Raises:
         TypeError: `apply_fn` is not callable, or an output does not have one entry per
             example; `data` has an unsupported form.
-        ValueError: Empty data; a `TrainState` on other devices; processes that pass different
-            parameters or data.
+        ValueError: Empty data; a `TrainState` on other devices; `cadence` follows the loss;
+            processes that pass different parameters or data.
         RuntimeError: Another process of the job has raised an error.
         ProcessLostError: One has ended, and the data cannot be read again.
 

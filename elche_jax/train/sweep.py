@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from elche_jax import _check as check
 from elche_jax.cadence import Cadence, Controller, FixedTotal, WindowTime
 from elche_jax.data.order import Cursor
 from elche_jax.engine.compile_cache import CompileCache
@@ -80,6 +81,10 @@ class Sweep:
     ):
         self.devices = devices
         check_parts(where, cadence=cadence, emulate=emulate)
+        if cadence is not None and cadence.uses_loss:
+            rule, todo = "not follow the loss, as there is none", "Leave it out."
+            got = type(cadence).__name__
+            raise ValueError(check.message(where, "cadence", rule, got, todo))
         if emulate is not None:
             emulate.check(len(self.devices))
         self._where, self._fn, self._make, self._emulate = where, fn, make, emulate

@@ -118,6 +118,11 @@ def built(where, **options):
             TypeError,
             r"cadence must be an .*Cadence .* got <class",
         ),
+        (
+            {"cadence": elche.AdaComm()},
+            ValueError,
+            r"cadence must not follow the loss, as there is none, got AdaComm\. Leave it out\.$",
+        ),
         ({"emulate": [1, 2]}, TypeError, r"emulate must be an emulation of .*lab, got \[1, 2\]\.$"),
         ({"emulate": EmulatedSpeeds}, TypeError, r"emulate must be an emulation of .* got <class"),
         ({"devices": []}, ValueError, r"devices must hold at least one device, got none\.$"),
