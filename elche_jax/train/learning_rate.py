@@ -61,6 +61,8 @@ def schedule_by_work(
             ).gradient_transformation()
         )(learning_rate=schedule)
 
+    The outer optimizer of `DiLoCo` is not told the work: its schedules count exchanges.
+
     Args:
         factory: Makes the optimizer, for instance `optax.adamw`.
         unit: What the schedules count: `"microbatches"` or `"examples"`.
@@ -174,7 +176,8 @@ class _ByWork:
             raise TypeError(
                 f"schedule_by_work: the optimizer's update must be given {self.unit}=, the work "
                 f"done so far, got {', '.join(sorted(extra_args)) or 'no extra argument'}. "
-                "elche_jax's training step gives it; a wrapper round the optimizer must hand it on."
+                "elche_jax's training step gives it, but not to the outer optimizer of DiLoCo; a "
+                "wrapper round the optimizer must hand it on."
             )
         return state
 

@@ -350,7 +350,8 @@ def test_an_update_without_the_work(unit):
     with pytest.raises(
         TypeError,
         match=rf"schedule_by_work: the optimizer's update must be given {unit}=, the work done so "
-        r"far, got no extra argument\. elche_jax's training step gives it; ",
+        r"far, got no extra argument\. elche_jax's training step gives it, but not to the outer "
+        r"optimizer of DiLoCo; a wrapper round the optimizer must hand it on\.$",
     ):
         sgd.update(ONES, opt_state, PARAMS)
     with pytest.raises(TypeError, match=rf"given {unit}=, .* got grad, value\. elche_jax's"):
