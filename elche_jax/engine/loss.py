@@ -141,9 +141,11 @@ def inspect_loss(
         loss, new_state, aux = jax.eval_shape(loss_fn, params, model_state, batch, mask, rng)
     differs = loss_fn.has_model_state and difference(new_state, model_state)
     if differs:
+        pair = isinstance(new_state, tuple) and [type(part) for part in new_state[1:]] == [dict]
+        hint = " If its second element is a dict of metrics, pass has_aux=True."
         raise TypeError(
             "loss_fn: the new model_state must have the structure, shapes and dtypes of the old "
-            f"one, got another: {differs}."
+            f"one, got another: {differs}.{hint if pair and not loss_fn.has_aux else ''}"
         )
     return LossForm(_form_of(loss, size), _check_aux(aux, size))
 

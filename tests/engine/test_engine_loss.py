@@ -439,6 +439,14 @@ def test_another_model_state_is_an_error(new, message):
         inspect(lambda p, s, b, r: (b["y"].sum(), new), old, has_model_state=True)
 
 
+def test_metrics_beside_the_model_state_without_has_aux():
+    old = {"mean": jax.ShapeDtypeStruct((3,), jnp.float32)}
+    new = {"mean": jnp.zeros(3)}, {"accuracy": jnp.zeros(())}
+    hint = r" If its second element is a dict of metrics, pass has_aux=True\."
+    with pytest.raises(TypeError, match=rf"got another: structure .*\.{hint}$"):
+        inspect(lambda p, s, b, r: (b["y"].sum(), new), old, has_model_state=True)
+
+
 def test_a_mask_needs_a_dict_and_a_name_of_its_own():
     params, batch = SHAPES
     masked = LossFn(lambda p, b, r: b[0].sum(), mask_key="y")
