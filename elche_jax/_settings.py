@@ -15,7 +15,7 @@ NAMES = (
     "softmax_custom_jvp", "allow_f16_reductions", "default_device",
 )  # fmt: skip
 """The context managers of `jax` that change what a function computes. Those that only watch it
-(`debug_nans`, `transfer_guard`, ...) stay in the thread that entered them."""
+(`log_compiles`, `transfer_guard`, ...) stay in the thread that entered them."""
 
 _OPTIONS = tuple(f"jax_{name}" for name in NAMES)
 

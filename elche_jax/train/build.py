@@ -171,7 +171,8 @@ def build_train_step(
         ValueError: If there is no device, a device twice, or none of some process; if an option
             that all processes must set alike differs, or works in one process only; if `lanes` is
             no partition of the devices; if something is set in `config`, too; if an option is
-            out of range; if it is called inside `jit` or under `jax_disable_jit`.
+            out of range; if it is called inside `jit`, or under `jax_disable_jit`,
+            `jax_debug_nans` or `jax_debug_infs`.
 
     Examples:
         >>> import jax, jax.numpy as jnp, numpy as np, optax

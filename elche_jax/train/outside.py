@@ -45,20 +45,29 @@ class Calls:
 
 
 def check_outside(where: str) -> None:
-    """Check that a call is not inside a JAX transformation, and that `jit` is enabled.
+    """Check that a call is not inside a JAX transformation, and that programs run as they are.
 
     Args:
         where: The function the user called.
 
     Raises:
         ValueError: The call is inside `jit`, `vmap`, `grad` or the like, or
-            `jax_disable_jit` is set.
+            `jax_disable_jit`, `jax_debug_nans` or `jax_debug_infs` is set.
     """
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]  # made late
         raise ValueError(
             f"{where}: jax_disable_jit must be off, as windows are compiled programs, got it on. "
             "To look into loss_fn, call it by itself under jax.disable_jit()."
         )
+    for name in ("debug_nans", "debug_infs"):
+        # JAX would raise in the middle of a window, after it has given up the state's buffers
+        if getattr(jax.config, f"jax_{name}"):
+            raise ValueError(
+                f"{where}: jax_{name} must be off, as programs may return such values (metrics "
+                "that are not known yet, windows that are dropped), got it on. NonFiniteError "
+                "names the microbatches; to find the operation, call loss_fn by itself with them "
+                f"under jax.{name}(True)."
+            )
     if core.get_opaque_trace_state() != _plain():
         raise ValueError(
             f"{where}: must be called outside of jit, vmap, grad and the like, got a call inside. "

@@ -1,4 +1,4 @@
-"""Calls inside of what JAX transforms, and without its compiler: refused in words."""
+"""Calls inside of what JAX transforms, without its compiler, or checked by it: refused in words."""
 
 import threading
 
@@ -50,6 +50,17 @@ def test_without_the_compiler():
             jax.disable_jit(),
             pytest.raises(ValueError, match="^" + WHERE.get(name, name) + OFF),
         ):
+            call()
+
+
+@pytest.mark.parametrize("name", ["debug_nans", "debug_infs"])
+def test_with_checks_of_every_program(name):
+    """They would see metrics that are not known yet, and windows that are dropped on purpose."""
+    message = rf": jax_{name} must be off, as programs may return such values .* got it on\. "
+    message += rf"NonFiniteError names the microbatches; .* under jax\.{name}\(True\)\.$"
+    for entry, call in calls().items():
+        where = WHERE.get(entry, entry)
+        with getattr(jax, name)(True), pytest.raises(ValueError, match="^" + where + message):
             call()
 
 
