@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import numpy as np
 import pytest
 
@@ -34,6 +35,15 @@ def test_integer_returns_a_plain_int(value):
 def test_integer_rejects_other_types(value, shown):
     with pytest.raises(TypeError, match=rf"^A: b must be an integer, got .*{shown}\.$"):
         check.integer("A", "b", value)
+
+
+@pytest.mark.parametrize(
+    ("checked", "kind"), [(check.integer, "an integer"), (check.real, "a number")]
+)
+def test_a_random_key_is_no_number(checked, kind):
+    """`train.windows(..., seed=jax.random.key(0))`; JAX's own error names an abstract method."""
+    with pytest.raises(TypeError, match=rf"(?s)^A: b must be {kind}, got .*\(PRNGKeyArray\)\."):
+        checked("A", "b", jax.random.key(0))
 
 
 def test_integer_bounds():
