@@ -274,13 +274,20 @@ def _optimizer_errors(name: str = INNER) -> Generator[None]:
 
 
 def _instead(error: Exception) -> str:
-    """Return what to use instead of an optimizer with its own type of parameters."""
-    # optax.lookahead reads these attributes of its LookaheadParams
-    if not isinstance(error, AttributeError) or error.name not in ("fast", "slow"):
-        return ""
-    return (
-        " For Lookahead write averaging=DiLoCo(optax.sgd(slow_step_size), inner_steps=sync_period)."
-    )
+    """Return what to pass instead of an optimizer that cannot be called like the others."""
+    # optax.lookahead reads these attributes of its LookaheadParams, which are no parameters either
+    if getattr(error, "name", None) in ("fast", "slow") or "LookaheadParams" in str(error):
+        return (
+            " For Lookahead write averaging=DiLoCo(optax.sgd(slow_step_size), "
+            "inner_steps=sync_period)."
+        )
+    if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+        # optax.contrib.sam says that it takes extra arguments, but names the ones it knows
+        return (
+            " If it needs none of the keywords, pass optax.GradientTransformation(it.init, "
+            "lambda grads, state, params=None: it.update(grads, state, params))."
+        )
+    return ""
 
 
 def check_buffers(state: Any, where: str = "train") -> None:

@@ -240,6 +240,45 @@ def test_an_optimizer_that_asks_for_more():
         train.init(PARAMS)
 
 
+SAM = optax.contrib.sam(optax.sgd(0.01), optax.sgd(0.1), sync_period=2)
+"""Says that its update takes any keyword, but it does not."""
+
+
+def test_an_optimizer_that_takes_no_keywords():
+    train = elche.build_train_step(loss_fn, SAM, devices=jax.devices()[:2])
+    with pytest.raises(
+        TypeError,
+        match=r"must work with update\(grads, .* unexpected keyword argument 'value'\. If it needs "
+        r"none of the keywords, pass optax\.GradientTransformation\(it\.init, lambda grads, ",
+    ):
+        train.init(PARAMS)
+
+
+def test_an_optimizer_that_takes_no_keywords_goes_in_as_the_message_says():
+    """The steps of optax."""
+    it, x = SAM, {"x": DATA["x"][:4]}
+    tx = optax.GradientTransformation(
+        it.init, lambda grads, state, params=None: it.update(grads, state, params)
+    )
+    params, opt_state = jax.tree.map(jnp.asarray, PARAMS), tx.init(PARAMS)
+    for _ in range(4):
+        updates, opt_state = tx.update(jax.grad(loss_fn)(params, x, None), opt_state, params)
+        params = optax.apply_updates(params, updates)
+    train = elche.build_train_step(loss_fn, tx, devices=jax.devices()[:1])
+    state = train.init(PARAMS)
+    for window in train.windows({"x": np.tile(x["x"], (4, 1))}, 4):
+        state, _ = train(state, window)
+    np.testing.assert_allclose(elche.unreplicate(state.params)["w"], params["w"], rtol=1e-6)
+
+
+def test_lookahead_parameters():
+    params = optax.LookaheadParams.init_synced(PARAMS)
+    tx = optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5)
+    train = elche.build_train_step(loss_fn, tx, devices=jax.devices()[:2])
+    with pytest.raises(TypeError, match=r"For Lookahead write averaging=DiLoCo\(optax\.sgd"):
+        train.init(params)
+
+
 def test_lookahead_of_plain_parameters(caplog):
     """Which has two sets of them; the same steps are an average with an outer optimizer."""
     tx = optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5)
