@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from elche_jax import _check as check
 from elche_jax.cadence import Cadence
 
 METHODS = {
@@ -29,5 +30,9 @@ def check_parts(where: str, **parts: Any) -> None:
             methods, expected = METHODS[name]
             callables = all(callable(getattr(part, method, None)) for method in methods)
             fits = callables and not isinstance(part, type)
-        if not fits:
-            raise TypeError(f"{where}: {name} must be {expected}, got {part!r}.")
+        if fits:
+            continue
+        # that of Flax, which prints all its arrays
+        wraps, kind = name == "optimizer" and hasattr(part, "tx"), type(part).__name__
+        got, todo = (f"{kind} around one", "Pass its tx.") if wraps else (repr(part), "")
+        raise TypeError(check.message(where, name, f"be {expected}", got, todo))

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from asking import DATA, PARAMS, build, loss_fn, windows
+from flax import nnx
 
 import elche_jax as elche
 from elche_jax.lab import EmulatedSpeeds, ExtraWork, constant
@@ -41,6 +42,13 @@ def test_parts_of_a_wrong_kind(options, message):
 @pytest.mark.parametrize("optimizer", [None, optax.sgd])
 def test_optimizer_of_a_wrong_kind(optimizer):
     with pytest.raises(TypeError, match=r"optimizer must be an optax optimizer, got"):
+        elche.build_train_step(loss_fn, optimizer)
+
+
+def test_the_optimizer_of_nnx():
+    optimizer = nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param)
+    message = r"optimizer must be an optax optimizer, got Optimizer around one\. Pass its tx\.$"
+    with pytest.raises(TypeError, match=message):
         elche.build_train_step(loss_fn, optimizer)
 
 
