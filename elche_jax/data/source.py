@@ -4,6 +4,7 @@ A pytree of arrays with a common leading axis (`ArraySource`), a map-style datas
 `__len__` and `__getitem__` (`MapSource`), or an iterable of microbatches (`IterableSource`).
 """
 
+import math
 import time
 from collections.abc import Iterable, Iterator, MappingView, Sequence
 from typing import Any
@@ -90,7 +91,9 @@ class ArraySource:
     @property
     def nbytes(self) -> int:
         """Size of all leaves in bytes."""
-        return sum(int(leaf.nbytes) for leaf in jax.tree.leaves(self.tree))
+        # arrays in a file, such as those of netCDF4, may lack `nbytes`
+        leaves = jax.tree.leaves(self.tree)
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
     def rows(self, index: NDArray[np.int64]) -> PyTree:
         """Return the examples at `index`; leaves `(len(index), ...)`, new host arrays."""

@@ -49,6 +49,25 @@ def test_arrays_are_recognised_and_read_by_row():
     assert not np.shares_memory(rows["x"], x)
 
 
+def test_arrays_that_do_not_know_their_bytes():
+    """Such as those of netCDF4: shape, dtype and items."""
+
+    class InFile:
+        def __init__(self, array):
+            self.shape, self.dtype, self.ndim = array.shape, array.dtype, array.ndim
+            self._array = array
+
+        def __len__(self):
+            return len(self._array)
+
+        def __getitem__(self, i):
+            return self._array[i]
+
+    source = as_source({"x": InFile(np.arange(12, dtype=np.int16).reshape(6, 2))})
+    assert source.nbytes == 12 * 2
+    np.testing.assert_array_equal(source.rows(np.array([5, 0]))["x"], [[10, 11], [0, 1]])
+
+
 def test_a_single_array_is_data():
     source = as_source(np.arange(3))
     assert source.size == 3
