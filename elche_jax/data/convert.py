@@ -1,6 +1,7 @@
 """Conversion of the user's examples and microbatches to NumPy or JAX arrays."""
 
 import numbers
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,7 +22,8 @@ def as_arrays(item: PyTree) -> PyTree:
         item: The example or the microbatch.
 
     Raises:
-        TypeError: If a leaf is a masked array, or a tensor or table that cannot be converted.
+        TypeError: If a leaf is a masked array, a mapping that JAX does not know, or a tensor or
+            table that cannot be converted.
         ValueError: If lists of numbers differ in length, or `item` itself is such a list.
 
     Examples:
@@ -53,6 +55,15 @@ def check_plain(path: Any, leaf: Any, where: str = "data") -> None:
             f"{where}: every leaf must be a plain array, leaf {name} is a masked one, whose mask "
             "would be lost. Fill it (.filled), with the mask as a leaf of its own."
         )
+
+
+def is_record(item: Any) -> bool:
+    """Return whether an item maps names to arrays, but JAX takes it for a single array.
+
+    So it does with the batches of Hugging Face's collators and with open HDF5 files.
+    """
+    mapping = isinstance(item, Mapping) and jax.tree_util.all_leaves([item])
+    return mapping and isinstance(next(iter(item), None), str)
 
 
 def name_of(path: Any, otherwise: str = "data") -> str:
@@ -94,6 +105,11 @@ def _is_numbers(item: Any) -> bool:
 
 def _as_array(path: Any, leaf: Any) -> Any:
     check_plain(path, leaf)
+    if is_record(leaf):
+        raise TypeError(
+            "data: an example or a microbatch must be an array, or a dict or tuple of them, leaf "
+            f"{name_of(path)} is a {type(leaf).__name__}. Pass dict(it)."
+        )
     if isinstance(leaf, list):
         return _of_list(path, leaf)
     is_array = any(hasattr(leaf, name) for name in ("dtype", "shape", "__array__"))

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from elche_jax.data.convert import as_arrays, check_plain, has_numpy_dtype, name_of
+from elche_jax.data.convert import as_arrays, check_plain, has_numpy_dtype, is_record, name_of
 
 PyTree = Any
 
@@ -190,6 +190,8 @@ def as_source(data: Any) -> Source:
     leaves = jax.tree.leaves(data, is_leaf=lambda x: isinstance(x, Iterator | MappingView))
     if leaves and all(hasattr(leaf, "shape") for leaf in leaves):
         source: Source = ArraySource(data)
+    elif is_record(data):
+        raise TypeError(f"{expected}, got a {type(data).__name__}. Pass dict(data).")
     elif isinstance(data, dict | list | tuple):
         kinds = sorted({type(leaf).__name__ for leaf in leaves if not hasattr(leaf, "shape")})
         raise TypeError(

@@ -1,6 +1,7 @@
 """Examples and microbatches of other libraries, and of plain Python."""
 
-from types import SimpleNamespace
+from collections import UserDict
+from types import MappingProxyType, SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -143,6 +144,13 @@ def test_types_that_numpy_has_not_come_by_dlpack():
             r"^data: an example or a microbatch must be an array, or a dict or tuple of them, got "
             r"a list of numbers\. Return numpy\.asarray\(it\) for one array, a tuple for",
         ),
+        (
+            UserDict(x=X),
+            TypeError,
+            r"^data: an example or a microbatch must be an array, or a dict or tuple of them, leaf "
+            r"data is a UserDict\. Pass dict\(it\)\.$",
+        ),
+        ({"x": MappingProxyType({"a": X})}, TypeError, r"leaf \['x'\] is a mappingproxy\. Pass di"),
         (
             {"x": np.ma.masked_array(X, mask=X > 0)},
             TypeError,

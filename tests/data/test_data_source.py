@@ -1,5 +1,6 @@
 """The three forms of data, and what is none of them."""
 
+from collections import UserDict
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -207,6 +208,19 @@ def test_containers_of_other_things_are_an_error(data, got):
         TypeError, match=FORMS + got + r"\. Convert the leaves with numpy\.asarray\.$"
     ):
         as_source(data)
+
+
+@pytest.mark.parametrize("kind", [UserDict, type("Batch", (dict,), {})])
+def test_a_mapping_that_jax_does_not_know_is_an_error(kind):
+    """It has items and a length, which is that of its names."""
+    with pytest.raises(TypeError, match=FORMS + f"a {kind.__name__}" + r"\. Pass dict\(data\)\.$"):
+        as_source(kind({"x": np.zeros(8), "y": np.zeros(8)}))
+
+
+def test_a_mapping_of_numbers_is_a_map_style_dataset():
+    source = as_source(UserDict(enumerate("abc")))
+    assert isinstance(source, MapSource)
+    assert source.size == 3
 
 
 @pytest.mark.parametrize("path", ["digits.npz", b"digits.npz"])
