@@ -157,6 +157,9 @@ def check_one_copy(where: str, argument: str, tree: PyTree) -> None:
 MOVED = "elche_jax.replicate(jax.tree.map(lambda leaf: leaf[0], state), train.devices)"
 """Moves a stacked state, of the host or of any devices, onto those of a training step."""
 
+REPLACED = "What you replace in it goes to every device: elche_jax.replicate(value, train.devices)."
+"""How to set a learning rate, for example."""
+
 
 def explain(state: TrainState, like: TrainState, fleet: Fleet, cause: BaseException) -> None:
     """Raise what is wrong with a state with which a window failed, if anything is.
@@ -171,7 +174,7 @@ def explain(state: TrainState, like: TrainState, fleet: Fleet, cause: BaseExcept
     if differs:
         raise ValueError(
             "train: state must have the shapes of the one that TrainStep.init made "
-            f"last, got another: {differs}. Was it made for another model or optimizer?"
+            f"last, got another: {differs}. Was it made for another model or optimizer? {REPLACED}"
         ) from cause
     if isinstance(cause, Exception):
         _check_place(state, fleet, cause)
@@ -301,12 +304,14 @@ def check_buffers(state: Any, where: str = "train") -> None:
     if not isinstance(state, TrainState) or not all(
         issubclass(kind, StackedArray) for kind in kinds
     ):
-        on_host = f" with host arrays. If these have an axis over devices: {MOVED}"
-        raise TypeError(
-            f"{where}: state must be a TrainState on the devices (TrainStep.init, or "
-            f"replicate(state, train.devices)), got {type(state).__name__}"
-            f"{on_host if isinstance(state, TrainState) else ''}."
-        )
+        got, todo = type(state).__name__, ""
+        if isinstance(state, TrainState):
+            host = {name: leaf for name, leaf in named(state) if not isinstance(leaf, StackedArray)}
+            name, leaf = next(iter(host.items()))
+            got += f" with {len(host)} leaves of the host, such as {name}, {describe(leaf)}"
+            todo = f"{REPLACED} A whole state with an axis over devices: {MOVED}."
+        rule = "be a TrainState on the devices (TrainStep.init, or replicate(state, train.devices))"
+        raise TypeError(check.message(where, "state", rule, got, todo))
     if any(leaf.is_deleted() for leaf in arrays):
         name = next(name for name, leaf in named(state) if leaf.is_deleted())
         raise ValueError(

@@ -51,11 +51,50 @@ def test_a_state_on_the_host():
     state = jax.tree.map(np.asarray, train.init(PARAMS))
     with train.windows(DATA, 4) as iterator:
         window = next(iterator)
-        with pytest.raises(TypeError, match=r"on the devices .* got TrainState with host arrays\."):
+        message = r"on the devices .* got TrainState with \d+ leaves of the host, such as \.params"
+        message += (
+            r"\['w'\], an array of shape \(.*\. A whole state with an axis over devices: elche"
+        )
+        with pytest.raises(TypeError, match=message):
             train(state, window)
         train(elche.replicate(jax.tree.map(lambda leaf: leaf[0], state), train.devices), window)
         with pytest.raises(TypeError, match=r"state must be a TrainState .* got dict\."):
             train({"w": 1}, window)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("value", "error", "got"),
+    [
+        (
+            0.5,
+            TypeError,
+            r"with 1 leaves of the host, such as \.opt_state\.hyperparams\['learning_r",
+        ),
+        (
+            jnp.float32(0.5),
+            ValueError,
+            r"another: leaf \.opt_state\.hyperparams\['learning_rate'\] is",
+        ),
+    ],
+)
+def test_a_learning_rate_that_is_not_on_every_device(value, error, got, world):
+    """What is replaced in a state needs a copy for every device; the message says how."""
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    train = elche.build_train_step(loss_fn, tx, devices=jax.devices()[:world])
+    state = train.init(PARAMS)
+    with train.windows(DATA, 4) as iterator:
+        state, _ = train(state, next(iterator))
+        rates = state.opt_state.hyperparams
+        rates["learning_rate"] = value
+        window = next(iterator)
+        message = got + r".* What you replace in it goes to every device: elche_jax\.replicate\("
+        with pytest.raises(error, match=message):
+            train(state, window)
+        before = elche.unreplicate(state.params)["w"]
+        rates["learning_rate"] = elche.replicate(np.float32(0), train.devices)
+        state, _ = train(state, window)
+        np.testing.assert_array_equal(elche.unreplicate(state.params)["w"], before)
 
 
 @pytest.mark.parametrize("world", [1, 2])

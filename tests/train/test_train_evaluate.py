@@ -361,7 +361,9 @@ def test_training_states_that_do_not_fit():
         r" Pass its params, and its model_state\.$",
     ):
         evaluate(elche.unreplicate(state), data, 4)
-    with pytest.raises(TypeError, match=r"state must be a TrainState on the devices .* host arr"):
+    with pytest.raises(
+        TypeError, match=r"state must be a TrainState on the devices .* leaves of the host"
+    ):
         evaluate(jax.device_get(state), data, 4)
     for window in train.windows(examples(8), 4):
         before, (state, _) = state, train(state, window)
