@@ -7,6 +7,7 @@ data is on every device as a whole, and only example numbers are transferred.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -55,6 +56,21 @@ def choose_placement(placement: str, source: Source, free: int | None) -> Placem
         "data: placement='resident' needs data that is a pytree of arrays, got "
         f"a {type(source).__name__}. Use placement='stream'."
     )
+
+
+def placing(fleet: Fleet) -> AbstractContextManager[None]:
+    """Return a context for calls of programs, in which a transfer guard lets their data pass.
+
+    With several devices the data is placed explicitly, which a guard against implicit transfers
+    allows. With one device the call itself places it, see `Placer`, and that is meant, too.
+
+    Args:
+        fleet: The devices.
+    """
+    guard = getattr(jax.config, "jax_transfer_guard_host_to_device")  # noqa: B009  # made late
+    if fleet.alone and guard in ("log", "disallow"):
+        return jax.transfer_guard_host_to_device("allow")
+    return nullcontext()
 
 
 class Placer:

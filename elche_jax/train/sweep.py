@@ -20,6 +20,7 @@ from elche_jax.engine.devices import fleet_of, names_of
 from elche_jax.engine.digests import digest_of, settings_of
 from elche_jax.engine.lane import kinds_of
 from elche_jax.engine.loop import LoopHook
+from elche_jax.engine.place import placing
 from elche_jax.engine.replicas import devices_of, replicate_over
 from elche_jax.engine.shapes import one_of, shapes_of, signature
 from elche_jax.engine.state import TrainState
@@ -189,7 +190,7 @@ class Sweep:
     def _dispatch(
         self, pipeline: SweepPipeline, variables: Variables, window: Window
     ) -> list[PyTree]:
-        with pipeline.dispatch(window) as flight:
+        with pipeline.dispatch(window) as flight, placing(self.fleet):
             outs = [pipeline.runner.run(variables, call) for call in window.calls]
             _, flight.token = outs[-1]
             # there is no combine: one token is the end of the work and of the window
@@ -251,4 +252,5 @@ class Sweep:
 
 def _results(pipeline: SweepPipeline, variables: Variables, window: Window) -> list[PyTree]:
     """Run a window that is not measured; return the results of its calls."""
-    return [pipeline.runner.run(variables, call)[0] for call in window.calls]
+    with placing(pipeline.runner.fleet):
+        return [pipeline.runner.run(variables, call)[0] for call in window.calls]

@@ -7,6 +7,7 @@ from elche_jax._waiting import HeldInterrupt
 from elche_jax.engine.checksum import checksums
 from elche_jax.engine.lane import Fleet
 from elche_jax.engine.laned import StackedArray
+from elche_jax.engine.place import placing
 from elche_jax.engine.runner import WindowRunner
 from elche_jax.engine.state import TrainState
 from elche_jax.train.in_flight import Window
@@ -75,7 +76,7 @@ class Training:
         interrupt: HeldInterrupt,
     ) -> Trained:  # fmt: skip
         runner = pipeline.runner
-        with pipeline.dispatch(window, interrupt.begin) as flight:
+        with pipeline.dispatch(window, interrupt.begin) as flight, placing(self._fleet):
             timed = self._timing.timed(self._scheduler.windows, window.counts, window.epoch)
             # asked only if the window is not timed, so a short run never compiles the fused program
             flight.timed = timed or not runner.fuses(window.calls[-1].payload)

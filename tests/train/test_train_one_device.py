@@ -61,3 +61,28 @@ def test_its_windows_do_not_wait_for_each_other():
             state, _ = train(state, window)
         next(windows)
         assert len(train.records) == 1, "of two that were trained"
+
+
+@pytest.mark.parametrize("placement", ["resident", "stream"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_guard_against_implicit_transfers(world, placement):
+    """One device gets its data with the call of a program, which is meant like any placing."""
+    devices = jax.devices()[:world]
+    train = elche.build_train_step(loss_fn, optax.sgd(0.1), devices=devices)
+    evaluate = elche.build_eval_step(lambda params, batch: {"x": batch["x"][:, 0]}, devices=devices)
+    params = jax.device_put({"w": np.ones(3, "float32")}, devices[0])
+    state = train.init(params)
+    with train.windows(DATA, 4, placement=placement) as windows:
+        for window in windows:
+            with jax.transfer_guard_host_to_device("disallow"):
+                state, metrics = train(state, window)
+    assert np.isfinite(float(metrics["loss"]))
+    want = evaluate(params, DATA, 4)["x"]
+    for _ in range(2):  # the second one is not measured
+        with jax.transfer_guard_host_to_device("disallow"):
+            assert evaluate(params, DATA, 4)["x"] == pytest.approx(want, rel=1e-6)
+    with (
+        jax.transfer_guard_host_to_device("disallow"),
+        pytest.raises(jax.errors.JaxRuntimeError, match="Disall"),
+    ):
+        jax.jit(sum)(np.ones(3))  # what is the user's own stays guarded
