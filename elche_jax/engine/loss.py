@@ -334,9 +334,10 @@ def _check_aux(aux: Any, size: int) -> dict[str, jax.ShapeDtypeStruct]:
         check_metric_name("loss_fn", name)
         WINDOW.check([name])
         if not hasattr(value, "shape") or value.shape not in ((), (size,)):
+            todo = " Return its mean: a scalar weighs as much as the loss."
             raise TypeError(
                 f"loss_fn: aux[{name!r}] must be a scalar or one value per example "
-                f"({size}), got {describe(value)}."
+                f"({size}), got {describe(value)}.{todo if isinstance(value, Weighted) else ''}"
             )
         if not is_real(value):
             raise TypeError(

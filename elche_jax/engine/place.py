@@ -213,7 +213,7 @@ def _check_like(spec: PyTree, block: PyTree, first: int) -> None:
             raise ValueError(
                 f"data: every microbatch must have the shapes and dtypes of the "
                 f"first one ({like.shape}, {like.dtype}), microbatch {first} has "
-                f"{leaf.shape[1:]}, {dtype}."
+                f"{leaf.shape[1:]}, {dtype}. Pad them, or call windows for each shape."
             )
         check_fits(leaf)
 

@@ -361,6 +361,12 @@ FORMS = [
         r"array of shape \(5, 3\) and dtype float32\.",
     ),
     (
+        lambda p, b, r: (jnp.ones(()), {"acc": Weighted(jnp.ones(()), 3)}),
+        {"has_aux": True},
+        r"loss_fn: aux\['acc'\] must be a scalar .* got a Weighted\. Return its mean: a scalar "
+        r"weighs as much as the loss\.",
+    ),
+    (
         lambda p, b, r: (b["y"].sum(), {"acc": {"top1": b["y"].sum()}}),
         {"has_aux": True},
         r"loss_fn: aux\['acc'\] must be a scalar or one value per example \(5\), got a dict\.",

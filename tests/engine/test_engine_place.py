@@ -167,12 +167,13 @@ class Odd:
         (
             {"x": np.zeros(4, np.float32), "n": np.int32(0)},
             r"data: every microbatch must have the shapes and dtypes of the "
-            r"first one \(\(1, 3\), float32\), microbatch 4 has \(1, 4\), float32\.",
+            r"first one \(\(1, 3\), float32\), microbatch 4 has \(1, 4\), float32\. "
+            r"Pad them, or call windows for each shape\.",
         ),
         (
             {"x": np.zeros(3, np.float32), "n": 0.5},
             r"data: every microbatch must have the shapes and dtypes of the "
-            r"first one \(\(1,\), int32\), microbatch 4 has \(1,\), float32\.",
+            r"first one \(\(1,\), int32\), microbatch 4 has \(1,\), float32\. Pad .*",
         ),
     ],
 )
