@@ -274,25 +274,40 @@ def _alike(rows: np.ndarray) -> bool:
     return bool((flat == flat[:1]).all())
 
 
-def rows_to_dict(rows: PyTree) -> PyTree:
-    """Return the metrics a run has not reported yet as plain numbers, for `rows_of`."""
-    return jax.tree.map(lambda row: row.tolist(), rows)
+def rows_to_dict(job: Job, rows: PyTree) -> PyTree:
+    """Return the metrics a run has not reported yet as plain numbers, for `rows_of`.
+
+    In a job of several processes all have to call it.
+
+    Args:
+        job: The processes.
+        rows: Metrics, leaves with an entry for each device of this process; None if there are none.
+    """
+    leaves, structure = jax.tree.flatten(rows)
+    if not leaves:  # the same in all processes
+        return None
+    by_rank = job.gather_rows(np.stack(leaves, axis=1).astype(np.float32))
+    return structure.unflatten(by_rank.T.tolist())
 
 
-def rows_of(saved: PyTree, world_size: int) -> PyTree:
-    """Return the metrics that the next window reports of the last one.
+def rows_of(job: Job, saved: PyTree) -> PyTree:
+    """Return the metrics that the next window reports of the last one, of this process's devices.
 
     With another number of devices, the first device gets the sum of the finite entries; those
     that are not finite are dropped.
+
+    Args:
+        job: The processes.
+        saved: What `rows_to_dict` returned.
     """
 
     def rows(saved: list[float]) -> np.ndarray:
         row = np.array(saved, np.float32)
-        if len(row) == world_size:
-            return row
-        # the window that reports them sums over the devices, so one may hold them all
-        total = row.sum(where=np.isfinite(row), dtype=np.float32)
-        return np.append(total, np.zeros(world_size - 1, np.float32))
+        if len(row) != job.world_size:
+            # the window that reports them sums over the devices, so one may hold them all
+            total = row.sum(where=np.isfinite(row), dtype=np.float32)
+            row = np.append(total, np.zeros(job.world_size - 1, np.float32))
+        return row[list(job.ranks)]
 
     if saved is None:
         return None

@@ -458,8 +458,9 @@ class TrainStep:
         `(windows, world_size)`), the number of the next window, `divergence`, `skipped`,
         `left_out`, and the metrics that the next window reports of the last one.
         """
-        known = run_to_dict(self.fleet.job, self._scheduler, self._watch, self._divergence)
-        return known | {"unreported": rows_to_dict(self._runners.unreported)}
+        job = self.fleet.job
+        known = run_to_dict(job, self._scheduler, self._watch, self._divergence)
+        return known | {"unreported": rows_to_dict(job, self._runners.unreported)}
 
     def restore_run(self, saved: Mapping[str, Any]) -> None:
         """Restore a run from the dict of `run_to_dict`; all processes call it after `init`.
@@ -471,7 +472,7 @@ class TrainStep:
             saved: The dict.
         """
         restore_run(saved, self.fleet.job, self._scheduler, self._watch, self._divergence)
-        self._runners.unreported = rows_of(saved.get("unreported"), len(self.devices))
+        self._runners.unreported = rows_of(self.fleet.job, saved.get("unreported"))
 
     def report(self) -> RunReport:
         """Return the speeds, counts, busy shares and compiles so far."""

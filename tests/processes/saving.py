@@ -253,7 +253,28 @@ def ahead(folder):
     return [moved.tolist(), state.averaging.base[-1][0].tolist()]
 
 
-SCENES = (coverage, timed, full, failing, errors, again, ahead)
+def unreported(folder):
+    """Loss and weight of each window, of parameters that stay, in a run that stops and resumes."""
+    said = []
+    for last in (STOP, LAST):
+        train = elche.build_train_step(
+            loss_fn, optax.sgd(0.0), averaging=elche.MeanGradient(delay=1),
+            cadence=elche.Replay(COUNTS),
+        )  # fmt: skip
+        state = train.init(params())
+        with elche.Checkpointer(train, elche.Checkpoints(folder / "unreported")) as saver:
+            state, cursor = saver.restore(state)
+            with train.windows(ROWS, BATCH, shuffle=False, cursor=cursor) as windows:
+                for window in windows:
+                    state, metrics = train(state, window)
+                    said.append([float(metrics["loss"]), float(metrics["weight"])])
+                    if window.index + 1 == last:
+                        saver.save(state, window, force=True)
+                        break
+    return said
+
+
+SCENES = (coverage, timed, full, failing, errors, again, ahead, unreported)
 
 if __name__ == "__main__":
     phase, place, *rules = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]

@@ -1,5 +1,6 @@
 """Checkpoints of jobs of several processes: what resumes, and what the processes do alike."""
 
+import itertools
 import random
 import time
 
@@ -139,6 +140,23 @@ def test_a_full_disk_of_the_first_process_is_an_error_everywhere(job):
             assert text == f"CheckpointError: {where}, but {full}"
             assert last == said[0]["full"][when][1]
     assert said[0]["full"]["now"][1] < said[0]["full"]["end"][1] == 19
+
+
+def test_the_window_before_a_stop_is_reported_after_it(job):
+    """With a window pending its metrics come one window later: those of all devices."""
+    losses = [
+        saving.loss_fn(saving.params(), {name: leaf[at : at + saving.BATCH] for name, leaf in
+                                         saving.ROWS.items()}, None)
+        for at in range(0, saving.EXAMPLES, saving.BATCH)
+    ]  # fmt: skip
+    ends = np.cumsum([0, *map(sum, saving.COUNTS)])
+    want = [np.mean(losses[at:end]) for at, end in itertools.pairwise(ends[:-1])]
+    for process in job[0]:
+        (none, no_weight), *rest = process["unreported"]
+        assert np.isnan(none) and no_weight == 0
+        got, weights = zip(*rest, strict=True)
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+        assert weights == tuple(map(sum, saving.COUNTS[:-1]))
 
 
 ERRORS = {
