@@ -19,8 +19,12 @@ from elche_jax.data.order import Cursor
 from elche_jax.data.source import IterableSource, MapSource, Source
 from elche_jax.engine.digests import Described, digest_of, number_of
 from elche_jax.engine.job import Job, Measured
+from elche_jax.engine.merge import MergeRules
 from elche_jax.engine.replicas import ReplicaMismatch
+from elche_jax.engine.shapes import named, one_of, signature
+from elche_jax.engine.state import TrainState
 from elche_jax.engine.timing import WindowTimes
+from elche_jax.engine.trainable import Selection
 from elche_jax.train.in_flight import InFlight
 from elche_jax.train.spec import DataPlan
 
@@ -47,13 +51,25 @@ def check_alike(job: Job, exchange: HostExchange | None) -> None:
         raise ValueError(check.message("build_train_step", "exchange", must, exchange, todo))
 
 
-def check_same_start(job: Job, params: PyTree, model_state: PyTree, rng: Any) -> None:
-    """Raise unless all processes begin a run from the same values."""
+def check_same_start(
+    job: Job, params: PyTree, model_state: PyTree, rng: Any, selection: Selection, merge: MergeRules
+) -> None:
+    """Raise unless all processes begin a run from the same values, and exchange the same leaves."""
     if not job.one_process:
+        frozen = f"frozen {[name for name, _ in named(selection.split(params)[1], 'params')]}"
         job.check_same(
             "TrainStep.init", params=digest_of(params), model_state=digest_of(model_state),
-            rng=digest_of(rng),
+            rng=digest_of(rng), trainable=Described(frozen, frozen.encode()),
+            merge=list(merge.rules),
         )  # fmt: skip
+
+
+def check_same_optimizer(job: Job, state: TrainState) -> None:
+    """Raise unless optimizers keep arrays of the same shapes, which may be exchanged."""
+    if not job.one_process:
+        shapes = signature(one_of((state.opt_state, state.averaging)))
+        name = "shapes of the optimizer's state"
+        job.check_same("TrainStep.init", **{name: repr(shapes).encode()})
 
 
 @noting_errors

@@ -10,7 +10,7 @@ from elche_jax.averaging.exchange import HostExchange
 from elche_jax.averaging.rules import AveragingRule, MeanGradient
 from elche_jax.cadence.guards import Guard
 from elche_jax.config import Recorder
-from elche_jax.engine.digests import settings_of
+from elche_jax.engine.digests import Described, settings_of
 from elche_jax.engine.host.limits import Limits
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.merge import Merge
@@ -69,11 +69,20 @@ class Options:
             "nonfinite": settings_of(self.finite),
             "guard": settings_of(self.guard),
             "max_grad_norm": self.max_grad_norm,
-            "compute_dtype": settings_of(self.precision),
+            "compute_dtype": self.precision.compute_dtype,
+            "loss_scale": self._scale,
             "verify_every": self.verify_every,
             "device_loss": self.device_loss,
             "jax_enable_x64": bool(jax.config.read("jax_enable_x64")),
         }
+
+    @property
+    def _scale(self) -> float | Described:
+        """The constant scale of the loss; a dynamic one with its first value."""
+        if self.loss_scale is None:
+            return self.precision.scale
+        text = repr(jax.device_get(self.loss_scale))
+        return Described(text, text.encode())
 
     def finite_watch(self, devices: tuple[jax.Device, ...]) -> FiniteWatch:
         """Return the watch for windows with non-finite values."""

@@ -111,8 +111,9 @@ class Runners:
 
         Raises:
             TypeError: `loss_fn` does not return one of the supported forms.
-            ValueError: The loss cannot exclude the missing examples of a smaller microbatch, or
-                microbatches cannot run in parts as `microbatch_split` says.
+            ValueError: The loss cannot exclude the missing examples of a smaller microbatch,
+                microbatches cannot run in parts as `microbatch_split` says, or the metrics are
+                others in another process.
         """
         options, shapes, impl = self._options, initial.shapes, initial.key_impl
         has_model_state = shapes.model_state is not None
@@ -131,6 +132,8 @@ class Runners:
         for reserved in options.reserved:
             reserved.check(form.aux)
         names = tuple(sorted(form.aux))
+        # their sums are exchanged
+        self._fleet.job.check_same("windows", **{"metrics of loss_fn": list(names)})
         # the function itself is not in the key: it is always the same, and may be unhashable
         kind = (
             plan.mask_key, has_model_state, impl, form.form, names, signature(shapes),

@@ -28,7 +28,7 @@ from elche_jax.engine.runner import WindowRunner
 from elche_jax.engine.shapes import shapes_of
 from elche_jax.engine.state import TrainState
 from elche_jax.observe.report import RunReport, make_report
-from elche_jax.train.across import check_same_data, check_same_start
+from elche_jax.train.across import check_same_data, check_same_optimizer, check_same_start
 from elche_jax.train.averaging import check_merge
 from elche_jax.train.divergence import divergence_reader
 from elche_jax.train.in_flight import Run, Window
@@ -198,7 +198,8 @@ class TrainStep:
         Raises:
             TypeError: A trained leaf of `params` is not a float array; `rng` is neither a
                 key nor a seed; a rule of `merge` does not fit its leaf.
-            ValueError: `trainable` or `merge` do not fit.
+            ValueError: `trainable` or `merge` do not fit; processes that pass different values, or
+                whose `trainable`, `merge` or optimizer differ.
             NonFiniteError, ReplicaMismatch: For a window of the previous run, if the loop
                 left that run early and it is closed; otherwise the next `windows` raises it.
         """
@@ -207,12 +208,14 @@ class TrainStep:
                 self.settle()
             self._runners.release()
             selection, merge = check_init(self._options, params, model_state)
-            check_same_start(self.fleet.job, params, model_state, as_key(rng))
+            job = self.fleet.job
+            check_same_start(job, params, model_state, as_key(rng), selection, merge)
             check_merge(self._options, merge)
             state = initial_state(
                 self._optimizer, params, model_state, rng, self.fleet, selection, self._options,
                 merge,
             )  # fmt: skip
+            check_same_optimizer(job, state)
             self._initial = StateSpec(shapes_of(state), key_impl_of(rng), selection, merge)
             self._runners.begin(params, model_state)
             self._bytes = self._runners.exchanged_bytes(self._initial)
@@ -276,7 +279,8 @@ class TrainStep:
         Raises:
             RuntimeError: `init` was not called before.
             ValueError: Empty data, leaves of different length, a batch size larger than
-                the data, a placement that the data cannot have, a cursor beyond the epochs.
+                the data, a placement that the data cannot have, a cursor beyond the epochs;
+                processes that pass different data, or whose `loss_fn` reports other metrics.
             TypeError: `data` has an unsupported form or is not numeric; `loss_fn` does not
                 return a supported form.
         """

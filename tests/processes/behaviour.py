@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from averaged import TX
+from flax.training.dynamic_scale import DynamicScale
 from held import Held
 from reference import data, loss_fn, params
 from scenes import Noted, raised
@@ -29,7 +30,7 @@ FAR = 12
 """A window that is far beyond one of a device that is late."""
 
 
-def build(tx=None, **options):
+def build(tx=None, loss_fn=loss_fn, **options):
     return elche.build_train_step(loss_fn, tx or optax.adam(1e-2), **options)
 
 
@@ -284,6 +285,13 @@ def unlike(call):
         Job.alike = known
 
 
+def with_metrics(name):
+    """Begins to train with a loss that reports something of this name."""
+    train = build(tx=TX, has_aux=True, loss_fn=lambda p, b, rng: (loss_fn(p, b, rng), {name: 1.0}))
+    train.init(params())
+    train.windows(ROWS, BATCH)
+
+
 def errors():
     """What each of these raises, here and in the other process."""
     train = build(cadence=elche.FixedTotal(6))
@@ -299,7 +307,14 @@ def errors():
         "exchange": lambda: build(exchange=elche.HostExchange(timeout=5.0 + OTHER)),
         "bits": lambda: unlike(lambda: build(exchange=elche.HostExchange())),
         "again": elche.distributed.initialize,
-    }
+        "loss_scale": lambda: build(loss_scale=DynamicScale(scale=2.0 ** (9 + OTHER))),
+        "trainable": lambda: build(trainable=lambda path, _: "w" in path or not OTHER).init(
+            params()),
+        "merge": lambda: build(merge="max" if OTHER else "mean").init(
+            params(), model_state={"seen": np.float32(0)}),
+        "optimizer": lambda: build(optax.sgd(0.1) if OTHER else None).init(params()),
+        "metrics": lambda: with_metrics("other" if OTHER else "own"),
+    }  # fmt: skip
     said = {name: raised(call) for name, call in found.items()}
     train.init(params())
     said["data"] = raised(lambda: train.windows(rows, BATCH))

@@ -314,6 +314,13 @@ ERRORS = {
     + SAME.format(HOST.format(6.0), HOST.format(5.0)),
     "bits": "ValueError: build_train_step: exchange must be None where the processes' devices do "
     "not compute the same bits, got HostExchange(",
+    "loss_scale": "ValueError: build_train_step: loss_scale must be the same in all processes, got "
+    "DynamicScale(",
+    "trainable": "ValueError: TrainStep.init: trainable "
+    + SAME.format("""frozen ["['b']", "['v']"]""", "frozen []"),
+    "merge": f"ValueError: TrainStep.init: merge {SAME.format(['max'], ['mean'])}",
+    "optimizer": f"ValueError: TrainStep.init: shapes of the optimizer's state {APART}",
+    "metrics": f"ValueError: windows: metrics of loss_fn {SAME.format(['other'], ['own'])}",
     "again": "RuntimeError: distributed.initialize: it must be called once, this process has "
     "joined a job before.",
 }
