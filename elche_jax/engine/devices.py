@@ -35,7 +35,7 @@ def apart() -> Generator[None]:
 def select_job(
     devices: Sequence[jax.Device] | None, where: str = "build_train_step"
 ) -> tuple[jax.Device, ...]:
-    """Return the devices of a job, of all processes, checked.
+    """Return the devices of a job, of all processes, checked; all processes have to call it.
 
     Args:
         devices: The user's choice; None for all devices of all processes.
@@ -43,7 +43,7 @@ def select_job(
 
     Raises:
         TypeError, ValueError: See `listed`.
-        ValueError: If devices of this process or another are missing.
+        ValueError: If devices of this process or another are missing, or processes choose others.
     """
     chosen = listed(jax.devices() if devices is None else devices, where)
     missing = set(range(jax.process_count())) - {device.process_index for device in chosen}
@@ -52,12 +52,17 @@ def select_job(
         got = f"none of process {min(missing)}"
         todo = "All processes pass the same: jax.devices() has the devices of all."
         raise ValueError(check.message(where, "devices", rule, got, todo))
-    platforms = {device.platform for device in Job(chosen).leads}
+    job = Job(chosen)
+    platforms = {device.platform for device in job.leads}
     if len(platforms) > 1:
         rule = "have a device of one platform in every process, over which these exchange"
         got = " and ".join(sorted(platforms))
         raise ValueError(check.message(where, "devices", rule, got))
     PROCESSES.warn_if_alone()
+    if not job.one_process:
+        # not over the leads of the choice: if these are others, no process meets another
+        everyone = Job(tuple(job.leads[0].client.devices()))
+        everyone.check_same(where, devices=list(map(str, chosen)))
     return chosen
 
 

@@ -236,10 +236,7 @@ def build_train_step(
     check_together(options, chosen)
     cadence = cadence or config.cadence_for(len(devices), kinds=len(set(kinds)))
     _warn_of_knobs(config, cadence, len(devices))
-    job.check_same(
-        "build_train_step", devices=list(map(str, devices)), cadence=settings_of(cadence),
-        **options.shared(),
-    )  # fmt: skip
+    job.check_same("build_train_step", cadence=settings_of(cadence), **options.shared())
     check_alike(job, exchange)
     if first:
         logger.info(summary_of(fleet))

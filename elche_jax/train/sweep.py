@@ -152,7 +152,7 @@ class Sweep:
         # states are compared while they are trained
         given = None if isinstance(params, TrainState) else digest_of((params, model_state))
         talk.check_same(
-            devices=list(map(str, self.devices)), cadence=settings_of(self.scheduler.cadence),
+            cadence=settings_of(self.scheduler.cadence),
             cadence_state=self.scheduler.state.to_dict(), params=given, data=fingerprint(plan),
             batch_size=plan.batch_size, mask_key=plan.mask_key,
         )  # fmt: skip

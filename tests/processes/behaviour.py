@@ -299,6 +299,9 @@ def errors():
     rows = ROWS | {"y": ROWS["y"] + OTHER}
     found = {
         "devices": lambda: build(devices=jax.local_devices()),
+        "order": lambda: build(devices=jax.devices()[:: -1 if OTHER else 1]),
+        # another device of process 0 would exchange with the others
+        "fewer, DDP": lambda: elche.DDP(jax.devices()[int(OTHER) :]),
         "cadence": lambda: build(cadence=elche.FixedTotal(6 + OTHER)),
         "params": lambda: train.init(other),
         "rng": lambda: train.init(params(), rng=int(OTHER)),

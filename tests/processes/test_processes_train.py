@@ -296,6 +296,7 @@ def test_plans_that_differ_are_an_error_everywhere(said):
 SAME = "must be the same in all processes, got {} in process 1 and {} in 0."
 # of arrays, which a message cannot show
 APART = "must be the same in all processes, got something else in process 1 than in 0."
+DEVICES = "['cpu:0', 'cpu:1', 'cpu:2048']"
 HOST = "HostExchange(timeout={}, run_ahead=False, max_overshoot=None, max_batch_diff=None)"
 ERRORS = {
     "cadence": "ValueError: build_train_step: cadence "
@@ -303,6 +304,9 @@ ERRORS = {
     "verify_every": f"ValueError: build_train_step: verify_every {SAME.format(2, 1)}",
     "nonfinite": "ValueError: build_train_step: nonfinite "
     + SAME.format(*(f"FinitePolicy(action='{do}', max_skips=20)" for do in ("skip", "raise"))),
+    "order": "ValueError: build_train_step: devices "
+    + SAME.format("['cpu:2048', 'cpu:1', 'cpu:0']", DEVICES),
+    "fewer, DDP": "ValueError: DDP: devices " + SAME.format("['cpu:1', 'cpu:2048']", DEVICES),
     "params": f"ValueError: TrainStep.init: params {APART}",
     "rng": f"ValueError: TrainStep.init: rng {APART}",
     "data": f"ValueError: windows: data {APART}",
