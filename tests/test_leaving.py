@@ -11,6 +11,8 @@ import pytest
 from elche_jax import ProcessLostError, RestartRequested, _coordinator, _leaving, _progress
 from elche_jax._processes import (
     LEFT,
+    NO_COORDINATOR,
+    OTHER_CALL,
     REPLACED,
     ExchangeLost,
     Processes,
@@ -89,6 +91,29 @@ def test_an_error_of_jax_that_is_no_loss_stays_one(monkeypatch, processes):
     monkeypatch.setattr(multihost_utils, "live_devices", fail)
     with pytest.raises(jax.errors.JaxRuntimeError, match="out of memory"):
         processes.together(LEADS, lambda: None)
+
+
+NOT_FOUND_BY_GLOO = (
+    "UNKNOWN: Gloo context initialization failed: DEADLINE_EXCEEDED: GetKeyValue() timed out with "
+    "key: cpu:gloo/0,2048/1 [type.googleapis.com/tensorflow.CoordinationServiceError='']"
+)
+
+
+@pytest.mark.parametrize(
+    ("answers", "kind", "said"),
+    [(True, RuntimeError, OTHER_CALL), (False, ProcessLostError, NO_COORDINATOR)],
+)
+def test_process_0_has_ended_only_if_its_coordinator_does_not_answer(
+    monkeypatch, processes, answers, kind, said
+):
+    def fail(asked):
+        raise jax.errors.JaxRuntimeError(NOT_FOUND_BY_GLOO)
+
+    monkeypatch.setattr(multihost_utils, "live_devices", fail)
+    monkeypatch.setattr(_coordinator, "answers", lambda client: answers)
+    with pytest.raises(kind) as found:
+        processes.together(LEADS, lambda: None)
+    assert type(found.value) is kind and str(found.value) == said
 
 
 class Coordinator:
