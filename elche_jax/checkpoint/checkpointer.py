@@ -60,7 +60,7 @@ class Checkpointer:
         checkpoints: Where and when to save; its folder must be set.
 
     Raises:
-        ValueError: There is no folder.
+        ValueError: There is no folder; processes of a job that save in other intervals.
         RuntimeError: Another process, or another `Checkpointer`, uses the folder.
         OSError: The folder cannot be created or opened, with `on_error="now"`, or if there may be
             checkpoints in it; otherwise training runs without checkpoints, and `close` raises
@@ -113,6 +113,7 @@ class Checkpointer:
         self._unwanted: list[Path] = []  # created folders to remove again in `close`
         self._store: Store | None = None  # of the first process
         self._memory = Memory(self._folder, checkpoints.monitor)
+        self._job.check_same("Checkpointer", checkpoints=checkpoints.shared())
         self._opened = self._job.by_first(self._open)
         self._not_again_before = 0.0
         _ = self._job.places  # asked by all: the first process needs them when it saves

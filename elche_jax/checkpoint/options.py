@@ -1,10 +1,12 @@
 """`Checkpoints`: where and when to save checkpoints, and which to keep."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from elche_jax import _check as check
+from elche_jax.engine.digests import settings_of
 
 RESUME = ("never", "auto", "must")
 
@@ -65,3 +67,10 @@ class Checkpoints(check.CheckedFields):
         if self.folder is None:
             return None
         return check.path("Checkpoints", "folder", self.folder, rule="be a path or None")
+
+    def shared(self) -> Any:
+        """Return what all processes of a job must set alike, see `settings_of`.
+
+        The folder and the clock are those of the first one.
+        """
+        return settings_of(replace(self, folder=None, every_seconds=None))

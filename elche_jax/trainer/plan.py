@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 
 from elche_jax import _check as check
 from elche_jax.checkpoint.options import RESUME, Checkpoints
+from elche_jax.engine.digests import Described, settings_of
 from elche_jax.observe.writers import Writer
 from elche_jax.train.loading import WINDOW_BYTES
 from elche_jax.trainer.callback import Callback
@@ -122,3 +123,16 @@ class FitPlan:
         if self.folder is None:
             return None
         return replace(asked or Checkpoints(), folder=self.folder / "checkpoints")
+
+    def shared(self) -> dict[str, Any]:
+        """Return the arguments by which processes of a job meet, which all must set alike.
+
+        Those of `TrainStep.init` and `TrainStep.windows` are compared there.
+        """
+        return {
+            "run_dir": self.folder and Described("a folder", b"a folder"),  # that of the first
+            "checkpoints": self.saving and self.saving.shared(),
+            "evaluation": settings_of(self.evaluation),
+            "early_stopping": settings_of(self.early_stopping),
+            "max_windows": self.max_windows,
+        }

@@ -139,7 +139,8 @@ class Trainer:
             Parameters, history, report and state.
 
         Raises:
-            TypeError, ValueError: An argument is invalid; the message names it.
+            TypeError, ValueError: An argument is invalid, or another one in another process of a
+                job; the message names it.
             RuntimeError: This trainer is already running.
             NonFiniteError: As in `TrainStep`.
             CheckpointError: A checkpoint could not be written. An error raised after training
@@ -184,6 +185,7 @@ class Trainer:
             known = ", ".join(RunOptions.__annotations__)
             raise TypeError(f"Trainer.fit: {unknown[0]} is no argument; there are {known}.")
         plan = FitPlan(params, data, batch_size, epochs, **options)
+        self._train.fleet.job.check_same("Trainer.fit", **plan.shared())
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
                 "Trainer.fit: a trainer must do one run at a time, this one is already running. "

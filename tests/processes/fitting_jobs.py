@@ -146,6 +146,15 @@ def broken(folder):
         (folder / "file").touch()
     found["run_dir"] = raised(lambda: fit(shared(), run_dir=place))
     found["must"] = raised(lambda: fit(shared(), run_dir=folder / "new", resume="must"))
+    own = {
+        "own run_dir": {"run_dir": folder / "own"},
+        "own checkpoints": {"checkpoints": elche.Checkpoints(folder / "own", every_windows=2)},
+        "own evaluation": {"evaluation": elche.Evaluation(metric_fn, ROWS, BATCH)},
+        "own early_stopping": {"early_stopping": elche.EarlyStopping(patience=2)},
+        "own max_windows": {"max_windows": 5},
+    }
+    for name, options in own.items():  # as of one that alone wants to write, evaluate or stop
+        found[name] = raised(lambda options=options: fit(shared(), **(options if FIRST else {})))
     return found
 
 

@@ -208,6 +208,8 @@ def errors(folder):
         "never": raised(lambda: restore("never", "mean")),
         "later": raised(lambda: later(train, folder)),
         "folder": raised(lambda: elche.Checkpointer(train, elche.Checkpoints(nowhere))),
+        "intervals": raised(lambda: elche.Checkpointer(
+            train, elche.Checkpoints(folder / "other", every_windows=2 + OTHER))),
         "best": raised(lambda: elche.Checkpointer(
             train, elche.Checkpoints(folder / "best")).best(state)),
     }  # fmt: skip

@@ -163,6 +163,8 @@ ERRORS = {
     "must": "ValueError: checkpoints: {}/none must hold a whole checkpoint with resume='must'",
     "never": "ValueError: checkpoints: {}/mean must be empty with resume='never', got a checkp",
     "later": "ValueError: checkpoints: {}/once-mean must hold no checkpoint of a later window",
+    "intervals": "ValueError: Checkpointer: checkpoints must be the same in all processes, got "
+    "Checkpoints(folder=None, every_windows=3, ",
     "folder": "NotADirectoryError: [Errno 20] Not a directory: '{}/file/folder'",
     "best": "ValueError: checkpoints: {}/best must hold a checkpoint with a score of 'loss', got",
 }

@@ -85,6 +85,32 @@ def test_what_fails_in_one_process_is_an_error_in_all(job):
         assert first[name].startswith(want)
 
 
+CHECKPOINTS = (
+    "Checkpoints(folder=None, every_windows=2, every_seconds=None, every_epochs=1, keep_last=3, "
+    "keep_best=0, monitor='loss', mode='min', on_error='now')"
+)
+EVALUATION = (
+    "Evaluation(metric_fn='function', data='dict', batch_size=4, every_epochs=1, "
+    "every_windows=None, mask_key=None)"
+)
+OF_ONE = {
+    "run_dir": "a folder",
+    "checkpoints": CHECKPOINTS,
+    "evaluation": EVALUATION,
+    "early_stopping": "EarlyStopping(monitor='loss', mode='min', patience=2, min_delta=0.0)",
+    "max_windows": "5",
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE)
+def test_what_one_process_alone_is_to_do_is_an_error_in_all(name, job):
+    for process in job[0]:
+        assert process["broken"][f"own {name}"] == (
+            f"ValueError: Trainer.fit: {name} must be the same in all processes, got None in "
+            f"process 1 and {OF_ONE[name]} in 0."
+        )
+
+
 def test_devices_that_run_ahead_are_stopped_and_saved_alike(job):
     first, second = (process["ahead"] for process in job[0])
     for name in ("history", "stopped", "params"):
