@@ -47,6 +47,13 @@ def tell(client: Any, key: str, text: str = "") -> bool:
     return False
 
 
+def tell_anew(client: Any, key: str, text: str) -> None:
+    """Tell the others something under a key, in place of what was told there before."""
+    with suppress(jax.errors.JaxRuntimeError):
+        if client is not None:
+            client.key_value_set(key, text, allow_overwrite=True)
+
+
 def told(client: Any, key: str) -> str | None:
     """Return what is told under a key; None if nothing is, or there is no coordinator."""
     with suppress(jax.errors.JaxRuntimeError):

@@ -51,11 +51,20 @@ SAME_GPU = (
     "int(os.environ['ELCHE_LOCAL_ID']))."
 )
 
-OTHER_CALL = (
-    "train: an exchange among the processes failed, or took longer than exchange_timeout. All have "
-    "to make the same calls in the same order: one that left its loop before the others, for "
-    "example, meets them in another call."
+SAME_CALLS = (
+    "All have to make the same calls in the same order: one that left its loop before the others, "
+    "or that evaluates or saves alone, for example, meets them in another call."
 )
+
+OTHER_CALL = (
+    "train: an exchange among the processes failed, or took longer than exchange_timeout. "
+    f"{SAME_CALLS}"
+)
+
+MET = f"train: process {{}} is in another call than process {{}}. {SAME_CALLS}"
+
+CALLS = "elche_jax/call"
+"""Folder of the keys under which processes say in which call they are, by their index."""
 
 EXPLAINED = {"Duplicate GPU": SAME_GPU, "Gloo": OTHER_CALL}
 """What an error in an exchange means, by what NCCL or gloo says in it."""
@@ -140,6 +149,7 @@ class Processes:
         self._warned = self._has_left = False
         self._store: Any = None  # asks the coordinator after that
         self._neighbours: _neighbours.Neighbours | None = None
+        self._calls = 0  # those that are told the others
         self._why: Why | None = None  # this process may leave in the middle of the others' loop
         # those that go on: an evaluation, for example, is a loop within another one
         self._loops: weakref.WeakSet[object] = weakref.WeakSet()
@@ -191,12 +201,17 @@ class Processes:
         """Whether the others outlive a process that ends."""
         return bool(jax.config.values["jax_enable_recoverability"])
 
-    def together(self, leads: Sequence[jax.Device], exchange: Callable[[], T]) -> T:
+    def together(
+        self, leads: Sequence[jax.Device], exchange: Callable[[], T], call: str | None = None
+    ) -> T:
         """Return the result of an exchange that all processes which are there have.
 
         Args:
             leads: A device of each process of the job, at the first call.
             exchange: Dispatches the exchange, and waits for its result.
+            call: Tells exchanges apart: processes in different ones would wait in it, or be
+                aborted. None for that of a window, in which to look at the others would cost too
+                much; one that meets it in another call knows.
 
         Raises:
             ExchangeLost: In all processes that are there, if one of the others has ended. Which
@@ -212,13 +227,19 @@ class Processes:
                 self._asked = tuple(leads)
                 before_exit(self._leave_with_error)
             with self._one_at_a_time:
-                return self._together(exchange)
+                return self._together(exchange, call)
 
-    def _together(self, exchange: Callable[[], T]) -> T:
+    def _together(self, exchange: Callable[[], T], call: str | None) -> T:
+        if call is not None:
+            self._calls += 1
+            call = f"{self._calls} {call}"
+            _coordinator.tell_anew(_coordinator.client(), f"{CALLS}/{_coordinator.index()}", call)
         try:
             # All are there. A process waits here for one that is late, so the exchange itself is
             # short, and one that has ended is noticed before the others depend on it.
             self._agree(lambda: None)
+            if call is not None:
+                self._check_call(call)
             return self._agree(exchange)
         except jax.errors.JaxRuntimeError as error:
             said = "oordination" in str(error)  # also what gloo looked for there, and did not find
@@ -227,6 +248,13 @@ class Processes:
             # said at once: JAX ends this process as soon as it notices
             logger.error("elche: %s", NO_COORDINATOR)
             raise ProcessLostError(NO_COORDINATOR, (0,)) from error
+
+    def _check_call(self, call: str) -> None:
+        """Raise if a process is in another call: it cannot tell that in the exchange."""
+        told = _coordinator.told_in(_coordinator.client(), CALLS)
+        for process in sorted({device.process_index for device in self._asked} - self.gone):
+            if told.get(str(process), call) != call:
+                raise of_process(RuntimeError(MET.format(process, _coordinator.index())), process)
 
     def _agree(self, run: Callable[[], T]) -> T:
         """Return what a function returns, once all processes that are there have run theirs."""

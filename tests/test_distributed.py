@@ -135,7 +135,8 @@ def test_a_process_that_has_not_joined_the_others_says_so(call, count):
             RuntimeError,
             r"^train: an exchange among the processes failed, or took longer than "
             r"exchange_timeout\. All have to make the same calls in the same order: one that left "
-            r"its loop before the others, for example, meets them in another call\.$",
+            r"its loop before the others, or that evaluates or saves alone, for example, meets "
+            r"them in another call\.$",
         ),
         ("INTERNAL: NCCL operation failed", jax.errors.JaxRuntimeError, "^INTERNAL: NCCL"),
     ],

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import jax
@@ -11,6 +11,7 @@ import pytest
 from elche_jax import ProcessLostError, RestartRequested, _coordinator, _leaving, _progress
 from elche_jax._processes import (
     LEFT,
+    MET,
     NO_COORDINATOR,
     OTHER_CALL,
     REPLACED,
@@ -114,6 +115,35 @@ def test_process_0_has_ended_only_if_its_coordinator_does_not_answer(
     with pytest.raises(kind) as found:
         processes.together(LEADS, lambda: None)
     assert type(found.value) is kind and str(found.value) == said
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ("1 gather uint32(2,)", "exchanged"),
+        ("1 gather uint32(4,)", MET),  # another call
+        ("0 gather uint32(2,)", MET),  # that of before: it is in a window
+    ],
+)
+def test_one_in_another_call_is_found_before_the_exchange(monkeypatch, processes, other, said):
+    told = {"1": other}
+
+    def tell(client, key, text):
+        told[key.removeprefix("elche_jax/call/")] = text
+
+    monkeypatch.setattr(multihost_utils, "live_devices", lambda _: nullcontext(LEADS))
+    monkeypatch.setattr(_coordinator, "tell_anew", tell)
+    monkeypatch.setattr(_coordinator, "told_in", lambda _, folder: told)
+
+    def exchange():
+        return processes.together(LEADS, lambda: "exchanged", "gather uint32(2,)")
+
+    if said == "exchanged":
+        assert exchange() == said
+        return
+    with pytest.raises(RuntimeError) as found:
+        exchange()
+    assert str(found.value) == said.format(1, 0)
 
 
 class Coordinator:

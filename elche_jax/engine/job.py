@@ -204,22 +204,25 @@ class Job:
         told = self.exchange([f"{place}/{device.local_hardware_id}" for device in self.local])
         return self.by_rank(told, "")
 
-    def gather(self, row: np.ndarray) -> np.ndarray:
+    def gather(self, row: np.ndarray, call: str = "") -> np.ndarray:
         """Return an array of the host from each process that is there, stacked.
 
-        All have to call it.
+        All have to call it; `call` tells this call from others with arrays of this shape.
         """
-        return row[None] if self.one_process else self._combine(jax.lax.all_gather, row)
+        return row[None] if self.one_process else self._combine(jax.lax.all_gather, row, call)
 
     def sum(self, row: np.ndarray) -> np.ndarray:
         """Return the sum of an array of the host over processes; all have to call it."""
         return self._combine(jax.lax.psum, row)
 
-    def _combine(self, collective: Collective, row: np.ndarray) -> np.ndarray:
+    def _combine(self, collective: Collective, row: np.ndarray, call: str = "") -> np.ndarray:
+        said = f"{collective.__name__} {row.dtype}{row.shape} {call}"
         while True:  # until no process ends meanwhile
             with suppress(ExchangeLost), TURNS.call():
                 return PROCESSES.together(
-                    self.leads, lambda: self.members.combined(collective, row)
+                    self.leads,
+                    lambda: self.members.combined(collective, row),
+                    None if TURNS.in_thread_of_windows else said,
                 )
 
     def gather_rows(self, rows: np.ndarray) -> np.ndarray:
@@ -233,22 +236,23 @@ class Job:
         flat = found.reshape(-1, rows.shape[1])
         return np.concatenate([flat, np.zeros_like(flat[:1])])[list(places)]
 
-    def exchange(self, value: Any) -> list[Any]:
+    def exchange(self, value: Any, call: str = "") -> list[Any]:
         """Return what each process that is there passes, in their order; all have to call it.
 
         Args:
             value: Anything that can be pickled, of any size.
+            call: Tells this call from others.
         """
         if self.one_process:
             return [value]
         mine, found = pickle.dumps(value), None
         while found is None:  # until no process ends meanwhile
-            found = self._exchanged(mine, self.members)
+            found = self._exchanged(mine, self.members, call)
         return [pickle.loads(part) for part in found]
 
-    def _exchanged(self, mine: bytes, members: Members) -> list[bytearray] | None:
+    def _exchanged(self, mine: bytes, members: Members, call: str) -> list[bytearray] | None:
         """Return the bytes of each process; None if one has ended meanwhile."""
-        told = self.gather(np.array(divmod(len(mine), 2**32), np.uint32))
+        told = self.gather(np.array(divmod(len(mine), 2**32), np.uint32), call)
         sizes = [(int(high) << 32) + int(low) for high, low in told]
         # a power of two: few programs are compiled
         step = min(PIECE, _rounded(max(sizes)))
@@ -317,7 +321,7 @@ class Job:
                 result = call()
             except Exception as found:  # the others must not wait for a result
                 error = found
-        told = self.exchange(_sendable(result, error) if self.first else None)[0]
+        told = self.exchange(_sendable(result, error) if self.first else None, "first")[0]
         self._check_first()
         if error is not None:
             raise error
@@ -402,7 +406,7 @@ class Job:
         """
         if own is not None and self.one_process:
             raise own
-        said = self.exchange(None if own is None else f"{type(own).__name__}: {own}")
+        said = self.exchange(None if own is None else f"{type(own).__name__}: {own}", where)
         if own is not None:
             raise own
         for process, text in zip(self.ranks_of, said, strict=True):
@@ -422,7 +426,7 @@ class Job:
         """
         if self.one_process:
             return
-        self.compare(where, values, self.gather(digests_of(values)))
+        self.compare(where, values, self.gather(digests_of(values), where))
 
     def compare(self, where: str, values: Mapping[str, Any], found: np.ndarray) -> None:
         """Raise unless the digests of all processes are equal, see `check_same`.

@@ -35,7 +35,7 @@ class Talk(AbstractContextManager["Talk"]):
     def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
         # a Ctrl-C ends the process, and a loop that is left early is left in all of them
         if isinstance(error, Exception) and not self._ended and not self._job.one_process:
-            self._job.exchange(_Failed(f"{type(error).__name__}: {error}"))
+            self._job.exchange(_Failed(f"{type(error).__name__}: {error}"), self._where)
 
     def tell(self, value: Any) -> list[Any]:
         """Return what each process that is there passes, in their order.
@@ -44,7 +44,7 @@ class Talk(AbstractContextManager["Talk"]):
             RuntimeError: If a process has failed.
         """
         self._ended = True  # should it fail, for example as a process is gone
-        told = self._job.exchange(value)
+        told = self._job.exchange(value, self._where)
         for process, one in zip(self._job.ranks_of, told, strict=True):
             if isinstance(one, _Failed):
                 error = RuntimeError(

@@ -199,6 +199,18 @@ def errors(folder):
     if FIRST:
         (folder / "file").touch()
 
+    def in_other_calls():
+        """The first process makes one by itself, which exchanges arrays of another shape."""
+        if FIRST:
+            elche.Checkpointer(train, elche.Checkpoints(folder / "other"))
+        else:
+            train.init(params())
+
+    def in_calls_alike():
+        with elche.Checkpointer(train, elche.Checkpoints(folder / "other")) as saver:
+            said = raised(saver.wait if FIRST else lambda: elche.check_replicas(state))
+        raise RuntimeError(said)
+
     def restore(resume, name):
         with elche.Checkpointer(train, elche.Checkpoints(folder / name)) as saver:
             saver.restore(state, resume)
@@ -208,6 +220,8 @@ def errors(folder):
         "never": raised(lambda: restore("never", "mean")),
         "later": raised(lambda: later(train, folder)),
         "folder": raised(lambda: elche.Checkpointer(train, elche.Checkpoints(nowhere))),
+        "calls": raised(in_other_calls),
+        "calls of one shape": raised(in_calls_alike),
         "intervals": raised(lambda: elche.Checkpointer(
             train, elche.Checkpoints(folder / "other", every_windows=2 + OTHER))),
         "best": raised(lambda: elche.Checkpointer(

@@ -13,6 +13,7 @@ from marks import slow
 from waits import eventually
 
 import elche_jax as elche
+from elche_jax._processes import MET
 
 FLEET = (2, 1)
 RULES = ["mean", slow("local"), "diloco"]
@@ -168,6 +169,13 @@ ERRORS = {
     "folder": "NotADirectoryError: [Errno 20] Not a directory: '{}/file/folder'",
     "best": "ValueError: checkpoints: {}/best must hold a checkpoint with a score of 'loss', got",
 }
+
+
+@pytest.mark.parametrize("name", ["calls", "calls of one shape"])
+def test_processes_in_other_calls_are_told_so(name, job):
+    """By gloo one of them would be aborted, or both would read what they do not expect."""
+    for at, process in enumerate(job[0]):
+        assert process["errors"][name].endswith(f"RuntimeError: {MET.format(1 - at, at)}")
 
 
 @pytest.mark.parametrize("name", ERRORS)
