@@ -36,7 +36,7 @@ class DDP:
 
     In a job of several processes, trees have an entry for each device of this process, leaves
     `(len(ranks),) + shape`, and all processes make the same calls: reductions and times are those
-    of all devices of the job.
+    of all devices of the job. Once one is known to have ended, they raise `ProcessLostError`.
 
     Wait for a result once per step (`jax.block_until_ready`): several CPU devices in one
     process deadlock when a loop dispatches dozens of collectives ahead of them.
@@ -324,11 +324,13 @@ class DDP:
 
     def _sync(self, name: str, tree: PyTree) -> PyTree:
         self._check(name, tree)
+        self.fleet.job.check_all()
         # an optimizer's state may hold no arrays, and pmap wants at least one
         return self._broadcast(tree) if jax.tree.leaves(tree) else tree
 
     def _reduce(self, name: str, grads: PyTree, weights: np.ndarray) -> PyTree:
         self._check(name, grads)
+        self.fleet.job.check_all()
         for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]:
             if not is_float(leaf):
                 raise TypeError(

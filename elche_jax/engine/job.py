@@ -278,7 +278,7 @@ class Job:
         if gone:
             raise ProcessLostError(
                 f"process {gone[0]} of the job has ended. Training, evaluation and predict go on "
-                "without it, if they can; what is timed by hand needs all processes.", gone,
+                "without it, if they can; what is timed or reduced by hand needs all.", gone,
             )  # fmt: skip
 
     def by_rank(self, told: Sequence[Sequence[Any]], lost: Any) -> tuple[Any, ...]:

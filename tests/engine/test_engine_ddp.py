@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import elche_jax as elche
+from elche_jax._processes import PROCESSES
 
 DEVICES = jax.devices()[:3]
 DDP3 = elche.DDP(DEVICES)  # compiled once per shapes, over all tests
@@ -230,3 +231,14 @@ def test_counts_that_float32_cannot_sum(counts):
     )
     with pytest.raises(ValueError, match=message):
         DDP3.weighted_all_reduce_gradients(stacked([1.0], [1.0], [1.0]), counts)
+
+
+@pytest.mark.parametrize("name", ["all_reduce_gradients", "sync_params"])
+def test_reductions_need_all_processes(name, monkeypatch):
+    ddp = elche.DDP(jax.devices()[:2])
+    tree = ddp.replicate({"w": np.ones(3, "float32")})
+    monkeypatch.setattr(PROCESSES, "gone", frozenset({3}))
+    with pytest.raises(elche.ProcessLostError, match=r"process 3 of .* needs all") as found:
+        getattr(ddp, name)(tree)
+    assert found.value.processes == (3,)
+    assert ddp.map(lambda x: 2 * x)(tree["w"]).tolist() == [[2.0] * 3] * 2  # each by itself

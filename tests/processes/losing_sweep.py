@@ -50,6 +50,11 @@ def by_hand():
         clock.synced(clock.worked(ddp.replicate(1.0)))
 
 
+def reduced():
+    ddp = elche.DDP()
+    return ddp.all_reduce_gradients(ddp.replicate(1.0))
+
+
 class Losses(logging.Handler):
     """Keeps what is logged of processes that have ended."""
 
@@ -85,7 +90,7 @@ def main(what, moment, number):
         "records": [repr(record) for record in evaluate.records],
         "recording": raised(lambda: elche.build_eval_step(
             metric_fn, cadence=elche.Replay([(2, 2, 2)] * 99))(W, ROWS, BATCH)),
-        "by hand": raised(by_hand), "said": losses.lines,
+        "by hand": raised(by_hand), "reduced": raised(reduced), "said": losses.lines,
     }  # fmt: skip
 
 
