@@ -22,6 +22,7 @@ from jax.experimental import multihost_utils
 from elche_jax import _coordinator, _leaving, _neighbours, _progress
 from elche_jax._exit import before_exit
 from elche_jax._turns import TURNS
+from elche_jax._waiting import HeldInterrupt
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -226,8 +227,14 @@ class Processes:
             if not self._asked:
                 self._asked = tuple(leads)
                 before_exit(self._leave_with_error)
-            with self._one_at_a_time:
-                return self._together(exchange, call)
+            # One between barrier and collective would leave the others in that. No call of these
+            # can be interrupted, so this makes it come no later than the exchange does.
+            with HeldInterrupt() as interrupt, self._one_at_a_time:
+                interrupt.begin()
+                result = self._together(exchange, call)
+        if interrupt.came:
+            raise KeyboardInterrupt
+        return result
 
     def _together(self, exchange: Callable[[], T], call: str | None) -> T:
         if call is not None:

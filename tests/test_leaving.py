@@ -1,8 +1,9 @@
 """What a process makes of others that leave or come back, with a made-up service of JAX's."""
 
 import math
+import signal
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 
 import jax
@@ -20,6 +21,8 @@ from elche_jax._processes import (
     multihost_utils,
     of_process,
 )
+from elche_jax.engine import talk
+from elche_jax.engine.job import Job
 
 
 class Service:
@@ -144,6 +147,34 @@ def test_one_in_another_call_is_found_before_the_exchange(monkeypatch, processes
     with pytest.raises(RuntimeError) as found:
         exchange()
     assert str(found.value) == said.format(1, 0)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_ctrl_c_waits_for_the_end_of_an_exchange(lost, sigint, monkeypatch, processes):
+    """The others are in it, or will be: one that left before would keep them waiting."""
+    seen = []
+
+    def exchange():
+        signal.raise_signal(signal.SIGINT)
+        seen.append("exchanged")
+        if lost:
+            raise ExchangeLost
+
+    monkeypatch.setattr(multihost_utils, "live_devices", lambda _: nullcontext(LEADS))
+    monkeypatch.setattr(
+        multihost_utils.live_devices, "devices", LEADS[:1] if lost else LEADS, raising=False
+    )
+    with pytest.raises(KeyboardInterrupt):
+        processes.together(LEADS, exchange)
+    assert seen == ["exchanged"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_ctrl_c_between_exchanges_is_told_however_the_script_ends(monkeypatch, processes):
+    monkeypatch.setattr(talk, "PROCESSES", processes)
+    with suppress(KeyboardInterrupt), talk.Talk(Job(tuple(jax.devices()[:1])), "predict"):
+        raise KeyboardInterrupt
+    assert processes._why == ("raised KeyboardInterrupt: without a message", None)
 
 
 class Coordinator:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from elche_jax._processes import of_process
+from elche_jax._processes import PROCESSES, of_process
 from elche_jax.engine.digests import digests_of
 from elche_jax.engine.job import Job
 
@@ -33,6 +33,8 @@ class Talk(AbstractContextManager["Talk"]):
         self._job, self._where, self._ended = job, where, False
 
     def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
+        if isinstance(error, KeyboardInterrupt):  # with which the script may end it in any way
+            PROCESSES.raised(error)
         # a Ctrl-C ends the process, and a loop that is left early is left in all of them
         if isinstance(error, Exception) and not self._ended and not self._job.one_process:
             self._job.exchange(_Failed(f"{type(error).__name__}: {error}"), self._where)
