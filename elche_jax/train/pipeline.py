@@ -283,6 +283,8 @@ class Pipeline(Planning[R]):
     def settle(self) -> None:
         """Raise an error of the windows that the loop has not seen, before a new run begins."""
         self._checks.settle()
+        if not (self.closed or self.errors.raised):  # a variable holds the loop's iterator
+            self._wait_for_records()
         self._tell_rest()
         if not self.errors.raised:
             self.errors.release(None)

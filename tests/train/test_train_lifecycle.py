@@ -183,7 +183,7 @@ def test_a_nonfinite_gradient_can_be_skipped(world, loss):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("leave", ["with", "break"])
+@pytest.mark.parametrize("leave", ["with", "break", "hold"])
 def test_a_nonfinite_window_in_flight_is_raised_after_leaving_early(world, leave):
     train = shared(world, nan_loss)
     state = train.init(PARAMS)
@@ -203,9 +203,12 @@ def test_a_nonfinite_window_in_flight_is_raised_after_leaving_early(world, leave
         ):
             state = loop(windows, state)
     else:
-        state = loop(train.windows(poisoned(), 4, shuffle=False), state)
+        windows = [train.windows(poisoned(), 4, shuffle=False)]
+        state = loop(windows[0] if leave == "hold" else windows.pop(), state)
         with pytest.raises(elche.NonFiniteError, match=f"window {bad} "):
             train.windows(data(), 4)
+        for held in windows:
+            held.close()
     train.windows(data(), 4).close()  # told once
 
 
