@@ -116,7 +116,9 @@ class GradientRule(Rule):
         good = computed_once((finite | (not self.drop_nonfinite)) & mean.good)
         new, old = (moved, opt_state, merged), (trained, after.opt_state, last)
         trained, opt_state, merged = chosen(good, new, old)
-        loss_scale = adjust(after.loss_scale, finite)
+        # a mean of nothing, as in the first windows with some pending, says nothing about the scale
+        known = mean.good | ~finite
+        loss_scale = chosen(known, adjust(after.loss_scale, finite), after.loss_scale)
         leaves, fine = jax.tree.leaves(trained), fine | ~mean.finite
         return Agreed(leaves, None, merged, opt_state, loss_scale, good, fine)
 

@@ -312,6 +312,25 @@ def test_a_dynamic_scale_goes_over_the_host(run_ahead):
         np.testing.assert_allclose(hosted["w"], plain["w"], rtol=1e-5)
 
 
+@pytest.mark.parametrize("lanes", [None, ((0,), (1,))])
+def test_a_dynamic_scale_counts_the_windows_whose_mean_is_known(lanes):
+    """Not the first ones, which apply no mean as those before them are pending."""
+    scale = DynamicScale(scale=8.0, growth_interval=2)
+    train = elche.build_train_step(
+        loss_fn, averaged.TX, devices=jax.devices()[:2], lanes=lanes, loss_scale=scale,
+        averaging=elche.MeanGradient(delay=3), cadence=elche.EveryBatch(),
+    )  # fmt: skip
+    state, scales = train.init(params()), []
+    rows = {name: leaf[: 16 * BATCH] for name, leaf in data().items()}
+    for window in train.windows(rows, BATCH):
+        state, metrics = train(state, window)
+        scales.append(float(metrics["loss_scale"]))
+    # at the start of each window; the fourth one applies the first mean, and Flax doubles the
+    # scale with the first finite window after two
+    assert scales == [8, 8, 8, 8, 8, 8, 16, 16]
+    assert np.asarray(state.loss_scale.fin_steps).tolist() == [2, 2]
+
+
 def test_gradients_that_nobody_waits_for():
     """Over the host, with nothing else in the state."""
     train = elche.build_train_step(
