@@ -6,11 +6,13 @@ from functools import cache
 from pathlib import Path
 
 import children
+import jax
 import numpy as np
 import optax
 import pytest
 
 import elche_jax as elche
+from elche_jax.data.order import epoch_order
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -50,10 +52,14 @@ def test_there_are_scripts():
     assert len(SCRIPTS) >= 3
 
 
+def numerics():
+    """The snippets of the page about numerics."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs/numerics.md").read_text(), re.DOTALL)
+
+
 def test_snippets_of_the_numerics_page_run():
     """Each with what it takes for granted: a loss, an optimizer, optax and the library."""
-    page = (ROOT / "docs" / "numerics.md").read_text()
-    snippets = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    snippets = [snippet for snippet in numerics() if "except" not in snippet]
     assert len(snippets) == 3
     for snippet in snippets:
         names = {
@@ -70,6 +76,25 @@ def test_snippets_of_the_numerics_page_run():
         for window in train.windows({"x": np.ones(64, "float32")}, 4):
             state, metrics = train(state, window)
         assert metrics["finite"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_numerics_page_shows_how_to_go_on_after_a_window_that_is_not_finite(world, capsys):
+    (snippet,) = [snippet for snippet in numerics() if "except" in snippet]
+    data = np.arange(64, dtype="float32")
+    data[[5, 29, 63]] = np.nan
+    train = elche.build_train_step(
+        lambda params, batch, rng: params * batch.mean(), optax.sgd(1.0),
+        devices=jax.devices()[:world], cadence=elche.EveryBatch(),
+    )  # fmt: skip
+    names = {"elche": elche, "train": train, "state": train.init(np.float32(0)), "data": data}
+    names |= {"batch_size": 2, "epochs": 1}
+    exec(snippet, names)
+    steps = data[epoch_order(64, seed=0, epoch=0)].reshape(-1, 2 * world).mean(axis=1)
+    want = -np.nansum(steps)
+    np.testing.assert_allclose(np.asarray(names["state"].params), want, rtol=1e-5)
+    assert names["state"].microbatches.tolist() == [32] * world
+    assert capsys.readouterr().out.count("was dropped") == np.isnan(steps).sum()
 
 
 def test_links_lead_somewhere():

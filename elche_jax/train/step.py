@@ -336,7 +336,7 @@ class TrainStep:
             TypeError: `state` or `window` has the wrong type.
             ValueError: A leaf of `state` was donated to an earlier call or is in it twice,
                 or the state is another model's; `window` is another training step's.
-            NonFiniteError: An earlier window's gradient was not finite.
+            NonFiniteError: An earlier window's gradient was not finite; this one is not trained.
             ProcessLostError: Another process of the job has ended, and the job cannot go on.
         """
         with self._calls("train"):
