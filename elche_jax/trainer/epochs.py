@@ -25,7 +25,7 @@ class EpochMetrics:
         examples: Number of valid examples.
         loss: Weighted mean loss over the windows with a finite loss; NaN if there are none.
             With `delay=1` the next window reports a window's loss, and its epoch counts it.
-        metrics: Weighted means of the `aux` metrics of `loss_fn`.
+        metrics: Weighted means of the `aux` metrics of `loss_fn`, over the same windows.
         evaluation: Metrics of the epoch's last evaluation; empty if there was none.
         seconds: Duration in seconds, excluding evaluations and end-of-epoch callbacks.
         examples_per_s: Valid examples per second of that duration.
@@ -110,18 +110,19 @@ class EpochSums:
         found = {name: np.asarray(value) for name, value in metrics.items()}
         weight, loss = float(found["weight"]), float(found["loss"])
         self.skipped += not found["finite"].all()
-        if not math.isfinite(loss) or not weight > 0:
-            return loss
+        counts = math.isfinite(loss) and weight > 0
         for name, value in found.items():
             if name not in NO_MEANS and value.ndim == 0:
                 total = self.sums.setdefault(name, [0.0, 0.0])
-                total[0] += weight * float(value)
-                total[1] += weight
+                if counts:
+                    total[0] += weight * float(value)
+                    total[1] += weight
         return loss
 
     def means(self) -> dict[str, float]:
-        """Return the weighted means so far."""
-        return {name: total / weight for name, (total, weight) in self.sums.items()}
+        """Return the weighted means so far, NaN if no window with a finite loss is among them."""
+        pairs = self.sums.items()
+        return {name: total / weight if weight else math.nan for name, (total, weight) in pairs}
 
     def metrics(self, devices: "DeviceSums", whole: bool) -> EpochMetrics:
         """Return the metrics of the epoch and drop its device times."""

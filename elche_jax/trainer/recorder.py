@@ -178,7 +178,9 @@ class RunRecorder:
         _, busy = self._devices.rates(sums.epoch)
         before = self._before if self._per_epoch is None else self._per_epoch * cursor.epoch
         done = before + cursor.microbatch
-        self._progress.update(sums.epoch, done, sums.means().get("loss"), rate, busy)
+        loss = sums.means().get("loss", math.nan)
+        known = None if math.isnan(loss) else loss
+        self._progress.update(sums.epoch, done, known, rate, busy)
 
     def evaluated(self, at: Cursor, seconds: float, results: Mapping[str, float]) -> None:
         """Record an evaluation made at this place in the data."""

@@ -243,6 +243,17 @@ def test_windows_that_are_not_finite(nonfinite):
     assert one.train.skipped == 2
 
 
+@pytest.mark.parametrize("monitor", ["loss", "mae"])
+def test_epochs_without_a_finite_window_try_the_patience(monitor):
+    data = {"x": np.full_like(DATA["x"], np.nan), "y": DATA["y"]}
+    stopping = elche.EarlyStopping(monitor, patience=2)
+    result = trainer(nonfinite="skip", max_skips=None).fit(
+        PARAMS, data, 8, 5, early_stopping=stopping, progress=False
+    )
+    assert (result.stopped, len(result.history)) == ("early_stopping", 2)
+    assert all(math.isnan(m.loss) and math.isnan(m.metrics["mae"]) for m in result.history)
+
+
 def test_delayed_metrics_are_those_that_are_known():
     averaging = elche.ParameterAveraging(optimizer_state="keep", delay=1)
     one = trainer(averaging=averaging)
