@@ -340,6 +340,13 @@ class Cadence(ABC, Generic[S]):
         """
         return state
 
+    def aim(self, state: S) -> tuple[int, ...]:
+        """Return the counts that those of the next windows lead to; by default the next ones.
+
+        Called if ``estimates`` is set. By them the overhead of a synchronisation is judged.
+        """
+        return state.counts
+
     def learn(self, state: S, report: WindowReport) -> S:
         """Return the state with times of a window that `update` was called for without them.
 

@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-import numpy as np
-
 from elche_jax import _check as check
 from elche_jax.cadence.base import Verdict, WindowReport
 from elche_jax.cadence.estimate import as_array, update_ms
@@ -29,8 +27,7 @@ class ElChe(Proportional[ElCheState]):
 
     with ``min_anchor = min(anchor, max_anchor)`` of this config. A raised anchor stays within
     ``[min_anchor, max_anchor]``. A count changes only if the change exceeds 10 % of it,
-    except in the update that calibrates. While ``max_batch_diff`` holds counts back, the overhead
-    is rescaled to the anchor's counts, as it would otherwise rise until they are there.
+    except in the update that calibrates.
 
     The verdict *hold growth* keeps the anchor from rising. *Nudge down* replaces the overhead
     rule by ``anchor = max(1, ceil(anchor * factor))``. This may be below ``min_anchor``; the
@@ -128,7 +125,7 @@ class ElChe(Proportional[ElCheState]):
     def _next(self, state: ElCheState, report: WindowReport, verdict: Verdict) -> ElCheState:
         if len(state.counts) == 1:
             return state
-        anchor = self._next_anchor(state, report, verdict)
+        anchor = self._next_anchor(state.anchor, report, verdict)
         return self.recount(state, anchor, update_ms(state.ms_per_batch, report))
 
     def nudge_anchor_down(self, state: ElCheState, factor: float = 0.5) -> ElCheState:
@@ -173,22 +170,12 @@ class ElChe(Proportional[ElCheState]):
             where = "ElChe.check_state"
             raise ValueError(check.message(where, "state", rule, state.anchor, todo))
 
-    def _held_back(self, state: ElCheState) -> float:
-        """Return the busy time of the planned counts over that of counts that fit the anchor."""
-        if self.max_batch_diff is None or not state.calibrated:
-            return 1.0
-        ms = as_array(state.ms_per_batch)
-        return float((np.array(state.counts) * ms).max() / (state.anchor * ms.max()))
-
-    def _next_anchor(self, state: ElCheState, report: WindowReport, verdict: Verdict) -> int:
-        anchor = state.anchor
+    def _next_anchor(self, anchor: int, report: WindowReport, verdict: Verdict) -> int:
         if verdict.action == "nudge_down":
             return min(nudged(anchor, cast(float, verdict.factor)), self.max_anchor)
         wall_ms = max(report.wall_ms)
         # without a time the overhead counts as on target, which leaves the anchor as it is
-        overhead = self.overhead_target
-        if wall_ms > 0:
-            overhead = report.sync_ms / wall_ms * self._held_back(state)
+        overhead = report.sync_ms / wall_ms if wall_ms > 0 else self.overhead_target
         if overhead > self.overhead_target:
             if verdict.action == "stable":
                 raised = min(anchor * overhead / self.overhead_target, COUNT_CEILING)

@@ -72,6 +72,28 @@ def nudged(anchor: int, factor: float) -> int:
     return max(1, round_up(anchor * factor))
 
 
+def fitting(state: ElCheState, anchor: int, ms: FloatArray) -> FloatArray:
+    """Return the counts that fit an anchor and times, as whole numbers of at least 1.
+
+    Args:
+        state: Its counts keep their proportions if a device was never measured.
+        anchor: Count of the slowest device.
+        ms: Milliseconds per microbatch, NaN for a device that was never measured.
+    """
+    slow_ms = ms.max()  # NaN as soon as one device was never measured
+    with np.errstate(over="ignore"):
+        if math.isnan(slow_ms):
+            ideal = np.array(state.counts, dtype=np.float64) * (anchor / state.anchor)
+        else:
+            ideal = anchor * slow_ms / ms
+    # Half is rounded up; `rint` would round it to even.
+    return np.minimum(np.maximum(np.floor(ideal + 0.5), 1.0), COUNT_CEILING)
+
+
+def _whole(counts: FloatArray) -> tuple[int, ...]:
+    return tuple(counts.astype(np.int64).tolist())
+
+
 class Proportional(CheckedCadence[S]):
     """Base of the cadences with an anchor, whose counts are proportional to speed.
 
@@ -105,13 +127,7 @@ class Proportional(CheckedCadence[S]):
             >>> ElChe().recount(ElChe().init(2), 10, np.array([30.0, 10.0])).counts
             (10, 30)
         """
-        now = np.array(state.counts, dtype=np.float64)
-        slow_ms = ms.max()  # NaN as soon as one device was never measured
-        known = not math.isnan(slow_ms)
-        with np.errstate(over="ignore"):
-            ideal = anchor * slow_ms / ms if known else now * (anchor / state.anchor)
-        # Half is rounded up; `rint` would round it to even.
-        ideal = np.minimum(np.maximum(np.floor(ideal + 0.5), 1.0), COUNT_CEILING)
+        now, ideal = np.array(state.counts, dtype=np.float64), fitting(state, anchor, ms)
         if state.calibrated:
             change = ideal - now
             # In whole numbers, so that a change of exactly 10 % does not depend on rounding.
@@ -120,9 +136,22 @@ class Proportional(CheckedCadence[S]):
                 most = float(self.max_batch_diff)
                 change = np.minimum(np.maximum(change, -most), most)
             ideal = np.where(moves, now + change, now)
-        counts = tuple(ideal.astype(np.int64).tolist())
-        times = as_times(ms)
+        times, known = as_times(ms), not np.isnan(ms).any()
+        counts = _whole(ideal)
         return replace(state, anchor=anchor, counts=counts, ms_per_batch=times, calibrated=known)
+
+    def aim(self, state: S) -> tuple[int, ...]:
+        """Return the counts that fit the anchor, to which ``max_batch_diff`` lets them come.
+
+        Examples:
+            >>> from elche_jax.cadence import ElChe
+            >>> cadence = ElChe(max_batch_diff=2)
+            >>> cadence.aim(ElCheState(50, (10, 20), (1.0, 0.5), True))
+            (50, 100)
+        """
+        if self.max_batch_diff is None or not state.calibrated:
+            return state.counts
+        return _whole(fitting(state, state.anchor, as_array(state.ms_per_batch)))
 
     def recalibrate(self, state: S) -> S:
         """Return the state with the time estimates forgotten; anchor and counts stay.

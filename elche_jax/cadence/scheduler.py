@@ -89,10 +89,10 @@ class Scheduler:
       costs of a program; within the dead zone the error would never be corrected.
     - After a confirmed shift of a device's speed the cadence forgets its estimates, and the
       current report replaces them.
-    - A report whose counts differ from the current plan (of a window cut short by the end of
-      the data, or planned before the last change) says nothing about the plan's overhead.
-      Its ``sync_ms`` is rescaled to the plan's busy time, see `rescale_sync`; otherwise the
-      last window of every epoch would raise the anchor.
+    - A report whose counts differ from those that plans aim at (of a window cut short by the end
+      of the data, planned before the last change, or held back by ``max_batch_diff``) says
+      nothing about their overhead. Its ``sync_ms`` is rescaled to their busy time, see
+      `rescale_sync`; otherwise the last window of every epoch would raise the anchor.
     - The cost of a synchronisation is the median of the last three that are known (of two, the
       smaller one); before, the overhead counts as on target. One that took ten times as long, as
       a process was not scheduled, would otherwise multiply the anchor, which then falls by 1 per
@@ -221,7 +221,8 @@ class Scheduler:
         if cost_known:
             costs = (*costs, report.sync_ms)[-SYNC_REPORTS:]
         if cost_known and len(costs) > 1:
-            report = rescale_sync(replace(report, sync_ms=median_low(costs)), planned)
+            aim = self.cadence.aim(before)
+            report = rescale_sync(replace(report, sync_ms=median_low(costs)), aim)
         elif target := self.cadence.overhead_target:
             report = replace(report, sync_ms=ON_TARGET * target * max(report.wall_ms))
         cadence = self._checked("update", self.cadence.update(before, report, verdict))

@@ -146,6 +146,48 @@ def test_an_unknown_cost_changes_no_anchor(windows, anchor):
     assert state.sync_ms == ()
 
 
+def held(anchor, counts, cost):
+    """A run of devices of 1 and 0.5 ms whose counts have not come to the anchor yet."""
+    state = ElCheState(anchor, counts, (1.0, 0.5), True)
+    return SchedulerState(state, None, settled=True, sync_ms=(cost,))
+
+
+@pytest.mark.parametrize("most", [2, 5, 1000])
+def test_max_batch_diff_lets_counts_come_up_to_the_anchor(most):
+    cadence = ElChe(anchor=10, overhead_target=0.1, max_batch_diff=most)
+    scheduler, state = Scheduler(cadence, shift=None), held(10, (10, 20), 5.0)
+    # 5 ms for each exchange, where 0.5 ms did not matter: the slow device needs 50 ms
+    for _ in range(100):
+        counts = state.counts
+        state = run(scheduler, state, (1.0, 0.5), sync_ms=5.0)
+        assert state.cadence.anchor == 50
+        assert max(abs(a - b) for a, b in zip(state.counts, counts, strict=True)) <= most
+    # within a dead zone of 10 %
+    assert 45 <= state.counts[0] <= 50 and 90 <= state.counts[1] <= 100
+
+
+def test_an_anchor_that_was_nudged_stays_while_counts_come_down_to_it():
+    cadence = ElChe(anchor=1, overhead_target=0.1, max_batch_diff=5)
+    scheduler, state = Scheduler(cadence, shift=None), held(100, (100, 200), 4.0)
+    # 4 ms of 50 are on target, and 4 of the 95 that a window has at first are below a half of it
+    report = WindowReport((100.0, 100.0), (100, 200), 4.0)
+    state = scheduler.update(state, report, nudge_down(0.5))
+    for _ in range(100):
+        state = run(scheduler, state, (1.0, 0.5), sync_ms=4.0)
+        assert state.cadence.anchor == 50
+    assert 50 <= state.counts[0] <= 55 and 100 <= state.counts[1] <= 110
+
+
+@pytest.mark.parametrize(("anchor", "counts"), [(50, (10, 20)), (10, (50, 100))])
+def test_an_unknown_cost_changes_no_anchor_whose_counts_are_held_back(anchor, counts):
+    cadence = ElChe(anchor=1, max_batch_diff=1)
+    scheduler, state = Scheduler(cadence, shift=None), held(anchor, counts, 4.0)
+    for _ in range(20):
+        wall = [count * ms for count, ms in zip(state.counts, (1.0, 0.5), strict=True)]
+        state = scheduler.update(state, WindowReport(wall, state.counts, 9.0), cost_known=False)
+        assert state.cadence.anchor == anchor
+
+
 def test_a_report_of_an_older_plan_does_not_raise_the_anchor_twice():
     scheduler = Scheduler(ElChe(anchor=10, overhead_target=0.1))
     first = WindowReport((100.0, 100.0), (10, 10), 20.0)
