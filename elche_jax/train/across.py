@@ -21,7 +21,7 @@ from elche_jax.engine.digests import Described, digest_of, number_of
 from elche_jax.engine.job import Job, Measured
 from elche_jax.engine.merge import MergeRules
 from elche_jax.engine.replicas import ReplicaMismatch
-from elche_jax.engine.shapes import named, one_of, signature
+from elche_jax.engine.shapes import named, one_of
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.timing import WindowTimes
 from elche_jax.engine.trainable import Selection
@@ -67,7 +67,9 @@ def check_same_start(
 def check_same_optimizer(job: Job, state: TrainState) -> None:
     """Raise unless optimizers keep arrays of the same shapes, which may be exchanged."""
     if not job.one_process:
-        shapes = signature(one_of((state.opt_state, state.averaging)))
+        # by their names, as the text of a structure may hold addresses of functions
+        leaves = named(one_of((state.opt_state, state.averaging)))
+        shapes = [(path, leaf.shape, str(leaf.dtype)) for path, leaf in leaves]
         name = "shapes of the optimizer's state"
         job.check_same("TrainStep.init", **{name: repr(shapes).encode()})
 
