@@ -132,7 +132,8 @@ class FitPlan:
         return {
             "run_dir": self.folder and Described("a folder", b"a folder"),  # that of the first
             "checkpoints": self.saving and self.saving.shared(),
-            "evaluation": settings_of(self.evaluation),
+            # the data are compared when they are evaluated; a dataset may have a path of its host
+            "evaluation": settings_of(self.evaluation and replace(self.evaluation, data=None)),
             "early_stopping": settings_of(self.early_stopping),
             "max_windows": self.max_windows,
         }

@@ -185,7 +185,6 @@ class Trainer:
             known = ", ".join(RunOptions.__annotations__)
             raise TypeError(f"Trainer.fit: {unknown[0]} is no argument; there are {known}.")
         plan = FitPlan(params, data, batch_size, epochs, **options)
-        self._train.fleet.job.check_same("Trainer.fit", **plan.shared())
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
                 "Trainer.fit: a trainer must do one run at a time, this one is already running. "
@@ -193,6 +192,7 @@ class Trainer:
             )
         control = Control()
         try:
+            self._train.fleet.job.check_same("Trainer.fit", **plan.shared())
             session = Session(self._train, self._recorder, plan, control, self._evaluator(plan))
         except BaseException:
             self._busy.release()

@@ -139,6 +139,11 @@ def broken(folder):
     steps = Steps(2, fail)
     found["callback"] = raised(lambda: fit(shared(), epochs=None, callbacks=[steps]))
     found["windows"] = steps.seen[-1]
+    running = trainer()
+    handle = running.start(params(), ROWS, BATCH, None, progress=False)
+    found["twice"] = raised(lambda: fit(running))
+    handle.stop()
+    found["went on"] = handle.join().stopped
     writers = [Broken()]
     found["writer"] = raised(lambda: fit(shared(), writers=writers))
     place = folder / ("file/run" if FIRST else "run2")

@@ -75,6 +75,9 @@ def test_what_fails_in_one_process_is_an_error_in_all(job):
     assert first["callback"] == f"RuntimeError: Trainer.fit: process 1 raised {text}"
     assert second["callback"] == text
     assert first["windows"] == second["windows"] < 9
+    for process in first, second:
+        assert process["twice"].startswith("RuntimeError: Trainer.fit: a trainer must do one run")
+        assert process["went on"] == "stop"
     assert first["writer"] == "OSError: the writer is broken"
     assert second["writer"] == f"RuntimeError: Trainer.fit: process 0 raised {first['writer']}"
     for name, want in {
@@ -90,7 +93,7 @@ CHECKPOINTS = (
     "keep_best=0, monitor='loss', mode='min', on_error='now')"
 )
 EVALUATION = (
-    "Evaluation(metric_fn='function', data='dict', batch_size=4, every_epochs=1, "
+    "Evaluation(metric_fn='function', data=None, batch_size=4, every_epochs=1, "
     "every_windows=None, mask_key=None)"
 )
 OF_ONE = {
