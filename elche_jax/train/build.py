@@ -26,7 +26,7 @@ from elche_jax.train.averaging import cadence_of, check_averaging, check_togethe
 from elche_jax.train.finite import MAX_SKIPS, FinitePolicy
 from elche_jax.train.microbatch_split import MicrobatchSplit, checked_split
 from elche_jax.train.options import Options
-from elche_jax.train.outside import check_outside
+from elche_jax.train.outside import check_debug, check_outside
 from elche_jax.train.parts import check_parts
 from elche_jax.train.recording import EpochRecorder
 from elche_jax.train.step import TrainStep
@@ -191,6 +191,7 @@ def build_train_step(
         [1.0, -2.0, 3.0]
     """
     check_outside("build_train_step")
+    check_debug("build_train_step")
     check.instance("build_train_step", "loss_fn", loss_fn, Callable, "be callable", brief=True)
     check.instance("build_train_step", "has_aux", has_aux, bool)
     check.instance("build_train_step", "device_loss", device_loss, bool)

@@ -36,31 +36,49 @@ class Calls:
 
         Raises:
             RuntimeError: Another thread is in one.
-            ValueError: See `check_outside` and `check_mesh`.
+            ValueError: See `check_outside`, `check_debug` and `check_mesh`.
         """
         check_outside(where)
+        check_debug(where)
         check_mesh(where, self._job.world_size)
         with self._own, nullcontext() if self._job.one_process else TURNS.call():
             yield
 
 
 def check_outside(where: str) -> None:
-    """Check that a call is not inside a JAX transformation, and that programs run as they are.
+    """Check that a call is not inside a JAX transformation, and that `jit` is enabled.
 
     Args:
         where: The function the user called.
 
     Raises:
         ValueError: The call is inside `jit`, `vmap`, `grad` or the like, or
-            `jax_disable_jit`, `jax_debug_nans` or `jax_debug_infs` is set.
+            `jax_disable_jit` is set.
     """
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]  # made late
         raise ValueError(
             f"{where}: jax_disable_jit must be off, as windows are compiled programs, got it on. "
             "To look into loss_fn, call it by itself under jax.disable_jit()."
         )
+    if core.get_opaque_trace_state() != _plain():
+        raise ValueError(
+            f"{where}: must be called outside of jit, vmap, grad and the like, got a call inside. "
+            "It compiles and differentiates what it is given; call it as it is."
+        )
+
+
+def check_debug(where: str) -> None:
+    """Check that JAX does not raise for a NaN in what the programs of a window return.
+
+    It would do so after it has given up the buffers of the state.
+
+    Args:
+        where: The function the user called.
+
+    Raises:
+        ValueError: `jax_debug_nans` or `jax_debug_infs` is set.
+    """
     for name in ("debug_nans", "debug_infs"):
-        # JAX would raise in the middle of a window, after it has given up the state's buffers
         if getattr(jax.config, f"jax_{name}"):
             raise ValueError(
                 f"{where}: jax_{name} must be off, as programs may return such values (metrics "
@@ -68,11 +86,6 @@ def check_outside(where: str) -> None:
                 "names the microbatches; to find the operation, call loss_fn by itself with them "
                 f"under jax.{name}(True)."
             )
-    if core.get_opaque_trace_state() != _plain():
-        raise ValueError(
-            f"{where}: must be called outside of jit, vmap, grad and the like, got a call inside. "
-            "It compiles and differentiates what it is given; call it as it is."
-        )
 
 
 def check_mesh(where: str, world_size: int) -> None:
