@@ -62,7 +62,7 @@ OTHER_CALL = (
     f"{SAME_CALLS}"
 )
 
-MET = f"train: process {{}} is in another call than process {{}}. {SAME_CALLS}"
+MET = f"elche_jax: process {{}} is in another call than process {{}}. {SAME_CALLS}"
 
 CALLS = "elche_jax/call"
 """Folder of the keys under which processes say in which call they are, by their index."""

@@ -374,7 +374,7 @@ folder = Path(sys.argv[1])
 _progress.write_to(_progress.Board.create(folder / BOARD))
 with _progress.phase("data", 3):
     start("watcher", folder, 0.05)
-    time.sleep(10)
+    time.sleep(600)
 """
 
 

@@ -126,8 +126,8 @@ def _elastic(options: argparse.Namespace) -> "Elastic | None":
     path = options.number_file
     if path is not None and path.exists() and not path.is_file():
         # reading a pipe would wait for a writer, and let no signal through meanwhile
-        kind = "the folder" if path.is_dir() else "no regular one:"
-        raise UsageError(f"--number-file must be a file, got {kind} {path}")
+        kind = "the folder " if path.is_dir() else ""
+        raise UsageError(f"--number-file must be a regular file, got {kind}{path}")
     low, high = options.elastic
     if not low <= options.processes <= high:
         raise UsageError(

@@ -60,7 +60,8 @@ def select_job(
         raise ValueError(check.message(where, "devices", rule, got))
     PROCESSES.warn_if_alone()
     if not job.one_process:
-        # not over the leads of the choice: if these are others, no process meets another
+        # Not over the leads of the choice: if these are others, no process meets another. It is one
+        # small exchange, also over a device that was left out.
         everyone = Job(tuple(job.leads[0].client.devices()))
         everyone.check_same(where, devices=list(map(str, chosen)))
     return chosen

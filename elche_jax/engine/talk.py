@@ -33,9 +33,10 @@ class Talk(AbstractContextManager["Talk"]):
         self._job, self._where, self._ended = job, where, False
 
     def __exit__(self, kind: Any, error: BaseException | None, *_: Any) -> None:
-        if isinstance(error, KeyboardInterrupt):  # with which the script may end it in any way
+        # a Ctrl-C ends the process, whichever way the script takes from here
+        if isinstance(error, KeyboardInterrupt):
             PROCESSES.raised(error)
-        # a Ctrl-C ends the process, and a loop that is left early is left in all of them
+        # a loop that is left early is left in all of them
         if isinstance(error, Exception) and not self._ended and not self._job.one_process:
             self._job.exchange(_Failed(f"{type(error).__name__}: {error}"), self._where)
 

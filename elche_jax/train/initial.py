@@ -308,7 +308,8 @@ def check_buffers(state: Any, where: str = "train") -> None:
         if isinstance(state, TrainState):
             host = {name: leaf for name, leaf in named(state) if not isinstance(leaf, StackedArray)}
             name, leaf = next(iter(host.items()))
-            got += f" with {len(host)} leaves of the host, such as {name}, {describe(leaf)}"
+            got += f" whose {name} is on the host, {describe(leaf)}"
+            got += f" (one of {len(host)})" if len(host) > 1 else ""
             todo = f"{REPLACED} A whole state with an axis over devices: {MOVED}."
         rule = "be a TrainState on the devices (TrainStep.init, or replicate(state, train.devices))"
         raise TypeError(check.message(where, "state", rule, got, todo))

@@ -510,10 +510,13 @@ def test_a_number_that_is_none(text):
         ("-n 5 --elastic 2:4", "-n must be from 2 to 4 with --elastic 2:4, got 5"),
         ("-n 2 --max-restarts 1", "--max-restarts must be given with --elastic"),
         ("-n 2 --number-file x", "--number-file must be given with --elastic"),
-        ("-n 2 --elastic 2 --number-file .", "--number-file must be a file, got the folder ."),
+        (
+            "-n 2 --elastic 2 --number-file .",
+            "--number-file must be a regular file, got the folder .",
+        ),
         (
             "-n 2 --elastic 2 --number-file pipe",
-            "--number-file must be a file, got no regular one: pipe",
+            "--number-file must be a regular file, got pipe",
         ),
         ("-n 2 --elastic 2 --max-restarts -1", "must be an integer of at least 0, got '-1'"),
         ("-n 2 --elastic 2 --on-failure continue", "--elastic must be given without --on-failure"),

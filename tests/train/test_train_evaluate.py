@@ -362,7 +362,7 @@ def test_training_states_that_do_not_fit():
     ):
         evaluate(elche.unreplicate(state), data, 4)
     with pytest.raises(
-        TypeError, match=r"state must be a TrainState on the devices .* leaves of the host"
+        TypeError, match=r"state must be a TrainState on the devices .* is on the host, "
     ):
         evaluate(jax.device_get(state), data, 4)
     for window in train.windows(examples(8), 4):
