@@ -139,9 +139,8 @@ def broken(folder):
     steps = Steps(2, fail)
     found["callback"] = raised(lambda: fit(shared(), epochs=None, callbacks=[steps]))
     found["windows"] = steps.seen[-1]
-    running = trainer()
-    handle = running.start(params(), ROWS, BATCH, None, progress=False)
-    found["twice"] = raised(lambda: fit(running))
+    handle = shared().start(params(), ROWS, BATCH, None, progress=False)
+    found["twice"] = raised(lambda: fit(shared()))
     handle.stop()
     found["went on"] = handle.join().stopped
     writers = [Broken()]
