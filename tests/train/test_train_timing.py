@@ -105,19 +105,19 @@ def test_a_window_whose_programs_were_new_is_no_measure():
 
 
 def test_a_throttled_device_gets_less_though_few_windows_are_timed():
-    """From window 40 on device 1 is three times slower."""
+    """From window 30 on device 1 is three times slower."""
     train = elche.build_train_step(
         loss_fn, optax.sgd(0.05), devices=jax.devices()[:2],
         cadence=elche.ElChe(8, max_anchor=8, overhead_target=0.5),
-        emulate=EmulatedSpeeds(throttle(constant([5, 5]), rank=1, factor=3, at=40)),
+        emulate=EmulatedSpeeds(throttle(constant([5, 5]), rank=1, factor=3, at=30)),
     )  # fmt: skip
     state, counts = train.init(PARAMS), []
     with train.windows(data(4096), 4, epochs=None) as windows:
         for window in windows:
             state, _ = train(state, window)
             counts.append(window.counts)
-            if window.index == 52:
+            if window.index == 42:
                 break
-    before, after = np.mean(counts[32:40], axis=0), counts[-1]
+    before, after = np.mean(counts[22:30], axis=0), counts[-1]
     assert before[0] / before[1] == pytest.approx(1, rel=0.3)
     assert after[0] / after[1] == pytest.approx(3, rel=0.35)

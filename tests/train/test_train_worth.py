@@ -126,7 +126,7 @@ RULES = [
 ]
 
 
-QUICK = [(0, None), (1, elche.ParameterAveraging())]
+QUICK = [(1, elche.ParameterAveraging())]  # test_train_lanes_rest has the mean gradient
 
 
 @pytest.mark.parametrize(
