@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Hashable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
@@ -17,12 +17,24 @@ NAMES = (
 """The context managers of `jax` that change what a function computes. Those that only watch it
 (`log_compiles`, `transfer_guard`, ...) stay in the thread that entered them."""
 
-_OPTIONS = tuple(f"jax_{name}" for name in NAMES)
+
+def setting(name: str) -> Any:
+    """Return the value that a setting of JAX has in this thread.
+
+    Args:
+        name: Its name without the `jax_` in front.
+
+    Examples:
+        >>> with jax.disable_jit():
+        ...     setting("disable_jit")
+        True
+    """
+    return getattr(jax.config, f"jax_{name}")  # JAX makes these attributes late
 
 
 def settings() -> tuple[Hashable, ...]:
     """Return the values that hold in this thread, in the order of `NAMES`."""
-    return tuple([getattr(jax.config, option) for option in _OPTIONS])
+    return tuple([setting(name) for name in NAMES])
 
 
 def with_settings(fn: Callable[P, R]) -> Callable[P, R]:

@@ -363,7 +363,7 @@ def _measurable(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_one(options: dict[str, Any], devices: Sequence[jax.Device], rank: int) -> dict[str, Any]:
-    """The options for a run of one of several devices, which has no lanes and no kinds."""
+    """Return the options for a run of one of several devices, which has no lanes and no kinds."""
     if len(devices) == 1:
         return options
     own = {name: value for name, value in options.items() if name != "lanes"}

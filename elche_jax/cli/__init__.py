@@ -122,8 +122,8 @@ def _main(argv: Sequence[str] | None) -> int:
 def _open_streams() -> None:
     """Replace missing standard streams (a process started with `>&-`) with null streams.
 
-    In this order each has its own number, which else a file or a pipe would get that is opened
-    later.
+    In this order each gets its own number; otherwise a file or a pipe that is opened later would
+    get it.
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:

@@ -30,6 +30,11 @@ class Described(NamedTuple):
     text: str
     digest: bytes
 
+    @classmethod
+    def of(cls, text: str) -> "Described":
+        """Return a text that is all that is compared, and shown without quotes."""
+        return cls(text, text.encode())
+
 
 def settings_of(value: Any) -> Any:
     """Return what of a user's object can be compared between processes by its `repr`.

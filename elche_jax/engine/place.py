@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax import dtypes
 
+from elche_jax._settings import setting
 from elche_jax.data.reader import IndexedReader, Partial, Reader
 from elche_jax.data.source import ArraySource, Source
 from elche_jax.data.split import Range, piece_lengths
@@ -67,8 +68,7 @@ def placing(fleet: Fleet) -> AbstractContextManager[None]:
     Args:
         fleet: The devices.
     """
-    guard = getattr(jax.config, "jax_transfer_guard_host_to_device")  # noqa: B009  # made late
-    if fleet.alone and guard in ("log", "disallow"):
+    if fleet.alone and setting("transfer_guard_host_to_device") in ("log", "disallow"):
         return jax.transfer_guard_host_to_device("allow")
     return nullcontext()
 

@@ -59,8 +59,7 @@ def check_same_start(
         frozen = f"frozen {[name for name, _ in named(selection.split(params)[1], 'params')]}"
         job.check_same(
             "TrainStep.init", params=digest_of(params), model_state=digest_of(model_state),
-            rng=digest_of(rng), trainable=Described(frozen, frozen.encode()),
-            merge=list(merge.rules),
+            rng=digest_of(rng), trainable=Described.of(frozen), merge=list(merge.rules),
         )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import jax
 
+from elche_jax._settings import setting
 from elche_jax.averaging.exchange import HostExchange
 from elche_jax.averaging.rules import AveragingRule, MeanGradient
 from elche_jax.cadence.guards import Guard
@@ -73,7 +74,7 @@ class Options:
             "loss_scale": self._scale,
             "verify_every": self.verify_every,
             "device_loss": self.device_loss,
-            "jax_enable_x64": bool(jax.config.read("jax_enable_x64")),
+            "jax_enable_x64": setting("enable_x64"),
         }
 
     @property
@@ -81,8 +82,7 @@ class Options:
         """The constant scale of the loss; a dynamic one with its first value."""
         if self.loss_scale is None:
             return self.precision.scale
-        text = repr(jax.device_get(self.loss_scale))
-        return Described(text, text.encode())
+        return Described.of(repr(jax.device_get(self.loss_scale)))
 
     def finite_watch(self, devices: tuple[jax.Device, ...]) -> FiniteWatch:
         """Return the watch for windows with non-finite values."""

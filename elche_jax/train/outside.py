@@ -8,6 +8,7 @@ from functools import cache
 import jax
 from jax.extend import core
 
+from elche_jax._settings import setting
 from elche_jax._turns import TURNS, OneThread
 from elche_jax.engine.job import Job
 
@@ -55,7 +56,7 @@ def check_outside(where: str) -> None:
         ValueError: The call is inside `jit`, `vmap`, `grad` or the like, or
             `jax_disable_jit` is set.
     """
-    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]  # made late
+    if setting("disable_jit"):
         raise ValueError(
             f"{where}: jax_disable_jit must be off, as windows are compiled programs, got it on. "
             "To look into loss_fn, call it by itself under jax.disable_jit()."
@@ -79,7 +80,7 @@ def check_debug(where: str) -> None:
         ValueError: `jax_debug_nans` or `jax_debug_infs` is set.
     """
     for name in ("debug_nans", "debug_infs"):
-        if getattr(jax.config, f"jax_{name}"):
+        if setting(name):
             raise ValueError(
                 f"{where}: jax_{name} must be off, as programs may return such values (metrics "
                 "that are not known yet, windows that are dropped), got it on. NonFiniteError "

@@ -110,11 +110,11 @@ class EpochSums:
         found = {name: np.asarray(value) for name, value in metrics.items()}
         weight, loss = float(found["weight"]), float(found["loss"])
         self.skipped += not found["finite"].all()
-        counts = math.isfinite(loss) and weight > 0
+        known = math.isfinite(loss) and weight > 0
         for name, value in found.items():
             if name not in NO_MEANS and value.ndim == 0:
                 total = self.sums.setdefault(name, [0.0, 0.0])
-                if counts:
+                if known:
                     total[0] += weight * float(value)
                     total[1] += weight
         return loss

@@ -130,7 +130,7 @@ class FitPlan:
         Those of `TrainStep.init` and `TrainStep.windows` are compared there.
         """
         return {
-            "run_dir": self.folder and Described("a folder", b"a folder"),  # that of the first
+            "run_dir": self.folder and Described.of("a folder"),  # that of the first
             "checkpoints": self.saving and self.saving.shared(),
             # the data are compared when they are evaluated; a dataset may have a path of its host
             "evaluation": settings_of(self.evaluation and replace(self.evaluation, data=None)),

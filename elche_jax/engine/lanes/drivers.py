@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import jax
 
+from elche_jax._settings import setting
 from elche_jax.engine.threads import DeviceThreads
 from elche_jax.engine.timing import Done, Failed, Stopwatch
 
@@ -79,7 +80,7 @@ class LanesClock(Stopwatch):
 def _put(threads: DeviceThreads, lane: int, call: Callable[[], T]) -> "Future[T]":
     result = Future[T]()
     # JAX keeps per thread whether 64-bit types are enabled
-    threads.put(lane, partial(_work, call, result, bool(jax.config.read("jax_enable_x64"))))
+    threads.put(lane, partial(_work, call, result, setting("enable_x64")))
     return result
 
 
