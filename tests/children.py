@@ -8,8 +8,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import PIPE, TimeoutExpired
+from typing import Any
 
-__all__ = ["NO_JAX", "PIPE", "ROOT", "TimeoutExpired", "run", "started"]
+__all__ = ["NO_JAX", "PIPE", "ROOT", "TimeoutExpired", "ended", "run", "started"]
 ROOT = Path(__file__).parents[1]
 NO_JAX = f"""
 import sys, types
@@ -47,10 +48,17 @@ def started(
         child = subprocess.Popen(
             list(map(str, command)), env=given, start_new_session=True, **pipes | options
         )
+    with ended(child, limit):
+        yield child
+
+
+@contextlib.contextmanager
+def ended(child: Any, limit: float = LIMIT) -> Iterator[None]:
+    """Kills a process's group in the end, or after some seconds; it leads the group."""
     too_late = threading.Timer(limit, _kill, [child])
     too_late.start()
     try:
-        yield child
+        yield
     finally:
         too_late.cancel()
         _kill(child)
@@ -84,6 +92,6 @@ def _interruptible() -> Iterator[None]:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _kill(child: subprocess.Popen) -> None:
+def _kill(child: Any) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)

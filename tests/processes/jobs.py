@@ -6,15 +6,18 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import NamedTuple
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, NamedTuple
 
 import children
 import pytest
+from forks import PATHS, Forks
+from waits import comes_about
 
 LIMIT = 600
 """Seconds after which the processes of a job are killed."""
+
+FORKS = Forks()
 
 
 class Host(NamedTuple):
@@ -26,7 +29,11 @@ class Host(NamedTuple):
 
 @contextmanager
 def started(
-    program: str, devices: Sequence[int], *arguments: object, hosts: Sequence[Host] = ()
+    program: str,
+    devices: Sequence[int],
+    *arguments: object,
+    hosts: Sequence[Host] = (),
+    fresh: bool = False,
 ) -> Iterator[list]:
     """Starts a program of this folder in one process per entry of `devices`; kills them at the end.
 
@@ -35,36 +42,49 @@ def started(
         devices: CPU devices of each process.
         arguments: Its arguments.
         hosts: Where each process runs; on this host if there are none.
+        fresh: Whether each has an interpreter of its own, with hashes of its own. If not, they
+            are forks of one.
     """
     hosts = hosts or [Host()] * len(devices)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    path = Path(__file__).parent / program
+    command = PATHS[-1] / program, *arguments
     with ExitStack() as stack:
-        processes = [
-            stack.enter_context(
-                children.started(
-                    *hosts[at].command, sys.executable, path, *arguments, limit=LIMIT,
-                    env={
-                        "JAX_COORDINATOR_ADDRESS": f"{hosts[0].address}:{port}",
-                        "ELCHE_NUM_PROCESSES": str(len(devices)),
-                        "ELCHE_PROCESS_ID": str(at),
-                        "JAX_NUM_CPU_DEVICES": str(count),
-                        "PYTHONPATH": ":".join(map(str, PATHS)),
-                    },
-                )
-            )
-            for at, count in enumerate(devices)
-        ]  # fmt: skip
+        processes = []
+        for at, (count, host) in enumerate(zip(devices, hosts, strict=True)):
+            env = {
+                "JAX_COORDINATOR_ADDRESS": f"{hosts[0].address}:{port}",
+                "ELCHE_NUM_PROCESSES": str(len(devices)),
+                "ELCHE_PROCESS_ID": str(at),
+                "JAX_NUM_CPU_DEVICES": str(count),
+                "PYTHONPATH": ":".join(map(str, PATHS)),
+            }
+            if fresh or host.command:
+                interpreter = *host.command, sys.executable
+                one = children.started(*interpreter, *command, env=env, limit=LIMIT)
+            else:
+                one = FORKS.started(*command, env=env, limit=LIMIT)
+            processes.append(stack.enter_context(one))
+            if not (at or host.command):
+                _answered(port)
         yield processes
 
 
-def outcomes(
-    program: str, devices: Sequence[int], *arguments: object, hosts: Sequence[Host] = ()
-) -> list:
+def _answered(port: int) -> None:
+    """Waits for the coordinator, in process 0: who comes too early tries again after a second."""
+
+    def there() -> bool:
+        with suppress(OSError), socket.create_connection(("localhost", port)):
+            return True
+        return False
+
+    comes_about(there, 5)  # if not, it has ended
+
+
+def outcomes(program: str, devices: Sequence[int], *arguments: object, **options: Any) -> list:
     """Runs a program to its end, see `started`; returns exit codes and what was printed."""
-    with started(program, devices, *arguments, hosts=hosts) as processes:
+    with started(program, devices, *arguments, **options) as processes:
         # all at once: one whose pipe is full would keep the others waiting
         with ThreadPoolExecutor(len(processes)) as pool:
             said = list(pool.map(lambda process: process.communicate(), processes))
@@ -76,7 +96,7 @@ def run(
     devices: Sequence[int],
     *arguments: object,
     killed: Sequence[int] = (),
-    hosts: Sequence[Host] = (),
+    **options: Any,
 ) -> list:
     """Runs a program to its end, see `started`.
 
@@ -85,13 +105,13 @@ def run(
         devices: CPU devices of each process.
         arguments: Its arguments.
         killed: Processes that kill themselves.
-        hosts: See `started`.
+        options: See `started`.
 
     Returns:
         For each process what it printed last, read as JSON; None for those that were killed.
     """
     said = []
-    for at, (code, out, err) in enumerate(outcomes(program, devices, *arguments, hosts=hosts)):
+    for at, (code, out, err) in enumerate(outcomes(program, devices, *arguments, **options)):
         want = -signal.SIGKILL if at in killed else 0
         assert code == want, f"{at}: {code}\n{out[-2000:]}\n{err}"
         said.append(None if at in killed else json.loads(out.strip().splitlines()[-1]))
@@ -115,7 +135,3 @@ def asked(request: pytest.FixtureRequest, *names: str) -> list:
             row = tuple(given[name] for name in names)
             found[row if len(names) > 1 else row[0]] = True
     return list(found)
-
-
-TESTS = Path(__file__).parents[1]
-PATHS = [children.ROOT, TESTS, TESTS / "averaging", TESTS / "processes"]

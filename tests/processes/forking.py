@@ -1,0 +1,75 @@
+"""Runs programs of this folder in forks of one process, which has imported what they import.
+
+A job of several processes that trains a few windows takes most of its time to import JAX. Whoever
+starts this program gives it one end of a socket as its standard input. A message there is the
+arguments and the environment of a program, as JSON, with three file descriptors: its standard
+output, its standard error, and a pipe that gets its number, and at last its exit code.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import types
+import warnings
+from pathlib import Path
+
+import every_rule  # noqa: F401  # imported for what they import, as the next ones
+import flax.training.dynamic_scale  # noqa: F401
+import jax
+import losing  # noqa: F401
+import raising  # noqa: F401
+from jax._src import xla_bridge
+
+
+def forked(channel):
+    """Answers messages for ever. In a fork of a fork, returns what it is to run."""
+    while True:
+        message, files, *_ = socket.recv_fds(channel, 1 << 20, 3)
+        if not message:
+            sys.exit()
+        if not os.fork():
+            break
+        for file in files:
+            os.close(file)
+    channel.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    *outputs, said = files
+    if not (child := os.fork()):
+        os.setsid()
+        os.write(said, b"%d\n" % os.getpid())
+        os.close(said)
+        for number, file in enumerate(outputs, 1):
+            os.dup2(file, number)
+            os.close(file)
+        return json.loads(message)
+    _, status = os.waitpid(child, 0)
+    with contextlib.suppress(BrokenPipeError):  # whoever asked for it has ended
+        os.write(said, b"%d\n" % os.waitstatus_to_exitcode(status))
+    os._exit(0)
+
+
+def run(arguments, environment, folder):
+    """Runs a program as Python would."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None  # looked up anew
+    jax.config.update("jax_num_cpu_devices", int(environment["JAX_NUM_CPU_DEVICES"]))
+    sys.argv = arguments
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    module.__file__ = arguments[0]
+    exec(compile(Path(arguments[0]).read_bytes(), arguments[0], "exec"), vars(module))
+
+
+if __name__ == "__main__":
+    assert not xla_bridge.backends_are_initialized(), "a fork cannot use the devices of another"
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork takes no thread along"
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what starts the programs
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX's, that a fork takes no thread along
+        program = forked(socket.socket(fileno=0))
+    run(*program)
