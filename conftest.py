@@ -84,6 +84,21 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("quick" if quick else "elche")
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as `further` each slow row of a test of which another row comes before, or is quick."""
+
+    def function(item: pytest.Item) -> str:
+        return item.nodeid.split("[")[0]
+
+    slow = [item for item in items if item.get_closest_marker("slow") is not None]
+    shown = {function(item) for item in {*items}.difference(slow)}
+    for item in slow:
+        if function(item) in shown:
+            item.add_marker("further")
+        shown.add(function(item))
+
+
 def pytest_collection_finish() -> None:
     """Lets the garbage collector look less often, and never at what has been imported.
 

@@ -66,6 +66,7 @@ def test_who_is_stuck_is_named_and_killed(moment, tmp_path):
 
 
 @pytest.mark.slow  # one of ten moments that are known is tested by `make test`
+@pytest.mark.further  # six more are by `.ci/run`
 @pytest.mark.parametrize("seeds", [(0, 3, 4, 5), (1, 6, 7), (2, 8, 9)], ids=str)
 def test_stopped_at_random_moments(seeds, tmp_path):
     """One process after the other: in the first window, whose programs are compiled, or later."""
@@ -93,7 +94,8 @@ def test_a_collective_in_which_all_wait(tmp_path):
     assert "no progress" not in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # test_launch_judge.py has the times that each phase may take
+@pytest.mark.further
 def test_what_takes_ten_times_as_long_is_no_hang(tmp_path):
     timeout, long = 0.7, 7.0
     first = {name: long for name in ("restore", "compile", "loop")}

@@ -161,6 +161,7 @@ def test_the_job_ends_with_its_first_process():
 
 
 @pytest.mark.slow
+@pytest.mark.further  # the moments that are known are tests of their own
 @pytest.mark.parametrize("seeds", [range(5), range(5, 10)], ids=str)
 def test_at_random_moments(seeds):
     """One process after the other, until two are left."""
