@@ -4,6 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import DTypeLike
+
 from elche_jax import _check as check
 from elche_jax.averaging.exchange import HostExchange
 from elche_jax.averaging.rules import AveragingRule, MeanGradient, changed, check_late
@@ -76,7 +79,7 @@ class DDPConfig(check.CheckedFields):
             the balancer, too.
         max_grad_norm: See `build_train_step`.
         compute_dtype: See `build_train_step`.
-        exchange_dtype: Type in which contributions are sent, `"float32"` or `"bfloat16"`: the
+        exchange_dtype: Dtype in which contributions are sent, float32 or bfloat16: the
             rule's `compression`. Sums are in float32 in any case.
         verify_every: See `build_train_step`.
         total: Microbatches per window over all devices with `max_anchor=0`, at least 1;
@@ -107,8 +110,8 @@ class DDPConfig(check.CheckedFields):
     max_batch_diff: int | None = None
     speed_hint: tuple[int, float] | SpeedHint | None = None
     max_grad_norm: float | None = None
-    compute_dtype: str | None = None
-    exchange_dtype: str = "float32"
+    compute_dtype: DTypeLike | None = None
+    exchange_dtype: DTypeLike = "float32"
     verify_every: int | None = None
     total: int | None = field(default=None, metadata={"low": 1, "high": MAX_TOTAL})
     timeline: Recorder | None = None
@@ -122,6 +125,8 @@ class DDPConfig(check.CheckedFields):
                 f"DDPConfig: policy must be one of {', '.join(POLICIES)}, got {self.policy!r}."
             )
         super().__post_init__()
+        for name in ("compute_dtype", "exchange_dtype"):
+            object.__setattr__(self, name, dtype_name(getattr(self, name)))
         check_arguments("DDPConfig", **{name: getattr(self, name) for name in ARGUMENTS})
         check.one_of("DDPConfig", "exchange_dtype", self.exchange_dtype, EXCHANGE_DTYPES)
         self._check_exchange()
@@ -316,6 +321,22 @@ def check_arguments(
     if verify_every is not None:
         check.integer(where, "verify_every", verify_every, low=1)
     check_timeline(where, timeline)
+
+
+def dtype_name(dtype: DTypeLike | None) -> Any:
+    """Return the name of a dtype, such as `jnp.bfloat16`; a name, None, or what is none, as it is.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> dtype_name(jnp.bfloat16)
+        'bfloat16'
+    """
+    if dtype is None or isinstance(dtype, str):
+        return dtype
+    try:
+        return np.dtype(dtype).name
+    except TypeError:
+        return dtype
 
 
 def check_timeline(where: str, timeline: Recorder | None) -> None:

@@ -6,13 +6,14 @@ from typing import Any, TypedDict
 
 import jax
 import optax
+from numpy.typing import DTypeLike
 
 from elche_jax import _check as check
 from elche_jax.averaging.exchange import HostExchange
 from elche_jax.averaging.rules import AveragingRule, MeanGradient
 from elche_jax.cadence import Cadence, EveryBatch
 from elche_jax.cadence.guards import Guard, NoGuard, TrendGuard
-from elche_jax.config import DDPConfig, Recorder, check_arguments
+from elche_jax.config import DDPConfig, Recorder, check_arguments, dtype_name
 from elche_jax.engine.devices import LaneChoice, fleet_of, select_job, summary_of
 from elche_jax.engine.digests import settings_of
 from elche_jax.engine.lane import kinds_of
@@ -50,7 +51,7 @@ class StepOptions(TypedDict, total=False):
     guard: Guard | None
     exchange: HostExchange | None
     max_grad_norm: float | None
-    compute_dtype: str | None
+    compute_dtype: DTypeLike | None
     microbatch_split: MicrobatchSplit | None
     device_loss: bool
     verify_every: int | None
@@ -76,7 +77,7 @@ def build_train_step(
     guard: Guard | None = None,
     exchange: HostExchange | None = None,
     max_grad_norm: float | None = None,
-    compute_dtype: str | None = None,
+    compute_dtype: DTypeLike | None = None,
     microbatch_split: MicrobatchSplit | None = None,
     device_loss: bool = False,
     verify_every: int | None = None,
@@ -142,9 +143,9 @@ def build_train_step(
         max_grad_norm: Clips each device's mean gradient to this global norm before the
             exchange; above 0, or None. (To clip the combined gradient, put
             `optax.clip_by_global_norm` into the optimizer.)
-        compute_dtype: `"bfloat16"` or `"float16"`: `loss_fn` gets the float leaves of the
-            parameters and of the batch in this type, while parameters, gradient sums and
-            optimizer keep theirs. None: no conversion.
+        compute_dtype: bfloat16 or float16 (`jnp.bfloat16` or `"bfloat16"`): `loss_fn` gets the
+            float leaves of the parameters and of the batch in this type, while parameters,
+            gradient sums and optimizer keep theirs. None: no conversion.
         microbatch_split: Runs a microbatch as this many parts of equal size, one after the other,
             on devices whose memory it does not fit. A number for all devices; `"auto"`, the
             smallest power of two that fits; or either by kind of device, such as
@@ -199,8 +200,8 @@ def build_train_step(
     config = DDPConfig() if config is None else config
     check.instance("build_train_step", "config", config, DDPConfig, "be a DDPConfig", brief=True)
     given = config.or_given(
-        max_grad_norm=max_grad_norm, compute_dtype=compute_dtype, verify_every=verify_every,
-        timeline=timeline,
+        max_grad_norm=max_grad_norm, compute_dtype=dtype_name(compute_dtype),
+        verify_every=verify_every, timeline=timeline,
     )  # fmt: skip
     check_arguments("build_train_step", **given)
     scale, dynamic = first_scale(loss_scale)

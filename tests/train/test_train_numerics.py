@@ -393,9 +393,25 @@ def test_a_metric_of_the_scales_name():
 
 
 @pytest.mark.parametrize("knob", ["compute_dtype", "exchange_dtype"])
-def test_types_that_are_none(knob):
-    with pytest.raises(ValueError, match=rf"^DDPConfig: {knob} must be one of .*, got 'int8'"):
-        elche.DDPConfig(**{knob: "int8"})
+@pytest.mark.parametrize(
+    ("dtype", "got"), [("int8", "'int8'"), (jnp.int8, "'int8'"), (7, "7"), ("bf16", "'bf16'")]
+)
+def test_types_that_are_none(knob, dtype, got):
+    with pytest.raises(ValueError, match=rf"^DDPConfig: {knob} must be one of .*, got {got}\.$"):
+        elche.DDPConfig(**{knob: dtype})
+
+
+def test_a_dtype_is_as_good_as_its_name():
+    named = elche.DDPConfig(compute_dtype="bfloat16", exchange_dtype="bfloat16")
+    given = elche.DDPConfig(compute_dtype=jnp.bfloat16, exchange_dtype=np.dtype(jnp.bfloat16))
+    assert given == named
+    seen = {}
+    train = elche.build_train_step(
+        digit_loss(seen), optax.sgd(1.0), devices=jax.devices()[:1], compute_dtype=np.float16
+    )
+    train.init(digit_params())
+    train.windows({name: leaf[:8] for name, leaf in digits().items()}, 4)
+    assert seen["b"] == {"image": "float16", "label": "int32"}
 
 
 # -- the wire -------------------------------------------------------------------------
