@@ -5,6 +5,7 @@ import os
 import socket
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ LIMIT = "--xla_cpu_collective_timeout_seconds"
 
 LEAVE_S = 300
 """Seconds that a process which has ended its work waits for the others."""
+
+FIRST_S = 10
+"""Seconds that a process waits for process 0 to listen, before it leaves that to JAX."""
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 """JAX's variable for the address of process 0."""
@@ -117,6 +121,8 @@ def initialize(
     options[HEARTBEAT] = heartbeat_timeout - LOOKS_S
     try:
         with _progress.phase("connect"):
+            if address is not None and number:
+                _await_listener(address)
             jax.distributed.initialize(**known, **options)
     except ValueError as error:
         if any(value is not None for value in known.values()):
@@ -256,6 +262,19 @@ def _check_port(port: int) -> None:
             f"distributed.initialize: nobody may listen at the port of coordinator_address, but "
             f"{port} is in use. End what uses it, such as an earlier job, or choose another port."
         )
+
+
+def _await_listener(address: str) -> None:
+    """Wait until process 0 listens; JAX tries again only a second after it has come too early.
+
+    If nobody listens for some seconds, JAX goes on waiting, and says so in the end.
+    """
+    host, _, port = address.rpartition(":")
+    end = time.monotonic() + FIRST_S
+    while time.monotonic() < end:
+        with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), timeout=1):
+            return
+        time.sleep(0.01)
 
 
 def _given(value: int | None, variable: str) -> int | None:

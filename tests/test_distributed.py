@@ -1,6 +1,7 @@
 """Mistakes in joining a job, in processes of their own: the suite does not join one."""
 
 import json
+import socket
 import sys
 
 import children
@@ -8,6 +9,7 @@ import jax
 import pytest
 from marks import slow
 
+from elche_jax import distributed
 from elche_jax._processes import PROCESSES
 
 MISTAKES = """
@@ -149,3 +151,27 @@ def test_errors_of_exchanges_in_our_words(said, kind, message):
 
     with pytest.raises(kind, match=message):
         PROCESSES.together(jax.devices()[:1], exchange)
+
+
+def test_a_process_waits_until_the_first_one_listens(monkeypatch):
+    tried, connect = [], socket.create_connection
+
+    def connected(address, **options):
+        tried.append(address)
+        if len(tried) == 3:
+            server.listen()
+        return connect(address, **options)
+
+    monkeypatch.setattr(socket, "create_connection", connected)
+    with socket.socket() as server:
+        server.bind(("localhost", 0))
+        address = server.getsockname()
+        distributed._await_listener(f"localhost:{address[1]}")
+    assert tried == [("localhost", address[1])] * 3
+
+
+def test_it_is_left_to_jax_if_nobody_listens(monkeypatch):
+    monkeypatch.setattr(distributed, "FIRST_S", 0.05)
+    with socket.socket() as server:
+        server.bind(("localhost", 0))
+        distributed._await_listener(f"localhost:{server.getsockname()[1]}")

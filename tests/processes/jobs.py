@@ -6,13 +6,12 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import children
 import pytest
 from forks import PATHS, Forks
-from waits import comes_about
 
 LIMIT = 600
 """Seconds after which the processes of a job are killed."""
@@ -66,20 +65,7 @@ def started(
             else:
                 one = FORKS.started(*command, env=env, limit=LIMIT)
             processes.append(stack.enter_context(one))
-            if not (at or host.command):
-                _answered(port)
         yield processes
-
-
-def _answered(port: int) -> None:
-    """Waits for the coordinator, in process 0: who comes too early tries again after a second."""
-
-    def there() -> bool:
-        with suppress(OSError), socket.create_connection(("localhost", port)):
-            return True
-        return False
-
-    comes_about(there, 5)  # if not, it has ended
 
 
 def outcomes(program: str, devices: Sequence[int], *arguments: object, **options: Any) -> list:
