@@ -9,6 +9,7 @@ output, its standard error, and a pipe that gets its number, and at last its exi
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -42,13 +43,19 @@ def forked(channel):
         os.setsid()
         os.write(said, b"%d\n" % os.getpid())
         os.close(said)
-        for number, file in enumerate(outputs, 1):
+        for number, file in enumerate([os.open(os.devnull, os.O_RDONLY), *outputs]):
             os.dup2(file, number)
-            os.close(file)
+            if file != number:
+                os.close(file)
         return json.loads(message)
-    _, status = os.waitpid(child, 0)
+    end = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # its number is still its own
+    code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
     with contextlib.suppress(BrokenPipeError):  # whoever asked for it has ended
-        os.write(said, b"%d\n" % os.waitstatus_to_exitcode(status))
+        os.write(said, b"%d\n" % code)
+    closed = select.poll()
+    closed.register(said, 0)
+    closed.poll()  # until whoever asked for it needs its number no longer
+    os.waitpid(child, 0)
     os._exit(0)
 
 

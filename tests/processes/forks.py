@@ -34,14 +34,13 @@ class Fork:
             )
         finally:
             os.close(theirs)
-        self._said = os.fdopen(said)
-        self.pid, self.returncode = int(self._said.readline()), None
+        self.said = os.fdopen(said)
+        self.pid, self.returncode = int(self.said.readline()), None
 
     def wait(self) -> int:
         """Waits for the end; returns the exit code."""
         if self.returncode is None:
-            self.returncode = int(self._said.readline())
-            self._said.close()
+            self.returncode = int(self.said.readline())
         return self.returncode
 
     def communicate(self) -> tuple[str, str]:
@@ -65,7 +64,7 @@ class Forks:
         channel = self._channel = self._channel or self._begin()
         environment = os.environ | children.COMMON | env
         fork = Fork(channel, [*map(str, command)], environment)
-        with children.ended(fork, limit):
+        with fork.said, children.ended(fork, limit):
             yield fork
 
     def _begin(self) -> socket.socket:

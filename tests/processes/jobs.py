@@ -42,7 +42,7 @@ def started(
         arguments: Its arguments.
         hosts: Where each process runs; on this host if there are none.
         fresh: Whether each has an interpreter of its own, with hashes of its own. If not, they
-            are forks of one.
+            are forks of one, on Linux.
     """
     hosts = hosts or [Host()] * len(devices)
     with socket.socket() as free:
@@ -59,7 +59,7 @@ def started(
                 "JAX_NUM_CPU_DEVICES": str(count),
                 "PYTHONPATH": ":".join(map(str, PATHS)),
             }
-            if fresh or host.command:
+            if fresh or host.command or sys.platform != "linux":
                 interpreter = *host.command, sys.executable
                 one = children.started(*interpreter, *command, env=env, limit=LIMIT)
             else:
