@@ -36,7 +36,9 @@ class Writer(Protocol):
             step: Number of the window, at least 0. A resumed run may begin at a step that the
                 previous process has already written: older values from this step on are
                 invalid.
-            values: The values by name; they may be NaN or infinite.
+            values: The values by name; they may be NaN or infinite. `CSVWriter` and
+                `TensorBoardWriter` take arrays without dimensions, too, such as the metrics of a
+                step, and wait for them.
         """
         ...
 
@@ -74,10 +76,19 @@ class _FileWriter:
         for name in values:
             check.instance(where, "a name in values", name, str)
         numbers = {
-            name: check.number(where, f"values[{name!r}]", value) for name, value in values.items()
+            name: check.number(where, f"values[{name!r}]", _element(value))
+            for name, value in values.items()
         }
         self._last = step
         return step, numbers
+
+
+def _element(value: Any) -> Any:
+    """Return the element of an array without dimensions, as a number; other values as they are."""
+    if getattr(value, "ndim", None) != 0:
+        return value
+    element = value.item()
+    return float(element) if isinstance(element, bool) else element
 
 
 def _append(file: FileIO, line: bytes) -> None:

@@ -1,5 +1,6 @@
 """Writers: what is in the file is what was given, also after a kill, a resume, a full disk."""
 
+import contextlib
 import csv
 import errno
 import math
@@ -10,6 +11,7 @@ from io import FileIO
 from pathlib import Path
 
 import children
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -370,6 +372,19 @@ def test_what_is_refused(kind, step, values, error, text, tmp_path):
         writer.scalars(step, values)
     writer.scalars(2, {"loss": 1.0})  # what was refused has changed nothing
     writer.close()
+
+
+def test_the_metrics_of_a_step_are_taken_as_they_are(tmp_path):
+    metrics = {
+        "loss": jnp.float32(0.5), "finite": jnp.bool_(True), "weight": np.float32(3),
+        "low": jnp.bfloat16(0.25),
+    }  # fmt: skip
+    with contextlib.closing(CSVWriter(tmp_path / "metrics.csv")) as writer:
+        writer.scalars(0, metrics)
+    text = (tmp_path / "metrics.csv").read_text()
+    assert text.splitlines() == ["step,loss,finite,weight,low", "0,0.5,1.0,3.0,0.25"]
+    with pytest.raises(TypeError, match=r"values\['a'\] must be a number, got 1j \(complex\)"):
+        CSVWriter(tmp_path / "other.csv").scalars(0, {"a": jnp.complex64(1j)})
 
 
 def test_what_is_no_path_and_a_name_that_is_taken(tmp_path):
