@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+import struct
 import tempfile
 import threading
 import time
@@ -36,7 +37,7 @@ LIMIT = "--xla_cpu_collective_timeout_seconds"
 LEAVE_S = 300
 """Seconds that a process which has ended its work waits for the others."""
 
-FIRST_S = 10
+FIRST_S = 3
 """Seconds that a process waits for process 0 to listen, before it leaves that to JAX."""
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
@@ -121,7 +122,7 @@ def initialize(
     options[HEARTBEAT] = heartbeat_timeout - LOOKS_S
     try:
         with _progress.phase("connect"):
-            if address is not None and number:
+            if address is not None and count is not None and number:
                 _await_listener(address)
             jax.distributed.initialize(**known, **options)
     except ValueError as error:
@@ -257,7 +258,7 @@ def _address(given: str | None) -> str | None:
 
 def _check_port(port: int) -> None:
     """Check that nobody listens at the port of the coordinator: JAX may crash, or meet others."""
-    with suppress(OSError), socket.create_connection(("localhost", port), timeout=1.0):
+    if _listens("localhost", port):
         raise RuntimeError(
             f"distributed.initialize: nobody may listen at the port of coordinator_address, but "
             f"{port} is in use. End what uses it, such as an earlier job, or choose another port."
@@ -267,14 +268,35 @@ def _check_port(port: int) -> None:
 def _await_listener(address: str) -> None:
     """Wait until process 0 listens; JAX tries again only a second after it has come too early.
 
-    If nobody listens for some seconds, JAX goes on waiting, and says so in the end.
+    If nobody listens for some seconds, or the name of the host says nothing here, JAX goes on
+    waiting, and says so in the end.
     """
     host, _, port = address.rpartition(":")
     end = time.monotonic() + FIRST_S
-    while time.monotonic() < end:
-        with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), timeout=1):
-            return
-        time.sleep(0.01)
+    with suppress(socket.gaierror, UnicodeError):
+        while not _listens(host.strip("[]"), int(port)) and time.monotonic() < end:
+            time.sleep(0.05)
+
+
+def _listens(host: str, port: int) -> bool:
+    """Return whether somebody listens at a port.
+
+    Raises:
+        OSError: If the host has no address: a `socket.gaierror`.
+        UnicodeError: If its name is none.
+    """
+    try:
+        with socket.create_connection((host, port), timeout=1.0) as connection:
+            # by chance a connection on this host may leave from the port that it goes to
+            itself = connection.getsockname() == connection.getpeername()
+            if itself:  # reset at its end: the port would stay in use for a minute
+                reset = struct.pack("ii", 1, 0)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+            return not itself
+    except socket.gaierror:
+        raise
+    except OSError:
+        return False
 
 
 def _given(value: int | None, variable: str) -> int | None:

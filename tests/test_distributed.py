@@ -38,6 +38,13 @@ def told():
     elche.distributed.initialize("localhost:1", 2, 0, heartbeat_timeout=7, recoverable=False)
     return given
 
+def awaited():
+    calls = []
+    elche.distributed._await_listener = calls.append
+    jax.distributed.initialize = lambda **options: calls.append(options["process_id"])
+    elche.distributed.initialize("localhost:1", 2, 1, recoverable=False)
+    return calls
+
 print(json.dumps({
     "address only": said("localhost:1234"),
     "no port": said("localhost", num_processes=2, process_id=0),
@@ -49,6 +56,7 @@ print(json.dumps({
     "too late": jax.devices() and said(
         coordinator_address="localhost:1234", num_processes=2, process_id=0),
     "told": told(),
+    "awaited": awaited(),
 }))
 """
 VARIABLES = "JAX_COORDINATOR_ADDRESS, ELCHE_NUM_PROCESSES and ELCHE_PROCESS_ID"
@@ -170,8 +178,32 @@ def test_a_process_waits_until_the_first_one_listens(monkeypatch):
     assert tried == [("localhost", address[1])] * 3
 
 
-def test_it_is_left_to_jax_if_nobody_listens(monkeypatch):
-    monkeypatch.setattr(distributed, "FIRST_S", 0.05)
-    with socket.socket() as server:
-        server.bind(("localhost", 0))
-        distributed._await_listener(f"localhost:{server.getsockname()[1]}")
+def test_all_but_the_first_process_wait_for_it(said):
+    assert said["awaited"] == ["localhost:1", 1]
+
+
+@pytest.mark.parametrize(("address", "tries"), [("localhost:1", 3), ("[::1]:1", 3), ("a..b:1", 1)])
+def test_it_is_left_to_jax_if_nobody_listens(address, tries, monkeypatch):
+    """After some tries; after one if there is no such host."""
+    tried, connect = [], socket.create_connection
+
+    def connected(address, **options):
+        tried.append(address)
+        if len(tried) == 3:
+            monkeypatch.setattr(distributed.time, "monotonic", lambda: float("inf"))
+        return connect(address, **options)
+
+    monkeypatch.setattr(socket, "create_connection", connected)
+    distributed._await_listener(address)
+    assert len(tried) == tries and tried[0][0] == address.rpartition(":")[0].strip("[]")
+
+
+def test_a_connection_that_meets_itself_meets_nobody(monkeypatch):
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        own = one.getsockname()
+        one.connect(own)  # as happens by chance, where many are tried
+        monkeypatch.setattr(socket, "create_connection", lambda *_, **__: one)
+        assert not distributed._listens(*own)
+    with socket.socket() as free:
+        free.bind(own)  # which it could not for a minute, if that had been closed as usual
