@@ -331,11 +331,11 @@ def dtype_name(dtype: DTypeLike | None) -> Any:
         >>> dtype_name(jnp.bfloat16)
         'bfloat16'
     """
-    if dtype is None or isinstance(dtype, str):
+    if not isinstance(dtype, type | np.dtype):
         return dtype
     try:
         return np.dtype(dtype).name
-    except TypeError:
+    except (TypeError, ValueError):
         return dtype
 
 

@@ -66,7 +66,7 @@ class _FileWriter:
         if file is not None:
             file.close()
 
-    def _check(self, step: int, values: Mapping[str, float]) -> tuple[int, dict[str, float]]:
+    def _check(self, step: int, values: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
         """Return the checked arguments of `scalars` as plain numbers."""
         where = f"{type(self).__name__}.scalars"
         if self._closed:
@@ -87,7 +87,10 @@ def _element(value: Any) -> Any:
     """Return the element of an array without dimensions, as a number; other values as they are."""
     if getattr(value, "ndim", None) != 0:
         return value
-    element = value.item()
+    try:
+        element = value.item()
+    except (AttributeError, NotImplementedError, TypeError):  # a random key, for example
+        return value
     return float(element) if isinstance(element, bool) else element
 
 
@@ -145,7 +148,7 @@ class CSVWriter(_FileWriter):
         self._columns: list[str] = []
         self._begun = False  # whether the rows of an earlier run have been dropped
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def scalars(self, step: int, values: Mapping[str, Any]) -> None:
         """Write a row.
 
         Args:
@@ -284,7 +287,7 @@ class TensorBoardWriter(_FileWriter):
         self._checksum: Any = record_writer.masked_crc32c
         self._summary: Any = summary.scalar  # it makes names that TensorBoard accepts
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def scalars(self, step: int, values: Mapping[str, Any]) -> None:
         """Write values immediately.
 
         Args:

@@ -11,6 +11,7 @@ from io import FileIO
 from pathlib import Path
 
 import children
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -383,8 +384,9 @@ def test_the_metrics_of_a_step_are_taken_as_they_are(tmp_path):
         writer.scalars(0, metrics)
     text = (tmp_path / "metrics.csv").read_text()
     assert text.splitlines() == ["step,loss,finite,weight,low", "0,0.5,1.0,3.0,0.25"]
-    with pytest.raises(TypeError, match=r"values\['a'\] must be a number, got 1j \(complex\)"):
-        CSVWriter(tmp_path / "other.csv").scalars(0, {"a": jnp.complex64(1j)})
+    for value, got in ((jnp.complex64(1j), r"1j \(complex\)"), (jax.random.key(0), "Array")):
+        with pytest.raises(TypeError, match=rf"values\['a'\] must be a number, got {got}"):
+            CSVWriter(tmp_path / "other.csv").scalars(0, {"a": value})
 
 
 def test_what_is_no_path_and_a_name_that_is_taken(tmp_path):

@@ -394,7 +394,15 @@ def test_a_metric_of_the_scales_name():
 
 @pytest.mark.parametrize("knob", ["compute_dtype", "exchange_dtype"])
 @pytest.mark.parametrize(
-    ("dtype", "got"), [("int8", "'int8'"), (jnp.int8, "'int8'"), (7, "7"), ("bf16", "'bf16'")]
+    ("dtype", "got"),
+    [
+        ("int8", "'int8'"),
+        (jnp.int8, "'int8'"),
+        (np.dtype("f8"), "'float64'"),
+        (("f4", -1), r"\('f4', -1\)"),
+        ("bf16", "'bf16'"),
+        ([], r"\[\]"),
+    ],
 )
 def test_types_that_are_none(knob, dtype, got):
     with pytest.raises(ValueError, match=rf"^DDPConfig: {knob} must be one of .*, got {got}\.$"):
