@@ -56,6 +56,7 @@ def started(
 def ended(child: Any, limit: float = LIMIT) -> Iterator[None]:
     """Kills a process's group in the end, or after some seconds; it leads the group."""
     too_late = threading.Timer(limit, _kill, [child])
+    too_late.daemon = True
     too_late.start()
     try:
         yield

@@ -60,7 +60,7 @@ def test_the_same_bits_with_counts_that_do_not_change(tmp_path):
 def test_counts_that_followed_the_speeds_of_another_process(tmp_path, caplog):
     """What was measured is told to no other cadence; the run's own counts give its bits."""
     rule = elche.ParameterAveraging(optimizer_state="keep")
-    config = elche.DDPConfig(
+    config = elche.DDPConfig(  # counts that grow slowly, so that there are some windows
         policy="cadence", exchange="host", anchor=1, max_anchor=2, max_batch_diff=1
     )
     state, train = run(averaged(rule, config=config, cadence=None), tmp_path)

@@ -45,6 +45,7 @@ def forked(channel):
         os.close(said)
         for number, file in enumerate([os.open(os.devnull, os.O_RDONLY), *outputs]):
             os.dup2(file, number)
+            os.set_inheritable(number, True)  # also where it had the number already
             if file != number:
                 os.close(file)
         return json.loads(message)
@@ -59,8 +60,18 @@ def forked(channel):
     os._exit(0)
 
 
+def settings(environment):
+    """The variables that JAX has read when it was imported."""
+    later = {"JAX_COORDINATOR_ADDRESS", "JAX_NUM_CPU_DEVICES"}
+    return {
+        name: text for name, text in environment.items() if name.startswith("JAX_")
+    } | dict.fromkeys(later)
+
+
 def run(arguments, environment, folder):
-    """Runs a program as Python would."""
+    """Runs a program as Python would, but for what was imported before."""
+    if settings(environment) != settings(os.environ):
+        raise ValueError("JAX has read its variables; start the job with fresh=True")
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

@@ -14,28 +14,38 @@ import children
 
 TESTS = Path(__file__).parents[1]
 PATHS = [children.ROOT, TESTS, TESTS / "averaging", TESTS / "processes"]
-HOURS = 3600.0
-"""Seconds that a suite may take."""
+DAY = 86_400.0
+"""Seconds; no suite takes as long."""
 
 
 class Fork:
-    """A process, as far as the tests need it, as one of `subprocess`."""
+    """A process, as far as the tests need it, as one of `subprocess`.
+
+    Raises:
+        RuntimeError: If there is nothing to fork.
+    """
 
     stdin = None
 
     def __init__(self, channel: socket.socket, arguments: list[str], environment: dict[str, str]):
-        self.stdout = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by `children.ended`
-        self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  # as well
+        program = json.dumps([arguments, environment, os.getcwd()]).encode()
         said, theirs = os.pipe()
-        try:
-            program = json.dumps([arguments, environment, os.getcwd()]).encode()
-            socket.send_fds(
-                channel, [program], [self.stdout.fileno(), self.stderr.fileno(), theirs]
-            )
-        finally:
-            os.close(theirs)
-        self.said = os.fdopen(said)
-        self.pid, self.returncode = int(self.said.readline()), None
+        with ExitStack() as opened:
+            self.said = opened.enter_context(os.fdopen(said))
+            self.stdout = opened.enter_context(tempfile.TemporaryFile("w+"))
+            self.stderr = opened.enter_context(tempfile.TemporaryFile("w+"))
+            try:
+                outputs = self.stdout.fileno(), self.stderr.fileno()
+                socket.send_fds(channel, [program], [*outputs, theirs])
+            except ConnectionError:  # the line below is empty, too
+                pass
+            finally:
+                os.close(theirs)
+            number = self.said.readline()
+            if not number:
+                raise RuntimeError("forking.py has ended; see what it says on standard error")
+            self.pid, self.returncode = int(number), None
+            opened.pop_all()
 
     def wait(self) -> int:
         """Waits for the end; returns the exit code."""
@@ -69,15 +79,16 @@ class Forks:
 
     def _begin(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._open.enter_context(ours)
         with theirs:
             # OpenBLAS has no threads then: a fork would not take them along
             env = {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": ":".join(map(str, PATHS))}
             server = children.started(
-                sys.executable, PATHS[-1] / "forking.py", env=env, limit=HOURS, stdin=theirs,
+                sys.executable, PATHS[-1] / "forking.py", env=env, limit=DAY, stdin=theirs,
                 stdout=None, stderr=None,
             )  # fmt: skip
             self._open.enter_context(server)
-        return self._open.enter_context(ours)
+        return ours
 
     def end(self) -> None:
         """Ends it."""

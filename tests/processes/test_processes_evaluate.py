@@ -17,7 +17,7 @@ FLEETS = [(2, 1), slow((1, 3)), slow((1, 1, 1))]
 @pytest.fixture(scope="module", params=FLEETS, ids=lambda fleet: "+".join(map(str, fleet)))
 def said(request):
     """What the processes say, by the names of the scenes."""
-    return jobs.run("evaluated.py", request.param)
+    return jobs.run("evaluated.py", request.param, fresh=True)
 
 
 def assert_close(got, want):

@@ -66,7 +66,7 @@ def test_who_is_stuck_is_named_and_killed(moment, tmp_path):
 
 
 @pytest.mark.slow  # one of ten moments that are known is tested by `make test`
-@pytest.mark.further  # six more are by `.ci/run`
+@pytest.mark.further  # two are by `.ci/run`
 @pytest.mark.parametrize("seeds", [(0, 3, 4, 5), (1, 6, 7), (2, 8, 9)], ids=str)
 def test_stopped_at_random_moments(seeds, tmp_path):
     """One process after the other: in the first window, whose programs are compiled, or later."""
@@ -113,7 +113,9 @@ def test_processes_that_are_watched_without_a_launcher(tmp_path, monkeypatch):
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.chdir(tmp_path)
-    first, second = jobs.outcomes(PROGRAM.name, (2, 1), json.dumps({"1": {"data": 0}}), 1)
+    first, second = jobs.outcomes(
+        PROGRAM.name, (2, 1), json.dumps({"1": {"data": 0}}), 1, fresh=True
+    )
     assert (first[0], second[0]) == (0, -signal.SIGKILL), first[2]
     assert "trained 450" in first[1]
     assert re.search(

@@ -49,7 +49,7 @@ def job(request, place, wholes):
     """What the two processes say, by the names of the scenes, and their folder."""
     # other scenes look at what the mean has saved
     rules = sorted({"mean", *jobs.asked(request, "rule")})
-    return jobs.run("saving.py", FLEET, "straight", place, *rules), place
+    return jobs.run("saving.py", FLEET, "straight", place, *rules, fresh=True), place
 
 
 def assert_params(got, want):

@@ -12,7 +12,7 @@ FLEET = (2, 1)
 def job(tmp_path_factory):
     """What the two processes say, by the names of the scenes, and their folder."""
     folder = tmp_path_factory.mktemp("trainer")
-    return jobs.run("fitting_jobs.py", FLEET, folder), folder
+    return jobs.run("fitting_jobs.py", FLEET, folder, fresh=True), folder
 
 
 def test_all_processes_have_the_same_history(job):
