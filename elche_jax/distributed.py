@@ -258,11 +258,13 @@ def _address(given: str | None) -> str | None:
 
 def _check_port(port: int) -> None:
     """Check that nobody listens at the port of the coordinator: JAX may crash, or meet others."""
-    if _listens("localhost", port):
-        raise RuntimeError(
-            f"distributed.initialize: nobody may listen at the port of coordinator_address, but "
-            f"{port} is in use. End what uses it, such as an earlier job, or choose another port."
-        )
+    with suppress(socket.gaierror):  # a host that has no such name
+        if _listens("localhost", port):
+            raise RuntimeError(
+                f"distributed.initialize: nobody may listen at the port of coordinator_address, "
+                f"but {port} is in use. End what uses it, such as an earlier job, or choose "
+                "another port."
+            )
 
 
 def _await_listener(address: str) -> None:

@@ -3,6 +3,7 @@
 import json
 import socket
 import sys
+from types import SimpleNamespace
 
 import children
 import jax
@@ -189,13 +190,25 @@ def test_it_is_left_to_jax_if_nobody_listens(address, tries, monkeypatch):
 
     def connected(address, **options):
         tried.append(address)
-        if len(tried) == 3:
-            monkeypatch.setattr(distributed.time, "monotonic", lambda: float("inf"))
         return connect(address, **options)
+
+    seconds = iter([0, 1, 2, distributed.FIRST_S])
+    clock = SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda _: None)
+    monkeypatch.setattr(distributed, "time", clock)
 
     monkeypatch.setattr(socket, "create_connection", connected)
     distributed._await_listener(address)
     assert len(tried) == tries and tried[0][0] == address.rpartition(":")[0].strip("[]")
+
+
+def test_a_host_without_the_name_localhost_may_be_the_first(monkeypatch):
+    def unknown(*_, **__):
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "create_connection", unknown)
+    distributed._check_port(1)
+    with pytest.raises(socket.gaierror):
+        distributed._listens("localhost", 1)
 
 
 def test_a_connection_that_meets_itself_meets_nobody(monkeypatch):

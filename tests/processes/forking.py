@@ -18,12 +18,15 @@ import types
 import warnings
 from pathlib import Path
 
-import every_rule  # noqa: F401  # imported for what they import, as the next ones
-import flax.training.dynamic_scale  # noqa: F401
+import every_rule  # noqa: F401  (for what it imports)
+import flax.training.dynamic_scale  # noqa: F401  (which a program imports)
 import jax
-import losing  # noqa: F401
-import raising  # noqa: F401
+import losing  # noqa: F401  (for what it imports)
+import raising  # noqa: F401  (for what it imports)
 from jax._src import xla_bridge
+
+LATER = {"JAX_COORDINATOR_ADDRESS", "JAX_NUM_CPU_DEVICES"}
+"""Variables that each process of a job has of its own."""
 
 
 def forked(channel):
@@ -62,10 +65,11 @@ def forked(channel):
 
 def settings(environment):
     """The variables that JAX has read when it was imported."""
-    later = {"JAX_COORDINATOR_ADDRESS", "JAX_NUM_CPU_DEVICES"}
     return {
-        name: text for name, text in environment.items() if name.startswith("JAX_")
-    } | dict.fromkeys(later)
+        name: text
+        for name, text in environment.items()
+        if name.startswith("JAX_") and name not in LATER
+    }
 
 
 def run(arguments, environment, folder):

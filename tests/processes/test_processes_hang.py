@@ -94,8 +94,8 @@ def test_a_collective_in_which_all_wait(tmp_path):
     assert "no progress" not in done.stderr
 
 
-@pytest.mark.slow  # test_launch_judge.py has the times that each phase may take
-@pytest.mark.further
+@pytest.mark.slow  # test_progress.py has what each phase may take
+@pytest.mark.further  # half a minute of waiting
 def test_what_takes_ten_times_as_long_is_no_hang(tmp_path):
     timeout, long = 0.7, 7.0
     first = {name: long for name in ("restore", "compile", "loop")}
