@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from elche_jax.engine.axis import DeviceAxis
+from elche_jax.engine.choice import chosen
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.loop import LoopHook, run_loop
-from elche_jax.engine.microbatch import chosen
 from elche_jax.engine.reduce import Mean
 from elche_jax.engine.rule import Ended, Leaves, Rule
 from elche_jax.engine.state import TrainState, averaging_of, with_averaging

@@ -15,18 +15,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from elche_jax.engine.choice import TentativeUpdate, chosen, computed_once
 from elche_jax.engine.exchange import SUM_BELOW, Packing
 from elche_jax.engine.fetch import CallArgs, Payload
+from elche_jax.engine.finite import all_finite, floats
 from elche_jax.engine.mapped import AXIS
-from elche_jax.engine.microbatch import (
-    Terms,
-    all_finite,
-    chosen,
-    clip,
-    computed_once,
-    floats,
-    plus,
-)
+from elche_jax.engine.microbatch import Terms, clip, plus
 from elche_jax.engine.precision import adjust
 from elche_jax.engine.reduce import Contribution, Mean, Reduction, Row
 from elche_jax.engine.rule import Agreed, Ended, Leaves, Rule
@@ -109,13 +103,18 @@ class GradientRule(Rule):
         trained, _ = self.work.selection.split(after.params)
         merged, last = self.merged(ended, mean)
         grads = self._packing(trained).unpack(mean.payload, AXIS)
-        updates, opt_state = self.update(before, grads, after.opt_state, trained, mean.loss)
-        moved = optax.apply_updates(trained, updates)
-        fine = ~mean.good | all_finite((mean.payload, floats(merged), updates))
+
+        def moved(state: PyTree) -> tuple[PyTree, PyTree]:
+            trained, opt_state = state
+            updates, opt_state = self.update(before, grads, opt_state, trained, mean.loss)
+            return (optax.apply_updates(trained, updates), opt_state), updates
+
+        update = TentativeUpdate(moved, (trained, after.opt_state))
+        fine = ~mean.good | all_finite((mean.payload, floats(merged), update.seen))
         finite = mean.finite & fine
         good = computed_once((finite | (not self.drop_nonfinite)) & mean.good)
-        new, old = (moved, opt_state, merged), (trained, after.opt_state, last)
-        trained, opt_state, merged = chosen(good, new, old)
+        trained, opt_state = update.applied_if(good)
+        merged = chosen(good, merged, last)
         # a mean of nothing, as in the first windows with some pending, says nothing about the scale
         known = mean.good | ~finite
         loss_scale = chosen(known, adjust(after.loss_scale, finite), after.loss_scale)

@@ -1,16 +1,25 @@
 """What a jaxpr tells about a function that need not be run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend import core
 
 # Other calls are left out: a derivative given by the user may read what the function does not.
 CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
 """Primitives that do nothing but run the jaxpr they hold."""
+
+
+PASSES = (
+    "dot_general", "conv_general_dilated", "scan", "while", "sort", "fft", "cholesky", "eig",
+    "eigh", "householder_product", "lu", "qr", "schur", "svd", "triangular_solve",
+    "pure_callback", "ffi_call",
+)  # fmt: skip
+"""Primitives that take much longer than to read their operands."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,20 @@ def smallest_float(jaxpr: Any) -> int:
     sizes = [dtype.itemsize for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
     inner = [smallest_float(body) for eqn in eqns for body in _bodies(eqn)]
     return min([4, *sizes, *inner])
+
+
+def repeats_cheaply(fn: Callable[..., Any], *args: Any) -> bool:
+    """Return whether a function may be computed twice: it takes about as long as to read its
+    arguments, and has no side effects."""
+    closed = jax.make_jaxpr(fn)(*args)
+    return not closed.effects and not _has(closed, PASSES)
+
+
+def _has(jaxpr: Any, names: Collection[str]) -> bool:
+    return any(
+        eqn.primitive.name in names or any(_has(body, names) for body in _bodies(eqn))
+        for eqn in _plain(jaxpr).eqns
+    )
 
 
 def _bodies(eqn: core.JaxprEqn) -> Iterator[Any]:

@@ -25,9 +25,11 @@ import optax
 from elche_jax.averaging.fragments import assign_fragments
 from elche_jax.averaging.rules import AveragingRule, DeviceWork, ParameterAveraging
 from elche_jax.engine.axis import Axis, PerDevice
+from elche_jax.engine.choice import chosen, computed_once
 from elche_jax.engine.fetch import CallArgs, Payload
+from elche_jax.engine.finite import all_finite, floats
 from elche_jax.engine.merge import MergeRules, difference, opt_rules, wide
-from elche_jax.engine.microbatch import all_finite, chosen, clip, computed_once, floats
+from elche_jax.engine.microbatch import clip
 from elche_jax.engine.reduce import Contribution, Mean, Reduction, Row, dot, shares_of
 from elche_jax.engine.rule import Agreed, Ended, Leaves, Rule
 from elche_jax.engine.state import (

@@ -1,6 +1,5 @@
 """The gradient of one microbatch, with its data, random key and precision."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from elche_jax.engine.bits import is_float
+from elche_jax.engine.choice import computed_once
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.loss import Form, LossFn, batch_size_of, microbatch_terms
 from elche_jax.engine.precision import Precision
@@ -39,9 +38,6 @@ class Terms(Replaceable):
     metrics: dict[str, Any]
     model_state: PyTree
 
-
-LEAVES_PER_REDUCTION = 8
-"""Number of equally shaped arrays that one reduction checks for non-finite values."""
 
 Part = Callable[[Any, PyTree, PyTree], Terms]
 """`part(p, trained parameters, model state)`, for part `p` of a microbatch."""
@@ -216,42 +212,3 @@ def clip(grads: PyTree, max_norm: float | None, weight: Any = 1.0) -> PyTree:
     factor = jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-30))
     factor = computed_once(jnp.where(jnp.isfinite(norm), factor, jnp.nan))
     return jax.tree.map(lambda g: g * factor, grads)
-
-
-def all_finite(tree: PyTree) -> Any:
-    """Return whether all elements of a tree of floats are finite.
-
-    `x - x` is 0 for a finite `x` and NaN otherwise. Equally shaped arrays are first added in
-    groups, as each reduction adds to the compile time.
-    """
-    alike: dict[Any, list[Any]] = {}
-    for leaf in map(jnp.asarray, jax.tree.leaves(tree)):
-        alike.setdefault((leaf.shape, leaf.dtype), []).append(jax.lax.sub(leaf, leaf))
-    zeros = [
-        functools.reduce(jax.lax.add, leaves[at : at + LEAVES_PER_REDUCTION])
-        for leaves in alike.values()
-        for at in range(0, len(leaves), LEAVES_PER_REDUCTION)
-    ]
-    sums = [jax.lax.reduce_sum(zero, range(zero.ndim)).astype(jnp.float32) for zero in zeros]
-    return jax.lax.reduce_sum(jnp.stack([jnp.float32(0), *sums]), (0,)) == 0
-
-
-def chosen(flag: Any, new: PyTree, old: PyTree) -> PyTree:
-    """Select between two trees of equal structure by a scalar flag."""
-    # `lax.select`: a `jnp.where` is a call in the program that takes long to trace
-    return jax.tree.map(lambda a, b: jax.lax.select(flag, a, b), new, old)
-
-
-def computed_once(value: Any) -> Any:
-    """Keep XLA from duplicating the computation of a scalar that every leaf of a tree uses.
-
-    XLA's CPU compiler would otherwise fuse a copy of it into the kernel of every leaf. For a
-    flag that depends on all leaves, code size and compile time then grow with the square of
-    their number. It never fuses the output of a sort, so the scalar passes through one.
-    """
-    return jax.lax.sort(jnp.stack([value, value]))[0]
-
-
-def floats(tree: PyTree) -> list[Any]:
-    """Return the leaves of a float dtype."""
-    return [leaf for leaf in jax.tree.leaves(tree) if is_float(leaf)]

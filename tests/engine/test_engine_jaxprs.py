@@ -1,4 +1,4 @@
-"""What a jaxpr tells: which arguments its results depend on, and the smallest float."""
+"""What a jaxpr tells: what its results depend on, the smallest float, what a repeat costs."""
 
 import flax.linen as nn
 import jax
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from elche_jax.engine.jaxprs import Origin, origins, smallest_float
+from elche_jax.engine.jaxprs import Origin, origins, repeats_cheaply, smallest_float
 
 X, Y = np.ones(3, "float32"), np.ones(3, "float32")
 
@@ -86,3 +86,27 @@ def test_a_key_that_a_flax_model_only_gets(dropout, uses):
 )
 def test_smallest_float(fn, size):
     assert smallest_float(jax.make_jaxpr(fn)(X)) == size
+
+
+def printed(x):
+    jax.debug.print("{}", x)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("fn", "cheap"),
+    [
+        (lambda x: x * x.sum(), True),
+        (jax.jit(lambda x: jax.lax.cond(x[0] > 0, jnp.exp, jnp.log, x)), True),
+        (lambda x: jax.random.normal(jax.random.key(0), x.shape), True),
+        (lambda x: x @ x, False),
+        (jax.jit(lambda x: jax.lax.map(lambda y: y + 1, x)), False),
+        (lambda x: jax.lax.cond(x[0] > 0, jnp.sort, jnp.log, x), False),
+        (lambda x: jnp.linalg.inv(jnp.diag(x)), False),
+        (lambda x: jax.pure_callback(np.exp, x, x), False),
+        (printed, False),
+        (jax.jit(printed), False),
+    ],
+)
+def test_what_may_be_computed_twice(fn, cheap):
+    assert repeats_cheaply(fn, X) == cheap

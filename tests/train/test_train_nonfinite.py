@@ -12,6 +12,7 @@ import pytest
 
 import elche_jax as elche
 from elche_jax.data.order import epoch_order
+from elche_jax.engine import choice
 from elche_jax.engine.mapped import stack_shards, stacked_sharding
 from elche_jax.observe.events import LossEvent
 
@@ -77,16 +78,21 @@ def without(examples, *windows, size=16):
     return {"x": examples["x"][keep]}
 
 
-def test_skip_drops_the_update_on_all_devices_and_goes_on():
+@pytest.mark.parametrize("in_place", [False, True])
+def test_skip_drops_the_update_on_all_devices_and_goes_on(in_place, monkeypatch):
     """Parameters and moments are those of a run that never saw the window."""
+    make = shared
+    if in_place:  # as large models are
+        monkeypatch.setattr(choice, "IN_PLACE", 0)
+        make = build
     bad = data(5)  # the second window, microbatch 1 of device 0
-    train = shared(nonfinite="skip")
+    train = make(nonfinite="skip")
     state, history = run(train, train.init(PARAMS), bad)
     assert history == [True, False, True, True, True, True]
     assert train.skipped == train.report().skipped == 1
     assert "not finite: 1 window (update dropped" in str(train.report())
     elche.check_replicas(state)
-    clean = shared()
+    clean = make()
     want, _ = run(clean, clean.init(PARAMS), without(bad, 1))
     for a, b in zip(
         jax.tree.leaves((state.params, state.opt_state)),

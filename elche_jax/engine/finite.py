@@ -1,0 +1,77 @@
+"""Checks of arrays for numbers that are not finite, in a few passes and without copies."""
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from elche_jax.engine.bits import is_float
+
+PyTree = Any
+
+LEAVES_PER_REDUCTION = 8
+"""Number of equally shaped arrays that one reduction checks."""
+
+ALONE = 1 << 20
+"""Bytes from which an array is checked alone."""
+
+
+def all_finite(tree: PyTree) -> Any:
+    """Return whether all elements of a tree of floats are finite.
+
+    `x - x` and `0 * x` are 0 for a finite `x` and NaN otherwise. Equally shaped small arrays are
+    first added in groups, as each reduction adds to the compile time.
+    """
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    total = _differences([leaf for leaf in leaves if not _is_large(leaf)])
+    large = [leaf for leaf in leaves if _is_large(leaf)]
+    if large:
+        total += jax.lax.platform_dependent(large, cpu=_products, default=_differences)
+    return total == 0
+
+
+def floats(tree: PyTree) -> list[Any]:
+    """Return the leaves of a float dtype."""
+    return [leaf for leaf in jax.tree.leaves(tree) if is_float(leaf)]
+
+
+def _is_large(leaf: Any) -> bool:
+    # products of smaller floats are slow on a CPU
+    return leaf.size * leaf.dtype.itemsize >= ALONE and leaf.dtype in (jnp.float32, jnp.float64)
+
+
+def _differences(leaves: Sequence[Any]) -> Any:
+    """Return 0 if all are finite, computed from `x - x`."""
+    alike: dict[Any, list[Any]] = {}
+    for leaf in leaves:
+        alike.setdefault((leaf.shape, leaf.dtype), []).append(jax.lax.sub(leaf, leaf))
+    zeros = [
+        functools.reduce(jax.lax.add, leaves[at : at + LEAVES_PER_REDUCTION])
+        for leaves in alike.values()
+        for at in range(0, len(leaves), LEAVES_PER_REDUCTION)
+    ]
+    return _total(jax.lax.reduce_sum(zero, range(zero.ndim)) for zero in zeros)
+
+
+def _products(leaves: Sequence[Any]) -> Any:
+    """Return 0 if all are finite, computed from `0 * x`.
+
+    XLA's CPU compiler does not fuse a difference with its sum, so that it would write it to
+    memory; a product with a vector of zeros reads the array, and nothing else.
+    """
+    return _total(map(_product, leaves))
+
+
+def _product(leaf: Any) -> Any:
+    rows = leaf.reshape(-1, leaf.shape[-1])
+    zeros = jnp.zeros(rows.shape[1], leaf.dtype)
+    # whatever precision of products the user has chosen, which may round to infinity
+    product = jax.lax.dot(rows, zeros, precision=jax.lax.Precision.HIGHEST)
+    return jax.lax.reduce_sum(product, (0,))
+
+
+def _total(sums: Iterable[Any]) -> Any:
+    sums = [jnp.float32(0), *(each.astype(jnp.float32) for each in sums)]
+    return jax.lax.reduce_sum(jnp.stack(sums), (0,))
