@@ -60,6 +60,11 @@ class Child:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, one)
 
+    def pass_on(self, number: int) -> None:
+        """Send a signal to the process only: what it has started does not know of it."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(self.pid, number)
+
     def ended(self) -> int | None:
         """Return the exit code, 128 plus the number of a signal; None if it lives.
 

@@ -239,6 +239,12 @@ class Generation:
         if self._step is None or step > self._step:
             self._end(step)
 
+    def pass_on(self, number: int) -> None:
+        """Send a signal to all processes, unless they are being ended."""
+        if self._step is None:
+            for child in self._alive.values():
+                child.pass_on(number)
+
     def close(self) -> None:
         """End what is left of the processes and their groups."""
         for child in self._alive.values():

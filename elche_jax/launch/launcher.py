@@ -21,6 +21,9 @@ from elche_jax.launch.program import MARK, start
 ENDING = {signal.SIGINT: 0, signal.SIGTERM: 1, signal.SIGHUP: 1}
 """Signals that end the launcher, and with which step it begins."""
 
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that mean what a script makes of them, as in other launchers."""
+
 BROKEN_PIPE = 141
 
 LONGEST_S = 3600.0
@@ -158,6 +161,8 @@ class _Launcher:
                 # others come more than once by themselves, as when a terminal is closed
                 hurry = number == signal.SIGINT
                 self._stop(128 + number, ENDING[signal.Signals(number)], hurry)
+            elif number in PASSED_ON and self._generation is not None:
+                self._generation.pass_on(number)
 
     def _stop(self, code: int, step: int, hurry: bool = False) -> None:
         if self._generation is not None:
@@ -197,7 +202,7 @@ class _Launcher:
 
 @contextmanager
 def _signals(selector: selectors.BaseSelector) -> Generator[list[int]]:
-    """Collect the signals that end the launcher or tell of the end of a process.
+    """Collect the signals that end the launcher, are passed on, or tell of the end of a process.
 
     The end of a terminal stays ignored where it is, as by `nohup`.
     """
@@ -207,7 +212,7 @@ def _signals(selector: selectors.BaseSelector) -> Generator[list[int]]:
     os.set_blocking(writer, False)
     before = {
         number: signal.signal(number, lambda number, _: found.append(number))
-        for number in (*ENDING, signal.SIGCHLD)
+        for number in (*ENDING, *PASSED_ON, signal.SIGCHLD)
         if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)
     }
     woken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

@@ -337,6 +337,38 @@ def test_the_time_to_end_may_be_as_long_as_one_likes(launched, tmp_path):
     assert (tmp_path / "saved").exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_what_means_something_to_scripts_is_passed_on(launched, number):
+    """To each of them, not to what they have started, which it would end."""
+    script = f"""
+idle = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+signal.pthread_sigmask(signal.SIG_BLOCK, [{int(number)}])
+print("ready", flush=True)
+signal.sigwait([{int(number)}])
+idle.terminate()  # after the other signal, if it got that
+print("asked", me, idle.wait(), flush=True)
+"""
+    with launched(script, "-n", "2") as process:
+        for _ in range(2):
+            assert "ready" in process.stdout.readline()
+        process.send_signal(number)
+        code, out, err = outcome(process)
+        assert (code, err) == (0, "")
+        assert sorted(line.split("asked")[1].split() for line in out.splitlines()) == [
+            ["0", str(-signal.SIGTERM)],
+            ["1", str(-signal.SIGTERM)],
+        ]
+
+
+def test_a_signal_that_no_script_handles_ends_the_job(launched):
+    with launched('print("ready", flush=True); time.sleep(600)', "-n", "2") as process:
+        for _ in range(2):
+            assert "ready" in process.stdout.readline()
+        process.send_signal(signal.SIGUSR1)
+        code, _, err = outcome(process)
+        assert code == 128 + signal.SIGUSR1 and "ended with SIGUSR1" in err
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_only_ctrl_c_hurries(launched, tmp_path, number):
     """A terminal that is closed sends SIGHUP twice, GNU's `timeout` SIGTERM."""
