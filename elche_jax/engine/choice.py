@@ -11,8 +11,8 @@ from elche_jax.engine.jaxprs import repeats_cheaply
 PyTree = Any
 
 IN_PLACE = 1 << 23
-"""Bytes of a state from which `TentativeUpdate` repeats an update in place. Smaller ones stay in
-a processor's cache, and a selection compiles faster."""
+"""Bytes of a state from which `TentativeUpdate` repeats an update in place, if that is cheap. A
+smaller one stays in a processor's cache, and a selection compiles faster."""
 
 
 class TentativeUpdate:
@@ -25,7 +25,7 @@ class TentativeUpdate:
     the host may have to ask which branch is taken.
 
     Args:
-        update: Maps a state to `(new state, other results)`; traced, without side effects.
+        update: Maps a state to `(new state, other results)`; traced once.
         state: The state.
 
     Attributes:
@@ -46,12 +46,16 @@ class TentativeUpdate:
         if not self._repeated:
             return chosen(flag, self._new, self._state)
 
-        def in_place(flag: Any, new: PyTree, state: PyTree) -> PyTree:
+        # functions of this call: JAX keeps what it has traced for as long as a function lives
+        def in_place(flag: Any, new: PyTree, old: PyTree) -> PyTree:
             del new
-            return jax.lax.cond(flag, lambda old: self._update(old)[0], lambda old: old, state)
+            return jax.lax.cond(flag, lambda old: self._update(old)[0], lambda old: old, old)
+
+        def selected(flag: Any, new: PyTree, old: PyTree) -> PyTree:
+            return chosen(flag, new, old)
 
         return jax.lax.platform_dependent(
-            flag, self._new, self._state, cpu=in_place, default=chosen
+            flag, self._new, self._state, cpu=in_place, default=selected
         )
 
 

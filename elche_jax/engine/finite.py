@@ -15,7 +15,7 @@ LEAVES_PER_REDUCTION = 8
 """Number of equally shaped arrays that one reduction checks."""
 
 ALONE = 1 << 20
-"""Bytes from which an array is checked alone."""
+"""Bytes from which an array of float32 or float64 is checked alone."""
 
 
 def all_finite(tree: PyTree) -> Any:
@@ -28,7 +28,10 @@ def all_finite(tree: PyTree) -> Any:
     total = _differences([leaf for leaf in leaves if not _is_large(leaf)])
     large = [leaf for leaf in leaves if _is_large(leaf)]
     if large:
-        total += jax.lax.platform_dependent(large, cpu=_products, default=_differences)
+        # functions of this call: JAX keeps what it has traced for as long as a function lives
+        total += jax.lax.platform_dependent(
+            large, cpu=lambda large: _products(large), default=lambda large: _differences(large)
+        )
     return total == 0
 
 

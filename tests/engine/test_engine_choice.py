@@ -1,5 +1,6 @@
 """An update that is applied only if it is good: what it gives, and what memory it takes."""
 
+import gc
 import re
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import ClosedJaxpr
 
 from elche_jax.engine import choice
 from elche_jax.engine.choice import TentativeUpdate, computed_once
@@ -90,6 +92,18 @@ def test_what_is_dear_is_computed_once():
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_it_is_traced_once(size):
+    traced = []
+
+    def told(updates):
+        traced.append(1)
+        return updates
+
+    jax.jit(adam(then=told)).lower(*begin(SIZES[size]))
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_side_effects_happen_once(size):
     seen = []
 
@@ -100,3 +114,15 @@ def test_side_effects_happen_once(size):
     jax.block_until_ready(jax.jit(adam(then=told))(*begin(SIZES[size])))
     jax.effects_barrier()
     assert len(seen) == 1
+
+
+def test_nothing_that_was_traced_is_kept():
+    def kept():
+        gc.collect()
+        return sum(isinstance(one, ClosedJaxpr) for one in gc.get_objects())
+
+    lowered(adam())
+    before = kept()
+    for _ in range(3):
+        lowered(adam())
+    assert kept() <= before

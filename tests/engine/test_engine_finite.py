@@ -54,12 +54,23 @@ def test_large_arrays(shape, bad):
         assert bool(check(arrays)) is bool(np.isfinite(bad))
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
-def test_a_precision_of_products_changes_nothing(precision):
-    # rounded to bfloat16 it would be infinite
+def products(array):
+    """How a large array is multiplied by zeros, if it is."""
+    text = jax.jit(lambda x: all_finite(x)).lower(array).as_text()
+    return [line for line in text.splitlines() if "dot_general" in line]
+
+
+def test_a_precision_of_products_changes_nothing():
+    # rounded to bfloat16 it would be infinite, where a device multiplies with less precision
     array = np.full((512, 512), np.finfo("float32").max)
-    with jax.default_matmul_precision(precision):
+    with jax.default_matmul_precision("bfloat16"):
         assert bool(jax.jit(lambda x: all_finite(x))(array))
+        (product,) = products(array)
+    assert "precision = [HIGHEST, HIGHEST]" in product
+
+
+def test_smaller_floats_are_not_multiplied():
+    assert products(large((1024, 1024), "bfloat16")) == []
 
 
 def test_large_arrays_are_not_copied():

@@ -4,6 +4,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import optax.contrib
 import pytest
 
 from elche_jax.engine.jaxprs import Origin, origins, repeats_cheaply, smallest_float
@@ -98,7 +100,12 @@ def printed(x):
     [
         (lambda x: x * x.sum(), True),
         (jax.jit(lambda x: jax.lax.cond(x[0] > 0, jnp.exp, jnp.log, x)), True),
-        (lambda x: jax.random.normal(jax.random.key(0), x.shape), True),
+        (jax.nn.relu, True),
+        (lambda x: jax.random.normal(jax.random.key(0), x.shape), False),
+        (lambda x: jax.lax.top_k(x, 2)[0], False),
+        (jnp.cumsum, False),
+        (lambda x: x.astype("bfloat16") * 2, False),
+        (lambda x: x.at[jnp.array([1, 0])].add(x[:2]), False),
         (lambda x: x @ x, False),
         (jax.jit(lambda x: jax.lax.map(lambda y: y + 1, x)), False),
         (lambda x: jax.lax.cond(x[0] > 0, jnp.sort, jnp.log, x), False),
@@ -110,3 +117,34 @@ def printed(x):
 )
 def test_what_may_be_computed_twice(fn, cheap):
     assert repeats_cheaply(fn, X) == cheap
+
+
+OPTIMIZERS = {
+    **{name: getattr(optax, name)(1e-3) for name in (
+        "adabelief", "adafactor", "adam", "adamax", "adamw", "amsgrad", "lamb", "lars", "lion",
+        "nadamw", "radam", "rmsprop", "sgd", "yogi",
+    )},
+    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+    "finite": optax.apply_if_finite(optax.adam(1e-3), 5),
+    "injected": optax.inject_hyperparams(optax.adam)(1e-3),
+    "masked": optax.masked(optax.adam(1e-3), {"w": True, "b": False}),
+    "momentum": optax.sgd(1e-3, momentum=0.9, nesterov=True),
+    "multi": optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(),
+    "schedule": optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100)),
+}  # fmt: skip
+
+
+def test_usual_optimizers_may_be_computed_twice():
+    params = {"w": np.ones((8, 8), "float32"), "b": np.ones(8, "float32")}
+
+    def cheap(tx):
+        def update(grads, state, params):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        return repeats_cheaply(update, params, tx.init(params), params)
+
+    assert {name for name, tx in OPTIMIZERS.items() if not cheap(tx)} == set()
+    noisy = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1))
+    dear = [noisy, optax.contrib.muon(0.1), optax.adam(1e-3, mu_dtype="bfloat16")]
+    assert not any(map(cheap, dear))
