@@ -24,6 +24,9 @@ ENDING = {signal.SIGINT: 0, signal.SIGTERM: 1, signal.SIGHUP: 1}
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that mean what a script makes of them, as in other launchers."""
 
+IGNORED = (signal.SIGHUP, *PASSED_ON)
+"""Signals that stay ignored, here and in the processes, where they are, as SIGHUP by `nohup`."""
+
 BROKEN_PIPE = 141
 
 LONGEST_S = 3600.0
@@ -204,7 +207,7 @@ class _Launcher:
 def _signals(selector: selectors.BaseSelector) -> Generator[list[int]]:
     """Collect the signals that end the launcher, are passed on, or tell of the end of a process.
 
-    The end of a terminal stays ignored where it is, as by `nohup`.
+    Some stay ignored where they are.
     """
     reader, writer = os.pipe()
     found: list[int] = []
@@ -213,7 +216,7 @@ def _signals(selector: selectors.BaseSelector) -> Generator[list[int]]:
     before = {
         number: signal.signal(number, lambda number, _: found.append(number))
         for number in (*ENDING, *PASSED_ON, signal.SIGCHLD)
-        if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)
+        if number not in IGNORED or signal.getsignal(number) != signal.SIG_IGN
     }
     woken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     selector.register(reader, selectors.EVENT_READ, lambda: os.read(reader, 4096))

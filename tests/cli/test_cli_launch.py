@@ -389,6 +389,23 @@ def test_the_end_of_a_terminal_is_ignored_where_it_was(launched):
         assert process.wait() == 128 + signal.SIGTERM
 
 
+def test_what_is_ignored_is_not_passed_on(launched):
+    """What started the launcher ignores it: so do the launcher and its processes."""
+    script = """
+os.kill(os.getpid(), signal.SIGUSR1)
+print("ready", flush=True)
+signal.sigwait([signal.SIGTERM])
+"""
+    blocked = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
+    ignoring = "import os, signal, sys; signal.signal(signal.SIGUSR1, signal.SIG_IGN); "
+    ignoring += "os.execv(sys.argv[1], sys.argv[1:])"
+    with launched(blocked + script, "-n", "1", before=[sys.executable, "-c", ignoring]) as process:
+        assert "ready" in process.stdout.readline()
+        process.send_signal(signal.SIGUSR1)
+        process.send_signal(signal.SIGTERM)
+        assert outcome(process)[0] == 128 + signal.SIGTERM
+
+
 def test_a_reader_that_is_slow_does_not_keep_it_from_ending(launched):
     floods = FAMILY + "while True:\n    print('x' * 1000)\n"
     with launched(floods, "-n", "1", "--grace", "0.2") as process:
