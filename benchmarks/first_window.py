@@ -9,16 +9,12 @@ persistent compilation cache. The clock starts when data and parameters are read
 call (ours: at `windows`), and stops when the loss is ready.
 """
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
-from measure import Result, interleave, options_of, ratios, result, show
+from measure import Result, in_a_process, interleave, ratios, result, run_cases
 
-ROOT = Path(__file__).parents[1]
 ARRAYS = (100, 200, 400, 800)
 CASES = (*map(str, ARRAYS), "transformer", "one", "again")
 BATCH = 8
@@ -133,19 +129,14 @@ def start(way: str, model: str, world: int) -> float:
     return time.perf_counter() - begun
 
 
-def in_a_process(way: str, model: str, world: int, cache: str | None = None) -> float:
-    """Runs `start` in a separate process."""
-    call = f"import first_window; print(first_window.start({way!r}, {model!r}, {world}))"
-    environment = dict(os.environ, PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}")
-    if cache is not None:
-        environment |= {
-            "JAX_COMPILATION_CACHE_DIR": cache,
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        }
-    done = subprocess.run(
-        [sys.executable, "-c", call], env=environment, check=True, capture_output=True, text=True
-    )
-    return json.loads(done.stdout)
+def cached_in(folder: str | None) -> dict[str, str]:
+    """Returns the variables of a process that caches its programs in a folder, if there is one."""
+    if folder is None:
+        return {}
+    return {
+        "JAX_COMPILATION_CACHE_DIR": folder,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
 
 
 def measure(case: str, repeats: int) -> list[Result]:
@@ -154,13 +145,16 @@ def measure(case: str, repeats: int) -> list[Result]:
     plain = "plain jit" if world == 1 else "plain pmap"
     with tempfile.TemporaryDirectory() as folder:
         caches = {way: str(Path(folder, way)) if case == "again" else None for way in WAYS}
+        starts = {
+            way: partial(
+                in_a_process, "first_window", "start", way, model, world, **cached_in(caches[way])
+            )
+            for way in WAYS
+        }
         if case == "again":
-            for way in WAYS:
-                in_a_process(way, model, world, caches[way])
-        found = interleave(
-            {way: lambda way=way: in_a_process(way, model, world, caches[way]) for way in WAYS},
-            repeats,
-        )
+            for start_once in starts.values():
+                start_once()
+        found = interleave(starts, repeats)
     rows = [
         result(case[:5], f"{model}: {plain}, first call", found["plain"], "s"),
         result(case[:5], f"{model}: elche_jax, first window", found["ours"], "s"),
@@ -175,15 +169,5 @@ def measure(case: str, repeats: int) -> list[Result]:
 WAYS = ("plain", "ours")
 
 
-def main() -> None:
-    parser = options_of(__doc__, "benchmarks/out/first_window.json", 3)
-    parser.add_argument("--case", choices=CASES, action="append")
-    args = parser.parse_args()
-    results = [row for case in args.case or CASES for row in measure(case, args.repeats)]
-    import setup_devices  # noqa: F401  (only now: no child may share a backend with us)
-
-    show(results, args.out)
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(__doc__, "benchmarks/out/first_window.json", 3, CASES, measure)

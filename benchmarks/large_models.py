@@ -8,16 +8,13 @@ arguments and ours in turn. Memory is the peak of the process from the moment wh
 data are there, in parameters: Adam's state takes three, gradients one.
 """
 
-import json
 import resource
-import subprocess
-import sys
 import time
+from functools import partial
 from itertools import pairwise
 from statistics import median
 
-from first_window import ROOT
-from measure import Result, interleave, options_of, ratios, result, show
+from measure import Result, in_a_process, interleave, ratios, result, run_cases
 
 WIDTH, DEPTH, BATCH, STEPS = 2048, 4, 8, 40
 WAYS = ("plain", "ours")
@@ -103,20 +100,10 @@ def _peak() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def in_a_process(case: str, way: str) -> dict[str, float]:
-    """Runs `step_of` in a separate process."""
-    call = f"import json, large_models; print(json.dumps(large_models.step_of({case!r}, {way!r})))"
-    paths = [str(ROOT), str(ROOT / "benchmarks")]
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}; {call}"],
-        check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    return json.loads(done.stdout)
-
-
 def measure(case: str, repeats: int) -> list[Result]:
     """Returns the milliseconds and the memory of both, and the requirements."""
-    found = interleave({way: lambda way=way: in_a_process(case, way) for way in WAYS}, repeats)
+    steps = {way: partial(in_a_process, "large_models", "step_of", case, way) for way in WAYS}
+    found = interleave(steps, repeats)
     rows = []
     for what, unit in (("ms", "ms"), ("memory", "x")):
         of = {way: tuple(one[what] for one in found[way]) for way in WAYS}
@@ -127,15 +114,5 @@ def measure(case: str, repeats: int) -> list[Result]:
     return rows
 
 
-def main() -> None:
-    parser = options_of(__doc__, "benchmarks/out/large_models.json", 5)
-    parser.add_argument("--case", choices=CASES, action="append")
-    args = parser.parse_args()
-    results = [row for case in args.case or CASES for row in measure(case, args.repeats)]
-    import setup_devices  # noqa: F401  (only now: no child may share a backend with us)
-
-    show(results, args.out)
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(__doc__, "benchmarks/out/large_models.json", 5, CASES, measure)

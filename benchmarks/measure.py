@@ -2,14 +2,20 @@
 
 import argparse
 import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from math import sqrt
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import jax
+
+ROOT = Path(__file__).parents[1]
 
 Rates = dict[str, tuple[float, ...]]
 """What was measured of each system, repeat by repeat."""
@@ -73,6 +79,39 @@ def options_of(doc: str, out: str, repeats: int | None = None) -> argparse.Argum
         parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--out", type=Path, default=Path(out))
     return parser
+
+
+def run_cases(
+    doc: str, out: str, repeats: int, cases: Iterable[str],
+    measure: Callable[[str, int], list[Result]],
+) -> None:  # fmt: skip
+    """Measures the cases of a benchmark that the user asks for, and shows their figures.
+
+    Args:
+        doc: The benchmark's docstring.
+        out: Where its figures are written unless the user says it.
+        repeats: How many repeats there are unless the user says it.
+        cases: Names of all cases.
+        measure: `measure(case, repeats)`; it leaves the devices to processes of its own.
+    """
+    parser = options_of(doc, out, repeats)
+    parser.add_argument("--case", choices=[*cases], action="append")
+    args = parser.parse_args()
+    results = [row for case in args.case or cases for row in measure(case, args.repeats)]
+    import setup_devices  # noqa: F401  (only now: no child may share a backend with us)
+
+    show(results, args.out)
+
+
+def in_a_process(module: str, function: str, *args: object, **environment: str) -> Any:
+    """Returns what a function of a benchmark returns in a separate process, a JSON value."""
+    call = f"import json, {module}; print(json.dumps({module}.{function}{args!r}))"
+    paths = [str(ROOT), str(ROOT / "benchmarks")]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}; {call}"],
+        env={**os.environ, **environment}, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    return json.loads(done.stdout)
 
 
 def interleave(measures: dict[str, Callable[[], float]], repeats: int) -> Rates:

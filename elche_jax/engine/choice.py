@@ -19,10 +19,10 @@ class TentativeUpdate:
     """The update of a state that is wanted only if a flag is set, which may depend on it.
 
     A selection has to hold the new state beside the old one. Memory is slower than a processor:
-    with Adam a selection takes four times as long as the update. On a CPU a large state is
-    therefore updated in a branch, in place, where the update is computed again; its first
-    computation then leaves nothing but what the flag depends on. Not on an accelerator, where
-    the host may have to ask which branch is taken.
+    with Adam a step that selects takes four times as long as one that does not. On a CPU a large
+    state is therefore updated in a branch, in place, where the update is computed again; its
+    first computation then leaves nothing but what the flag depends on. Not on an accelerator,
+    where the host may have to ask which branch is taken.
 
     Args:
         update: Maps a state to `(new state, other results)`; traced once.

@@ -18,14 +18,14 @@ ADAM = optax.adam(0.1)
 SIZES = {"small": 8, "large": 1024}
 
 
-def adam(scale=1.0, then=lambda updates: updates):
+def adam(then=lambda updates: updates):
     """A step that is taken only if its updates are finite, and the state before the first."""
 
     def step(state, grads):
         def update(state):
             params, opt_state = state
             updates, opt_state = ADAM.update(grads, opt_state, params)
-            updates = then(jax.tree.map(lambda u: u * scale, updates))
+            updates = then(updates)
             return (optax.apply_updates(params, updates), opt_state), updates
 
         update = TentativeUpdate(update, state)
