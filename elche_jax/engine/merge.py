@@ -90,8 +90,12 @@ class MergeRules:
 
         With differences, a leaf that no device changed stays bitwise the same.
         """
+        # an old value that is not finite counts as 0, here and in `apply_differences`, so that the
+        # new values can replace it; as two selections, neither of which is kept in memory
         return [
-            difference(new, _finite(old)) if rule in MEANS else raw(new)
+            jnp.where(jnp.isfinite(old), difference(new, old), wide(new).astype(np.float32))
+            if rule in MEANS
+            else raw(new)
             for rule, old, new in zip(self.rules, before, after, strict=True)
         ]
 
@@ -99,11 +103,14 @@ class MergeRules:
         self, before: Sequence[Any], mean: Sequence[Any], spread: Sequence[Any] = ()
     ) -> list[Any]:
         """Return the merged leaves, given the mean of what `differences` returned."""
+
+        def moved(old: Any, mean: Any) -> Any:
+            # rounded once: a mean much smaller than the old value would lose all its bits
+            return jnp.where(jnp.isfinite(old), wide(old) + mean, mean).astype(old.dtype)
+
         triples = zip(self.rules, before, self.with_spread(mean, spread), strict=True)
         return [
-            # an old value that is not finite counts as 0 here and in `differences`, so that the new
-            # values can replace it
-            _finite(old) + new.astype(old.dtype) if rule in MEANS else with_type_of(old, new)
+            moved(old, new) if rule in MEANS else with_type_of(old, new)
             for rule, old, new in triples
         ]
 

@@ -291,6 +291,26 @@ def test_parameters_of_16_bits_are_joined_in_float32(dtype):
             assert a.dtype == dtype and a.tobytes() == b.tobytes()
 
 
+def test_moments_of_16_bits_are_averaged_in_float32():
+    """Gradients are the same on both devices, so that so are the moments, and fall by 300."""
+    rows = {"g": np.where(np.arange(2 * 26) < 2, 1.0, 0.003).astype("float32")}
+    moments = {}
+    for how in ("keep", "average"):
+        train = elche.build_train_step(
+            lambda p, batch, rng: batch["g"].mean() * p["w"].astype("float32").sum(),
+            optax.adam(1e-3, b1=0.5, b2=0.9), devices=jax.devices()[:2],
+            averaging=elche.ParameterAveraging(optimizer_state=how),
+            cadence=elche.Replay([(1, 1), (25, 25)]), guard=elche.NoGuard(),
+        )  # fmt: skip
+        state = train.init({"w": jnp.ones(2, "bfloat16")})
+        with train.windows(rows, 1, shuffle=False) as windows:
+            for window in windows:
+                state, _ = train(state, window)
+        moments[how] = np.asarray(state.opt_state[0].mu["w"].astype("float32"))
+    np.testing.assert_allclose(moments["keep"], 0.003, rtol=0.02)
+    np.testing.assert_array_equal(moments["average"], moments["keep"])
+
+
 def test_microbatches_without_weight_are_no_steps():
     """A device that had none but such has no say in the average."""
 

@@ -122,6 +122,19 @@ def test_what_no_device_changed_stays_bit_for_bit(rule):
 
 
 @pytest.mark.parametrize("rule", ["mean", "pooled", "max", "first"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_equal_values_are_their_own_mean(rule, dtype):
+    """They fall to a five-hundredth: the change has fewer bits than the value needs."""
+    before = {"mean": jnp.ones(3, dtype), "var": jnp.full(3, 2, dtype)}
+    after = {"mean": jnp.full(3, 0.0019, dtype), "var": jnp.full(3, 0.0037, dtype)}
+    got = merge(rule, before, [after] * 4, [1, 1, 1, 1])
+    for name, leaf in after.items():
+        assert got[name].dtype == leaf.dtype
+        limit = 2.0**-23 if dtype == "float32" else 0  # of the value before, which was up to 2
+        np.testing.assert_allclose(got[name].astype("f"), leaf.astype("f"), rtol=0, atol=limit)
+
+
+@pytest.mark.parametrize("rule", ["mean", "pooled", "max", "first"])
 def test_a_device_without_work_has_no_say_even_where_it_is_no_number(rule):
     good = {"mean": np.ones(2, "f"), "var": np.full(2, 3, "f")}
     bad = {"mean": np.full(2, np.nan, "f"), "var": np.full(2, np.inf, "f")}
