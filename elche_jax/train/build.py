@@ -28,7 +28,7 @@ from elche_jax.train.finite import MAX_SKIPS, FinitePolicy
 from elche_jax.train.microbatch_split import MicrobatchSplit, checked_split
 from elche_jax.train.options import Options
 from elche_jax.train.outside import check_debug, check_outside
-from elche_jax.train.parts import check_parts
+from elche_jax.train.parts import check_parts, with_keywords
 from elche_jax.train.recording import EpochRecorder
 from elche_jax.train.step import TrainStep
 
@@ -242,7 +242,8 @@ def build_train_step(
     check_alike(job, exchange)
     if first:
         logger.info(summary_of(fleet))
-    return TrainStep(LossFn(loss_fn, has_aux=has_aux), optimizer, fleet, cadence, options)
+    loss, tx = LossFn(loss_fn, has_aux=has_aux), with_keywords(optimizer)
+    return TrainStep(loss, tx, fleet, cadence, options)
 
 
 def _exchange(exchange: HostExchange | None, config: DDPConfig) -> HostExchange | None:

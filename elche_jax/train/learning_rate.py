@@ -52,8 +52,9 @@ def schedule_by_work(
     The training step passes the work to the optimizer's update as `microbatches=` and
     `examples=`, int32 scalars; the examples stay at 2**31 - 1. A wrapper around the optimizer must
     pass them on, as `optax.chain`, `masked`, `partition`, `apply_if_finite` and
-    `contrib.schedule_free` do. `optax.MultiSteps`, `lookahead` and
-    `contrib.split_real_and_imaginary` do not: put them inside,
+    `contrib.schedule_free` do, and an `optax.MultiSteps` that is the optimizer of a training
+    step. Its `gradient_transformation()`, `lookahead` and `contrib.split_real_and_imaginary` do
+    not: put them inside,
 
         schedule_by_work(
             lambda learning_rate: optax.MultiSteps(

@@ -1,6 +1,9 @@
 """Checks of the objects that make up a training or evaluation step."""
 
+import inspect
 from typing import Any
+
+import optax
 
 from elche_jax import _check as check
 from elche_jax.cadence import Cadence
@@ -36,3 +39,17 @@ def check_parts(where: str, **parts: Any) -> None:
         wraps, kind = name == "optimizer" and hasattr(part, "tx"), type(part).__name__
         got, todo = (f"{kind} around one", "Pass its tx.") if wraps else (repr(part), "")
         raise TypeError(check.message(where, name, f"be {expected}", got, todo))
+
+
+def with_keywords(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return an object like `optax.MultiSteps`, whose update takes any keywords, as a
+    transformation that gets them; others as they are.
+
+    optax would drop the keywords of what is not one of its own tuples.
+    """
+    if isinstance(optimizer, optax.GradientTransformation):
+        return optimizer
+    arguments = inspect.signature(optimizer.update).parameters.values()
+    if all(each.kind is not each.VAR_KEYWORD for each in arguments):
+        return optimizer
+    return optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)

@@ -530,3 +530,22 @@ def test_scaling_multi_steps():
         scale_learning_rate(MULTI, 2)
     tx = scale_learning_rate(optax.GradientTransformationExtraArgs(MULTI.init, MULTI.update), 2)
     assert rate_in(once(tx)[1]) == 0.0
+
+
+def test_multi_steps_as_the_optimizer_of_a_training_step():
+    """Its inner optimizer is told the work and the loss of the window that ends its steps."""
+    last = optax.GradientTransformationExtraArgs(
+        lambda params: jnp.float32(0),
+        lambda grads, state, params=None, *, value, **extra: (grads, value),
+    )
+    inner = optax.chain(schedule_by_work(optax.sgd)(lambda n: 1.0 * n), last)
+    train = elche.build_train_step(
+        lambda p, batch, rng: batch["x"].mean() + 0 * p["w"].sum(), optax.MultiSteps(inner, 2),
+        devices=jax.devices()[:1],
+    )  # fmt: skip
+    state = train.init({"w": np.ones(1, "f")})
+    with train.windows({"x": np.arange(6, dtype="f")}, 1, shuffle=False) as windows:
+        for _, window in zip(range(5), windows, strict=False):
+            state, _ = train(state, window)
+    scheduled, loss = elche.unreplicate(state.opt_state).inner_opt_state
+    assert (float(scheduled.hyperparams["learning_rate"]), float(loss)) == (3.0, 3.0)
