@@ -140,14 +140,11 @@ class HostRunner(WindowRunner):
     def _run(
         self, exchange: LiveExchange, state: TrainState, calls: Sequence[Call], launch: Launch
     ) -> tuple[TrainState, dict[str, Any], Any]:
-        coordinator, session = exchange.coordinator, exchange.session
-        if session is None:  # perhaps an earlier run has left one for this state
-            session, self._left = self._left, None
-        known = session is not None and session.state() is state
+        coordinator, session = exchange.coordinator, self._session_of(exchange, state)
+        known = session is not None
         # a state that this run did not return cannot get this window's average later
         ahead = coordinator.limits.ahead and (known or not exchange.used)
-        if session is None or not known:
-            session = self._begin(state)
+        session = session or self._begin(state)
         counts = tuple(sum(call.ranges[r].count for call in calls) for r in range(len(self)))
         exchange.session = session  # as it was, if the wait for room is interrupted
         # a device that is back has the state of the others at the last window, see `_restore`
@@ -169,19 +166,7 @@ class HostRunner(WindowRunner):
             # the order matters: averages that are known go into the state before its next window
             deliveries = self._dispatch(session, window, calls, launch, catch_up=not known)
             exchange.launch(window, deliveries)
-            if not ahead:
-                outcome = coordinator.outcome(launch.number)
-                session.absent.update(outcome.missing)
-                session.due.append((launch.number, outcome))
-                # after the run was closed, windows before it may still be pending
-                later = self.limits.delay or 0 if known else 0
-                while len(session.begun) > later:
-                    self._apply_next(session, coordinator)
-                coordinator.applied(launch.number, self._await_applied(session, outcome))
-            while self.limits.delay is not None and len(session.begun) > self.limits.delay:
-                self._apply_next(session, coordinator)
-            for rank in session.absent:
-                self._restore(session, rank)
+            self._apply_after(session, coordinator, window, known)
             new = self._whole(session, state)
         except BaseException as error:
             self._locals = []
@@ -199,6 +184,13 @@ class HostRunner(WindowRunner):
         metrics = jax.device_put(session.metrics, self.fleet.devices[session.present[0]])
         metrics |= reports
         return new, metrics, metrics["finite"]
+
+    def _session_of(self, exchange: LiveExchange, state: TrainState) -> Session | None:
+        """Return the session that returned a state, of this run or an earlier one, if any."""
+        session = exchange.session
+        if session is None:
+            session, self._left = self._left, None
+        return session if session is not None and session.state() is state else None
 
     def take_back(self, state: TrainState, clock: Clock, windows: int) -> TrainState | None:
         """See `WindowRunner.take_back`."""
@@ -319,6 +311,28 @@ class HostRunner(WindowRunner):
             return
         while self.limits.too_far([window.counts for window in session.begun], counts):
             self._apply_next(session, coordinator)
+
+    def _apply_after(
+        self, session: Session, coordinator: Coordinator, window: OpenWindow, known: bool
+    ) -> None:
+        """Apply the averages that are due once a window is dispatched.
+
+        Unless devices run ahead, that is its own, or the one as many windows before as the delay
+        says. A session that has just begun (not `known`) has none before.
+        """
+        if not window.ahead:
+            outcome = coordinator.outcome(window.number)
+            session.absent.update(outcome.missing)
+            session.due.append((window.number, outcome))
+            # after the run was closed, windows before it may still be pending
+            later = self.limits.delay or 0 if known else 0
+            while len(session.begun) > later:
+                self._apply_next(session, coordinator)
+            coordinator.applied(window.number, self._await_applied(session, outcome))
+        while self.limits.delay is not None and len(session.begun) > self.limits.delay:
+            self._apply_next(session, coordinator)
+        for rank in session.absent:
+            self._restore(session, rank)
 
     def _apply_next(self, session: Session, coordinator: Coordinator) -> None:
         """Wait for the average of the oldest window that has none applied, and apply it."""
