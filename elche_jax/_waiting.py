@@ -5,7 +5,26 @@ import sys
 import threading
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from typing import Any
+
+
+class Condition(threading.Condition):
+    """A condition whose `with` block never leaves its lock held when a Ctrl-C ends it.
+
+    The two methods by which a block of `threading.Condition` begins and ends are functions of
+    Python, where a signal's exception may be raised: once the lock is taken and the block has not
+    begun, or in front of its release. No thread could take the lock again then, and the process
+    would not end. Here they are the lock's own, of C, which handle a signal only while they wait.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        super().__init__(self.lock)
+
+    # found without a function of Python, either
+    __enter__: Any = property(attrgetter("lock.__enter__"))
+    __exit__: Any = property(attrgetter("lock.__exit__"))
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def speeds(text: str) -> list[float]:
         found = [float(part) for part in text.split(",")]
     except ValueError:
         found = []
-    if not found or min(found) <= 0:
+    if not found or not all(0 < each < float("inf") for each in found):
         raise argparse.ArgumentTypeError(f"must be comma-separated numbers above 0, got {text!r}")
     return found
 

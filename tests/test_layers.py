@@ -23,7 +23,7 @@ BELOW = {
     "_neighbours": {"_coordinator", "_leaving"},
     "_progress": set(),
     "_settings": set(),
-    "_threads": set(),
+    "_threads": {"_settings", "_waiting"},
     "_turns": set(),
     "_waiting": set(),
     "cadence": {"_check"},
@@ -38,7 +38,7 @@ BELOW = {
         "_waiting",
     },
     "distributed": {"_check", "_exit", "_processes", "_progress", "launch"},
-    "observe": {"_check", "cadence"},
+    "observe": {"_check", "_waiting", "cadence"},
     "config": {"_check", "averaging", "cadence"},
     "data": {"_check", "_settings", "_threads", "cadence"},
     "averaging": {"_check"},
@@ -68,9 +68,9 @@ BELOW = {
         "engine",
         "observe",
     },
-    "lab": {"_check", "_exit", "cadence", "data", "engine", "observe"},
+    "lab": {"_check", "_exit", "_waiting", "cadence", "data", "engine", "observe"},
 }
-BELOW["checkpoint"] = BELOW["train"] | {"train", "_exit"}
+BELOW["checkpoint"] = BELOW["train"] | {"train", "_exit", "_threads"}
 BELOW["trainer"] = BELOW["checkpoint"] | {"checkpoint"}
 BELOW["adapters"] = {"_check", "engine", "train"}
 BELOW["advice"] = BELOW["train"] | {"train"}
@@ -87,7 +87,17 @@ PRIVATE = {
     ("_coordinator.py", "jax._src.distributed"): "nothing public tells others why a process leaves",
     ("_exit.py", "_register_atexit"): "`atexit` is later than the end of pools of threads",
 }
-NO_JAX = ("__init__", "_lazy", "_progress", "launch", "cadence", "observe", "_check", "config")
+NO_JAX = (
+    "__init__",
+    "_lazy",
+    "_progress",
+    "_waiting",
+    "launch",
+    "cadence",
+    "observe",
+    "_check",
+    "config",
+)
 JAX = {"jax", "jaxlib", "flax", "optax"}
 
 

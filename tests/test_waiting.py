@@ -1,6 +1,7 @@
 """Ctrl-C while a thread waits for another one."""
 
 import signal
+import sys
 import threading
 from unittest import mock
 
@@ -10,7 +11,7 @@ import optax
 import pytest
 
 import elche_jax as elche
-from elche_jax._waiting import HeldInterrupt, interruptible
+from elche_jax._waiting import Condition, HeldInterrupt, interruptible
 from elche_jax.data.prefetch import Prefetch
 from elche_jax.engine.runner import Runner
 from elche_jax.engine.timing import LoopClock
@@ -38,6 +39,45 @@ def torn(monkeypatch):
         raise Stop
 
     return lambda: monkeypatch.setattr(threading.Condition, "wait", torn_wait)
+
+
+def test_a_block_under_a_condition_begins_and_ends_without_a_function_of_python():
+    """There a signal is handled: before the block with the lock taken, or before its release."""
+    calls, changed = [], Condition()
+    sys.setprofile(lambda frame, event, arg: calls.append((event, frame.f_code.co_name)))
+    try:
+        with changed:
+            taken = "taken"
+    finally:
+        sys.setprofile(None)
+    assert taken and [name for event, name in calls if event == "call"] == []
+
+
+def test_no_signal_leaves_a_condition_taken():
+    """As many as 300, at random moments of blocks, one after the other."""
+    changed, came = Condition(), 0
+
+    def stop(number, frame):
+        raise Stop
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        while came < 300:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.0002 + came * 1e-6)
+                while True:
+                    with changed:
+                        pass
+            except Stop:
+                came += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    taken = []
+    thread = threading.Thread(target=lambda: taken.append(changed.lock.acquire(timeout=60)))
+    thread.start()
+    thread.join()
+    assert taken == [True]
 
 
 @pytest.mark.parametrize("lock", [threading.Lock, threading.RLock])

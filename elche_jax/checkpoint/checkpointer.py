@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +13,7 @@ from typing import Any
 from elche_jax import _check as check, _progress
 from elche_jax._exit import before_exit
 from elche_jax._processes import RestartRequested, of_process
-from elche_jax._waiting import interruptible
+from elche_jax._threads import BackgroundThread, wait_at_exit
 from elche_jax.checkpoint.content import COUNTS, Content, Notes, content_of, state_of
 from elche_jax.checkpoint.errors import CheckpointError, beside, described, none_there
 from elche_jax.checkpoint.lock import lock
@@ -101,8 +100,7 @@ class Checkpointer:
         self._job = train.fleet.job
         self.written: int | None = None
         self._written: int | None = None  # by the thread; the others know it later
-        self._thread: threading.Thread | None = None
-        self._done = threading.Event()  # set at the end of the thread
+        self._thread: BackgroundThread | None = None
         self._error: BaseException | None = None  # of the thread, or of opening the folder
         self._shared: BaseException | None = None  # the same, once all processes know it
         self._closed = False
@@ -258,7 +256,7 @@ class Checkpointer:
         if self._job.first:
             if seconds is not None and time.monotonic() - self._last >= seconds:
                 wishes.add("save")
-            if self._thread is not None and self._done.is_set():
+            if self._thread is not None and not self._thread.running:
                 # the thread forgets the step that it could not write
                 wishes.add("lost" if self._step is None else "wrote")
         agreed = wishes.agreed
@@ -357,12 +355,12 @@ class Checkpointer:
     def _begin(self, store: Store, window: Window, content: Callable[[], Content]) -> None:
         """Begin to fetch and write a checkpoint."""
         job = store, window, content
-        thread = threading.Thread(target=self._write, args=job, name="elche-checkpoint")
-        self._done.clear()
+        thread = BackgroundThread(self._write, job, name="elche-checkpoint", daemon=False)
+        wait_at_exit(thread)  # after a Ctrl-C has ended the wait below
         thread.start()
         self._thread = thread
         # before Python closes its thread pools, one of which orbax needs
-        self._forget = before_exit(thread.join)
+        self._forget = before_exit(thread.wait)
 
     def _check_free(self, step: int) -> None:
         """Check that a checkpoint may be written, in the first process."""
@@ -389,10 +387,7 @@ class Checkpointer:
     def _join(self) -> None:
         """Wait for the thread."""
         if self._thread is not None:
-            # not Thread.join: on Python 3.11 an interrupted join marks the thread as ended
-            with interruptible():
-                self._done.wait()
-            self._thread.join()
+            self._thread.wait()
             self._forget()
             self._thread = None
 
@@ -481,5 +476,3 @@ class Checkpointer:
                     CheckpointEvent, window=window.index, epoch=window.epoch,
                     seconds=time.perf_counter() - begun, size=size, path=str(step),
                 )  # fmt: skip
-        finally:
-            self._done.set()

@@ -6,8 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
-from elche_jax._settings import with_settings
-from elche_jax._threads import wait_at_exit
+from elche_jax._threads import BackgroundThread, wait_at_exit, wait_while_ending
 
 Item = TypeVar("Item")
 
@@ -47,17 +46,12 @@ class Prefetch(Generic[Item]):
         room.put(None)
         stop = threading.Event()
         # a daemon, as a source that is stuck must not keep the process from ending
-        thread = threading.Thread(
-            target=with_settings(_run),
-            args=(make, ready, room, stop),
-            name="elche-prefetch",
-            daemon=True,
-        )
+        thread = BackgroundThread(_run, (make, ready, room, stop), name="elche-prefetch")
         self._ready, self._room, self._stop = ready, room, stop
         # neither thread nor finalizer may refer to `self`, or it would never be collected
         self._finish = weakref.finalize(self, _close, thread, ready, room, stop, wake)
-        thread.start()
         wait_at_exit(thread, self._finish, EXIT_S)
+        thread.start()
 
     def __iter__(self) -> Iterator[Item]:
         return self
@@ -105,7 +99,7 @@ def _run(
 
 
 def _close(
-    thread: threading.Thread,
+    thread: BackgroundThread,
     ready: _Ready,
     room: _Room,
     stop: threading.Event,
@@ -114,9 +108,11 @@ def _close(
     stop.set()
     wake()
     room.put(None)
-    # the last reference may be dropped in the thread itself, which cannot join itself
-    if thread.is_alive() and thread is not threading.current_thread():
+    # the last reference may be dropped in the thread itself, which cannot wait for itself
+    if thread.running and thread is not threading.current_thread():
         # a process that ends during a transfer would crash
-        ending = not threading.main_thread().is_alive()
-        thread.join(EXIT_S if ending else PATIENCE_S)
+        if not threading.main_thread().is_alive():
+            wait_while_ending(thread, EXIT_S)
+        else:
+            thread.wait(PATIENCE_S)
     ready.put((None, StopIteration()))  # releases a loop that waits for an item

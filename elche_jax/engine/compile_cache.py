@@ -4,13 +4,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
 from elche_jax import _progress
 from elche_jax._settings import settings, with_settings
-from elche_jax._waiting import interruptible
+from elche_jax._threads import BackgroundThread, wait_at_exit
+from elche_jax._waiting import Condition, interruptible
 
 logger = logging.getLogger("elche_jax")
 
@@ -43,6 +43,25 @@ class CompileStats:
     waited_s: float = 0.0
 
 
+class _Program:
+    """A program that is compiled or is to be, under the lock of its cache.
+
+    Attributes:
+        built: What `build()` returned.
+        error: What it raised; or None.
+        over: Whether it has ended, or never will be built.
+    """
+
+    def __init__(self) -> None:
+        self.built: Any = None
+        self.error: BaseException | None = None
+        self.over = False
+
+    def ended(self) -> bool:
+        """Return `over`."""
+        return self.over
+
+
 class CompileCache:
     """A thread-safe cache of programs: concurrent requests for one key compile once.
 
@@ -59,8 +78,8 @@ class CompileCache:
 
     def __init__(self, on_compile: OnCompile | None = None) -> None:
         self._on_compile = on_compile
-        self._changed = threading.Condition()
-        self._programs: dict[_Key, Future[Any]] = {}
+        self._changed = Condition()
+        self._programs: dict[_Key, _Program] = {}
         # what `get` answers at once; read without the lock, as every window does it
         self._built: dict[_Key, Any] = {}
         self._hits = 0
@@ -98,31 +117,39 @@ class CompileCache:
                 self._hits += 1
             return built
         start = time.perf_counter()
-        waits = 0  # an interrupt may come before it is counted
+        waits, new, program = 0, False, _Program()  # an interrupt may come before it is counted
         try:
             with self._changed:  # once: `clear` in between would leave nobody to build it
                 new = at not in self._programs
-                program = self._programs.setdefault(at, Future())
+                program = self._programs.setdefault(at, program)
                 self._waited_for, waits = self._waited_for + 1, 1
                 self._begun.discard(at)
                 if at in self._jobs:  # prepared, but not started: build it here
-                    new, build = True, self._jobs.pop(at)
+                    new, build = True, self._jobs[at]
+                    del self._jobs[at]
             if new:
                 self._fill(at, program, build)
-            with interruptible():
-                error = program.exception()
+            with interruptible(), self._changed:
+                self._changed.wait_for(program.ended)
         finally:
             with self._changed:
                 self._waited_for -= waits
+                if new and not program.over:
+                    self._abandon(at, program)
                 self._changed.notify_all()
         self._count(misses=1, waited_s=time.perf_counter() - start)
         with self._changed:
             if self._programs.get(at) is program:  # not dropped in the meantime
-                if error is None:
-                    self._built[at] = program.result()
+                if program.error is None:
+                    self._built[at] = program.built
                 else:
                     del self._programs[at]
-        return program.result()
+        if program.error is None:
+            return program.built
+        try:
+            raise program.error
+        finally:
+            del program  # the error refers to this frame, and would be referred to by it
 
     def begin(self, key: Hashable, build: Build) -> None:
         """Start compiling a program that is about to be requested.
@@ -133,40 +160,58 @@ class CompileCache:
         with self._changed:
             if at in self._programs:
                 return
-            self._programs[at] = program = Future[Any]()
+            self._programs[at] = program = _Program()
             self._begun.add(at)
-        self._start(lambda: self._fill(at, program, build))
+        self._start(at, program, lambda: self._fill(at, program, build))
 
     def prepare(self, key: Hashable, build: Build) -> None:
         """Compile a program in the background; return immediately.
 
         An error is logged, and raised when the program is requested.
         """
-        at, build = (settings(), key), with_settings(build)
+        at, build, program = (settings(), key), with_settings(build), _Program()
         with self._changed:  # program and job together: a `get` in between would wait forever
             if at in self._programs:
                 return
-            self._programs[at], self._jobs[at] = Future(), build
+            self._programs[at], self._jobs[at] = program, build
             if self._working:
                 return
             self._working = True
-        self._start(self._work)
+        self._start(at, program, self._work)
 
-    def _start(self, work: Callable[[], None]) -> None:
-        # not a daemon: a process that exits in the middle of a compile would crash
-        threading.Thread(target=work, name="elche-compile", daemon=False).start()
+    def _start(self, at: _Key, program: _Program, work: Callable[[], None]) -> None:
+        thread = BackgroundThread(work, name="elche-compile")
+        try:
+            wait_at_exit(thread)  # a process that exits in the middle of a compile would crash
+            thread.start()
+        except BaseException:  # a Ctrl-C, or there is no thread left
+            if not thread.running:
+                with self._changed:
+                    self._working &= self._jobs.pop(at, None) is None
+                    self._abandon(at, program)
+            raise
+
+    def _abandon(self, at: _Key, program: _Program) -> None:
+        """Give a program up whose build was interrupted; the next request builds it."""
+        program.over = True
+        program.error = RuntimeError(
+            "elche: the compile of a program was interrupted in another thread. Try again."
+        )
+        if self._programs.get(at) is program:
+            del self._programs[at]
+        self._changed.notify_all()
 
     def wait(self) -> None:
         """Wait until everything prepared so far is compiled."""
-        with self._changed:
+        with interruptible(), self._changed:
             programs = list(self._programs.values())
-        wait(programs)
+            self._changed.wait_for(lambda: all(program.over for program in programs))
 
     def clear(self) -> None:
         """Drop all programs; one that is being compiled is dropped once it is done."""
         with self._changed:
             for at in self._jobs:  # they will not be built: end a `wait` for them
-                self._programs[at].set_result(None)
+                self._programs[at].over = True
             for kept in (self._programs, self._built, self._jobs, self._begun):
                 kept.clear()
             self._changed.notify_all()
@@ -182,7 +227,7 @@ class CompileCache:
                 at = next(iter(self._jobs))
                 program, build = self._programs[at], self._jobs.pop(at)
             self._fill(at, program, build, ahead=1)
-            if (error := program.exception()) is not None:
+            if (error := program.error) is not None:
                 logger.warning(
                     "elche: a program could not be compiled ahead of need (%s: %s); windows go on "
                     "without it where they can.",
@@ -190,7 +235,7 @@ class CompileCache:
                     error,
                 )
 
-    def _fill(self, at: _Key, program: "Future[Any]", build: Build, ahead: int = 0) -> None:
+    def _fill(self, at: _Key, program: _Program, build: Build, ahead: int = 0) -> None:
         start, built, error = time.perf_counter(), None, None
         try:
             with _progress.phase("compile"):
@@ -199,17 +244,14 @@ class CompileCache:
             error, ahead = raised, 0
         seconds = time.perf_counter() - start
         self._count(ahead=ahead, seconds=seconds)  # before a waiting `get` goes on
-        if error is not None:
-            program.set_exception(error)
-            return
-        with (
-            self._changed
-        ):  # before the result, as `wait` returns with it and `ready` must then hold
+        with self._changed:
+            program.built, program.error, program.over = built, error, True
             # not if it was begun: the `get` to come must count as a miss
-            if self._programs.get(at) is program and at not in self._begun:
+            wanted = self._programs.get(at) is program and at not in self._begun
+            if error is None and wanted:
                 self._built[at] = built
-        program.set_result(built)
-        if self._on_compile is not None:
+            self._changed.notify_all()
+        if error is None and self._on_compile is not None:
             self._on_compile(at[1], seconds, bool(ahead))
 
     def _count(self, **more: float) -> None:

@@ -6,8 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
-from elche_jax._settings import with_settings
-from elche_jax._threads import wait_at_exit
+from elche_jax._threads import BackgroundThread, wait_at_exit, wait_while_ending
 
 Job = Callable[[], object]
 
@@ -37,23 +36,17 @@ class DeviceThreads:
         stop = threading.Event()
         self._queues = [queue.SimpleQueue[Job | None]() for _ in range(world_size)]
         threads = [
-            threading.Thread(
-                target=with_settings(_run),
-                args=(jobs, failed, stop),
-                name=f"elche-{name}-{rank}",
-                daemon=True,
-            )
+            BackgroundThread(_run, (jobs, failed, stop), name=f"elche-{name}-{rank}")
             for rank, jobs in enumerate(self._queues)
         ]
         threads += [
-            threading.Thread(target=with_settings(fn), name=f"elche-{purpose}", daemon=True)
-            for purpose, fn in (also or {}).items()
+            BackgroundThread(fn, name=f"elche-{purpose}") for purpose, fn in (also or {}).items()
         ]
         # `_close` gets the parts: a finalizer that refers to `self` would keep it alive
         self._finish = weakref.finalize(self, _close, threads, self._queues, stop, end)
         for thread in threads:
-            thread.start()
             wait_at_exit(thread, self._finish)
+            thread.start()
 
     def put(self, rank: int, job: Job) -> None:
         """Give the thread of a device its next job."""
@@ -83,7 +76,7 @@ def _run(
 
 
 def _close(
-    threads: Sequence[threading.Thread],
+    threads: Sequence[BackgroundThread],
     queues: "Sequence[queue.SimpleQueue[Job | None]]",
     stop: threading.Event,
     end: Callable[[], None],
@@ -94,10 +87,12 @@ def _close(
         jobs.put(None)
     end()
     deadline = time.monotonic() + 0.5
-    # the last reference to a pool may go in one of its threads, which cannot join itself
+    # the last reference to a pool may go in one of its threads, which cannot wait for itself
     here = threading.current_thread()
-    others = [thread for thread in threads if thread.is_alive() and thread is not here]
+    others = [thread for thread in threads if thread.running and thread is not here]
     for thread in others:
         # a process that exits while a thread waits in the JAX runtime would crash
-        ending = not threading.main_thread().is_alive()
-        thread.join(timeout=None if ending else max(0.0, deadline - time.monotonic()))
+        if not threading.main_thread().is_alive():
+            wait_while_ending(thread)
+        else:
+            thread.wait(max(0.0, deadline - time.monotonic()))

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Protocol
 import jax
 
 from elche_jax import _progress
-from elche_jax._waiting import HeldInterrupt, interruptible
+from elche_jax._waiting import Condition, HeldInterrupt, interruptible
 from elche_jax.engine.threads import DeviceThreads
 
 
@@ -188,7 +188,7 @@ class Clock(Protocol):
         del window
         return None
 
-    def wait(self, changed: threading.Condition, until: Callable[[], object]) -> None:
+    def wait(self, changed: Condition, until: Callable[[], object]) -> None:
         """Wait until a condition holds that the end of a window may bring about.
 
         Args:
@@ -287,7 +287,7 @@ class LoopClock(Clock):
         del timed  # a single device has no times of its own beside the window's
         self._open.append((window, dispatched, token))
 
-    def wait(self, changed: threading.Condition, until: Callable[[], object]) -> None:
+    def wait(self, changed: Condition, until: Callable[[], object]) -> None:
         """Wait for windows, oldest first, until the condition holds or none is left."""
         del changed  # no other thread changes anything
         while self._open and not until():
@@ -322,7 +322,7 @@ class _Collector:
         self._ranks, self._done = range(world_size), done
         self._lock = threading.Lock()
         # apart from the lock, which is held while a window is recorded: no close may wait for it
-        self._arrived = threading.Condition()
+        self._arrived = Condition()
         self._closed = False
         self._open: dict[int, _Open] = {}
         self._dropped: set[int] = set()

@@ -20,6 +20,7 @@ from jax.experimental import io_callback
 
 from elche_jax import _check as check
 from elche_jax._exit import before_exit
+from elche_jax._waiting import Condition
 from elche_jax.engine.loop import Body, LoopHook, Seconds
 
 PyTree = Any
@@ -156,7 +157,7 @@ class AtWork:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._devices: set[Hashable] = set()
         self._since = 0.0
 

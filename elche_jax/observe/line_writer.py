@@ -11,6 +11,8 @@ from collections.abc import Callable
 from io import FileIO
 from typing import Any
 
+from elche_jax._waiting import Condition
+
 logger = logging.getLogger("elche_jax")
 
 BACKLOG = 100_000
@@ -51,7 +53,7 @@ class LineWriter(threading.Thread):
         self._error: OSError | None = None
         # Its lock is reentrant: garbage collection may run the finalizer below in a thread that
         # holds it.
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self.start()
         _writers.add(self)
         # Not at exit: `_finish_all` first waits for the lines that are left.
@@ -122,7 +124,7 @@ class LineWriter(threading.Thread):
 
     def forked(self) -> None:
         """Mark the writer as failed in a forked process, where the thread does not run."""
-        self._changed = threading.Condition()  # another thread may have held the old one
+        self._changed = Condition()  # another thread may have held the old one
         text = "it was opened before this process was forked, which cannot write to it"
         self._error = OSError(errno.EBADF, text)
 

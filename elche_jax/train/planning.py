@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from elche_jax import _progress
+from elche_jax._waiting import Condition
 from elche_jax.cadence import WindowPlan, clamp_counts
 from elche_jax.data.order import Cursor
 from elche_jax.data.reader import Reader
@@ -57,7 +58,7 @@ class Planning(Generic[R]):
         self._job, self._in_flight = feed.fleet.job, in_flight
         self._ahead = in_flight if scheduler.cadence.adaptive else LOOKAHEAD
         # the lock of everything below, notified of every change
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._open: set[int] = set()  # windows that are planned and not complete
         self._current: int | None = None  # the window handed out and not used yet
         self._asks: int | None = None  # the window that the loop waits for

@@ -1,10 +1,10 @@
 """The errors of a run: found in threads, raised in the loop, in all processes before one window."""
 
-import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 
 from elche_jax._processes import ExchangeLost
+from elche_jax._waiting import Condition
 from elche_jax.engine.job import Job
 
 
@@ -20,7 +20,7 @@ class RunErrors:
         job: The processes.
     """
 
-    def __init__(self, changed: threading.Condition, job: Job):
+    def __init__(self, changed: Condition, job: Job):
         self._changed, self._job = changed, job
         self.first: BaseException | None = None
         self.raised = False

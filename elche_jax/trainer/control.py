@@ -1,11 +1,10 @@
 """The state that a run shares with the threads that follow it."""
 
-import threading
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
-from elche_jax._waiting import interruptible
+from elche_jax._waiting import Condition, interruptible
 from elche_jax.trainer.epochs import EpochMetrics
 
 
@@ -13,7 +12,7 @@ class Control:
     """Thread-safe handle on a run: stop it, follow its epochs, wait for its result."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self.reason: str | None = None  # set once the run has been asked to stop
         self._epochs: list[EpochMetrics] = []
         self.over = False

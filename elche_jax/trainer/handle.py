@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from elche_jax import _check as check
-from elche_jax._settings import with_settings
+from elche_jax._threads import BackgroundThread, wait_at_exit
 from elche_jax.trainer.control import Control
 from elche_jax.trainer.epochs import EpochMetrics
 from elche_jax.trainer.result import FitResult
@@ -26,9 +26,8 @@ class Handle:
         self._joined = False
         self._polled = 0
         # not a daemon: a thread in the runtime when the interpreter ends would crash the process
-        self._thread = threading.Thread(
-            target=with_settings(run), name="elche-trainer", daemon=False
-        )
+        self._thread = BackgroundThread(run, name="elche-trainer", daemon=False)
+        wait_at_exit(self._thread)  # after a Ctrl-C has ended Python's own wait
         self._thread.start()
 
     @property
@@ -90,9 +89,7 @@ class Handle:
             ended = self._control.wait(timeout)
         except KeyboardInterrupt:
             self.stop()
-            # not Thread.join: on Python 3.11 an interrupted join marks the thread as ended
-            self._control.wait()
-            self._thread.join()
+            self._thread.wait()
             raise
         if not ended:
             raise TimeoutError(
@@ -100,7 +97,7 @@ class Handle:
                 "Call stop first, or wait longer."
             )
         self._joined = True
-        self._thread.join()
+        self._thread.wait()
         return self._control.result()
 
     def _check_open(self, method: str) -> None:

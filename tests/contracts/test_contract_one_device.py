@@ -12,7 +12,7 @@ from elche_jax.engine.mapped import Mapped
 
 def programs(train):
     """The text of every program the training step compiled."""
-    return [program.result().as_text() for program in train._cache._programs.values()]
+    return [program.built.as_text() for program in train._cache._programs.values()]
 
 
 def plain_step(model, tx):

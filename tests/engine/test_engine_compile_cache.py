@@ -319,13 +319,50 @@ def test_a_request_for_what_is_dropped_meanwhile_gets_a_program():
 
 def test_a_program_is_ready_as_soon_as_a_wait_for_it_may_end():
     cache, build, seen = CompileCache(), Build(), []
+
+    def wait():
+        cache.wait()
+        seen.append(cache.ready("key"))
+
     cache.prepare("key", build)
-    [program] = cache._programs.values()
-    program.add_done_callback(lambda program: seen.append(cache.ready("key")))
+    waiting = [threading.Thread(target=wait) for _ in range(4)]
+    for thread in waiting:
+        thread.start()
     build.go.set()
-    for thread in compilers():
+    for thread in waiting:
         thread.join(GIVE_UP)
-    assert seen == [True]
+    assert seen == [True] * 4
+
+
+def test_a_build_that_is_interrupted_is_built_by_the_next_request():
+    class Torn:
+        """Counts a build in a thread that is interrupted there."""
+
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    cache = CompileCache()
+    stats, cache._stats = cache._stats, Torn()
+    with pytest.raises(KeyboardInterrupt):
+        cache.get("key", lambda: "never seen")
+    cache._stats = stats
+    assert cache.get("key", lambda: "built") == "built"
+
+
+@pytest.mark.parametrize("ahead", ["begin", "prepare"])
+def test_a_thread_that_cannot_be_started_leaves_nothing_that_is_waited_for(ahead, monkeypatch):
+    def start(self):
+        raise RuntimeError("can't start new thread")
+
+    cache = CompileCache()
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="can't start"):
+        patched.setattr(threading.Thread, "start", start)
+        getattr(cache, ahead)("key", never)
+    cache.wait()
+    assert cache.get("key", lambda: "built") == "built"
+    cache.prepare("other", lambda: "later")
+    cache.wait()
+    assert cache.ready("other")
 
 
 @pytest.mark.parametrize("ahead", ["begin", "prepare"])

@@ -182,7 +182,7 @@ def failing(folder):
         for window in train.windows(ROWS, BATCH):
             state, _ = train(state, window)
             if FIRST and window.index == 4:  # told from the next window on, in which all save again
-                saver._done.wait()
+                saver._thread.wait()
             saver.save(state, window)
             written.append(saver.written)
             if window.index == 9:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from elche_jax._processes import ExchangeLost
-from elche_jax._waiting import interruptible
+from elche_jax._waiting import Condition, interruptible
 from elche_jax.engine.host.average import Average
 from elche_jax.engine.host.limits import Limits, beyond
 from elche_jax.engine.host.program import Delivery
@@ -156,7 +156,7 @@ class Coordinator:
     done: Done
     learned: Learned
     failed_: Failed
-    changed: threading.Condition = field(default_factory=threading.Condition)
+    changed: Condition = field(default_factory=Condition)
     stop: threading.Event = field(default_factory=threading.Event)
     late: set[int] = field(default_factory=set)
     owed: list[int] = field(default_factory=list)
