@@ -41,7 +41,7 @@ from elche_jax.engine.state import (
     with_averaging,
 )
 from elche_jax.engine.trainable import Selection
-from elche_jax.engine.wire import encode
+from elche_jax.engine.wire import decoded, encode
 
 PyTree = Any
 
@@ -164,10 +164,11 @@ class LocalRule(Rule):
             steps = kept.steps[part] if self.parts > 1 else steps
         error, worked = self._pick(kept.error, part), (steps > 0) & done.own
         payload, error = encode(progress, error, worked, self.compression)
-        known, weight = [leaf.astype(jnp.float32) for leaf in base], sums["weight"]
+        weight = sums["weight"]
+        ends = [x.astype(jnp.float32) - g for x, g in zip(base, decoded(payload), strict=True)]
         loss = jnp.where(weight > 0, sums["loss"] / jnp.where(weight > 0, weight, 1), 0)
         own = done.own.astype(jnp.float32)
-        row = Row(steps, own, loss, weight, dot(known, known, jnp), dot(known, progress, jnp))
+        row = Row(steps, own, loss, weight, dot(ends, ends, jnp))
         state = done.model_state
         if self.averaging.optimizer_state == "average":
             leaves = jax.tree.leaves(before.opt_state), jax.tree.leaves(after.opt_state)

@@ -90,12 +90,8 @@ class MergeRules:
 
         With differences, a leaf that no device changed stays bitwise the same.
         """
-        # an old value that is not finite counts as 0, here and in `apply_differences`, so that the
-        # new values can replace it; as two selections, neither of which is kept in memory
         return [
-            jnp.where(jnp.isfinite(old), difference(new, old), wide(new).astype(np.float32))
-            if rule in MEANS
-            else raw(new)
+            _difference(new, old) if rule in MEANS else raw(new)
             for rule, old, new in zip(self.rules, before, after, strict=True)
         ]
 
@@ -103,14 +99,9 @@ class MergeRules:
         self, before: Sequence[Any], mean: Sequence[Any], spread: Sequence[Any] = ()
     ) -> list[Any]:
         """Return the merged leaves, given the mean of what `differences` returned."""
-
-        def moved(old: Any, mean: Any) -> Any:
-            # rounded once: a mean much smaller than the old value would lose all its bits
-            return jnp.where(jnp.isfinite(old), wide(old) + mean, mean).astype(old.dtype)
-
         triples = zip(self.rules, before, self.with_spread(mean, spread), strict=True)
         return [
-            moved(old, new) if rule in MEANS else with_type_of(old, new)
+            _moved(old, new) if rule in MEANS else with_type_of(old, new)
             for rule, old, new in triples
         ]
 
@@ -167,6 +158,21 @@ def wide(leaf: Any) -> Any:
 def difference(new: Any, old: Any) -> Any:
     """Return a difference in float32, the type of exchanges: of 64 bits it keeps small changes."""
     return (wide(new) - wide(old)).astype(np.float32)
+
+
+def _difference(new: Any, old: Any) -> Any:
+    """Return a difference; the new value if the old one is not finite, so that it is replaced."""
+    # a selection here and in `_moved`: an old value with 0 in its place would be kept in memory
+    return jnp.where(jnp.isfinite(old), difference(new, old), wide(new).astype(np.float32))
+
+
+def _moved(old: Any, change: Any) -> Any:
+    """Invert `_difference`, given a mean of differences."""
+    # rounded once: a value much smaller than the old one would lose all its bits
+    new = wide(old) + change
+    # what falls to nearly 0 is not to be negative by rounding: it may be a variance
+    across = (new * jnp.sign(old) < 0) & (jnp.abs(new) < 2.0**-20 * jnp.abs(wide(old)))
+    return jnp.where(jnp.isfinite(old), jnp.where(across, 0, new), change).astype(old.dtype)
 
 
 def opt_rules(opt_state: PyTree) -> MergeRules:

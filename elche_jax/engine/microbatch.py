@@ -207,7 +207,8 @@ def clip(grads: PyTree, max_norm: float | None, weight: Any = 1.0) -> PyTree:
     """Scale `grads` so that the global norm of `grads / weight` is at most `max_norm`."""
     if max_norm is None:
         return grads
-    norm = optax.tree.norm(grads) / weight
+    # of the quotients: squares of `grads` may overflow, or be flushed to 0
+    norm = optax.tree.norm(jax.tree.map(lambda g: g / weight, grads))
     # a norm that overflows must not turn the gradient into zeros
     factor = jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-30))
     factor = computed_once(jnp.where(jnp.isfinite(norm), factor, jnp.nan))

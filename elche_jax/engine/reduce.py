@@ -34,8 +34,7 @@ class Row(NamedTuple):
         own: Whether the device's result is finite, 1 or 0.
         loss: Mean loss.
         weight: Sum of the weights that the loss is a mean over.
-        size: Squared norm of the parameters it started from.
-        product: Inner product of those parameters with the payload.
+        size: Squared norm of the parameters before less the payload.
     """
 
     amount: Any
@@ -43,7 +42,6 @@ class Row(NamedTuple):
     loss: Any
     weight: Any
     size: Any
-    product: Any
 
 
 @jax.tree_util.register_dataclass
@@ -53,7 +51,7 @@ class Contribution:
 
     Attributes:
         payload: The arrays to average, encoded for the wire.
-        row: A `Row`, float32, shape `(6,)`.
+        row: A `Row`, float32, shape `(5,)`.
         sums: Sums over its microbatches: `loss`, `weight` and `metrics`, weighted, and `bad`,
             1 if the device's result is not finite.
         state: For every leaf of model state that is merged, its change if the rule is a mean,
@@ -134,10 +132,10 @@ class Reduction:
             totals, moved, total = self._sums(axis, payload, sums, state, weight, None)
             metrics = _metrics(totals, xp) | self._by_device(axis, sums)
             amount = totals["amount" if self.pending else "weight"]
-            scale = _scale(amount, xp)
-            merged, spread = self._merged(axis, state, [x * scale for x in moved], weight)
+            by = _divisor(amount, xp)
+            merged, spread = self._merged(axis, state, [x / by for x in moved], weight)
             mean = Mean(
-                [x * scale for x in total], merged, [x * scale for x in spread],
+                [x / by for x in total], merged, [x / by for x in spread],
                 amount > 0, metrics["finite"], xp.bool_(True), metrics["loss"],
             )  # fmt: skip
             return mean, metrics | _known(totals, metrics, xp)
@@ -241,25 +239,30 @@ def shares_of(weigh: Weigh, work: DeviceWork) -> tuple[Any, Any]:
     weights = xp.where(work.worked, weigh(work), 0).astype(xp.float32)
     sound = (xp.isfinite(weights) & (weights >= 0)).all()
     weights = xp.where(sound, weights, 0)
+    # exact, and keeps the sum of large weights finite
+    weights = weights * xp.where(weights.max() > 2.0**64, 2.0**-64, 1).astype(xp.float32)
     total = weights.sum()
     sound &= (total > 0) | ~work.worked.any()
     return weights / xp.where(total > 0, total, 1), sound
 
 
-def _scale(weight: Any, xp: ModuleType) -> Any:
-    """Return the factor that turns sums into means; 0 without any weight."""
-    counted = weight > 0
-    return xp.where(counted, 1 / xp.where(counted, weight, 1), 0).astype(xp.float32)
+def _divisor(weight: Any, xp: ModuleType) -> Any:
+    """Return what turns sums into means; infinite without any weight, so that they are 0.
+
+    Not a factor: the mean of equal values would not be that value, and the inverse of a large
+    weight is flushed to 0.
+    """
+    return xp.where(weight > 0, weight, xp.inf).astype(xp.float32)
 
 
 def _metrics(totals: dict[str, Any], xp: ModuleType) -> dict[str, Any]:
     """Return the weighted means over all devices."""
     weight = totals["weight"]
-    counted, scale = weight > 0, _scale(weight, xp)
-    metrics = {name: value * scale for name, value in totals["metrics"].items()}
+    counted, by = weight > 0, _divisor(weight, xp)
+    metrics = {name: value / by for name, value in totals["metrics"].items()}
     finite = (totals["bad"] == 0) & xp.isfinite(totals["loss"]) & xp.isfinite(weight)
     finite &= ~counted | (weight >= SMALLEST_WEIGHT)
-    return metrics | {"loss": totals["loss"] * scale, "weight": weight, "finite": finite}
+    return metrics | {"loss": totals["loss"] / by, "weight": weight, "finite": finite}
 
 
 def _known(totals: dict[str, Any], metrics: dict[str, Any], xp: ModuleType) -> dict[str, Any]:
@@ -283,7 +286,10 @@ def _distances(
         update_norm = |g|                 how far it moved on its own
         cosine      = g . m / (|g| |m|)   0 if either is 0
 
-    All are NaN for devices that are late or not finite.
+    With `w` the shares, `|a|**2 = sum of w * (|x - g|**2 - |g - m|**2)`: from `x` itself it could
+    not be computed if the parameters became much smaller; so it is less exact for devices that are
+    far apart, compared with their average. All are NaN for devices that are late or
+    not finite.
     """
     xp = axis.xp
 
@@ -293,8 +299,8 @@ def _distances(
         return xp.stack([dot(apart, apart, xp), dot(g, g, xp), dot(g, mean, xp)])
 
     apart, own, along = axis.rows(axis.each(numbers, payload)).T
-    length, product = dot(mean, mean, xp), xp.where(shares > 0, shares * rows.product, 0).sum()
-    size = rows.size - 2 * product + length  # |a|**2
+    length = dot(mean, mean, xp)
+    size = xp.where(shares > 0, shares * (rows.size - apart), 0).sum()  # |a|**2
     scale = xp.sqrt(own) * xp.sqrt(length)
     there = rows.own > 0
     far = xp.sqrt(apart) / xp.sqrt(xp.where(size > 0, size, xp.nan))

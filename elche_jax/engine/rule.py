@@ -243,10 +243,13 @@ class Rule(ABC):
     ) -> tuple[PyTree, PyTree]:
         """Return the optimizer's updates and new state."""
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
+        # it wraps, as keys are made of it: a schedule would begin again
+        most = jnp.iinfo(state.microbatches.dtype).max
+        microbatches = jnp.where(state.microbatches < 0, most, state.microbatches)
         # some optimizers use the loss, or the work done so far
         return optax.with_extra_args_support(self.tx).update(
             grads, opt_state, trained, value=loss, grad=grads,
-            microbatches=state.microbatches, examples=state.examples,
+            microbatches=microbatches, examples=state.examples,
         )  # fmt: skip
 
     # -- state that is merged ------------------------------------------------------------

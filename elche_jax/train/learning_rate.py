@@ -50,11 +50,11 @@ def schedule_by_work(
     name the constants in `static_args`.)
 
     The training step passes the work to the optimizer's update as `microbatches=` and
-    `examples=`, int32 scalars; the examples stay at 2**31 - 1. A wrapper around the optimizer must
-    pass them on, as `optax.chain`, `masked`, `partition`, `apply_if_finite` and
-    `contrib.schedule_free` do, and an `optax.MultiSteps` that is the optimizer of a training
-    step. Its `gradient_transformation()`, `lookahead` and `contrib.split_real_and_imaginary` do
-    not: put them inside,
+    `examples=`, int32 scalars, which stay at 2**31 - 1 (microbatches up to 2**32). A wrapper
+    around the optimizer must pass them on, as `optax.chain`, `masked`, `partition`,
+    `apply_if_finite` and `contrib.schedule_free` do, and an `optax.MultiSteps` that is the
+    optimizer of a training step. Its `gradient_transformation()`, `lookahead` and
+    `contrib.split_real_and_imaginary` do not: put them inside,
 
         schedule_by_work(
             lambda learning_rate: optax.MultiSteps(

@@ -368,3 +368,34 @@ def test_the_report_says_what_is_sent():
         _, metrics, _, train = train_on(rule, [(1, 1)] * 3)
         assert train.report().exchange_bytes == want
         assert np.mean([m["exchange_bytes"] for m in metrics]) == want
+
+
+@pytest.mark.parametrize("exchange", ["device", "host"])
+def test_weights_of_devices_whose_sum_is_too_large(exchange):
+    class Large(elche.ParameterAveraging):
+        def weigh(self, work):
+            return work.steps * 0 + 3e38
+
+    _, metrics, _, _ = train_on(
+        Large(), [(2, 2)] * 2, config=elche.DDPConfig(exchange=exchange), nonfinite="raise"
+    )
+    assert [said["share"].tolist() for said in metrics] == [[0.5, 0.5]] * 2
+
+
+@pytest.mark.parametrize("exchange", ["device", "host"])
+def test_distances_of_parameters_that_become_much_smaller(exchange):
+    """By a factor of 10,000 in a window; from those before it they could not be computed."""
+    target = np.float32(1e-4) * (1 + np.array([-1, 1, -2, 2], "f") / 4)
+
+    def loss(params, batch, rng):
+        return (params["w"] * jax.lax.stop_gradient(params["w"] - batch["t"])).sum()
+
+    train = elche.build_train_step(
+        loss, optax.sgd(1.0), devices=jax.devices()[:4], averaging=elche.ParameterAveraging(),
+        cadence=elche.Replay([(1,) * 4]), config=elche.DDPConfig(exchange=exchange),
+    )  # fmt: skip
+    state = train.init({"w": np.ones(3, "f")})
+    with train.windows({"t": target}, 1, shuffle=False) as windows:
+        state, metrics = train(state, next(windows))
+    # the parameters keep 1e-7 of 1
+    np.testing.assert_allclose(metrics["distance"], [0.25, 0.25, 0.5, 0.5], rtol=5e-3)

@@ -174,3 +174,15 @@ def test_rules_that_do_not_fit(rules, error, message):
 def test_pooled_leaves_of_two_shapes():
     with pytest.raises(ValueError, match="without its partner"):
         resolve_merge("pooled", {"mean": jnp.zeros(3), "var": jnp.zeros(1)})
+
+
+@pytest.mark.parametrize("world", [3, 5])
+def test_what_falls_to_nearly_nothing_is_not_negative(world):
+    """A rounded change would lead across 0, and a second moment or variance has a root."""
+    rng = np.random.default_rng(4)
+    before = {"mean": rng.uniform(1, 2, 200).astype("f"), "var": rng.uniform(1, 2, 200).astype("f")}
+    after = {name: leaf * np.float32(1e-9) for name, leaf in before.items()}
+    for rule in ("mean", "pooled"):
+        got = merge(rule, before, [after] * world, [1] * world)
+        for name, leaf in before.items():
+            assert (got[name] >= 0).all() and (got[name] <= 1e-6 * leaf).all()

@@ -549,3 +549,18 @@ def test_multi_steps_as_the_optimizer_of_a_training_step():
             state, _ = train(state, window)
     scheduled, loss = elche.unreplicate(state.opt_state).inner_opt_state
     assert (float(scheduled.hyperparams["learning_rate"]), float(loss)) == (3.0, 3.0)
+
+
+def test_a_schedule_does_not_begin_again_if_the_counter_wraps():
+    rate = optax.linear_schedule(1.0, 0.0, 1000)
+    train = elche.build_train_step(
+        lambda p, batch, rng: (p["w"] * batch["x"]).mean(), schedule_by_work(optax.sgd)(rate),
+        devices=jax.devices()[:1], cadence=elche.FixedTotal(16),
+    )  # fmt: skip
+    state = train.init({"w": np.float32(0)})
+    state = state.replace(microbatches=elche.replicate(np.int32(2**31 - 20), train.devices))
+    with train.windows({"x": np.ones(64, "f")}, 1) as windows:
+        for window in windows:
+            state, _ = train(state, window)
+            assert float(state.opt_state.hyperparams["learning_rate"][0]) == 0
+    assert int(state.microbatches[0]) < 0

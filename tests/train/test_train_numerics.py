@@ -494,3 +494,47 @@ def test_model_state_is_merged_by_its_rules(merge):
     np.testing.assert_allclose(got["largest"], largest, rtol=1e-6)
     assert got["calls"] == 1
     elche.check_replicas(state)
+
+
+def weighted_window(weight, slope=1.0, **options):
+    """One window of 8 microbatches of this weight; the step of two parameters, and the metrics."""
+
+    def loss(params, batch, rng):
+        value = (params["w"] * jnp.array([3.0, 4.0])).sum() * batch["x"].mean() * slope + 0.01
+        return elche.Weighted(value, jnp.float32(weight))
+
+    train = elche.build_train_step(
+        loss, optax.sgd(1.0), devices=jax.devices()[:2], cadence=elche.Replay([(4, 4)]), **options
+    )
+    state = train.init({"w": np.zeros(2, "f")})
+    with train.windows({"x": np.arange(1, 9, dtype="f")}, 1, shuffle=False) as windows:
+        state, metrics = train(state, next(windows))
+    return np.asarray(state.params["w"])[0], jax.device_get(metrics)
+
+
+def test_gradients_are_clipped_whatever_the_weights():
+    for weight in (1.0, 1e-22, 1e-29, 1e22):
+        step, _ = weighted_window(weight, max_grad_norm=1.0)
+        np.testing.assert_allclose(step, [-0.6, -0.8], rtol=1e-5, err_msg=str(weight))
+
+
+def test_weights_whose_sum_has_no_inverse():
+    for weight in (1.0, 2e37):
+        step, metrics = weighted_window(weight, slope=1e-3)
+        np.testing.assert_allclose(step, [-0.0135, -0.018], rtol=1e-5, err_msg=str(weight))
+        np.testing.assert_allclose(metrics["loss"], 0.01, rtol=1e-6)
+
+
+def test_the_mean_of_equal_metrics_is_their_value():
+    def loss(params, batch, rng):
+        return params["w"] * batch["x"].mean() + 1.0, {"one": jnp.float32(1)}
+
+    train = elche.build_train_step(
+        loss, optax.sgd(0.0), devices=jax.devices()[:2], has_aux=True,
+        cadence=elche.Replay([(41, 0), (47, 0), (55, 6)]),
+    )  # fmt: skip
+    state = train.init({"w": np.float32(0)})
+    with train.windows({"x": np.ones(149, "f")}, 1) as windows:
+        for window in windows:
+            state, metrics = train(state, window)
+            assert (float(metrics["loss"]), float(metrics["one"])) == (1, 1)
