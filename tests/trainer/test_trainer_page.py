@@ -21,7 +21,7 @@ def test_the_page_runs(tmp_path):
     assert done.returncode == 0, done.stderr
     reason, loss = done.stdout.split()[:2]
     assert reason in ("epochs", "early_stopping") and float(loss) < 1.5
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"sines", "mine"}
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"sines", "best", "mine"}
     kept = {path.name for path in (tmp_path / "runs" / "sines").iterdir()}
     assert kept == {"checkpoints", "metrics.csv", "report.html", "timeline.jsonl"}
     state = next((tmp_path / "runs" / "mine").glob("[0-9]*")) / "state"
