@@ -64,7 +64,8 @@ class DDPConfig(check.CheckedFields):
             sizes the windows. `"async"`: the same (or another cadence), and devices do not
             wait for the exchange of a window: the rule gets `delay=1` or, with
             `exchange="host"`, devices run ahead, see `HostExchange`. A single device has no
-            cadence: every microbatch is a step.
+            cadence: every microbatch is a step. Under an outer optimizer, unless this is
+            `"sync"`, a window has `anchor` microbatches, or the rule's `inner_steps`.
         anchor: First count of the slowest device, at least 1, see `ElChe`. With
             `max_anchor=0`, the mean count of a device if `total` is None.
         overhead_target: Share of a window that synchronisation may cost, in
@@ -75,7 +76,7 @@ class DDPConfig(check.CheckedFields):
         max_batch_diff: Largest change of a count per window, at least 1, see `ElChe`;
             None for no bound. Under `"async"` with `exchange="host"`, also that of
             `HostExchange`.
-        speed_hint: Prior knowledge of the speeds, in either form that `ElChe` takes; used by
+        speed_hint: Prior knowledge of the speeds, in any form that `ElChe` takes; used by
             the balancer, too.
         max_grad_norm: See `build_train_step`.
         compute_dtype: See `build_train_step`.

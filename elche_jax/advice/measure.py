@@ -116,10 +116,9 @@ def advise(
             for as many as a window of `ElChe` has.
         emulate: Slows devices down on purpose, see `elche_jax.lab`.
         **options: Further arguments of `build_train_step`, such as `trainable` or `config`,
-            but no `cadence`, `averaging` or `exchange`, as the advice is about exchanges of
-            gradients on the devices. The cadence and the timeline of a `config` are ignored:
-            the cadence is
-            the question, and nothing is recorded.
+            but no `cadence`, `averaging`, `guard`, `exchange` or `timeline`, as the advice is
+            about exchanges of gradients on the devices. The cadence and the timeline of a `config`
+            are ignored: the cadence is the question, and nothing is recorded.
 
     Returns:
         The advice; `print` shows it as a table.
@@ -127,7 +126,8 @@ def advise(
     Raises:
         TypeError: If `data` is an iterator, or an argument is of the wrong type.
         ValueError: If there is too little data for every device to get some, an argument is out
-            of range, or `cadence`, `averaging` or a `config` with averaging is given.
+            of range, or `cadence`, `averaging`, `guard`, `exchange`, `timeline` or a `config` with
+            `policy="async"` or `exchange="host"` is given.
         NonFiniteError: If the loss is not finite.
         RuntimeError: If another process of the job raised an error.
 

@@ -61,8 +61,8 @@ class Balanced(ConstantTotal[BalancedState]):
         calibration_windows: Windows before the first change, at least 1.
         rebalance_every: Windows between later changes, at least 1.
         min_ratio: Smallest share of a device, in ``[0, 1 / world_size]``.
-        speed_hint: Known speeds, or ``None``, in either form that `ElChe` takes:
-            ``(slow_rank, ratio)`` or one speed per device.
+        speed_hint: Known speeds, or ``None``, in any form that `ElChe` takes:
+            ``(slow_rank, ratio)``, one speed per device, or one per kind of device.
 
     Raises:
         TypeError: If an argument is of the wrong type.

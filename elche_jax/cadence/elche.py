@@ -49,7 +49,8 @@ class ElChe(Proportional[ElCheState]):
             least 1, or ``None`` for no bound.
         speed_hint: Known speeds, or ``None``. Either ``(slow_rank, ratio)``: the device
             ``slow_rank`` is the slowest and all others are ``ratio >= 1`` times as fast.
-            Or one relative speed per device, above 0, larger is faster. A **tuple of two
+            Or one relative speed per device, above 0, larger is faster. Or one per kind of
+            device, ``{"cpu": 1, "NVIDIA H200": 40}``, in a training step. A **tuple of two
             that starts with an int** is always ``(slow_rank, ratio)``; write the speeds of
             two devices as a list or with a float first: ``(1, 2.3)`` says that device 1 is
             the slow one, ``[1, 2.3]`` and ``(1.0, 2.3)`` that device 1 is the fast one.

@@ -13,7 +13,8 @@ class PostLocal(AnchorRule[AnchorRuleState]):
     The first ``switch`` windows are one microbatch on every device, whatever their speeds.
     With SGD this is equivalent to combining gradients, also with momentum under
     ``optimizer_state="average"``. Later windows have ``anchor`` microbatches on the slowest
-    device and more on the others.
+    device and more on the others. In training, windows are planned one ahead, so that one
+    window more has one microbatch.
 
     Attributes:
         switch: Windows before the switch, at least 0.

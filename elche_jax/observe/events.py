@@ -255,7 +255,7 @@ class CheckpointEvent(_OfWindow, Event):
         epoch: Its epoch.
         seconds: How long saving took.
         size: Its size in bytes.
-        path: Its path.
+        path: Its path in the folder of the checkpoints: its number.
         at: Seconds since the timeline was opened, when it was complete.
     """
 

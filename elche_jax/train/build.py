@@ -84,7 +84,7 @@ def build_train_step(
     timeline: Recorder | None = None,
     emulate: LoopHook | None = None,
 ) -> TrainStep:
-    """Build a training step over the devices of this machine.
+    """Build a training step over the devices of a job.
 
     In a window, device `d` runs `counts[d]` microbatches by itself. Then the gradients are
     combined, and every device takes the same optimizer step with
@@ -141,8 +141,8 @@ def build_train_step(
         exchange: None: devices compute the mean in a collective. `HostExchange(...)`: the
             host computes it, no device waits in a collective, and late devices are left out.
         max_grad_norm: Clips each device's mean gradient to this global norm before the
-            exchange; above 0, or None. (To clip the combined gradient, put
-            `optax.clip_by_global_norm` into the optimizer.)
+            exchange, with local steps the gradient of each step; above 0, or None. (To clip the
+            combined gradient, put `optax.clip_by_global_norm` into the optimizer.)
         compute_dtype: bfloat16 or float16 (`jnp.bfloat16` or `"bfloat16"`): `loss_fn` gets the
             float leaves of the parameters and of the batch in this type, while parameters,
             gradient sums and optimizer keep theirs. None: no conversion.

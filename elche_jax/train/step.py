@@ -243,8 +243,8 @@ class TrainStep:
     ) -> Windows:
         """Iterate over the windows of some epochs of data.
 
-        An epoch uses every example exactly once, in an order that depends on `(seed, epoch)`
-        alone. A background thread loads and places windows ahead of the loop.
+        An epoch uses every example exactly once (but see `drop_last`), in an order that depends on
+        `(seed, epoch)` alone. With several devices, a thread loads and places windows ahead.
 
         Args:
             data: A pytree of arrays with a common leading axis; a map-style dataset
@@ -326,8 +326,10 @@ class TrainStep:
             window: A window of this training step.
 
         Returns:
-            The new state and the window's metrics, scalars: `loss` and the `aux` of
-            `loss_fn` as weighted means, `weight` (its sum), and `finite`. Reading a metric
+            The new state and the window's metrics, scalars: `loss` and the `aux` of `loss_fn` as
+            weighted means, `weight` (its sum), `finite`, and `loss_scale` if it is dynamic. Local
+            steps (`averaging`) add `workers` (1 / the sum of squared shares), `exchange_bytes` (per
+            device), and per device `distance`, `update_norm`, `cosine`, `share`. Reading a metric
             waits for the window; reading it one window later does not. With `delay=k` they
             are those of `k` windows before, if devices run ahead those of the last window
             averaged; NaN before the first. Where all weights are 0 the means are NaN.

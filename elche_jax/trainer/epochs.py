@@ -25,7 +25,8 @@ class EpochMetrics:
         examples: Number of valid examples.
         loss: Weighted mean loss over the windows with a finite loss; NaN if there are none.
             With `delay=1` the next window reports a window's loss, and its epoch counts it.
-        metrics: Weighted means of the `aux` metrics of `loss_fn`, over the same windows.
+        metrics: Weighted means of the `aux` metrics of `loss_fn`, over the same windows; with
+            local steps also of `workers` and `exchange_bytes`, see `TrainStep`.
         evaluation: Metrics of the epoch's last evaluation; empty if there was none.
         seconds: Duration in seconds, excluding evaluations and end-of-epoch callbacks.
         examples_per_s: Valid examples per second of that duration.
