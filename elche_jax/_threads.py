@@ -104,14 +104,22 @@ def wait_at_exit(
         _running.append(_Waited(thread, close, seconds))
 
 
-def wait_while_ending(thread: BackgroundThread, seconds: float | None = None) -> None:
-    """Wait for a thread while the interpreter ends, see `wait_at_exit`.
+def wait_for_end(thread: BackgroundThread, seconds: float, at_exit: float | None = None) -> None:
+    """Wait for a thread that was told to end.
 
-    A Ctrl-C ends the process at once: if it only ended the wait, the process would go on, and
-    crash.
+    While the interpreter ends, a Ctrl-C ends the process at once: if it only ended the wait, the
+    process would go on, and crash beside the thread.
+
+    Args:
+        thread: The thread.
+        seconds: How long to wait at most; it is then left to end by itself.
+        at_exit: The same while the interpreter ends; None for no limit.
     """
-    with _deadly_interrupt():
+    if threading.main_thread().is_alive():
         thread.wait(seconds)
+        return
+    with _deadly_interrupt():
+        thread.wait(at_exit)
 
 
 @contextmanager
@@ -153,4 +161,5 @@ def _wait() -> None:
             # its finalizer runs later, and in this thread: no other one drops it meanwhile
             _owners.append(there[0])
         else:
-            wait_while_ending(thread, seconds)
+            with _deadly_interrupt():
+                thread.wait(seconds)

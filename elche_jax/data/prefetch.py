@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
-from elche_jax._threads import BackgroundThread, wait_at_exit, wait_while_ending
+from elche_jax._threads import BackgroundThread, wait_at_exit, wait_for_end
 
 Item = TypeVar("Item")
 
@@ -111,8 +111,5 @@ def _close(
     # the last reference may be dropped in the thread itself, which cannot wait for itself
     if thread.running and thread is not threading.current_thread():
         # a process that ends during a transfer would crash
-        if not threading.main_thread().is_alive():
-            wait_while_ending(thread, EXIT_S)
-        else:
-            thread.wait(PATIENCE_S)
+        wait_for_end(thread, PATIENCE_S, EXIT_S)
     ready.put((None, StopIteration()))  # releases a loop that waits for an item

@@ -288,8 +288,7 @@ def _distances(
 
     With `w` the shares, `|a|**2 = sum of w * (|x - g|**2 - |g - m|**2)`: from `x` itself it could
     not be computed if the parameters became much smaller; so it is less exact for devices that are
-    far apart, compared with their average. All are NaN for devices that are late or
-    not finite.
+    far apart, compared with their average. All are NaN for devices that are late or not finite.
     """
     xp = axis.xp
 

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
-from elche_jax._threads import BackgroundThread, wait_at_exit, wait_while_ending
+from elche_jax._threads import BackgroundThread, wait_at_exit, wait_for_end
 
 Job = Callable[[], object]
 
@@ -92,7 +92,4 @@ def _close(
     others = [thread for thread in threads if thread.running and thread is not here]
     for thread in others:
         # a process that exits while a thread waits in the JAX runtime would crash
-        if not threading.main_thread().is_alive():
-            wait_while_ending(thread)
-        else:
-            thread.wait(max(0.0, deadline - time.monotonic()))
+        wait_for_end(thread, max(0.0, deadline - time.monotonic()))
