@@ -133,6 +133,23 @@ class MergeRules:
 
         return list(map(changed, self.rules, self.mean_of, before, changes))
 
+    def halfway(self, leaves: Sequence[Any], own: Sequence[Any]) -> list[Any]:
+        """Return means halfway to a device's own values; others, and where one is not finite, as
+        they are.
+
+        A device's change undoes what its window has forgotten of the changes before. Without the
+        own value, which remembers them, that repeats itself with alternating sign.
+        """
+
+        def half(rule: str, common: Any, mine: Any) -> Any:
+            if rule not in MEANS:
+                return common
+            fine = jnp.isfinite(common) & jnp.isfinite(mine)
+            middle = wide(common) + (wide(mine) - wide(common)) / 2
+            return jnp.where(fine, middle, wide(common)).astype(common.dtype)
+
+        return list(map(half, self.rules, leaves, own))
+
     def with_spread(self, leaves: Sequence[Any], spread: Sequence[Any]) -> list[Any]:
         """Add the variance of the devices' means to pooled variances."""
         more = iter(spread)

@@ -281,11 +281,15 @@ class Rule(ABC):
     def with_merged(self, ended: Ended, merged: Leaves) -> TrainState:
         """Return the device's state with the merged leaves of a mean.
 
-        If means are applied late, the device's changes since are applied on top.
+        If means are applied late, the device continues halfway between the leaves with its
+        changes since and its own.
         """
         after, own = ended.after, merged
-        for update in ended.later if self.late else ():
+        later = ended.later if self.late else ()
+        for update in later:
             own = self.merge_rules.apply_changes(own, update.model_state)
+        if later:
+            own = self.merge_rules.halfway(own, self.merge.of_sent(after.model_state))
         if averaging_of(after).merged:
             after = with_averaging(after, merged=merged)
         return after.replace(model_state=self.merge.with_sent(after.model_state, own))

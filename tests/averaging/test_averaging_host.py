@@ -344,8 +344,8 @@ def test_nothing_is_lost_between_runs(copied):
 
 
 @pytest.mark.parametrize("overshoot", [slow(None), slow(2), 4], ids=["one window", "two", "three"])
-def test_model_state_is_corrected_once(overshoot):
-    """A difference between the devices that comes up once: then all have the mean of it.
+def test_a_difference_of_model_states_halves_with_every_average(overshoot):
+    """A difference between the devices that comes up once: each average leaves half of it.
 
     Were the later windows' ends not corrected with the state, each of them would take the
     same difference off again."""
@@ -374,10 +374,11 @@ def test_model_state_is_corrected_once(overshoot):
                 for left in range(steps):
                     emulate.let_go(left, 1)
     assert seen[behind] == [0.0, 1.0], "nobody has heard of it"
-    assert all(each == [0.5, 0.5] for each in seen[behind + 1 :]), seen
+    half = [0.5 ** (2 + n) for n in range(steps - behind - 1)]
+    assert seen[behind + 1 :] == [[0.5 - apart, 0.5 + apart] for apart in half]
 
 
-@pytest.mark.slow  # test_model_state_is_corrected_once, three windows later
+@pytest.mark.slow  # the test before this one, three windows later
 def test_model_state_is_corrected_late():
     counts = [(2, 1)] * 12
     rules = MERGE | {"head": "keep"}

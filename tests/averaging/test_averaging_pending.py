@@ -74,13 +74,16 @@ def by_hand(counts, delay):
             base["peak"] = max(
                 [base["peak"], *(d["peak"] for d, w in zip(done, share, strict=True) if w)]
             )
-            own = [dict(base) for _ in range(world)]
+            before, own = own, [dict(base) for _ in range(world)]
             for _, later in pending:
                 for device, change in zip(own, later, strict=True):
                     device["mean"] += change["mean"]
                     device["sum"] += change["sum"]
                     device["var"] *= change["var"]
                     device["peak"] = max(device["peak"], change["peak"])
+            for device, mine in zip(own, before, strict=True):
+                for name in ("mean", "var", "sum") if pending else ():
+                    device[name] = (device[name] + mine[name]) / 2
         history.append([dict(device) for device in own])
     return history
 
@@ -100,6 +103,39 @@ def test_model_state_goes_on_and_becomes_one(rule, exchange, delay):
         for rank, mine in enumerate(devices):
             for name, value in mine.items():
                 np.testing.assert_allclose(got[name][rank], value, rtol=2e-5, err_msg=name)
+    assert int(elche.unreplicate(state.microbatches)) == sum(map(sum, COUNTS))
+    assert int(elche.unreplicate(state.examples)) == sum(map(sum, COUNTS)) * BATCH
+
+
+def forgetful(p, state, batch, rng):
+    """Statistics of which 30 microbatches leave 4 %."""
+    x, of = batch["x"], state["bn"]
+    now = {"mean": x.mean(), "var": x.var()}
+    return p.sum() * 0, {"bn": {name: 0.9 * of[name] + 0.1 * now[name] for name in of}}
+
+
+@table(exchange=["device", "host"], delay=[1, 3], merge=["pooled", "mean"])
+def test_statistics_that_a_window_forgets_do_not_build_up(exchange, delay, merge):
+    """They deviate as those of a run without delay, by the noise of some microbatches."""
+    windows, counts = 60, (30, 30)
+    x = np.random.default_rng(0).normal(3, 2, (windows * sum(counts) * BATCH,)).astype("f")
+    start = {"bn": {"mean": np.float32(3), "var": np.float32(4)}}
+
+    def apart(delay):
+        train = elche.build_train_step(
+            forgetful, optax.sgd(0.1), devices=jax.devices()[:2], merge=merge,
+            averaging=elche.ParameterAveraging(**KEEP, delay=delay),
+            cadence=elche.Replay([counts] * windows), config=elche.DDPConfig(exchange=exchange),
+        )  # fmt: skip
+        state, most = train.init(np.zeros(1, "f"), model_state=start), {"mean": 0.0, "var": 0.0}
+        for window in train.windows({"x": x}, BATCH, shuffle=False):
+            state, _ = train(state, window)
+            for name, value in jax.device_get(state.model_state["bn"]).items():
+                most[name] = max(most[name], np.abs(value - start["bn"][name]).max())
+        return most
+
+    late, at_once = apart(delay), apart(0)
+    assert all(late[name] < 2 * at_once[name] for name in late), (late, at_once)
 
 
 @table(rule=RULES, delay=[0, 1, 2], exchange=["host", "device"])
