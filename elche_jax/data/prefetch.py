@@ -73,7 +73,7 @@ class Prefetch(Generic[Item]):
         """End the thread and wait for it briefly. Idempotent.
 
         An iterator that is stuck, in the user's data source, cannot be interrupted. `close`
-        waits for half a second; the thread ends as soon as the iterator continues.
+        waits for half a second; the thread ends as soon as the iterator looks at the event.
         """
         self._finish()
 

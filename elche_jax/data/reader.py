@@ -5,6 +5,7 @@ valid examples; it is padded with copies of its first row, which the program mas
 Copies, since arbitrary padding could produce NaN.
 """
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from elche_jax.data.convert import as_arrays
 from elche_jax.data.order import Reading, epoch_order
-from elche_jax.data.source import ArraySource, IterableSource, MapSource, stack
+from elche_jax.data.source import ArraySource, IterableSource, MapSource, Stopped, stack
 
 PyTree = Any
 # not None, which an iterator may yield by mistake: no end, but an error
@@ -85,9 +86,16 @@ class IndexedReader:
 class IterableReader:
     """One epoch of an iterable; holds the microbatches of the window being read."""
 
-    def __init__(self, source: IterableSource, batch_size: int, drop_last: bool):
+    def __init__(
+        self,
+        source: IterableSource,
+        batch_size: int,
+        drop_last: bool,
+        stop: threading.Event | None = None,
+    ):
         self._items: Iterator[PyTree] = source.epoch()
         self._batch_size, self._drop_last = batch_size, drop_last
+        self._stop = stop or threading.Event()
         self._held: list[PyTree] = []
         self._first = 0
         self._ended = False
@@ -105,11 +113,17 @@ class IterableReader:
                 raise ValueError(_outside(count, number))
 
     def available(self, start: int, want: int) -> int:
-        """Read `want` microbatches from `start` on; return how many of them exist."""
+        """Read `want` microbatches from `start` on; return how many of them exist.
+
+        Raises:
+            Stopped: The loop that they are for has ended.
+        """
         # microbatches before `start` are not read again
         del self._held[: start - self._first]
         self._first = start
         while len(self._held) < want and not self._ended:
+            if self._stop.is_set():  # the rest of the window is left to the user
+                raise Stopped
             item = next(self._items, _END)
             if item is _END:
                 self._ended = True
@@ -168,7 +182,11 @@ def microbatch_size(item: PyTree, number: int) -> int:
 
 
 def open_epoch(
-    source: ArraySource | MapSource | IterableSource, reading: Reading, epoch: int, start: int
+    source: ArraySource | MapSource | IterableSource,
+    reading: Reading,
+    epoch: int,
+    start: int,
+    stop: threading.Event | None = None,
 ) -> Reader:
     """Return a reader of one epoch of a source, from microbatch `start` on.
 
@@ -177,13 +195,17 @@ def open_epoch(
         reading: How they are read.
         epoch: Number of the epoch.
         start: First microbatch that will be read.
+        stop: Nothing more is read once it is set.
 
     Raises:
         ValueError: If the epoch has fewer than `start` microbatches.
+        Stopped: `stop` is set; the reader raises it, too.
     """
     if isinstance(source, IterableSource):
-        reader = IterableReader(source, reading.batch_size, reading.drop_last)
+        reader = IterableReader(source, reading.batch_size, reading.drop_last, stop)
     else:
+        if isinstance(source, MapSource) and stop is not None:
+            source = source.until(stop)
         size, seed = source.size, reading.seed
         order = np.arange(size) if seed is None else epoch_order(size, seed, epoch)
         reader = IndexedReader(source, reading.batch_size, order, reading.drop_last)

@@ -5,6 +5,7 @@ A pytree of arrays with a common leading axis (`ArraySource`), a map-style datas
 """
 
 import math
+import threading
 import time
 from collections.abc import Iterable, Iterator, MappingView, Sequence
 from typing import Any
@@ -64,6 +65,10 @@ def stack(examples: Iterable[PyTree], numbers: Sequence[int]) -> PyTree:
     return jax.tree.unflatten(structure, rows)
 
 
+class Stopped(Exception):
+    """Raised where data are read for a loop that has ended."""
+
+
 class ArraySource:
     """A pytree of arrays with a common leading axis of examples."""
 
@@ -103,14 +108,30 @@ class ArraySource:
 
 
 class MapSource:
-    """A map-style dataset of `len(dataset)` examples, each a pytree `dataset[i]`."""
+    """A map-style dataset of `len(dataset)` examples, each a pytree `dataset[i]`.
 
-    def __init__(self, dataset: Any):
+    Args:
+        dataset: The dataset.
+        stop: No example is read once it is set.
+    """
+
+    def __init__(self, dataset: Any, stop: threading.Event | None = None):
         self.dataset = dataset
         self.size = len(dataset)
+        self._stop = stop or threading.Event()
+
+    def until(self, stop: threading.Event) -> "MapSource":
+        """Return the same source for a loop that may end before all is read."""
+        return MapSource(self.dataset, stop)
 
     def example(self, number: int) -> PyTree:
-        """Return one example; its leaves are arrays or numbers."""
+        """Return one example; its leaves are arrays or numbers.
+
+        Raises:
+            Stopped: The loop has ended.
+        """
+        if self._stop.is_set():
+            raise Stopped
         return as_arrays(self.dataset[number])
 
     def rows(self, index: NDArray[np.int64]) -> PyTree:
@@ -152,13 +173,14 @@ class IterableSource:
 
     def epoch(self) -> Iterator[PyTree]:
         """Iterate over the microbatches of one epoch."""
-        if self._peeked is None:
-            yield from self.iterable
-            return
-        # forgotten first, so that the next epoch begins anew even if this one is broken off
-        (first, rest), self._peeked = self._peeked, None
-        yield first
-        yield from rest
+        rest: Iterable[PyTree] = self.iterable
+        if self._peeked is not None:
+            # forgotten first, so that the next epoch begins anew even if this one is broken off
+            (first, rest), self._peeked = self._peeked, None
+            yield first
+        # not `yield from`: that would close a generator of the user's when the loop is left
+        for item in rest:  # noqa: UP028
+            yield item
 
 
 Source = ArraySource | MapSource | IterableSource

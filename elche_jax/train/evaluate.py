@@ -209,7 +209,8 @@ def predict(
     its own devices, and the outputs are sent to all.
 
     Data are not kept, with one exception: if a call fails after it has read the first
-    microbatch of an iterator, the next call starts with that microbatch.
+    microbatch of an iterator, the next call with the same function and devices starts with that
+    microbatch. For another function, make a new iterator.
 
     Args:
         apply_fn: `apply_fn(params, batch)`, with model state

@@ -1,7 +1,7 @@
 """Loads the data of windows, and places them on the devices."""
 
 from collections.abc import Sequence
-from threading import Lock
+from threading import Event, Lock
 from typing import Any
 
 import jax
@@ -73,11 +73,16 @@ class Feed:
         """Whether a window's data can be read a second time."""
         return not isinstance(self._plan.source, IterableSource)
 
-    def open_epoch(self, cursor: Cursor) -> Reader:
-        """Return a reader of the cursor's epoch that starts at its microbatch."""
+    def open_epoch(self, cursor: Cursor, stop: Event | None = None) -> Reader:
+        """Return a reader of the cursor's epoch that starts at its microbatch.
+
+        Args:
+            cursor: Where in the data to begin.
+            stop: Nothing more is read once it is set.
+        """
         plan = self._plan
         with _progress.phase("data", cursor.window):
-            return open_epoch(plan.source, plan.reading, cursor.epoch, cursor.microbatch)
+            return open_epoch(plan.source, plan.reading, cursor.epoch, cursor.microbatch, stop)
 
     def load(
         self, counts: tuple[int, ...], first: int, reader: Reader

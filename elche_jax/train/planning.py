@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 from elche_jax import _progress
@@ -10,6 +11,7 @@ from elche_jax._waiting import Condition
 from elche_jax.cadence import WindowPlan, clamp_counts
 from elche_jax.data.order import Cursor
 from elche_jax.data.reader import Reader
+from elche_jax.data.source import Stopped
 from elche_jax.engine.runner import FleetRunner
 from elche_jax.engine.timing import Clock
 from elche_jax.train.feed import Feed
@@ -78,11 +80,20 @@ class Planning(Generic[R]):
     # -- the prefetch thread ---------------------------------------------------------
 
     def plan(self, stop: threading.Event, run: Run) -> Iterator[Window]:
-        """Yield the windows of a run, waiting for reports if plans depend on them."""
+        """Yield the windows of a run, waiting for reports if plans depend on them.
+
+        Args:
+            stop: Set when the thread must end; nothing more is then read.
+            run: The run.
+        """
+        with suppress(Stopped):
+            yield from self._plan(stop, run)
+
+    def _plan(self, stop: threading.Event, run: Run) -> Iterator[Window]:
         cursor = self._start
         epochs = self._feed.epochs
         while epochs is None or cursor.epoch < epochs:
-            reader = self._feed.open_epoch(cursor)
+            reader = self._feed.open_epoch(cursor, stop)
             begun = cursor.microbatch
             while self._wait(stop, self._ahead, cursor.window):
                 with _progress.phase("data", cursor.window):

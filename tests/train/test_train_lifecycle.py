@@ -50,6 +50,41 @@ def test_leaving_the_loop_early_ends_them():
     assert threads() == []
 
 
+@pytest.mark.parametrize("kind", ["iterator", "dataset"])
+def test_nothing_is_read_any_more_after_the_loop(kind):
+    """The rest of the window that is being read is left to the user."""
+    reading, go_on, read = threading.Event(), threading.Event(), []
+
+    def example(number):
+        read.append(number)
+        if number == 10:  # in the middle of the second window
+            reading.set()
+            assert go_on.wait(60)
+        return {"x": np.ones(3, "float32")}
+
+    class Examples:
+        def __len__(self):
+            return 100
+
+        def __getitem__(self, number):
+            return example(number)
+
+    rows = ({"x": example(number)["x"][None]} for number in range(100))
+    train = build(2, cadence=elche.Replay([(1, 1), (20, 20)]))
+    state = train.init(PARAMS)
+    size = {} if kind == "iterator" else {"batch_size": 1, "shuffle": False}
+    for window in train.windows(rows if kind == "iterator" else Examples(), **size):
+        state, _ = train(state, window)
+        assert reading.wait(60)
+        break
+    (reader,) = (one for one in threading.enumerate() if one.name == "elche-prefetch")
+    go_on.set()
+    reader.join(60)
+    assert not reader.is_alive() and read[-1] == 10
+    if kind == "iterator":
+        assert next(rows)["x"].shape == (1, 3) and read[-1] == 11
+
+
 def test_an_error_in_the_loop_ends_them():
     train = shared(2)
     state = train.init(PARAMS)
