@@ -300,8 +300,9 @@ class Generation:
         if not self._asked.go_on:
             return ", the others are ended"
         if end.because is None:
-            ends = end.number == 0 and self._boards[0].read().several
-            return ", the job ends with it" if ends else ", the others go on"
+            if 0 in self._boards and 0 not in self._alive and self._boards[0].read().several:
+                return ", the job ends with it" if end.number == 0 else ""
+            return ", the others go on"
         # those that exchange once more raise, too
         return ", the others are told why" if end.because == end.number else ""
 

@@ -180,6 +180,8 @@ class _Launcher:
             return False
         self._due = time.monotonic() + READ_S
         try:
+            if not path.is_file():  # a pipe would be waited for
+                return False
             text = path.read_text("utf-8", "replace").strip()
         except OSError:  # not there yet, or being replaced
             return False

@@ -74,7 +74,12 @@ def _remove_abandoned(place: Path) -> None:
 
 def remove_memory(folder: Path) -> None:
     """Remove the folder, unless it holds a checkpoint later than those on disk: then say which."""
-    kept = [path for path in folder.glob("*/*") if path.name.isdecimal()]
+    # without a destination it was being removed as its process was killed: it is on disk
+    kept = [
+        path
+        for path in folder.glob("*/*")
+        if path.name.isdecimal() and (path.parent / DESTINATION).exists()
+    ]
     where = {path: Path((path.parent / DESTINATION).read_text()) for path in kept}
     only = [path for path in kept if _newest(where[path]) < int(path.name)]
     for path in only:

@@ -539,12 +539,17 @@ _progress.joined(me, several=True)
 if me == 0:
     os.kill(os.getpid(), signal.SIGKILL)
 reaped(0)
+sys.exit(me)
 """
     )
-    with launched(script, "-n", "2", "--on-failure", "continue") as process:
+    with launched(script, "-n", "3", "--on-failure", "continue") as process:
         code, _, err = outcome(process)
     assert code == 137
-    assert err == "elche-jax launch: process 0 ended with SIGKILL, the job ends with it\n"
+    first, *others = err.splitlines()
+    assert first == "elche-jax launch: process 0 ended with SIGKILL, the job ends with it"
+    # they cannot go on without it, and that they do is not said
+    said = [f"elche-jax launch: process {one} ended with exit code {one}" for one in (1, 2)]
+    assert sorted(others) == said
 
 
 def test_that_others_go_on_is_not_said_of_an_error_that_they_are_told(launched):

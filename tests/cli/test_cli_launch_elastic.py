@@ -141,6 +141,36 @@ def test_what_is_on_disk_is_removed_from_memory(launched, tmp_path):
     assert not [*(tmp_path / "chosen").iterdir()]
 
 
+def test_what_was_being_removed_from_memory_is_removed(launched, tmp_path):
+    """Its process was killed then; where it would go is no longer known, as it is there."""
+    (tmp_path / "chosen").mkdir()
+    script = KEEPS.replace("sys.exit(75)", '(place / "folder").unlink()\nsys.exit(3)')
+    options = "-n", "1", "--elastic", "1:1", "--max-restarts", "0"
+    with launched(script, *options, env={"ELCHE_MEMORY": str(tmp_path / "chosen")}) as process:
+        code, _, said = outcome(process)
+    assert code == 3 and "memory" not in said[-1]
+    assert not [*(tmp_path / "chosen").iterdir()]
+
+
+READS = """
+os.mkfifo("number")
+for _ in range(40):  # longer than the launcher looks away
+    try:
+        os.close(os.open("number", os.O_WRONLY | os.O_NONBLOCK))
+    except OSError:  # nobody reads it
+        time.sleep(0.05)
+    else:
+        print("waits for it")
+        break
+"""
+
+
+def test_a_pipe_in_place_of_the_number_file_is_not_waited_for(launched):
+    options = "-n", "1", "--elastic", "1", "--number-file", "number"
+    with launched(READS, *options) as process:
+        assert outcome(process)[:2] == (0, [])
+
+
 def test_what_is_in_memory_only_is_not_removed(launched, tmp_path):
     (tmp_path / "chosen").mkdir()
     options = "-n", "1", "--elastic", "1:1", "--max-restarts", "0"
