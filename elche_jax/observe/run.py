@@ -178,8 +178,8 @@ class Run:
 def read_run(path: str | PathLike[str]) -> Run:
     """Read a run from its timeline.
 
-    In a timeline continued by several processes, times begin at 0 with each of them; here
-    they are laid one after another. The time between two processes is unknown and omitted.
+    Processes that continue a timeline are laid one after another. The time between two of them is
+    unknown and omitted.
 
     Args:
         path: A timeline, or the folder of a run that contains a `timeline.jsonl`.
@@ -209,7 +209,8 @@ def read_run(path: str | PathLike[str]) -> Run:
     path = check.path("read_run", "path", path)
     file = path / TIMELINE if path.is_dir() else path
     name = path.resolve().name if path.is_dir() else path.stem
-    clocks: list[list[Event]] = []  # one per process, whose times begin at 0
+    # one per process in files of older versions, whose times begin at 0 with each of them
+    clocks: list[list[Event]] = []
     for event in Timeline.read(file):
         if not clocks or event.at < clocks[-1][-1].at:
             clocks.append([])
@@ -232,6 +233,7 @@ def _append(run: Run, events: Sequence[Event]) -> Run:
     place = iter(places)
     # Steps that take turns, as of a generator and its critic, are told apart by their devices.
     newest: dict[int, int] = {}  # the segment on this clock, by number of devices
+    unnamed: set[int] = set()  # those of them that no `RunEvent` began
     others: list[Event] = []
     reported: dict[int, float] = {}  # the time of each window's report
     for event in events:
@@ -240,7 +242,8 @@ def _append(run: Run, events: Sequence[Event]) -> Run:
             reported[event.window] = at
             begin, end = (zero + moment for moment in next(place))
             devices = len(event.counts)
-            if devices not in newest:
+            if devices not in newest or (event.window == 0 and devices in unnamed):
+                unnamed.add(devices)
                 newest[devices] = len(run.segments)
                 names = tuple(f"device {rank}" for rank in range(devices))
                 run.segments.append(RunEvent(names, "", 0.0, event.window, 0, 0, begin))
@@ -248,6 +251,7 @@ def _append(run: Run, events: Sequence[Event]) -> Run:
             continue
         if isinstance(event, RunEvent):
             newest[len(event.devices)] = len(run.segments)
+            unnamed.discard(len(event.devices))
             run.segments.append(replace(event, devices=_unique(event.devices), at=at))
         elif isinstance(event, LossEvent):
             at = reported.pop(event.window, at)

@@ -65,7 +65,7 @@ class Timeline:
         path: The file to write, one line per event; missing folders are created, and a leading
             `~` is the home folder, as in all paths. An existing timeline is continued: an
             incomplete last line, left by a kill, is cut off, as are trailing zeros, left by a
-            power loss, and `at` begins at 0 again. Only the first and the last line are
+            power loss, and `at` goes on from its last event. Only the first and the last line are
             checked, however long the file is. None records in memory only.
         keep: Most events to keep in memory, at least 1; the oldest are dropped first.
 
@@ -95,8 +95,12 @@ class Timeline:
         self._lock = threading.Lock()
         self._events: deque[Event] = deque(maxlen=keep)
         self._path = None if path is None else check.file("Timeline", "path", path, TIMELINE)
-        self._writer = None if self._path is None else LineWriter(_open(self._path), self, _to_line)
-        self._began = time.perf_counter()
+        self._writer: LineWriter | None = None
+        begun = 0.0
+        if self._path is not None:
+            file, begun = _open(self._path)
+            self._writer = LineWriter(file, self, _to_line)
+        self._began = time.perf_counter() - begun
 
     def __repr__(self) -> str:
         return f"Timeline({'' if self._path is None else repr(str(self._path))})"
@@ -226,21 +230,25 @@ class Timeline:
         return events + _last(where, path, f"line {len(lines) + 1}", last)
 
 
-def _open(path: Path) -> FileIO:
-    """Open a file to append lines after the last complete line of a timeline."""
+def _open(path: Path) -> tuple[FileIO, float]:
+    """Open a file to append lines after the last complete line of a timeline.
+
+    Returns:
+        The file, and the time of its last event; 0 if there is none.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = FileIO(path, "ab")  # unbuffered, so that no line waits in a buffer
     try:
-        if path.is_file():  # not a pipe or a device, which cannot be read back
-            _repair_end(file, path)
+        # not a pipe or a device, which cannot be read back
+        at = _repair_end(file, path) if path.is_file() else 0.0
     except BaseException:
         file.close()
         raise
-    return file
+    return file, at
 
 
-def _repair_end(file: FileIO, path: Path) -> None:
-    """Cut off an incomplete last line, or end a complete one.
+def _repair_end(file: FileIO, path: Path) -> float:
+    """Cut off an incomplete last line, or end a complete one; return the time of the last event.
 
     Raises:
         ValueError: The first or the last line is not an event.
@@ -249,16 +257,19 @@ def _repair_end(file: FileIO, path: Path) -> None:
     content = stored.rstrip(NUL)
     end = content.rfind(b"\n") + 1
     name = "the last line" if end else "line 1"
+    events: list[Event] = []
     if end:
         _from_line("Timeline", path, "line 1", content[: content.find(b"\n")])
         before = content.rfind(b"\n", 0, end - 1) + 1
-        _from_line("Timeline", path, name, content[before : end - 1])
+        events.append(_from_line("Timeline", path, name, content[before : end - 1]))
     whole = _last("Timeline", path, name, content[end:])
+    events += whole
     kept = len(content) if whole else end
     if kept < len(stored):  # only then: another process may have appended since
         file.truncate(kept)
     if whole:
         file.write(b"\n")
+    return events[-1].at if events else 0.0
 
 
 def _last(where: str, path: Path, name: str, line: bytes) -> list[Event]:

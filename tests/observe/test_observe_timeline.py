@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from elche_jax.cadence import WindowMeasurement, WindowRecord
 from elche_jax.observe import line_writer, timeline as module
 from elche_jax.observe.report import limit_share
+from elche_jax.observe.run import read_run
 from elche_jax.observe.timeline import Event, SkipEvent, Timeline, WindowEvent
 
 ROOT = Path(__file__).parents[2]
@@ -381,7 +382,7 @@ NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
 
 
 def on(disk, monkeypatch):
-    monkeypatch.setattr(module, "_open", lambda path: disk)
+    monkeypatch.setattr(module, "_open", lambda path: (disk, 0.0))
     return Timeline("run.jsonl")
 
 
@@ -647,7 +648,7 @@ class Disk:
     def close(self):
         pass
 
-module._open = lambda path: Disk()
+module._open = lambda path: (Disk(), 0.0)
 timeline = Timeline("x")
 timeline.itself = timeline
 for window in range(50):
@@ -715,6 +716,28 @@ def test_closing_one_in_memory_does_nothing():
 def test_arguments(options, kind, text):
     with pytest.raises(kind, match="^" + text):
         Timeline(**options)
+
+
+def test_the_time_of_a_file_goes_on_in_the_next_process(tmp_path):
+    """Also where that begins with a restore that takes longer than all before."""
+    path = tmp_path / "timeline.jsonl"
+    path.write_text(LINE + "\n" + LINE.replace("0.5", "70") + "\n" + LINE[:20])
+    with Timeline(path) as timeline:
+        timeline.add(SkipEvent, window=2, epoch=0, reason="later")
+    first, second, third = Timeline.read(path)
+    assert (first.at, second.at) == (0.5, 70) and third.at > 70
+
+
+def test_windows_of_a_loop_of_ones_own_that_begins_anew(tmp_path):
+    """No event says so, and its time goes on."""
+    path = tmp_path / "timeline.jsonl"
+    for _ in range(2):
+        with Timeline(path) as timeline:
+            for window in range(3):
+                timeline.window(replace(RECORD, window=window))
+    run = read_run(path)
+    assert (len(run.segments), run.repeated, len(run.windows)) == (2, 0, 6)
+    assert [window.segment for window in run.windows] == [0] * 3 + [1] * 3
 
 
 def test_a_path_that_cannot_be_opened(tmp_path):
