@@ -67,4 +67,7 @@ def output_of(options: argparse.Namespace, name: str) -> Path:
     output: Path = options.output or (path if path.is_dir() else path.parent) / name
     if output.is_dir():
         raise UsageError(f"--output must be a file, got a folder ({output})")
+    timeline = path / TIMELINE if path.is_dir() else path
+    if output.exists() and timeline.exists() and output.samefile(timeline):
+        raise UsageError(f"--output must not be the timeline itself, got {output}")
     return output

@@ -9,7 +9,9 @@ import pytest
 
 import elche_jax
 from elche_jax import cli
+from elche_jax.cadence import WindowRecord
 from elche_jax.cli import arguments, main, table
+from elche_jax.observe.timeline import Timeline
 
 ROOT = Path(__file__).parents[2]
 NAMES = cli.COMMANDS
@@ -105,6 +107,18 @@ def test_wrong_usage_is_one_line(run, argv, message):
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
     assert re.search(message, err)
+
+
+@pytest.mark.parametrize("command", ["report", "trace"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_output_is_not_written_over_the_timeline(run, command, whole, tmp_path):
+    path = tmp_path / "timeline.jsonl"
+    with Timeline(path) as timeline:
+        timeline.window(WindowRecord(0, 0, (4, 2), 60, (40.0, 40.0), 80.0, 1.0, 0.0, True))
+    before = path.read_bytes()
+    code, _, err = run(command, str(tmp_path if whole else path), "--output", str(path))
+    assert code == 2 and "--output must not be the timeline itself, got " in err
+    assert path.read_bytes() == before
 
 
 @pytest.fixture
