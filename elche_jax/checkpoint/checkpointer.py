@@ -127,9 +127,11 @@ class Checkpointer:
                 self._folder, asked.keep_last, asked.keep_best, asked.mode, asked.monitor
             )
             return True
-        except OSError as error:
+        except BaseException as error:
             if self._unlock is not None:
                 self._unlock()
+            if not isinstance(error, OSError):
+                raise
             if asked.on_error == "now":
                 raise
             if may_hold(self._folder):  # not to begin anew as if there were none

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import threading
+from unittest.mock import Mock
 
 import children
 import jax
@@ -40,6 +41,18 @@ class Past:
 
     def finish(self):
         pass
+
+
+def test_a_folder_is_free_again_if_it_cannot_be_opened(train, tmp_path, monkeypatch):
+    """Also while somebody holds the exception, as a notebook does."""
+    checkpoints = elche.Checkpoints(tmp_path, every_windows=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "__init__", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt) as held:
+            elche.Checkpointer(train, checkpoints)
+    with elche.Checkpointer(train, checkpoints) as saver:
+        assert saver.written is None
+    assert held.value.__traceback__ is not None
 
 
 @pytest.fixture(scope="module")
