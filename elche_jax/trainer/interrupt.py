@@ -4,7 +4,7 @@ import signal
 import sys
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from elche_jax.trainer.control import Control
@@ -37,10 +37,13 @@ def interrupts(control: Control, say: bool) -> Generator[None]:
         heard = True
         control.stop("interrupt")
         if say and sys.stderr is not None:
-            print(
-                "elche: stopping before the next window; press Ctrl-C again to stop now",
-                file=sys.stderr,
-            )
+            # the same Ctrl-C may have ended who reads it, as in `train.py 2>&1 | tee log`; and the
+            # loop may be in the middle of a `print` of its own
+            with suppress(OSError, ValueError, RuntimeError):
+                print(
+                    "elche: stopping before the next window; press Ctrl-C again to stop now",
+                    file=sys.stderr,
+                )
 
     signal.signal(signal.SIGINT, stop)
     try:

@@ -1,8 +1,10 @@
 """A run in the background: followed, stopped, joined; and programs that do not wait for it."""
 
+import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import children
@@ -214,6 +216,21 @@ def test_what_fails_while_an_interrupted_run_ends_is_said(sigint):
         assert control.reason == "interrupt"
         control.finish(error=OSError("the disk is full"))
     assert str(raised.value.__cause__) == "the disk is full"
+
+
+def test_an_interrupt_that_nobody_can_be_told_of(sigint, monkeypatch):
+    """As in `train.py 2>&1 | tee log`, where it has ended `tee` first."""
+    unread, written = os.pipe()
+    os.close(unread)
+    with open(written, "w", buffering=1) as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        control = Control()
+        with pytest.raises(KeyboardInterrupt), interrupts(control, say=True):
+            signal.raise_signal(signal.SIGINT)
+        monkeypatch.undo()
+        with suppress(BrokenPipeError):
+            stderr.close()
+    assert control.reason == "interrupt"
 
 
 @pytest.mark.slow  # test_an_interrupt_of_one_process_ends_all_with_a_checkpoint
