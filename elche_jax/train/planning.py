@@ -214,6 +214,10 @@ class Planning(Generic[R]):
             self._changed.notify_all()
         self.errors.check()
 
+    def on_elsewhere(self, seconds: float) -> None:
+        """Leave time that the loop spent on other work out of the window that it got last."""
+        self._requested += seconds
+
     def on_handed_out(self, window: Window) -> None:
         """Note that the loop has got a window."""
         self._current, self._asks, self._next = window.index, None, window.index + 1

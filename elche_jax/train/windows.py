@@ -98,6 +98,10 @@ class Windows(Iterator[Window]):
             self._pipeline.wishes.add(wish)
         return self._pipeline.wishes.agreed
 
+    def exclude(self, seconds: float) -> None:
+        """Leave time spent on other work since the last window was handed out out of its time."""
+        self._pipeline.on_elsewhere(seconds)
+
     def drain(self) -> None:
         """Wait until the windows dispatched so far are complete.
 

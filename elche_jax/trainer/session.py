@@ -179,13 +179,16 @@ class Session:
     def _between(self, following: Window | None) -> None:
         """Handle the end of an epoch and a checkpoint that are due between two windows."""
         saving, sums, force = self._plan.saving, self._recorder.sums, False
+        begun = time.perf_counter()
         if sums is not None and (following is None or following.epoch != sums.epoch):
             force = _due(saving and saving.every_epochs, sums.epoch)
             # before the checkpoint, which takes the score of this epoch's evaluation
             self._end_epoch()
         self._save(force)
+        now = time.perf_counter()
+        self._windows.exclude(now - begun)  # the devices have not begun the following window
         if following is not None and self._recorder.sums is None:
-            self._clock = time.perf_counter()  # start of an epoch
+            self._clock = now  # start of an epoch
 
     def _stopping(self) -> bool:
         """Return whether to stop before the next window: what all processes know decides."""

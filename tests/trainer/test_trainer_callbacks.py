@@ -1,5 +1,7 @@
 """What is called when, what it sees, and what becomes of its exceptions."""
 
+import time
+
 import jax
 import numpy as np
 import pytest
@@ -96,6 +98,20 @@ def test_an_exception_ends_the_run_and_is_raised(where, background, tmp_path):
     # the trainer is free again, and its files are closed and whole
     result = one.fit(PARAMS, DATA, 8, **options | {"callbacks": [], "resume": "auto"})
     assert [m.epoch for m in result.history] == [0, 1, 2]
+
+
+def test_what_is_done_between_two_epochs_is_no_time_of_a_window(monkeypatch):
+    clock, later, records = time.perf_counter, [0.0], []
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + later[0])
+
+    class Slow(elche.Callback):
+        def on_epoch(self, context, metrics):
+            later[0] += 1e6
+            records[:] = context.train.records
+
+    result = shared().fit(PARAMS, DATA, 8, 3, callbacks=[Slow()], progress=False)
+    assert later[0] == 3e6 and len(records) == result.windows
+    assert max(record.wall_ms for record in records) < 1e9 / 2
 
 
 def test_several_callbacks_in_their_order():
