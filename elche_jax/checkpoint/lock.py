@@ -16,8 +16,13 @@ except ImportError:  # Windows: the folder is not locked
 logger = logging.getLogger("elche_jax")
 
 
-def lock(folder: Path) -> Callable[[], None] | None:
+def lock(folder: Path, what: str = "checkpoints", name: str = ".lock") -> Callable[[], None] | None:
     """Lock a folder until the returned function is called or the process ends.
+
+    Args:
+        folder: The folder.
+        what: What it is, for messages.
+        name: Name of the file in it that is locked.
 
     Returns:
         The function, which may be called again; None where files cannot be locked.
@@ -28,7 +33,7 @@ def lock(folder: Path) -> Callable[[], None] | None:
     if fcntl is None:
         return None
     # not "w", which would erase the other process's id before the lock is tried
-    file = (folder / ".lock").open("a+")
+    file = (folder / name).open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
@@ -36,8 +41,8 @@ def lock(folder: Path) -> Callable[[], None] | None:
         pid = file.read().strip() or "unknown"
         file.close()
         raise RuntimeError(
-            f"checkpoints: {folder} must be used by one run at a time, but another one (process "
-            f"{pid}) is using it. Wait for it, or use another folder."
+            f"{what}: {folder} must be used by one run at a time, but another one (process "
+            f"{pid}) is using it, or one that it has forked. Wait for it, or use another folder."
         ) from error
     except OSError as error:
         file.close()

@@ -66,7 +66,7 @@ class _FileWriter:
         if file is not None:
             file.close()
 
-    def _check(self, step: int, values: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
+    def _checked(self, step: int, values: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
         """Return the checked arguments of `scalars` as plain numbers."""
         where = f"{type(self).__name__}.scalars"
         if self._closed:
@@ -161,7 +161,7 @@ class CSVWriter(_FileWriter):
                 is closed, or the existing file is not a table of a `CSVWriter`.
             OSError: The file cannot be written; only complete rows are left in it.
         """
-        step, numbers = self._check(step, values)
+        step, numbers = self._checked(step, values)
         if STEP in numbers:
             rule = f"hold no name {STEP!r}"
             raise ValueError(check.message("CSVWriter.scalars", "values", rule, [*numbers]))
@@ -171,6 +171,15 @@ class CSVWriter(_FileWriter):
             self._file = self._rewrite(new, None if self._begun else step)
             self._begun = True
         _append(self._file, _line([step, *(numbers.get(name, "") for name in self._columns)]))
+
+    def check(self) -> None:
+        """Raise what the first `scalars` would raise about the existing file.
+
+        Raises:
+            ValueError: It is not a table of a `CSVWriter`.
+            OSError: It cannot be read.
+        """
+        _read(self._path)
 
     def _rewrite(self, new: Iterable[str], before: int | None) -> FileIO:
         """Rewrite the file with more columns and only rows before a step, and open it."""
@@ -299,7 +308,7 @@ class TensorBoardWriter(_FileWriter):
             ValueError: The step is below the last one, or the writer is closed.
             OSError: The file cannot be written; only complete events are left in it.
         """
-        step, numbers = self._check(step, values)
+        step, numbers = self._checked(step, values)
         if self._file is None:
             self._file = self._open(step)
         summaries = [self._summary(name, number) for name, number in numbers.items()]

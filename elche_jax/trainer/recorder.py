@@ -15,7 +15,8 @@ import numpy as np
 
 from elche_jax import _check as check
 from elche_jax.cadence import WindowRecord
-from elche_jax.checkpoint.errors import beside
+from elche_jax.checkpoint.errors import beside, described
+from elche_jax.checkpoint.lock import lock
 from elche_jax.config import Recorder
 from elche_jax.data.order import Cursor
 from elche_jax.data.source import as_source
@@ -88,11 +89,19 @@ class RunRecorder:
                 self._metrics.clear()
 
     def _open(self, plan: FitPlan) -> None:
-        if plan.folder is not None:
-            _prepare(plan.folder, plan.resume)
-            timeline = self._stack.enter_context(_timeline(plan.folder))
+        folder = plan.folder
+        if folder is None:
+            return
+        _prepare(folder, plan.resume)
+        try:
+            if (unlock := lock(folder, "run_dir", ".run.lock")) is not None:
+                self._stack.callback(unlock)
+            timeline = self._stack.enter_context(_timeline(folder))
             self._timelines = [*self._own, timeline]
-            self._writers.append(self._stack.enter_context(Table(plan.folder / "metrics.csv")))
+            self._writers.append(self._stack.enter_context(Table(folder / "metrics.csv")))
+        except OSError as error:
+            rule, got = "be a folder whose files can be written", f"{folder} ({described(error)})"
+            raise OSError(check.message("Trainer.fit", "run_dir", rule, got)) from error
 
     @contextmanager
     def failing(self) -> Generator[None]:
@@ -194,6 +203,8 @@ class RunRecorder:
     def end_epoch(self, end: Cursor, whole: bool) -> EpochMetrics:
         """Return the metrics of the epoch that ended at this place, and record it if whole."""
         assert self.sums is not None
+        if whole:
+            self.show(end)  # before the devices' times of the epoch are taken
         metrics = self.sums.metrics(self._devices, whole)
         self.history = (*self.history, metrics)
         if whole:
@@ -201,7 +212,6 @@ class RunRecorder:
         return metrics
 
     def _record_epoch(self, end: Cursor, metrics: EpochMetrics) -> None:
-        self.show(end)
         self.sums = None
         self._before += end.microbatch
         self.scalars(end.window, metrics.values)
@@ -250,6 +260,7 @@ class Table(CSVWriter):
             self._lost = error
 
     def __enter__(self) -> "Table":
+        self.check()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -261,7 +272,12 @@ class Table(CSVWriter):
 
 def write_report(folder: Path) -> None:
     """Write the report page of a run; its other files must be closed."""
-    write_page(read_run(folder), folder / "report.html", title=folder.name)
+    try:
+        run = read_run(folder)
+    except ValueError as error:  # as in `_timeline`
+        logger.warning("elche: report.html was not written: %s", error)
+        return
+    write_page(run, folder / "report.html", title=folder.name)
 
 
 def _prepare(folder: Path, resume: str) -> None:

@@ -41,10 +41,20 @@ class Watching:
         """Set the names of the training metrics.
 
         Raises:
-            ValueError: A monitored metric does not exist, as far as is known.
+            ValueError: A monitored metric does not exist, as far as is known, or a metric has a
+                name that is taken in metrics.csv.
         """
         self._training = names
         self._check()
+        taken = {"step": "the first column of metrics.csv"} if self._plan.folder else {}
+        if self._plan.log_every is not None:
+            taken |= {f"window_{name}": f"the mean of {name!r} with log_every" for name in names}
+        for name in names:
+            if name in taken:
+                raise ValueError(
+                    f"loss_fn: metrics must not use the name {name!r}, which is {taken[name]}. "
+                    "Choose another name."
+                )
 
     def evaluation(self, step: int, results: Mapping[str, float]) -> None:
         """Take the metrics of an evaluation after `step` windows.

@@ -150,6 +150,26 @@ def test_a_metric_named_like_one_of_the_evaluation():
         trainer(loss=loss).fit(PARAMS, DATA, 8, 1, evaluation=EVALUATION, progress=False)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "taken"),
+    [
+        ("step", {"run_dir": "run"}, "the first column of metrics.csv"),
+        ("window_loss", {"log_every": 2, "run_dir": "run"}, "the mean of 'loss' with log_every"),
+    ],
+)
+def test_a_metric_with_a_name_of_the_table(name, options, taken, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def loss(params, batch, rng):
+        return loss_fn(params, batch, rng)[0], {name: 1.0}
+
+    message = f"^loss_fn: metrics must not use the name '{name}', which is {taken}. "
+    with pytest.raises(ValueError, match=message):
+        trainer(loss=loss).fit(PARAMS, DATA, 8, 1, progress=False, **options)
+    one = trainer(loss=loss).fit(PARAMS, DATA, 8, 1, progress=False)
+    assert one.history[0].metrics[name] == 1
+
+
 def test_a_score_that_nobody_gives(one, tmp_path):
     saving = elche.Checkpoints(tmp_path, keep_best=1, monitor="accuracy")
     with pytest.raises(ValueError, match=r"^Checkpoints: monitor must be one of 'loss', 'mae', go"):

@@ -33,7 +33,7 @@ def run(tmp_path_factory):
 def test_the_folder_of_a_run(run):
     folder, result = run
     names = {path.name for path in folder.iterdir()}
-    assert names == {"timeline.jsonl", "metrics.csv", "checkpoints", "report.html"}
+    assert names == {"timeline.jsonl", "metrics.csv", "checkpoints", "report.html", ".run.lock"}
     ends = np.cumsum([m.windows for m in result.history])
     assert steps(folder / "checkpoints") == ends.tolist()
     page = (folder / "report.html").read_text(encoding="utf-8")
@@ -49,7 +49,7 @@ def test_the_folder_of_a_run_stays_where_it_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shared().fit(PARAMS, DATA, 8, 2, run_dir="run", callbacks=[Elsewhere()], progress=False)
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == {"timeline.jsonl", "metrics.csv", "checkpoints", "report.html"}
+    assert names == {"timeline.jsonl", "metrics.csv", "checkpoints", "report.html", ".run.lock"}
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
@@ -252,6 +252,21 @@ def test_the_writers_of_the_library_are_writers(tmp_path):
     shared().fit(PARAMS, DATA, 8, 1, writers=[table], progress=False)
     table.close()
     assert (tmp_path / "a.csv").read_text().startswith("step,loss,mae,")
+
+
+def test_the_last_line_of_an_epoch_has_its_busy_shares(monkeypatch):
+    shown = []
+
+    class Shown(elche.observe.progress.Progress):
+        def update(self, epoch, done, loss, rate, busy):
+            shown.append((epoch, done, tuple(busy)))
+
+    monkeypatch.setattr(recorder, "Progress", Shown)
+    result = shared().fit(PARAMS, DATA, 8, 2, progress=True)
+    for epoch in result.history:
+        end = (epoch.epoch, 24 * (epoch.epoch + 1))
+        *_, busy = [busy for *where, busy in shown if tuple(where) == end]
+        assert busy == epoch.busy and max(busy) > 0
 
 
 @pytest.mark.parametrize("first", [slow({"epochs": 1}), {"epochs": 3, "max_windows": 4}])

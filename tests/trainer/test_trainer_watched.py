@@ -274,6 +274,50 @@ def test_a_damaged_timeline_does_not_decide_over_the_run(tmp_path, caplog):
     assert len(list(tmp_path.glob("timeline-damaged-*.jsonl"))) == 1
 
 
+def test_a_log_that_is_damaged_in_the_middle_loses_the_report_only(tmp_path, caplog):
+    options = {"run_dir": tmp_path, "resume": "auto", "progress": False}
+    shared().fit(PARAMS, DATA, 8, 1, **options)
+    path = tmp_path / "timeline.jsonl"
+    first, *rest = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([first, "garbage\n", *rest]))
+    (tmp_path / "report.html").unlink()
+    assert len(shared().fit(PARAMS, DATA, 8, 2, **options).history) == 2
+    assert "elche: report.html was not written: Timeline.read: line 2 of " in caplog.text
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_another_run_with_checkpoints_of_its_own_is_refused(tmp_path):
+    """Both would write the other files of the folder."""
+
+    class Second(elche.Callback):
+        def on_epoch(self, context, metrics):
+            trainer().fit(
+                PARAMS, DATA, 8, 1, run_dir=tmp_path, progress=False, resume="auto",
+                checkpoints=elche.Checkpoints(tmp_path / "second"),
+            )  # fmt: skip
+
+    text = f"^run_dir: {tmp_path} must be used by one run at a time, but another one "
+    with pytest.raises(RuntimeError, match=text):
+        shared().fit(PARAMS, DATA, 8, 1, run_dir=tmp_path, callbacks=[Second()], progress=False)
+    shared().fit(PARAMS, DATA, 8, 1, run_dir=tmp_path, resume="auto", progress=False)
+
+
+def test_a_file_of_a_run_that_cannot_be_written(tmp_path):
+    (tmp_path / "timeline.jsonl").symlink_to(tmp_path / "none" / "timeline.jsonl")
+    text = r"^Trainer\.fit: run_dir must be a folder whose files can be written, got .*FileNotFound"
+    with pytest.raises(OSError, match=text):
+        shared().fit(PARAMS, DATA, 8, 1, run_dir=tmp_path, progress=False)
+
+
+def test_the_table_of_another_program_is_refused_at_once(tmp_path):
+    (tmp_path / "metrics.csv").write_text("mine\n1\n")
+    with pytest.raises(
+        ValueError, match=r"metrics\.csv must be a table with a first column 'step'"
+    ):
+        shared().fit(PARAMS, DATA, 8, 1, run_dir=tmp_path, resume="auto", progress=False)
+    assert not (tmp_path / "checkpoints").exists()
+
+
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"^Trainer\.fit: run_dir must be a folder that can be"):
