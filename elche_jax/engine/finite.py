@@ -35,6 +35,32 @@ def all_finite(tree: PyTree) -> Any:
     return total == 0
 
 
+def none_worse(before: PyTree, after: PyTree, forgive_nan: bool = False) -> Any:
+    """Return whether the floats of a tree are finite, but for what was not finite before.
+
+    Args:
+        before: The tree before; a running minimum may begin at `inf`.
+        after: The tree after.
+        forgive_nan: Whether a NaN is none the worse if it was one before.
+    """
+    pairs = list(zip(floats(before), floats(after), strict=True))
+
+    def judged(old: Any, new: Any) -> Any:
+        bad = jax.lax.ne(new, new)
+        if forgive_nan:
+            bad &= jax.lax.eq(old, old)
+        return jax.lax.select(jax.lax.is_finite(old), ~jax.lax.is_finite(new), bad)
+
+    def number(old: Any, new: Any) -> Any:
+        nan, zero = jax.lax.full_like(new, jnp.nan), jax.lax.full_like(new, 0)
+        return jax.lax.select(judged(old, new), nan, zero)
+
+    small = [number(old, new) for old, new in pairs if not _is_large(new)]
+    # not by way of a copy, which XLA's CPU compiler would write to memory
+    large = [jnp.any(judged(old, new)) for old, new in pairs if _is_large(new)]
+    return all_finite(small) & ~jnp.any(jnp.stack([jnp.bool_(False), *large]))
+
+
 def floats(tree: PyTree) -> list[Any]:
     """Return the leaves of a float dtype."""
     return [leaf for leaf in jax.tree.leaves(tree) if is_float(leaf)]

@@ -18,7 +18,7 @@ import optax
 from elche_jax.engine.choice import TentativeUpdate, chosen, computed_once
 from elche_jax.engine.exchange import SUM_BELOW, Packing
 from elche_jax.engine.fetch import CallArgs, Payload
-from elche_jax.engine.finite import all_finite, floats
+from elche_jax.engine.finite import all_finite, none_worse
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.microbatch import Terms, clip, plus
 from elche_jax.engine.precision import adjust
@@ -77,7 +77,7 @@ class GradientRule(Rule):
         weight = jnp.where(carry.weight > 0, carry.weight, 1.0)
         grads = clip(carry.grads, self.max_grad_norm, weight)
         # a device without work still has the old state, whose problems were reported before
-        own = (carry.weight == 0) | all_finite(floats(carry.model_state))
+        own = (carry.weight == 0) | none_worse(state.model_state, carry.model_state)
         own &= all_finite((grads, carry.loss, carry.weight))
         now = carry.model_state
         if self.late:  # the device continues from its own model state
@@ -110,7 +110,7 @@ class GradientRule(Rule):
             return (optax.apply_updates(trained, updates), opt_state), updates
 
         update = TentativeUpdate(moved, (trained, after.opt_state))
-        fine = ~mean.good | all_finite((mean.payload, floats(merged), update.seen))
+        fine = ~mean.good | (none_worse(last, merged) & all_finite((mean.payload, update.seen)))
         finite = mean.finite & fine
         good = computed_once((finite | (not self.drop_nonfinite)) & mean.good)
         trained, opt_state = update.applied_if(good)

@@ -27,7 +27,7 @@ from elche_jax.averaging.rules import AveragingRule, DeviceWork, ParameterAverag
 from elche_jax.engine.axis import Axis, PerDevice
 from elche_jax.engine.choice import chosen, computed_once
 from elche_jax.engine.fetch import CallArgs, Payload
-from elche_jax.engine.finite import all_finite, floats
+from elche_jax.engine.finite import all_finite, none_worse
 from elche_jax.engine.merge import MergeRules, difference, opt_rules, wide
 from elche_jax.engine.microbatch import clip
 from elche_jax.engine.reduce import Contribution, Mean, Reduction, Row, dot, shares_of
@@ -337,12 +337,10 @@ def average(
 
 
 def _finite(state: TrainState, local: LocalSteps) -> Any:
-    """Return whether a device's results are finite wherever the state before was finite."""
-    after, before = (floats((x.opt_state, x.model_state)) for x in (local, state))
-    pairs = zip(after, before, strict=True)
-    worse = [jnp.any(~jnp.isfinite(new) & jnp.isfinite(old)) for new, old in pairs]
+    """Return whether a device's results are finite, but for what was not finite before."""
+    before, after = ((x.opt_state, x.model_state) for x in (state, local))
     own = all_finite((local.trained, local.loss, local.weight))
-    return computed_once(own & ~jnp.any(jnp.stack([jnp.bool_(False), *worse])))
+    return computed_once(own & none_worse(before, after, forgive_nan=True))
 
 
 def _changed(state: TrainState) -> dict[str, Any]:

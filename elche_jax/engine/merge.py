@@ -180,16 +180,17 @@ def difference(new: Any, old: Any) -> Any:
 def _difference(new: Any, old: Any) -> Any:
     """Return a difference; the new value if the old one is not finite, so that it is replaced."""
     # a selection here and in `_moved`: an old value with 0 in its place would be kept in memory
-    return jnp.where(jnp.isfinite(old), difference(new, old), wide(new).astype(np.float32))
+    return jnp.where(jnp.isfinite(wide(old)), difference(new, old), wide(new).astype(np.float32))
 
 
 def _moved(old: Any, change: Any) -> Any:
     """Invert `_difference`, given a mean of differences."""
     # rounded once: a value much smaller than the old one would lose all its bits
-    new = wide(old) + change
+    start = wide(old)
+    new = start + change
     # what falls to nearly 0 is not to be negative by rounding: it may be a variance
-    across = (new * jnp.sign(old) < 0) & (jnp.abs(new) < 2.0**-20 * jnp.abs(wide(old)))
-    return jnp.where(jnp.isfinite(old), jnp.where(across, 0, new), change).astype(old.dtype)
+    across = (new * jnp.sign(start) < 0) & (jnp.abs(new) < 2.0**-20 * jnp.abs(start))
+    return jnp.where(jnp.isfinite(start), jnp.where(across, 0, new), change).astype(old.dtype)
 
 
 def opt_rules(opt_state: PyTree) -> MergeRules:

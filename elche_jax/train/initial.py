@@ -210,9 +210,12 @@ def _check_fits(argument: str, name: str, leaf: Any) -> None:
 
 
 def check_model_state(model_state: PyTree) -> None:
-    """Raise if a leaf of the model state has no merge rule for its dtype, or would overflow."""
+    """Raise if a leaf of the model state cannot be merged for its dtype, or would overflow."""
     for name, leaf in named(model_state, "model_state"):
         array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        if jnp.issubdtype(array.dtype, jnp.integer) and jnp.iinfo(array.dtype).bits < 8:
+            rule, got = "have integers of at least 8 bits", f"{array.dtype} in leaf {name}"
+            raise TypeError(check.message("TrainStep.init", "model_state", rule, got))
         if is_real(array):
             _check_fits("model_state", name, array)
             continue

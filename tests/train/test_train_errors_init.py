@@ -72,6 +72,13 @@ def test_a_loss_that_has_no_hash():
     np.testing.assert_allclose(elche.unreplicate(state.params)["w"], 0.9, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["int4", "uint4"])
+def test_model_state_of_too_few_bits(dtype):
+    text = rf"^TrainStep\.init: model_state must have integers of at least 8 bits, got {dtype} in"
+    with pytest.raises(TypeError, match=text):
+        build().init(PARAMS, model_state={"s": np.zeros(2, dtype)})
+
+
 def test_merge_without_model_state():
     with pytest.raises(
         ValueError, match=r"model_state must be given where .* got None and merge='pooled'\. Pass"

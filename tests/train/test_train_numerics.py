@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
-from marks import slow
+from marks import slow, table
 from models import Script, digits
 
 import elche_jax as elche
@@ -494,6 +494,90 @@ def test_model_state_is_merged_by_its_rules(merge):
     np.testing.assert_allclose(got["largest"], largest, rtol=1e-6)
     assert got["calls"] == 1
     elche.check_replicas(state)
+
+
+def least_loss(params, model_state, batch, rng):
+    """Keeps the least of the data it saw, and a constant mask."""
+    least = jnp.minimum(model_state["least"], batch["x"].min(0))
+    return ((batch["x"] @ params["w"]) ** 2).mean(), model_state | {"least": least}
+
+
+@table(
+    averaging=[None, elche.ParameterAveraging(), elche.DiLoCo(optax.sgd(0.7))],
+    exchange=[None, elche.HostExchange()],
+)
+def test_what_begins_as_no_number_drops_no_window(averaging, exchange):
+    x = np.random.default_rng(0).normal(size=(24, 2)).astype("f")
+    train = elche.build_train_step(
+        least_loss, optax.sgd(0.01), devices=jax.devices()[:3], averaging=averaging,
+        exchange=exchange, cadence=elche.EveryBatch(),
+    )  # fmt: skip
+    start = {"least": np.full(2, np.inf, "f"), "mask": np.array([0, -np.inf], "f")}
+    state = train.init({"w": np.ones(2, "f")}, model_state=start)
+    for window in train.windows({"x": x}, 4, shuffle=False):
+        state, metrics = train(state, window)
+        assert metrics["finite"]
+    got = jax.device_get(elche.unreplicate(state.model_state))
+    # the mean of the devices' minima in the first window, then of what each makes of that
+    first, second = x.reshape(2, 3, 4, 2).min(axis=2)
+    want = np.minimum(first.mean(axis=0), second).mean(axis=0)
+    np.testing.assert_allclose(got["least"], want, rtol=1e-6)
+    assert got["mask"].tolist() == [0, -np.inf]
+
+
+@pytest.mark.parametrize("averaging", [None, elche.ParameterAveraging()])
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_what_becomes_no_number_drops_its_window(averaging, bad):
+    """Also a NaN that takes the place of an `inf`."""
+
+    def loss(params, model_state, batch, rng):
+        new = jnp.where(batch["x"].max() > 9, bad, model_state["sum"])
+        return (batch["x"] @ params["w"]).mean(), {"sum": new}
+
+    x = np.ones((8, 2), "f")
+    x[4] = 10
+    start = np.array([0, np.inf if np.isnan(bad) else 0], "f")
+    train = elche.build_train_step(
+        loss, optax.sgd(0.01), devices=jax.devices()[:2], averaging=averaging, nonfinite="skip",
+        cadence=elche.EveryBatch(),
+    )  # fmt: skip
+    state, finite = train.init({"w": np.ones(2, "f")}, model_state={"sum": start}), []
+    for window in train.windows({"x": x}, 2, shuffle=False):
+        state, metrics = train(state, window)
+        finite.append(bool(metrics["finite"]))
+    assert finite == [True, False]
+    assert elche.unreplicate(state.model_state)["sum"].tolist() == start.tolist()
+
+
+def test_a_state_that_begins_as_nan_is_not_finite():
+    """As a damaged one is; local steps have always gone on with it."""
+    train = elche.build_train_step(
+        least_loss, optax.sgd(0.01), devices=jax.devices()[:2], nonfinite="skip",
+        cadence=elche.EveryBatch(),
+    )  # fmt: skip
+    start = {"least": np.full(2, np.inf, "f"), "mask": np.array([0, np.nan], "f")}
+    state = train.init({"w": np.ones(2, "f")}, model_state=start)
+    for window in train.windows({"x": np.ones((8, 2), "f")}, 2):
+        state, metrics = train(state, window)
+        assert not metrics["finite"]
+    assert train.skipped == 2
+
+
+@pytest.mark.parametrize("merge", ["mean", "max"])
+def test_model_state_of_8_bits(merge):
+    def loss(params, model_state, batch, rng):
+        new = batch["x"].max().astype(model_state["s"].dtype)
+        return (batch["x"] @ params["w"]).mean(), {"s": new}
+
+    train = elche.build_train_step(
+        loss, optax.sgd(0.01), devices=jax.devices()[:2], merge=merge, cadence=elche.EveryBatch()
+    )
+    state = train.init({"w": np.ones(2, "f")}, model_state={"s": jnp.float8_e4m3fn(1)})
+    x = np.repeat(np.array([2, 3], "f"), 4).reshape(4, 2)
+    for window in train.windows({"x": x}, 2, shuffle=False):
+        state, _ = train(state, window)
+    got = elche.unreplicate(state.model_state)["s"]
+    assert got.dtype == jnp.float8_e4m3fn and float(got) == {"mean": 2.5, "max": 3}[merge]
 
 
 def weighted_window(weight, slope=1.0, **options):
