@@ -94,7 +94,7 @@ class GradientRule(Rule):
         payload, owed = encode(done.progress, owed, worked, self.compression)
         error = [each / unit for each in owed]
         none = jnp.float32(0)
-        row = Row(done.steps, done.own.astype(jnp.float32), none, none, none)
+        row = Row(done.steps, done.own.astype(jnp.float32), none, none, none, done.steps)
         sums = sums | {"bad": (~done.own).astype(jnp.float32)}
         return Contribution(payload, jnp.stack(row), sums, done.model_state), error
 

@@ -168,7 +168,7 @@ class LocalRule(Rule):
         ends = [x.astype(jnp.float32) - g for x, g in zip(base, decoded(payload), strict=True)]
         loss = jnp.where(weight > 0, sums["loss"] / jnp.where(weight > 0, weight, 1), 0)
         own = done.own.astype(jnp.float32)
-        row = Row(steps, own, loss, weight, dot(ends, ends, jnp))
+        row = Row(steps, own, loss, weight, dot(ends, ends, jnp), done.steps)
         state = done.model_state
         if self.averaging.optimizer_state == "average":
             leaves = jax.tree.leaves(before.opt_state), jax.tree.leaves(after.opt_state)
@@ -236,7 +236,9 @@ class LocalRule(Rule):
         rules = self.merge_rules
         if self.averaging.optimizer_state == "average":
             rules = rules + self._opt_rules(state)
-        return Reduction(rules, self.averaging.weigh, self.compression, self.device_loss)
+        return Reduction(
+            rules, self.averaging.weigh, self.compression, self.device_loss, spans=self.parts > 1
+        )
 
     @property
     def apart(self) -> bool:

@@ -35,6 +35,7 @@ class Row(NamedTuple):
         loss: Mean loss.
         weight: Sum of the weights that the loss is a mean over.
         size: Squared norm of the parameters before less the payload.
+        steps: Amount of work of the window alone; that of a fragment is of several windows.
     """
 
     amount: Any
@@ -42,6 +43,7 @@ class Row(NamedTuple):
     loss: Any
     weight: Any
     size: Any
+    steps: Any
 
 
 @jax.tree_util.register_dataclass
@@ -51,7 +53,7 @@ class Contribution:
 
     Attributes:
         payload: The arrays to average, encoded for the wire.
-        row: A `Row`, float32, shape `(5,)`.
+        row: A `Row`, float32, shape `(6,)`.
         sums: Sums over its microbatches: `loss`, `weight` and `metrics`, weighted, and `bad`,
             1 if the device's result is not finite.
         state: For every leaf of model state that is merged, its change if the rule is a mean,
@@ -99,6 +101,7 @@ class Reduction:
         device_loss: Whether the metrics hold each device's own loss.
         pending: Whether the payload is of an earlier window and the sums are of those that ran
             last: a copy of an older state then brings another amount of work than the sums say.
+        spans: Whether the payload may be of several windows, and model state of the last one.
     """
 
     merge: MergeRules
@@ -106,6 +109,7 @@ class Reduction:
     compression: Compression | None = None
     device_loss: bool = False
     pending: bool = False
+    spans: bool = False
 
     def __call__(
         self, axis: Axis, contributions: PerDevice, window: Any
@@ -140,21 +144,28 @@ class Reduction:
             )  # fmt: skip
             return mean, metrics | _known(totals, metrics, xp)
         rows = Row(*axis.rows(axis.each(lambda one: one.row, contributions)).T)
-        worked = (rows.own > 0) & (rows.amount > 0)
-        work = DeviceWork(rows.amount, _losses(rows, worked, xp), worked, window, xp)
-        shares, sound = shares_of(self.weigh, work)
-        share = axis.mine(shares)
-        totals, moved, total = self._sums(axis, payload, sums, state, share, share)
+        shares, sound = self._shares(rows, rows.amount, window, xp)
+        share = last = axis.mine(shares)
+        if self.spans:
+            last = axis.mine(self._shares(rows, rows.steps, window, xp)[0])
+        totals, moved, total = self._sums(axis, payload, sums, state, last, share)
         metrics = _metrics(totals, xp) | self._by_device(axis, sums)
         metrics |= _known(totals, metrics, xp)
         metrics["finite"] &= sound
         metrics |= {"share": shares, "exchange_bytes": self._bytes(axis, contributions)}
         metrics["workers"] = 1 / xp.where((shares > 0).any(), (shares**2).sum(), 1)
         metrics |= _distances(axis, payload, total, rows, shares)
-        merged, spread = self._merged(axis, state, moved, share)
+        merged, spread = self._merged(axis, state, moved, last)
         good = (shares > 0).any() & sound
         mean = Mean(total, merged, spread, good, metrics["finite"], sound, metrics["loss"])
         return mean, metrics
+
+    def _shares(self, rows: Row, amount: Any, window: Any, xp: ModuleType) -> tuple[Any, Any]:
+        """Return the devices' shares by an amount of work, see `shares_of`."""
+        assert self.weigh is not None
+        worked = (rows.own > 0) & (amount > 0)
+        work = DeviceWork(amount, _losses(rows, worked, xp), worked, window, xp)
+        return shares_of(self.weigh, work)
 
     @property
     def plain(self) -> bool:

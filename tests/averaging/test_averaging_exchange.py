@@ -118,7 +118,7 @@ def delivery(steps, progress=1.0, own=True, loss=2.0):
     sums = {
         "loss": one(steps * loss), "weight": one(steps), "metrics": {}, "bad": one(not own)
     }  # fmt: skip
-    row = one([steps, own, loss, steps, 9.0])
+    row = one([steps, own, loss, steps, 9.0, steps])
     brought = Contribution(Encoded([one([progress] * 3)]), row, sums, [])
     return Delivery(brought, one(True, bool))
 

@@ -406,6 +406,32 @@ def test_bytes_of_all_that_is_exchanged():
         assert metrics["exchange_bytes"] == sent
 
 
+@pytest.mark.parametrize("exchange", [None, elche.HostExchange()], ids=["devices", "host"])
+@pytest.mark.parametrize("merge", ["pooled", "first"])
+def test_with_fragments_model_state_is_merged_by_the_work_of_the_window(merge, exchange):
+    """A fragment's shares are those of the steps since its last exchange."""
+
+    def loss(p, state, batch, rng):
+        return loss_fn(p, batch, rng), {"mean": batch["x"].mean(), "var": batch["x"].var()}
+
+    def states(averaging):
+        train = elche.build_train_step(
+            loss, SGD, devices=jax.devices()[:2], averaging=averaging, merge=merge,
+            cadence=elche.Replay([(1, 1), (0, 1), (1, 3), (2, 0), (3, 1)]), exchange=exchange,
+        )  # fmt: skip
+        state = train.init(params(), model_state={"mean": np.float32(0), "var": np.float32(1)})
+        rows = {name: leaf[: 13 * BATCH] for name, leaf in data().items()}
+        for window in train.windows(rows, BATCH, shuffle=False):
+            state, _ = train(state, window)
+            one = jax.device_get(elche.unreplicate(state.model_state))
+            yield {name: float(value) for name, value in one.items()}
+
+    keep = {"optimizer_state": "keep"}
+    parts, whole = elche.DiLoCo(SGD, fragments=2, **keep), elche.DiLoCo(SGD, **keep)
+    for part, all_at_once in zip(states(parts), states(whole), strict=True):
+        assert part == pytest.approx(all_at_once, rel=1e-6)
+
+
 # windows whose exchange is late
 
 

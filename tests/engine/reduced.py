@@ -13,7 +13,7 @@ TRANSPORTS = ("devices", "host")
 
 def contribution(payload, amount, state=(), own=True, loss=0.0, size=0.0):
     """What a device brings; `payload` as it travels."""
-    row = jnp.stack([jnp.float32(x) for x in (amount, own, loss, amount, size)])
+    row = jnp.stack([jnp.float32(x) for x in (amount, own, loss, amount, size, amount)])
     sums = {
         "loss": jnp.float32(loss) * row[0], "weight": row[0], "metrics": {},
         "bad": 1 - jnp.float32(own),
