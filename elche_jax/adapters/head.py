@@ -14,6 +14,7 @@ from elche_jax.adapters.linen import TRANSIENT, LinenModel
 from elche_jax.adapters.model import Apply, Model, copied
 from elche_jax.adapters.nnx import is_nnx
 from elche_jax.engine.loss import describe
+from elche_jax.train.initial import check_one_copy
 
 if TYPE_CHECKING:
     from elche_jax.adapters.nnx_model import NnxModel
@@ -134,13 +135,16 @@ class HeadModel(Model):
                 Linen module has.
 
         Returns:
-            The head with `.params` replaced, in its original form; also `.model_state` unless
-            `.params` holds it; with an NNX module also `.module`. No `__init__` or
-            `__post_init__` runs.
+            The head with `.params` replaced, in its original form (a `FrozenDict` as a dict); also
+            `.model_state` unless `.params` holds it; with an NNX module also `.module`. No
+            `__init__` or `__post_init__` runs.
 
         Raises:
             TypeError: The head lacks one of these attributes, or it cannot be set.
+            ValueError: A leaf holds the copies of several devices.
         """
+        check_one_copy("Model.write_back", "params", params)
+        check_one_copy("Model.write_back", "model_state", model_state)
         fields = self._form.fields(head, params, model_state)
         for name in fields:
             if not hasattr(head, name):

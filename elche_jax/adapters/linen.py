@@ -63,6 +63,7 @@ class LinenModel(Model):
 
         Raises:
             TypeError: `rng` is neither a key nor a seed, or `batch` lacks the inputs.
+            ValueError: `batch` is a dict that lacks the inputs.
         """
         args, kwargs = self._call.arguments(batch, train=False)
         variables = unfreeze(self._module.init(key_of("Model.init", rng), *args, **kwargs))
@@ -108,12 +109,30 @@ class LinenModel(Model):
             )
         except _MISSING as error:
             rule = "hold what the module asks for, as model.init makes them"
-            # Flax ends its messages with a link to its page about the error
-            got = f"{type(error).__name__}: {str(error).split(' (https')[0].rstrip('.')}"
-            todo = "Was train.init given both?"
-            where = "params and model_state"
-            raise ValueError(check.message(self._where, where, rule, got, todo)) from error
+            where, todo = "params and model_state", "Was train.init given both?"
+            raise self._error(where, rule, error, todo) from error
+        except errors.ModifyScopeVariableError as error:
+            rule, where = "name every collection that the module writes to in training", "mutable"
+            if not train:
+                rule, where = (
+                    "let the module write to no collection in an evaluation",
+                    "eval_kwargs",
+                )
+            raise self._error(where, rule, error) from error
+        except errors.InvalidRngError as error:
+            rule, where = "name every random stream of the module in training", "rngs"
+            if not train:
+                rule, where = (
+                    "let the module ask for no random keys in an evaluation",
+                    "eval_kwargs",
+                )
+            raise self._error(where, rule, error) from error
         return outputs, None if model_state is None else {**boxed, **_reboxed(boxed, unfreeze(new))}
+
+    def _error(self, argument: str, rule: str, error: Exception, todo: str = "") -> ValueError:
+        # Flax ends its messages with a link to its page about the error
+        got = f"{type(error).__name__}: {str(error).split(' (https')[0].rstrip('.')}"
+        return ValueError(check.message(self._where, argument, rule, got, todo))
 
     def _keys(self, rng: Any) -> dict[str, Any]:
         if len(self._rngs) < 2:  # the key itself, as in a hand-written loop
@@ -147,7 +166,8 @@ def from_linen(
         rngs: Names of the random streams in training. A single stream gets the key of the
             microbatch, several get `jax.random.split(key, n)`, in this order.
         mutable: The collections updated by training, as a Flax filter of their names: True
-            for all except "params". The others are constant.
+            for all except "params". The others are constant: a module that writes to one of
+            them in training, such as BatchNorm, is an error.
         train_kwargs: Keyword arguments in training, instead of the inferred ones.
         eval_kwargs: Keyword arguments in evaluation, instead of the inferred ones.
 

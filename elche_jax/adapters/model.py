@@ -109,8 +109,8 @@ def keep_structure(where: str, old: PyTree, new: PyTree) -> PyTree:
         got, todo = f"{after} for leaf {name}, which was {before}", ""
         if before is None:
             got = f"a new leaf {name}"
-            todo = "Start with a model state that has it, or leave its collection out of "
-            todo += "from_linen(mutable=)."
+            todo = "Start with a model state that has it"
+            todo += "." if where == "from_nnx" else ", or leave its collection out of mutable=."
         elif after is None:
             got = f"none for leaf {name}"
         rule = "keep its leaves, shapes and dtypes in a step of the module"

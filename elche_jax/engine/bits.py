@@ -38,6 +38,16 @@ def unfit(leaf: Any) -> tuple[np.dtype[Any], int] | None:
     return dtype, low if low < bounds.min else high
 
 
+def check_fits(where: str, what: str, name: str, leaf: Any) -> None:
+    """Raise `ValueError` if an integer would be cut off, see `unfit`."""
+    if (found := unfit(leaf)) is not None:
+        dtype, value = found
+        raise ValueError(
+            f"{where}: {what} must fit {dtype}, which JAX makes of {leaf.dtype}, got {value} in "
+            f"leaf {name}. Switch jax_enable_x64 on."
+        )
+
+
 def raw(leaf: Any) -> Any:
     """Return the data of an array of typed PRNG keys, and any other leaf as it is."""
     if isinstance(leaf, Stacked):

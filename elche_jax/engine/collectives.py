@@ -125,7 +125,8 @@ def weighted_terms(where: str, tree: PyTree, weight: Any) -> tuple[PyTree, Any]:
                 f"{where}: every leaf must be a float array, leaf "
                 f"{jax.tree_util.keystr(path) or 'tree'} is of dtype {leaf.dtype}."
             )
-        wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+        # not by promotion, which JAX refuses for floats of 8 bits
+        wide = leaf if leaf.dtype == jnp.float64 else leaf.astype(jnp.float32)
         # `!=`, not `>`: a NaN weight must make the sum NaN
         return jnp.where(weight != 0, wide * weight.astype(wide.dtype), 0)
 

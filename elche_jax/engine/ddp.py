@@ -5,6 +5,7 @@ the user. This module provides the communication between devices, as pure functi
 replicated pytrees that compile once per set of shapes, and the times that a cadence wants.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,10 +14,10 @@ import jax
 import numpy as np
 
 from elche_jax import _check as check
-from elche_jax.engine.bits import is_float, raw, with_type_of
+from elche_jax.engine.bits import check_fits, is_float, raw, with_type_of
 from elche_jax.engine.devices import fleet_of, select_job
 from elche_jax.engine.laned import StackedArray
-from elche_jax.engine.loss import SMALLEST_WEIGHT, describe
+from elche_jax.engine.loss import describe
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.reductions import broadcaster, weighted_averager
 from elche_jax.engine.replicas import replicate_over
@@ -97,8 +98,9 @@ class DDP:
             The `DDP`, and the stacked pytree.
 
         Raises:
+            TypeError: If a leaf is no array of numbers.
             ValueError: If the number of replicas is not the number of devices, or a replica
-                differs from the first one; the message names the leaf.
+                differs from the first one, or an integer does not fit; the message names the leaf.
 
         Examples:
             >>> import jax, jax.numpy as jnp
@@ -118,11 +120,17 @@ class DDP:
                 got = f"another for replica {rank} than for replica 0: {differs}"
                 raise ValueError(check.message("DDP.wrap", "all replicas", rule, got))
 
-        def stack(*rows: Any) -> StackedArray:
-            return with_type_of(rows[0], ddp.fleet.put(np.stack([raw(row) for row in rows])))
+        def stack(path: Any, *rows: Any) -> StackedArray:
+            name, stacked = jax.tree_util.keystr(path), np.stack([raw(row) for row in rows])
+            if stacked.dtype.kind in "OSUMm":
+                rule = "hold arrays of numbers"
+                got = f"leaf {name or 'replicas'} of dtype {stacked.dtype}"
+                raise TypeError(check.message("DDP.wrap", "replicas", rule, got))
+            check_fits("DDP.wrap", "integers", name or "replicas", stacked)
+            return with_type_of(rows[0], ddp.fleet.put(stacked))
 
         # leaf by leaf: the host holds one stacked leaf at a time
-        return ddp, jax.tree.map(stack, *replicas)
+        return ddp, jax.tree_util.tree_map_with_path(stack, *replicas)
 
     def replicate(self, tree: PyTree) -> PyTree:
         """Copy a pytree to every device; see `elche_jax.replicate`."""
@@ -298,8 +306,7 @@ class DDP:
 
         Raises:
             ValueError: If `batch_counts` has the wrong length, an entry below 0, or no entry
-                above 0, or a sum that float32 cannot hold accurately, or if a leaf is not stacked
-                over these devices.
+                above 0, or if a leaf is not stacked over these devices.
             TypeError: If a count is not a number, or a leaf is not a float array.
 
         Examples:
@@ -316,11 +323,11 @@ class DDP:
         if not any(counts):
             rule = "have an entry above 0"
             raise ValueError(check.message(f"DDP.{name}", "batch_counts", rule, counts))
-        if not SMALLEST_WEIGHT <= sum(counts) < 2.0**127:  # half of what float32 can hold
-            rule = "have a sum of at least 2**-100, and below 2**127, as devices sum in float32"
-            todo = "Multiply all by one factor."
-            raise ValueError(check.message(f"DDP.{name}", "batch_counts", rule, counts, todo))
-        return self._reduce(name, grads, np.array(counts, np.float32))
+        # times a power of 2, which is exact, so that products and sums neither overflow nor vanish
+        most = math.frexp(max(counts))[1] + (len(counts) - 1).bit_length()
+        wide = jax.dtypes.canonicalize_dtype(np.float64)
+        weights = np.array([math.ldexp(count, -most) for count in counts], wide)
+        return self._reduce(name, grads, weights)
 
     def _sync(self, name: str, tree: PyTree) -> PyTree:
         self._check(name, tree)
@@ -349,6 +356,8 @@ class DDP:
                     f"({len(self.ranks)}), leaf {jax.tree_util.keystr(path) or 'tree'} is "
                     f"{describe(leaf)}. {todo}"
                 )
+            if isinstance(leaf, np.ndarray):  # on a device all have been converted
+                check_fits(f"DDP.{name}", "integers", jax.tree_util.keystr(path) or "tree", leaf)
 
 
 def _as_array(leaf: Any) -> Any:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from elche_jax import _check as check
-from elche_jax.engine.bits import is_key, raw, unfit, with_type_of
+from elche_jax.engine.bits import check_fits, is_key, raw, with_type_of
 from elche_jax.engine.checksum import checksums, differing
 from elche_jax.engine.devices import listed
 from elche_jax.engine.job import Job
@@ -62,12 +62,7 @@ def replicate_over(fleet: Fleet, tree: PyTree) -> PyTree:
                 f"replicate: every leaf must be an array of numbers, leaf {name} is of "
                 f"dtype {row.dtype}."
             )
-        if (found := unfit(row)) is not None:
-            dtype, value = found
-            raise ValueError(
-                f"replicate: integers must fit {dtype}, which JAX makes of {row.dtype}, got "
-                f"{value} in leaf {name}. Switch jax_enable_x64 on."
-            )
+        check_fits("replicate", "integers", name, row)
         return fleet.copies(row)
 
     copies = [copy(name, leaf) for name, leaf in named(tree)]

@@ -12,7 +12,7 @@ import optax
 from elche_jax import _check as check
 from elche_jax.averaging.fragments import assign_fragments
 from elche_jax.data.convert import check_plain
-from elche_jax.engine.bits import is_float, is_key, unfit
+from elche_jax.engine.bits import check_fits, is_float, is_key
 from elche_jax.engine.devices import names_of
 from elche_jax.engine.gradient import GradientRule
 from elche_jax.engine.lane import Fleet, Lane
@@ -130,7 +130,7 @@ def check_params(trained: PyTree, frozen: PyTree) -> None:
                 "TrainStep.init: every leaf of params must be an array, frozen leaf "
                 f"{name} is {describe(leaf)}."
             )
-        _check_fits("params", name, leaf)
+        check_fits("TrainStep.init", "integers of params", name, leaf)
     if not jax.tree.leaves(trained):
         raise ValueError("TrainStep.init: params must hold at least one array, got none.")
     for name, leaf in named(trained, "params"):
@@ -199,16 +199,6 @@ def _check_place(state: TrainState, fleet: Fleet, cause: BaseException) -> None:
         raise ValueError(check.message("train", "state", rule, got, todo)) from cause
 
 
-def _check_fits(argument: str, name: str, leaf: Any) -> None:
-    """Raise `ValueError` if an integer would overflow; trained leaves are floats."""
-    if (found := unfit(leaf)) is not None:
-        dtype, value = found
-        raise ValueError(
-            f"TrainStep.init: integers of {argument} must fit {dtype}, which JAX makes of "
-            f"{leaf.dtype}, got {value} in leaf {name}. Switch jax_enable_x64 on."
-        )
-
-
 def check_model_state(model_state: PyTree) -> None:
     """Raise if a leaf of the model state cannot be merged for its dtype, or would overflow."""
     for name, leaf in named(model_state, "model_state"):
@@ -217,7 +207,7 @@ def check_model_state(model_state: PyTree) -> None:
             rule, got = "have integers of at least 8 bits", f"{array.dtype} in leaf {name}"
             raise TypeError(check.message("TrainStep.init", "model_state", rule, got))
         if is_real(array):
-            _check_fits("model_state", name, array)
+            check_fits("TrainStep.init", "integers of model_state", name, array)
             continue
         raise TypeError(
             f"TrainStep.init: every leaf of model_state must be an array of floats, integers or "

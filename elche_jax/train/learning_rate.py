@@ -112,6 +112,9 @@ def schedule_by_work(
         check.instance(where, "static_args", name, str, rule)
         static.add(name)
     signature = _signature(factory)
+    if unknown := static - signature.parameters.keys():
+        rule = f"name arguments of factory ({', '.join(signature.parameters)})"
+        raise ValueError(check.message(where, "static_args", rule, repr(min(unknown))))
     inject = optax.inject_hyperparams(factory, static, jnp.float32)
 
     @functools.wraps(factory)

@@ -300,8 +300,7 @@ class Changing(nnx.Module):
     [
         ("dtype", r"float16\[3\] for leaf \['mean'\], which was float32\[3\]\."),
         ("shape", r"float32\[4\] for leaf \['mean'\], which was float32\[3\]\."),
-        ("new", r"a new leaf \['more'\]\. Start with a model state that has it, or leave its "
-                r"collection out of from_linen\(mutable=\)\."),
+        ("new", r"a new leaf \['more'\]\. Start with a model state that has it\."),
         ("lost", r"none for leaf \['mean'\]\."),
     ],
 )  # fmt: skip
@@ -336,6 +335,49 @@ def test_what_is_sown_into_a_collection_of_its_own_is_named():
         model(params, state, {"x": x}, KEY)
     model = from_linen(Sowing(), lambda outputs, batch: outputs.mean(), mutable=False)
     assert model(params, state, {"x": x}, KEY)[1] == state
+
+
+class Statistics(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.BatchNorm(use_running_average=not train)(x)
+
+
+class Noise(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(x) + jax.random.normal(self.make_rng("noise"))
+
+
+def test_a_collection_that_is_written_to_and_not_named():
+    x = np.ones((8, 3), "float32")
+    model = from_linen(
+        Statistics(), lambda outputs, batch: outputs.mean(), mutable=False,
+        eval_kwargs={"train": True}, train_kwargs={"train": True},
+    )  # fmt: skip
+    params, state = model.init(0, {"x": x})
+    got = "got ModifyScopeVariableError: .*batch_stats"
+    rule = "mutable must name every collection that the module writes to in training"
+    with pytest.raises(ValueError, match=f"^from_linen: {rule}, {got}"):
+        model(params, state, {"x": x}, KEY)
+    rule = "eval_kwargs must let the module write to no collection in an evaluation"
+    with pytest.raises(ValueError, match=f"^from_linen: {rule}, {got}"):
+        model.apply_fn(params, state, {"x": x})
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_random_stream_that_there_is_not(train):
+    x = np.ones((8, 3), "float32")
+    model = from_linen(Noise(), lambda outputs, batch: outputs.mean())
+    params = {"Dense_0": nn.Dense(1).init(KEY, x)["params"]}
+    rule = "rngs must name every random stream of the module in training"
+    if not train:
+        rule = "eval_kwargs must let the module ask for no random keys in an evaluation"
+    with pytest.raises(ValueError, match=f"^from_linen: {rule}, got InvalidRngError: .*noise"):
+        if train:
+            model(params, {"x": x}, KEY)
+        else:
+            model.apply_fn(params, {"x": x})
 
 
 def test_metrics_without_has_aux_are_explained_by_the_step():

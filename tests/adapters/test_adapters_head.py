@@ -15,6 +15,7 @@ from marks import slow
 from elche_jax.adapters.head import from_head
 from elche_jax.adapters.linen import from_linen
 from elche_jax.adapters.nnx import from_nnx
+from elche_jax.engine.replicas import replicate
 
 X = data()["x"]
 
@@ -89,6 +90,15 @@ def test_a_head_of_a_linen_module_with_state(form):
         assert_equal((back.params, back.model_state), (end.params, end.model_state))
     assert_equal(from_head(back).params, jax.device_get(end.params))
     assert_equal(head.params, whole if form == "whole" else whole["params"])
+
+
+def test_copies_of_several_devices_are_not_written_back():
+    variables = LinenMLP().init(jax.random.key(0), data()["x"][:1], deterministic=True)
+    head = Plain(LinenMLP(), variables["params"])
+    model = from_head(head, cross_entropy)
+    copies = replicate(model.params, jax.devices()[:2])
+    with pytest.raises(ValueError, match=r"^Model\.write_back: params must be one copy, got leaf"):
+        model.write_back(head, copies)
 
 
 @pytest.mark.parametrize("frozen", [slow(False), True])

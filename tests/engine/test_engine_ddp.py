@@ -167,6 +167,18 @@ ONE = {"w": np.ones(2, "float32")}
             lambda: elche.DDP.wrap([ONE, ONE, {"w": np.ones(2)}], DEVICES), ValueError,
             r"replica 2 than .* leaf \['w'\] is float64\[2\] instead of float32\[2\]",
         ),
+        (
+            lambda: elche.DDP.wrap([{"n": 2**40}] * 3, DEVICES), ValueError,
+            r"^DDP\.wrap: integers must fit int32, .* got 1099511627776 in leaf \['n'\]\. Switch",
+        ),
+        (
+            lambda: elche.DDP.wrap(["a"] * 3, DEVICES), TypeError,
+            r"^DDP\.wrap: replicas must hold arrays of numbers, got leaf replicas of dtype <U1\.$",
+        ),
+        (
+            lambda: DDP3.sync_params(np.full((3, 1), 2**40)), ValueError,
+            r"^DDP\.sync_params: integers must fit int32, .* got 1099511627776 in leaf tree\.",
+        ),
     ],
 )  # fmt: skip
 def test_errors(call, error, message):
@@ -223,14 +235,31 @@ def test_a_pmap_with_the_same_axis_name_is_compiled_once():
     assert compiles == []
 
 
-@pytest.mark.parametrize("counts", [(1e-40, 1e-40, 0), (1e39, 0, 1), (1e38, 1e38, 0)])
-def test_counts_that_float32_cannot_sum(counts):
-    message = (
-        r"^DDP\.weighted_all_reduce_gradients: batch_counts must have a sum of at least 2\*\*-100, "
-        r"and below 2\*\*127, as devices sum in float32, got \(1e.*\)\. Multiply all by one fact"
-    )
-    with pytest.raises(ValueError, match=message):
-        DDP3.weighted_all_reduce_gradients(stacked([1.0], [1.0], [1.0]), counts)
+@pytest.mark.parametrize("counts", [(1e-40, 3e-40, 0), (1e39, 0, 3e39), (1e300, 1e308, 1e308)])
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_counts_and_gradients_of_any_size(counts, size):
+    """Also where float32 holds neither their products nor their sums."""
+    rows = np.array([[1.0], [5.0], [2.0]], "f") * np.float32(size)
+    out = DDP3.weighted_all_reduce_gradients(stacked(*rows), counts)
+    want = np.average(rows.astype("float64"), axis=0, weights=np.array(counts) / max(counts))
+    np.testing.assert_allclose(out, [want] * 3, rtol=1e-6)
+
+
+def test_weights_of_64_bits():
+    with jax.enable_x64(True):
+        ddp = elche.DDP(DEVICES)
+        for counts in ((0.1, 0.1, 0.1), (2**24 + 1, 1, 1)):
+            rows = np.array([[1.0], [2.0], [4.0]])
+            out = ddp.weighted_all_reduce_gradients(rows, counts)
+            assert out.dtype == np.float64
+            want = np.average(rows, axis=0, weights=counts)
+            np.testing.assert_allclose(out, [want] * 3, rtol=1e-15)
+
+
+def test_floats_of_8_bits():
+    rows = np.array([[1.0], [2.0], [4.0]], jnp.float8_e4m3fn)
+    out = DDP3.weighted_all_reduce_gradients(stacked(*rows), (1, 1, 2))
+    assert out.dtype == rows.dtype and out.astype("f").tolist() == [[2.75]] * 3
 
 
 @pytest.mark.parametrize("name", ["all_reduce_gradients", "sync_params"])

@@ -408,7 +408,8 @@ def test_static_arguments_are_left_alone():
             (optax.sgd, "examples", ["momentum", ["nesterov"]]), TypeError,
             r"^schedule_by_work: static_args must be .*, got \['nesterov'\] \(list\)\.$",
         ),
-        ((optax.sgd, "examples", "mask"), ValueError, r"`static_args` must specify a subset of"),
+        ((optax.sgd, "examples", "mask"), ValueError,
+         r"^schedule_by_work: static_args must name arguments of factory .*, got 'mask'"),
     ],
 )  # fmt: skip
 def test_errors_of_schedule_by_work(arguments, error, message):
