@@ -257,6 +257,7 @@ class Table(CSVWriter):
             super().scalars(step, values)
         except OSError as error:
             logger.warning("elche: %s is no longer written: %s", self._path, error)
+            error.filename = error.filename or str(self._path)  # a full disk does not say it
             self._lost = error
 
     def __enter__(self) -> "Table":

@@ -231,6 +231,16 @@ def test_what_cannot_be_written_in_the_end_costs_no_result(tmp_path, monkeypatch
     assert "Training had finished" in caught.value.__notes__[0]
 
 
+def test_a_table_on_a_full_disk_is_named(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("elche_jax.observe.writers._append", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*metrics\.csv'") as caught:
+        shared().fit(PARAMS, DATA, 8, 2, run_dir=tmp_path, progress=False)
+    assert len(caught.value.result.history) == 2
+
+
 def test_a_result_that_is_lost_too_does_not_hide_the_first_error(tmp_path, monkeypatch):
     def gone(*arguments, **options):
         raise RuntimeError("the device is gone")
