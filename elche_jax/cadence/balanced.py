@@ -56,7 +56,8 @@ class Balanced(ConstantTotal[BalancedState]):
     Later changes come at the same windows as without a hint.
 
     Attributes:
-        total: Microbatches per window over all devices, at least 1.
+        total: Microbatches per window over all devices, at least 1. Best many times the number
+            of devices: the last one gets what the rounding of the others leaves.
         alpha: Weight of the newest measurement, in ``(0, 1]``.
         calibration_windows: Windows before the first change, at least 1.
         rebalance_every: Windows between later changes, at least 1.

@@ -2,12 +2,13 @@
 
 The smoothed estimate corrects at most 0.8 of its error per window, and less the closer it
 gets, so after a threefold slow-down the last few percent take many windows. A deviation in
-several consecutive windows is not noise: it is then better to forget the estimates (a
-cadence's ``recalibrate``) and measure again.
+several consecutive windows, of more than the device's times vary anyway, is not noise: it is
+then better to forget the estimates (a cadence's ``recalibrate``) and measure again.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -23,21 +24,45 @@ class ShiftState(State):
     Attributes:
         runs: For each device, the number of consecutive windows that deviated in the same
             direction: positive if slower than expected, negative if faster, 0 if as expected.
+        deviations: For each device, its smoothed relative deviation; empty before the first
+            window.
     """
 
     runs: tuple[int, ...]
+    deviations: tuple[float, ...] = ()
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "ShiftState":
+        """Return the state that ``to_dict`` was called on, see `State.from_dict`."""
+        # states that were saved before deviations were kept go on without
+        state = super().from_dict({"deviations": (), **values})
+        where, usual = "ShiftState.from_dict", state.deviations
+        usual = check.reals(where, "deviations", usual, low=0)
+        if usual:
+            check.per_device(where, "deviations", len(usual), len(state.runs))
+        return replace(state, deviations=tuple(usual))
+
+
+MOST_NOISE = 0.5
+"""Relative deviation that counts however much a device's times vary."""
+
+SMOOTHING = 0.1
+"""Weight of a window in the smoothed deviation."""
 
 
 @dataclass(frozen=True)
 class Shift(check.CheckedFields):
     """Detector of lasting changes in the devices' speeds.
 
-    A device deviates in a window if ``|measured - expected| > threshold * expected``.
-    ``confirm`` consecutive deviations of one device in the same direction are a shift.
+    A device deviates in a window if ``|measured - expected| > limit * expected``, where ``limit``
+    is ``threshold`` or, if its times vary more, ``noise`` times its smoothed deviation, at most
+    0.5. ``confirm`` consecutive deviations of one device in the same direction are a shift.
 
     Attributes:
         threshold: Smallest relative deviation that counts, above 0.
         confirm: Number of consecutive deviations that make a shift, at least 1.
+        noise: Smoothed deviations that count as noise, at least 0; with 0 ``threshold`` alone
+            decides.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -57,6 +82,7 @@ class Shift(check.CheckedFields):
     threshold: float = field(default=0.10, metadata={"above": 0})
     # Not 1: a single odd window, as after a pause, must not forget good estimates.
     confirm: int = field(default=2, metadata={"low": 1})
+    noise: float = field(default=3.0, metadata={"low": 0})
 
     def init(self, world_size: int) -> ShiftState:
         """Return the state before the first window.
@@ -111,15 +137,20 @@ class Shift(check.CheckedFields):
         expected = _checked_times("expected_ms", expected_ms, size)
         measured = _checked_times("measured_ms", measured_ms, size)
         off = measured - expected
+        usual = np.array(state.deviations or (0.0,) * size)
+        limit = np.maximum(self.threshold, np.minimum(self.noise * usual, MOST_NOISE))
         # -1, 0 or 1; NaN becomes 0, as every comparison with it is false
-        side = np.where(np.abs(off) > self.threshold * expected, np.sign(off), 0)
+        side = np.where(np.abs(off) > limit * expected, np.sign(off), 0)
+        # bounded, so that a change of speed hardly counts as noise
+        away = np.minimum(np.abs(off) / expected, limit)
+        usual = np.where(np.isnan(off), usual, usual + SMOOTHING * (away - usual))
         old = np.array(state.runs)
         runs = np.where(np.isnan(off), old, np.where(old * side > 0, old + side, side))
         shifted = bool((np.abs(runs) >= self.confirm).any())
         if shifted:
             # Of all devices, as a shift of one makes the cadence forget the estimates of all.
             runs = np.zeros_like(runs)
-        return ShiftState(tuple(runs.astype(np.int64).tolist())), shifted
+        return ShiftState(tuple(runs.astype(np.int64).tolist()), tuple(usual.tolist())), shifted
 
 
 def _checked_times(

@@ -1,9 +1,10 @@
 """FixedTotal: the best split of a constant total, without flapping."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from elche_jax.cadence import FixedTotal, FixedTotalState, WindowReport, apportion
+from elche_jax.cadence import FixedTotal, FixedTotalState, Scheduler, WindowReport, apportion
 
 laws = settings(deadline=None, database=None, derandomize=True)
 
@@ -162,3 +163,17 @@ def test_errors():
         ValueError, match=r"^FixedTotal\.init: world_size must be at least 1, got 0\.$"
     ):
         FixedTotal(64).init(0)
+
+
+@pytest.mark.parametrize("spread", [0.1, 0.2, 0.3])
+def test_noise_does_not_try_a_device_that_is_too_slow_again_and_again(spread):
+    """Windows of 50 times the length: an estimate that is forgotten costs one of them."""
+    rng, ms = np.random.default_rng(0), (2.0, 2.0, 2.0, 100.0)
+    scheduler, tried = Scheduler(FixedTotal(8)), 0
+    state = scheduler.init(4)
+    for _ in range(500):
+        counts = state.counts
+        tried += counts[3] > 0
+        wall = [n * t * (1 + spread * rng.uniform(-1, 1)) for n, t in zip(counts, ms, strict=True)]
+        state = scheduler.update(state, WindowReport(tuple(wall), counts, 0.1))
+    assert tried < 8
