@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from elche_jax import _check as check
 from elche_jax.cadence.anchor_rule import AnchorRule, AnchorRuleState
 from elche_jax.cadence.base import WindowReport
+from elche_jax.cadence.proportional import round_up
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,6 @@ class AdaComm(AnchorRule[AdaCommState]):
         first = mean if state.first_loss is None else state.first_loss
         if state.first_loss is not None:
             # a first loss of 0 cannot be fallen below: the anchor shrinks by the factor
-            new = math.ceil(math.sqrt(mean / first) * self.anchor) if first > 0 else rule
-            rule = max(1, new if new < rule else math.ceil(self.shrink * rule))
+            new = round_up(math.sqrt(mean / first) * self.anchor) if first > 0 else rule
+            rule = max(1, new if new < rule else round_up(self.shrink * rule))
         return replace(state, first_loss=first, sum_loss=0.0, losses=0, rule=rule)

@@ -109,6 +109,12 @@ def test_without_a_switch_it_is_a_fixed_anchor():
 # AdaComm
 
 
+@pytest.mark.parametrize(("shrink", "anchor"), [(0.07, 7), (0.14, 14), (0.55, 55), (0.075, 8)])
+def test_a_product_that_is_an_integer_is_not_rounded_up(shrink, anchor):
+    *_, (got, _) = run(AdaComm(anchor=100, interval=1, shrink=shrink), 2, [1.0] * 2)
+    assert got == anchor
+
+
 def test_adacomm_is_the_formula():
     losses = [4.0, 4.0, 2.0, 2.0, 1.9, 1.9, 0.3, 0.1]
     seen = run(AdaComm(anchor=16, interval=2, shrink=0.5), 8, losses)
