@@ -23,7 +23,7 @@ def test_the_page_runs(tmp_path):
     assert reason in ("epochs", "early_stopping") and float(loss) < 1.5
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"sines", "best", "mine"}
     kept = {path.name for path in (tmp_path / "runs" / "sines").iterdir()}
-    assert kept == {"checkpoints", "metrics.csv", "report.html", "timeline.jsonl"}
+    assert kept == {"checkpoints", "metrics.csv", "report.html", "timeline.jsonl", ".run.lock"}
     state = next((tmp_path / "runs" / "mine").glob("[0-9]*")) / "state"
     read = "import sys, orbax.checkpoint as ocp\nprint(sorted(ocp.PyTreeCheckpointer()"
     read += f".restore({str(state)!r})['params']))"
