@@ -28,6 +28,18 @@ _MISSING = (
     errors.ApplyScopeInvalidVariablesTypeError,
 )
 
+_ASKED = {
+    errors.ModifyScopeVariableError: {
+        True: ("mutable", "name every collection that the module writes to in training"),
+        False: ("eval_kwargs", "let the module write to no collection in an evaluation"),
+    },
+    errors.InvalidRngError: {
+        True: ("rngs", "name every random stream of the module in training"),
+        False: ("eval_kwargs", "let the module ask for no random keys in an evaluation"),
+    },
+}
+"""What a module asks for that it does not get: the argument and the rule, by whether it trains."""
+
 
 class LinenModel(Model):
     """A `Model` of a Linen module; created by `from_linen`."""
@@ -111,21 +123,8 @@ class LinenModel(Model):
             rule = "hold what the module asks for, as model.init makes them"
             where, todo = "params and model_state", "Was train.init given both?"
             raise self._error(where, rule, error, todo) from error
-        except errors.ModifyScopeVariableError as error:
-            rule, where = "name every collection that the module writes to in training", "mutable"
-            if not train:
-                rule, where = (
-                    "let the module write to no collection in an evaluation",
-                    "eval_kwargs",
-                )
-            raise self._error(where, rule, error) from error
-        except errors.InvalidRngError as error:
-            rule, where = "name every random stream of the module in training", "rngs"
-            if not train:
-                rule, where = (
-                    "let the module ask for no random keys in an evaluation",
-                    "eval_kwargs",
-                )
+        except tuple(_ASKED) as error:
+            where, rule = _ASKED[type(error)][train]
             raise self._error(where, rule, error) from error
         return outputs, None if model_state is None else {**boxed, **_reboxed(boxed, unfreeze(new))}
 

@@ -178,8 +178,7 @@ class IterableSource:
             # forgotten first, so that the next epoch begins anew even if this one is broken off
             (first, rest), self._peeked = self._peeked, None
             yield first
-        # not `yield from`: that would close a generator of the user's when the loop is left
-        for item in rest:  # noqa: UP028
+        for item in rest:  # noqa: UP028  (`yield from` would close a user's generator with the loop)
             yield item
 
 

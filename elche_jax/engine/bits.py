@@ -38,7 +38,7 @@ def unfit(leaf: Any) -> tuple[np.dtype[Any], int] | None:
     return dtype, low if low < bounds.min else high
 
 
-def check_fits(where: str, what: str, name: str, leaf: Any) -> None:
+def check_integers(where: str, what: str, name: str, leaf: Any) -> None:
     """Raise `ValueError` if an integer would be cut off, see `unfit`."""
     if (found := unfit(leaf)) is not None:
         dtype, value = found

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from elche_jax import _check as check
-from elche_jax.engine.bits import check_fits, is_float, raw, with_type_of
+from elche_jax.engine.bits import check_integers, is_float, raw, with_type_of
 from elche_jax.engine.devices import fleet_of, select_job
 from elche_jax.engine.laned import StackedArray
 from elche_jax.engine.loss import describe
@@ -126,7 +126,7 @@ class DDP:
                 rule = "hold arrays of numbers"
                 got = f"leaf {name or 'replicas'} of dtype {stacked.dtype}"
                 raise TypeError(check.message("DDP.wrap", "replicas", rule, got))
-            check_fits("DDP.wrap", "integers", name or "replicas", stacked)
+            check_integers("DDP.wrap", "integers", name or "replicas", stacked)
             return with_type_of(rows[0], ddp.fleet.put(stacked))
 
         # leaf by leaf: the host holds one stacked leaf at a time
@@ -357,7 +357,9 @@ class DDP:
                     f"{describe(leaf)}. {todo}"
                 )
             if isinstance(leaf, np.ndarray):  # on a device all have been converted
-                check_fits(f"DDP.{name}", "integers", jax.tree_util.keystr(path) or "tree", leaf)
+                check_integers(
+                    f"DDP.{name}", "integers", jax.tree_util.keystr(path) or "tree", leaf
+                )
 
 
 def _as_array(leaf: Any) -> Any:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from elche_jax import _check as check
-from elche_jax.engine.bits import check_fits, is_key, raw, with_type_of
+from elche_jax.engine.bits import check_integers, is_key, raw, with_type_of
 from elche_jax.engine.checksum import checksums, differing
 from elche_jax.engine.devices import listed
 from elche_jax.engine.job import Job
@@ -62,7 +62,7 @@ def replicate_over(fleet: Fleet, tree: PyTree) -> PyTree:
                 f"replicate: every leaf must be an array of numbers, leaf {name} is of "
                 f"dtype {row.dtype}."
             )
-        check_fits("replicate", "integers", name, row)
+        check_integers("replicate", "integers", name, row)
         return fleet.copies(row)
 
     copies = [copy(name, leaf) for name, leaf in named(tree)]

@@ -66,7 +66,7 @@ class _FileWriter:
         if file is not None:
             file.close()
 
-    def _checked(self, step: int, values: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
+    def _check(self, step: int, values: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
         """Return the checked arguments of `scalars` as plain numbers."""
         where = f"{type(self).__name__}.scalars"
         if self._closed:
@@ -161,7 +161,7 @@ class CSVWriter(_FileWriter):
                 is closed, or the existing file is not a table of a `CSVWriter`.
             OSError: The file cannot be written; only complete rows are left in it.
         """
-        step, numbers = self._checked(step, values)
+        step, numbers = self._check(step, values)
         if STEP in numbers:
             rule = f"hold no name {STEP!r}"
             raise ValueError(check.message("CSVWriter.scalars", "values", rule, [*numbers]))
@@ -308,7 +308,7 @@ class TensorBoardWriter(_FileWriter):
             ValueError: The step is below the last one, or the writer is closed.
             OSError: The file cannot be written; only complete events are left in it.
         """
-        step, numbers = self._checked(step, values)
+        step, numbers = self._check(step, values)
         if self._file is None:
             self._file = self._open(step)
         summaries = [self._summary(name, number) for name, number in numbers.items()]

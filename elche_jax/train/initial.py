@@ -12,7 +12,7 @@ import optax
 from elche_jax import _check as check
 from elche_jax.averaging.fragments import assign_fragments
 from elche_jax.data.convert import check_plain
-from elche_jax.engine.bits import check_fits, is_float, is_key
+from elche_jax.engine.bits import check_integers, is_float, is_key
 from elche_jax.engine.devices import names_of
 from elche_jax.engine.gradient import GradientRule
 from elche_jax.engine.lane import Fleet, Lane
@@ -130,7 +130,7 @@ def check_params(trained: PyTree, frozen: PyTree) -> None:
                 "TrainStep.init: every leaf of params must be an array, frozen leaf "
                 f"{name} is {describe(leaf)}."
             )
-        check_fits("TrainStep.init", "integers of params", name, leaf)
+        check_integers("TrainStep.init", "integers of params", name, leaf)
     if not jax.tree.leaves(trained):
         raise ValueError("TrainStep.init: params must hold at least one array, got none.")
     for name, leaf in named(trained, "params"):
@@ -207,7 +207,7 @@ def check_model_state(model_state: PyTree) -> None:
             rule, got = "have integers of at least 8 bits", f"{array.dtype} in leaf {name}"
             raise TypeError(check.message("TrainStep.init", "model_state", rule, got))
         if is_real(array):
-            check_fits("TrainStep.init", "integers of model_state", name, array)
+            check_integers("TrainStep.init", "integers of model_state", name, array)
             continue
         raise TypeError(
             f"TrainStep.init: every leaf of model_state must be an array of floats, integers or "
