@@ -63,6 +63,7 @@ class Prefetch(Generic[Item]):
         self._room.put(None)
         if end is not None:
             self.close()
+            self._ready.put((None, StopIteration()))  # another thread may wait for an item, too
             try:
                 raise end
             finally:

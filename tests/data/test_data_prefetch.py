@@ -26,6 +26,32 @@ def test_items_come_in_order_and_then_the_end():
     assert producers() == []
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_threads_that_share_it_all_hear_of_its_end(fails):
+    def make(stop):
+        yield from range(20)
+        if fails:
+            raise KeyError("mine")
+
+    prefetch, got, errors = Prefetch(make, nothing), [], []
+
+    def loop():
+        try:
+            for item in prefetch:
+                got.append(item)
+        except KeyError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=loop, daemon=True) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(GIVE_UP)
+    assert not any(thread.is_alive() for thread in threads)
+    assert sorted(got) == list(range(20))
+    assert len(errors) == fails and producers() == []
+
+
 def test_it_runs_ahead_and_holds_one_item_ready():
     taken = 0
     most = 0
