@@ -141,7 +141,9 @@ def microbatch_shapes(source: Source, batch_size: int) -> PyTree:
 
     def shape(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         dtype = leaf.dtype
-        if not any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_)):
+        numeric = any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_))
+        # NumPy counts time differences as integers, and may have floats of more than 64 bits
+        if not numeric or dtype.kind == "m" or dtype.itemsize > (16 if dtype.kind == "c" else 8):
             raise TypeError(
                 f"data: every leaf must be an array of numbers, leaf "
                 f"{jax.tree_util.keystr(path) or 'data'} is of dtype {dtype}. Encode it first."

@@ -47,6 +47,8 @@ class Nothing:
             r"array of numbers, leaf \['x'\] is of dtype <U1\. Encode it first",
         ),
         (np.array([None] * 20), 4, TypeError, r"leaf data is of dtype object"),
+        (np.zeros(20, "m8[s]"), 4, TypeError, r"leaf data is of dtype timedelta64\[s\]\. Encode"),
+        (np.zeros(20, np.longdouble), 4, TypeError, r"leaf data is of dtype float128\. Encode"),
         (
             {"x": np.ones((20, 3), ">f4")}, 4, TypeError,
             r"machine's byte order, leaf \['x'\] is of dtype >f4\. Convert it",
