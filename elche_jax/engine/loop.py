@@ -40,7 +40,8 @@ class LoopHook(Protocol):
         return None
 
     def settle(self) -> None:
-        """Raise, on the host after the dispatch, what the program could not raise."""
+        """Raise, on the host, what the programs could not raise; called after each dispatch, and
+        when all programs have run."""
         return None
 
 

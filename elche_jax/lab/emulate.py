@@ -7,7 +7,6 @@ times.
 
 import functools
 import logging
-import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -174,6 +173,14 @@ class AtWork:
             self._changed.notify_all()
 
     def wait(self) -> None:
+        """Wait for the devices at the end of the program; log if they take too long."""
+        if not self.quiet():
+            logger.warning(
+                "elche: emulated devices are still at work %g s after the end of the program.",
+                PATIENCE_S,
+            )
+
+    def quiet(self) -> bool:
         """Wait until no device has been at work for `QUIET_S`, at most `PATIENCE_S`."""
         begun = time.perf_counter()
         with self._changed:
@@ -182,12 +189,9 @@ class AtWork:
                 # however long ago the last one ended
                 quiet = 0.0 if self._devices else now - max(self._since, begun)
                 if quiet >= QUIET_S:
-                    return
+                    return True
                 self._changed.wait(QUIET_S - quiet)
-        logger.warning(
-            "elche: emulated devices are still at work %g s after the end of the program.",
-            PATIENCE_S,
-        )
+        return False
 
 
 _AT_WORK = AtWork()
@@ -222,9 +226,7 @@ class EmulatedSpeeds(LoopHook):
 
     schedule: Schedule | Sequence[float]
     _clocks: dict[int, "_Clock"] = field(default_factory=dict, repr=False, compare=False)
-    _interrupted: threading.Event = field(
-        default_factory=threading.Event, repr=False, compare=False
-    )
+    _held_back: list[BaseException] = field(default_factory=list, repr=False, compare=False)
 
     def check(self, world_size: int) -> None:
         """Raise if the times do not fit the number of devices."""
@@ -277,10 +279,10 @@ class EmulatedSpeeds(LoopHook):
                 clock.deadline += self._ms(clock.window, rank, clock.microbatch) / 1e3
                 clock.microbatch += 1
             time.sleep(max(0.0, clock.deadline - time.perf_counter()))
-        except KeyboardInterrupt:
-            # With one device the program may run in the main thread, where the runtime would
-            # swallow the interrupt or turn it into another error: `settle` raises it.
-            self._interrupted.set()
+        except BaseException as error:
+            # The runtime would turn an error of the schedule into one of its own, and swallow a
+            # Ctrl-C, as with one device the program may run in the main thread: `settle` raises it.
+            self._held_back.append(error)
         finally:
             _AT_WORK.ends((id(self), rank))
         return _ZERO
@@ -290,10 +292,15 @@ class EmulatedSpeeds(LoopHook):
         return self._seconds
 
     def settle(self) -> None:
-        """Raise a Ctrl-C that came while the program ran in the main thread."""
-        if self._interrupted.is_set():
-            self._interrupted.clear()
-            raise KeyboardInterrupt
+        """Raise an error of the schedule, or a Ctrl-C, that came while a program ran."""
+        held = self._held_back
+        if not held:
+            return
+        error = next((one for one in held if isinstance(one, KeyboardInterrupt)), held[0])
+        if not isinstance(error, KeyboardInterrupt):
+            _AT_WORK.quiet()  # other devices, and windows in flight, may fail, too
+        held.clear()
+        raise error
 
     def _seconds(self, window: int, rank: int, count: int) -> float:
         return sum(self._ms(window, rank, i) for i in range(count)) / 1e3

@@ -18,6 +18,7 @@ from elche_jax.data.order import Cursor
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.host.coordinator import Outcome
 from elche_jax.engine.job import Measured
+from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.runner import Launch, WindowRunner
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.survey import Survey
@@ -69,6 +70,7 @@ class Pipeline(Planning[R]):
         timing: Decides which windows are timed; None for all.
         pending: Number of windows that are pending in the state between two windows.
         verifies: Whether what the last comparison of replicas found is told at the end of a loop.
+        emulation: Slows devices down on purpose; None if they are as they are.
     """
 
     combines: ClassVar[bool] = True
@@ -87,11 +89,13 @@ class Pipeline(Planning[R]):
         timing: Timing | None = None,
         pending: int = 0,
         verifies: bool = False,
+        emulation: LoopHook | None = None,
     ):
         telling = Telling(feed.fleet, pending > 0, verifies)
         super().__init__(feed, scheduler, start, runner, in_flight, timing, telling)
         self._cache, self._watch = cache, watch
         self._divergence = divergence
+        self._emulation = emulation
         # whether windows end in an exchange with other processes, in which times travel
         self._surveys = self.combines and not self._job.one_process
         self.wishes = Wishes(self._job.one_process, in_flight)
@@ -263,6 +267,12 @@ class Pipeline(Planning[R]):
         self._wait_for_records()
         self._tell_rest()
         self.errors.release(None)
+        self.check_emulation()
+
+    def check_emulation(self) -> None:
+        """Raise what the programs of emulated devices could not raise."""
+        if self._emulation is not None:
+            self._emulation.settle()
 
     def end(self) -> None:
         """Do the same at the end of the loop.
@@ -288,6 +298,7 @@ class Pipeline(Planning[R]):
         self._tell_rest()
         if not self.errors.raised:
             self.errors.release(None)
+            self.check_emulation()
 
     def _tell_rest(self) -> None:
         """Tell the other processes what no window's exchange tells them; all have to call it."""

@@ -307,6 +307,7 @@ class TrainStep:
                 in_flight=IN_FLIGHT if limits is None else limits.in_flight,
                 compared=runner.replicated(runner.state), timing=self._timing,
                 pending=self._options.pending, verifies=self._options.verify_every is not None,
+                emulation=self._options.emulate,
             )  # fmt: skip
             self._last_pipeline = pipeline
             self._scheduler.on_start(names_of(self.devices), start.window, *self._bytes)
@@ -345,9 +346,7 @@ class TrainStep:
             pipeline = self.pipeline_of(window, "train")
             self._check_state(state, "train")
             trained = self._training.run(pipeline, state, window)
-            # a Ctrl-C in a host callback would be swallowed by the runtime, so it is raised here
-            if self._options.emulate is not None:
-                self._options.emulate.settle()
+            pipeline.check_emulation()
             return trained
 
     def pipeline_of(self, window: Window, where: str) -> Pipeline[WindowRunner]:

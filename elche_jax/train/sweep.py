@@ -195,8 +195,7 @@ class Sweep:
             _, flight.token = outs[-1]
             # there is no combine: one token is the end of the work and of the window
             flight.launch(flight.token)
-        if self._emulate is not None:
-            self._emulate.settle()
+        pipeline.check_emulation()
         return [results for results, _ in outs]
 
     def _open(self, variables: Variables, plan: DataPlan) -> SweepPipeline:
@@ -219,7 +218,9 @@ class Sweep:
         feed = self._loading.feed(plan, runner, self.scheduler.cadence)
         self.scheduler.restart()
         watch = FiniteWatch(FinitePolicy("ignore"), self.devices)
-        return SweepPipeline(feed, self.scheduler, Cursor(), watch, runner, self._cache)
+        return SweepPipeline(
+            feed, self.scheduler, Cursor(), watch, runner, self._cache, emulation=self._emulate
+        )
 
     def _variables(self, params: PyTree, model_state: PyTree) -> Variables:
         """Return stacked parameters and model state: those of a training state, or copies."""

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 from marks import slow
 
+import elche_jax as elche
 from elche_jax.data.split import Range
 from elche_jax.engine.collective import CollectiveProgram
 from elche_jax.engine.fetch import CallArgs, Pieces
@@ -471,3 +472,70 @@ def test_a_device_that_failed_is_healed_by_its_next_program(monkeypatch, caplog)
     monkeypatch.setattr(module, "PATIENCE_S", 60)
     at_work.wait()
     assert len(caplog.records) == 1
+
+
+# -- a schedule that fails while it trains
+
+
+def failing_at(*place):
+    """A schedule whose table has no time for a microbatch of a window."""
+
+    def schedule(window, rank, microbatch):
+        if (window, microbatch) == place:
+            raise LookupError(f"no time of {place}")
+        return 0.0
+
+    return EmulatedSpeeds(schedule)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("window", [1, 3])
+def test_an_error_of_the_schedule_is_raised_as_it_is(window, world_size):
+    """In the middle of a run, and in its last window, which no dispatch follows."""
+    train = elche.build_train_step(
+        lambda p, batch, rng: (batch["x"] @ p["w"]).mean(), optax.sgd(0.1),
+        devices=jax.devices()[:world_size], cadence=elche.FixedTotal(2),
+        emulate=failing_at(window, 0),
+    )  # fmt: skip
+    state = train.init({"w": np.zeros(2, "f")})
+    with pytest.raises(LookupError, match=rf"no time of \({window}, 0\)"):
+        for one in train.windows({"x": np.ones((16, 2), "f")}, batch_size=2):
+            state, _ = train(state, one)
+
+
+def test_the_next_run_has_none_of_its_errors():
+    """All devices fail, in all windows; the windows in flight, too."""
+    fails = [True]
+
+    def schedule(window, rank, microbatch):
+        if fails[0] and window:
+            raise LookupError("no times")
+        return 0.0
+
+    train = elche.build_train_step(
+        lambda p, batch, rng: (batch["x"] @ p["w"]).mean(), optax.sgd(0.1),
+        devices=jax.devices()[:4], cadence=elche.EveryBatch(), emulate=EmulatedSpeeds(schedule),
+    )  # fmt: skip
+    data = {"x": np.ones((64, 2), "f")}
+
+    def run():
+        state = train.init({"w": np.zeros(2, "f")})
+        for window in train.windows(data, batch_size=2):
+            state, _ = train(state, window)
+        return int(state.step[0])
+
+    for _ in range(3):
+        fails[0] = True
+        with pytest.raises(LookupError, match="no times"):
+            run()
+        fails[0] = False
+        assert run() == 8
+
+
+def test_so_is_that_of_an_evaluation():
+    evaluate = elche.build_eval_step(
+        lambda p, batch: {"x": batch["x"][:, 0] * p["w"]}, devices=jax.devices()[:2],
+        cadence=elche.FixedTotal(4), emulate=failing_at(0, 1),
+    )  # fmt: skip
+    with pytest.raises(LookupError, match=r"no time of \(0, 1\)"):
+        evaluate({"w": np.float32(1)}, {"x": np.ones((16, 2), "f")}, batch_size=2)

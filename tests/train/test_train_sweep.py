@@ -393,7 +393,7 @@ def test_an_interrupt_that_came_while_a_device_was_emulated(kind, world):
     """It cannot be raised in the program; the loop does it."""
     emulate = EmulatedSpeeds([0.0] * world)
     call = kind(x_of, world, elche.EveryBatch(), emulate=emulate)
-    emulate._interrupted.set()
+    emulate._held_back.append(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         call()
     assert call.sweep.scheduler.windows == 1 and threads() == []
