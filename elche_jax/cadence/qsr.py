@@ -67,8 +67,7 @@ class QSR(AnchorRule[AnchorRuleState]):
         rate = self.learning_rate
         if callable(rate):
             step = max(state.steps, self.warmup)
-            rate = float(rate(step))
-            check.real("QSR", f"learning_rate({step})", rate, low=0)
+            rate = check.real("QSR", f"learning_rate({step})", rate(step), low=0)
         ratio = self.alpha / rate if rate > 0 else math.inf
         # a larger ratio exceeds the ceiling anyway, and its square may overflow
         grown = ratio**2 if ratio < 2**16 else math.inf

@@ -100,7 +100,12 @@ def chosen_devices(options: argparse.Namespace) -> "list[jax.Device]":
     """Return the devices that the arguments select; starts the backend."""
     import jax
 
-    available = jax.local_devices()
+    try:
+        available = jax.local_devices()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that it knows a CUDA plugin
+        asked = f"the platforms {jax.config.values['jax_platforms']!r}"
+        said = str(error) or "their plugin is not installed"
+        raise UsageError(f"JAX must have devices of {asked}, got an error: {said}") from error
     ranks: Sequence[int] = range(len(available)) if options.devices is None else options.devices
     if len(set(ranks)) < len(ranks):
         raise UsageError("--devices must name no device twice")

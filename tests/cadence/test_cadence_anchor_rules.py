@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import optax
 import pytest
 from hypothesis import given, strategies as st
@@ -178,6 +179,11 @@ def test_nudge_down_nudges_and_the_rule_comes_back_step_by_step():
             lambda: QSR(0.1, 4, lambda step: -1.0).init(2),
             ValueError,
             r"QSR: learning_rate\(0\) must be at least 0, got -1\.0\.$",
+        ),
+        (
+            lambda: QSR(0.1, 4, lambda step: np.full(1, 0.1)).init(2),
+            TypeError,
+            r"QSR: learning_rate\(0\) must be a number, got array\(\[0\.1\]\) \(ndarray\)\.$",
         ),
         (lambda: PostLocal(-1), ValueError, r"PostLocal: switch must be at least 0, got -1\.$"),
         (lambda: PostLocal(1, 0), ValueError, r"PostLocal: anchor must be at least 1, got 0\.$"),

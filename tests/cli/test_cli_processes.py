@@ -37,6 +37,16 @@ def test_arguments_are_above_the_environment(start):
     assert [device["platform"] for device in json.loads(out)["devices"]] == ["cpu"] * 3
 
 
+def test_platforms_that_are_not_there_are_named(start):
+    process = start("devices", JAX_PLATFORMS="nowhere")
+    out, err = process.communicate(timeout=GIVE_UP)
+    assert (process.returncode, out) == (2, "")
+    said = (
+        r"elche-jax devices: JAX must have devices of the platforms 'nowhere', got an error: .+\n"
+    )
+    assert re.fullmatch(said, err)
+
+
 @pytest.mark.slow  # test_cli_advise advises in this process
 def test_emulated_devices_are_made_and_advised_on(start):
     process = start(
