@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from elche_jax import _check as check
 from elche_jax.averaging.rules import AveragingRule
 from elche_jax.cadence.base import State
 from elche_jax.engine.axis import DeviceAxis
@@ -28,6 +29,9 @@ from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.options import Options
 
 PyTree = Any
+
+ALWAYS = {"cadence", "cadence_name", "counts", "divergence", "in_a_row", "left_out", "skipped"}
+"""What every version has saved of a run."""
 
 logger = logging.getLogger("elche_jax")
 
@@ -74,7 +78,14 @@ def restore_run(
     On other devices the cadence begins with the speeds that are known of those that are here again,
     or of their kind. Measurements by another cadence or one with other arguments do not apply here:
     they start afresh, and a log line of the first process that is there says so.
+
+    Raises:
+        TypeError, ValueError: It is no such dict; the run is then as before.
     """
+    rule, where = "be the dict of run_to_dict", "TrainStep.restore_run"
+    check.instance(where, "saved", saved, Mapping, rule, brief=True)
+    if absent := sorted(ALWAYS - saved.keys()):
+        raise ValueError(check.message(where, "saved", rule, f"none of the keys {absent}"))
     say = logger.warning if job.at == 0 else logger.debug
     kinds = kinds_of(job.devices)
     world_size, saved_kinds = job.world_size, saved.get("kinds", kinds)

@@ -474,7 +474,7 @@ class TrainStep:
         cadence measurements start afresh. A log line says so.
 
         Args:
-            saved: The dict.
+            saved: The dict; anything else is a `TypeError` or a `ValueError`.
         """
         restore_run(saved, self.fleet.job, self._scheduler, self._watch, self._divergence)
         self._runners.unreported = rows_of(self.fleet.job, saved.get("unreported"))
