@@ -91,8 +91,9 @@ class EvalStep:
 
             metric = sum of w * value / sum of w
 
-        In a job of several processes, all call it with the same arguments and get the same
-        result, to the bit. Each reads the examples of its own devices.
+        Speeds decide which examples are in a call, so metrics may differ in their last digits
+        from one evaluation to the next. In a job of several processes, all call it with the same
+        arguments and get the same result, to the bit. Each reads the examples of its own devices.
 
         Args:
             params: Parameters, a pytree of arrays; or a `TrainState` on these devices,
