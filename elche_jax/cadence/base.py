@@ -393,7 +393,7 @@ def entries_of(state: S, ranks: Sequence[int]) -> S:
     Examples:
         >>> from elche_jax.cadence import FixedTotalState
         >>> entries_of(FixedTotalState((5, 3), (3.0, None)), [0])
-        FixedTotalState(counts=(5,), ms_per_batch=(3.0,))
+        FixedTotalState(counts=(5,), ms_per_batch=(3.0,), idle=())
     """
     size = len(state.counts)
     kept = {

@@ -1,11 +1,13 @@
 """FixedTotal: a constant global batch size, in the best integer split."""
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from elche_jax import _check as check
 from elche_jax.cadence.apportion import split
 from elche_jax.cadence.base import ConstantTotal, State, Verdict, WindowReport
 from elche_jax.cadence.estimate import (
@@ -23,6 +25,13 @@ MIN_GAIN = 0.02
 SUDDEN = 2.0
 """Ratio of a time to its estimate, or the other way round, above which it may be a pause."""
 
+# reports, of which there is one for six windows in a long run: about 100 windows
+RETRY_AFTER = 16
+"""Reports without work after which a device is tried again; then whenever they have doubled."""
+
+TRY_COST = 0.05
+"""Share of the time since a device had work that one microbatch of it may take to try it again."""
+
 
 @dataclass(frozen=True)
 class FixedTotalState(State):
@@ -32,10 +41,24 @@ class FixedTotalState(State):
         counts: Microbatches per device in the next window; a device may have 0.
         ms_per_batch: Smoothed milliseconds per microbatch of each device, ``None``
             if it was never measured.
+        idle: For each device, the number of reports for which it has been too slow for any
+            microbatch; empty if no device is.
     """
 
     counts: tuple[int, ...]
     ms_per_batch: Times
+    idle: tuple[int, ...] = field(default=(), kw_only=True)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "FixedTotalState":
+        """Return the state that ``to_dict`` was called on, see `State.from_dict`."""
+        # states that were saved before devices were tried again go on without
+        state = super().from_dict({"idle": (), **values})
+        where = "FixedTotalState.from_dict"
+        idle = check.integers(where, "idle", state.idle, low=0)
+        if idle:
+            check.per_device(where, "idle", len(idle), len(state.counts))
+        return replace(state, idle=tuple(idle))
 
 
 @dataclass(frozen=True)
@@ -54,9 +77,11 @@ class FixedTotal(ConstantTotal[FixedTotalState]):
       gives one to each of as many unmeasured devices as possible, the lower ranks first,
       and the rest to the measured ones. All devices are thus measured after
       ``ceil(devices / total)`` windows.
-    - A device too slow for any microbatch keeps its last estimate; after `recalibrate` it
-      is tried again. So it keeps one microbatch as long as its times are more than twice its
-      estimate, or less than half of it: a single pause is no reason to leave it without work.
+    - A device too slow for any microbatch keeps its last estimate. It is tried again, with one
+      microbatch, after 16 reports, 32, 64 and so on, as soon as that takes at most 5 % of the
+      time since then, and after `recalibrate`. It keeps one microbatch as long as its times are
+      more than twice its estimate, or less than half of it: a single pause is no reason to
+      leave it without work.
     - Verdicts have no effect, as the total is constant.
 
     Attributes:
@@ -89,18 +114,40 @@ class FixedTotal(ConstantTotal[FixedTotalState]):
         self, state: FixedTotalState, report: WindowReport, verdict: Verdict
     ) -> FixedTotalState:
         now = np.array(state.counts, dtype=np.int64)
-        ms = update_ms(state.ms_per_batch, report)
+        idle = np.array(state.idle or (0,) * len(now), dtype=np.int64)
+        ms, measured = update_ms(state.ms_per_batch, report), measured_ms(report)
+        # of a device that is tried again the last estimate is long ago
+        ms = np.where((idle > 0) & ~np.isnan(measured), measured, ms)
         unknown = np.isnan(ms)
         if unknown.any():
             counts = self._probe(now, ms, unknown)
         else:
-            counts = self._keeping(now, split(self.total, ms), ms, self._sudden(state, report))
+            counts = split(self.total, ms)
+            # of a device that is tried again the old estimate explains nothing
+            kept = self._sudden(state, report) & (idle == 0) & (now > 0) & (counts == 0)
+            counts = self._with_one(counts, kept, ms)
             # the first split by measured times replaces a guess, however little it gains
             first = None in state.ms_per_batch
             gained = (counts * ms).max() < (1 - MIN_GAIN) * (now * ms).max()
             if not (first or gained):
                 counts = now
-        return FixedTotalState(tuple(counts.tolist()), as_times(ms))
+            idle = np.where(counts > 0, 0, idle + 1)
+            due, later = self._due(idle, ms, float((counts * ms).max()))
+            idle -= later
+            if due.any():
+                counts = self._with_one(counts, due | (kept & (counts > 0)), ms)
+        own = tuple(idle.tolist()) if idle.any() else ()
+        return FixedTotalState(tuple(counts.tolist()), as_times(ms), idle=own)
+
+    def _due(
+        self, idle: NDArray[np.int64], ms: FloatArray, window_ms: float
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return which devices are tried again, and which in the next window, for lack of work."""
+        due = (idle >= RETRY_AFTER) & (idle & (idle - 1) == 0)
+        due &= ms <= TRY_COST * idle * window_ms
+        later = np.zeros_like(due)
+        later[np.flatnonzero(due)[self.total :]] = True
+        return due & ~later, later
 
     def _sudden(self, state: FixedTotalState, report: WindowReport) -> NDArray[np.bool_]:
         """Return which devices took a time that their estimates do not explain."""
@@ -108,19 +155,16 @@ class FixedTotal(ConstantTotal[FixedTotalState]):
         # false where one of them is not known
         return (new > SUDDEN * old) | (old > SUDDEN * new)
 
-    def _keeping(
-        self,
-        now: NDArray[np.int64],
-        counts: NDArray[np.int64],
-        ms: FloatArray,
-        sudden: NDArray[np.bool_],
+    def _with_one(
+        self, counts: NDArray[np.int64], who: NDArray[np.bool_], ms: FloatArray
     ) -> NDArray[np.int64]:
-        """Return the split with one microbatch for devices that would lose their last ones."""
-        kept = sudden & (now > 0) & (counts == 0)
-        if not kept.any():
+        """Return the split with one microbatch for each of these devices, at most the total."""
+        if not who.any():
             return counts
-        counts = kept.astype(np.int64)
-        counts[~kept] = split(self.total - int(kept.sum()), ms[~kept])
+        counts = np.zeros_like(counts)
+        counts[np.flatnonzero(who)[: self.total]] = 1
+        if not who.all():
+            counts[~who] = split(self.total - int(counts.sum()), ms[~who])
         return counts
 
     def _probe(
