@@ -103,11 +103,15 @@ def shard_sizes(ratios: Sequence[float], total: int) -> tuple[int, ...]:
     where = "shard_sizes"
     ratios = check.reals(where, "ratios", ratios, low=0)
     total = check.integer(where, "total", total, low=0, high=MAX_TOTAL)
-    # Rounded once, so that the order of the devices does not matter.
-    whole = math.fsum(ratios)
-    if whole <= 0:
+    largest = max(ratios, default=0.0)
+    if largest <= 0:
         rule = "have an entry above 0"
         raise ValueError(check.message(where, "ratios", rule, ratios))
+    # by a power of two, which rounds nothing: the sum may overflow
+    scale = -max(0, math.frexp(largest)[1])
+    ratios = [math.ldexp(ratio, scale) for ratio in ratios]
+    # Rounded once, so that the order of the devices does not matter.
+    whole = math.fsum(ratios)
     least = 1 if total >= len(ratios) else 0
     sizes = [max(least, math.floor(ratio / whole * total + 0.5)) for ratio in ratios[:-1]]
     last = total - sum(sizes)
@@ -171,6 +175,8 @@ def split(total: int, ms: FloatArray) -> NDArray[np.int64]:
         >>> split(10, np.array([1.0, 2.5])).tolist()
         [7, 3]
     """
+    # by a power of two, which rounds nothing: total * ms may overflow
+    ms = np.ldexp(ms, -max(0, int(np.frexp(ms.min())[1])))
     fastest = float(ms.min())  # divided out, as 1 / ms may overflow
     # Lowered by far more than the rounding error of the sum: the microbatches that end by
     # this time must never exceed the total.

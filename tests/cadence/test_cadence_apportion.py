@@ -151,6 +151,10 @@ def test_shard_sizes_laws(ratios, total):
     assert min(sizes) >= (1 if total >= len(ratios) else 0)
 
 
+def test_shard_sizes_of_ratios_whose_sum_is_no_number():
+    assert shard_sizes([1e308, 1e308, 0.5e308], 10) == (4, 4, 2)
+
+
 def test_shard_sizes_errors():
     with pytest.raises(
         ValueError,
@@ -259,6 +263,11 @@ def test_apportion_of_a_total_beyond_the_slack_of_the_bound():
 @pytest.mark.parametrize("total", [1, 3, 50])
 def test_apportion_of_absurd_times_is_exact_as_well(total, ms):
     assert apportion(total, ms) == one_by_one(total, ms)
+
+
+def test_apportion_of_ends_that_are_no_numbers():
+    assert apportion(233_060_125, [7.7e299]) == (233_060_125,)
+    assert apportion(10**9, [7.7e299, 7.7e299]) == (5 * 10**8, 5 * 10**8)
 
 
 def test_split_leaves_its_arguments_alone():
