@@ -28,7 +28,7 @@ from elche_jax.train.finite import MAX_SKIPS, FinitePolicy
 from elche_jax.train.microbatch_split import MicrobatchSplit, checked_split
 from elche_jax.train.options import Options
 from elche_jax.train.outside import check_debug, check_outside
-from elche_jax.train.parts import check_parts, with_keywords
+from elche_jax.train.parts import cadence_for, check_parts, with_keywords
 from elche_jax.train.recording import EpochRecorder
 from elche_jax.train.step import TrainStep
 
@@ -211,7 +211,7 @@ def build_train_step(
     devices = select_job(devices)
     fleet, kinds = fleet_of("build_train_step", devices, lanes), kinds_of(devices)
     config = config.for_kinds(kinds)
-    cadence = cadence and cadence.for_kinds(kinds)
+    cadence = cadence_for(cadence, kinds)
     if emulate is not None:
         emulate.check(len(devices))
     check_averaging(averaging, guard)

@@ -1,6 +1,7 @@
 """Checks of the objects that make up a training or evaluation step."""
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import optax
@@ -39,6 +40,19 @@ def check_parts(where: str, **parts: Any) -> None:
         wraps, kind = name == "optimizer" and hasattr(part, "tx"), type(part).__name__
         got, todo = (f"{kind} around one", "Pass its tx.") if wraps else (repr(part), "")
         raise TypeError(check.message(where, name, f"be {expected}", got, todo))
+
+
+def cadence_for(cadence: Cadence[Any] | None, kinds: Sequence[str]) -> Cadence[Any] | None:
+    """Return a cadence, if there is one, for devices of these kinds.
+
+    Raises:
+        TypeError: A user's `for_kinds` returns no cadence.
+    """
+    if cadence is None:
+        return None
+    found, rule = cadence.for_kinds(kinds), "return a cadence"
+    check.instance(type(cadence).__name__, "for_kinds", found, Cadence, rule)
+    return found
 
 
 def with_keywords(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

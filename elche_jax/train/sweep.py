@@ -34,7 +34,7 @@ from elche_jax.train.initial import check_buffers, check_one_copy
 from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.loading import Loading
 from elche_jax.train.outside import check_mesh, check_outside
-from elche_jax.train.parts import check_parts
+from elche_jax.train.parts import cadence_for, check_parts
 from elche_jax.train.pipeline import IN_FLIGHT
 from elche_jax.train.spec import DataPlan
 from elche_jax.train.sweep_pipeline import SweepPipeline
@@ -89,7 +89,7 @@ class Sweep:
         if emulate is not None:
             emulate.check(len(self.devices))
         self._where, self._fn, self._make, self._emulate = where, fn, make, emulate
-        cadence = cadence and cadence.for_kinds(kinds_of(devices))
+        cadence = cadence_for(cadence, kinds_of(devices))
         if cadence is None:
             cadence = WindowTime() if len(self.devices) > 1 else FixedTotal(ONE_DEVICE)
         self.scheduler = LiveScheduler(

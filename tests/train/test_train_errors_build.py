@@ -129,6 +129,17 @@ def test_speed_hint_for_a_rank_that_is_not_there():
         build(cadence=elche.ElChe(speed_hint=(5, 2.0)))
 
 
+def test_a_hook_that_forgets_what_it_returns():
+    class Forgets(elche.EveryBatch):
+        def for_kinds(self, kinds):
+            pass
+
+    with pytest.raises(
+        TypeError, match=r"^Forgets: for_kinds must return a cadence, got None \(NoneType\)\.$"
+    ):
+        build(cadence=Forgets())
+
+
 @pytest.mark.parametrize("policy", ["auto", "sync"])
 def test_speed_hint_in_a_config_that_does_not_use_it(policy, caplog):
     with pytest.raises(ValueError, match=r"slow_rank must be below world_size \(2\), got 5"):
