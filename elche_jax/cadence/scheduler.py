@@ -4,7 +4,7 @@ Pure. The controller keeps one `SchedulerState`, calls `Scheduler.plan` before a
 `Scheduler.update` with every report.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from statistics import median_low
 from typing import Any
@@ -21,6 +21,9 @@ REPLAN_AFTER = 8
 # 3: with 5 a lasting change is answered a window later, and two odd windows in five are rare
 SYNC_REPORTS = 3
 """Number of known costs whose median is the cost of a synchronisation."""
+
+PAUSE = 4.0
+"""Ratio of a time to its estimate above which one window alone says nothing of the speed."""
 
 ON_TARGET = 0.75
 """Share of the target at which `ElChe` leaves the anchor as it is: between a half and 1."""
@@ -81,7 +84,7 @@ class SchedulerState:
 class Scheduler:
     """A cadence with a shift detector, made robust to reports of real runs.
 
-    Five rules are added to the cadence's own, if it estimates times (`ElChe`, `FixedTotal`,
+    Six rules are added to the cadence's own, if it estimates times (`ElChe`, `FixedTotal`,
     or any other with ``estimates``):
 
     - The first report of a window that ran a plan made from measured times replaces the
@@ -89,6 +92,9 @@ class Scheduler:
       costs of a program; within the dead zone the error would never be corrected.
     - After a confirmed shift of a device's speed the cadence forgets its estimates, and the
       current report replaces them.
+    - A device that took more than four times its estimate, and whose times do not vary
+      otherwise, keeps the estimate for one report: with a pause of one window taken as its
+      speed, the others would get windows that are many times too long.
     - A report whose counts differ from those that plans aim at (of a window cut short by the end
       of the data, planned before the last change, or held back by ``max_batch_diff``) says
       nothing about their overhead. Its ``sync_ms`` is rescaled to their busy time, see
@@ -217,6 +223,11 @@ class Scheduler:
         # the second: a fleet of 5, 5, 10 and 20 ms kept counts of (40, 37, 20, 10) without it
         if shifted or (measured_plan and not state.settled):
             before = self.cadence.recalibrate(before)  # the report is then taken as is
+        elif self.shift is not None and shift is not None:
+            first = self.shift.first_deviations(shift)
+            times = before.ms_per_batch
+            expected = [ms if new else None for ms, new in zip(times, first, strict=True)]
+            report = without_pauses(report, expected)
         costs = state.sync_ms
         if cost_known:
             costs = (*costs, report.sync_ms)[-SYNC_REPORTS:]
@@ -334,6 +345,32 @@ class Scheduler:
             raise ValueError(check.message(where, "sync_ms", rule, len(costs)))
         parts: dict[str, Any] = {**values, "cadence": cadence, "shift": shift, "sync_ms": costs}
         return SchedulerState(**parts)
+
+
+def without_pauses(report: WindowReport, ms_per_batch: Sequence[float | None]) -> WindowReport:
+    """Return the report with the expected time of devices that took much longer.
+
+    Args:
+        report: The measurements.
+        ms_per_batch: The estimates without it, milliseconds per microbatch; None of a device
+            whose time is taken as it is.
+
+    Examples:
+        >>> report = WindowReport((500.0, 30.0), (10, 10), sync_ms=1.0)
+        >>> without_pauses(report, (2.0, 1.0)).wall_ms
+        (20.0, 30.0)
+        >>> without_pauses(report, (None, 1.0)).wall_ms
+        (500.0, 30.0)
+    """
+    expected = [
+        None if ms is None else ms * count
+        for ms, count in zip(ms_per_batch, report.counts, strict=True)
+    ]
+    wall = tuple(
+        took if usual is None or took <= PAUSE * usual else usual
+        for took, usual in zip(report.wall_ms, expected, strict=True)
+    )
+    return report if wall == report.wall_ms else replace(report, wall_ms=wall)
 
 
 def rescale_sync(report: WindowReport, planned: tuple[int, ...]) -> WindowReport:

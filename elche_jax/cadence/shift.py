@@ -152,6 +152,26 @@ class Shift(check.CheckedFields):
             runs = np.zeros_like(runs)
         return ShiftState(tuple(runs.astype(np.int64).tolist()), tuple(usual.tolist())), shifted
 
+    def first_deviations(self, state: ShiftState) -> tuple[bool, ...]:
+        """Return which devices have deviated in the last window alone, with times that are steady.
+
+        Args:
+            state: The state after the window.
+
+        Examples:
+            >>> detector = Shift()
+            >>> state, _ = detector.update(detector.init(2), (10.0, 10.0), (50.0, 10.0))
+            >>> detector.first_deviations(state)
+            (True, False)
+            >>> detector.first_deviations(detector.update(state, (10.0, 10.0), (10.0, 10.0))[0])
+            (False, False)
+        """
+        usual = state.deviations or (0.0,) * len(state.runs)
+        return tuple(
+            abs(run) == 1 and self.noise * deviation <= self.threshold
+            for run, deviation in zip(state.runs, usual, strict=True)
+        )
+
 
 def _checked_times(
     argument: str, times: Sequence[float | None] | FloatArray, size: int

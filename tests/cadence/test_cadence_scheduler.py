@@ -32,6 +32,24 @@ def run(scheduler, state, ms, windows=1, sync_ms=0.0):
     return state
 
 
+@pytest.mark.parametrize("cadence", [ElChe(), FixedTotal(24)], ids=["ElChe", "FixedTotal"])
+@pytest.mark.parametrize("factor", [5.0, 10.0, 100.0])
+def test_a_pause_of_one_window_changes_no_counts(cadence, factor):
+    """Taken as a speed it gave the other devices windows of 40 times the length."""
+    scheduler, ms = Scheduler(cadence), (1.0, 1.0, 2.0, 4.0)
+    state = run(scheduler, scheduler.init(4), ms, windows=6, sync_ms=1.0)
+    before = state.counts
+    for rank in range(4):
+        paused = [time * (factor if at == rank else 1.0) for at, time in enumerate(ms)]
+        state = run(scheduler, state, paused, sync_ms=1.0)
+        assert state.counts == before and state.shifts == 0
+        state = run(scheduler, state, ms, windows=3, sync_ms=1.0)
+        assert state.counts == before and state.shifts == 0
+    # a second window confirms it
+    state = run(scheduler, state, (factor, 1.0, 2.0, 4.0), windows=2, sync_ms=1.0)
+    assert state.shifts == 1 and state.cadence.ms_per_batch == (factor, 1.0, 2.0, 4.0)
+
+
 def test_a_confirmed_shift_takes_the_times_as_they_are():
     # 10 -> 30 ms. Smoothing alone: 10 + 0.8 * 20 = 26, then the error is 4 / 26 and
     # alpha 0.154: 26 + 0.615 = 26.615
