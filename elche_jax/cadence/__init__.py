@@ -28,7 +28,6 @@ from elche_jax.cadence.base import (
     STABLE as STABLE,
     Cadence as Cadence,
     CadenceState as CadenceState,
-    State as State,
     Verdict as Verdict,
     WindowReport as WindowReport,
     nudge_down as nudge_down,
@@ -59,6 +58,7 @@ from elche_jax.cadence.replay import Replay as Replay, ReplayState as ReplayStat
 from elche_jax.cadence.rest import Rest as Rest, RestState as RestState
 from elche_jax.cadence.scheduler import Scheduler as Scheduler, SchedulerState as SchedulerState
 from elche_jax.cadence.shift import Shift as Shift, ShiftState as ShiftState
+from elche_jax.cadence.state import State as State
 from elche_jax.cadence.window import (
     Divergence as Divergence,
     WindowMeasurement as WindowMeasurement,

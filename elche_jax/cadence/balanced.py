@@ -7,9 +7,10 @@ import numpy as np
 
 from elche_jax import _check as check
 from elche_jax.cadence.apportion import shard_sizes
-from elche_jax.cadence.base import ConstantTotal, State, Verdict, WindowReport, entries_of
+from elche_jax.cadence.base import ConstantTotal, Verdict, WindowReport, entries_of
 from elche_jax.cadence.estimate import FloatArray, Times, as_array, as_times, measured_ms, smoothed
 from elche_jax.cadence.hint import SpeedHint, checked_hint, hinted_speeds, speeds_of_kinds
+from elche_jax.cadence.state import State
 
 # Ratios are whole multiples of 1/_GRID, so their sum is exact in any order.
 _GRID = 2**52

@@ -9,14 +9,13 @@ replayed.
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import Any, ClassVar, Final, Generic, Literal, Protocol, Self, TypeVar, cast, get_args
-
-import numpy as np
+from typing import Any, ClassVar, Final, Generic, Literal, Protocol, TypeVar, cast, get_args
 
 from elche_jax import _check as check
+from elche_jax.cadence.state import State
 
 MAX_TOTAL: Final = 2**53
 """Largest number of microbatches in a window: float64 represents every count up to it."""
@@ -143,69 +142,6 @@ def stronger(one: Verdict, other: Verdict) -> Verdict:
     """
     leeway = {"hold_growth": 2.0, "stable": 3.0}  # a factor of *nudge down* is at most 1
     return min(one, other, key=lambda verdict: verdict.factor or leeway[verdict.action])
-
-
-def _to_lists(value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic):  # json refuses NumPy's numbers
-        return value.tolist()
-    if isinstance(value, tuple):
-        return [_to_lists(entry) for entry in cast(tuple[Any, ...], value)]
-    return value
-
-
-def _to_tuples(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return tuple(_to_tuples(entry) for entry in cast(Sequence[Any], value))
-    return value
-
-
-@dataclass(frozen=True)
-class State:
-    """Base of all states: frozen fields of plain numbers that can be stored as JSON.
-
-    For every state ``s`` of a class ``S``,
-    ``S.from_dict(json.loads(json.dumps(s.to_dict()))) == s`` holds exactly.
-    """
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict that ``json.dumps`` accepts.
-
-        Returns:
-            Numbers, strings, ``None`` and lists of them, one key per field.
-
-        Examples:
-            >>> from elche_jax.cadence import EveryBatch
-            >>> EveryBatch().init(2).to_dict()
-            {'counts': [1, 1]}
-        """
-        return {field.name: _to_lists(getattr(self, field.name)) for field in fields(self)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the state that ``to_dict`` was called on.
-
-        Args:
-            values: The return value of ``to_dict``, possibly read back from JSON.
-
-        Returns:
-            The equal state.
-
-        Raises:
-            ValueError: If the keys are not those of this class, as in the state of another
-                cadence.
-
-        Examples:
-            >>> from elche_jax.cadence import EveryBatch
-            >>> state = EveryBatch().init(2)
-            >>> type(state).from_dict({"counts": [1, 1]}) == state
-            True
-        """
-        names = sorted(field.name for field in fields(cls))
-        if sorted(values) != names:
-            where, rule = f"{cls.__name__}.from_dict", f"have the keys {names}"
-            todo = "Resume with the cadence that wrote the state."
-            raise ValueError(check.message(where, "values", rule, sorted(values), todo))
-        return cls(**{name: _to_tuples(value) for name, value in values.items()})
 
 
 class CadenceState(Protocol):

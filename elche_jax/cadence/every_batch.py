@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from elche_jax.cadence.base import CheckedCadence, State, Verdict, WindowReport
+from elche_jax.cadence.base import CheckedCadence, Verdict, WindowReport
+from elche_jax.cadence.state import State
 
 
 @dataclass(frozen=True)

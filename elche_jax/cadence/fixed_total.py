@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from elche_jax import _check as check
 from elche_jax.cadence.apportion import split
-from elche_jax.cadence.base import ConstantTotal, State, Verdict, WindowReport
+from elche_jax.cadence.base import ConstantTotal, Verdict, WindowReport
 from elche_jax.cadence.estimate import (
     FloatArray,
     Times,
@@ -18,6 +18,7 @@ from elche_jax.cadence.estimate import (
     measured_ms,
     update_ms,
 )
+from elche_jax.cadence.state import State
 
 MIN_GAIN = 0.02
 """Share of a window's time that another split must save to replace the current one."""

@@ -6,8 +6,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from elche_jax.cadence.base import CheckedCadence, State
+from elche_jax.cadence.base import CheckedCadence
 from elche_jax.cadence.estimate import FloatArray, Times, as_array, as_times
+from elche_jax.cadence.state import State
 
 DEAD_ZONE_PERCENT = 10
 """Percent of a count that a change must exceed, once calibrated."""

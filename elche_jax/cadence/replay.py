@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elche_jax import _check as check
-from elche_jax.cadence.base import CheckedCadence, State, Verdict, WindowReport
+from elche_jax.cadence.base import CheckedCadence, Verdict, WindowReport
+from elche_jax.cadence.state import State
 
 
 def _exhausted(windows: int, window: int) -> ValueError:

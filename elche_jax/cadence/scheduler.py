@@ -10,9 +10,10 @@ from statistics import median_low
 from typing import Any
 
 from elche_jax import _check as check
-from elche_jax.cadence.base import STABLE, Cadence, State, Verdict, WindowReport
+from elche_jax.cadence.base import STABLE, Cadence, Verdict, WindowReport
 from elche_jax.cadence.estimate import as_times, measured_ms, update_ms
 from elche_jax.cadence.shift import Shift, ShiftState
+from elche_jax.cadence.state import State
 
 # after 8 reports: errors below 10 % shrink by a tenth with each, so less than half is left
 REPLAN_AFTER = 8
@@ -135,8 +136,8 @@ class Scheduler:
             The state.
 
         Raises:
-            TypeError: If ``world_size`` is not an integer, or the cadence's state has no
-                ``counts``.
+            TypeError: If ``world_size`` is not an integer, the cadence's state has no
+                ``counts``, or it is a `State` that cannot be stored.
             ValueError: If the cadence does not allow that many devices.
 
         Examples:
@@ -145,6 +146,8 @@ class Scheduler:
             (1, 1)
         """
         cadence = self._checked("init", self.cadence.init(world_size))
+        if isinstance(cadence, State):
+            cadence.to_dict()  # now, not when the first checkpoint is written
         return SchedulerState(cadence, self.shift and self.shift.init(world_size))
 
     def plan(self, state: SchedulerState, window: int | None = None) -> tuple[int, ...]:

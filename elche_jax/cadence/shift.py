@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from elche_jax import _check as check
-from elche_jax.cadence.base import State
 from elche_jax.cadence.estimate import FloatArray, as_array
+from elche_jax.cadence.state import State
 
 
 @dataclass(frozen=True)

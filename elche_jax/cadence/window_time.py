@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from elche_jax.cadence.base import CheckedCadence, State, Verdict, WindowReport
+from elche_jax.cadence.base import CheckedCadence, Verdict, WindowReport
 from elche_jax.cadence.estimate import Times, as_times, update_ms
+from elche_jax.cadence.state import State
 
 MAX_COUNT = 4096
 """Largest count of a device: times that are too short must not use up the whole data."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from elche_jax import _check as check
 from elche_jax.averaging.rules import AveragingRule
-from elche_jax.cadence.base import State
+from elche_jax.cadence.state import State
 from elche_jax.engine.axis import DeviceAxis
 from elche_jax.engine.bits import raw, with_type_of
 from elche_jax.engine.job import Job

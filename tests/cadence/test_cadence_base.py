@@ -106,6 +106,24 @@ def test_state_through_json_is_equal():
     assert Nested.from_dict(json.loads(json.dumps(values))) == state
 
 
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [
+        (np.arange(2.0), r"array\(\[0\., 1\.\]\) \(ndarray\)"),
+        ((1, {2}), r"\{2\} \(set\)"),
+        ({"a": 1}, r"\{'a': 1\} \(dict\)"),
+    ],
+)
+def test_a_state_that_would_come_back_as_another_one_is_not_stored(value, got):
+    """Twice an array is not twice the tuple that it would be after a resume."""
+    message = (
+        rf"^Nested\.to_dict: ms must be a number, a string, None or a tuple of these, got {got}\. "
+        r"A checkpoint keeps no other; tuple\(\.\.\.\) makes one of a list or an array\.$"
+    )
+    with pytest.raises(TypeError, match=message):
+        Nested(((1,),), value, True).to_dict()
+
+
 def test_state_of_another_cadence_is_rejected():
     with pytest.raises(
         ValueError,

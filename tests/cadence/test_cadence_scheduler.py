@@ -50,6 +50,38 @@ def test_a_pause_of_one_window_changes_no_counts(cadence, factor):
     assert state.shifts == 1 and state.cadence.ms_per_batch == (factor, 1.0, 2.0, 4.0)
 
 
+@pytest.mark.parametrize("shift", [Shift(threshold=5.0), Shift(confirm=5), Shift(confirm=1)])
+def test_a_slower_device_is_noticed_whatever_counts_as_a_shift(shift):
+    scheduler = Scheduler(ElChe(), shift)
+    state = run(scheduler, scheduler.init(2), (1.0, 1.0), windows=6, sync_ms=1.0)
+    state = run(scheduler, state, (5.5, 1.0), windows=3, sync_ms=1.0)
+    assert state.cadence.ms_per_batch[0] > 4.0
+
+
+def test_a_device_that_pauses_in_every_second_window_is_no_fast_one():
+    scheduler = Scheduler(ElChe())
+    state = run(scheduler, scheduler.init(2), (1.0, 1.0), windows=6, sync_ms=1.0)
+    for _ in range(20):
+        state = run(scheduler, state, (20.0, 1.0), sync_ms=1.0)
+        state = run(scheduler, state, (1.0, 1.0), sync_ms=1.0)
+    state = run(scheduler, state, (20.0, 1.0), sync_ms=1.0)
+    assert state.cadence.ms_per_batch[0] > 10.0
+
+
+def test_a_state_that_cannot_be_stored_is_an_error_at_once():
+    @dataclass(frozen=True)
+    class Kept(State):
+        counts: tuple[int, ...]
+        speed: object
+
+    class Keeps(EveryBatch):
+        def init(self, world_size):
+            return Kept([1] * world_size, [1.0])
+
+    with pytest.raises(TypeError, match=r"^Kept\.to_dict: speed must be a number, .* \(list\)"):
+        Scheduler(Keeps()).init(2)
+
+
 def test_a_confirmed_shift_takes_the_times_as_they_are():
     # 10 -> 30 ms. Smoothing alone: 10 + 0.8 * 20 = 26, then the error is 4 / 26 and
     # alpha 0.154: 26 + 0.615 = 26.615

@@ -1,0 +1,84 @@
+"""State: what a cadence knows between two windows, as plain numbers that can be stored."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self, cast
+
+import numpy as np
+
+from elche_jax import _check as check
+
+
+def _to_lists(where: str, name: str, value: Any) -> Any:
+    if isinstance(value, np.generic):  # json refuses NumPy's numbers
+        return value.item()
+    if name == "counts" and isinstance(value, np.ndarray | list):  # which may be any integers
+        value = tuple(np.asarray(value).tolist())
+    if isinstance(value, tuple):
+        return [_to_lists(where, name, entry) for entry in cast(tuple[Any, ...], value)]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    rule = "be a number, a string, None or a tuple of these"
+    todo = "A checkpoint keeps no other; tuple(...) makes one of a list or an array."
+    raise TypeError(check.message(where, name, rule, check.describe(value), todo))
+
+
+def _to_tuples(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(_to_tuples(entry) for entry in cast(Sequence[Any], value))
+    return value
+
+
+@dataclass(frozen=True)
+class State:
+    """Base of all states: frozen fields of plain numbers that can be stored as JSON.
+
+    For every state ``s`` of a class ``S``,
+    ``S.from_dict(json.loads(json.dumps(s.to_dict()))) == s`` holds exactly.
+    """
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as a dict that ``json.dumps`` accepts.
+
+        Returns:
+            Numbers, strings, ``None`` and lists of them, one key per field.
+
+        Raises:
+            TypeError: If a field but ``counts`` is, or holds, anything but these and tuples: an
+                array would come back as a tuple.
+
+        Examples:
+            >>> from elche_jax.cadence import EveryBatch
+            >>> EveryBatch().init(2).to_dict()
+            {'counts': [1, 1]}
+        """
+        where = f"{type(self).__name__}.to_dict"
+        names = [field.name for field in fields(self)]
+        return {name: _to_lists(where, name, getattr(self, name)) for name in names}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Return the state that ``to_dict`` was called on.
+
+        Args:
+            values: The return value of ``to_dict``, possibly read back from JSON.
+
+        Returns:
+            The equal state.
+
+        Raises:
+            ValueError: If the keys are not those of this class, as in the state of another
+                cadence.
+
+        Examples:
+            >>> from elche_jax.cadence import EveryBatch
+            >>> state = EveryBatch().init(2)
+            >>> type(state).from_dict({"counts": [1, 1]}) == state
+            True
+        """
+        names = sorted(field.name for field in fields(cls))
+        if sorted(values) != names:
+            where, rule = f"{cls.__name__}.from_dict", f"have the keys {names}"
+            todo = "Resume with the cadence that wrote the state."
+            raise ValueError(check.message(where, "values", rule, sorted(values), todo))
+        return cls(**{name: _to_tuples(value) for name, value in values.items()})
