@@ -6,7 +6,7 @@ from typing import TypeVar, cast
 
 from elche_jax.cadence.base import Verdict, WindowReport
 from elche_jax.cadence.estimate import update_ms
-from elche_jax.cadence.proportional import ElCheState, Proportional, nudged
+from elche_jax.cadence.proportional import ElCheState, Proportional, limited
 
 
 @dataclass(frozen=True)
@@ -17,13 +17,10 @@ class AnchorRuleState(ElCheState):
         windows: Windows so far, including those whose times are unknown.
         steps: Sum of the largest counts of these windows: the optimizer's step counter, if
             the devices' counters are merged by their maximum.
-        ceiling: Upper bound on the anchor after a *nudge down*, or 0 for no bound. It rises
-            by 1 with every stable window and is lifted once the rule asks for no more.
     """
 
     windows: int = 0
     steps: int = 0
-    ceiling: int = 0
 
 
 S = TypeVar("S", bound=AnchorRuleState)
@@ -62,18 +59,6 @@ class AnchorRule(Proportional[S]):
 
     def _next(self, state: S, report: WindowReport, verdict: Verdict) -> S:
         state = self.count_window(state, report)
-        anchor, ceiling = self._limited(state, self.target_anchor(state), verdict)
+        anchor, ceiling = limited(state, self.target_anchor(state), verdict)
         ms = update_ms(state.ms_per_batch, report)
         return replace(self.recount(state, anchor, ms), ceiling=ceiling)
-
-    def _limited(self, state: S, wanted: int, verdict: Verdict) -> tuple[int, int]:
-        """Return the anchor and the ceiling that a verdict allows."""
-        if verdict.action == "nudge_down":
-            lower = min(nudged(state.anchor, cast(float, verdict.factor)), wanted)
-            return lower, lower
-        if verdict.action == "hold_growth":
-            return min(wanted, state.anchor), state.ceiling
-        ceiling = state.ceiling + 1 if state.ceiling else 0
-        if not ceiling or wanted <= ceiling:
-            return wanted, 0
-        return ceiling, ceiling

@@ -2,13 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 from elche_jax import _check as check
 from elche_jax.cadence.base import Verdict, WindowReport
 from elche_jax.cadence.estimate import as_array, update_ms
 from elche_jax.cadence.hint import SpeedHint, checked_hint, hinted_speeds, speeds_of_kinds
-from elche_jax.cadence.proportional import COUNT_CEILING, ElCheState, Proportional, nudged, round_up
+from elche_jax.cadence.proportional import (
+    COUNT_CEILING,
+    ElCheState,
+    Proportional,
+    limited,
+    nudged,
+    round_up,
+)
 
 
 @dataclass(frozen=True)
@@ -30,8 +36,9 @@ class ElChe(Proportional[ElCheState]):
     except in the update that calibrates.
 
     The verdict *hold growth* keeps the anchor from rising. *Nudge down* replaces the overhead
-    rule by ``anchor = max(1, ceil(anchor * factor))``. This may be below ``min_anchor``; the
-    anchor then stays there until the overhead exceeds the target again.
+    rule by ``anchor = max(1, ceil(anchor * factor))``, which may be below ``min_anchor``. While
+    the overhead asks for more, the anchor then rises by 1 with every stable window: a jump back
+    would only bring the next *nudge down*.
 
     Until every device has been measured, the counts keep the proportions of `init` and
     change only with the anchor.
@@ -126,8 +133,9 @@ class ElChe(Proportional[ElCheState]):
     def _next(self, state: ElCheState, report: WindowReport, verdict: Verdict) -> ElCheState:
         if len(state.counts) == 1:
             return state
-        anchor = self._next_anchor(state.anchor, report, verdict)
-        return self.recount(state, anchor, update_ms(state.ms_per_batch, report))
+        anchor, ceiling = limited(state, self._wanted(state.anchor, report), verdict)
+        after = self.recount(state, anchor, update_ms(state.ms_per_batch, report))
+        return replace(after, ceiling=ceiling)
 
     def nudge_anchor_down(self, state: ElCheState, factor: float = 0.5) -> ElCheState:
         """Return the state with the anchor multiplied by ``factor``, rounded up.
@@ -137,8 +145,9 @@ class ElChe(Proportional[ElCheState]):
             factor: In ``(0, 1]``. The anchor stays at least 1.
 
         Returns:
-            The state with the new anchor and counts that follow it, subject to the same
-            dead zone and ``max_batch_diff`` as in `update`.
+            The state with the new anchor, from which it rises as after *nudge down*, and
+            counts that follow it, subject to the same dead zone and ``max_batch_diff`` as in
+            `update`.
 
         Raises:
             TypeError: If ``factor`` is not a number.
@@ -151,7 +160,11 @@ class ElChe(Proportional[ElCheState]):
         """
         where = "ElChe.nudge_anchor_down"
         factor = check.real(where, "factor", factor, above=0, high=1)
-        return self.recount(state, nudged(state.anchor, factor), as_array(state.ms_per_batch))
+        if len(state.counts) == 1:
+            return state
+        anchor = nudged(state.anchor, factor)
+        after = self.recount(state, anchor, as_array(state.ms_per_batch))
+        return replace(after, ceiling=anchor)
 
     def check_state(self, state: ElCheState) -> None:
         """Check that the anchor of a stored state is within ``max_anchor``.
@@ -171,16 +184,14 @@ class ElChe(Proportional[ElCheState]):
             where = "ElChe.check_state"
             raise ValueError(check.message(where, "state", rule, state.anchor, todo))
 
-    def _next_anchor(self, anchor: int, report: WindowReport, verdict: Verdict) -> int:
-        if verdict.action == "nudge_down":
-            return min(nudged(anchor, cast(float, verdict.factor)), self.max_anchor)
+    def _wanted(self, anchor: int, report: WindowReport) -> int:
+        """Return the anchor that the overhead asks for."""
         wall_ms = max(report.wall_ms)
         # without a time the overhead counts as on target, which leaves the anchor as it is
         overhead = report.sync_ms / wall_ms if wall_ms > 0 else self.overhead_target
         if overhead > self.overhead_target:
-            if verdict.action == "stable":
-                raised = min(anchor * overhead / self.overhead_target, COUNT_CEILING)
-                anchor = max(round_up(raised), self.min_anchor)
+            raised = min(anchor * overhead / self.overhead_target, COUNT_CEILING)
+            anchor = max(round_up(raised), self.min_anchor)
         elif overhead < self.overhead_target / 2 and anchor > self.min_anchor:
             anchor -= 1
         return min(anchor, self.max_anchor)

@@ -1,12 +1,14 @@
 """Counts in proportion to speed: the base of `ElChe` and of the rules for the anchor."""
 
 import math
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 
-from elche_jax.cadence.base import CheckedCadence
+from elche_jax import _check as check
+from elche_jax.cadence.base import CheckedCadence, Verdict
 from elche_jax.cadence.estimate import FloatArray, Times, as_array, as_times
 from elche_jax.cadence.state import State
 
@@ -28,12 +30,24 @@ class ElCheState(State):
             if it was never measured.
         calibrated: Whether the counts follow measured times: true from the first update in
             which every device has an estimate.
+        ceiling: Upper bound on the anchor after a *nudge down*, or 0 for no bound. It rises
+            by 1 with every stable window and is lifted once less is asked for, or a rise
+            stays below it.
     """
 
     anchor: int
     counts: tuple[int, ...]
     ms_per_batch: Times
     calibrated: bool
+    ceiling: int = field(default=0, kw_only=True)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Return the state that ``to_dict`` was called on, see `State.from_dict`."""
+        # states of `ElChe` that were saved before it had a ceiling go on without
+        state = super().from_dict({"ceiling": 0, **values})
+        check.integer(f"{cls.__name__}.from_dict", "ceiling", state.ceiling, low=0)
+        return state
 
     @property
     def total(self) -> int:
@@ -71,6 +85,26 @@ def nudged(anchor: int, factor: float) -> int:
         3
     """
     return max(1, round_up(anchor * factor))
+
+
+def limited(state: ElCheState, wanted: int, verdict: Verdict) -> tuple[int, int]:
+    """Return the anchor and the ceiling that a verdict allows.
+
+    Args:
+        state: The state before.
+        wanted: The anchor that the cadence's rule asks for.
+        verdict: The guard's verdict.
+    """
+    if verdict.action == "nudge_down":
+        lower = min(nudged(state.anchor, cast(float, verdict.factor)), wanted)
+        return lower, lower
+    if verdict.action == "hold_growth":
+        return min(wanted, state.anchor), state.ceiling
+    ceiling = state.ceiling + 1 if state.ceiling else 0
+    if not ceiling or wanted <= ceiling:
+        # on target: the next window, which may ask for much more, is bounded as well
+        return wanted, ceiling if wanted == state.anchor else 0
+    return ceiling, ceiling
 
 
 def fitting(state: ElCheState, anchor: int, ms: FloatArray) -> FloatArray:

@@ -13,9 +13,11 @@ from hypothesis import given, settings, strategies as st
 from elche_jax.cadence import (
     HOLD_GROWTH,
     STABLE,
+    Divergence,
     ElChe,
     ElCheState,
     Scheduler,
+    TrendGuard,
     WindowReport,
     nudge_down,
 )
@@ -337,8 +339,47 @@ def test_nudge_down_moves_the_counts():
     cadence = ElChe(anchor=10)
     state = calibrated(10, (10, 30), (30.0, 10.0))
     after = cadence.update(state, report(state, (30, 10)), nudge_down())
-    assert after == calibrated(5, (5, 15), (30.0, 10.0))
+    assert after == replace(calibrated(5, (5, 15), (30.0, 10.0)), ceiling=5)
     assert cadence.nudge_anchor_down(state, 0.5) == after
+
+
+def test_after_a_nudge_the_anchor_rises_step_by_step():
+    cadence = ElChe(anchor=10)
+    state = cadence.update(calibrated(10, (10, 30), (30.0, 10.0)), costly(10), nudge_down())
+    anchors = []
+    for verdict in (STABLE, STABLE, HOLD_GROWTH, STABLE):
+        state = cadence.update(state, costly(state.anchor), verdict)
+        anchors.append(state.anchor)
+    assert anchors == [6, 7, 7, 8]
+    # on target, as for one odd window: the bound stays
+    state = cadence.update(state, WindowReport((240.0, 240.0), (8, 24), 20.0))
+    assert (state.anchor, state.ceiling) == (8, 9)
+    assert cadence.update(state, costly(8)).anchor == 10
+    # little more is asked for: from then on the overhead decides alone
+    state = cadence.update(state, WindowReport((240.0, 240.0), (8, 24), 26.0))
+    assert (state.anchor, state.ceiling) == (10, 0), "min_anchor"
+    assert cadence.update(state, costly(10)).anchor == 100
+
+
+def costly(anchor):
+    """An exchange as long as the window, of an anchor and one three times as fast."""
+    return WindowReport((30.0 * anchor, 30.0 * anchor), (anchor, 3 * anchor), 30.0 * anchor)
+
+
+def test_with_a_guard_windows_do_not_swing():
+    """A costly exchange, and devices that drift apart by 0.005 per microbatch of the anchor."""
+    scheduler, guard, ms = Scheduler(ElChe()), TrendGuard(), (5.0, 5.0, 10.0, 20.0)
+    state, seen, anchors = scheduler.init(4), [], []
+    for window in range(300):
+        anchor = state.cadence.anchor
+        wall = tuple(n * t for n, t in zip(state.counts, ms, strict=True))
+        drift = (0.005 * anchor,) * 4
+        seen.append(Divergence(window, state.counts, drift, (1.0,) * 4, (1.0,) * 4, (0.25,) * 4))
+        verdict = guard.verdict(seen)
+        state = scheduler.update(state, WindowReport(wall, state.counts, 200.0), verdict)
+        anchors.append(anchor)
+    # 20 is twice the guard's threshold; without the ceiling it jumped back to 100 each time
+    assert max(anchors[100:]) <= 25 and min(anchors[100:]) >= 5
 
 
 def test_a_nudged_anchor_stays_until_the_overhead_raises_it():
