@@ -171,12 +171,20 @@ Reader = IndexedReader | IterableReader
 
 def microbatch_size(item: PyTree, number: int) -> int:
     """Return the length of the common leading axis of an iterator's microbatch."""
-    leaves = jax.tree.leaves(item)
-    sizes = {int(np.shape(leaf)[0]) if np.ndim(leaf) else 0 for leaf in leaves}
+    pairs = jax.tree_util.tree_flatten_with_path(item)[0]
+    leaves = {jax.tree_util.keystr(path) or "microbatch": leaf for path, leaf in pairs}
+    for name, leaf in leaves.items():
+        if isinstance(leaf, str | bytes):
+            raise TypeError(
+                f"data: every leaf of a microbatch must be an array of numbers, leaf {name} of "
+                f"microbatch {number} is text. Leave it out, or encode it."
+            )
+    sizes = {int(np.shape(leaf)[0]) if np.ndim(leaf) else 0 for leaf in leaves.values()}
     if len(sizes) != 1 or 0 in sizes:
+        shapes = {name: np.shape(leaf) for name, leaf in leaves.items()}
         raise ValueError(
             f"data: the leaves of a microbatch must have one common, non-empty leading "
-            f"axis, microbatch {number} has shapes {[np.shape(leaf) for leaf in leaves]}."
+            f"axis, microbatch {number} has shapes {shapes}."
         )
     return sizes.pop()
 

@@ -215,9 +215,12 @@ def as_source(data: Any) -> Source:
         raise TypeError(f"{expected}, got a {type(data).__name__}. Pass dict(data).")
     elif isinstance(data, dict | list | tuple):
         kinds = sorted({type(leaf).__name__ for leaf in leaves if not hasattr(leaf, "shape")})
+        todo = "Convert the leaves with numpy.asarray."
+        if {"str", "bytes"}.intersection(kinds):
+            todo = "Leave text out, or encode it."
         raise TypeError(
             f"{expected}, got a {type(data).__name__} with leaves of type "
-            f"{', '.join(kinds) or 'none'}. Convert the leaves with numpy.asarray."
+            f"{', '.join(kinds) or 'none'}. {todo}"
         )
     elif isinstance(data, str | bytes):  # probably a path
         raise TypeError(f"{expected}, got {type(data).__name__}. Load the file first.")

@@ -184,7 +184,7 @@ def test_a_larger_microbatch_is_an_error():
 
 def test_none_is_a_bad_microbatch_and_not_the_end():
     reader = IterableReader(IterableSource([np.zeros(3), None]), 3, drop_last=True)
-    with pytest.raises(ValueError, match=r"microbatch 1 has shapes \[\]\.$"):
+    with pytest.raises(ValueError, match=r"microbatch 1 has shapes \{\}\.$"):
         reader.available(0, 2)
 
 
@@ -210,10 +210,10 @@ def test_skipping_holds_one_microbatch_at_a_time():
 @pytest.mark.parametrize(
     ("item", "shapes"),
     [
-        ({"x": np.zeros(3), "y": np.zeros(2)}, r"\[\(3,\), \(2,\)\]"),
-        (np.zeros((0, 2)), r"\[\(0, 2\)\]"),
-        ([1, 2], r"\[\(\), \(\)\]"),
-        ({}, r"\[\]"),
+        ({"x": np.zeros(3), "y": np.zeros(2)}, r"""{"\['x'\]": \(3,\), "\['y'\]": \(2,\)}"""),
+        (np.zeros((0, 2)), r"{'microbatch': \(0, 2\)}"),
+        ([1, 2], r"{'\[0\]': \(\), '\[1\]': \(\)}"),
+        ({}, r"{}"),
     ],
 )
 def test_a_microbatch_without_a_common_axis_is_an_error(item, shapes):
@@ -221,6 +221,24 @@ def test_a_microbatch_without_a_common_axis_is_an_error(item, shapes):
         ValueError,
         match=r"^data: the leaves of a microbatch must have one common, non-empty "
         rf"leading axis, microbatch 4 has shapes {shapes}\.$",
+    ):
+        microbatch_size(item, 4)
+
+
+@pytest.mark.parametrize(
+    ("item", "name"),
+    [
+        ({"name": ["a"] * 3, "x": np.zeros(3)}, r"\['name'\]\[0\]"),
+        ((np.zeros(3), ("a", "b", "c")), r"\[1\]\[0\]"),
+        ({"name": b"train", "x": np.zeros(3)}, r"\['name'\]"),
+        ("train", "microbatch"),
+    ],
+)
+def test_text_in_a_microbatch_is_named(item, name):
+    with pytest.raises(
+        TypeError,
+        match=rf"^data: every leaf of a microbatch must be an array of numbers, leaf {name} of "
+        r"microbatch 4 is text\. Leave it out, or encode it\.$",
     ):
         microbatch_size(item, 4)
 

@@ -60,7 +60,7 @@ class Nothing:
             r"data: integers must fit int32, which JAX makes of int64, got 2147483648\. Encode",
         ),
         (Nothing(), 4, ValueError, r"data: every example must hold at least one array, got None"),
-        (iter([{}]), None, ValueError, r"leading axis, microbatch 0 has shapes \[\]"),
+        (iter([{}]), None, ValueError, r"leading axis, microbatch 0 has shapes \{\}"),
         (iter([]), None, ValueError, r"at least one microbatch, the iterator is empty"),
     ],
 )  # fmt: skip
