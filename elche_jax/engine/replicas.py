@@ -225,8 +225,25 @@ def _shards(where: str, name: str, leaf: Any) -> Any:
             f"{where}: every leaf must be a stacked array with one entry per device, leaf "
             f"{name} is {shape}. Pass what replicate or a training step returned."
         )
+    check_not_given_up(where, name, leaf)
     # by rank, in whatever order JAX lists them
     return sorted(leaf.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+
+
+def check_not_given_up(where: str, name: str, leaf: StackedArray) -> None:
+    """Raise if a leaf of a state is read whose buffer a later window has taken over.
+
+    Args:
+        where: The function the user called.
+        name: Name of the leaf.
+        leaf: The leaf.
+    """
+    if leaf.is_deleted():
+        raise ValueError(
+            f"{where}: every leaf must still be there, the buffer of leaf {name} went to a later "
+            "call of the training step. To keep parameters, take a copy before that call: "
+            "elche_jax.unreplicate(state.params)."
+        )
 
 
 def _bits(array: jax.Array) -> np.ndarray:

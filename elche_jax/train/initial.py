@@ -20,7 +20,12 @@ from elche_jax.engine.laned import LanedArray, LeadArray, StackedArray, devices_
 from elche_jax.engine.local import LocalRule
 from elche_jax.engine.loss import describe, is_real
 from elche_jax.engine.merge import MergeRules, resolve_merge
-from elche_jax.engine.replicas import hold_over, is_stacked, replicate_over
+from elche_jax.engine.replicas import (
+    check_not_given_up,
+    hold_over,
+    is_stacked,
+    replicate_over,
+)
 from elche_jax.engine.returned import named_leaves
 from elche_jax.engine.shapes import difference, named, shapes_of
 from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
@@ -149,6 +154,7 @@ def check_one_copy(where: str, argument: str, tree: PyTree) -> None:
         # on one device, a stacked array cannot be told from one with an axis of length 1
         if is_stacked(leaf) and not leaf.is_fully_replicated:
             name = jax.tree_util.keystr(path) or argument
+            check_not_given_up(where, name, leaf)
             got = f"leaf {name} with those of {leaf.shape[0]} devices"
             todo = "Take one: elche_jax.unreplicate."
             raise ValueError(check.message(where, argument, "be one copy", got, todo))

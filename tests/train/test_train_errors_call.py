@@ -24,6 +24,16 @@ def test_state_that_was_given_up():
         with pytest.raises(ValueError, match=r"train: state must be the one the last call retur"):
             train(first, next(iterator))
         assert not state.step.is_deleted()
+        readers = {
+            "unreplicate": lambda: elche.unreplicate(first.params),
+            "check_replicas": lambda: elche.check_replicas(first.params),
+            "TrainStep.init": lambda: train.init(first.params),
+            "predict": lambda: elche.predict(lambda p, b: b["x"], first.params, DATA, 4),
+        }
+        for where, read in readers.items():
+            with pytest.raises(ValueError, match=rf"^{where}: every leaf must still be there") as e:
+                read()
+            assert str(e.value).endswith("before that call: elche_jax.unreplicate(state.params).")
 
 
 @pytest.mark.parametrize("low", [0, -(2**31) - 1])
