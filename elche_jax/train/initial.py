@@ -1,5 +1,6 @@
 """The initial training state, its shapes, and the checks of what it is made from."""
 
+import logging
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,8 @@ from elche_jax.engine.trainable import Selection, select_trainable
 from elche_jax.train.options import Options
 
 PyTree = Any
+
+logger = logging.getLogger("elche_jax")
 
 
 def check_init(
@@ -70,6 +73,8 @@ def initial_state(
     """Return the replicated state before the first window; see `TrainStep.init`."""
     trained, frozen = selection.split(params)
     check_params(trained, frozen)
+    if fleet.job.at == 0:
+        _tell_of_float64(trained)
     with _optimizer_errors():
         opt_state = optimizer.init(trained)
     check_optimizer(optimizer, trained, opt_state)
@@ -145,6 +150,20 @@ def check_params(trained: PyTree, frozen: PyTree) -> None:
                 f"{name} is {describe(leaf)}. Convert numbers "
                 "with jnp.asarray; name what is not trained with trainable."
             )
+
+
+def _tell_of_float64(trained: PyTree) -> None:
+    """Log that gradients are of fewer bits than the parameters, if they are."""
+    if jax.dtypes.canonicalize_dtype(np.float64) == np.float32:
+        return  # JAX makes float32 of the parameters, too
+    wide = [name for name, leaf in named(trained, "params") if leaf.dtype == np.float64]
+    if wide:
+        logger.warning(
+            "elche: parameters are float64 (%s, and %d more), but losses and gradients are summed "
+            "in float32.",
+            wide[0],
+            len(wide) - 1,
+        )
 
 
 def check_one_copy(where: str, argument: str, tree: PyTree) -> None:
