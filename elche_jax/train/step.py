@@ -244,7 +244,8 @@ class TrainStep:
         """Iterate over the windows of some epochs of data.
 
         An epoch uses every example exactly once (but see `drop_last`), in an order that depends on
-        `(seed, epoch)` alone. With several devices, a thread loads and places windows ahead.
+        `(seed, epoch)` alone. Each call begins with epoch 0: with a call per epoch, pass another
+        `seed` in each. With several devices, a thread loads and places windows ahead.
 
         Args:
             data: A pytree of arrays with a common leading axis; a map-style dataset
