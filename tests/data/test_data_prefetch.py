@@ -120,6 +120,7 @@ def test_close_while_the_producer_waits_for_room():
     (thread,) = producers()
     assert full.wait(GIVE_UP)
     prefetch.close()
+    thread.join(GIVE_UP)  # `close` waits for what it runs, and not for its very end
     assert not thread.is_alive()
     assert next(prefetch, "over") == "over"
 
@@ -145,6 +146,7 @@ def test_close_wakes_an_iterator_that_waits():
     (thread,) = producers()
     assert waiting.wait(GIVE_UP)
     prefetch.close()
+    thread.join(GIVE_UP)  # `close` waits for what it runs, and not for its very end
     assert not thread.is_alive()
     prefetch.close()
     assert wakes == [1]
@@ -176,6 +178,7 @@ def test_dropping_it_ends_the_thread():
     assert next(prefetch) == 1
     (thread,) = producers()
     del prefetch
+    thread.join(GIVE_UP)  # `close` waits for what it runs, and not for its very end
     assert not thread.is_alive()
     assert closed.is_set()
 
