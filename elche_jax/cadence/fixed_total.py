@@ -172,14 +172,10 @@ class FixedTotal(ConstantTotal[FixedTotalState]):
         self, now: NDArray[np.int64], ms: FloatArray, unknown: NDArray[np.bool_]
     ) -> NDArray[np.int64]:
         """Return the split to run until every device has been measured."""
-        known = ~unknown
         # with work in the plan, and yet not measured: the end of the data cut the window short
-        if (now[unknown] > 0).all() or not known.any():
+        if (now[unknown] > 0).all() or unknown.all():
             return now
-        counts = np.zeros_like(now)
-        counts[np.flatnonzero(unknown)[: self.total]] = 1
-        counts[known] = split(self.total - int(counts.sum()), ms[known])
-        return counts
+        return self._with_one(now, unknown, ms)
 
     def without(self, state: FixedTotalState, ranks: Collection[int]) -> FixedTotalState:
         """Return the state for the devices that are left, which share out the same total.

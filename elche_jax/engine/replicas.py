@@ -89,7 +89,8 @@ def unreplicate(tree: PyTree) -> PyTree:
         The same structure with leaves `shape`, on the first device.
 
     Raises:
-        ValueError: If a leaf is not stacked, for instance because it is already unreplicated.
+        ValueError: If a leaf is not stacked, for instance because it is already unreplicated, or
+            its buffer went to a later call of the training step.
     """
     firsts = [_shards("unreplicate", name, leaf)[0].data[0] for name, leaf in named(tree)]
     return jax.tree.structure(tree).unflatten(firsts)
@@ -111,7 +112,8 @@ def check_replicas(tree: PyTree) -> None:
         ReplicaMismatch: If a copy differs from the first device's; the message names the
             first such leaf, the device, and how many elements differ; or the process whose
             copies differ from those of the first one.
-        ValueError: If a leaf is not stacked.
+        ValueError: If a leaf is not stacked, or its buffer went to a later call of the training
+            step.
         RuntimeError: If another process has raised an error.
 
     Examples:

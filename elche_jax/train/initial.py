@@ -21,12 +21,7 @@ from elche_jax.engine.laned import LanedArray, LeadArray, StackedArray, devices_
 from elche_jax.engine.local import LocalRule
 from elche_jax.engine.loss import describe, is_real
 from elche_jax.engine.merge import MergeRules, resolve_merge
-from elche_jax.engine.replicas import (
-    check_not_given_up,
-    hold_over,
-    is_stacked,
-    replicate_over,
-)
+from elche_jax.engine.replicas import check_not_given_up, hold_over, is_stacked, replicate_over
 from elche_jax.engine.returned import named_leaves
 from elche_jax.engine.shapes import difference, named, shapes_of
 from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
