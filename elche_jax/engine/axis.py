@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from elche_jax.engine.bits import is_float
+from elche_jax.engine.bits import is_float, wide_dtype
 from elche_jax.engine.collectives import broadcast_from
 from elche_jax.engine.exchange import Packing, packed_psum
 from elche_jax.engine.job import Job, places_of
@@ -57,7 +57,7 @@ class DeviceAxis:
         return value
 
     def sums(self, *terms: tuple[PerDevice, PerDevice | None]) -> tuple[PyTree, ...]:
-        """Return `sum over devices of weight * tree`, in float32, for every `(tree, weight)`.
+        """Return `sum over devices of weight * tree`, for every `(tree, weight)`.
 
         A tree of weight 0 is ignored, even if it is not finite. A weight of None means 1.
         """
@@ -149,13 +149,13 @@ class HostAxis(ListAxis):
 
         def total(*leaves: Any) -> np.ndarray:
             parts = (
-                np.multiply(leaf, weight, dtype=np.float32)
+                np.multiply(leaf, weight, dtype=wide_dtype(leaf))
                 for leaf, weight in zip(leaves, weights, strict=True)
                 if weight  # not 0 * NaN
             )
             out = next(parts, None)
             if out is None:
-                return np.zeros(np.shape(leaves[0]), np.float32)
+                return np.zeros(np.shape(leaves[0]), wide_dtype(leaves[0]))
             return reduce(lambda a, b: np.add(a, b, out=a), parts, np.asarray(out))
 
         return jax.tree.map(total, *trees)
@@ -194,7 +194,10 @@ class HostProcessAxis(HostAxis):
         leaves, structure = jax.tree.flatten(super().sums(*terms))
         flat = self.job.sum(np.concatenate([np.ravel(leaf) for leaf in leaves]))
         parts = np.split(flat, np.cumsum([np.size(leaf) for leaf in leaves])[:-1])
-        shaped = [part.reshape(np.shape(leaf)) for part, leaf in zip(parts, leaves, strict=True)]
+        shaped = [
+            part.reshape(np.shape(leaf)).astype(leaf.dtype)  # of the widest leaf
+            for part, leaf in zip(parts, leaves, strict=True)
+        ]
         return structure.unflatten(shaped)
 
     def largest(self, leaf: PerDevice, worked: PerDevice) -> Any:
@@ -319,4 +322,4 @@ Axis = DeviceAxis | HostAxis | LeadAxis
 
 
 def _times(tree: PyTree, weight: Any) -> PyTree:
-    return jax.tree.map(lambda x: jnp.where(weight > 0, x * weight, 0), tree)
+    return jax.tree.map(lambda x: jnp.where(weight > 0, x * weight.astype(x.dtype), 0), tree)

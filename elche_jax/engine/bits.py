@@ -22,6 +22,16 @@ def is_float(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
+def wide_dtype(leaf: Any) -> np.dtype[Any]:
+    """Return the dtype in which floats like these are summed: float32, or their own float64."""
+    return np.dtype(np.float64 if leaf.dtype == np.float64 else np.float32)
+
+
+def wide(leaf: Any) -> Any:
+    """Cast floats to the dtype in which they are summed."""
+    return leaf.astype(wide_dtype(leaf))
+
+
 def unfit(leaf: Any) -> tuple[np.dtype[Any], int] | None:
     """Return the dtype that JAX makes of an array, and an integer in it that this cannot hold.
 

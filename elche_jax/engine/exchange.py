@@ -64,9 +64,9 @@ class Packing:
         return cls(like, (*((i,) for i, alone in enumerate(large) if alone), *together))
 
     @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Shapes of the buffers."""
-        return [buffer.shape for buffer in jax.eval_shape(self.pack, self.like)]
+    def buffers(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the buffers."""
+        return jax.eval_shape(self.pack, self.like)
 
     def pack(self, tree: PyTree) -> list[Any]:
         """Return one buffer per pack; an array that is alone in its pack is used as it is."""

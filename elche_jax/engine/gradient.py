@@ -4,7 +4,8 @@ With `N` the sum of all weights, the update is computed from
 
     g = (1 / N) * sum over devices and microbatches of weight * grad(loss)
 
-(the exact mean over the data of the window), summed in float32.
+(the exact mean over the data of the window), summed in float32, or in float64 for float64
+parameters.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from elche_jax.engine.bits import wide_dtype
 from elche_jax.engine.choice import TentativeUpdate, chosen, computed_once
 from elche_jax.engine.exchange import SUM_BELOW, Packing
 from elche_jax.engine.fetch import CallArgs, Payload
@@ -57,7 +59,7 @@ class GradientRule(Rule):
     def zeros(self, state: TrainState) -> Terms:
         zero = jnp.zeros((), jnp.float32)
         trained, _ = self.work.selection.split(state.params)
-        grads = [jnp.zeros(shape, jnp.float32) for shape in self._packing(trained).shapes]
+        grads = [jnp.zeros(each.shape, each.dtype) for each in self._packing(trained).buffers]
         return Terms(grads, zero, zero, dict.fromkeys(self.work.metrics, zero), state.model_state)
 
     def body(
@@ -156,5 +158,5 @@ class GradientRule(Rule):
 
     def _packing(self, trained: PyTree) -> Packing:
         """Return the packing in which gradients are summed."""
-        like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), trained)
+        like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, wide_dtype(p)), trained)
         return Packing.of(like, below=SUM_BELOW if self.packs else 0)

@@ -25,10 +25,11 @@ import optax
 from elche_jax.averaging.fragments import assign_fragments
 from elche_jax.averaging.rules import AveragingRule, DeviceWork, ParameterAveraging
 from elche_jax.engine.axis import Axis, PerDevice
+from elche_jax.engine.bits import wide
 from elche_jax.engine.choice import chosen, computed_once
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.finite import all_finite, none_worse
-from elche_jax.engine.merge import MergeRules, difference, opt_rules, wide
+from elche_jax.engine.merge import MergeRules, difference, opt_rules
 from elche_jax.engine.microbatch import clip
 from elche_jax.engine.reduce import Contribution, Mean, Reduction, Row, dot, shares_of
 from elche_jax.engine.rule import Agreed, Ended, Leaves, Rule
@@ -165,7 +166,7 @@ class LocalRule(Rule):
         error, worked = self._pick(kept.error, part), (steps > 0) & done.own
         payload, error = encode(progress, error, worked, self.compression)
         weight = sums["weight"]
-        ends = [x.astype(jnp.float32) - g for x, g in zip(base, decoded(payload), strict=True)]
+        ends = [wide(x) - g for x, g in zip(base, decoded(payload), strict=True)]
         loss = jnp.where(weight > 0, sums["loss"] / jnp.where(weight > 0, weight, 1), 0)
         own = done.own.astype(jnp.float32)
         row = Row(steps, own, loss, weight, dot(ends, ends, jnp), done.steps)
@@ -255,14 +256,13 @@ class LocalRule(Rule):
     def _moved(
         self, base: Leaves, own: Leaves, mean: Leaves, kept: AveragingState, part: int
     ) -> tuple[Leaves, tuple[PyTree, ...]]:
-        """Return the new parameters, float32 or wider, and the outer optimizer's new state."""
+        """Return the new parameters in the dtype of sums, and the outer optimizer's new state."""
         # on one device the mean is its own result, to the last bit
         middle = own if self.size == 1 else _less(base, mean)
         if self.averaging.outer is None:
             return middle, ()
         tx = optax.with_extra_args_support(self.averaging.outer)
-        # in float32 as its state, whatever the parameters are
-        x = [leaf.astype(jnp.float32) for leaf in base]
+        x = list(map(wide, base))  # as its state is
         updates, state = tx.update(mean, kept.outer[part], x)
         leaves = jax.tree.leaves(updates)
         new = [m + (u + d) for m, u, d in zip(middle, leaves, mean, strict=True)]

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from elche_jax.engine.bits import wide
 from elche_jax.engine.metric_names import WINDOW
 from elche_jax.engine.returned import check_metric_name, checked_output
 from elche_jax.engine.shapes import difference
@@ -228,7 +229,8 @@ def microbatch_terms(
     elif form == "vector":
         weight = valid.astype(jnp.float32)
         # a `where`, not a product: the loss of an invalid example may be NaN
-        mean = jnp.where(mask, loss, 0).astype(jnp.float32).sum() / weight
+        # float64 until then, as what is divided here is what the gradient is multiplied by
+        mean = (wide(jnp.where(mask, loss, 0)).sum() / weight).astype(jnp.float32)
     else:
         weight = sound_weight(jax.lax.stop_gradient(jnp.asarray(loss.weight, jnp.float32)))
         mean = jnp.where(weight > 0, jnp.asarray(loss.loss, jnp.float32), 0)

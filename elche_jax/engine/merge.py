@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from elche_jax.engine.bits import is_float, is_key, raw, with_type_of
+from elche_jax.engine.bits import is_float, is_key, raw, wide, wide_dtype, with_type_of
 from elche_jax.engine.spread import spread
 
 PyTree = Any
@@ -117,7 +117,7 @@ class MergeRules:
                 # a variance of 0 stays as it is, since no factor leads away from 0
                 factor = wide(new) / jnp.where(old > 0, wide(old), 1)
                 factor = jnp.where((old > 0) & jnp.isfinite(factor), factor, 1)
-                return factor.astype(jnp.float32)
+                return factor
             return _finite(difference(new, old)) if rule in MEANS else new
 
         return list(map(change, self.rules, self.mean_of, before, after))
@@ -162,25 +162,22 @@ class MergeRules:
         """Return the changes of a window in which nothing changed, none for no leaves."""
         return [
             # 1 for factors, 0 for differences, see `changes`
-            leaf if rule not in MEANS else np.full(leaf.shape, mean_of is not None, np.float32)
+            leaf
+            if rule not in MEANS
+            else np.full(leaf.shape, mean_of is not None, wide_dtype(leaf))
             for rule, mean_of, leaf in zip(self.rules, self.mean_of, leaves, strict=bool(leaves))
         ]
 
 
-def wide(leaf: Any) -> Any:
-    """Cast narrower floats to float32, in which differences and means are computed."""
-    return leaf if leaf.dtype == np.float64 else leaf.astype(np.float32)
-
-
 def difference(new: Any, old: Any) -> Any:
-    """Return a difference in float32, the type of exchanges: of 64 bits it keeps small changes."""
-    return (wide(new) - wide(old)).astype(np.float32)
+    """Return a difference in the dtype of sums, which keeps small changes."""
+    return wide(new) - wide(old)
 
 
 def _difference(new: Any, old: Any) -> Any:
     """Return a difference; the new value if the old one is not finite, so that it is replaced."""
     # a selection here and in `_moved`: an old value with 0 in its place would be kept in memory
-    return jnp.where(jnp.isfinite(wide(old)), difference(new, old), wide(new).astype(np.float32))
+    return jnp.where(jnp.isfinite(wide(old)), difference(new, old), wide(new))
 
 
 def _moved(old: Any, change: Any) -> Any:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from elche_jax.engine.bits import wide, wide_dtype
 from elche_jax.engine.choice import computed_once
 from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.loss import Form, LossFn, batch_size_of, microbatch_terms
@@ -24,8 +25,8 @@ class Terms(Replaceable):
     """The results of one microbatch, or their sums over several.
 
     Attributes:
-        grads: Gradient of the mean loss, float32, in the structure of the trained parameters; in
-            sums times the weight.
+        grads: Gradient of the mean loss, float32 (float64 for float64 parameters), in the
+            structure of the trained parameters; in sums times the weight.
         loss: Mean loss; in sums times the weight.
         weight: Weight; if 0, the gradient is zero and the model state unchanged.
         metrics: Metrics times the weight.
@@ -62,7 +63,7 @@ class Gradient:
         if self.split == 1:
             return self.read(i)(0, trained, model_state)
         zero = jnp.zeros((), jnp.float32)
-        grads = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained)
+        grads = jax.tree.map(lambda x: jnp.zeros(x.shape, wide_dtype(x)), trained)
         sums = Terms(grads, zero, zero, dict.fromkeys(self.metrics, zero), model_state)
         sums = self.add(plus, sums, i, trained)
         weight = jnp.where(sums.weight > 0, sums.weight, 1)
@@ -145,7 +146,7 @@ class Microbatches:
 
         def unscaled(grad: Any) -> Any:
             # before the division: small float16 gradients would become zero again
-            grad = grad.astype(jnp.float32)
+            grad = wide(grad)
             return grad if scale is None else grad / scale
 
         def read(i: Any) -> Part:

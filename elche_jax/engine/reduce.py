@@ -72,7 +72,7 @@ class Mean:
     """The result of a reduction, from which devices compute their new state.
 
     Attributes:
-        payload: The mean, float32.
+        payload: The mean.
         state: For every leaf of model state that is merged, the mean change or the value.
         spread: For every pooled variance, the variance of the devices' means.
         good: Whether any device contributed.
@@ -146,6 +146,7 @@ class Reduction:
         rows = Row(*axis.rows(axis.each(lambda one: one.row, contributions)).T)
         shares, sound = self._shares(rows, rows.amount, window, xp)
         share = last = axis.mine(shares)
+        shares = shares.astype(xp.float32)
         if self.spans:
             last = axis.mine(self._shares(rows, rows.steps, window, xp)[0])
         totals, moved, total = self._sums(axis, payload, sums, state, last, share)
@@ -243,8 +244,8 @@ def shares_of(weigh: Weigh, work: DeviceWork) -> tuple[Any, Any]:
     """Normalize the devices' weights.
 
     Returns:
-        The shares, float32, all 0 if no device worked; and whether the weights are finite,
-        nonnegative and not all 0.
+        The shares, in JAX's widest float, all 0 if no device worked; and whether the weights are
+        finite, nonnegative and not all 0.
     """
     xp = work.xp
     weights = xp.where(work.worked, weigh(work), 0).astype(xp.float32)
@@ -252,6 +253,8 @@ def shares_of(weigh: Weigh, work: DeviceWork) -> tuple[Any, Any]:
     weights = xp.where(sound, weights, 0)
     # exact, and keeps the sum of large weights finite
     weights = weights * xp.where(weights.max() > 2.0**64, 2.0**-64, 1).astype(xp.float32)
+    # of float64 parameters the mean has as many digits
+    weights = weights.astype(jax.dtypes.canonicalize_dtype(np.float64))
     total = weights.sum()
     sound &= (total > 0) | ~work.worked.any()
     return weights / xp.where(total > 0, total, 1), sound
@@ -320,5 +323,6 @@ def _distances(
 
 
 def dot(a: Leaves, b: Leaves, xp: ModuleType) -> Any:
-    """Return the inner product of two lists of arrays."""
-    return sum((xp.vdot(x, y) for x, y in zip(a, b, strict=True)), xp.float32(0))
+    """Return the inner product of two lists of arrays, float32."""
+    products = (xp.vdot(x, y).astype(xp.float32) for x, y in zip(a, b, strict=True))
+    return sum(products, xp.float32(0))

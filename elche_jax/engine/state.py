@@ -52,8 +52,9 @@ class PendingUpdate:
     """A device's own update in a window whose mean it has not applied yet.
 
     Attributes:
-        progress: The quantity to average, float32: the sums of gradients, or the parameters
-            before its local steps minus those after; empty if the device's state implies it.
+        progress: The quantity to average, in the dtype of sums (`wide_dtype`): the sums of
+            gradients, or the parameters before its local steps minus those after; empty if the
+            device's state implies it.
         steps: Its weight: the sum of weights, or its number of optimizer steps; float32.
         own: Whether its result is finite.
         model_state: For every leaf of model state that is merged, its change in the window,

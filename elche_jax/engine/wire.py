@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from elche_jax.averaging.rules import Compression
+from elche_jax.engine.bits import wide
 from elche_jax.engine.exchange import Packing
 from elche_jax.engine.mapped import AXIS
 
@@ -46,10 +47,10 @@ def encode(
     the rounding error of earlier exchanges was added (error feedback, Seide et al. 2014).
 
     Args:
-        leaves: The arrays, float32.
+        leaves: The arrays, float32 or float64.
         error: Rounding errors of earlier exchanges; empty unless `"int8"`.
         worked: Whether the device takes part in the sum; if not, its error stays as it is.
-        compression: The type; None for float32.
+        compression: The type; None for their own.
 
     Returns:
         The encoded arrays, and the new rounding errors.
@@ -59,7 +60,9 @@ def encode(
     if compression == "bfloat16":
         return Encoded([x.astype(jnp.bfloat16) for x in leaves]), error
     # zeros if it takes no part: the scale of a NaN is NaN, and `sum_int8` multiplies it by 0
-    wanted = [jnp.where(worked, x + e, 0) for x, e in zip(leaves, error, strict=True)]
+    wanted = [
+        jnp.where(worked, x.astype(jnp.float32) + e, 0) for x, e in zip(leaves, error, strict=True)
+    ]
     # `initial` is for arrays without elements
     scales = [jnp.max(jnp.abs(x), initial=0) / LEVELS for x in wanted]
     levels = [_round(x, scale) for x, scale in zip(wanted, scales, strict=True)]
@@ -69,9 +72,9 @@ def encode(
 
 
 def decoded(sent: Encoded) -> Leaves:
-    """Decode arrays to float32."""
+    """Decode arrays to the dtype of sums."""
     if sent.scales is None:
-        return [x if x.dtype == np.float32 else x.astype(np.float32) for x in sent.arrays]
+        return list(map(wide, sent.arrays))
     return [q.astype(np.float32) * scale for q, scale in zip(sent.arrays, sent.scales, strict=True)]
 
 
@@ -88,7 +91,7 @@ def sum_int8(sent: Encoded, weight: Any | None) -> Leaves:
     flat = jnp.concatenate([q.reshape(-1) for q in sent.arrays])
     # gathered, as levels of different scales cannot be summed on the wire
     everyone = jax.lax.all_gather(flat, AXIS)  # (devices, elements), int8
-    scales = sent.scales if weight is None else sent.scales * weight
+    scales = sent.scales if weight is None else sent.scales * weight.astype(jnp.float32)
     factors = jax.lax.all_gather(scales, AXIS)  # (devices, arrays)
     levels = jnp.split(everyone, np.cumsum([q.size for q in sent.arrays])[:-1], axis=1)
     return [
@@ -116,7 +119,7 @@ def sum_bfloat16(sent: Encoded, weight: Any | None) -> Leaves:
     mine = jax.lax.all_to_all(padded.reshape(size, -1), AXIS, 0, 0).astype(jnp.float32)
     if weight is not None:
         weights = jax.lax.all_gather(weight, AXIS)[:, None]
-        mine = jnp.where(weights > 0, mine * weights, 0)
+        mine = jnp.where(weights > 0, mine * weights.astype(jnp.float32), 0)
     part = mine.sum(axis=0).astype(jnp.bfloat16)
     whole = jax.lax.all_gather(part, AXIS, tiled=True).astype(jnp.float32)
     ends = np.cumsum([buffer.size for buffer in buffers])

@@ -1,6 +1,5 @@
 """The initial training state, its shapes, and the checks of what it is made from."""
 
-import logging
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ import optax
 from elche_jax import _check as check
 from elche_jax.averaging.fragments import assign_fragments
 from elche_jax.data.convert import check_plain
-from elche_jax.engine.bits import check_integers, is_float, is_key
+from elche_jax.engine.bits import check_integers, is_float, is_key, wide_dtype
 from elche_jax.engine.devices import names_of
 from elche_jax.engine.gradient import GradientRule
 from elche_jax.engine.lane import Fleet, Lane
@@ -29,8 +28,6 @@ from elche_jax.engine.trainable import Selection, select_trainable
 from elche_jax.train.options import Options
 
 PyTree = Any
-
-logger = logging.getLogger("elche_jax")
 
 
 def check_init(
@@ -68,8 +65,6 @@ def initial_state(
     """Return the replicated state before the first window; see `TrainStep.init`."""
     trained, frozen = selection.split(params)
     check_params(trained, frozen)
-    if fleet.job.at == 0:
-        _tell_of_float64(trained)
     with _optimizer_errors():
         opt_state = optimizer.init(trained)
     check_optimizer(optimizer, trained, opt_state)
@@ -107,17 +102,17 @@ def initial_averaging(
     rule, leaves = options.averaging, jax.tree.leaves(trained)
     sizes = [leaf.size for leaf in leaves]
     parts = assign_fragments(sizes, 1 if rule is None else rule.fragments)
-    zeros = [jnp.zeros(leaf.shape, jnp.float32) for leaf in leaves]
+    zeros = [jnp.zeros(leaf.shape, wide_dtype(leaf)) for leaf in leaves]
     state = AveragingState()
     if rule is not None and rule.outer is not None:
-        wide = [jnp.asarray(leaf, jnp.float32) for leaf in leaves]
-        outer = (checked_outer(rule.outer, [wide[i] for i in part]) for part in parts)
+        sums = [jnp.asarray(leaf, wide_dtype(leaf)) for leaf in leaves]
+        outer = (checked_outer(rule.outer, [sums[i] for i in part]) for part in parts)
         state = state.replace(outer=tuple(outer))
     # kept on any number of devices and with a host exchange, so that a checkpoint can move there
     if rule is not None and (len(parts) > 1 or options.may_be_late):
         state = state.replace(base=leaves, steps=jnp.zeros((len(parts),), jnp.float32))
     if options.rule.compression == "int8":
-        state = state.replace(error=zeros)
+        state = state.replace(error=[jnp.zeros(leaf.shape, jnp.float32) for leaf in leaves])
     if options.may_be_late:
         state = state.replace(merged=merge.of_sent(model_state))
     unchanged = merge.sent.unchanged(state.merged)
@@ -145,20 +140,6 @@ def check_params(trained: PyTree, frozen: PyTree) -> None:
                 f"{name} is {describe(leaf)}. Convert numbers "
                 "with jnp.asarray; name what is not trained with trainable."
             )
-
-
-def _tell_of_float64(trained: PyTree) -> None:
-    """Log that gradients are of fewer bits than the parameters, if they are."""
-    if jax.dtypes.canonicalize_dtype(np.float64) == np.float32:
-        return  # JAX makes float32 of the parameters, too
-    wide = [name for name, leaf in named(trained, "params") if leaf.dtype == np.float64]
-    if wide:
-        logger.warning(
-            "elche: parameters are float64 (%s, and %d more), but losses and gradients are summed "
-            "in float32.",
-            wide[0],
-            len(wide) - 1,
-        )
 
 
 def check_one_copy(where: str, argument: str, tree: PyTree) -> None:

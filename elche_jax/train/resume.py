@@ -18,7 +18,7 @@ from elche_jax.engine.job import Job
 from elche_jax.engine.lane import kinds_of
 from elche_jax.engine.local import average
 from elche_jax.engine.mapped import AXIS
-from elche_jax.engine.merge import MergeRules
+from elche_jax.engine.merge import MergeRules, difference
 from elche_jax.engine.put_back import no_update
 from elche_jax.engine.state import AveragingState, PendingUpdate, TrainState
 from elche_jax.engine.trainable import Selection
@@ -234,7 +234,7 @@ def adopt(
         return state
     *older, last = _idle(kept, merge)
     now = jax.tree.leaves(selection.split(state.params)[0])
-    progress = [np.subtract(x, y, dtype=np.float32) for x, y in zip(kept.base, now, strict=True)]
+    progress = [difference(x, y) for x, y in zip(kept.base, now, strict=True)]
     own = merge.of_sent(state.model_state)
     merged = [np.asarray(leaf) for leaf in merge.sent.changes(kept.merged, own)]
     last = replace(last, progress=progress, steps=kept.steps[..., 0], model_state=merged)

@@ -24,14 +24,19 @@ def train_on(
     rows=None,
     window_bytes=2**28,
     devices=None,
+    wide=False,
     **options,
 ):  # fmt: skip
-    """Each device's parameters after every window, the metrics, and the rest."""
+    """Each device's parameters after every window, the metrics, and the rest.
+
+    With `wide` the parameters are float64, under `jax.enable_x64`.
+    """
+    start = {name: leaf.astype("d" if wide else "f") for name, leaf in params().items()}
     train = elche.build_train_step(
         loss, tx, devices=devices or jax.devices()[: len(counts[0])], averaging=averaging,
         cadence=elche.Replay(counts), **options,
     )  # fmt: skip
-    state, history, metrics = train.init(params()), [], []
+    state, history, metrics = train.init(start), [], []
     with train.windows(
         rows or data(), BATCH, shuffle=False, placement="stream", window_bytes=window_bytes
     ) as windows:

@@ -66,6 +66,17 @@ def test_every_rule_over_lanes(name, lanes, twins):
                 assert all(row.tobytes() == stacked[leaf][0].tobytes() for row in stacked[leaf])
 
 
+@pytest.mark.parametrize("name", ["mean gradient", slow("DiLoCo, fragments")])
+def test_float64_parameters_keep_their_digits_over_lanes(name, twins):
+    rule, by_hand = TABLE[name]
+    devices, _ = fleet("2+1", twins)
+    outer = by_hand.get("outer")
+    want = by_hand_in_numpy(COUNTS[3], **by_hand | ({"outer": outer()} if outer else {}))
+    with jax.enable_x64(True):
+        got, *_ = train_on(rule, COUNTS[3], devices=devices, wide=True)
+    assert_history(got, want, *TOLERANCE["float64"])
+
+
 @pytest.mark.slow  # test_every_rule_over_lanes has such lanes
 @pytest.mark.parametrize("name", ["mean gradient", "Local SGD", "DiLoCo, fragments, int8"])
 def test_lanes_of_alike_devices_change_no_more_than_the_order_of_sums(name):

@@ -5,6 +5,7 @@ from itertools import product
 
 import averaged
 import exchanged
+import jax
 import numpy as np
 import optax
 import pytest
@@ -82,7 +83,12 @@ COUNTS = {
 }  # fmt: skip
 
 # a rounded number may be a level off where a float32 is a bit off
-TOLERANCE = {None: (2e-5, 2e-6), "int8": (2e-3, 2e-3), "bfloat16": (2e-2, 2e-2)}
+TOLERANCE = {
+    "float64": (1e-12, 1e-12),
+    None: (2e-5, 2e-6),
+    "int8": (2e-3, 2e-3),
+    "bfloat16": (2e-2, 2e-2),
+}
 
 
 EXCHANGES = ["device", "host"]
@@ -113,3 +119,29 @@ def test_every_rule_on_every_transport(name, exchange, world):
                 assert all(row.tobytes() == stacked[leaf][0].tobytes() for row in stacked[leaf])
     moved = np.abs(got[-1]["w"] - got[0]["w"]).max()
     assert moved > 20 * atol, "the tolerance must be small beside what training moves"
+
+
+DIGITS_KEPT = [
+    name for name, (_, by_hand) in TABLE.items() if not by_hand.keys() & {"kind", "weigh"}
+]
+"""Rules that round nothing to fewer bits, and whose weights are no losses, which are float32."""
+
+
+@pytest.mark.parametrize(
+    ("name", "exchange"),
+    [
+        (name, exchange) if (at + place) % 2 == 0 else slow(name, exchange)
+        for at, name in enumerate(DIGITS_KEPT)
+        for place, exchange in enumerate(EXCHANGES)
+    ],
+)
+def test_float64_parameters_keep_their_digits(name, exchange):
+    rule, by_hand = TABLE[name]
+    outer = by_hand.get("outer")
+    want = exchanged.train(COUNTS[4], **by_hand | ({"outer": outer()} if outer else {}))
+    config = elche.DDPConfig(exchange=exchange)
+    with jax.enable_x64(True):
+        got, metrics, state, _ = averaged.train_on(rule, COUNTS[4], config=config, wide=True)
+    assert {leaf.dtype.name for leaf in state.params.values()} == {"float64"}
+    averaged.assert_history(got, want, *TOLERANCE["float64"])
+    assert {value.dtype.name for value in metrics[-1].values()} <= {"float32", "bool"}

@@ -20,6 +20,8 @@ WAYS = {
     "ahead": {"config": elche.DDPConfig(policy="async", exchange="host")},
     "ahead by 5": {"exchange": elche.HostExchange(run_ahead=True, max_overshoot=5)},
     "ahead by 4": {"exchange": elche.HostExchange(run_ahead=True, max_batch_diff=4)},
+    "device, float64": {"wide": True},
+    "host, float64": {"wide": True, "exchange": elche.HostExchange()},
 }
 
 
@@ -27,9 +29,10 @@ def trained(name, exchange):
     """The parameters of this process's devices after every window, and what was measured."""
     rule, _ = TABLE[name]
     devices = jax.devices()
-    got, metrics, state, train = train_on(
-        rule, COUNTS[len(devices)], devices=devices, **WAYS[exchange]
-    )
+    with jax.enable_x64(WAYS[exchange].get("wide", False)):
+        got, metrics, state, train = train_on(
+            rule, COUNTS[len(devices)], devices=devices, **WAYS[exchange]
+        )
     elche.check_replicas(train.common(state))
     return {
         "params": [{leaf: stacked[leaf].tolist() for leaf in LEAVES} for stacked in got],

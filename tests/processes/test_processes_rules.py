@@ -12,7 +12,7 @@ from exchanged import train as by_hand_in_numpy
 from marks import pairs, slow
 from reference import LEAVES
 from test_averaging_lanes import APART as EACH_PART, COUNTS
-from test_averaging_table import TABLE, TOLERANCE
+from test_averaging_table import DIGITS_KEPT, TABLE, TOLERANCE
 
 FLEETS = {"2+1": (2, 1), "1+1": (1, 1), "2+2": (2, 2), "1+1+1": (1, 1, 1)}
 """Devices of each process."""
@@ -38,6 +38,8 @@ MAY_RUN_AHEAD = [
     if not by_hand.keys() & {"delay", "parts", "optimizer_state"}
 ]  # fmt: skip
 ALL = [*product(TABLE, EXCHANGES), *product(MAY_RUN_AHEAD, AHEAD)]
+WIDE = [*product(DIGITS_KEPT, ["device, float64", "host, float64"])]
+"""Rows with float64 parameters."""
 QUICK = {
     ("2+1", name, exchange)
     for name, exchange in zip(
@@ -46,7 +48,11 @@ QUICK = {
         strict=True,
     )
 }
-ROWS = pairs(((fleet, *row) for fleet, row in product(FLEETS, ALL)), first=QUICK)
+QUICK |= {
+    ("2+1", "mean gradient", "device, float64"),
+    ("2+1", "Local SGD, one pending", "host, float64"),
+}
+ROWS = pairs(((fleet, *row) for fleet, row in product(FLEETS, [*ALL, *WIDE])), first=QUICK)
 """Each rule with each exchange, both in each fleet; `make test` has one fleet."""
 APART = [name for name, (_, by_hand) in TABLE.items() if by_hand.get("local") and (
     by_hand.get("delay") or by_hand.get("parts"))]  # fmt: skip
@@ -77,7 +83,7 @@ def test_every_rule_over_processes(fleet, name, exchange, job):
     want = by_hand_in_numpy(
         counts, **by_hand | ({"outer": outer()} if outer else {}), ahead=AHEAD.get(exchange)
     )
-    rtol, atol = TOLERANCE[by_hand.get("kind")]
+    rtol, atol = TOLERANCE["float64" if "float64" in exchange else by_hand.get("kind")]
     first, *others = (process[exchange][name] for process in said)
     for process in said:
         mine = process[exchange][name]

@@ -79,18 +79,6 @@ def test_model_state_of_too_few_bits(dtype):
         build().init(PARAMS, model_state={"s": np.zeros(2, dtype)})
 
 
-@pytest.mark.parametrize("wide", [True, False])
-def test_float64_parameters_are_told_what_they_gain(wide, caplog):
-    params = {name: np.asarray(leaf, np.float64) for name, leaf in PARAMS.items()}
-    with jax.enable_x64(wide):
-        state = build().init(params)
-        assert {leaf.dtype for leaf in state.params.values()} == {
-            np.dtype(f"float{32 + 32 * wide}")
-        }
-    told = "elche: parameters are float64 (['w'], and 0 more), but losses and gradients are summed"
-    assert [text.startswith(told) for text in caplog.messages] == [True] * wide
-
-
 def test_merge_without_model_state():
     with pytest.raises(
         ValueError, match=r"model_state must be given where .* got None and merge='pooled'\. Pass"

@@ -189,6 +189,52 @@ def test_small_arrays_are_summed_together_and_clipped_with_the_rest():
 # -- precision ------------------------------------------------------------------------
 
 
+def squares(params, batch):
+    return (batch["x"] @ params["w"] + params["frozen"] - batch["y"]) ** 2
+
+
+FORMS = {
+    "scalar": lambda p, batch, rng: squares(p, batch).mean(),
+    "vector": lambda p, batch, rng: squares(p, batch),
+    "weighted": lambda p, batch, rng: elche.Weighted(
+        (squares(p, batch) * batch["weight"]).sum() / batch["weight"].sum(), batch["weight"].sum()
+    ),
+}
+
+
+@table(form=FORMS, options=[{}, {"microbatch_split": 2}, {"clip": 1.0}])
+def test_float64_parameters_get_float64_gradients(form, options):
+    """Two steps by hand, with uneven counts; the last of the vectors is not full."""
+    options = dict(options)
+    norm = options.pop("clip", None)
+    size = 61 if form == "vector" else 64
+    data = {"x": X[:size] / 10, "y": Y[:size], "weight": RNG.integers(1, 9, size)}
+    with jax.enable_x64(True):
+        train = elche.build_train_step(
+            FORMS[form], optax.sgd(0.1), devices=jax.devices()[:2], cadence=Script([(3, 1)]),
+            trainable=lambda path, leaf: "frozen" not in path,
+            config=elche.DDPConfig(max_grad_norm=norm), **options,
+        )  # fmt: skip
+        state = train.init({"w": np.full(3, np.pi), "frozen": np.float64(np.e)})
+        with train.windows(data, 8, shuffle=False, drop_last=False) as windows:
+            for window in windows:
+                assert window.counts == (3, 1)
+                state, _ = train(state, window)
+    got, w = np.asarray(state.params["w"]), np.full(3, np.pi)
+    assert got.dtype == np.float64
+    for begin in (0, 32):
+        sums, total = np.zeros(3), 0.0
+        for rows in (slice(begin, begin + 24), slice(begin + 24, min(begin + 32, size))):
+            x, y, weight = (data[name][rows] for name in ("x", "y", "weight"))
+            if form != "weighted":
+                weight = np.ones(len(x))
+            own = 2 * x.T @ (weight * (x @ w + np.e - y)) / weight.sum()
+            sums += weight.sum() * (own if norm is None else clipped(own, norm))
+            total += weight.sum()
+        w = w - 0.1 * sums / total
+    np.testing.assert_allclose(got, [w, w], rtol=1e-13)
+
+
 def digit_loss(seen):
     def loss_fn(params, batch, rng):
         seen.update(jax.tree.map(lambda leaf: leaf.dtype.name, {"p": params, "b": batch}))
