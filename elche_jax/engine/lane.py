@@ -18,7 +18,7 @@ from jax.sharding import Sharding
 
 from elche_jax.engine.job import Job
 from elche_jax.engine.laned import LanedArray, LateArray, LeadArray, Stacked, StackedArray
-from elche_jax.engine.mapped import Mapped, PerDevice, stack_shards, stacked_sharding
+from elche_jax.engine.mapped import Mapped, PerDevice, stacked_sharding
 from elche_jax.engine.shapes import shapes_of
 
 PyTree = Any
@@ -110,7 +110,10 @@ class Lane(Fleet):
         return stacked_sharding(self.devices)
 
     def stack(self, shards: Sequence[jax.Array]) -> jax.Array:
-        return stack_shards(shards, self.sharding, (len(shards), *shards[0].shape[1:]))
+        if len(shards) == 1:
+            return shards[0]
+        shape = (len(shards), *shards[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, self.sharding, list(shards))
 
     def put(self, rows: np.ndarray) -> jax.Array:
         return jax.device_put(rows, self.sharding)

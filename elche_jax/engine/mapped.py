@@ -235,12 +235,3 @@ def stacked_sharding(devices: Sequence[jax.Device]) -> Sharding:
 
 def _mesh_sharding(devices: Sequence[jax.Device]) -> NamedSharding:
     return NamedSharding(Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS))
-
-
-def stack_shards(
-    shards: Sequence[jax.Array], sharding: Sharding, shape: tuple[int, ...]
-) -> jax.Array:
-    """Assemble a stacked array from per-device arrays `(1, ...)`, without a copy."""
-    if len(shards) == 1:
-        return shards[0]
-    return jax.make_array_from_single_device_arrays(shape, sharding, list(shards))

@@ -11,7 +11,6 @@ from hypothesis import example, given, settings, strategies as st
 import elche_jax as elche
 from elche_jax.engine.checksum import _mix, checksums, differing
 from elche_jax.engine.lane import lanes_of
-from elche_jax.engine.mapped import stack_shards, stacked_sharding
 
 DTYPES = (
     "float32",
@@ -28,7 +27,7 @@ DTYPES = (
 
 def stacked(rows, devices):
     shards = [jax.device_put(row[None], d) for row, d in zip(rows, devices, strict=True)]
-    return stack_shards(shards, stacked_sharding(devices), (len(rows), *rows[0].shape))
+    return lanes_of(devices).stack(shards)
 
 
 def random(dtype, shape=(3, 5)):

@@ -11,12 +11,8 @@ import pytest
 from marks import slow
 
 from elche_jax.engine import mapped
-from elche_jax.engine.mapped import (
-    AXIS,
-    Mapped,
-    stack_shards,
-    stacked_sharding,
-)
+from elche_jax.engine.lane import lanes_of
+from elche_jax.engine.mapped import AXIS, Mapped, stacked_sharding
 
 X = np.random.default_rng(0).normal(size=(4, 5)).astype(np.float32)
 
@@ -84,7 +80,7 @@ def test_only_donated_arguments_are_given_up(world_size):
 def test_stacking_takes_the_arrays_as_they_lie(world_size):
     devices = jax.devices()[:world_size][::-1]
     shards = [jax.device_put(X[r : r + 1], device) for r, device in enumerate(devices)]
-    array = stack_shards(shards, stacked_sharding(devices), (world_size, 5))
+    array = lanes_of(devices).stack(shards)
     np.testing.assert_array_equal(array, X[:world_size])
     again = [array.addressable_data(rank) for rank in range(world_size)]
     for shard, original, device in zip(again, shards, devices, strict=True):

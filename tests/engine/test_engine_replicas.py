@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from elche_jax.engine.mapped import stack_shards, stacked_sharding
+from elche_jax.engine.lane import lanes_of
 from elche_jax.engine.replicas import (
     ReplicaMismatch,
     check_replicas,
@@ -28,8 +28,7 @@ def stacked(rows, devices):
         jax.device_put(np.asarray(row)[None], device)
         for row, device in zip(rows, devices, strict=True)
     ]
-    shape = (len(rows), *np.shape(rows[0]))
-    return stack_shards(shards, stacked_sharding(devices), shape)
+    return lanes_of(devices).stack(shards)
 
 
 @pytest.mark.parametrize("backwards", [False, True])

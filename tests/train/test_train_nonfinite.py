@@ -13,7 +13,7 @@ import pytest
 import elche_jax as elche
 from elche_jax.data.order import epoch_order
 from elche_jax.engine import choice
-from elche_jax.engine.mapped import stack_shards, stacked_sharding
+from elche_jax.engine.lane import lanes_of
 from elche_jax.observe.events import LossEvent
 
 BAD = np.float32("nan")
@@ -324,7 +324,7 @@ def flip(leaf, rank, bit):
     rows[rank].reshape(-1).view(np.uint8)[0] ^= 1 << bit
     devices = [shard.device for shard in leaf.addressable_shards]
     shards = [jax.device_put(r[None], d) for r, d in zip(rows, devices, strict=True)]
-    return stack_shards(shards, stacked_sharding(devices), leaf.shape)
+    return lanes_of(devices).stack(shards)
 
 
 def broken(state, rank):
