@@ -6,7 +6,7 @@ replicated pytrees that compile once per set of shapes, and the times that a cad
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,16 +16,23 @@ import numpy as np
 from elche_jax import _check as check
 from elche_jax.engine.bits import check_integers, is_float, raw, with_type_of
 from elche_jax.engine.devices import fleet_of, select_job
+from elche_jax.engine.lane import Lanes
 from elche_jax.engine.laned import StackedArray
 from elche_jax.engine.loss import describe
 from elche_jax.engine.mapped import AXIS
 from elche_jax.engine.reductions import broadcaster, weighted_averager
 from elche_jax.engine.replicas import replicate_over
-from elche_jax.engine.shapes import difference
+from elche_jax.engine.shapes import difference, one_of, signature
 from elche_jax.engine.timed import Watches, WindowTimer
-from elche_jax.engine.user_function import user_function
+from elche_jax.engine.traced import no_named_axis
 
 PyTree = Any
+
+NO_AXIS = "as devices of several {} have none in common"
+INSTEAD = (
+    "Exchange outside of it, with DDP.weighted_all_reduce_gradients, and pass ranks as "
+    "np.array(ddp.ranks)."
+)
 
 
 class DDP:
@@ -173,14 +180,20 @@ class DDP:
             raise TypeError(check.message("DDP.map", "fn", "be a function", describe(fn)))
         given = (donate_argnums,) if isinstance(donate_argnums, int) else donate_argnums
         donated = check.integers("DDP.map", "donate_argnums", given, low=0)
-        mapped = user_function(self.fleet, fn, donated)
+        mapped = self.fleet.mapped(lambda *args: (fn(*args), None), donated)
+        known: set[Hashable] = set()
 
         def call(*args: PyTree) -> PyTree:
             if not jax.tree.leaves(args):
                 rule, got = "get at least one array", "none"
                 raise ValueError(check.message("DDP.map", "the mapped function", rule, got))
             self._check("map", args, "Make it with replicate, or as an np.array of one per device.")
-            return mapped(*args)
+            if isinstance(self.fleet, Lanes):
+                args = self.fleet.place(args)
+                if (key := signature(args)) not in known:
+                    _refuse_axes(self.fleet, fn, args)
+                    known.add(key)
+            return mapped(*args)[0]
 
         return call
 
@@ -360,6 +373,16 @@ class DDP:
                 check_integers(
                     f"DDP.{name}", "integers", jax.tree_util.keystr(path) or "tree", leaf
                 )
+
+
+def _refuse_axes(fleet: Lanes, fn: Callable[..., PyTree], args: PyTree) -> None:
+    """Check that a function uses no named axis.
+
+    Mapped over a lane of several devices it would find one, and exchange within the lane only.
+    """
+    several = "kinds" if fleet.job.one_process else "processes"
+    with no_named_axis("DDP.map: fn", (NO_AXIS.format(several), INSTEAD)):
+        jax.eval_shape(lambda *own: fn(*own), *one_of(args))  # not `fn`, whose trace JAX may know
 
 
 def _as_array(leaf: Any) -> Any:
