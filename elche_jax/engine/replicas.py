@@ -12,7 +12,7 @@ from elche_jax.engine.checksum import checksums, differing
 from elche_jax.engine.devices import listed
 from elche_jax.engine.job import Job
 from elche_jax.engine.lane import Fleet, Lanes, lanes_of
-from elche_jax.engine.laned import LanedArray, LeadArray, Stacked, StackedArray
+from elche_jax.engine.laned import LanedArray, LeadArray, Stacked, StackedArray, devices_of
 from elche_jax.engine.shapes import named
 from elche_jax.engine.talk import Talk
 
@@ -202,11 +202,6 @@ def _difference(name: str, leaf: StackedArray, rank: int) -> str:
         f"check_replicas: all replicas must be bitwise equal, but leaf {name} on "
         f"{other.device} differs from {first.device} in {count} of {first.data.size} elements."
     )
-
-
-def devices_of(leaf: StackedArray) -> tuple[jax.Device, ...]:
-    """Return the devices of a stacked array, in rank order."""
-    return tuple(shard.device for shard in _shards("devices_of", "tree", leaf))
 
 
 def is_stacked(leaf: Any) -> TypeGuard[StackedArray]:

@@ -19,9 +19,10 @@ from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import fleet_of, names_of
 from elche_jax.engine.digests import digest_of, settings_of
 from elche_jax.engine.lane import kinds_of
+from elche_jax.engine.laned import devices_of
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.place import placing
-from elche_jax.engine.replicas import devices_of, replicate_over
+from elche_jax.engine.replicas import replicate_over
 from elche_jax.engine.shapes import one_of, shapes_of, signature
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.sweep import BatchFn, SweepProgram, SweepRunner, Variables
@@ -241,7 +242,7 @@ class Sweep:
                 "Pass its params, and its model_state."
             )
         holders = devices_of(params.step)
-        if holders != self.fleet.devices:
+        if holders != list(self.fleet.devices):
             raise ValueError(
                 f"{self._where}: a TrainState must be on the devices of the evaluation "
                 f"({', '.join(map(str, self.fleet.devices))}), got one on "
