@@ -344,21 +344,14 @@ class _Collector:
 
     def accumulated(self, number: int) -> WindowTimes | None:
         """See `Clock.accumulated`."""
-
-        def ends() -> dict[int, float]:
-            window = self._open.get(number)
-            return {} if window is None else window.accumulated
-
-        def over() -> bool:
-            return self._closed or number in self._dropped
-
         with self._arrived:
-            self._arrived.wait_for(lambda: over() or len(ends()) == len(self._ranks))
-            window = self._open.get(number)  # before the test: `drop` may take it away meanwhile
-            if window is None or over():
-                return None
-            found = tuple(window.accumulated[rank] for rank in self._ranks)
-            return WindowTimes(number, window.dispatched, found, found)
+            while not self._closed and number not in self._dropped:
+                window = self._open.get(number)  # once: `drop` may take it away meanwhile
+                if window is not None and len(window.accumulated) == len(self._ranks):
+                    found = tuple(window.accumulated[rank] for rank in self._ranks)
+                    return WindowTimes(number, window.dispatched, found, found)
+                self._arrived.wait()
+        return None
 
     def wait(
         self, number: int, dispatched: float, rank: int, token: Any, combined: bool, whole: bool
