@@ -340,17 +340,15 @@ class Job:
             shape: Its shape.
             dtype: Its dtype.
         """
-        if self.one_process or self.first:
-            assert array is not None
-            found = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        else:
-            found = np.zeros(int(np.prod(shape)) * np.dtype(dtype).itemsize, np.uint8)
+        whole = array if self.first else np.zeros(shape, dtype)
+        assert whole is not None
+        found = np.ascontiguousarray(whole).reshape(-1).view(np.uint8)
         if self.one_process:
             return found.view(dtype).reshape(shape)
         for begin in range(0, found.size, PIECE):
             part = found[begin : begin + PIECE]
             row = np.zeros(_rounded(part.size), np.uint8)
-            row[: part.size] = part if self.first else 0
+            row[: part.size] = part
             total = self.sum(row)
             self._check_first()
             if not self.first:  # zeros are added to the first one's
@@ -404,8 +402,6 @@ class Job:
             where: The function the user called.
             own: The error of this process, or None.
         """
-        if own is not None and self.one_process:
-            raise own
         said = self.exchange(None if own is None else f"{type(own).__name__}: {own}", where)
         if own is not None:
             raise own
