@@ -132,14 +132,7 @@ class Job:
     @property
     def members(self) -> Members:
         """The processes that are there."""
-        gone = PROCESSES.gone
-        if self._known.gone != gone:
-            self.__dict__["_known"] = Members(self.devices, gone)
-        return self._known
-
-    @cached_property
-    def _known(self) -> Members:
-        return Members(self.devices)
+        return _members(self.devices, PROCESSES.gone)
 
     @property
     def ranks_of(self) -> Mapping[int, tuple[int, ...]]:
@@ -440,6 +433,12 @@ class Job:
                 told = dict(zip(self.ranks_of, said, strict=True))  # one may have ended meanwhile
                 got = difference(told, processes[others[0]], processes[0])
                 raise ValueError(check.message(where, name, "be the same in all processes", got))
+
+
+@lru_cache(maxsize=8)
+def _members(devices: tuple[jax.Device, ...], gone: frozenset[int]) -> Members:
+    """Return the processes that are there, whose ranks are found once."""
+    return Members(devices, gone)
 
 
 @lru_cache(maxsize=8)
