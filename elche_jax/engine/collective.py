@@ -59,10 +59,6 @@ class CollectiveProgram:
         """Number of windows that are pending between two windows."""
         return self.rule.pending
 
-    def reads(self, state: TrainState) -> TrainState:
-        """Keep only what microbatches read, see `Rule.reads`."""
-        return self.rule.reads(state)
-
     def zeros(self, state: TrainState) -> Carried:
         """Return the carry before the first window."""
         own = self.rule.zeros(state)

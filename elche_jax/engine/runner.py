@@ -283,7 +283,6 @@ class Runner(WindowRunner):
         self, program: CollectiveProgram, fleet: Fleet, cache: CompileCache, state: TrainState
     ):
         super().__init__(fleet, cache, state, program.rule)
-        self._computation = program
         # only the sums: later calls and the combine still read the state
         self._accumulate = fleet.mapped(program.accumulate, donate=(1,))
         # not the sums: the next window reuses their buffers
@@ -294,7 +293,7 @@ class Runner(WindowRunner):
         }
         self._last = fleet.mapped(program.last_call, donate=(0, 1))
         one = one_of(state)
-        self._read_shapes = program.reads(state)
+        self._read_shapes = program.rule.reads(state)
         self.sums = Accumulators(program, fleet, one)
         self._multiple_calls = False
 
@@ -338,7 +337,7 @@ class Runner(WindowRunner):
             launch.hold()
             (state, end), metrics = whole(state, calls[0].payload, calls[0].call_args)
             return state, metrics, end
-        read, token, sums = self._computation.reads(state), None, None
+        read, token, sums = self._rule.reads(state), None, None
         for call in calls[:-1] if fused else calls:
             accumulate = self._get(self._program(call.payload))
             (sums, token), _ = accumulate(read, self.sums.take(), call.payload, call.call_args)

@@ -183,7 +183,7 @@ def _needed(rule: Rule, device: jax.Device, one: TrainState, plan: DataPlan) -> 
     row = stacked(plan.microbatch, 1)
     call_args = CallArgs(jax.ShapeDtypeStruct((CallArgs.WIDTH,), jnp.int32))
     carried = jax.eval_shape(program.zeros, one)
-    args = stacked((program.reads(one), carried, Pieces((row,)), call_args), 1)
+    args = stacked((rule.reads(one), carried, Pieces((row,)), call_args), 1)
     compiled: Any = Mapped(program.accumulate, [device], donate=(1,)).compile(*args)
     stats = compiled.memory_analysis()
     if stats is None:

@@ -58,11 +58,11 @@ OTHER = [name for name in TABLE if name not in APART][::2]
 @pytest.mark.parametrize("name", [name if name in OTHER else slow(name) for name in TABLE])
 def test_programs_with_a_collective(name):
     runner, call = runner_of(TABLE[name][0], None)
-    program, state = runner._computation, one(runner.state)
+    program, state = runner.sums._program, one(runner.state)
     carried = jax.eval_shape(program.zeros, state)
     data, call_args = one(call.payload), one(call.call_args)
     for fn, *args in (
-        (program.accumulate, program.reads(state), carried, data, call_args),
+        (program.accumulate, program.rule.reads(state), carried, data, call_args),
         (program.combine, state, carried),
         (program.last_call, state, carried, data, call_args),
     ):
@@ -75,10 +75,10 @@ def test_programs_of_lanes(name, monkeypatch):
     # on a CPU they donate nothing
     monkeypatch.setattr("elche_jax.engine.lanes.compiled._donated", lambda lane, *at: at)
     runner, call = runner_of(TABLE[name][0], ((0,), (1,)))
-    compiled, program = runner._compiled, runner._program
+    compiled, program = runner._compiled, runner._compiled._program
     data, call_args = one(call.payload), one(call.call_args)
     state, thin, carried = compiled._state, compiled._thin, compiled._carried
-    programs = [(program.accumulate, program.reads(state), carried, data, call_args)]
+    programs = [(program.accumulate, program.rule.reads(state), carried, data, call_args)]
     for part in compiled.parts:
         sent, agreed = compiled._contributed(part)[1], compiled._agreed(part)
         gathered = compiled._gathered(part, [True, True])

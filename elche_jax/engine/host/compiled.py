@@ -93,7 +93,7 @@ class Programs:
         made = [jax.eval_shape(partial(reduced, part), thin, carried) for part in self.parts]
         pending, _, metrics = made[0]
         means = [mean for _, mean, _ in made]
-        trees = (program.reads(one), thin, carried, means, pending)
+        trees = (program.rule.reads(one), thin, carried, means, pending)
         return Shapes(*(stacked(tree, 1) for tree in trees)), metrics
 
     def thin(self, state: TrainState) -> TrainState:

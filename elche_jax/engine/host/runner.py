@@ -68,7 +68,7 @@ class HostRunner(WindowRunner):
         seconds: Seconds | None,
     ):
         super().__init__(fleet, cache, state, program.rule)
-        self.limits, self._program, self._seconds = limits, program, seconds
+        self.limits, self._seconds = limits, seconds
         if seconds is not None and not fleet.job.one_process:  # which number devices of the job
             ranks = fleet.job.ranks
             self._seconds = lambda step, at, count: seconds(step, ranks[at], count)
@@ -258,7 +258,7 @@ class HostRunner(WindowRunner):
         """Dispatch a window on the devices and return its deliveries."""
         locals_, self._locals = self._local_steps(), []
         ranks = session.present
-        reads = {rank: self._program.reads(self._full(session, rank)) for rank in ranks}
+        reads = {rank: self._rule.reads(self._full(session, rank)) for rank in ranks}
         for call in calls:
             programs = self._compiled.get(self._programs(call.payload))
             for rank in ranks:

@@ -117,7 +117,7 @@ class Programs:
 
         def shapes() -> tuple[PyTree, ...]:
             call_args = CallArgs(jax.ShapeDtypeStruct((CallArgs.WIDTH,), np.int32))
-            one = (self._program.reads(self._state), self._carried, call_args)
+            one = (self._program.rule.reads(self._state), self._carried, call_args)
             read, carried, numbers = stacked(one, self._sizes[lane])
             return read, carried, shapes_of(payload), numbers
 

@@ -50,7 +50,7 @@ class LanesRunner(WindowRunner):
 
     def __init__(self, program: LanesProgram, lanes: Lanes, cache: CompileCache, state: TrainState):
         super().__init__(lanes, cache, state, program.rule)
-        self._lanes, self._program = lanes, program
+        self._lanes = lanes
         one = one_of(state)
         own, held = program.rule.split_lead(one)
         selection = program.rule.work.selection
@@ -120,7 +120,7 @@ class LanesRunner(WindowRunner):
         thin = self._thin(whole)
         lead = self._lead_of(thin, held, led_by)
         ending = self._compiled.ending(step % len(self._compiled.parts), led_by)
-        pending, summed = self._program.pending > 0, self._compiled.summed
+        pending, summed = self._rule.pending > 0, self._compiled.summed
         found = self._begin_resting(resting, launch, led_by)
         working = [at for at in range(len(lanes.lanes)) if at not in resting]
         window = LanesWindow(
@@ -207,7 +207,7 @@ class LanesRunner(WindowRunner):
             payload, call_args = lanes.part((call.payload, call.call_args), at)
             program = self._compiled.get(self._compiled.accumulating(at, payload))
             steps.append((program, payload, call_args))
-        read = self._program.reads(state)
+        read = self._rule.reads(state)
         return Work(lanes.lanes[at], self._thin(state), read, lanes.part(carries, at), steps)
 
     def _with_resting(self, done: dict[int, Result], carries: PyTree, led_by: int) -> list[Result]:
