@@ -128,7 +128,6 @@ class OpenWindow:
         return [rank for rank, count in enumerate(self.counts) if count]
 
 
-@dataclass(eq=False)
 class Coordinator:
     """Open windows and deliveries; every method may be called from any thread.
 
@@ -151,26 +150,21 @@ class Coordinator:
         error: The first exception raised in a thread.
     """
 
-    world_size: int
-    limits: Limits
-    done: Done
-    learned: Learned
-    failed_: Failed
-    changed: Condition = field(default_factory=Condition)
-    stop: threading.Event = field(default_factory=threading.Event)
-    late: set[int] = field(default_factory=set)
-    owed: list[int] = field(default_factory=list)
-    free: list[float | None] = field(default_factory=list)
-    incidents: list[int] = field(default_factory=list)
-    windows: dict[int, OpenWindow] = field(default_factory=dict)
-    unread: deque[tuple[int, Outcome]] = field(default_factory=deque)
-    lost: int | None = None
-    error: BaseException | None = None
-
-    def __post_init__(self) -> None:
-        self.owed = [0] * self.world_size
-        self.free = [None] * self.world_size
-        self.incidents = [0] * self.world_size
+    def __init__(
+        self, world_size: int, limits: Limits, done: Done, learned: Learned, failed: Failed
+    ):
+        self.world_size, self.limits = world_size, limits
+        self.done, self.learned, self.failed_ = done, learned, failed
+        self.changed = Condition()
+        self.stop = threading.Event()
+        self.late: set[int] = set()
+        self.owed = [0] * world_size
+        self.free: list[float | None] = [None] * world_size
+        self.incidents = [0] * world_size
+        self.windows: dict[int, OpenWindow] = {}
+        self.unread: deque[tuple[int, Outcome]] = deque()
+        self.lost: int | None = None
+        self.error: BaseException | None = None
 
     # -- the loop --------------------------------------------------------------------
 
