@@ -58,6 +58,16 @@ def check_integers(where: str, what: str, name: str, leaf: Any) -> None:
         )
 
 
+def check_numbers(where: str, name: str, array: np.ndarray) -> None:
+    """Raise `TypeError` if an array of the host holds no numbers, else see `check_integers`."""
+    if array.dtype.kind in "OSUMm":
+        raise TypeError(
+            f"{where}: every leaf must be an array of numbers, leaf {name} is of dtype "
+            f"{array.dtype}."
+        )
+    check_integers(where, "integers", name, array)
+
+
 def raw(leaf: Any) -> Any:
     """Return the data of an array of typed PRNG keys, and any other leaf as it is."""
     if isinstance(leaf, Stacked):

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from elche_jax import _check as check
-from elche_jax.engine.bits import check_integers, is_float, raw, with_type_of
+from elche_jax.engine.bits import check_integers, check_numbers, is_float, raw, with_type_of
 from elche_jax.engine.devices import fleet_of, select_job
 from elche_jax.engine.lane import Lanes
 from elche_jax.engine.laned import StackedArray
@@ -128,12 +128,8 @@ class DDP:
                 raise ValueError(check.message("DDP.wrap", "all replicas", rule, got))
 
         def stack(path: Any, *rows: Any) -> StackedArray:
-            name, stacked = jax.tree_util.keystr(path), np.stack([raw(row) for row in rows])
-            if stacked.dtype.kind in "OSUMm":
-                rule = "hold arrays of numbers"
-                got = f"leaf {name or 'replicas'} of dtype {stacked.dtype}"
-                raise TypeError(check.message("DDP.wrap", "replicas", rule, got))
-            check_integers("DDP.wrap", "integers", name or "replicas", stacked)
+            stacked = np.stack([raw(row) for row in rows])
+            check_numbers("DDP.wrap", jax.tree_util.keystr(path) or "replicas", stacked)
             return with_type_of(rows[0], ddp.fleet.put(stacked))
 
         # leaf by leaf: the host holds one stacked leaf at a time

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from elche_jax import _check as check
-from elche_jax.engine.bits import check_integers, is_key, raw, with_type_of
+from elche_jax.engine.bits import check_numbers, is_key, raw, with_type_of
 from elche_jax.engine.checksum import checksums, differing
 from elche_jax.engine.devices import listed
 from elche_jax.engine.job import Job
@@ -57,12 +57,7 @@ def replicate_over(fleet: Fleet, tree: PyTree) -> PyTree:
         if is_key(leaf):
             return with_type_of(leaf, copy(name, raw(leaf)))
         row = np.array(leaf)[None]  # a copy, as CPU devices may alias host memory
-        if row.dtype.kind in "OSUMm":
-            raise TypeError(
-                f"replicate: every leaf must be an array of numbers, leaf {name} is of "
-                f"dtype {row.dtype}."
-            )
-        check_integers("replicate", "integers", name, row)
+        check_numbers("replicate", name, row)
         return fleet.copies(row)
 
     copies = [copy(name, leaf) for name, leaf in named(tree)]

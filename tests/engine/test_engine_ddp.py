@@ -173,7 +173,7 @@ ONE = {"w": np.ones(2, "float32")}
         ),
         (
             lambda: elche.DDP.wrap(["a"] * 3, DEVICES), TypeError,
-            r"^DDP\.wrap: replicas must hold arrays of numbers, got leaf replicas of dtype <U1\.$",
+            r"^DDP\.wrap: every leaf must be an array of numbers, leaf replicas is of dtype <U1\.$",
         ),
         (
             lambda: DDP3.sync_params(np.full((3, 1), 2**40)), ValueError,
