@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax import dtypes
 
+from elche_jax import _check as check
 from elche_jax._settings import setting
 from elche_jax.data.reader import IndexedReader, Partial, Reader
 from elche_jax.data.source import ArraySource, Source
@@ -42,10 +43,7 @@ def choose_placement(placement: str, source: Source, free: int | None) -> Placem
         ValueError: If `placement` is another word, or `"resident"` for data that is not a
             pytree of arrays.
     """
-    if placement not in ("auto", "resident", "stream"):
-        raise ValueError(
-            f"data: placement must be 'auto', 'resident' or 'stream', got {placement!r}."
-        )
+    check.one_of("data", "placement", placement, ("auto", "resident", "stream"))
     if placement == "stream":
         return "stream"
     if isinstance(source, ArraySource):

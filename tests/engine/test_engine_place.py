@@ -265,6 +265,6 @@ def test_only_arrays_can_be_resident(source):
 def test_another_placement_is_an_error():
     with pytest.raises(
         ValueError,
-        match=r"^data: placement must be 'auto', 'resident' or 'stream', got 'gpu'\.$",
+        match=r"^data: placement must be one of 'auto', 'resident', 'stream', got 'gpu'\.$",
     ):
         choose_placement("gpu", DATA, None)

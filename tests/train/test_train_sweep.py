@@ -167,7 +167,7 @@ def test_what_is_not_callable():
             DATA["x"], 4, {"mask_key": "mask"}, TypeError,
             r"data: mask_key needs microbatches that are dicts, got an array of shape \(4,\) ",
         ),
-        (DATA, 4, {"placement": "disk"}, ValueError, r"data: placement must be 'auto', 'resid"),
+        (DATA, 4, {"placement": "disk"}, ValueError, r"data: placement must be one of 'auto', "),
         (
             MapStyle(DATA), 4, {"placement": "resident"}, ValueError,
             r"data: placement='resident' needs data that is a pytree .* got a MapSource\.",
