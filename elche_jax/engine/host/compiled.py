@@ -1,7 +1,6 @@
 """The compiled programs of windows that are averaged on the host, for each device on its own."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,32 +15,20 @@ from elche_jax.engine.host.limits import Limits
 from elche_jax.engine.host.program import HostProgram
 from elche_jax.engine.lane import Fleet
 from elche_jax.engine.mapped import Mapped, PerDevice
-from elche_jax.engine.reduce import Mean
 from elche_jax.engine.runner import Program
 from elche_jax.engine.shapes import one_of, stacked
-from elche_jax.engine.state import PendingUpdate, TrainState, with_averaging
+from elche_jax.engine.state import TrainState, with_averaging
 
 PyTree = Any
-_FLAG = jax.ShapeDtypeStruct((), jnp.bool_)
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """Shapes of the arguments of one device's programs, leaves `(1, ...)`."""
-
-    reads: TrainState
-    thin: TrainState
-    carried: PyTree
-    means: list[Mean]
-    pending: PendingUpdate
+_FLAG = jax.ShapeDtypeStruct((1,), jnp.bool_)
 
 
 class Programs:
-    """Compiles the programs of every device, and keeps their shapes.
+    """Compiles the programs of every device, and keeps the shapes of their arguments.
 
     Attributes:
-        shapes: Shapes of their arguments.
         local: Shapes of a device's carry, without the leading axis.
+        pending: Shapes of a device's update, leaves `(1, ...)`.
         no_metrics: The metrics before the first average.
         parts: Indices of the parts of the parameters, which are exchanged in turn.
 
@@ -58,7 +45,7 @@ class Programs:
         self, program: HostProgram, fleet: Fleet, cache: CompileCache, state: TrainState,
         limits: Limits, number: int,
     ):  # fmt: skip
-        self._cache, self._limits, self._number, self._program = cache, limits, number, program
+        self._cache, self._limits, self._number = cache, limits, number
         self._split = program.rule.work.selection.split
         self.parts, devices = range(program.rule.parts), fleet.devices
 
@@ -72,29 +59,25 @@ class Programs:
             [on_each(partial(fn, part)) for part in self.parts]
             for fn in (program.deliver, program.apply)
         )
-        self.shapes, metrics = self._shapes_of(one_of(state))
-        self.no_metrics: dict[str, Any] = {
-            name: np.full((fleet.job.world_size,) * len(like.shape), np.nan, np.float32)
-            for name, like in metrics.items()
-        }
-        self.no_metrics["finite"] = np.bool_(True)
-
-    def _shapes_of(self, one: TrainState) -> tuple[Shapes, dict[str, Any]]:
-        """Return the shapes of all arguments, and of the metrics."""
-        program = self._program
-        self.local = carried = jax.eval_shape(program.zeros, one)
-        reduction, thin = program.rule.reduction(one), self.thin(one)
+        one = one_of(state)
+        self.local, thin = jax.eval_shape(program.zeros, one), self.thin(one)
+        reduction = program.rule.reduction(one)
 
         def reduced(part: int, state: TrainState, carried: PyTree) -> Any:
             (_, pending, delivery), _ = program.deliver(part, state, carried, False, True)
             # with one device, so that nothing is exchanged; shapes do not depend on their number
             return pending, *reduction(DeviceAxis(1), delivery.contribution, 0)
 
-        made = [jax.eval_shape(partial(reduced, part), thin, carried) for part in self.parts]
+        made = [jax.eval_shape(partial(reduced, part), thin, self.local) for part in self.parts]
         pending, _, metrics = made[0]
         means = [mean for _, mean, _ in made]
-        trees = (program.rule.reads(one), thin, carried, means, pending)
-        return Shapes(*(stacked(tree, 1) for tree in trees)), metrics
+        trees = (program.rule.reads(one), thin, self.local, means, pending)
+        self._reads, self._thin, self._carried, self._means, self.pending = stacked(trees, 1)
+        self.no_metrics: dict[str, Any] = {
+            name: np.full((fleet.job.world_size,) * len(like.shape), np.nan, np.float32)
+            for name, like in metrics.items()
+        }
+        self.no_metrics["finite"] = np.bool_(True)
 
     def thin(self, state: TrainState) -> TrainState:
         """Drop frozen parameters, the key, and pending windows, which exist only in runs without
@@ -106,19 +89,18 @@ class Programs:
         """Return the programs that run microbatches of data of these shapes."""
         data = stacked(one_of(payload), 1)
         call_args = CallArgs(jax.ShapeDtypeStruct((1, CallArgs.WIDTH), jnp.int32))
-        args = (self.shapes.reads, self.shapes.carried, data, call_args)
+        args = (self._reads, self._carried, data, call_args)
         return self._each(self._accumulate, ("host accumulate", payload.signature), *args)
 
     def delivering(self, part: int) -> list[Program]:
         """Return the programs that end a window in which a part is exchanged."""
-        flag, shapes = stacked(_FLAG, 1), self.shapes
-        args = (shapes.thin, shapes.carried, flag, flag)
+        args = (self._thin, self._carried, _FLAG, _FLAG)
         return self._each(self._deliver[part], ("host deliver", part), *args)
 
     def applying(self, part: int, later: int) -> list[Program]:
         """Return the programs that apply a mean when there are so many later windows."""
-        thin, pending, flag = self.shapes.thin, self.shapes.pending, stacked(_FLAG, 1)
-        args = (thin, thin, self.shapes.means[part], pending, [pending] * later, flag)
+        thin, pending = self._thin, self.pending
+        args = (thin, thin, self._means[part], pending, [pending] * later, _FLAG)
         return self._each(self._apply[part], ("host apply", part, later), *args)
 
     def _each(self, fns: list[Mapped], key: tuple[Any, ...], *args: PyTree) -> list[Program]:

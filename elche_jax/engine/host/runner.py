@@ -369,7 +369,7 @@ class HostRunner(WindowRunner):
         if rule.late:
             now = rule.merge.of_sent(session.parts[rank].model_state)
             changes = rule.merge_rules.unchanged(now)
-        update = no_update(self._compiled.shapes.pending, changes)
+        update = no_update(self._compiled.pending, changes)
         return jax.device_put(update, self.fleet.devices[rank])
 
     def _restore(self, session: Session, rank: int) -> None:
