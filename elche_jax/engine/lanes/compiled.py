@@ -12,7 +12,7 @@ from elche_jax.engine.axis import ProcessAxis
 from elche_jax.engine.collective import Carried
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.fetch import CallArgs, Payload
-from elche_jax.engine.job import Measured, Members
+from elche_jax.engine.job import Measured
 from elche_jax.engine.lane import Lane, Lanes, MappedFunction
 from elche_jax.engine.lanes.program import LanesProgram, Sent
 from elche_jax.engine.mapped import Mapped, MappedAcross, PerDevice
@@ -94,23 +94,17 @@ class Programs:
 
     def _on_lead(self, part: int, lead: int) -> MappedFunction:
         """Map `agree` over the first device of a lane, or over the leads of all processes."""
-        job = self._lanes.job
-        key = part, lead, job.members.gone
-        if key not in self._agree:
-            self._agree[key] = (
-                self._in_process(part, lead) if job.one_process else self._across(part, job.members)
-            )
+        program, members = self._program, self._lanes.job.members
+        key = part, lead, members.gone
+        if key not in self._agree and self._lanes.job.one_process:
+            devices = self._lanes.lanes[lead].devices[:1]
+            self._agree[key] = Mapped(partial(program.agree, part), devices, donate=(1,))
+        elif key not in self._agree:
+            axis = ProcessAxis(program.rule.size, tuple(members.ranks_of.values()))
+            program = replace(program, across=axis)
+            # nothing is donated: if another process ends, this one goes on from what it had
+            self._agree[key] = MappedAcross(partial(program.agree_across, part), members.leads)
         return self._agree[key]
-
-    def _in_process(self, part: int, lead: int) -> Mapped:
-        devices = self._lanes.lanes[lead].devices[:1]
-        return Mapped(partial(self._program.agree, part), devices, donate=(1,))
-
-    def _across(self, part: int, members: Members) -> MappedAcross:
-        axis = ProcessAxis(self._program.rule.size, tuple(members.ranks_of.values()))
-        program = replace(self._program, across=axis)
-        # nothing is donated: if another process ends, this one goes on from what it had
-        return MappedAcross(partial(program.agree_across, part), members.leads)
 
     def accumulating(self, lane: int, payload: Payload) -> Program:
         """Return the program that runs microbatches of such data in a lane."""
