@@ -96,8 +96,7 @@ class Rows(_Layout):
         return self.index.shape[int(stacked)]
 
     def fetch(self, i: Any, count: Any) -> PyTree:
-        """Return microbatch `i`, leaves `(batch, ...)`."""
-        del count  # rows beyond it are not read
+        """Return microbatch `i` of `count`, leaves `(batch, ...)`."""
         row = jax.lax.dynamic_index_in_dim(self.index, i, keepdims=False)
         # the index is made by `elche_jax.data`, so nothing need be clamped
         return jax.tree.map(lambda leaf: leaf.at[row].get(mode="promise_in_bounds"), self.data)

@@ -134,8 +134,7 @@ class Stacked(ABC):
         return self.map(lambda array: array.copy())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Stacked":
-        del memo  # devices cannot be copied
-        return self.copy()
+        return self.copy()  # devices cannot be copied
 
     def block_until_ready(self) -> "Stacked":
         for array in self.arrays:
@@ -221,11 +220,9 @@ class LeadArray(Stacked):
         return (self.row,)
 
     def addressable_data(self, rank: int) -> jax.Array:
-        del rank
         return self.row
 
     def device_of(self, rank: int) -> jax.Device:
-        del rank
         return devices_of(self.row)[0]
 
     def map(self, fn: Callable[[jax.Array], jax.Array]) -> "LeadArray":

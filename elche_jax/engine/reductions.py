@@ -93,7 +93,7 @@ def parameter_averager(
 
     @cache
     def means(gone: frozenset[int]) -> Mapped | MappedAcross:
-        del gone  # a process that has ended does not take part
+        # a process that has ended does not take part
         everyone = LeadAxis(size)
         if not job.one_process:
             everyone = ProcessAxis(job.world_size, tuple(job.ranks_of.values()))

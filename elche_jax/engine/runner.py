@@ -154,7 +154,7 @@ class FleetRunner(ABC):
                 once that device is done, too.
             failed: Called with an exception raised in a thread.
         """
-        del learned  # no window finishes without a device
+        # never `learned`: no window finishes without a device
         if self.fleet.alone:  # the loop itself waits, without a thread
             return LoopClock(done)
         return Stopwatch(self.fleet.world_size, done, failed)
@@ -232,7 +232,6 @@ class WindowRunner(FleetRunner):
         Args:
             payload: The data of the last call.
         """
-        del payload
         return False  # what the devices agree on is computed between two programs
 
     @abstractmethod

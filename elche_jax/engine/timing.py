@@ -185,7 +185,6 @@ class Clock(Protocol):
 
         None after a close, or if the window was dropped.
         """
-        del window
         return None
 
     def wait(self, changed: Condition, until: Callable[[], object]) -> None:
@@ -283,13 +282,14 @@ class LoopClock(Clock):
     def combining(
         self, window: int, dispatched: float, token: jax.Array, timed: bool = True
     ) -> None:
-        """See `Clock.combining`."""
-        del timed  # a single device has no times of its own beside the window's
+        """See `Clock.combining`; a single device has no times of its own beside the window's."""
         self._open.append((window, dispatched, token))
 
     def wait(self, changed: Condition, until: Callable[[], object]) -> None:
-        """Wait for windows, oldest first, until the condition holds or none is left."""
-        del changed  # no other thread changes anything
+        """Wait for windows, oldest first, until the condition holds or none is left.
+
+        No other thread changes anything, so that nobody is notified.
+        """
         while self._open and not until():
             window, dispatched, token = self._open[0]
             with _progress.phase("window"):

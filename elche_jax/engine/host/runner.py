@@ -119,7 +119,6 @@ class HostRunner(WindowRunner):
         and applies the averages that have arrived by then (see `_apply_before`). The metrics are
         then those of the last window that was averaged; the token says whether that was finite.
         """
-        del fused
         if isinstance(launch.watch, LiveExchange):
             return self._run(launch.watch, state, calls, launch)
         alone = self.watch(_ignore, _ignore, _ignore, replace(self.limits, ahead=False))

@@ -70,8 +70,7 @@ class LanesRunner(WindowRunner):
         return self._rule.split_lead(super().replicated(state))[0]
 
     def watch(self, done: Done, learned: Callable[..., None], failed: Failed) -> LanesClock:
-        """See `FleetRunner.watch`."""
-        del learned  # no window finishes without a device
+        """See `FleetRunner.watch`; no window finishes without a device."""
         return LanesClock(self.fleet.world_size, len(self._lanes.lanes), done, failed)
 
     def begin(self, calls: Sequence[Call]) -> None:
@@ -102,7 +101,6 @@ class LanesRunner(WindowRunner):
         self, state: TrainState, calls: Sequence[Call], launch: Launch, fused: bool = False
     ) -> tuple[TrainState, dict[str, Any], Any]:
         """Run a window; returns once what the lanes agree on has crossed to all of them."""
-        del fused
         if isinstance(launch.watch, LanesClock):
             return self._run(launch.watch.drivers, state, calls, launch)
         # a window of a run that was closed before
