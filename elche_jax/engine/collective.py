@@ -20,7 +20,6 @@ from elche_jax.engine.reduce import Mean
 from elche_jax.engine.rule import Ended, Leaves, Rule
 from elche_jax.engine.state import TrainState, averaging_of, with_averaging
 
-PyTree = Any
 Sums = dict[str, Any]
 Exchanged = tuple[Mean, dict[str, Any], Leaves]
 Result = tuple[tuple[TrainState, Any], dict[str, Any]]

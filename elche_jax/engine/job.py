@@ -23,7 +23,6 @@ from elche_jax._turns import TURNS
 from elche_jax.engine.digests import difference, digest_of_host, digests_of, shown
 from elche_jax.engine.mapped import AXIS, MappedAcross
 
-PyTree = Any
 T = TypeVar("T")
 Collective = Callable[[Any, str], Any]
 

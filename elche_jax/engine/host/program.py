@@ -14,8 +14,6 @@ from elche_jax.engine.reduce import Contribution, Mean
 from elche_jax.engine.rule import Ended
 from elche_jax.engine.state import PendingUpdate, TrainState, with_averaging
 
-PyTree = Any
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
