@@ -76,7 +76,7 @@ class InFlight:
         timed: Whether the devices' own times will be known.
         tells: The window before, which this one's exchange tells the other processes of; None
             unless windows are pending.
-        rows: What this process tells of it then, see `elche_jax.train.across.measured_rows`; None
+        rows: What this process tells of it then, see `elche_jax.train.telling.measured_rows`; None
             before it is complete.
         known: What all processes know of it: fields of its record.
         again: The window without its data, to be trained again if it is lost.

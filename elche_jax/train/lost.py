@@ -16,10 +16,10 @@ from elche_jax.engine.runner import Call, Launch, WindowRunner
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.survey import Survey
 from elche_jax.engine.timing import Clock
-from elche_jax.train.across import numbered, plan_number, plans_error, unmeasured_rows
 from elche_jax.train.feed import Feed
 from elche_jax.train.in_flight import Window
 from elche_jax.train.live_scheduler import LiveScheduler
+from elche_jax.train.telling import numbered, plan_number, plans_error, unmeasured_rows
 from elche_jax.train.window_checks import WindowChecks
 
 STATE = (

@@ -23,7 +23,6 @@ from elche_jax.engine.runner import Launch, WindowRunner
 from elche_jax.engine.state import TrainState
 from elche_jax.engine.survey import Survey
 from elche_jax.engine.timing import ENDS, WindowTimes
-from elche_jax.train.across import finite_by_rank, plan_number, plans_error, record_of
 from elche_jax.train.divergence import DivergenceReader
 from elche_jax.train.feed import Feed
 from elche_jax.train.finite import FiniteWatch
@@ -31,7 +30,7 @@ from elche_jax.train.in_flight import InFlight, Window
 from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.lost import TakeOver
 from elche_jax.train.planning import Planning, R
-from elche_jax.train.telling import Telling
+from elche_jax.train.telling import Telling, finite_by_rank, plan_number, plans_error, record_of
 from elche_jax.train.timing import Timing
 from elche_jax.train.window_checks import WindowChecks
 from elche_jax.train.wishes import Wishes

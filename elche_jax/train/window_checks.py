@@ -7,12 +7,11 @@ import numpy as np
 from elche_jax.cadence import WindowPlan
 from elche_jax.engine.lane import Fleet
 from elche_jax.engine.replicas import ReplicaMismatch, mismatch
-from elche_jax.train.across import finite_by_rank
 from elche_jax.train.finite import FiniteWatch
 from elche_jax.train.in_flight import InFlight
 from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.run_errors import RunErrors
-from elche_jax.train.telling import Telling
+from elche_jax.train.telling import Telling, finite_by_rank
 
 PyTree = Any
 

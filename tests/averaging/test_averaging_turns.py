@@ -9,7 +9,7 @@ from waits import eventually
 
 from elche_jax._turns import SECOND, TURNS, Turns
 from elche_jax.engine.survey import Survey
-from elche_jax.train.across import unmeasured_rows
+from elche_jax.train.telling import unmeasured_rows
 
 
 class OfJob(Setup):
