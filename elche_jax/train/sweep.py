@@ -6,18 +6,19 @@ each runs its own devices, and times and results are exchanged after some of the
 """
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
 
 from elche_jax import _check as check
-from elche_jax.cadence import Cadence, Controller, FixedTotal, WindowTime
+from elche_jax.cadence import Cadence, Controller, FixedTotal, WindowRecord, WindowTime
 from elche_jax.data.order import Cursor
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.devices import fleet_of, names_of
 from elche_jax.engine.digests import digest_of, settings_of
+from elche_jax.engine.job import Job
 from elche_jax.engine.lane import kinds_of
 from elche_jax.engine.laned import devices_of
 from elche_jax.engine.loop import LoopHook
@@ -30,15 +31,14 @@ from elche_jax.engine.talk import Talk
 from elche_jax.observe.report import RunReport, make_report
 from elche_jax.train.across import fingerprint
 from elche_jax.train.finite import FinitePolicy, FiniteWatch
-from elche_jax.train.in_flight import Window
+from elche_jax.train.in_flight import InFlight, Window
 from elche_jax.train.initial import check_buffers, check_one_copy
 from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.loading import Loading
 from elche_jax.train.outside import check_mesh, check_outside
 from elche_jax.train.parts import cadence_for, check_parts
-from elche_jax.train.pipeline import IN_FLIGHT
+from elche_jax.train.pipeline import IN_FLIGHT, Pipeline
 from elche_jax.train.spec import DataPlan
-from elche_jax.train.sweep_pipeline import SweepPipeline
 from elche_jax.train.windows import Windows
 
 PyTree = Any
@@ -53,6 +53,77 @@ MakeProgram = Callable[[BatchFn, Variables, PyTree, bool], tuple[SweepProgram, i
 
 `ragged` says whether the last microbatch may have fewer examples. Returns what a device
 computes, and the bytes of the results of one microbatch if they are kept, else 0."""
+
+
+class SweepPipeline(Pipeline[SweepRunner]):
+    """The windows of a sweep, see `Pipeline`; in one process the same.
+
+    A window of a sweep has no exchange in which times could travel. So each process keeps the
+    records of its own devices until all exchange them, in rounds that double in length, and plans
+    the windows of a round from the records of those before: all plan alike.
+    """
+
+    combines = False
+    _own: tuple[WindowRecord, ...] = ()  # the other processes do not know these yet
+    _told = -1  # the last window that all know
+
+    def ends_round(self, window: int) -> bool:
+        """Return whether the processes exchange what they know after this window."""
+        return not self._job.one_process and told_before(window + 1) == window
+
+    def begin(self, where: str) -> None:
+        """Plan without devices that are lost; `where` is the function the user called."""
+        if self._take_over.lose(0, self._wait_for_records, where, again=False):
+            self._scheduler.restart()
+
+    def again(self, window: Window) -> Window:
+        """Return a window with its data, without work for devices that are lost."""
+        return self._take_over.shared(window)
+
+    def told(
+        self, talk: Talk, where: str, found: list[T], again: Callable[[], list[T]]
+    ) -> list[list[T]]:
+        """Tell the other processes what is read of the last windows, and their times.
+
+        Args:
+            talk: Tells them.
+            where: The function the user called, for messages.
+            found: What is read.
+            again: Runs these windows again without work for devices that are lost.
+
+        Returns:
+            What each process has read.
+        """
+        if self._job.one_process:
+            return [found]
+        self.finish()
+        records = self._own
+        told = talk.tell((found, records))
+        # what a process had read that ended meanwhile is lost with it
+        while self._take_over.lose(self._told + 1, self._wait_for_records, where):
+            told = talk.tell((again(), records))
+        for of_window in zip(*(records for _, records in told), strict=True):
+            self._scheduler.observe(joined_record(self._job, of_window))
+        with self._changed:
+            self._own, self._told = (), self._told + len(records)
+            self._changed.notify_all()
+        return [values for values, _ in told]
+
+    def _record(self, window: InFlight, record: WindowRecord, at: int | None = None) -> None:
+        if self._job.one_process:
+            super()._record(window, record, at)
+        else:
+            self._own += (record,)
+
+    def _may_plan(self, window: int, below: int) -> bool:
+        if self._job.one_process:
+            return super()._may_plan(window, below)
+        oldest = min(self._open, default=window)
+        return self._told >= told_before(window) and oldest > window - below
+
+    def _known_at(self, window: int, ahead: int) -> int:
+        del ahead
+        return told_before(window)
 
 
 class Sweep:
@@ -256,3 +327,29 @@ def _results(pipeline: SweepPipeline, variables: Variables, window: Window) -> l
     """Run a window that is not measured; return the results of its calls."""
     with placing(pipeline.runner.fleet):
         return [pipeline.runner.run(variables, call)[0] for call in window.calls]
+
+
+def told_before(window: int) -> int:
+    """Return the last window of a sweep whose record the plan for another one takes into account.
+
+    Processes exchange times after windows 0, 1, 3, 7 and so on: often while speeds are hardly
+    known, and seldom later.
+
+    Examples:
+        >>> [told_before(window) for window in range(9)]
+        [-1, 0, 1, 1, 3, 3, 3, 3, 7]
+    """
+    return (1 << window.bit_length() >> 1) - 1
+
+
+def joined_record(job: Job, told: Sequence[WindowRecord]) -> WindowRecord:
+    """Return the record of a window of a sweep from that of each process's devices."""
+    return replace(
+        told[0],
+        busy_ms=job.by_rank([record.busy_ms for record in told], 0.0),
+        wall_ms=max(record.wall_ms for record in told),
+        sync_ms=min(record.sync_ms for record in told),
+        skew_ms=max(record.skew_ms for record in told),
+        steady=all(record.steady for record in told),
+        cold=any(record.cold for record in told),
+    )

@@ -28,7 +28,7 @@ from elche_jax.train.finite import FinitePolicy, FiniteWatch
 from elche_jax.train.in_flight import InFlight
 from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.pipeline import Pipeline
-from elche_jax.train.sweep_pipeline import SweepPipeline
+from elche_jax.train.sweep import SweepPipeline
 
 DEVICES = jax.devices()
 DATA = examples(20)
