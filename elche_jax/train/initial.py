@@ -56,7 +56,7 @@ def initial_state(
     optimizer: optax.GradientTransformation,
     params: PyTree,
     model_state: PyTree,
-    rng: Any,
+    key: jax.Array,
     fleet: Fleet,
     selection: Selection,
     options: Options,
@@ -72,7 +72,7 @@ def initial_state(
         params=params,
         opt_state=opt_state,
         model_state=model_state,
-        key=jax.random.key_data(as_key(rng)),
+        key=jax.random.key_data(key),
         microbatches=jnp.int32(0),
         examples=jnp.int32(0),
         step=jnp.int32(0),
@@ -340,8 +340,3 @@ def as_key(rng: Any) -> jax.Array:
     if key.shape != ():
         raise TypeError(f"TrainStep.init: rng must be one key, got an array of shape {key.shape}.")
     return key
-
-
-def key_impl_of(rng: Any) -> str:
-    """Return the name of the PRNG implementation of a key or seed."""
-    return str(jax.random.key_impl(as_key(rng)))

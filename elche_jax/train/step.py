@@ -32,13 +32,7 @@ from elche_jax.train.across import check_same_data, check_same_optimizer, check_
 from elche_jax.train.averaging import check_merge
 from elche_jax.train.divergence import divergence_reader
 from elche_jax.train.in_flight import Run, Window
-from elche_jax.train.initial import (
-    as_key,
-    check_buffers,
-    check_init,
-    initial_state,
-    key_impl_of,
-)
+from elche_jax.train.initial import as_key, check_buffers, check_init, initial_state
 from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.loading import WINDOW_BYTES, Loading
 from elche_jax.train.options import Options
@@ -208,15 +202,16 @@ class TrainStep:
                 self.settle()
             self._runners.release()
             selection, merge = check_init(self._options, params, model_state)
-            job = self.fleet.job
-            check_same_start(job, params, model_state, as_key(rng), selection, merge)
+            key, job = as_key(rng), self.fleet.job
+            check_same_start(job, params, model_state, key, selection, merge)
             check_merge(self._options, merge)
             state = initial_state(
-                self._optimizer, params, model_state, rng, self.fleet, selection, self._options,
+                self._optimizer, params, model_state, key, self.fleet, selection, self._options,
                 merge,
             )  # fmt: skip
             check_same_optimizer(job, state)
-            self._initial = StateSpec(shapes_of(state), key_impl_of(rng), selection, merge)
+            impl = str(jax.random.key_impl(key))
+            self._initial = StateSpec(shapes_of(state), impl, selection, merge)
             self._runners.begin(params, model_state)
             self._bytes = self._runners.exchanged_bytes(self._initial)
             self._watch = self._options.finite_watch(self.devices)
