@@ -84,7 +84,8 @@ class TrainStep:
         self._cache = CompileCache(None if options.timeline is None else self._scheduler.on_compile)
         self._runners = Runners(loss_fn, optimizer, fleet, options, self._cache)
         self._last_pipeline: Pipeline[WindowRunner] | None = None
-        # a window that the user keeps must keep its pipeline: it can still be trained
+        # A window that the user keeps must keep its pipeline: it can still be trained. An entry per
+        # run, none per window: when one goes, Python code runs, in which a Ctrl-C is lost.
         self._pipelines: WeakKeyDictionary[Run, Pipeline[WindowRunner]] = WeakKeyDictionary()
         self._initial: StateSpec | None = None
         self._bytes = 0, 0  # exchanged per device and window, saved by frozen parameters
@@ -307,7 +308,9 @@ class TrainStep:
             )  # fmt: skip
             self._last_pipeline = pipeline
             self._scheduler.on_start(names_of(self.devices), start.window, *self._bytes)
-            return Windows(pipeline, self._pipelines)
+            run = Run()
+            self._pipelines[run] = pipeline
+            return Windows(pipeline, run)
 
     def __call__(
         self, state: TrainState, window: Window

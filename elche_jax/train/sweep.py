@@ -31,7 +31,7 @@ from elche_jax.engine.talk import Talk
 from elche_jax.observe.report import RunReport, make_report
 from elche_jax.train.across import fingerprint
 from elche_jax.train.finite import FinitePolicy, FiniteWatch
-from elche_jax.train.in_flight import InFlight, Window
+from elche_jax.train.in_flight import InFlight, Run, Window
 from elche_jax.train.initial import check_buffers, check_one_copy
 from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.loading import Loading
@@ -244,7 +244,7 @@ class Sweep:
             windows = map(pipeline.again, ran)
             return [read(window, _results(pipeline, variables, window)) for window in windows]
 
-        with Windows(pipeline) as windows:
+        with Windows(pipeline, Run()) as windows:
             for window in windows:
                 pending.append((window, self._dispatch(pipeline, variables, window)))
                 ran.append(replace(window, calls=()))

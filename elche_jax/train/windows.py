@@ -2,14 +2,13 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from elche_jax._processes import PROCESSES
 from elche_jax.data.prefetch import Prefetch
 from elche_jax.train.in_flight import Run, Window
 from elche_jax.train.pipeline import Pipeline
-from elche_jax.train.planning import R
 
 
 class Windows(Iterator[Window]):
@@ -17,7 +16,7 @@ class Windows(Iterator[Window]):
 
     Args:
         pipeline: Plans the windows.
-        pipelines: Gets the pipeline, for as long as one of its windows is there; or None.
+        run: What its windows have in common.
 
     Examples:
         ```python
@@ -27,18 +26,9 @@ class Windows(Iterator[Window]):
         ```
     """
 
-    def __init__(
-        self,
-        pipeline: Pipeline[R],
-        pipelines: MutableMapping[Run, Pipeline[R]] | None = None,
-    ):
-        self._pipeline: Pipeline[Any] = pipeline
+    def __init__(self, pipeline: Pipeline[Any], run: Run):
+        self._pipeline = pipeline
         PROCESSES.loop_begins(self)  # an earlier error has not ended this process
-        # An entry per run, none per window: when one goes, a weak mapping runs Python code, in
-        # which a Ctrl-C is lost.
-        run = Run()
-        if pipelines is not None:
-            pipelines[run] = pipeline
         self._stop = threading.Event()
         self._prefetch: Prefetch[Window] | None = None
         # the threads must not keep the pipeline alive: it is closed when the loop drops it
