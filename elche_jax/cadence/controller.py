@@ -244,21 +244,13 @@ class Controller:
         return replace(state, schedule=self.scheduler.learn(state.schedule, report), told=True)
 
     def _updated(self, state: ControllerState, record: WindowRecord) -> ControllerState:
-        schedule = self._update(state.schedule, record, state.owed)
-        if schedule is None:
-            return state
-        told = state.told or _timed(record)
-        return replace(state, schedule=schedule, owed=STABLE, told=told)
-
-    def _update(
-        self, schedule: SchedulerState, record: WindowRecord, verdict: Verdict
-    ) -> SchedulerState | None:
-        """Return the schedule after a window, or None if the cadence is not updated."""
+        """Return the state after a window; the same if the cadence is not updated with it."""
         cadence, loss = self.cadence, record.loss if self.cadence.uses_loss else None
+        schedule, verdict, timed = state.schedule, state.owed, _timed(record)
         # a script is read by the number of the window, whatever its state
         if cadence.scripted or (loss is not None and not isfinite(loss)):
-            return None
-        if _timed(record):
+            return state
+        if timed:
             report = WindowReport(record.busy_ms, record.counts, record.sync_ms, loss, record.share)
             if record.cold and cadence.overhead_target:
                 # the first synchronisation costs more than later ones: no reason to grow
@@ -266,12 +258,14 @@ class Controller:
             # The exchange costs less while devices rest. Windows sized by that would be too short
             # for all, and change size with every trial.
             rested = self.rest is not None and _missed(report, schedule.counts)
-            return self.scheduler.update(schedule, report, verdict, not (record.cold or rested))
-        if cadence.counts_windows:
+            schedule = self.scheduler.update(schedule, report, verdict, not (record.cold or rested))
+        elif cadence.counts_windows:
             # times of 0 mean not measured, so the estimates stay
             report = WindowReport((0.0,) * len(record.counts), record.counts, 0.0, loss)
-            return self.scheduler.update(schedule, report, verdict)
-        return None
+            schedule = self.scheduler.update(schedule, report, verdict)
+        else:
+            return state
+        return replace(state, schedule=schedule, owed=STABLE, told=state.told or timed)
 
 
 def _missed(report: WindowReport, planned: Sequence[int]) -> bool:
