@@ -365,13 +365,9 @@ def without_pauses(report: WindowReport, ms_per_batch: Sequence[float | None]) -
         >>> without_pauses(report, (None, 1.0)).wall_ms
         (500.0, 30.0)
     """
-    expected = [
-        None if ms is None else ms * count
-        for ms, count in zip(ms_per_batch, report.counts, strict=True)
-    ]
     wall = tuple(
-        took if usual is None or took <= PAUSE * usual else usual
-        for took, usual in zip(report.wall_ms, expected, strict=True)
+        took if ms is None or took <= PAUSE * (ms * count) else ms * count
+        for took, ms, count in zip(report.wall_ms, ms_per_batch, report.counts, strict=True)
     )
     return report if wall == report.wall_ms else replace(report, wall_ms=wall)
 
