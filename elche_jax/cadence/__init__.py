@@ -13,10 +13,6 @@ Examples:
 """
 
 from elche_jax.cadence.adacomm import AdaComm as AdaComm, AdaCommState as AdaCommState
-from elche_jax.cadence.anchor_rule import (
-    AnchorRule as AnchorRule,
-    AnchorRuleState as AnchorRuleState,
-)
 from elche_jax.cadence.apportion import (
     apportion as apportion,
     clamp_counts as clamp_counts,
@@ -52,7 +48,11 @@ from elche_jax.cadence.guards import (
     TrendGuard as TrendGuard,
 )
 from elche_jax.cadence.post_local import PostLocal as PostLocal
-from elche_jax.cadence.proportional import ElCheState as ElCheState
+from elche_jax.cadence.proportional import (
+    AnchorRule as AnchorRule,
+    AnchorRuleState as AnchorRuleState,
+    ElCheState as ElCheState,
+)
 from elche_jax.cadence.qsr import QSR as QSR
 from elche_jax.cadence.replay import Replay as Replay, ReplayState as ReplayState
 from elche_jax.cadence.rest import Rest as Rest, RestState as RestState

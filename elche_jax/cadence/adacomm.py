@@ -4,9 +4,8 @@ import math
 from dataclasses import dataclass, field, replace
 
 from elche_jax import _check as check
-from elche_jax.cadence.anchor_rule import AnchorRule, AnchorRuleState
 from elche_jax.cadence.base import WindowReport
-from elche_jax.cadence.proportional import round_up
+from elche_jax.cadence.proportional import AnchorRule, AnchorRuleState, round_up
 
 
 @dataclass(frozen=True)

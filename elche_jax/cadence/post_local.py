@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field, replace
 
-from elche_jax.cadence.anchor_rule import AnchorRule, AnchorRuleState
 from elche_jax.cadence.base import Verdict, WindowReport
+from elche_jax.cadence.proportional import AnchorRule, AnchorRuleState
 
 
 @dataclass(frozen=True)

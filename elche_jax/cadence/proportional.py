@@ -1,6 +1,7 @@
-"""Counts in proportion to speed: the base of `ElChe` and of the rules for the anchor."""
+"""Counts in proportion to speed: the base of `ElChe`, and that of the rules for the anchor."""
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar, cast
@@ -8,8 +9,8 @@ from typing import Any, Self, TypeVar, cast
 import numpy as np
 
 from elche_jax import _check as check
-from elche_jax.cadence.base import CheckedCadence, Verdict
-from elche_jax.cadence.estimate import FloatArray, Times, as_array, as_times
+from elche_jax.cadence.base import CheckedCadence, Verdict, WindowReport
+from elche_jax.cadence.estimate import FloatArray, Times, as_array, as_times, update_ms
 from elche_jax.cadence.state import State
 
 DEAD_ZONE_PERCENT = 10
@@ -219,3 +220,58 @@ class Proportional(CheckedCadence[S]):
     def anchor_of(self, state: S) -> int:
         """Return the anchor of a state."""
         return state.anchor
+
+
+@dataclass(frozen=True)
+class AnchorRuleState(ElCheState):
+    """State of a cadence whose rule sets the anchor: plain numbers.
+
+    Attributes:
+        windows: Windows so far, including those whose times are unknown.
+        steps: Sum of the largest counts of these windows: the optimizer's step counter, if
+            the devices' counters are merged by their maximum.
+    """
+
+    windows: int = 0
+    steps: int = 0
+
+
+A = TypeVar("A", bound=AnchorRuleState)
+
+
+class AnchorRule(Proportional[A]):
+    """Base of `QSR`, `PostLocal` and `AdaComm`: counts as in `ElChe`, the anchor from a rule.
+
+    The verdict *hold growth* keeps the anchor from rising. *Nudge down* multiplies the current
+    anchor by its factor (rounded up, at least 1), and the result bounds the rule from above;
+    every stable window raises the bound by 1.
+    """
+
+    state_type = AnchorRuleState
+    counts_windows = True
+
+    @abstractmethod
+    def target_anchor(self, state: A) -> int:
+        """Return the anchor of the next window, at least 1.
+
+        Args:
+            state: The state, with the last window added.
+        """
+
+    def count_window(self, state: A, report: WindowReport) -> A:
+        """Return the state with the window added to its counters."""
+        steps = state.steps + max(report.counts)
+        return replace(state, windows=state.windows + 1, steps=steps)
+
+    def _first(self, world_size: int) -> A:
+        unknown = (None,) * world_size
+        # the rule needs a state, for its counters, before there is an anchor
+        state = cast(type[A], self.state_type)(1, (1,) * world_size, unknown, False)
+        anchor = self.target_anchor(state)
+        return replace(state, anchor=anchor, counts=(anchor,) * world_size)
+
+    def _next(self, state: A, report: WindowReport, verdict: Verdict) -> A:
+        state = self.count_window(state, report)
+        anchor, ceiling = limited(state, self.target_anchor(state), verdict)
+        ms = update_ms(state.ms_per_batch, report)
+        return replace(self.recount(state, anchor, ms), ceiling=ceiling)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from elche_jax import _check as check
-from elche_jax.cadence.anchor_rule import AnchorRule, AnchorRuleState
+from elche_jax.cadence.proportional import AnchorRule, AnchorRuleState
 
 CEILING = 2**31 - 1
 """Largest anchor: at a learning rate of 0 the rule itself has no bound."""
