@@ -1,7 +1,5 @@
 """The initial training state, its shapes, and the checks of what it is made from."""
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -65,12 +63,9 @@ def initial_state(
     """Return the replicated state before the first window; see `TrainStep.init`."""
     trained, frozen = selection.split(params)
     check_params(trained, frozen)
-    with _optimizer_errors():
-        opt_state = optimizer.init(trained)
-    check_optimizer(optimizer, trained, opt_state)
     state = TrainState(
         params=params,
-        opt_state=opt_state,
+        opt_state=optimizer_state(optimizer, trained),
         model_state=model_state,
         key=jax.random.key_data(key),
         microbatches=jnp.int32(0),
@@ -106,7 +101,7 @@ def initial_averaging(
     state = AveragingState()
     if rule is not None and rule.outer is not None:
         sums = [jnp.asarray(leaf, wide_dtype(leaf)) for leaf in leaves]
-        outer = (checked_outer(rule.outer, [sums[i] for i in part]) for part in parts)
+        outer = (optimizer_state(rule.outer, [sums[i] for i in part], OUTER) for part in parts)
         state = state.replace(outer=tuple(outer))
     # kept on any number of devices and with a host exchange, so that a checkpoint can move there
     if rule is not None and (len(parts) > 1 or options.may_be_late):
@@ -226,11 +221,16 @@ CALLS = {
 """Arguments of an optimizer's update, for messages."""
 
 
-def check_optimizer(
-    optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree, name: str = INNER
-) -> None:
-    """Raise if an update fails on these parameters, or changes the structure, shapes or
-    dtypes of the optimizer state."""
+def optimizer_state(
+    optimizer: optax.GradientTransformation, params: PyTree, name: str = INNER
+) -> PyTree:
+    """Return the state of an optimizer for these parameters.
+
+    Raises:
+        TypeError: `init` or an update fails on them, or an update changes the structure, shapes or
+            dtypes of the state. Any exception of the optimizer becomes an error that says how it
+            is called.
+    """
 
     def update(params: PyTree, opt_state: PyTree) -> PyTree:
         tx = optax.with_extra_args_support(optimizer)
@@ -240,34 +240,21 @@ def check_optimizer(
         work = {"microbatches": jnp.int32(0), "examples": jnp.int32(0)}
         return tx.update(grads, opt_state, params, value=jnp.float32(0), grad=grads, **work)[1]
 
-    with _optimizer_errors(name):
+    try:
+        opt_state = optimizer.init(params)
         new = jax.eval_shape(update, params, opt_state)
+    except Exception as error:  # for example, it requires value_fn
+        raise TypeError(
+            f"TrainStep.init: the {name} must work with update({CALLS[name]}), got "
+            f"{type(error).__name__}: {str(error).rstrip('.')}.{_instead(error)}"
+        ) from error
     differs = difference(new, jax.eval_shape(lambda: opt_state))
     if differs:
         raise TypeError(
             f"TrainStep.init: an update of the {name} must keep the structure, shapes and "
             f"dtypes of its state, got another: {differs}."
         )
-
-
-def checked_outer(outer: optax.GradientTransformation, params: Sequence[Any]) -> PyTree:
-    """Return the state of an outer optimizer for these parameters, after the same checks."""
-    with _optimizer_errors(OUTER):
-        opt_state = outer.init(params)
-    check_optimizer(outer, params, opt_state, OUTER)
     return opt_state
-
-
-@contextmanager
-def _optimizer_errors(name: str = INNER) -> Generator[None]:
-    """Turn any exception of an optimizer into an error that says how it is called."""
-    try:
-        yield
-    except Exception as error:  # for example, it requires value_fn
-        raise TypeError(
-            f"TrainStep.init: the {name} must work with update({CALLS[name]}), got "
-            f"{type(error).__name__}: {str(error).rstrip('.')}.{_instead(error)}"
-        ) from error
 
 
 def _instead(error: Exception) -> str:
