@@ -28,7 +28,7 @@ from elche_jax.train.finite import MAX_SKIPS, FinitePolicy
 from elche_jax.train.microbatch_split import MicrobatchSplit, checked_split
 from elche_jax.train.options import Options
 from elche_jax.train.outside import check_debug, check_outside
-from elche_jax.train.parts import cadence_for, check_parts, with_keywords
+from elche_jax.train.parts import cadence_for, check_emulation, checked_optimizer
 from elche_jax.train.recording import EpochRecorder
 from elche_jax.train.step import TrainStep
 
@@ -196,7 +196,7 @@ def build_train_step(
     check.instance("build_train_step", "loss_fn", loss_fn, Callable, "be callable", brief=True)
     check.instance("build_train_step", "has_aux", has_aux, bool)
     check.instance("build_train_step", "device_loss", device_loss, bool)
-    check_parts("build_train_step", optimizer=optimizer, cadence=cadence, emulate=emulate)
+    tx = checked_optimizer(optimizer)
     config = DDPConfig() if config is None else config
     check.instance("build_train_step", "config", config, DDPConfig, "be a DDPConfig", brief=True)
     given = config.or_given(
@@ -211,9 +211,8 @@ def build_train_step(
     devices = select_job(devices)
     fleet, kinds = fleet_of("build_train_step", devices, lanes), kinds_of(devices)
     config = config.for_kinds(kinds)
-    cadence = cadence_for(cadence, kinds)
-    if emulate is not None:
-        emulate.check(len(devices))
+    cadence = cadence_for("build_train_step", cadence, kinds)
+    check_emulation("build_train_step", emulate, len(devices))
     check_averaging(averaging, guard)
     exchange = _exchange(exchange, config)
     _check_kinds(exchange, kinds, lanes)
@@ -242,8 +241,7 @@ def build_train_step(
     check_alike(job, exchange)
     if first:
         logger.info(summary_of(fleet))
-    loss, tx = LossFn(loss_fn, has_aux=has_aux), with_keywords(optimizer)
-    return TrainStep(loss, tx, fleet, cadence, options)
+    return TrainStep(LossFn(loss_fn, has_aux=has_aux), tx, fleet, cadence, options)
 
 
 def _exchange(exchange: HostExchange | None, config: DDPConfig) -> HostExchange | None:

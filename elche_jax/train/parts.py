@@ -8,62 +8,65 @@ import optax
 
 from elche_jax import _check as check
 from elche_jax.cadence import Cadence
-
-METHODS = {
-    "optimizer": (("init", "update"), "an optax optimizer"),
-    "emulate": (("check", "begin", "around", "end", "settle"), "an emulation of elche_jax.lab"),
-}
+from elche_jax.engine.loop import LoopHook
 
 
-def check_parts(where: str, **parts: Any) -> None:
-    """Check the types of the given objects; all except the optimizer may be None.
+def checked_optimizer(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return the optimizer of `build_train_step`, whose update gets the keywords that it takes.
 
-    Args:
-        where: The function the user called.
-        **parts: The objects, by the name of the argument: `"cadence"` or a key of `METHODS`.
+    optax would drop those of what is not one of its own tuples, such as `optax.MultiSteps`.
 
     Raises:
-        TypeError: An object does not have the required type or methods.
+        TypeError: It is no optimizer.
     """
-    for name, part in parts.items():
-        if part is None and name != "optimizer":
-            continue
-        if name == "cadence":
-            fits, expected = isinstance(part, Cadence), "an elche_jax.Cadence such as ElChe()"
-        else:
-            methods, expected = METHODS[name]
-            callables = all(callable(getattr(part, method, None)) for method in methods)
-            fits = callables and not isinstance(part, type)
-        if fits:
-            continue
+    if isinstance(optimizer, optax.GradientTransformation):
+        return optimizer
+    if not _has(optimizer, "init", "update"):
         # that of Flax, which prints all its arrays
-        wraps, kind = name == "optimizer" and hasattr(part, "tx"), type(part).__name__
-        got, todo = (f"{kind} around one", "Pass its tx.") if wraps else (repr(part), "")
-        raise TypeError(check.message(where, name, f"be {expected}", got, todo))
+        wraps, kind = hasattr(optimizer, "tx"), type(optimizer).__name__
+        got, todo = (f"{kind} around one", "Pass its tx.") if wraps else (repr(optimizer), "")
+        where, rule = "build_train_step", "be an optax optimizer"
+        raise TypeError(check.message(where, "optimizer", rule, got, todo))
+    arguments = inspect.signature(optimizer.update).parameters.values()
+    if all(each.kind is not each.VAR_KEYWORD for each in arguments):
+        return optimizer
+    return optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
 
 
-def cadence_for(cadence: Cadence[Any] | None, kinds: Sequence[str]) -> Cadence[Any] | None:
+def check_emulation(where: str, emulate: LoopHook | None, world_size: int) -> None:
+    """Check an emulation, if there is one.
+
+    Raises:
+        TypeError: It is none.
+        ValueError: It is one of another number of devices.
+    """
+    if emulate is None:
+        return
+    if not _has(emulate, "check", "begin", "around", "end", "settle"):
+        rule = "be an emulation of elche_jax.lab"
+        raise TypeError(check.message(where, "emulate", rule, repr(emulate)))
+    emulate.check(world_size)
+
+
+def cadence_for(
+    where: str, cadence: Cadence[Any] | None, kinds: Sequence[str]
+) -> Cadence[Any] | None:
     """Return a cadence, if there is one, for devices of these kinds.
 
     Raises:
-        TypeError: A user's `for_kinds` returns no cadence.
+        TypeError: It is none, or a user's `for_kinds` returns none.
     """
     if cadence is None:
         return None
+    if not isinstance(cadence, Cadence):
+        rule = "be an elche_jax.Cadence such as ElChe()"
+        raise TypeError(check.message(where, "cadence", rule, repr(cadence)))
     found, rule = cadence.for_kinds(kinds), "return a cadence"
     check.instance(type(cadence).__name__, "for_kinds", found, Cadence, rule)
     return found
 
 
-def with_keywords(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return an object like `optax.MultiSteps`, whose update takes any keywords, as a
-    transformation that gets them; others as they are.
-
-    optax would drop the keywords of what is not one of its own tuples.
-    """
-    if isinstance(optimizer, optax.GradientTransformation):
-        return optimizer
-    arguments = inspect.signature(optimizer.update).parameters.values()
-    if all(each.kind is not each.VAR_KEYWORD for each in arguments):
-        return optimizer
-    return optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
+def _has(part: object, *methods: str) -> bool:
+    """Return whether an object, and not its class, has these methods."""
+    callables = all(callable(getattr(part, method, None)) for method in methods)
+    return callables and not isinstance(part, type)

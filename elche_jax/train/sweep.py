@@ -36,7 +36,7 @@ from elche_jax.train.initial import check_buffers, check_one_copy
 from elche_jax.train.live_scheduler import LiveScheduler
 from elche_jax.train.loading import Loading
 from elche_jax.train.outside import check_mesh, check_outside
-from elche_jax.train.parts import cadence_for, check_parts
+from elche_jax.train.parts import cadence_for, check_emulation
 from elche_jax.train.pipeline import IN_FLIGHT, Pipeline
 from elche_jax.train.spec import DataPlan
 from elche_jax.train.windows import Windows
@@ -153,15 +153,13 @@ class Sweep:
         emulate: LoopHook | None,
     ):
         self.devices = devices
-        check_parts(where, cadence=cadence, emulate=emulate)
+        cadence = cadence_for(where, cadence, kinds_of(devices))
         if cadence is not None and cadence.uses_loss:
             rule, todo = "not follow the loss, as there is none", "Leave it out."
             got = type(cadence).__name__
             raise ValueError(check.message(where, "cadence", rule, got, todo))
-        if emulate is not None:
-            emulate.check(len(self.devices))
+        check_emulation(where, emulate, len(devices))
         self._where, self._fn, self._make, self._emulate = where, fn, make, emulate
-        cadence = cadence_for(cadence, kinds_of(devices))
         if cadence is None:
             cadence = WindowTime() if len(self.devices) > 1 else FixedTotal(ONE_DEVICE)
         self.scheduler = LiveScheduler(
