@@ -17,6 +17,7 @@ from elche_jax.data.split import Range, capacity_for, piece_lengths, split_windo
 from elche_jax.engine.fetch import CallArgs, Payload, Pieces, Rows
 from elche_jax.engine.place import Placer
 from elche_jax.engine.runner import Call, FleetRunner
+from elche_jax.engine.shapes import stacked
 from elche_jax.train.spec import DataPlan
 
 PyTree = Any
@@ -163,18 +164,12 @@ class Feed:
         return self._shapes[capacity]
 
     def _new_payload_shape(self, capacity: int) -> Payload:
-        n = self.fleet.world_size
+        n, microbatch = self.fleet.world_size, self._plan.microbatch
         if self._resident is not None:
             index = jax.ShapeDtypeStruct((n, capacity, self._plan.batch_size), jnp.int32)
             return Rows(self._resident, index)
-
-        def piece(length: int) -> PyTree:
-            return jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct((n, length, *x.shape), x.dtype),
-                self._plan.microbatch,
-            )
-
-        return Pieces(tuple(piece(length) for length in piece_lengths(capacity)))
+        pieces = tuple(stacked(microbatch, length) for length in piece_lengths(capacity))
+        return Pieces(stacked(pieces, n))
 
     def _examples(self, first: int, count: int, reader: Reader) -> int:
         total = count * self._plan.batch_size
