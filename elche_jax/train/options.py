@@ -64,6 +64,9 @@ class Options:
 
     def shared(self) -> dict[str, Any]:
         """Return the options that all processes of a job must set alike, by their argument."""
+        scale: float | Described = self.precision.scale
+        if self.loss_scale is not None:  # a dynamic one with its first value
+            scale = Described.of(repr(jax.device_get(self.loss_scale)))
         return {
             "averaging": settings_of(self.rule),
             "exchange": settings_of(self.exchange),
@@ -71,18 +74,11 @@ class Options:
             "guard": settings_of(self.guard),
             "max_grad_norm": self.max_grad_norm,
             "compute_dtype": self.precision.compute_dtype,
-            "loss_scale": self._scale,
+            "loss_scale": scale,
             "verify_every": self.verify_every,
             "device_loss": self.device_loss,
             "jax_enable_x64": setting("enable_x64"),
         }
-
-    @property
-    def _scale(self) -> float | Described:
-        """The constant scale of the loss; a dynamic one with its first value."""
-        if self.loss_scale is None:
-            return self.precision.scale
-        return Described.of(repr(jax.device_get(self.loss_scale)))
 
     def finite_watch(self, devices: tuple[jax.Device, ...]) -> FiniteWatch:
         """Return the watch for windows with non-finite values."""
