@@ -5,9 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from elche_jax import _check as check
 from elche_jax._processes import noting_errors
-from elche_jax.averaging.exchange import HostExchange
 from elche_jax.data.order import Cursor
 from elche_jax.data.source import IterableSource, MapSource, Source
 from elche_jax.engine.digests import Described, digest_of
@@ -22,16 +20,6 @@ PyTree = Any
 
 SAMPLES = 8
 """Examples by which arrays are compared between processes, beside their number."""
-
-
-def check_alike(job: Job, exchange: HostExchange | None) -> None:
-    """Raise if the devices would not apply the same mean with the same bits; all have to ask."""
-    if exchange is not None and not job.alike:
-        must = "be None where the processes' devices do not compute the same bits"
-        todo = (
-            "Each would apply the mean by itself, and GPUs or unlike processors round differently."
-        )
-        raise ValueError(check.message("build_train_step", "exchange", must, exchange, todo))
 
 
 def check_same_start(

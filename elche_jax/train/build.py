@@ -16,13 +16,13 @@ from elche_jax.cadence.guards import Guard, NoGuard, TrendGuard
 from elche_jax.config import DDPConfig, Recorder, check_arguments, dtype_name
 from elche_jax.engine.devices import LaneChoice, fleet_of, select_job, summary_of
 from elche_jax.engine.digests import settings_of
+from elche_jax.engine.job import Job
 from elche_jax.engine.lane import kinds_of
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.loss import LossFn
 from elche_jax.engine.merge import Merge
 from elche_jax.engine.precision import Precision, first_scale
 from elche_jax.engine.trainable import Trainable
-from elche_jax.train.across import check_alike
 from elche_jax.train.averaging import cadence_of, check_averaging, check_together
 from elche_jax.train.finite import MAX_SKIPS, FinitePolicy
 from elche_jax.train.microbatch_split import MicrobatchSplit, checked_split
@@ -215,7 +215,6 @@ def build_train_step(
     check_emulation("build_train_step", emulate, len(devices))
     check_averaging(averaging, guard)
     exchange = _exchange(exchange, config)
-    _check_kinds(exchange, kinds, lanes)
     rule = config.rule(averaging, run_ahead=exchange is not None and exchange.run_ahead)
     chosen = _chosen(cadence, config)
     job = fleet.job
@@ -238,7 +237,8 @@ def build_train_step(
     cadence = cadence or config.cadence_for(len(devices), kinds=len(set(kinds)))
     _warn_of_knobs(config, cadence, len(devices))
     job.check_same("build_train_step", cadence=settings_of(cadence), **options.shared())
-    check_alike(job, exchange)
+    if exchange is not None:
+        _check_exchange(exchange, job, kinds, lanes)
     if first:
         logger.info(summary_of(fleet))
     return TrainStep(LossFn(loss_fn, has_aux=has_aux), tx, fleet, cadence, options)
@@ -257,20 +257,24 @@ def _exchange(exchange: HostExchange | None, config: DDPConfig) -> HostExchange 
     return exchange
 
 
-def _check_kinds(
-    exchange: HostExchange | None, kinds: Sequence[str], lanes: LaneChoice | None
+def _check_exchange(
+    exchange: HostExchange, job: Job, kinds: Sequence[str], lanes: LaneChoice | None
 ) -> None:
-    """Raise if the host would compute the mean of devices that round differently."""
-    if exchange is None:
-        return
+    """Raise if devices would not apply the mean of the host with the same bits; all have to ask."""
     if lanes is not None:
         rule, todo = "be None with an exchange on the host, where no devices meet", "Leave it out."
         raise ValueError(check.message("build_train_step", "lanes", rule, lanes, todo))
-    if len(set(kinds)) == 1:
+    if len(set(kinds)) > 1:
+        rule = "be None where devices are of several kinds"
+        got = f"{exchange} and {', '.join(dict.fromkeys(kinds))}"
+        todo = "Every device would apply the mean by itself, and kinds round differently."
+    elif not job.alike:
+        rule, got = "be None where the processes' devices do not compute the same bits", exchange
+        todo = (
+            "Each would apply the mean by itself, and GPUs or unlike processors round differently."
+        )
+    else:
         return
-    rule = "be None where devices are of several kinds"
-    got = f"{exchange} and {', '.join(dict.fromkeys(kinds))}"
-    todo = "Every device would apply the mean by itself, and kinds round differently."
     raise ValueError(check.message("build_train_step", "exchange", rule, got, todo))
 
 
