@@ -128,10 +128,13 @@ class Pipeline(Planning[R]):
         """
         clock, runner = None if self.closed else self.clock, self.runner
         if lost and runner.runs_ahead:
-            with self.errors.seen():
+            try:
                 state, windows = self._take_over.take_back(
                     state, windows, runner, clock, self._take_back
                 )
+            except Exception:
+                self.errors.raised = True  # here the loop sees it
+                raise
         if not windows:
             return state, []
         first, *later = windows

@@ -1,8 +1,5 @@
 """The errors of a run: found in threads, raised in the loop, in all processes before one window."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
-
 from elche_jax._processes import ExchangeLost
 from elche_jax._waiting import Condition
 from elche_jax.engine.job import Job
@@ -66,15 +63,6 @@ class RunErrors:
         if self._shared is not None and (last is None or self._shared[0] <= last):
             self.keep(self._shared[1])
         self.check()
-
-    @contextmanager
-    def seen(self) -> Generator[None]:
-        """Note that the loop sees what the body raises."""
-        try:
-            yield
-        except Exception:
-            self.raised = True
-            raise
 
     def check(self) -> None:
         """Raise the error."""
