@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 from types import MethodType
@@ -251,7 +252,7 @@ def predict(
     check_outside("predict")
     check.instance("predict", "apply_fn", apply_fn, Callable, "be callable", brief=True)
     chosen = select_job(devices, "predict")
-    sweep = _kept_sweep(_SameFunction(apply_fn), chosen, _Same(cadence), _Same(emulate))
+    sweep = _kept_sweep(_same_function(apply_fn), chosen, _same(cadence), _same(emulate))
     blocks: list[list[np.ndarray]] = []
     structure = None
 
@@ -285,32 +286,27 @@ def clear_predict_cache() -> None:
     _kept_sweep.cache_clear()
 
 
+@dataclass(frozen=True)
 class _Same:
-    """A cache key for any value: compares by value if hashable, else by identity."""
+    """A cache key for a value, which it keeps alive: the id of a dropped object may be reused."""
 
-    def __init__(self, value: Any):
-        # also keeps the value alive: the id of a collected object may be reused
-        self.value = value
-        try:
-            hash(value)
-            self._key = value
-        except TypeError:
-            self._key = id(value)
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and bool(self._key == other._key)
+    key: Any
+    value: Any = field(compare=False)
 
 
-class _SameFunction(_Same):
-    """A cache key for a function: compares by identity, as equal ones may compute other things."""
+def _same(value: Any) -> _Same:
+    """Return a key that compares by value if that is hashable, else by identity."""
+    try:
+        hash(value)
+    except TypeError:
+        return _Same(id(value), value)
+    return _Same(value, value)
 
-    def __init__(self, value: Any):
-        self.value = value
-        is_method = isinstance(value, MethodType)  # a new object at every access
-        self._key = (id(value.__self__), id(value.__func__)) if is_method else id(value)
+
+def _same_function(value: Any) -> _Same:
+    """Return a key that compares by identity, as equal functions may compute other things."""
+    is_method = isinstance(value, MethodType)  # a new object at every access
+    return _Same((id(value.__self__), id(value.__func__)) if is_method else id(value), value)
 
 
 @lru_cache(maxsize=8)

@@ -20,7 +20,7 @@ from test_contract_no_stall import CompileCount
 
 import elche_jax as elche
 from elche_jax.lab import EmulatedSpeeds, ExtraWork
-from elche_jax.train.evaluate import _kept_sweep, _Same, _SameFunction, clear_predict_cache
+from elche_jax.train.evaluate import _kept_sweep, _same, _same_function, clear_predict_cache
 
 DEVICES = jax.devices()
 PARAMS = {"w": np.float32(1.5)}
@@ -156,7 +156,7 @@ def test_outputs_larger_than_the_data_are_cut_into_calls():
 def sweep_of(apply_fn, devices, cadence=None, emulate=None, **_):
     """The kept sweep of earlier calls with these arguments; fails where there is none."""
     before = _kept_sweep.cache_info().misses
-    sweep = _kept_sweep(_SameFunction(apply_fn), tuple(devices), _Same(cadence), _Same(emulate))
+    sweep = _kept_sweep(_same_function(apply_fn), tuple(devices), _same(cadence), _same(emulate))
     assert _kept_sweep.cache_info().misses == before, "it was not kept"
     return sweep
 

@@ -23,7 +23,7 @@ from elche_jax.engine.lane import Lane
 from elche_jax.engine.runner import Launch
 from elche_jax.engine.timing import Ends, WindowTimes
 from elche_jax.lab import EmulatedSpeeds
-from elche_jax.train.evaluate import _kept_sweep, _Same, _SameFunction
+from elche_jax.train.evaluate import _kept_sweep, _same, _same_function
 from elche_jax.train.finite import FinitePolicy, FiniteWatch
 from elche_jax.train.in_flight import InFlight
 from elche_jax.train.live_scheduler import LiveScheduler
@@ -56,8 +56,8 @@ class Predicted:
     def __init__(self, fn, world=2, cadence=None, **options):
         self.fn = lambda params, batch: fn(batch)
         self.options = {"devices": DEVICES[:world], "cadence": cadence, "emulate": None} | options
-        keys = [_Same(self.options[name]) for name in ("cadence", "emulate")]
-        self.sweep = _kept_sweep(_SameFunction(self.fn), tuple(self.options["devices"]), *keys)
+        keys = [_same(self.options[name]) for name in ("cadence", "emulate")]
+        self.sweep = _kept_sweep(_same_function(self.fn), tuple(self.options["devices"]), *keys)
 
     def __call__(self, data=DATA, batch_size=4, **options):
         outputs = elche.predict(self.fn, None, data, batch_size, **self.options, **options)
