@@ -17,7 +17,6 @@ from elche_jax.cadence import Cadence, WindowRecord
 from elche_jax.cadence.scheduler import SchedulerState
 from elche_jax.data.split import piece_lengths
 from elche_jax.engine.devices import select_job
-from elche_jax.engine.laned import StackedArray
 from elche_jax.engine.loop import LoopHook
 from elche_jax.engine.loss import SMALLEST_WEIGHT
 from elche_jax.engine.sweep import (
@@ -338,8 +337,9 @@ def _parts(window: Window, calls: list[PyTree]) -> list[Part]:
             starts = own.pieces()
             for length, piece in zip(piece_lengths(capacity), pieces, strict=True):
                 if length in starts:
-                    rows = [_row(place, leaf) for leaf in jax.tree.leaves(piece)]
-                    parts.append((starts[length], rows))
+                    # one device's entry of each stacked array, and no other
+                    rows = [leaf.addressable_data(place) for leaf in jax.tree.leaves(piece)]
+                    parts.append((starts[length], [np.asarray(row)[0] for row in rows]))
     return parts
 
 
@@ -353,11 +353,6 @@ def _joined(examples: int, parts: list[Part]) -> list[np.ndarray]:
         return np.concatenate(flat)[:examples]
 
     return [join(*leaves) for leaves in zip(*(leaves for _, leaves in parts), strict=True)]
-
-
-def _row(rank: int, leaf: StackedArray) -> np.ndarray:
-    """Fetch one device's entry of a stacked array, and no other."""
-    return np.asarray(leaf.addressable_data(rank))[0]
 
 
 def _sums(window: Window, calls: list[PyTree]) -> Sums:
