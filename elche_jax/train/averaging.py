@@ -17,7 +17,6 @@ from elche_jax.averaging.rules import (
 from elche_jax.cadence import Cadence, ElChe, FixedTotal
 from elche_jax.cadence.guards import Guard
 from elche_jax.config import DDPConfig
-from elche_jax.engine.merge import MergeRules
 from elche_jax.train.options import Options
 
 WHERE = "build_train_step"
@@ -118,14 +117,6 @@ def _check_weigh(name: str, rule: AveragingRule, world_size: int) -> None:
 
 def _is_number(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-
-
-def check_merge(options: Options, rules: MergeRules) -> None:
-    """Raise if a merge rule for model state cannot be applied late."""
-    if options.late and "first" in rules.rules:
-        rule = "be 'mean', 'pooled', 'max' or 'keep' where exchanges are late"
-        todo = "What is the first device's cannot be corrected later; 'keep' leaves each its own."
-        raise ValueError(check.message("TrainStep.init", "merge", rule, "'first'", todo))
 
 
 def cadence_of(

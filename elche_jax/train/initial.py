@@ -61,6 +61,10 @@ def initial_state(
     merge: MergeRules,
 ) -> TrainState:
     """Return the replicated state before the first window; see `TrainStep.init`."""
+    if options.late and "first" in merge.rules:
+        rule = "be 'mean', 'pooled', 'max' or 'keep' where exchanges are late"
+        todo = "What is the first device's cannot be corrected later; 'keep' leaves each its own."
+        raise ValueError(check.message("TrainStep.init", "merge", rule, "'first'", todo))
     trained, frozen = selection.split(params)
     check_params(trained, frozen)
     state = TrainState(

@@ -29,7 +29,6 @@ from elche_jax.engine.shapes import shapes_of
 from elche_jax.engine.state import TrainState
 from elche_jax.observe.report import RunReport, make_report
 from elche_jax.train.across import check_same_data, check_same_optimizer, check_same_start
-from elche_jax.train.averaging import check_merge
 from elche_jax.train.divergence import divergence_reader
 from elche_jax.train.in_flight import Run, Window
 from elche_jax.train.initial import as_key, check_buffers, check_init, initial_state
@@ -205,7 +204,6 @@ class TrainStep:
             selection, merge = check_init(self._options, params, model_state)
             key, job = as_key(rng), self.fleet.job
             check_same_start(job, params, model_state, key, selection, merge)
-            check_merge(self._options, merge)
             state = initial_state(
                 self._optimizer, params, model_state, key, self.fleet, selection, self._options,
                 merge,
