@@ -38,20 +38,16 @@ def others() -> list[int]:
     return [one for one in range(getattr(state(), "num_processes", 1)) if one != index()]
 
 
-def tell(client: Any, key: str, text: str = "") -> bool:
-    """Tell the others something under a key; return whether nobody had, and there is somebody."""
+def tell(client: Any, key: str, text: str = "", anew: bool = False) -> bool:
+    """Tell the others something under a key; return whether it is told there now.
+
+    It is not if there is nobody to tell, or it was told before and is not to be told anew.
+    """
     with suppress(jax.errors.JaxRuntimeError):
         if client is not None:
-            client.key_value_set(key, text)
+            client.key_value_set(key, text, allow_overwrite=anew)
             return True
     return False
-
-
-def tell_anew(client: Any, key: str, text: str) -> None:
-    """Tell the others something under a key, in place of what was told there before."""
-    with suppress(jax.errors.JaxRuntimeError):
-        if client is not None:
-            client.key_value_set(key, text, allow_overwrite=True)
 
 
 def told(client: Any, key: str) -> str | None:

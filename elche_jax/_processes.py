@@ -240,7 +240,8 @@ class Processes:
         if call is not None:
             self._calls += 1
             call = f"{self._calls} {call}"
-            _coordinator.tell_anew(_coordinator.client(), f"{CALLS}/{_coordinator.index()}", call)
+            key = f"{CALLS}/{_coordinator.index()}"
+            _coordinator.tell(_coordinator.client(), key, call, anew=True)
         try:
             # All are there. A process waits here for one that is late, so the exchange itself is
             # short, and one that has ended is noticed before the others depend on it.

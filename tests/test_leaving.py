@@ -131,11 +131,12 @@ def test_process_0_has_ended_only_if_its_coordinator_does_not_answer(
 def test_one_in_another_call_is_found_before_the_exchange(monkeypatch, processes, other, said):
     told = {"1": other}
 
-    def tell(client, key, text):
+    def tell(client, key, text, anew):
+        assert anew
         told[key.removeprefix("elche_jax/call/")] = text
 
     monkeypatch.setattr(multihost_utils, "live_devices", lambda _: nullcontext(LEADS))
-    monkeypatch.setattr(_coordinator, "tell_anew", tell)
+    monkeypatch.setattr(_coordinator, "tell", tell)
     monkeypatch.setattr(_coordinator, "told_in", lambda _, folder: told)
 
     def exchange():
@@ -231,7 +232,7 @@ def test_it_does_not_wait_for_ever(monkeypatch):
 def test_the_coordinator_stays_when_the_first_process_leaves(monkeypatch):
     state = SimpleNamespace(process_id=0, num_processes=3, service="coordinator", client=None)
     seen = []
-    state.client = SimpleNamespace(key_value_set=lambda *told: seen.append(told))
+    state.client = SimpleNamespace(key_value_set=lambda *told, **_: seen.append(told))
     monkeypatch.setattr(_coordinator, "state", lambda: state)
     monkeypatch.setattr(_leaving, "_kept", [])
     monkeypatch.setattr(jax.distributed, "shutdown", lambda: seen.append(state.service))

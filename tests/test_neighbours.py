@@ -22,8 +22,8 @@ class Store:
     def __init__(self):
         self.told = {}
 
-    def key_value_set(self, key, text):
-        if key in self.told:
+    def key_value_set(self, key, text, allow_overwrite):
+        if key in self.told and not allow_overwrite:
             raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: {key}")
         self.told[key] = text
 
