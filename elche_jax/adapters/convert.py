@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import optax
 
 from elche_jax import _check as check
-from elche_jax.adapters.linen import key_of
 from elche_jax.adapters.model import differing
 from elche_jax.engine.loss import describe
 from elche_jax.engine.replicas import replicate, unreplicate
 from elche_jax.engine.state import TrainState
-from elche_jax.train.initial import check_one_copy
+from elche_jax.train.initial import as_key, check_one_copy
 from elche_jax.train.step import TrainStep
 
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ def from_flax(
     check_one_copy("from_flax", "flax_state", parts)
     if model_state is None and getattr(flax_state, STATS, None):
         model_state = {STATS: getattr(flax_state, STATS)}
-    key = key_of("from_flax", rng)
+    key = as_key(rng, "from_flax")
     state = train.init(flax_state.params, model_state=model_state, rng=key)
     one = jax.eval_shape(partial(jax.tree.map, lambda leaf: leaf[0]), state.opt_state)
     differs = difference(flax_state.opt_state, one)

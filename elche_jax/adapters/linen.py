@@ -78,7 +78,7 @@ class LinenModel(Model):
             ValueError: `batch` is a dict that lacks the inputs.
         """
         args, kwargs = self._call.arguments(batch, train=False)
-        variables = unfreeze(self._module.init(key_of("Model.init", rng), *args, **kwargs))
+        variables = unfreeze(self._module.init(as_key(rng, "Model.init"), *args, **kwargs))
         params = variables.pop("params", {})
         state = {name: part for name, part in variables.items() if name not in TRANSIENT}
         return params, state or None
@@ -202,14 +202,6 @@ def from_linen(
         rule, todo = "be a flax.linen module", "A flax.nnx module: from_nnx."
         raise TypeError(check.message("from_linen", "module", rule, described(module), todo))
     return LinenModel("from_linen", module, loss, inputs, rngs, mutable, train_kwargs, eval_kwargs)
-
-
-def key_of(where: str, rng: Any) -> jax.Array:
-    """Convert a seed, raw key or typed key to a typed key."""
-    try:
-        return as_key(rng)
-    except (TypeError, ValueError) as error:
-        raise type(error)(str(error).replace("TrainStep.init", where)) from None
 
 
 def _unboxed(tree: PyTree) -> PyTree:

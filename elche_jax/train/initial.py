@@ -314,20 +314,18 @@ def check_buffers(state: Any, where: str = "train") -> None:
         )
 
 
-def as_key(rng: Any) -> jax.Array:
-    """Return a typed key, given a seed, a raw key or a typed key."""
+def as_key(rng: Any, where: str = "TrainStep.init") -> jax.Array:
+    """Return a typed key, given a seed, a raw key or a typed key; `where` is for the error."""
     key: jax.Array
     if isinstance(rng, int | np.integer) and not isinstance(rng, bool):
         # jax.random.key accepts larger seeds, but without 64-bit types drops the upper half
-        return jax.random.key(check.integer("TrainStep.init", "rng", rng, low=0, high=2**32 - 1))
+        return jax.random.key(check.integer(where, "rng", rng, low=0, high=2**32 - 1))
     if isinstance(rng, jax.Array) and is_key(rng):
         key = rng
     elif isinstance(rng, jax.Array) and rng.dtype == jnp.uint32:
         key = jax.random.wrap_key_data(rng)
     else:
-        raise TypeError(
-            f"TrainStep.init: rng must be a key or an integer seed, got {describe(rng)}."
-        )
+        raise TypeError(f"{where}: rng must be a key or an integer seed, got {describe(rng)}.")
     if key.shape != ():
-        raise TypeError(f"TrainStep.init: rng must be one key, got an array of shape {key.shape}.")
+        raise TypeError(f"{where}: rng must be one key, got an array of shape {key.shape}.")
     return key
