@@ -44,10 +44,8 @@ def _spec(value: np.ndarray, info: Any) -> Any:
 def _all(futures: Iterable[Any]) -> list[Any]:
     """Wait for all futures, then return their results or raise the first error."""
     futures = list(futures)
-    errors = [future.exception() for future in futures]
-    for error in errors:
-        if error is not None:
-            raise error
+    for future in futures:
+        future.exception()
     return [future.result() for future in futures]
 
 
