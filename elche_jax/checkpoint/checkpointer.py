@@ -3,7 +3,7 @@
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache, partial
 from os.path import exists  # unlike Path.exists, accepts any name
@@ -14,12 +14,11 @@ from elche_jax import _check as check, _progress
 from elche_jax._exit import before_exit
 from elche_jax._processes import RestartRequested, of_process
 from elche_jax._threads import BackgroundThread, wait_at_exit
-from elche_jax.checkpoint.content import COUNTS, Content, Notes, content_of, state_of
+from elche_jax.checkpoint.content import COUNTS, Content, Notes, content_of, read_by_first, state_of
 from elche_jax.checkpoint.errors import CheckpointError, beside, described, none_there
 from elche_jax.checkpoint.lock import lock
 from elche_jax.checkpoint.memory import Memory
 from elche_jax.checkpoint.options import RESUME, Checkpoints
-from elche_jax.checkpoint.reading import Restored, read_by_first
 from elche_jax.checkpoint.snapshot import take
 from elche_jax.checkpoint.store import Saved, Store, may_hold
 from elche_jax.data.order import Cursor
@@ -165,18 +164,20 @@ class Checkpointer:
         """
         return self.restore_all(state, resume)[:2]
 
-    def restore_all(self, state: TrainState, resume: str = "auto") -> Restored:
+    def restore_all(
+        self, state: TrainState, resume: str = "auto"
+    ) -> tuple[TrainState, Cursor | None, Mapping[str, Any]]:
         """Restore like `restore`, and return the saved notes, too."""
         check.one_of("Checkpointer.restore", "resume", resume, RESUME)
         with _progress.phase("restore"):
             saved = read_by_first(self._job, lambda: self._newest(resume))
             if saved is None:
-                return Restored(state, None, {})
+                return state, None, {}
             notes, state = saved.notes, state_of(saved, self._train, state, self._folder)
         self._train.restore_run(notes["run"] | {"counts": saved.leaves[COUNTS]})
         self._step = saved.step
         logger.info("elche: resumed after window %d from %s.", saved.step, self._folder)
-        return Restored(state, Cursor.from_dict(notes["cursor"]), notes["notes"])
+        return state, Cursor.from_dict(notes["cursor"]), notes["notes"]
 
     def _newest(self, resume: str) -> Saved | None:
         """Read the newest checkpoint, in the first process."""

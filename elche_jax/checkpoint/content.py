@@ -1,6 +1,7 @@
-"""What a checkpoint holds of a run, and the way back onto the devices."""
+"""What a checkpoint holds of a run, and the way back into all processes and onto the devices."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from elche_jax.checkpoint.snapshot import Snapshot, difference, own_names, put, repeated, stacked
 from elche_jax.checkpoint.store import Saved
+from elche_jax.engine.job import Job
 from elche_jax.engine.state import TrainState
 from elche_jax.train.in_flight import Window
 from elche_jax.train.step import TrainStep
@@ -44,6 +46,35 @@ def content_of(
         "notes": {} if more is None else dict(more()),
     }
     return snapshot.fetch() | {COUNTS: run["counts"]}, snapshot.own, notes, score
+
+
+def read_by_first(job: Job, read: Callable[[], Saved | None]) -> Saved | None:
+    """Read a checkpoint in the first process; all have to call it, and all get it.
+
+    The folder need not be there in the others. Arrays come one after the other, in parts.
+
+    Args:
+        job: The processes.
+        read: Reads it, or returns None; all processes raise its error.
+    """
+    arrays: Mapping[str, np.ndarray] = {}
+
+    def without_arrays() -> Saved | None:
+        nonlocal arrays
+        saved = read()
+        if saved is None:
+            return None
+        arrays = saved.leaves
+        return replace(saved, leaves={})
+
+    saved = job.by_first(without_arrays)
+    if saved is None:
+        return None
+    leaves = {
+        name: job.from_first(arrays.get(name), spec.shape, np.dtype(spec.dtype))
+        for name, spec in saved.specs.items()
+    }
+    return replace(saved, leaves=leaves)
 
 
 def state_of(saved: Saved, train: TrainStep, like: TrainState, folder: Path) -> TrainState:

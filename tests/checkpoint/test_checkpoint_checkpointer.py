@@ -168,9 +168,9 @@ def test_notes_go_and_come(train, windows8, tmp_path):
         saver.save(state, windows[2], notes=notes)
     assert inside == ["elche-checkpoint"]
     with saver_in(train, tmp_path) as saver:
-        restored = saver.restore_all(CASE.init(train))
-    assert restored.notes == {"best": 1.5, "history": [1, 2]}
-    assert restored.cursor == windows[2].cursor and content(restored.state) == content(state)
+        restored, cursor, kept = saver.restore_all(CASE.init(train))
+    assert kept == {"best": 1.5, "history": [1, 2]}
+    assert cursor == windows[2].cursor and content(restored) == content(state)
 
 
 # -- resume
