@@ -212,8 +212,8 @@ def open_epoch(
     if isinstance(source, IterableSource):
         reader = IterableReader(source, reading.batch_size, reading.drop_last, stop)
     else:
-        if isinstance(source, MapSource) and stop is not None:
-            source = source.until(stop)
+        if isinstance(source, MapSource):  # as this loop may end before all is read
+            source = MapSource(source.dataset, stop)
         size, seed = source.size, reading.seed
         order = np.arange(size) if seed is None else epoch_order(size, seed, epoch)
         reader = IndexedReader(source, reading.batch_size, order, reading.drop_last)

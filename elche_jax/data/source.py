@@ -120,10 +120,6 @@ class MapSource:
         self.size = len(dataset)
         self._stop = stop or threading.Event()
 
-    def until(self, stop: threading.Event) -> "MapSource":
-        """Return the same source for a loop that may end before all is read."""
-        return MapSource(self.dataset, stop)
-
     def example(self, number: int) -> PyTree:
         """Return one example; its leaves are arrays or numbers.
 
