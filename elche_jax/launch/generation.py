@@ -127,16 +127,15 @@ class Generation:
         address = asked.coordinator
         if address is None:
             address = f"localhost:{self._stack.enter_context(_free_port())}"
-        common = os.environ | {
+        common = {
+            **DEFAULTS,
+            **os.environ,
             "JAX_COORDINATOR_ADDRESS": address,
             "ELCHE_NUM_PROCESSES": str(total),
+            MEMORY: "" if memory is None else str(memory.path),
             shared.mark: "1",
         }
-        for name, value in DEFAULTS.items():
-            common.setdefault(name, value)
-        common[MEMORY] = "" if memory is None else str(memory.path)
         inherited = () if memory is None else (memory.lock,)
-        common.pop(VARIABLE, None)
         if asked.cpu_devices is not None:
             common |= {"JAX_NUM_CPU_DEVICES": str(asked.cpu_devices), "JAX_PLATFORMS": "cpu"}
         self._place_of = dict(enumerate(places, asked.first))
