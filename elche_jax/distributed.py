@@ -194,7 +194,7 @@ def watch(timeout: float) -> None:
             f"{where}: under `elche-jax launch --elastic` the launcher must watch, but it got no "
             f"--timeout. Pass it --timeout {timeout:g}."
         )
-    from elche_jax.launch.program import start
+    from elche_jax.launch.marked import start
     from elche_jax.launch.watcher import BOARD
 
     folder = Path(tempfile.mkdtemp(prefix="elche-watch-"))

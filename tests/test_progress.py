@@ -368,7 +368,7 @@ HANGS = """
 import sys, time
 from pathlib import Path
 from elche_jax import _progress
-from elche_jax.launch.program import start
+from elche_jax.launch.marked import start
 from elche_jax.launch.watcher import BOARD
 folder = Path(sys.argv[1])
 _progress.write_to(_progress.Board.create(folder / BOARD))

@@ -13,10 +13,9 @@ from pathlib import Path
 
 from elche_jax.launch.elastic import Elastic, Ended, Outcome, parsed
 from elche_jax.launch.generation import Asked, Generation, Shared, say
-from elche_jax.launch.marked import end_marked, kill
+from elche_jax.launch.marked import MARK, end_marked, kill, start
 from elche_jax.launch.memory import Folder, make_memory, remove_memory
 from elche_jax.launch.output import Output, Unwritable
-from elche_jax.launch.program import MARK, start
 
 ENDING = {signal.SIGINT: 0, signal.SIGTERM: 1, signal.SIGHUP: 1}
 """Signals that end the launcher, and with which step it begins."""

@@ -1,16 +1,39 @@
-"""Processes of this machine as `/proc` shows them: who carries a mark, who descends from whom."""
+"""Processes of this machine: who carries a mark, who descends from whom, and who watches them."""
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+MARK = "ELCHE_LAUNCH_"
+"""How the variable begins that a launcher's processes carry."""
+
+ROOT = Path(__file__).parents[2]
+
 PROC = Path("/proc")
 
 PATIENCE_S = 5.0
 """Seconds after which a process that SIGKILL does not end, as a disk hangs, is left alone."""
+
+
+def start(module: str, *arguments: object) -> int:
+    """Start a module of this package, without JAX, in a session of its own; return its number.
+
+    It has this process's stderr, and is nobody's to wait for: it ends by itself, so it does not
+    carry the mark of a launcher, which would kill it before it has cleared up.
+    """
+    # neither the folder of a script nor that of the user may hide a module of Python's
+    command = [sys.executable, "-P", "-S", "-m", f"elche_jax.launch.{module}"]
+    null = [(os.POSIX_SPAWN_OPEN, at, os.devnull, os.O_RDWR, 0) for at in (0, 1)]
+    return os.posix_spawn(
+        sys.executable, [*command, str(os.getpid()), *map(str, arguments)],
+        {name: value for name, value in os.environ.items() if not name.startswith(MARK)}
+        | {"PYTHONPATH": str(ROOT)},
+        file_actions=null, setsid=True,
+    )  # fmt: skip
 
 
 def end_marked(mark: str) -> None:
