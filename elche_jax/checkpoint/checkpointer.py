@@ -4,7 +4,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache, partial
 from os.path import exists  # unlike Path.exists, accepts any name
 from pathlib import Path
@@ -105,7 +105,7 @@ class Checkpointer:
         self._closed = False
         self._step: int | None = None
         self._last = time.monotonic()
-        self._unlock: Callable[[], None] | None = None
+        self._stack = ExitStack()  # what `close` undoes
         self._created: list[Path] = []
         self._unwanted: list[Path] = []  # created folders to remove again in `close`
         self._store: Store | None = None  # of the first process
@@ -121,17 +121,15 @@ class Checkpointer:
         self._created = [path for path in parents if not exists(path)]
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._unlock = lock(self._folder)  # before anything in it is changed
+            self._stack.callback(lock(self._folder))  # before anything in it is changed
             self._store = Store(
                 self._folder, asked.keep_last, asked.keep_best, asked.mode, asked.monitor
             )
+            self._stack.callback(self._store.close)
             return True
         except BaseException as error:
-            if self._unlock is not None:
-                self._unlock()
-            if not isinstance(error, OSError):
-                raise
-            if asked.on_error == "now":
+            self._stack.close()
+            if not isinstance(error, OSError) or asked.on_error == "now":
                 raise
             if may_hold(self._folder):  # not to begin anew as if there were none
                 raise OSError(
@@ -423,10 +421,7 @@ class Checkpointer:
                     (self._folder / ".lock").unlink(missing_ok=True)
                     for path in self._unwanted:
                         path.rmdir()
-            if self._store is not None:
-                self._store.close()
-            if self._unlock is not None:
-                self._unlock()
+            self._stack.close()
         self._raise()
 
     def __enter__(self) -> "Checkpointer":

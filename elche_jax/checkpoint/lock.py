@@ -16,7 +16,7 @@ except ImportError:  # Windows: the folder is not locked
 logger = logging.getLogger("elche_jax")
 
 
-def lock(folder: Path, what: str = "checkpoints", name: str = ".lock") -> Callable[[], None] | None:
+def lock(folder: Path, what: str = "checkpoints", name: str = ".lock") -> Callable[[], None]:
     """Lock a folder until the returned function is called or the process ends.
 
     Args:
@@ -25,13 +25,13 @@ def lock(folder: Path, what: str = "checkpoints", name: str = ".lock") -> Callab
         name: Name of the file in it that is locked.
 
     Returns:
-        The function, which may be called again; None where files cannot be locked.
+        The function, which may be called again; it does nothing where files cannot be locked.
 
     Raises:
         RuntimeError: Another process, or another object of this process, holds the lock.
     """
     if fcntl is None:
-        return None
+        return lambda: None
     # not "w", which would erase the other process's id before the lock is tried
     file = (folder / name).open("a+")
     try:
@@ -52,7 +52,7 @@ def lock(folder: Path, what: str = "checkpoints", name: str = ".lock") -> Callab
             folder,
             error,
         )
-        return None
+        return lambda: None
     file.truncate(0)
     # of use to those who are refused only: a full disk must not keep this one from reading
     with suppress(OSError):

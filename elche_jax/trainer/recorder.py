@@ -94,8 +94,7 @@ class RunRecorder:
             return
         _prepare(folder, plan.resume)
         try:
-            if (unlock := lock(folder, "run_dir", ".run.lock")) is not None:
-                self._stack.callback(unlock)
+            self._stack.callback(lock(folder, "run_dir", ".run.lock"))
             timeline = self._stack.enter_context(_timeline(folder))
             self._timelines = [*self._own, timeline]
             self._writers.append(self._stack.enter_context(Table(folder / "metrics.csv")))
