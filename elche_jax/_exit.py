@@ -14,9 +14,8 @@ from collections.abc import Callable
 End = Callable[[], object]
 
 _lock = threading.Lock()
-_ends: dict[
-    tuple[bool, int], End
-] = {}  # keyed by (last, number), so that min() is the next to call
+# keyed by (last, number), so that min() is the next to call
+_ends: dict[tuple[bool, int], End] = {}
 _number = 0
 
 

@@ -77,9 +77,8 @@ def to_flax(
     if not isinstance(kind, type) or not issubclass(kind, train_state.TrainState):
         rule = "be a subclass of flax.training.train_state.TrainState"
         raise TypeError(check.message("to_flax", "kind", rule, check.describe(kind)))
-    one = state.replace(
-        averaging=None, loss_scale=None
-    )  # not converted, and not stacked like the rest
+    # these two are not converted, and not stacked like the rest
+    one = state.replace(averaging=None, loss_scale=None)
     one = unreplicate(one) if jnp.ndim(state.step) else one
     # by shapes: no second optimizer state is computed to compare with
     differs = difference(jax.eval_shape(tx.init, one.params), one.opt_state)

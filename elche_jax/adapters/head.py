@@ -270,9 +270,8 @@ def _reject(options: Mapping[str, Any], what: str, *names: str) -> None:
 
 def _pair(method: str, what: str, got: Any) -> tuple[Any, Any]:
     if not isinstance(got, tuple) or len(got) != 2:
-        raise TypeError(
-            check.message("from_head", f"obj.{method}", f"return {what}", describe(got))
-        )
+        rule = f"return {what}"
+        raise TypeError(check.message("from_head", f"obj.{method}", rule, describe(got)))
     return got
 
 

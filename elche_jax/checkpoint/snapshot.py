@@ -170,12 +170,8 @@ def put(like: TrainState, rows: TrainState, fleet: Fleet) -> TrainState:
             (device,) = leaf.row.devices()
             row = jax.device_put(np.array(array[0])[None], device)
             return with_type_of(leaf, LeadArray(row, fleet.world_size))
-        shards = [
-            jax.device_put(
-                np.array(array[rank])[None], device
-            )  # copied: the CPU backend aliases host memory
-            for rank, device in places
-        ]
+        # copied: the CPU backend aliases host memory
+        shards = [jax.device_put(np.array(array[rank])[None], device) for rank, device in places]
         return with_type_of(leaf, fleet.stack(shards))
 
     return jax.tree.map(place, like, rows)
