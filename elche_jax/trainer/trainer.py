@@ -14,9 +14,8 @@ from elche_jax.config import DDPConfig, check_timeline
 from elche_jax.train.build import StepOptions, build_train_step
 from elche_jax.train.evaluate import EvalStep, build_eval_step
 from elche_jax.train.step import TrainStep
-from elche_jax.trainer.control import Control
+from elche_jax.trainer.control import Control, interrupts
 from elche_jax.trainer.handle import Handle
-from elche_jax.trainer.interrupt import interrupts
 from elche_jax.trainer.plan import FitPlan, RunOptions
 from elche_jax.trainer.recorder import RunRecorder
 from elche_jax.trainer.result import FitResult

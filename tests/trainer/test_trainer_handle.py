@@ -13,8 +13,7 @@ from fitting import DATA, PARAMS, own_loop, same_bits, shared, steps, trainer
 from marks import slow
 
 import elche_jax as elche
-from elche_jax.trainer.control import Control
-from elche_jax.trainer.interrupt import interrupts
+from elche_jax.trainer.control import Control, interrupts
 
 HERE = Path(__file__).parent
 
