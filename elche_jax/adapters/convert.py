@@ -1,6 +1,5 @@
 """Conversion between `flax.training`'s train state and `TrainState`."""
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -11,6 +10,7 @@ from elche_jax import _check as check
 from elche_jax.adapters.model import differing
 from elche_jax.engine.loss import describe
 from elche_jax.engine.replicas import replicate, unreplicate
+from elche_jax.engine.shapes import one_of
 from elche_jax.engine.state import TrainState
 from elche_jax.train.initial import as_key, check_one_copy
 from elche_jax.train.step import TrainStep
@@ -140,8 +140,7 @@ def from_flax(
         model_state = {STATS: getattr(flax_state, STATS)}
     key = as_key(rng, "from_flax")
     state = train.init(flax_state.params, model_state=model_state, rng=key)
-    one = jax.eval_shape(partial(jax.tree.map, lambda leaf: leaf[0]), state.opt_state)
-    differs = difference(flax_state.opt_state, one)
+    differs = difference(flax_state.opt_state, one_of(state.opt_state))
     if differs:
         rule = "be of the training step's optimizer and of its own parameters"
         got = f"an opt_state with {differs}"
