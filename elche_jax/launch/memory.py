@@ -74,16 +74,15 @@ def _remove_abandoned(place: Path) -> None:
 
 def remove_memory(folder: Path) -> None:
     """Remove the folder, unless it holds a checkpoint later than those on disk: then say which."""
+    only = False
     # without a destination it was being removed as its process was killed: it is on disk
-    kept = [
-        path
-        for path in folder.glob("*/*")
-        if path.name.isdecimal() and (path.parent / DESTINATION).exists()
-    ]
-    where = {path: Path((path.parent / DESTINATION).read_text()) for path in kept}
-    only = [path for path in kept if _newest(where[path]) < int(path.name)]
-    for path in only:
-        _say(f"the last checkpoint of {where[path]} is in memory only: move {path} there")
+    for destination in folder.glob(f"*/{DESTINATION}"):
+        place, where = destination.parent, Path(destination.read_text())
+        newest = _newest(place)
+        if newest > _newest(where):
+            only = True
+            path = place / str(newest)
+            _say(f"the last checkpoint of {where} is in memory only: move {path} there")
     if not only:
         shutil.rmtree(folder, ignore_errors=True)
 
