@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elche_jax import _check as check
-from elche_jax._check import message
 
 FIELDS = ("epoch", "microbatch", "window")
 
@@ -111,7 +110,7 @@ class Cursor(check.CheckedFields):
         """
         if set(fields) - {"reading"} != set(FIELDS):
             rule = f"have the keys {sorted(FIELDS)}"
-            raise ValueError(message("Cursor.from_dict", "fields", rule, sorted(fields)))
+            raise ValueError(check.message("Cursor.from_dict", "fields", rule, sorted(fields)))
         reading, numbers = fields.get("reading"), {name: fields[name] for name in FIELDS}
         # as in checkpoints of earlier versions
         if reading is None:
@@ -120,7 +119,7 @@ class Cursor(check.CheckedFields):
         if not isinstance(reading, Mapping) or set(reading) != set(known):
             got = sorted(reading) if isinstance(reading, Mapping) else repr(reading)
             rule = f"be a dict with the keys {sorted(known)}"
-            raise ValueError(message("Cursor.from_dict", "fields['reading']", rule, got))
+            raise ValueError(check.message("Cursor.from_dict", "fields['reading']", rule, got))
         return cls(**numbers, reading=Reading(**reading))
 
     def advance(self, microbatches: int) -> "Cursor":

@@ -61,9 +61,8 @@ class Trainer:
         config: DDPConfig | None = None,
         **options: Unpack[StepOptions],
     ):
-        if config is not None:
-            check.instance("Trainer", "config", config, DDPConfig)
-        config = config or DDPConfig()
+        config = DDPConfig() if config is None else config
+        check.instance("Trainer", "config", config, DDPConfig)
         timeline = config.or_given(timeline=options.get("timeline"))["timeline"]
         check_timeline("Trainer", timeline)
         self._recorder = RunRecorder(timeline)
