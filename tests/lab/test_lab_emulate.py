@@ -12,6 +12,7 @@ from hypothesis import given, strategies as st
 from marks import slow
 
 import elche_jax as elche
+from elche_jax import lab
 from elche_jax.data.split import Range
 from elche_jax.engine.collective import CollectiveProgram
 from elche_jax.engine.fetch import CallArgs, Pieces
@@ -25,15 +26,14 @@ from elche_jax.engine.place import Placer
 from elche_jax.engine.replicas import replicate
 from elche_jax.engine.state import TrainState
 from elche_jax.lab import (
+    AtWork,
     EmulatedSpeeds,
     ExtraWork,
     constant,
     drift,
-    emulate as module,
     jitter,
     throttle,
 )
-from elche_jax.lab.emulate import AtWork
 
 PLACES = st.tuples(st.integers(0, 1000), st.integers(0, 2), st.integers(0, 100))
 
@@ -431,7 +431,7 @@ def waiting(at_work):
 
 
 def test_the_end_waits_for_every_device(monkeypatch):
-    monkeypatch.setattr(module, "QUIET_S", 0.01)
+    monkeypatch.setattr(lab, "QUIET_S", 0.01)
     at_work = AtWork()
     for device in range(2):
         at_work.begins(device)
@@ -445,7 +445,7 @@ def test_the_end_waits_for_every_device(monkeypatch):
 
 
 def test_the_end_waits_for_what_is_in_a_queue_however_long_ago_the_last_one_ended(monkeypatch):
-    monkeypatch.setattr(module, "QUIET_S", 0.3)
+    monkeypatch.setattr(lab, "QUIET_S", 0.3)
     at_work = AtWork()
     at_work.begins(0)
     at_work.ends(0)
@@ -460,8 +460,8 @@ def test_the_end_waits_for_what_is_in_a_queue_however_long_ago_the_last_one_ende
 
 
 def test_a_device_that_failed_is_healed_by_its_next_program(monkeypatch, caplog):
-    monkeypatch.setattr(module, "QUIET_S", 0.01)
-    monkeypatch.setattr(module, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(lab, "QUIET_S", 0.01)
+    monkeypatch.setattr(lab, "PATIENCE_S", 0.1)
     at_work = AtWork()
     at_work.begins(0)  # and never ends
     at_work.wait()
@@ -469,7 +469,7 @@ def test_a_device_that_failed_is_healed_by_its_next_program(monkeypatch, caplog)
     assert [record.getMessage() for record in caplog.records] == [said]
     at_work.begins(0)
     at_work.ends(0)
-    monkeypatch.setattr(module, "PATIENCE_S", 60)
+    monkeypatch.setattr(lab, "PATIENCE_S", 60)
     at_work.wait()
     assert len(caplog.records) == 1
 

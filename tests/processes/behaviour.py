@@ -22,7 +22,7 @@ from scenes import Noted, raised
 
 from elche_jax._processes import Processes
 from elche_jax.engine.job import Job
-from elche_jax.lab.emulate import EmulatedSpeeds
+from elche_jax.lab import EmulatedSpeeds
 
 ROWS, BATCH = data(150), 4
 OTHER = jax.process_index() == 1

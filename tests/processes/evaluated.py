@@ -16,7 +16,7 @@ from reference import data, loss_fn, params
 from scenes import Noted, raised
 
 from elche_jax.engine.job import Job
-from elche_jax.lab.emulate import EmulatedSpeeds
+from elche_jax.lab import EmulatedSpeeds
 
 SIZE, BATCH = 1003, 4  # the last microbatch has 3 examples
 OTHER = jax.process_index() == 1

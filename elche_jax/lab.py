@@ -1,4 +1,6 @@
-"""Artificially slowed devices, for `build_train_step(emulate=...)`.
+"""Experiments with artificially slowed devices, for `build_train_step(emulate=...)`.
+
+No other part of the package but the command line imports this one.
 
 `EmulatedSpeeds` makes microbatches *last* a given time: a host callback after the loop sleeps
 until a deadline. `ExtraWork` makes them *cost* a multiple: the gradient is computed several
