@@ -121,10 +121,7 @@ class DDPConfig(check.CheckedFields):
     max_overshoot: int | None = field(default=None, metadata={"low": 0})
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ValueError(
-                f"DDPConfig: policy must be one of {', '.join(POLICIES)}, got {self.policy!r}."
-            )
+        check.one_of("DDPConfig", "policy", self.policy, POLICIES)
         super().__post_init__()
         for name in ("compute_dtype", "exchange_dtype"):
             object.__setattr__(self, name, dtype_name(getattr(self, name)))

@@ -161,7 +161,7 @@ def test_recorded_counts_of_wrong_length_or_all_zero(counts):
 
 def test_config_policy():
     with pytest.raises(
-        ValueError, match=r"policy must be one of auto, sync, cadence, async, got 'x'"
+        ValueError, match="policy must be one of 'auto', 'sync', 'cadence', 'async', got 'x'"
     ):
         elche.DDPConfig(policy="x")
 
