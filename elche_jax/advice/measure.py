@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import jax
 import optax
@@ -30,6 +30,8 @@ from elche_jax.train.build import build_train_step
 from elche_jax.train.microbatch_split import checked_split
 
 PyTree = Any
+
+_T = TypeVar("_T")
 
 WINDOWS = 20
 """Approximate number of windows per measurement."""
@@ -189,7 +191,8 @@ def advise(
             more = _missing(len(ended), left, took / more)
         return ended
 
-    def alone(rank: int) -> "_Alone":
+    def alone(rank: int) -> tuple[float, float, int]:
+        """Return the milliseconds of `alone_ms`, and the examples of a microbatch."""
         hook = None if emulate is None else OfRank(emulate, rank)
         own = _of_one(options, chosen, rank)
         measured = partial(run, [chosen[rank]], hook=hook, seconds=seconds / 2, options=own)
@@ -198,13 +201,12 @@ def advise(
         count = max(2, min(MAX_COUNT, round(window.window_ms / _full_windows(short)[1])))
         while not _separable(short, long := measured(FixedTotal(count)), count):
             count *= GROWTH
-        return _Alone(*alone_ms(short, long), round(short[0].examples / sum(short[0].counts)))
+        return *alone_ms(short, long), round(short[0].examples / sum(short[0].counts))
 
     together = team_ms(run(chosen, window, emulate, seconds)) if len(chosen) > 1 else None
-    found = _in_turns(Job(chosen), alone)
-    solo_ms, step_ms = (tuple(getattr(one, name) for one in found) for name in _Alone._fields[:2])
+    solo_ms, step_ms, examples = zip(*_in_turns(Job(chosen), alone), strict=True)
     speeds = Speeds(solo_ms, *(together or (solo_ms, 0.0)), step_ms)
-    size, source = batch_size or found[0].examples, as_source(data)
+    size, source = batch_size or examples[0], as_source(data)
     epoch = None if isinstance(source, IterableSource) else source.size // size
     advice = make_advice(names_of(chosen), speeds, size, cadence, total, epoch)
     if Job(chosen).one_process or advice.sync_share <= overhead_target:
@@ -253,15 +255,7 @@ class OfRank:
         self.hook.settle()
 
 
-class _Alone(NamedTuple):
-    """What is measured of a device alone, and the examples of its microbatches."""
-
-    solo_ms: float
-    step_ms: float
-    examples: int
-
-
-def _in_turns(job: Job, alone: Callable[[int], _Alone]) -> list[_Alone]:
+def _in_turns(job: Job, alone: Callable[[int], _T]) -> list[_T]:
     """Measure each device alone in its process, one after the other: they may share a host.
 
     Args:
@@ -271,7 +265,7 @@ def _in_turns(job: Job, alone: Callable[[int], _Alone]) -> list[_Alone]:
     Returns:
         What was measured of each, in rank order; the same in every process.
     """
-    found: dict[int, _Alone] = {}
+    found: dict[int, _T] = {}
     with Talk(job, "advise") as talk, apart():
         for ranks in job.ranks_of.values():
             mine = {rank: alone(rank) for rank in ranks if rank in job.ranks}
