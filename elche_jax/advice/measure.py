@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from statistics import median
@@ -340,20 +340,19 @@ def _separable(short: Sequence[WindowRecord], long: Sequence[WindowRecord], coun
 def _measurable(options: dict[str, Any]) -> dict[str, Any]:
     """The options for a run that exchanges gradients, under a cadence of `advise`."""
     for name in ("cadence", "averaging", "guard", "exchange", "timeline"):
-        if options.get(name) is not None:
-            rule, got = "be left out", check.describe(options[name])
+        if (given := options.pop(name, None)) is not None:
+            rule, got = "be left out", check.describe(given)
             todo = "What is measured are exchanges of gradients, whatever the cadence."
             raise ValueError(check.message("advise", name, rule, got, todo))
     config = options.get("config")
-    rest = {name: value for name, value in options.items() if name != "cadence"}
     if not isinstance(config, DDPConfig):
-        return rest
+        return options
     if config.policy == "async" or config.exchange == "host":
         rule = "be of a run that exchanges gradients"
         got = f"policy={config.policy!r}, exchange={config.exchange!r}"
         raise ValueError(check.message("advise", "config", rule, got, "Leave both out."))
-    knobs = {field.name: field.default for field in fields(config) if field.name in CADENCE_KNOBS}
-    return rest | {"config": replace(config, **knobs, timeline=None)}
+    knobs = {name: getattr(DDPConfig, name) for name in CADENCE_KNOBS}
+    return options | {"config": replace(config, **knobs, timeline=None)}
 
 
 def _of_one(options: dict[str, Any], devices: Sequence[jax.Device], rank: int) -> dict[str, Any]:

@@ -221,7 +221,9 @@ def test_of_a_config_what_chooses_the_cadence_does_not_count(monkeypatch):
     config = DDPConfig(
         policy="cadence", anchor=3, speed_hint=(1, 2), max_grad_norm=0.5, timeline=Timeline()
     )
-    advice = job(config=config, cadence=None, model_state="state", rng=7, seconds=1e-9)
+    advice = job(
+        config=config, cadence=None, averaging=None, model_state="state", rng=7, seconds=1e-9
+    )
     assert [device.solo_ms for device in advice.devices] == [5.0, 5.0]
     assert built == 5 * [DDPConfig(max_grad_norm=0.5)]
 
