@@ -33,11 +33,6 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE, f"{self.prog}: {message} ({self.prog} --help shows how)\n")
 
 
-def command_of(name: str) -> Any:
-    """Return the module of a command."""
-    return import_module(f"elche_jax.cli.{name}")
-
-
 def make_parser(asked: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Return the parser of the command that is asked for, of all commands if it is none of them.
 
@@ -53,7 +48,7 @@ def make_parser(asked: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name in asked[:1] if asked and asked[0] in COMMANDS else COMMANDS:
-        command = command_of(name)
+        command: Any = import_module(f"elche_jax.cli.{name}")
         own = commands.add_parser(
             name,
             help=command.HELP,

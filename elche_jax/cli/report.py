@@ -63,11 +63,10 @@ def load(path: Path) -> Run:
 
 def output_of(options: argparse.Namespace, name: str) -> Path:
     """Return where to write a file about a run: beside its timeline unless `--output` is given."""
-    path: Path = options.path
-    output: Path = options.output or (path if path.is_dir() else path.parent) / name
+    timeline: Path = options.path / TIMELINE if options.path.is_dir() else options.path
+    output: Path = options.output or timeline.with_name(name)
     if output.is_dir():
         raise UsageError(f"--output must be a file, got a folder ({output})")
-    timeline = path / TIMELINE if path.is_dir() else path
     if output.exists() and timeline.exists() and output.samefile(timeline):
         raise UsageError(f"--output must not be the timeline itself, got {output}")
     return output
