@@ -188,7 +188,8 @@ def advise(
             job.check_all()
             ended = [record for record in train.records if record.steady][WARM:]
             left = seconds if math.isinf(left) else left - took
-            more = _missing(len(ended), left, took / more)
+            # about as many as are missing to `LEAST`, and to the time
+            more = max(0, LEAST - len(ended), math.ceil(left / (took / more)))
         return ended
 
     def alone(rank: int) -> tuple[float, float, int]:
@@ -273,17 +274,6 @@ def _in_turns(job: Job, alone: Callable[[int], _T]) -> list[_T]:
                 found |= told
             job.check_all()
     return [found[rank] for rank in range(job.world_size)]
-
-
-def _missing(ended: int, left: float, each: float) -> int:
-    """Return about how many windows are missing to `LEAST`, and to the time; 0 if none are.
-
-    Args:
-        ended: How many there are.
-        left: Seconds that are left.
-        each: Seconds that one took.
-    """
-    return max(0, LEAST - ended, math.ceil(left / each))
 
 
 def alone_ms(short: Sequence[WindowRecord], long: Sequence[WindowRecord]) -> tuple[float, float]:
