@@ -109,7 +109,8 @@ def _check_weigh(name: str, rule: AveragingRule, world_size: int) -> None:
         # traced when the step is built: otherwise the error would come from the first window
         value: Any = jax.eval_shape(weights, rows, rows, jax.ShapeDtypeStruct((), jnp.int32))
     except Exception as error:
-        got = f"one that raises {type(error).__name__}: {str(error).splitlines()[0]}"
+        said = str(error).partition("\n")[0].rstrip(".")
+        got = f"one that raises {type(error).__name__}" + (f": {said}" if said else "")
         raise TypeError(check.message(name, "weigh", must, got)) from error
     if getattr(value, "shape", None) != (world_size,) or not _is_number(value.dtype):
         raise TypeError(check.message(name, "weigh", must, value))

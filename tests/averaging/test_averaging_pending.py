@@ -390,8 +390,9 @@ def test_gradients_that_nobody_waits_for():
         (lambda work: None, "None"),
         (lambda work: np.sqrt(work.steps), "one that raises TracerArrayConversionError: "),
         (lambda work: work.steps if work.loss[0] > 1 else work.loss, "one that raises Tracer"),
+        (lambda work: next(iter(())), r"one that raises StopIteration\.$"),
     ],
-    ids=["shape", "list", "none", "numpy", "branch"],
+    ids=["shape", "list", "none", "numpy", "branch", "no text"],
 )
 def test_weights_that_are_no_array(weigh, got):
     class Own(elche.ParameterAveraging):
