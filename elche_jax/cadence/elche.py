@@ -28,7 +28,7 @@ class ElChe(Proportional[ElCheState]):
 
         overhead = sync_ms / max(wall_ms)
         overhead > target      anchor = ceil(anchor * overhead / target)
-        overhead < target / 2  anchor = anchor - 1, if above min_anchor
+        overhead < target / 2  anchor = max(anchor - max(1, floor(anchor / 10)), min_anchor)
         counts[d] = max(1, round(anchor * max(ms) / ms[d]))
 
     with ``min_anchor = min(anchor, max_anchor)`` of this config. A raised anchor stays within
@@ -193,5 +193,7 @@ class ElChe(Proportional[ElCheState]):
             raised = min(anchor * overhead / self.overhead_target, COUNT_CEILING)
             anchor = max(round_up(raised), self.min_anchor)
         elif overhead < self.overhead_target / 2 and anchor > self.min_anchor:
-            anchor -= 1
+            # A tenth raises the overhead by a ninth: it stays below the target. With one less per
+            # window, 190 long windows would follow a short trouble with the exchange.
+            anchor = max(anchor - max(1, anchor // 10), self.min_anchor)
         return min(anchor, self.max_anchor)

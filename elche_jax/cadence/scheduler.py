@@ -102,8 +102,8 @@ class Scheduler:
       `rescale_sync`; otherwise the last window of every epoch would raise the anchor.
     - The cost of a synchronisation is the median of the last three that are known (of two, the
       smaller one); before, the overhead counts as on target. One that took ten times as long, as
-      a process was not scheduled, would otherwise multiply the anchor, which then falls by 1 per
-      window.
+      a process was not scheduled, would otherwise multiply the anchor, which then falls by a
+      tenth per window.
     - Counts that did not change for `REPLAN_AFTER` reports are fitted to the estimates, which
       are steady by then: within the dead zone an imbalance of up to 10 % would remain.
 

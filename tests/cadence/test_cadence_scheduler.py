@@ -176,6 +176,19 @@ def test_one_odd_synchronisation_does_not_raise_the_anchor(costs, anchor):
     assert state.sync_ms == costs[-3:]
 
 
+def test_a_short_trouble_with_the_exchange_is_soon_over():
+    scheduler, anchors = Scheduler(ElChe()), []
+    state = scheduler.init(2)
+    for window in range(60):
+        counts = scheduler.plan(state)
+        wall = tuple(5.0 * count for count in counts)
+        sync_ms = 250.0 if 20 <= window < 23 else 0.5
+        state = scheduler.update(state, WindowReport(wall, counts, sync_ms))
+        anchors.append(max(scheduler.plan(state)))
+    assert max(anchors) == 200 and anchors[18] == 10
+    assert anchors[-1] <= 11  # with one less per window it would take 190, not 34
+
+
 @given(
     st.lists(
         st.tuples(
