@@ -1,6 +1,6 @@
 """What a jaxpr tells about a function that need not be run."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -60,14 +60,22 @@ def origins(closed: core.ClosedJaxpr) -> list[Origin]:
     return _run(closed.jaxpr, [Origin(frozenset([at]), at) for at in range(count)])
 
 
+def equations(jaxpr: Any) -> Iterator[core.JaxprEqn]:
+    """Iterate over the equations of a jaxpr, and of those that they hold."""
+    for eqn in _plain(jaxpr).eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(part, core.Jaxpr | core.ClosedJaxpr):
+                    yield from equations(part)
+
+
 def smallest_float(jaxpr: Any) -> int:
     """Return the bytes of the smallest float that a jaxpr computes with; 4 if all are larger."""
-    eqns = _plain(jaxpr).eqns
-    values = [value.aval for eqn in eqns for value in (*eqn.invars, *eqn.outvars)]
-    dtypes: list[Any] = [getattr(value, "dtype", jnp.bool_) for value in values]
+    operands = [value for eqn in equations(jaxpr) for value in (*eqn.invars, *eqn.outvars)]
+    dtypes: list[Any] = [getattr(value.aval, "dtype", jnp.bool_) for value in operands]
     sizes = [dtype.itemsize for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
-    inner = [smallest_float(body) for eqn in eqns for body in _bodies(eqn)]
-    return min([4, *sizes, *inner])
+    return min([4, *sizes])
 
 
 def repeats_cheaply(fn: Callable[..., Any], *args: Any) -> bool:
@@ -76,21 +84,7 @@ def repeats_cheaply(fn: Callable[..., Any], *args: Any) -> bool:
     closed = jax.make_jaxpr(fn)(*args)
     # a CPU converts smaller floats, which takes longer than to read them
     fast = not closed.effects and smallest_float(closed) == 4
-    return fast and _consists_of(closed, PASSES)
-
-
-def _consists_of(jaxpr: Any, names: Collection[str]) -> bool:
-    return all(
-        eqn.primitive.name in names and all(_consists_of(body, names) for body in _bodies(eqn))
-        for eqn in _plain(jaxpr).eqns
-    )
-
-
-def _bodies(eqn: core.JaxprEqn) -> Iterator[Any]:
-    for value in eqn.params.values():
-        for part in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(part, core.Jaxpr | core.ClosedJaxpr):
-                yield part
+    return fast and all(eqn.primitive.name in PASSES for eqn in equations(closed))
 
 
 def _run(jaxpr: core.Jaxpr, given: Sequence[Origin]) -> list[Origin]:

@@ -21,7 +21,7 @@ from elche_jax.engine.bits import wide
 from elche_jax.engine.metric_names import WINDOW
 from elche_jax.engine.returned import check_metric_name, checked_output
 from elche_jax.engine.shapes import difference
-from elche_jax.engine.traced import no_named_axis
+from elche_jax.engine.traced import traced_alone
 
 PyTree = Any
 Form = Literal["scalar", "vector", "weighted"]
@@ -131,15 +131,16 @@ def inspect_loss(
     Raises:
         TypeError: If the loss has none of the forms of this module, or an auxiliary value
             or the model state does not have the expected structure.
-        ValueError: If `mask_key` is already in the batch, or the function uses a named axis.
+        ValueError: If `mask_key` is already in the batch; see `traced_alone`.
     """
     size = batch_size_of(batch)
     names = ("params", "model_state", "batch", "rng")
     check_takes("loss_fn", loss_fn.fn, names, loss_fn.has_model_state)
     check_mask_key(loss_fn.mask_key, batch)
     mask = jax.ShapeDtypeStruct((size,), jnp.bool_)
-    with no_named_axis("loss_fn"):
-        loss, new_state, aux = jax.eval_shape(loss_fn, params, model_state, batch, mask, rng)
+    _, (loss, new_state, aux) = traced_alone(
+        "loss_fn", loss_fn, params, model_state, batch, mask, rng
+    )
     differs = loss_fn.has_model_state and difference(new_state, model_state)
     if differs:
         pair = isinstance(new_state, tuple) and [type(part) for part in new_state[1:]] == [dict]

@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend import core
 
 from elche_jax.engine.bits import raw
+from elche_jax.engine.jaxprs import equations
 from elche_jax.engine.returned import checked_output
 
 PyTree = Any
@@ -54,19 +55,44 @@ def trace(name: str, fn: Callable[..., Any], *shapes: PyTree) -> Traced:
 
     Raises:
         TypeError: If it does not return a pytree of arrays and numbers.
-        ValueError: If it uses a named axis.
+        ValueError: See `traced_alone`.
     """
 
     def call(*args: PyTree) -> PyTree:
         return checked_output(name, fn(*args))
 
-    with no_named_axis(name):
-        # JAX caches traces by function object: `call` is a new one
-        closed, outputs = jax.make_jaxpr(call, return_shape=True)(*shapes)
+    closed, outputs = traced_alone(name, call, *shapes)
     # NumPy arrays may change later
     consts = [x.copy() if isinstance(x, np.ndarray) else x for x in closed.consts]
     content = (jax.tree.structure(outputs), _content(closed))
     return Traced(core.ClosedJaxpr(closed.jaxpr, consts), outputs, content)
+
+
+def traced_alone(
+    name: str, fn: Callable[..., Any], *shapes: PyTree
+) -> tuple[core.ClosedJaxpr, PyTree]:
+    """Trace a function that each device runs by itself; return its jaxpr and shapes of its results.
+
+    Arguments are those of `trace`.
+
+    Raises:
+        ValueError: If it uses a named axis, or several devices.
+    """
+    with no_named_axis(name):
+        # JAX caches traces by function object: this one is new
+        closed, outputs = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*shapes)
+    for eqn in equations(closed):
+        number, what = 1, eqn.primitive.name
+        if what == "shard_map":  # that of `jax.pmap`, too
+            number = eqn.params["mesh"].size
+        elif what == "sharding_constraint":
+            number = eqn.params["sharding"].num_devices
+        if number > 1:
+            raise ValueError(
+                f"{name}: must compute on one device, got a {what} over {number}. Leave it out: "
+                "every device has a copy of the parameters, and runs whole microbatches."
+            )
+    return closed, outputs
 
 
 AT_THE_END = (

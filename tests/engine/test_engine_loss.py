@@ -417,6 +417,46 @@ def test_a_named_axis_is_an_error():
         inspect(loss_fn, stats, has_model_state=True)
 
 
+MESH = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+SHARDED = jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec("data"))
+WHOLE = jax.sharding.PartitionSpec()
+
+
+@pytest.mark.parametrize(
+    ("over_devices", "got"),
+    [
+        (lambda x: jax.lax.with_sharding_constraint(x, SHARDED), "sharding_constraint over 2"),
+        (
+            jax.shard_map(lambda x: x, mesh=MESH, in_specs=WHOLE, out_specs=WHOLE),
+            "shard_map over 2",
+        ),
+        (lambda x: jax.pmap(lambda x: x, devices=jax.devices()[:2])(x[:2]), "shard_map over 2"),
+        # in a loop, as in a layer that is scanned
+        (
+            lambda x: jax.lax.fori_loop(
+                0, 3, lambda _, x: jax.lax.with_sharding_constraint(x, SHARDED), x
+            ),
+            "sharding_constraint over 2",
+        ),
+    ],
+    ids=["constraint", "shard_map", "pmap", "loop"],
+)
+def test_a_loss_over_several_devices_is_an_error(over_devices, got):
+    with pytest.raises(
+        ValueError,
+        match=rf"^loss_fn: must compute on one device, got a {got}\. Leave it out: every device "
+        r"has a copy of the parameters, and runs whole microbatches\.$",
+    ):
+        inspect(lambda p, b, rng: over_devices(b["x"]).mean())
+
+
+def test_a_mesh_of_one_device_is_none():
+    one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    alone = jax.sharding.NamedSharding(one, SHARDED.spec)
+    constrain = jax.lax.with_sharding_constraint
+    assert inspect(lambda p, b, rng: constrain(b["x"], alone).mean()).form == "scalar"
+
+
 @pytest.mark.parametrize(
     ("new", "message"),
     [
