@@ -15,8 +15,6 @@ from elche_jax.engine.lane import Fleet
 from elche_jax.engine.laned import LeadArray, StackedArray
 from elche_jax.engine.state import TrainState
 
-PyTree = Any
-
 WORK = tuple(f"averaging/{name}" for name in ("steps", "error", "pending"))
 """How the names of leaves begin that say what a device has not exchanged yet."""
 

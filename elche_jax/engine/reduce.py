@@ -20,10 +20,7 @@ from elche_jax.averaging.rules import Compression, DeviceWork, Weigh
 from elche_jax.engine.axis import Axis, PerDevice
 from elche_jax.engine.loss import SMALLEST_WEIGHT
 from elche_jax.engine.merge import MergeRules
-from elche_jax.engine.wire import Encoded, decoded
-
-PyTree = Any
-Leaves = list[Any]
+from elche_jax.engine.wire import Encoded, Leaves, decoded
 
 
 class Row(NamedTuple):

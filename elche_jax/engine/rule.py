@@ -26,9 +26,10 @@ from elche_jax.engine.fetch import CallArgs, Payload
 from elche_jax.engine.loop import Carry
 from elche_jax.engine.merge import MergeRules
 from elche_jax.engine.microbatch import Microbatches
-from elche_jax.engine.reduce import Contribution, Leaves, Mean, Reduction
+from elche_jax.engine.reduce import Contribution, Mean, Reduction
 from elche_jax.engine.state import PendingUpdate, TrainState, averaging_of, with_averaging
 from elche_jax.engine.trainable import Selection
+from elche_jax.engine.wire import Leaves
 
 PyTree = Any
 
