@@ -113,8 +113,8 @@ class RunEvent(Event):
         exchange_bytes: Bytes that each device exchanges per window, with nothing left out on
             the wire; 0 with one device.
         frozen_bytes: Bytes that frozen parameters would add to it.
-        at: Seconds since the timeline was opened. A process that continues the file begins
-            at 0 again.
+        at: Seconds since the timeline was opened. A process that continues the file goes on
+            with the time of its last event.
     """
 
     devices: tuple[str, ...]
