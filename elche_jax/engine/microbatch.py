@@ -213,4 +213,4 @@ def clip(grads: PyTree, max_norm: float | None, weight: Any = 1.0) -> PyTree:
     # a norm that overflows must not turn the gradient into zeros
     factor = jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-30))
     factor = computed_once(jnp.where(jnp.isfinite(norm), factor, jnp.nan))
-    return jax.tree.map(lambda g: g * factor, grads)
+    return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)

@@ -189,6 +189,21 @@ def test_small_arrays_are_summed_together_and_clipped_with_the_rest():
 # -- precision ------------------------------------------------------------------------
 
 
+def test_clipped_gradients_keep_the_dtypes_of_their_parameters():
+    """The norm of gradients of two dtypes has the wider one; a pending gradient its own."""
+    with jax.enable_x64(True):
+        train = elche.build_train_step(
+            linear_loss, optax.sgd(1.0), devices=jax.devices()[:2], cadence=Script([(3, 1)]),
+            averaging=elche.MeanGradient(delay=1), config=elche.DDPConfig(max_grad_norm=1.0),
+        )  # fmt: skip
+        state = train.init({"w": np.zeros(3, "f"), "wide": np.zeros(2)})
+        for window in train.windows({"x": X, "y": Y}, 8, shuffle=False):
+            state, metrics = train(state, window)
+        (pending,) = state.averaging.pending
+    assert metrics["finite"]
+    assert [leaf.dtype.name for leaf in pending.progress] == ["float32", "float64"]
+
+
 def squares(params, batch):
     return (batch["x"] @ params["w"] + params["frozen"] - batch["y"]) ** 2
 
