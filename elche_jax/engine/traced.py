@@ -8,6 +8,7 @@ but what it computes can: it is traced at every call and recompiled if the trace
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -19,6 +20,9 @@ from elche_jax.engine.jaxprs import equations
 from elche_jax.engine.returned import checked_output
 
 PyTree = Any
+
+SHARDINGS = ("sharding", "devices", "in_shardings", "out_shardings")
+"""Parameters of primitives that hold shardings: of a constraint, of `device_put`, of `jit`."""
 
 DERIVATIVES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "checkpoint")
 """Primitives whose parameters include derivative functions, new objects in every trace. They are
@@ -79,20 +83,24 @@ def traced_alone(
         ValueError: If it uses a named axis, or several devices.
     """
     with no_named_axis(name):
-        # JAX caches traces by function object: this one is new
-        closed, outputs = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*shapes)
+        # JAX caches traces by function object: this one is new, and has the same argument names
+        closed, outputs = jax.make_jaxpr(partial(fn), return_shape=True)(*shapes)
     for eqn in equations(closed):
-        number, what = 1, eqn.primitive.name
-        if what == "shard_map":  # that of `jax.pmap`, too
-            number = eqn.params["mesh"].size
-        elif what == "sharding_constraint":
-            number = eqn.params["sharding"].num_devices
-        if number > 1:
+        if (number := _devices_of(eqn)) > 1:
             raise ValueError(
-                f"{name}: must compute on one device, got a {what} over {number}. Leave it out: "
-                "every device has a copy of the parameters, and runs whole microbatches."
+                f"{name}: must compute on one device, got a {eqn.primitive.name} over {number}. "
+                "Leave it out: every device has a copy of the parameters, and runs whole "
+                "microbatches."
             )
     return closed, outputs
+
+
+def _devices_of(eqn: core.JaxprEqn) -> int:
+    """Return over how many devices an equation says that it computes; 1 if it says nothing."""
+    if eqn.primitive.name == "shard_map":  # that of `jax.pmap`, too
+        return eqn.params["mesh"].size
+    said = jax.tree.leaves([eqn.params.get(name) for name in SHARDINGS])
+    return max([1, *(one.num_devices for one in said if isinstance(one, jax.sharding.Sharding))])
 
 
 AT_THE_END = (

@@ -438,8 +438,10 @@ WHOLE = jax.sharding.PartitionSpec()
             ),
             "sharding_constraint over 2",
         ),
+        (lambda x: jax.jit(lambda x: x, out_shardings=SHARDED)(x[:2]), "jit over 2"),
+        (lambda x: jax.device_put(x[:2], SHARDED), "device_put over 2"),
     ],
-    ids=["constraint", "shard_map", "pmap", "loop"],
+    ids=["constraint", "shard_map", "pmap", "loop", "jit", "device_put"],
 )
 def test_a_loss_over_several_devices_is_an_error(over_devices, got):
     with pytest.raises(
@@ -448,6 +450,11 @@ def test_a_loss_over_several_devices_is_an_error(over_devices, got):
         r"has a copy of the parameters, and runs whole microbatches\.$",
     ):
         inspect(lambda p, b, rng: over_devices(b["x"]).mean())
+
+
+def test_an_error_of_tracing_names_the_arguments():
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"batch\['x'\]"):
+        inspect(lambda p, b, rng: b["x"].sum() if b["x"][0, 0] > 0 else 0.0)
 
 
 def test_a_mesh_of_one_device_is_none():
