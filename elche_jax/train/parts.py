@@ -19,14 +19,14 @@ def checked_optimizer(optimizer: optax.GradientTransformation) -> optax.Gradient
     Raises:
         TypeError: It is no optimizer.
     """
-    if isinstance(optimizer, optax.GradientTransformation):
-        return optimizer
     if not _has(optimizer, "init", "update"):
         # that of Flax, which prints all its arrays
         wraps, kind = hasattr(optimizer, "tx"), type(optimizer).__name__
         got, todo = (f"{kind} around one", "Pass its tx.") if wraps else (repr(optimizer), "")
         where, rule = "build_train_step", "be an optax optimizer"
         raise TypeError(check.message(where, "optimizer", rule, got, todo))
+    if isinstance(optimizer, optax.GradientTransformation):
+        return optimizer
     arguments = inspect.signature(optimizer.update).parameters.values()
     if all(each.kind is not each.VAR_KEYWORD for each in arguments):
         return optimizer
