@@ -80,8 +80,8 @@ class DDPConfig(check.CheckedFields):
             the balancer, too.
         max_grad_norm: See `build_train_step`.
         compute_dtype: See `build_train_step`.
-        exchange_dtype: Dtype in which contributions are sent, float32 or bfloat16: the
-            rule's `compression`. Sums are in float32 in any case.
+        exchange_dtype: Dtype in which contributions are sent, float32 (float64 for float64
+            parameters) or bfloat16: the rule's `compression`.
         verify_every: See `build_train_step`.
         total: Microbatches per window over all devices with `max_anchor=0`, at least 1;
             None: `anchor` for each device. Without effect on a single device.

@@ -138,7 +138,7 @@ class ParameterAveraging(AveragingRule):
             floats, such as step counters, take the maximum), `"keep"` leaves each device its
             own, `"reset"` initialises it after every window.
         compression: Type in which differences are sent: `"bfloat16"`, `"int8"` (see
-            `DiLoCo`), or None for float32.
+            `DiLoCo`), or None for float32 (float64 for float64 parameters).
         delay: Number of windows that may be pending. 0: devices wait for the exchange at the
             end of a window. `k`, at most 64: the exchange of a window overlaps with the steps
             of later windows, and its result is applied at the end of the `k`-th as a
@@ -200,7 +200,7 @@ class DiLoCo(check.CheckedFields, AveragingRule):
         optimizer_state: See `ParameterAveraging`.
         fragments: Number of parts of the parameters, at least 1 and at most the number of
             trained arrays; above 1 only with `optimizer_state="keep"`.
-        compression: `"bfloat16"`, `"int8"`, or None for float32.
+        compression: `"bfloat16"`, `"int8"`, or None, see `ParameterAveraging`.
         delay: See `ParameterAveraging`; only with `optimizer_state="keep"` and one fragment.
 
     Raises:
@@ -240,7 +240,7 @@ class MeanGradient:
     Attributes:
         compression: Type in which gradients are sent: `"bfloat16"`, `"int8"` (with error
             feedback, see `DiLoCo`, for the device's own mean gradient of a window), or None
-            for float32. Sums are in float32 in any case.
+            for float32 (float64 for float64 parameters).
         delay: Number of windows that may be pending. 0: devices wait for the exchange at the
             end of a window. `k`, at most 64: the gradient of a window is exchanged during the
             next windows and applied `k` windows later; the devices' parameters stay equal.

@@ -195,7 +195,7 @@ class HostProcessAxis(HostAxis):
         flat = self.job.sum(np.concatenate([np.ravel(leaf) for leaf in leaves]))
         parts = np.split(flat, np.cumsum([np.size(leaf) for leaf in leaves])[:-1])
         shaped = [
-            part.reshape(np.shape(leaf)).astype(leaf.dtype)  # of the widest leaf
+            part.reshape(np.shape(leaf)).astype(leaf.dtype, copy=False)  # of the widest
             for part, leaf in zip(parts, leaves, strict=True)
         ]
         return structure.unflatten(shaped)

@@ -24,12 +24,14 @@ def is_float(leaf: Any) -> bool:
 
 def wide_dtype(leaf: Any) -> np.dtype[Any]:
     """Return the dtype in which floats like these are summed: float32, or their own float64."""
-    return np.dtype(np.float64 if leaf.dtype == np.float64 else np.float32)
+    dtype = np.float64 if leaf.dtype == np.float64 else np.float32
+    return jax.dtypes.canonicalize_dtype(dtype)  # an array of the host may be wider than JAX's
 
 
 def wide(leaf: Any) -> Any:
     """Cast floats to the dtype in which they are summed."""
-    return leaf.astype(wide_dtype(leaf))
+    dtype = wide_dtype(leaf)
+    return leaf if leaf.dtype == dtype else leaf.astype(dtype)  # NumPy would copy it
 
 
 def unfit(leaf: Any) -> tuple[np.dtype[Any], int] | None:

@@ -263,6 +263,7 @@ class LocalRule(Rule):
             return middle, ()
         tx = optax.with_extra_args_support(self.averaging.outer)
         x = list(map(wide, base))  # as its state is
+        mean = [d.astype(leaf.dtype) for d, leaf in zip(mean, x, strict=True)]
         updates, state = tx.update(mean, kept.outer[part], x)
         leaves = jax.tree.leaves(updates)
         new = [m + (u + d) for m, u, d in zip(middle, leaves, mean, strict=True)]

@@ -1,8 +1,8 @@
 """Mixed precision: the dtype of the loss computation, and loss scaling.
 
-Parameters, optimizer state and sums keep their own dtypes (float32); `loss_fn` sees copies
+Parameters, optimizer state and sums keep their own dtypes; `loss_fn` sees copies
 in `compute_dtype`. The smallest float16 gradient is 6e-8, so the loss is multiplied by a
-scale before differentiation and the gradient divided by it, in float32:
+scale before differentiation and the gradient divided by it, in float32 or wider:
 
     grad(loss) = grad(scale * loss) / scale
 

@@ -225,8 +225,9 @@ class Reduction:
         The spread of pooled variances counts, too: it takes a second exchange.
         """
         state = contribution.state
-        pooled = [state[i].size for i, mean in enumerate(self.merge.mean_of) if mean is not None]
-        return contribution.payload.bytes + 4 * (sum(leaf.size for leaf in state) + sum(pooled))
+        pooled = [state[i] for i, mean in enumerate(self.merge.mean_of) if mean is not None]
+        sent = sum(leaf.size * leaf.dtype.itemsize for leaf in [*state, *pooled])
+        return contribution.payload.bytes + sent
 
 
 def _losses(rows: Row, worked: Any, xp: ModuleType) -> Any:

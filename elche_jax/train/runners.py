@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import optax
 
+from elche_jax.engine.bits import wide_dtype
 from elche_jax.engine.collective import CollectiveProgram
 from elche_jax.engine.compile_cache import CompileCache
 from elche_jax.engine.gradient import GradientRule
@@ -166,7 +167,7 @@ class Runners:
 
     def exchanged_bytes(self, initial: StateSpec) -> tuple[int, int]:
         """Return the bytes that each device exchanges per window (the mean over fragments), and
-        the float32 bytes that frozen parameters save."""
+        the bytes that frozen parameters save."""
         if self._fleet.job.world_size == 1:
             return 0, 0
         rule, one = self.rule(initial), initial.one
@@ -180,7 +181,8 @@ class Runners:
 
         sent = sum(map(rule.reduction(one).bytes_of, jax.eval_shape(contributions, one)))
         frozen = jax.tree.leaves(initial.selection.split(one.params)[1])
-        return sent // rule.parts, 4 * sum(leaf.size for leaf in frozen)
+        saved = sum(leaf.size * wide_dtype(leaf).itemsize for leaf in frozen)
+        return sent // rule.parts, saved
 
     def rule(self, initial: StateSpec, work: Microbatches | None = None) -> Rule:
         """Return the rule that combines windows for states of these shapes.

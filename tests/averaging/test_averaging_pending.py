@@ -322,6 +322,8 @@ def test_small_steps_of_64_bits(averaging, exchange):
             moved = np.asarray(state.params[name]) - begin
             np.testing.assert_allclose(moved, -8e-9, rtol=1e-6)
         np.testing.assert_allclose(np.asarray(state.model_state["time"]) - 1e6, 8e-6, rtol=1e-4)
+    if averaging is None:
+        assert train.report().exchange_bytes == 8 * 4  # three parameters, and the time
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])

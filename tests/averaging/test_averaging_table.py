@@ -121,6 +121,21 @@ def test_every_rule_on_every_transport(name, exchange, world):
     assert moved > 20 * atol, "the tolerance must be small beside what training moves"
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("compression", ["bfloat16", slow("int8")])
+def test_an_outer_optimizer_gets_one_dtype(compression, exchange):
+    """One that compares its gradient with the last one, which is of its parameters' dtype."""
+    outer = optax.optimistic_gradient_descent(0.1)
+    rule = elche.DiLoCo(outer, compression=compression)
+    with jax.enable_x64(True):
+        _, metrics, state, _ = averaged.train_on(
+            rule, COUNTS[2], config=elche.DDPConfig(exchange=exchange), wide=True
+        )
+    assert all(said["finite"] for said in metrics)
+    (trace,) = {leaf.dtype.name for leaf in jax.tree.leaves(state.averaging.outer) if leaf.ndim > 1}
+    assert trace == "float64"
+
+
 DIGITS_KEPT = [
     name for name, (_, by_hand) in TABLE.items() if not by_hand.keys() & {"kind", "weigh"}
 ]

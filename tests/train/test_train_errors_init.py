@@ -79,6 +79,14 @@ def test_model_state_of_too_few_bits(dtype):
         build().init(PARAMS, model_state={"s": np.zeros(2, dtype)})
 
 
+@pytest.mark.parametrize("averaging", [None, elche.DiLoCo(optax.sgd(0.7, momentum=0.9))])
+def test_float64_parameters_of_numpy_are_float32_without_a_warning(averaging):
+    params = {name: np.asarray(leaf, np.float64) for name, leaf in PARAMS.items()}
+    state = build(averaging=averaging).init(params)  # a warning is an error here
+    floats = [leaf for leaf in jax.tree.leaves(state) if np.issubdtype(leaf.dtype, np.floating)]
+    assert {leaf.dtype.name for leaf in floats} == {"float32"}
+
+
 def test_merge_without_model_state():
     with pytest.raises(
         ValueError, match=r"model_state must be given where .* got None and merge='pooled'\. Pass"

@@ -1,4 +1,4 @@
-"""The mean of the devices' deliveries, computed on the host in NumPy float32."""
+"""The mean of the devices' deliveries, computed on the host in NumPy."""
 
 import contextlib
 from collections.abc import Sequence
