@@ -88,21 +88,20 @@ def unequal_devices(**options):
 def replayed():
     counts = [(3, 1, 2), (2, 2, 1), (4, 0, 1), (1, 3, 2), (0, 0, 3), (3, 1, 1)]
     options = {"seed": 3, "epochs": None}
-    first = build(cadence=elche.Replay(counts), device_loss=True)
-    state, said, _ = run(first, stop=6, **options)
-    once = bits(state)
-    second = build(cadence=elche.Replay(counts), device_loss=True)
-    state, _, cursor = run(second, stop=3, **options)
-    state, *_ = run(second, state=state, stop=3, cursor=cursor, **options)
+    one = build(cadence=elche.Replay(counts), device_loss=True)
+    state, said, _ = run(one, stop=6, **options)
+    once, whole = bits(state), values(state)
+    state, _, cursor = run(one, stop=3, **options)
+    state, *_ = run(one, state=state, stop=3, cursor=cursor, **options)
     stopped = bits(state)
     known, Job.alike = Job.alike, False  # as where processors differ: one lead's bits count
     # the other process would move further by itself
     rate = 1.5e-2 if OTHER else 1e-2
-    third = build(tx=optax.adam(rate), cadence=elche.Replay(counts), device_loss=True)
-    other, again, _ = run(third, stop=6, **options)
+    unlike = build(tx=optax.adam(rate), cadence=elche.Replay(counts), device_loss=True)
+    other, again, _ = run(unlike, stop=6, **options)
     Job.alike = known
     return {
-        "once": once, "stopped": stopped, "metrics": said, "params": values(state),
+        "once": once, "stopped": stopped, "metrics": said, "params": whole,
         "unlike": values(other), "unlike metrics": again,
     }  # fmt: skip
 
@@ -200,7 +199,7 @@ def late():
         cadence=elche.FixedTotal(6), emulate=EmulatedSpeeds([2.0, 400.0, 2.0]),
         exchange=elche.HostExchange(timeout=0.2), verify_every=1,
     )  # fmt: skip
-    state, said, _ = run(train, stop=40, epochs=None)
+    state, said, _ = run(train, stop=12, epochs=None)
     return {
         "counts": train.counts_history,
         "records": [repr(record) for record in train.records],
@@ -246,6 +245,8 @@ def asked(**options):
             averages.append(train.average(state))  # read at the end
             if window.index % 2:
                 elche.check_replicas(train.common(state))
+            if window.index == 10:
+                break
     return jax.tree.map(lambda x: np.asarray(x).tolist(), averages)
 
 
@@ -331,15 +332,14 @@ def errors():
 def replayed_pending(rule, **options):
     """With windows pending; once stopped, and resumed from the state and the cursor."""
     counts = [(3, 1, 2), (2, 2, 1), (4, 0, 1), (1, 3, 2), (0, 0, 3), (3, 1, 1), (2, 0, 2)]
-    first, second = (
-        build(cadence=elche.Replay(counts), averaging=rule, **options) for _ in range(2)
-    )
+    train = build(cadence=elche.Replay(counts), averaging=rule, **options)
     how = {"seed": 3, "epochs": None}
-    state, said, _ = run(first, stop=7, **how)
-    part, early, cursor = run(second, stop=4, **how)
-    part, late, _ = run(second, state=part, stop=3, cursor=cursor, **how)
-    plans = [[list(one.counts) for one in train.records] for train in (first, second)]
-    return [bits(state), bits(part), repr(said), repr(early + late), *plans]
+    state, said, _ = run(train, stop=7, **how)
+    once, plans = bits(state), [[list(one.counts) for one in train.records]]
+    part, early, cursor = run(train, stop=4, **how)
+    part, late, _ = run(train, state=part, stop=3, cursor=cursor, **how)
+    plans.append([list(one.counts) for one in train.records])
+    return [once, bits(part), repr(said), repr(early + late), *plans]
 
 
 def two_threads():
