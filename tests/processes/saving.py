@@ -46,6 +46,12 @@ def shared():
     return build(cadence=elche.FixedTotal(3))
 
 
+@cache
+def another(rule):
+    """A step that goes on with what others have saved."""
+    return build(rule)
+
+
 def run(train, folder, last, resume="auto", rows=ROWS, **when):
     """Trains to a window, from a checkpoint if there is one, and saves there."""
     state = train.init(params())
@@ -80,14 +86,15 @@ def straight(folder, rules):
     for rule in rules:
         train = build(rule)
         state, _ = run(train, folder / f"once-{rule}", LAST)
-        run(build(rule), folder / rule, STOP)
-        resumed = build(rule)
+        once = said_of(train, state)
+        run(train, folder / rule, STOP)
+        resumed = another(rule)
         # a copy, as what resumes it later shall find the half
         if FIRST:
             shutil.copytree(folder / rule, folder / f"{rule}-2")
         resumed_state, cursor = run(resumed, folder / f"{rule}-2", LAST, "must")
         said[rule] = {
-            "once": said_of(train, state),
+            "once": once,
             "stopped": said_of(resumed, resumed_state),
             "cursor": cursor.window,
         }
@@ -98,7 +105,7 @@ def resumed(folder, rules):
     """What these rules' halves of runs become in this job."""
     said = {}
     for rule in rules:
-        train = build(rule)
+        train = another(rule)
         state, _ = run(train, folder / rule, LAST, "must")
         said[rule] = said_of(train, state)
     return said
@@ -106,10 +113,9 @@ def resumed(folder, rules):
 
 def coverage(folder):
     """Which examples the windows of an epoch use that is stopped and resumed in the middle."""
-    used = []
+    used, train = [], build(cadence=elche.FixedTotal(6))
     for last in (STOP, None):
-        train, noted = build(cadence=elche.FixedTotal(6)), Noted(ROWS)
-        state = train.init(params())
+        noted, state = Noted(ROWS), train.init(params())
         where = folder / "coverage"
         ends = []
         with elche.Checkpointer(train, elche.Checkpoints(where)) as saver:
@@ -168,7 +174,7 @@ def full(folder):
 
 def failing(folder):
     """What is taken for the last checkpoint after each window, if all after the first one fail."""
-    train, written = build(cadence=elche.FixedTotal(3)), []
+    train, written = shared(), []
     state, known = train.init(params()), Store.save
 
     def save(store, step, *content):
@@ -193,7 +199,7 @@ def failing(folder):
 
 def errors(folder):
     """What each of these raises."""
-    train = build()
+    train = shared()
     state = train.init(params())
     nowhere = folder / ("file/folder" if FIRST else "fine")
     if FIRST:
@@ -217,7 +223,7 @@ def errors(folder):
 
     return {
         "must": raised(lambda: restore("must", "none")),
-        "never": raised(lambda: restore("never", "mean")),
+        "never": raised(lambda: restore("never", "local")),
         "later": raised(lambda: later(train, folder)),
         "folder": raised(lambda: elche.Checkpointer(train, elche.Checkpoints(nowhere))),
         "calls": raised(in_other_calls),
@@ -232,7 +238,7 @@ def errors(folder):
 def later(train, folder):
     """Saves over a checkpoint of a later window."""
     state = train.init(params())
-    where = elche.Checkpoints(folder / "once-mean")
+    where = elche.Checkpoints(folder / "once-local")
     with elche.Checkpointer(train, where) as saver, train.windows(ROWS, BATCH) as windows:
         for window in windows:
             state, _ = train(state, window)
@@ -258,11 +264,11 @@ def again(folder):
 
 def ahead(folder):
     """How far parameters have moved, all with a gradient of 1, in a run that stops and resumes."""
+    train = elche.build_train_step(
+        lambda p, batch, rng: p["w"].sum(), optax.sgd(1.0), averaging=RULES["local"],
+        cadence=elche.Replay(COUNTS), exchange=elche.HostExchange(run_ahead=True),
+    )  # fmt: skip
     for last in (STOP, LAST):
-        train = elche.build_train_step(
-            lambda p, batch, rng: p["w"].sum(), optax.sgd(1.0), averaging=RULES["local"],
-            cadence=elche.Replay(COUNTS), exchange=elche.HostExchange(run_ahead=True),
-        )  # fmt: skip
         state, _ = run(train, folder / "ahead", last)
     elche.check_replicas(train.common(state))
     moved = params()["w"] - train.average(state)["w"]
@@ -271,12 +277,11 @@ def ahead(folder):
 
 def unreported(folder):
     """Loss and weight of each window, of parameters that stay, in a run that stops and resumes."""
-    said = []
+    said, train = [], elche.build_train_step(
+        loss_fn, optax.sgd(0.0), averaging=elche.MeanGradient(delay=1),
+        cadence=elche.Replay(COUNTS),
+    )  # fmt: skip
     for last in (STOP, LAST):
-        train = elche.build_train_step(
-            loss_fn, optax.sgd(0.0), averaging=elche.MeanGradient(delay=1),
-            cadence=elche.Replay(COUNTS),
-        )  # fmt: skip
         state = train.init(params())
         with elche.Checkpointer(train, elche.Checkpoints(folder / "unreported")) as saver:
             state, cursor = saver.restore(state)
