@@ -4,15 +4,16 @@ import jobs
 import numpy as np
 import pytest
 import reference
+from marks import slow
 
 FLEET = (2, 1)
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory):
+def job(request, tmp_path_factory):
     """What the two processes say, by the names of the scenes, and their folder."""
-    folder = tmp_path_factory.mktemp("trainer")
-    return jobs.run("fitting_jobs.py", FLEET, folder, fresh=True), folder
+    folder, asked = tmp_path_factory.mktemp("trainer"), jobs.asked(request, "scene")
+    return jobs.run("fitting_jobs.py", FLEET, folder, *asked, fresh=True), folder
 
 
 def test_all_processes_have_the_same_history(job):
@@ -114,8 +115,10 @@ def test_what_one_process_alone_is_to_do_is_an_error_in_all(name, job):
         )
 
 
-def test_devices_that_run_ahead_are_stopped_and_saved_alike(job):
-    first, second = (process["ahead"] for process in job[0])
+# test_one_process_stops_all, and checkpoints of devices that run ahead in test_processes_saving.py
+@pytest.mark.parametrize("scene", [slow("ahead")])
+def test_devices_that_run_ahead_are_stopped_and_saved_alike(scene, job):
+    first, second = (process[scene] for process in job[0])
     for name in ("history", "stopped", "params"):
         assert first[name] == second[name]
     assert first["stopped"] == ["callback", 17] and first["saved"]
