@@ -1,6 +1,7 @@
 """A process of a job that evaluates, predicts and reduces by hand, and says what it saw."""
 
 import json
+import sys
 
 import elche_jax as elche
 
@@ -208,7 +209,5 @@ def advised():
 SCENES = evaluated, predicted, big, failing, by_hand
 
 if __name__ == "__main__":
-    found = {scene.__name__: scene() for scene in SCENES}
-    if len(jax.devices()) == 3:
-        found |= {"averaged": averaged(), "advised": advised()}
-    print(json.dumps(found))
+    more = [advised, *[averaged] * ("averaged" in sys.argv[1:])] if len(jax.devices()) == 3 else []
+    print(json.dumps({scene.__name__: scene() for scene in (*SCENES, *more)}))
