@@ -49,6 +49,7 @@ def pairs(rows: Iterable[tuple], first: Iterable[tuple] = ()) -> list[tuple]:
         return set(itertools.combinations(enumerate(row), 2))
 
     taken = set(first)
+    assert taken <= {*every}, "no other rows"
     left = set().union(*map(of, every)).difference(*map(of, taken))
     while left:
         row = max(every, key=lambda row: len(of(row) & left))

@@ -11,7 +11,7 @@ from averaged import assert_history
 from exchanged import train as by_hand_in_numpy
 from marks import pairs, slow
 from reference import LEAVES
-from test_averaging_lanes import APART as EACH_PART, COUNTS
+from test_averaging_lanes import COUNTS
 from test_averaging_table import DIGITS_KEPT, TABLE, TOLERANCE
 
 FLEETS = {"2+1": (2, 1), "1+1": (1, 1), "2+2": (2, 2), "1+1+1": (1, 1, 1)}
@@ -41,17 +41,15 @@ ALL = [*product(TABLE, EXCHANGES), *product(MAY_RUN_AHEAD, AHEAD)]
 WIDE = [*product(DIGITS_KEPT, ["device, float64", "host, float64"])]
 """Rows with float64 parameters."""
 QUICK = {
-    ("2+1", name, exchange)
-    for name, exchange in zip(
-        [*EACH_PART, "a rule of one's own"],
-        ["device", "host", "ahead by 4", "device", "device", "ahead by 5", "host", "ahead"],
-        strict=True,
-    )
-}
-QUICK |= {
-    ("2+1", "mean gradient", "device, float64"),
+    ("2+1", "mean gradient, int8, three pending", "host"),
+    ("2+1", "Local SGD, three pending", "device"),
     ("2+1", "Local SGD, one pending", "host, float64"),
+    ("2+1", "DiLoCo, fragments, int8", "device"),
+    ("2+1", "DiLoCo, bfloat16", "ahead by 5"),
+    ("2+1", "a rule of one's own, moments averaged", "host"),
 }
+"""All parts of a rule, which lanes of one process show one by one; the plain mean of gradients is
+that of `test_processes_train_as_one`."""
 ROWS = pairs(((fleet, *row) for fleet, row in product(FLEETS, [*ALL, *WIDE])), first=QUICK)
 """Each rule with each exchange, both in each fleet; `make test` has one fleet."""
 APART = [name for name, (_, by_hand) in TABLE.items() if by_hand.get("local") and (
