@@ -134,10 +134,14 @@ CASES = GRADIENTS | AVERAGES
 
 
 def run(
-    case, folder=None, *, world=4, cadence=None, until=None, resume="auto", rows=None, **options
-):
-    """Trains two epochs, or up to a window; gives the state and the training step."""
-    train = case.build(world, cadence, **options)
+    case, folder=None, *, world=4, cadence=None, until=None, resume="auto", rows=None, train=None,
+    **options,
+):  # fmt: skip
+    """Trains two epochs, or up to a window, by a step that is given or built for it.
+
+    Returns the state and the training step.
+    """
+    train = train or case.build(world, cadence, **options)
     state, cursor, saver = case.init(train), None, None
     if folder is not None:
         asked = elche.Checkpoints(folder, every_windows=EVERY, keep_last=100)

@@ -56,8 +56,8 @@ def test_other_devices_go_on_with_the_same_numbers(before, now, tmp_path, caplog
     scripts[1] = elche.Replay([(total,) for total in totals(SCRIPT[4])] * 3)
     # model state is merged from what the devices saw: it would depend on the split
     case = Case(plain_loss, PLAIN, case.optimizer)
-    stopped, _ = run(case, tmp_path, world=before, cadence=scripts[before], until=EVERY)
-    want, _ = run(case, world=before, cadence=scripts[before])
+    stopped, first = run(case, tmp_path, world=before, cadence=scripts[before], until=EVERY)
+    want, _ = run(case, world=before, train=first)
     train, state, cursor = taken_up(case, tmp_path, now, scripts[now])
     assert ANEW.format(now, before) in caplog.messages
     assert train.counts_history == [] and train.left_out == (0,) * now and train.skipped == 0

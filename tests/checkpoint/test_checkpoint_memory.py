@@ -19,7 +19,7 @@ FULL = "OSError: [Errno 28] No space left on device"
 
 @pytest.fixture(scope="module")
 def train():
-    """A training step for all runs that are asked, each of which begins anew."""
+    """A training step for all runs that train, each of which begins anew."""
     return CASE.build()
 
 
@@ -90,7 +90,7 @@ def kept(memory):
 def test_the_next_run_begins_with_what_did_not_reach_the_disk(
     train, memory, saves, tmp_path, caplog
 ):
-    whole, _ = run(CASE)
+    whole, _ = run(CASE, train=train)
     folder = tmp_path / "saved"
     stopped(train, folder, lambda: saves.update({folder: full}))
     assert (steps(folder), kept(memory)) == ([3, 6], [str(AT)])
@@ -102,7 +102,7 @@ def test_the_next_run_begins_with_what_did_not_reach_the_disk(
     assert (place / _progress.DESTINATION).read_text() == str(folder)
 
     saves.clear()
-    again, _ = run(CASE, folder, resume="must")
+    again, _ = run(CASE, folder, resume="must", train=train)
     assert content(again) == content(whole)
     assert not kept(memory)
 
@@ -237,7 +237,7 @@ def test_what_is_older_than_the_disk_is_not_used(train, memory, saves, tmp_path)
     (path,) = memory.glob("*/5")
     shutil.copytree(path.parent, tmp_path / "copy")
     saves.clear()
-    run(CASE, folder, resume="must")
+    run(CASE, folder, resume="must", train=train)
     shutil.copytree(tmp_path / "copy", path.parent)
     newest = steps(folder)[-1]
     assert newest > 5 and restored(folder).window == newest

@@ -16,6 +16,12 @@ AT = 7
 """Windows after which the run is asked; no checkpoint is due."""
 
 
+@pytest.fixture(scope="module")
+def train():
+    """A training step for all runs, each of which begins anew."""
+    return CASE.build()
+
+
 @pytest.fixture
 def asked(monkeypatch):
     """Asks this process; the next run is not asked any more."""
@@ -23,21 +29,20 @@ def asked(monkeypatch):
     return elche.distributed.request_restart
 
 
-def test_a_loop_saves_and_goes_on_later(asked, tmp_path, monkeypatch):
-    whole, _ = run(CASE)
+def test_a_loop_saves_and_goes_on_later(train, asked, tmp_path, monkeypatch):
+    whole, _ = run(CASE, train=train)
 
     with pytest.raises(elche.RestartRequested) as ended:
-        stopped(tmp_path, asked)
+        stopped(train, tmp_path, asked)
     assert (ended.value.windows, ended.value.code) == (AT, 75)
     assert steps(tmp_path) == [3, 6, AT]
     monkeypatch.setattr(_progress, "_asked", False)
-    again, _ = run(CASE, tmp_path, resume="must")
+    again, _ = run(CASE, tmp_path, resume="must", train=train)
     assert content(again) == content(whole)
 
 
-def stopped(folder, asked, trained=None, at=AT, **when):
+def stopped(train, folder, asked, trained=None, at=AT, **when):
     """Trains an epoch and saves, is asked after a window, and notes the windows."""
-    train = CASE.build()
     state = CASE.init(train)
     checkpoints = elche.Checkpoints(folder, every_windows=3, **when)
     with elche.Checkpointer(train, checkpoints) as saver:
@@ -51,14 +56,16 @@ def stopped(folder, asked, trained=None, at=AT, **when):
 
 
 @pytest.mark.parametrize(("on_error", "last"), [("now", 2), slow("end", 8)])
-def test_a_run_that_cannot_save_is_not_given_up(on_error, last, asked, tmp_path, monkeypatch):
+def test_a_run_that_cannot_save_is_not_given_up(
+    on_error, last, train, asked, tmp_path, monkeypatch
+):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Store, "save", full)
     trained = []
     with pytest.raises(elche.CheckpointError, match="No space left on device"):
-        stopped(tmp_path, asked, trained, at=2, on_error=on_error)
+        stopped(train, tmp_path, asked, trained, at=2, on_error=on_error)
     assert (steps(tmp_path), len(trained)) == ([], last)
 
 

@@ -24,8 +24,8 @@ def both(case, folder, world, cadence=None):
     return whole, run(case, folder, world=world, cadence=cadence, resume="must")
 
 
-QUICK = ("dropout", "delayed_diloco", "host")
-"""One case of each kind: gradients, averages on the devices, and on the host."""
+QUICK = ("delayed_diloco", "host")
+"""Averages on the devices, and on the host; test_kills has gradients."""
 
 
 @pytest.mark.parametrize(
