@@ -147,7 +147,7 @@ def test_a_metric_named_like_one_of_the_evaluation():
 
     message = r"^metric_fn: metrics must not use the name 'error', the loss reports 'eval_error' al"
     with pytest.raises(ValueError, match=message):
-        trainer(loss=loss).fit(PARAMS, DATA, 8, 1, evaluation=EVALUATION, progress=False)
+        trainer(1, loss).fit(PARAMS, DATA, 8, 1, evaluation=EVALUATION, progress=False)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ def test_a_metric_with_a_name_of_the_table(name, options, taken, tmp_path, monke
 
     message = f"^loss_fn: metrics must not use the name '{name}', which is {taken}. "
     with pytest.raises(ValueError, match=message):
-        trainer(loss=loss).fit(PARAMS, DATA, 8, 1, progress=False, **options)
-    one = trainer(loss=loss).fit(PARAMS, DATA, 8, 1, progress=False)
+        trainer(1, loss).fit(PARAMS, DATA, 8, 1, progress=False, **options)
+    one = trainer(1, loss).fit(PARAMS, DATA, 8, 1, progress=False)
     assert one.history[0].metrics[name] == 1
 
 

@@ -232,7 +232,7 @@ def test_early_stopping_by_the_training_loss():
 def test_windows_that_are_not_finite(nonfinite):
     data = {"x": DATA["x"].copy(), "y": DATA["y"]}
     data["x"][100] = np.nan
-    one = trainer(nonfinite=nonfinite)
+    one = shared() if nonfinite == "raise" else trainer(nonfinite=nonfinite)
     if nonfinite == "raise":
         with pytest.raises(elche.NonFiniteError):
             one.fit(PARAMS, data, 8, 2, progress=False)
@@ -243,13 +243,17 @@ def test_windows_that_are_not_finite(nonfinite):
     assert one.train.skipped == 2
 
 
+@pytest.fixture(scope="module")
+def skipping():
+    """A trainer that skips as many windows as there are."""
+    return trainer(nonfinite="skip", max_skips=None)
+
+
 @pytest.mark.parametrize("monitor", ["loss", "mae"])
-def test_epochs_without_a_finite_window_try_the_patience(monitor):
+def test_epochs_without_a_finite_window_try_the_patience(monitor, skipping):
     data = {"x": np.full_like(DATA["x"], np.nan), "y": DATA["y"]}
     stopping = elche.EarlyStopping(monitor, patience=2)
-    result = trainer(nonfinite="skip", max_skips=None).fit(
-        PARAMS, data, 8, 5, early_stopping=stopping, progress=False
-    )
+    result = skipping.fit(PARAMS, data, 8, 5, early_stopping=stopping, progress=False)
     assert (result.stopped, len(result.history)) == ("early_stopping", 2)
     assert all(math.isnan(m.loss) and math.isnan(m.metrics["mae"]) for m in result.history)
 

@@ -73,7 +73,7 @@ def test_after_join_there_is_the_history():
 
 
 def test_one_run_at_a_time():
-    gate, one = Gate(0), trainer()
+    gate, one = Gate(0), shared()
     handle = one.start(PARAMS, DATA, 8, 2, callbacks=[gate], progress=False)
     assert gate.there.wait(60)
     for begin in (one.fit, one.start):

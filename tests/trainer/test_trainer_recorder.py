@@ -74,7 +74,7 @@ def test_windows_overlap_unless_a_timeline_shows_them():
     assert not all(steady[30:])
     assert all(steady[epoch * 3] for epoch in range(10, 15)), "the first of every epoch"
     assert all(np.isfinite(epoch.throughput).all() and min(epoch.busy) > 0 for epoch in history)
-    steady, _ = times_of(timeline=Timeline())
+    steady, _ = times_of(epochs=8, timeline=Timeline())
     assert all(steady[1:])
 
 
