@@ -17,7 +17,7 @@ import jax  # after it, as what follows
 import numpy as np
 import optax
 from reference import data, loss_fn, params
-from scenes import raised
+from scenes import collect_seldom, raised
 
 ROWS, BATCH = data(60), 4
 FIRST, OTHER = jax.process_index() == 0, jax.process_index() == 1
@@ -232,6 +232,7 @@ def held_out():
 SCENES = (whole, stopped, interrupted, broken, evaluated, kept_apart)
 
 if __name__ == "__main__":
+    collect_seldom()
     folder, asked = Path(sys.argv[1]), sys.argv[2:]
     scenes = [*SCENES, *[ahead] * ("ahead" in asked)]
     print(json.dumps({scene.__name__: scene(folder) for scene in scenes}))

@@ -24,6 +24,7 @@ import jax
 import losing  # noqa: F401  (for what it imports)
 import raising  # noqa: F401  (for what it imports)
 from jax._src import xla_bridge
+from scenes import collect_seldom
 
 LATER = {"JAX_COORDINATOR_ADDRESS", "JAX_NUM_CPU_DEVICES"}
 """Variables that each process of a job has of its own."""
@@ -90,6 +91,7 @@ def run(arguments, environment, folder):
 if __name__ == "__main__":
     assert not xla_bridge.backends_are_initialized(), "a fork cannot use the devices of another"
     assert len(os.listdir("/proc/self/task")) == 1, "a fork takes no thread along"
+    collect_seldom()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what starts the programs
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX's, that a fork takes no thread along

@@ -16,7 +16,7 @@ import jax  # after it, as what follows
 import numpy as np
 import optax
 from reference import data, loss_fn, params
-from scenes import Noted, raised
+from scenes import Noted, collect_seldom, raised
 
 from elche_jax import _progress
 from elche_jax.checkpoint.store import Store
@@ -298,6 +298,7 @@ def unreported(folder):
 SCENES = (coverage, timed, full, failing, errors, again, ahead, unreported)
 
 if __name__ == "__main__":
+    collect_seldom()
     phase, place, *rules = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
     if phase == "half":
         for rule in rules:

@@ -1,6 +1,13 @@
 """What the scenes of several programs have in common."""
 
+import gc
 import threading
+
+
+def collect_seldom():
+    """Lets the garbage collector look less often: tracing makes many objects, see `conftest.py`."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 class Noted:
