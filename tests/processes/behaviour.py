@@ -18,7 +18,7 @@ from averaged import TX
 from flax.training.dynamic_scale import DynamicScale
 from held import Held
 from reference import data, loss_fn, params
-from scenes import Noted, raised
+from scenes import Noted, collect_seldom, raised
 
 from elche_jax._processes import Processes
 from elche_jax.engine.job import Job
@@ -97,8 +97,8 @@ def replayed():
     known, Job.alike = Job.alike, False  # as where processors differ: one lead's bits count
     # the other process would move further by itself
     rate = 1.5e-2 if OTHER else 1e-2
-    unlike = build(tx=optax.adam(rate), cadence=elche.Replay(counts), device_loss=True)
-    other, again, _ = run(unlike, stop=6, **options)
+    apart = build(tx=optax.adam(rate), cadence=elche.Replay(counts), device_loss=True)
+    other, again, _ = run(apart, stop=6, **options)
     Job.alike = known
     return {
         "once": once, "stopped": stopped, "metrics": said, "params": whole,
@@ -419,4 +419,5 @@ SCENES = {
 }
 
 if __name__ == "__main__":
+    collect_seldom()
     print(json.dumps({name: SCENES[name]() for name in json.loads(sys.argv[1])}))
