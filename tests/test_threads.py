@@ -3,6 +3,7 @@
 import signal
 import sys
 import threading
+from itertools import product
 
 import children
 import pytest
@@ -66,16 +67,14 @@ ENDS = {
 }
 
 
+ROWS = {("prefetch", "interrupted while it is closed"), ("pool", "dropped by its thread")}
+"""Those of `make test`."""
+
+
 @pytest.mark.parametrize(
-    "end",
-    [
-        "dropped by its thread",
-        "interrupted while it is closed",
-        slow("closed before"),
-        slow("in use"),
-    ],
+    ("owner", "end"),
+    [row if row in ROWS else slow(*row) for row in product(("prefetch", "pool"), ENDS)],
 )
-@pytest.mark.parametrize("owner", ["prefetch", "pool"])
 def test_a_process_waits_for_a_thread_that_is_in_the_runtime(owner, end):
     drop, last = ENDS[end]
     program = PROGRAM.format(owner=owner, drop=drop or "pass", end=last)

@@ -154,7 +154,7 @@ def test_what_was_being_removed_from_memory_is_removed(launched, tmp_path):
 
 READS = """
 os.mkfifo("number")
-for _ in range(40):  # longer than the launcher looks away
+for _ in range(20):  # longer than the launcher looks away
     try:
         os.close(os.open("number", os.O_WRONLY | os.O_NONBLOCK))
     except OSError:  # nobody reads it
