@@ -3,7 +3,6 @@
 import averaged
 import numpy as np
 import pytest
-from marks import slow
 from reference import LEAVES
 from test_averaging_lanes import APART
 from test_averaging_table import COUNTS, TABLE
@@ -21,7 +20,8 @@ def applied_by_the_last(self, ended, mean):
     return self.adopt(ended, agreed), agreed.fine
 
 
-@pytest.mark.parametrize("name", ["DiLoCo, int8, one pending", *map(slow, APART)])
+@pytest.mark.slow  # lanes compute it so: test_every_rule_over_lanes
+@pytest.mark.parametrize("name", ["DiLoCo, int8, one pending", *APART])
 def test_what_one_device_agrees_on_serves_all(name, monkeypatch):
     rule, _ = TABLE[name]
     want, *_ = averaged.train_on(rule, COUNTS[2])

@@ -92,9 +92,22 @@ TOLERANCE = {
 
 
 EXCHANGES = ["device", "host"]
-QUICK = {(name, EXCHANGES[at % 2], 4) for at, name in enumerate(TABLE)}
-QUICK |= {(name, at, world) for name in list(TABLE)[:1] for at in EXCHANGES for world in (1, 2)}
-"""Every rule once, on alternating transports, and every number of devices with each."""
+PARTLY = [
+    "mean gradient",
+    "mean gradient, one pending",
+    "mean gradient, int8, three pending",
+    "Local SGD",
+    "Local SGD, bfloat16",
+    "Local SGD, three pending",
+    "DiLoCo",
+    "DiLoCo, fragments, int8",
+    "DiLoCo, int8, one pending",
+    "a rule of one's own, moments averaged",
+]
+"""Rules that have every part of a rule between them, those that are sent and pending together."""
+QUICK = {(name, EXCHANGES[at % 2], 4) for at, name in enumerate(PARTLY)}
+QUICK |= {(name, at, world) for name in PARTLY[:1] for at in EXCHANGES for world in (1, 2)}
+"""Each of them once, on alternating transports, and every number of devices with each."""
 
 
 @pytest.mark.parametrize(
@@ -140,15 +153,14 @@ DIGITS_KEPT = [
     name for name, (_, by_hand) in TABLE.items() if not by_hand.keys() & {"kind", "weigh"}
 ]
 """Rules that round nothing to fewer bits, and whose weights are no losses, which are float32."""
+WIDE = {("mean gradient, three pending", "device"), ("Local SGD, three pending", "host"),
+        ("DiLoCo, fragments", "host")}  # fmt: skip
+"""Gradients, local steps and an outer optimizer, with what is pending and with parts."""
 
 
 @pytest.mark.parametrize(
     ("name", "exchange"),
-    [
-        (name, exchange) if (at + place) % 2 == 0 else slow(name, exchange)
-        for at, name in enumerate(DIGITS_KEPT)
-        for place, exchange in enumerate(EXCHANGES)
-    ],
+    [row if row in WIDE else slow(*row) for row in product(DIGITS_KEPT, EXCHANGES)],
 )
 def test_float64_parameters_keep_their_digits(name, exchange):
     rule, by_hand = TABLE[name]
