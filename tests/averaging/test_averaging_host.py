@@ -14,7 +14,7 @@ import optax
 import pytest
 from averaged import NESTEROV, THREE, TX, assert_history, poisoned, train_on
 from held import Held
-from marks import slow
+from marks import slow, table
 from reference import BATCH, LEARNING_RATE, LEAVES, Outer, data, loss_fn, params, run
 from waits import eventually
 
@@ -54,6 +54,12 @@ def built(config):
 def step():
     """A training step whose windows wait for their average; every run begins anew."""
     return built(HOST)
+
+
+@pytest.fixture(scope="module")
+def running_ahead():
+    """A training step whose devices run ahead; every run begins anew."""
+    return built(ahead(max_overshoot=0))
 
 
 # -- every window waits for its average
@@ -316,7 +322,7 @@ def test_no_overshoot_is_no_delay():
         np.testing.assert_allclose(last[name], want[-1][0][name], rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("copied", [slow(False), True])
 def test_nothing_is_lost_between_runs(copied):
     """What the devices have not taken up when a run ends they take up in the next.
 
@@ -464,8 +470,7 @@ def test_a_run_leaves_the_outcomes_of_its_own_windows(closed):
     assert left == (whole if {3, 4} <= set(closed) else [])
 
 
-@pytest.mark.parametrize("how", ["break", "interrupt"])
-@pytest.mark.parametrize("options", [{"delay": 1}, {"delay": 0, "run_ahead": True}], ids=str)
+@table(how=["break", "interrupt"], options=[{"delay": 1}, {"delay": 0, "run_ahead": True}])
 def test_a_loop_that_is_left_waits_for_what_is_pending(options, how, monkeypatch):
     """The gradient of window 3 is on the devices until the loop waits for it."""
     counts, emulate, wait = [(1, 1)] * 6, Held([(3, 0), (3, 1)]), threading.Condition.wait
@@ -535,10 +540,10 @@ def test_who_waits_for_what_is_pending(who):
     eventually(lambda: threads() == [])
 
 
-@pytest.mark.parametrize("config", [HOST, ahead()], ids=["cadence", "async"])
-def test_a_window_whose_run_is_over(config, step):
+@pytest.mark.parametrize("late", [False, True], ids=["cadence", "async"])
+def test_a_window_whose_run_is_over(late, step, running_ahead):
     """It stays usable, and is like any other."""
-    train = step if config is HOST else built(config)
+    train = running_ahead if late else step
     state = train.init(params())
     with train.windows(first(6), BATCH, shuffle=False) as windows:
         window = next(windows)
@@ -850,10 +855,14 @@ def test_a_run_that_ends_while_a_device_is_late(rank):
     assert window.counts == (1, 1) and train.left_out[1 - rank] == 0
 
 
-def test_average_of_a_state_that_was_changed():
-    _, _, state, train = train_on(KEEP, THREE[:2], config=HOST)
+def test_average_of_a_state_that_was_changed(step):
+    state = step.init(params())
+    with step.windows(first(6), BATCH) as windows:
+        for window in windows:
+            state, _ = step(state, window)
+    assert step.average(state)["w"].any()
     state = state.replace(params=jax.tree.map(lambda leaf: 0 * leaf, state.params))
-    assert not train.average(state)["w"].any()
+    assert not step.average(state)["w"].any()
 
 
 def test_an_exponent_that_is_no_number_later_on():
@@ -864,6 +873,7 @@ def test_an_exponent_that_is_no_number_later_on():
     assert threads() == []
 
 
+@pytest.mark.slow  # with real time; test_the_times_of_a_device_that_is_late_again_are_learned
 def test_a_slow_device_gets_less_when_it_is_late_again():
     """The first time may be an accident; the second time the cadence hears how slow it is."""
     train = elche.build_train_step(
@@ -908,9 +918,9 @@ def test_a_device_that_sleeps_for_five_seconds_once():
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["cadence", "async"])
-def test_an_interrupt_while_the_loop_waits(late, step, monkeypatch):
+def test_an_interrupt_while_the_loop_waits(late, step, running_ahead, monkeypatch):
     """The state is as it was before the window, and can be trained on."""
-    train = built(ahead(max_overshoot=0)) if late else step
+    train = running_ahead if late else step
     state, at = train.init(params()), "admit" if late else "outcome"
     method, calls = getattr(Coordinator, at), []
 
@@ -966,7 +976,7 @@ def test_ctrl_c_while_windows_are_pending_loses_none(at, sigint, monkeypatch):
     np.testing.assert_array_equal(state.params["w"], np.full(2, -11111.0))
 
 
-def test_ctrl_c_while_the_old_state_is_given_up(sigint, monkeypatch):
+def test_ctrl_c_while_the_old_state_is_given_up(sigint, step, monkeypatch):
     put, pressed = jax.device_put, []
 
     def pressing(*args):
@@ -975,12 +985,11 @@ def test_ctrl_c_while_the_old_state_is_given_up(sigint, monkeypatch):
             signal.raise_signal(signal.SIGINT)
         return put(*args)
 
-    train = built(HOST)
-    state = train.init(params())
+    state = step.init(params())
     monkeypatch.setattr(jax, "device_put", pressing)
     with pytest.raises(KeyboardInterrupt):
-        for window in train.windows(data(18), BATCH):
-            state, _ = train(state, window)
+        for window in step.windows(data(18), BATCH):
+            state, _ = step(state, window)
     assert pressed == [0] and elche.unreplicate(state.step) == 1
     assert np.isfinite(state.params["w"]).all()
 
@@ -995,15 +1004,12 @@ def test_an_error_in_a_thread_reaches_the_loop(monkeypatch):
     assert threads() == []
 
 
-def test_a_state_is_given_up():
-    train = elche.build_train_step(
-        loss_fn, TX, devices=jax.devices()[:2], averaging=KEEP, config=HOST
-    )
-    state = train.init(params())
-    with train.windows(data(100), BATCH) as windows:
-        train(state, next(windows))
+def test_a_state_is_given_up(step):
+    state = step.init(params())
+    with step.windows(data(18), BATCH) as windows:
+        step(state, next(windows))
         with pytest.raises(ValueError, match="given up"):
-            train(state, next(windows))
+            step(state, next(windows))
 
 
 def test_one_device_exchanges_with_nobody():
