@@ -25,8 +25,8 @@ from elche_jax.observe.timeline import SkipEvent, Timeline
 
 @pytest.mark.parametrize(
     ("diloco", "how"),
-    [(False, "keep"), (True, "average")]
-    + [slow(False, how) for how in ("average", "reset")]
+    [(True, "average")]
+    + [slow(False, how) for how in ("keep", "average", "reset")]
     + [slow(True, how) for how in ("keep", "reset")],
 )
 def test_a_device_that_is_not_finite_is_left_out_and_comes_back(diloco, how, caplog):
@@ -124,7 +124,8 @@ def test_average_gives_one_set_of_parameters():
         np.testing.assert_allclose(got[name], want, rtol=1e-5)
 
 
-@pytest.mark.parametrize("rule", [slow(None), elche.ParameterAveraging()])
+@pytest.mark.slow  # test_ten_windows has such an average
+@pytest.mark.parametrize("rule", [None, elche.ParameterAveraging()])
 def test_average_of_replicas_is_one_of_them(rule):
     _, _, state, train = train_on(rule, THREE)
     for a, b in zip(
@@ -192,11 +193,20 @@ def test_optimizer_states_are_averaged_leaf_by_leaf():
     tx = optax.chain(optax.scale_by_adam(), optax.contrib.reduce_on_plateau(), optax.scale(-0.01))
     _, _, state, _ = train_on(elche.ParameterAveraging(), [(3, 1)], tx=tx)
     adam, plateau, _ = jax.device_get(state.opt_state)
-    moments = {}
-    for device, counts in enumerate([(3,), (1,)]):
-        rows = {n: leaf[3 * device * BATCH :] for n, leaf in data().items()}
-        _, _, alone, _ = train_on(None, [(1,)] * counts[0], tx=tx, rows=rows)
-        moments[device] = jax.device_get(elche.unreplicate(alone.opt_state))
+
+    @jax.jit
+    def step(p, opt_state, batch):
+        value, grads = jax.value_and_grad(loss_fn)(p, batch, None)
+        updates, opt_state = tx.update(grads, opt_state, p, value=value)
+        return optax.apply_updates(p, updates), opt_state
+
+    moments = []
+    for microbatches in (range(3), range(3, 4)):
+        p, alone = params(), tx.init(params())
+        for at in microbatches:
+            piece = slice(at * BATCH, (at + 1) * BATCH)
+            p, alone = step(p, alone, {n: leaf[piece] for n, leaf in data().items()})
+        moments.append(jax.device_get(alone))
     assert adam.count.tolist() == [3, 3]
     for name in LEAVES:
         want = 0.75 * moments[0][0].mu[name] + 0.25 * moments[1][0].mu[name]
@@ -232,24 +242,24 @@ def test_a_device_that_is_left_out_goes_on_from_the_model_state_it_had():
     assert np.isfinite(np.asarray(state.model_state["mine"])).all()
 
 
-def test_an_outer_optimizer_that_makes_no_number_is_noticed_and_changes_nothing():
+@pytest.mark.parametrize("delay", [slow(0), 1])
+def test_an_outer_optimizer_that_makes_no_number_is_noticed_and_changes_nothing(delay):
     def update(grads, state, params=None):
         return jax.tree.map(lambda g: jnp.full_like(g, jnp.nan), grads), state
 
     outer = optax.GradientTransformation(lambda p: optax.EmptyState(), update)
-    for delay in (0, 1):
-        train = elche.build_train_step(
-            loss_fn, TX, devices=jax.devices()[:2], averaging=elche.DiLoCo(outer, delay=delay),
-            cadence=elche.Replay([(2, 1)] * 9),
-        )  # fmt: skip
-        state = train.init(params())
-        with (
-            pytest.raises(elche.NonFiniteError, match=r"were not: (no device, but their|dev)"),
-            train.windows(data(), BATCH) as windows,
-        ):
-            for window in windows:
-                state, _ = train(state, window)
-        assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state.params))
+    train = elche.build_train_step(
+        loss_fn, TX, devices=jax.devices()[:2], averaging=elche.DiLoCo(outer, delay=delay),
+        cadence=elche.Replay([(2, 1)] * 9),
+    )  # fmt: skip
+    state = train.init(params())
+    with (
+        pytest.raises(elche.NonFiniteError, match=r"were not: (no device, but their|dev)"),
+        train.windows(data(), BATCH) as windows,
+    ):
+        for window in windows:
+            state, _ = train(state, window)
+    assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state.params))
 
 
 def test_an_optimizer_state_that_is_not_finite_leaves_a_device_out():
@@ -268,27 +278,29 @@ def test_an_optimizer_state_that_is_not_finite_leaves_a_device_out():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(history))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", slow("float16")])
-def test_parameters_of_16_bits_are_joined_in_float32(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "counts"),
+    [("bfloat16", [(2, 1)] * 4), slow("bfloat16", [(1,)] * 6), slow("float16", [(2, 1)] * 4),
+     slow("float16", [(1,)] * 6)],
+)  # fmt: skip
+def test_parameters_of_16_bits_are_joined_in_float32(dtype, counts):
     """Bit for bit as ParameterAveraging, and on one device as plain training."""
-    small = jax.tree.map(lambda x: jnp.asarray(x, dtype), params())
-    for world, counts in ((2, [(2, 1)] * 4), (1, [(1,)] * 6)):
-        seen = []
-        for rule in (
-            elche.ParameterAveraging(optimizer_state="keep"), elche.DiLoCo(optax.sgd(1.0)),
-        ):  # fmt: skip
-            train = elche.build_train_step(
-                loss_fn, optax.sgd(0.01), devices=jax.devices()[:world], averaging=rule,
-                cadence=elche.Replay(counts),
-            )  # fmt: skip
-            state = train.init(small)
-            for window in train.windows(data(), BATCH, shuffle=False):
-                state, _ = train(state, window)
-                if window.index == len(counts) - 1:
-                    break
-            seen.append(jax.device_get(state.params))
-        for a, b in zip(*map(jax.tree.leaves, seen), strict=True):
-            assert a.dtype == dtype and a.tobytes() == b.tobytes()
+    small, seen = jax.tree.map(lambda x: jnp.asarray(x, dtype), params()), []
+    for rule in (
+        elche.ParameterAveraging(optimizer_state="keep"), elche.DiLoCo(optax.sgd(1.0)),
+    ):  # fmt: skip
+        train = elche.build_train_step(
+            loss_fn, optax.sgd(0.01), devices=jax.devices()[: len(counts[0])], averaging=rule,
+            cadence=elche.Replay(counts),
+        )  # fmt: skip
+        state = train.init(small)
+        for window in train.windows(data(), BATCH, shuffle=False):
+            state, _ = train(state, window)
+            if window.index == len(counts) - 1:
+                break
+        seen.append(jax.device_get(state.params))
+    for a, b in zip(*map(jax.tree.leaves, seen), strict=True):
+        assert a.dtype == dtype and a.tobytes() == b.tobytes()
 
 
 def test_moments_of_16_bits_are_averaged_in_float32():
@@ -359,17 +371,20 @@ def test_another_model_after_average():
         np.testing.assert_array_equal(got[name], leaf)
 
 
-def test_the_report_says_what_is_sent():
-    for rule, want in (
-        (elche.ParameterAveraging(), 4 * (6 + 6)),  # momentum, too
-        (elche.DiLoCo(optax.sgd(1.0), fragments=3), 8),
-        (elche.DiLoCo(optax.sgd(1.0), compression="int8"), 6 + 4 * 3),
-    ):
-        _, metrics, _, train = train_on(rule, [(1, 1)] * 3)
-        assert train.report().exchange_bytes == want
-        assert np.mean([m["exchange_bytes"] for m in metrics]) == want
+@pytest.mark.parametrize(
+    ("options", "want"),
+    [({"fragments": 3, "compression": "int8"}, (6 + 4 * 3) / 3), slow({"fragments": 3}, 8),
+     slow({"compression": "int8"}, 6 + 4 * 3)],
+)  # fmt: skip
+def test_the_report_says_what_is_sent(options, want):
+    """Of averages `test_an_exponent_that_follows_a_schedule` looks at it."""
+    rule = elche.DiLoCo(optax.sgd(1.0), **options)
+    _, metrics, _, train = train_on(rule, [(1, 1)] * 3)
+    assert train.report().exchange_bytes == want
+    assert np.mean([m["exchange_bytes"] for m in metrics]) == want
 
 
+@pytest.mark.slow  # test_shares_of_weights_whose_sum_is_too_large
 @pytest.mark.parametrize("exchange", ["device", "host"])
 def test_weights_of_devices_whose_sum_is_too_large(exchange):
     class Large(elche.ParameterAveraging):

@@ -40,10 +40,12 @@ def test_parameter_averaging(how, exponent, counts):
 def test_an_exponent_that_follows_a_schedule():
     schedule = optax.linear_schedule(2.0, 0.0, 8)
     rule = elche.ParameterAveraging(exponent=schedule)
-    _, metrics, _, _ = train_on(rule, COUNTS)
+    _, metrics, _, train = train_on(rule, COUNTS)
+    assert train.report().exchange_bytes == 4 * (6 + 6)  # momentum, too
     for window, (said, each) in enumerate(zip(metrics, COUNTS, strict=True)):
         powers = np.array([c ** (2 - min(window, 8) / 4) if c else 0.0 for c in each])
         np.testing.assert_allclose(said["share"], powers / powers.sum(), rtol=1e-5)
+        assert said["exchange_bytes"] == 4 * (6 + 6)
 
 
 @pytest.mark.parametrize("how", ["average", "keep", "reset"])
@@ -101,8 +103,9 @@ def test_bfloat16_on_the_wire():
 # rules that must agree
 
 
-@pytest.mark.parametrize("how", ["average", slow("keep"), slow("reset")])
-@pytest.mark.parametrize("tx", [slow(TX, id="sgd"), pytest.param(optax.adamw(0.01), id="adamw")])
+@pytest.mark.slow  # test_parameters_of_16_bits_are_joined_in_float32 compares the bits, too
+@pytest.mark.parametrize("how", ["average", "keep", "reset"])
+@pytest.mark.parametrize("tx", [TX, optax.adamw(0.01)], ids=["sgd", "adamw"])
 def test_diloco_with_sgd_of_rate_1_is_parameter_averaging_bit_for_bit(how, tx):
     ours, _, first, _ = train_on(elche.ParameterAveraging(optimizer_state=how), THREE, tx=tx)
     other, _, second, _ = train_on(

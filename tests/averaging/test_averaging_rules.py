@@ -11,7 +11,7 @@ import optax
 import pytest
 from averaged import poisoned
 from hypothesis import assume, given, settings, strategies as st
-from marks import slow
+from marks import slow, table
 from reference import BATCH, data, loss_fn, params
 
 import elche_jax as elche
@@ -249,6 +249,14 @@ def test_weights_that_are_none_are_noticed(weights):
         assert not sound and shares.tolist() == [0.0, 0.0]
 
 
+def test_shares_of_weights_whose_sum_is_too_large():
+    for xp in (np, jnp):
+        ones = xp.ones(2, xp.float32)
+        work = elche.DeviceWork(ones, ones, ones > 0, 0, xp)
+        shares, sound = shares_of(lambda work: work.steps * 0 + 3e38, work)
+        assert sound and shares.tolist() == [0.5, 0.5]
+
+
 @given(st.integers(1, 30), st.data())
 def test_fragments_share_the_arrays_out(fragments, chosen):
     sizes = chosen.draw(st.lists(st.integers(0, 1000), min_size=fragments, max_size=30))
@@ -406,8 +414,7 @@ def test_bytes_of_all_that_is_exchanged():
         assert metrics["exchange_bytes"] == sent
 
 
-@pytest.mark.parametrize("exchange", [None, elche.HostExchange()], ids=["devices", "host"])
-@pytest.mark.parametrize("merge", ["pooled", "first"])
+@table(merge=["pooled", "first"], exchange=["device", "host"])
 def test_with_fragments_model_state_is_merged_by_the_work_of_the_window(merge, exchange):
     """A fragment's shares are those of the steps since its last exchange."""
 
@@ -417,7 +424,8 @@ def test_with_fragments_model_state_is_merged_by_the_work_of_the_window(merge, e
     def states(averaging):
         train = elche.build_train_step(
             loss, SGD, devices=jax.devices()[:2], averaging=averaging, merge=merge,
-            cadence=elche.Replay([(1, 1), (0, 1), (1, 3), (2, 0), (3, 1)]), exchange=exchange,
+            cadence=elche.Replay([(1, 1), (0, 1), (1, 3), (2, 0), (3, 1)]),
+            config=elche.DDPConfig(exchange=exchange),
         )  # fmt: skip
         state = train.init(params(), model_state={"mean": np.float32(0), "var": np.float32(1)})
         rows = {name: leaf[: 13 * BATCH] for name, leaf in data().items()}
