@@ -1,5 +1,7 @@
 """Contributions of devices made one mean, by devices among themselves and on the host."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,16 @@ def contribution(payload, amount, state=(), own=True, loss=0.0, size=0.0):
     return Contribution(payload, row, sums, list(state))
 
 
+@cache
+def program(reduction, world):
+    """The devices' reduction, compiled once for each number of them."""
+
+    def of(one, window):
+        return reduction(DeviceAxis(world), one, window)
+
+    return jax.jit(jax.vmap(of, in_axes=(0, None), axis_name=AXIS), static_argnums=1)
+
+
 def reduced(transport, reduction, contributions, window=0):
     """The mean and the metrics, on the host; checks that all devices have the same bits."""
     world = len(contributions)
@@ -28,8 +40,8 @@ def reduced(transport, reduction, contributions, window=0):
         brought = [jax.tree.map(np.asarray, one) for one in contributions]
         with np.errstate(all="ignore"):
             return reduction(HostAxis(world, range(world)), brought, window)
-    stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *contributions)
-    out = jax.vmap(lambda one: reduction(DeviceAxis(world), one, window), axis_name=AXIS)(stacked)
+    stacked = jax.tree.map(lambda *rows: np.stack(rows), *contributions)
+    out = program(reduction, world)(stacked, window)
     for leaf in map(np.asarray, jax.tree.leaves(out)):
         assert all(row.tobytes() == leaf[0].tobytes() for row in leaf)
     return jax.tree.map(lambda leaf: np.asarray(leaf)[0], out)

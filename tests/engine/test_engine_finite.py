@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from elche_jax.engine import finite
 from elche_jax.engine.finite import all_finite, floats
@@ -31,7 +31,6 @@ def trees(draw):
     return arrays, all(np.isfinite(x.astype("float64")).all() for x in arrays)
 
 
-@settings(max_examples=60, deadline=None)
 @given(trees())
 def test_small_arrays(found):
     arrays, expected = found

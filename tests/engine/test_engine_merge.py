@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from marks import slow
 from reduced import TRANSPORTS, contribution, reduced
 
 from elche_jax.engine.merge import resolve_merge
@@ -33,22 +34,35 @@ def random_states(rng, world):
     return one(3.0), [one(1.0) for _ in range(world)]
 
 
+PROGRAMS = {}
+
+
+def programs_of(resolved, structure):
+    """What a device brings, and what is made of the mean, compiled once for rules and names."""
+    key = resolved.rules, str(structure)
+    if key not in PROGRAMS:
+
+        def brought(start, leaves, weight):
+            return contribution(Encoded([]), weight, resolved.differences(start, leaves))
+
+        PROGRAMS[key] = jax.jit(brought), Reduction(resolved), jax.jit(resolved.apply_differences)
+    return PROGRAMS[key]
+
+
 def merge(rules, before, after, weights):
     """Merges with the library, on either transport; a device without weight keeps what it had."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), before)
     resolved = resolve_merge(rules, shapes)
     start, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, before))
-    leaves = [jax.tree.leaves(jax.tree.map(jnp.asarray, one)) for one in after]
+    brought, reduction, applied = programs_of(resolved, structure)
     each = [
-        contribution(Encoded([]), weight, resolved.differences(start, one))
-        for one, weight in zip(leaves, weights, strict=True)
+        brought(start, jax.tree.leaves(one), float(weight))
+        for one, weight in zip(after, weights, strict=True)
     ]
     made = []
     for transport in TRANSPORTS:
-        mean, _ = reduced(transport, Reduction(resolved), each)
-        leaves = resolved.apply_differences(
-            start, *jax.tree.map(jnp.asarray, (mean.state, mean.spread))
-        )
+        mean, _ = reduced(transport, reduction, each)
+        leaves = applied(start, mean.state, mean.spread)
         made.append(jax.tree.map(np.asarray, structure.unflatten(leaves)))
     for mine, theirs in zip(*map(jax.tree.leaves, made), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
@@ -176,7 +190,7 @@ def test_pooled_leaves_of_two_shapes():
         resolve_merge("pooled", {"mean": jnp.zeros(3), "var": jnp.zeros(1)})
 
 
-@pytest.mark.parametrize("world", [3, 5])
+@pytest.mark.parametrize("world", [3, slow(5)])
 def test_what_falls_to_nearly_nothing_is_not_negative(world):
     """A rounded change would lead across 0, and a second moment or variance has a root."""
     rng = np.random.default_rng(4)
