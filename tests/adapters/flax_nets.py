@@ -1,5 +1,7 @@
 """Modules, losses and data of the tests of the adapters; and training by loss functions."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,6 +84,26 @@ def trained(loss_fn, params, model_state=None, world=2, epochs=2, **options):
     return jax.device_get(elche.unreplicate(state)), {
         k: np.asarray(v).tolist() for k, v in metrics.items()
     }
+
+
+class Stepped(NamedTuple):
+    params: Any
+    model_state: Any
+
+
+def stepped(loss_fn, params, model_state=None):
+    """Parameters and model state after a step of gradient descent, without a training step."""
+    batch = {name: leaf[:8] for name, leaf in data().items()}
+
+    def loss(params):
+        if model_state is None:
+            return loss_fn(params, batch, jax.random.key(7)).mean(), None
+        value, new = loss_fn(params, model_state, batch, jax.random.key(7))
+        return value.mean(), new
+
+    grads, new = jax.jit(jax.grad(loss, has_aux=True))(params)
+    moved = jax.tree.map(lambda p, g: np.asarray(p - 0.1 * g), params, grads)
+    return Stepped(moved, jax.device_get(new))
 
 
 def assert_equal(got, want, rtol=0.0):

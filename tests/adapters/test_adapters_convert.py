@@ -1,5 +1,6 @@
 """Flax's train state: there and back to the bit, and what is refused."""
 
+from functools import cache
 from typing import Any
 
 import jax
@@ -25,10 +26,16 @@ class WithStats(train_state.TrainState):
     note: str = ""
 
 
+@cache
+def begun(module):
+    """A model of a module, its parameters and its model state."""
+    model = from_linen(module, cross_entropy)
+    return model, *jax.device_get(model.init(0, {"x": X[:1]}))
+
+
 def build(tx=TX, module=None, world=2, **options):
     """A training step and its first state."""
-    model = from_linen(LinenCNN() if module is None else module, cross_entropy)
-    params, model_state = model.init(0, {"x": X[:1]})
+    model, params, model_state = begun(LinenCNN() if module is None else module)
     train = elche.build_train_step(model, tx, devices=jax.devices()[:world], **options)
     return train, train.init(params, model_state=model_state)
 
@@ -97,7 +104,7 @@ def test_a_flax_loop_goes_on_here_as_it_would_have():
 
 
 def mlp_state(tx=TX, **changes):
-    params = LinenMLP().init(jax.random.key(0), X[:1], True)["params"]
+    _, params, _ = begun(LinenMLP())
     made = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
     return made.replace(**changes)
 
@@ -192,7 +199,7 @@ def test_what_to_flax_refuses(case):
 
 def test_a_state_with_frozen_parameters_is_refused():
     module = LinenMLP()
-    params = from_linen(module, cross_entropy).init(0, {"x": X[:1]})[0]
+    _, params, _ = begun(module)
     chosen = jax.tree.map(lambda _: False, params)
     chosen["Dense_0"] = jax.tree.map(lambda _: True, params["Dense_0"])
     _, state = build(module=module, trainable=chosen)

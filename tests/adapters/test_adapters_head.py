@@ -1,6 +1,7 @@
 """Heads: objects that hold a module and its parameters, and objects with methods of their own."""
 
 from dataclasses import InitVar, dataclass, field
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,16 @@ import numpy as np
 import pytest
 from flax import linen as nn, nnx
 from flax.core import freeze
-from flax_nets import LinenCNN, LinenMLP, NnxCNN, assert_equal, cross_entropy, data, trained
+from flax_nets import (
+    LinenCNN,
+    LinenMLP,
+    NnxCNN,
+    assert_equal,
+    cross_entropy,
+    data,
+    stepped,
+    trained,
+)
 from marks import slow
 
 from elche_jax.adapters.head import from_head
@@ -62,8 +72,13 @@ class ReadOnly:
 
 def variables(module=None):
     """Those of a module; with a constant that training must not touch."""
-    made = from_linen(module or LinenCNN(), cross_entropy).init(3, {"x": X[:1]})
-    return {"params": made[0], **(made[1] or {})}
+    params, model_state = begun(module or LinenCNN())
+    return {"params": params, **(model_state or {})}
+
+
+@cache
+def begun(module):
+    return jax.device_get(from_linen(module, cross_entropy).init(3, {"x": X[:1]}))
 
 
 @pytest.mark.parametrize("form", [slow("whole"), "apart"])
@@ -77,8 +92,8 @@ def test_a_head_of_a_linen_module_with_state(form):
     model = from_head(head)
     assert_equal(model.params, whole["params"])
     assert_equal(model.model_state, state)
-    end, _ = trained(model, model.params, model.model_state)
-    want, _ = trained(from_linen(LinenCNN(), cross_entropy), whole["params"], state)
+    end = stepped(model, model.params, model.model_state)
+    want = stepped(from_linen(LinenCNN(), cross_entropy), whole["params"], state)
     assert_equal(end, want)
 
     back = model.write_back(head, end.params, end.model_state)
@@ -93,8 +108,7 @@ def test_a_head_of_a_linen_module_with_state(form):
 
 
 def test_copies_of_several_devices_are_not_written_back():
-    variables = LinenMLP().init(jax.random.key(0), data()["x"][:1], deterministic=True)
-    head = Plain(LinenMLP(), variables["params"])
+    head = Plain(LinenMLP(), variables(LinenMLP())["params"])
     model = from_head(head, cross_entropy)
     copies = replicate(model.params, jax.devices()[:2])
     with pytest.raises(ValueError, match=r"^Model\.write_back: params must be one copy, got leaf"):
@@ -113,7 +127,7 @@ def test_a_head_with_whole_variables_and_state_apart(frozen):
     model = from_head(head)
     assert sorted(model.model_state) == ["batch_stats", "constants"]
     assert_equal(model.params, made["params"])
-    end, _ = trained(model, model.params, model.model_state)
+    end = stepped(model, model.params, model.model_state)
     assert np.abs(end.model_state["batch_stats"]["BatchNorm_0"]["mean"]).max() > 0
     back = model.write_back(head, end.params, end.model_state)
     assert_equal(back.params, {"params": end.params, "constants": {"c": np.float32(3)}})
@@ -140,7 +154,7 @@ def test_a_head_without_state_and_with_a_loss_given():
     head = Plain(LinenMLP(), params)
     model = from_head(head, lambda outputs, batch: cross_entropy(outputs, batch).mean())
     assert model.model_state is None
-    end, _ = trained(model, model.params)
+    end = stepped(model, model.params)
     back = model.write_back(head, end.params)
     assert back is not head and back.module is head.module
     assert_equal(back.params, end.params)
@@ -191,8 +205,8 @@ def test_a_head_of_an_nnx_module(form):
     same = from_nnx(module, cross_entropy)
     assert_equal(model.params, same.params)
     assert_equal(model.model_state, same.model_state)
-    end, _ = trained(model, model.params, model.model_state)
-    want, _ = trained(same, same.params, same.model_state)
+    end = stepped(model, model.params, model.model_state)
+    want = stepped(same, same.params, same.model_state)
     assert_equal(end, want)
 
     back = model.write_back(head, end.params, end.model_state)

@@ -67,6 +67,7 @@ def test_a_cnn_with_batch_norm_is_trained_as_by_hand(world):
     assert np.abs(moved).max() > 0
 
 
+@pytest.mark.slow  # the CNN has dropout by hand, and contracts train it in two splits
 def test_the_split_does_not_matter_with_dropout():
     model = from_linen(LinenMLP(), cross_entropy)
     params, _ = model.init(3, {"x": X[:1]})
@@ -108,7 +109,7 @@ class Partitioned(nn.Module):
         return nn.Dense(3, kernel_init=init)(x.reshape(len(x), -1))
 
 
-@pytest.mark.parametrize("form", ["from_linen", "from_head"])
+@pytest.mark.parametrize("form", ["from_linen", slow("from_head")])
 def test_parameters_with_names_of_partitions_are_trained_as_those_without(form):
     ends = []
     for names in (True, False):

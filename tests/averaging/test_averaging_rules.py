@@ -268,7 +268,7 @@ def test_fragments_share_the_arrays_out(fragments, chosen):
     assert max(loads) <= sum(sizes) / fragments + max(sizes)
 
 
-LEAF = list_of(st.floats(-1e3, 1e3, width=32), 1, 5)
+ONE, FIVE = (list_of(st.floats(-1e3, 1e3, width=32), size) for size in (1, 5))
 
 
 @partial(jax.jit, static_argnums=3)
@@ -296,7 +296,7 @@ def host_sums(sent, share):
 
 
 @given(
-    st.tuples(LEAF) | st.tuples(LEAF, LEAF), list_of(st.integers(0, 5), 2, 4),
+    st.tuples(FIVE) | st.tuples(ONE, FIVE), list_of(st.integers(0, 5), 2, 4),
     st.integers(0, 2**31),
 )  # fmt: skip
 @settings(max_examples=40, deadline=None)

@@ -52,10 +52,10 @@ def test_stop_and_resume_is_the_uninterrupted_run(devices4):
     want, windows = run(whole, start(whole), some(), 8, epochs=2, seed=9)
     assert len(windows) > 20
 
-    first, second = build(Script(rows), devices4), build(Script(rows), devices4)
+    second = build(Script(rows), devices4)  # another one goes on; each run begins anew
     start(second)  # tells the shapes
     for stop in (1, 13, len(windows) - 1):
-        state, used = run(first, start(first), some(), 8, stop, epochs=2, seed=9)
+        state, used = run(whole, start(whole), some(), 8, stop, epochs=2, seed=9)
         saved, cursor = host(state), used[-1].cursor.to_dict()
         state, rest = run(
             second, elche.replicate(saved, devices4), some(), 8, epochs=2, seed=9,
