@@ -191,8 +191,14 @@ def test_waits_on_the_host_are_those_of_the_rank():
     assert seconds(0, 0, 3) == pytest.approx(0.060)
 
 
-def test_one_device():
-    advice = job(devices=jax.devices()[:1])
+def test_one_device(monkeypatch):
+    def build(loss, optimizer, *, devices, cadence, emulate, **options):
+        count = getattr(cadence, "total", 1)
+        return Built(devices, cadence, emulate, (WARM + LEAST) * of_one((count, 3 + 5.0 * count)))
+
+    monkeypatch.setattr(measure, "build_train_step", build)
+    one = {"model_state": "state", "rng": 7, "seconds": 1e-9}
+    advice = job(devices=jax.devices()[:1], **one)
     assert advice.devices[0].gain is None
     assert advice.sync_ms == 0
 

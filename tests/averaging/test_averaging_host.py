@@ -259,6 +259,7 @@ def test_a_window_in_which_no_device_is_finite_changes_nothing():
         assert train.skipped == 1 and train.left_out == (1, 1)
 
 
+@pytest.mark.slow  # test_extra_work_changes_no_bit_of_the_sums
 def test_work_that_really_costs():
     """A device that computes everything three times computes the same."""
     history, _, _, _ = train_on(KEEP, THREE[:3], config=HOST, emulate=ExtraWork((1, 3, 1)))

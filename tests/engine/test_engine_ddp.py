@@ -195,6 +195,7 @@ def test_a_loop_of_ones_own_is_plain_training():
     def loss(params, x, y):
         return jnp.mean((x @ params["w"] - y) ** 2)
 
+    gradient, step = jax.jit(jax.grad(loss)), jax.jit(tx.update)
     want = {"w": jnp.zeros(3)}
     params = DDP3.replicate(want)
     opt, want_opt = DDP3.replicate(tx.init(want)), tx.init(want)
@@ -203,12 +204,12 @@ def test_a_loop_of_ones_own_is_plain_training():
         parts, at = [], 0
         for rank, count in enumerate(counts):
             own = jax.tree.map(lambda leaf, r=rank: leaf[r], jax.device_get(params))
-            parts.append(jax.grad(loss)(own, x[at : at + count], y[at : at + count])["w"])
+            parts.append(gradient(own, x[at : at + count], y[at : at + count])["w"])
             at += count
         grads = DDP3.weighted_all_reduce_gradients({"w": stacked(*map(np.asarray, parts))}, counts)
         updates, opt = update(grads, opt, params)
         params = jax.tree.map(jnp.add, params, updates)
-        updates, want_opt = tx.update(jax.grad(loss)(want, x, y), want_opt, want)
+        updates, want_opt = step(gradient(want, x, y), want_opt, want)
         want = optax.apply_updates(want, updates)
     np.testing.assert_allclose(elche.unreplicate(params)["w"], want["w"], rtol=1e-5)
 
